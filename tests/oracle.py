@@ -1,0 +1,64 @@
+"""The paper's formulas typed in literally (RKSP, arXiv:2602.22988, Section 3). Slow and plain on purpose."""
+
+import numpy as np
+import scipy.linalg
+
+TINY = 1e-300
+
+
+def oracle(X, Y, eps):
+    """Spectrum of one layer.
+
+    X, Y: d x N, columns pair the same sample; eps: absolute ridge. Modes sorted by falling modulus.
+    """
+    d, N = X.shape
+    X = X - X.mean(axis=1, keepdims=True)
+    Y = Y - Y.mean(axis=1, keepdims=True)
+    S = X @ X.T / (N - 1) + eps * np.eye(d)
+    w, Q = np.linalg.eigh(S)
+    S_inv_half = Q @ np.diag(w**-0.5) @ Q.T
+    Xw, Yw = S_inv_half @ X, S_inv_half @ Y
+    A = Yw @ np.linalg.pinv(Xw, rcond=1e-10)
+    eigenvalue, U, V = scipy.linalg.eig(A, left=True, right=True)
+    residual = np.array(
+        [
+            np.linalg.norm(U[:, j].conj() @ (Yw - eigenvalue[j] * Xw)) / (np.linalg.norm(U[:, j].conj() @ Xw) + TINY)
+            for j in range(d)
+        ]
+    )
+    order = np.argsort(-np.abs(eigenvalue), kind="stable")
+    return {
+        "operator": A,
+        "eigenvalue": eigenvalue[order],
+        "residual": residual[order],
+        "spectral_radius": np.abs(eigenvalue).max(),
+        "eigenvector_condition": np.linalg.norm(V, 2) * np.linalg.norm(np.linalg.pinv(V, rcond=1e-15), 2),
+        "nonlinearity_ratio": np.linalg.norm(Yw - A @ Xw) / (np.linalg.norm(Yw - Xw) + TINY),
+        "update_norm": np.linalg.norm(Yw - Xw) / np.sqrt(N * d),
+        "energy_gain": np.linalg.norm(Yw) ** 2 / np.linalg.norm(Xw) ** 2,
+    }
+
+
+def masses(modulus, near=(0.90, 1.05), contractive=0.80):
+    """Mass fractions, one eigenvalue after the other."""
+    count = dict.fromkeys(("near_unit_mass", "expansive_mass", "contractive_mass", "intermediate_mass"), 0)
+    for a in modulus:
+        if a > near[1]:
+            count["expansive_mass"] += 1
+        elif a >= near[0]:
+            count["near_unit_mass"] += 1
+        elif a < contractive:
+            count["contractive_mass"] += 1
+        else:
+            count["intermediate_mass"] += 1
+    return {name: n / len(modulus) for name, n in count.items()}
+
+
+def kreiss_grid(A, n_angles=181, n_distances=80):
+    """Kreiss constant on a dense grid of z outside the unit circle."""
+    best, identity = 1.0, np.eye(len(A))
+    for angle in np.linspace(0, np.pi, n_angles):
+        for distance in np.geomspace(1e-6, 5, n_distances):
+            z = (1 + distance) * np.exp(1j * angle)
+            best = max(best, distance / np.linalg.svd(z * identity - A, compute_uv=False)[-1])
+    return best

@@ -1,0 +1,181 @@
+"""What is read off a spectrum: mass fractions, their thresholds, and summaries over layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.errors import ThresholdError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+MASSES = ("near_unit_mass", "expansive_mass", "contractive_mass", "intermediate_mass")
+STATISTICS = ("mean", "max", "min", "std")
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Where one kind of mode ends and the next begins (RKSP Section 3 and Eq. 12; all of unit 1).
+
+    Attributes:
+        near_unit_lower: Smallest modulus called near-unit, inclusive.
+        near_unit_upper: Largest modulus called near-unit, inclusive; beyond it modes are expansive.
+        contractive_upper: Modes of a smaller modulus are contractive, exclusive.
+        reliable_residual: Largest residual of a reliable mode, inclusive.
+        informative_update: Smallest update norm at which a spectrum says anything, exclusive. Ours, not the
+            paper's: an identity initialization has every eigenvalue at 1 and no risk.
+    """
+
+    near_unit_lower: float = 0.90
+    near_unit_upper: float = 1.05
+    contractive_upper: float = 0.80
+    reliable_residual: float = 0.10
+    informative_update: float = 1e-3
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not np.isfinite(value) or value < 0:
+                raise ThresholdError(f"Threshold {field.name} is {value}, expected a finite number of at least 0.")
+        if not self.near_unit_lower < self.near_unit_upper:
+            raise ThresholdError(
+                f"near_unit_lower ({self.near_unit_lower:g}) must lie below near_unit_upper "
+                f"({self.near_unit_upper:g}); move one of them."
+            )
+        if self.contractive_upper > self.near_unit_lower:
+            raise ThresholdError(
+                f"contractive_upper ({self.contractive_upper:g}) must not exceed near_unit_lower "
+                f"({self.near_unit_lower:g}), or a mode would be of both kinds; move one of them."
+            )
+
+    @classmethod
+    def of(cls, spectra: xr.Dataset) -> Thresholds:
+        """The thresholds that a spectra dataset was made with."""
+        return cls(**{field.name: float(spectra.attrs[field.name]) for field in fields(cls)})
+
+    def as_attrs(self) -> dict[str, float]:
+        """The thresholds as attributes of a dataset."""
+        return {field.name: float(getattr(self, field.name)) for field in fields(self)}
+
+
+def mass_fractions(modulus: np.ndarray, thresholds: Thresholds | None = None) -> dict[str, np.ndarray]:
+    """Fractions of near-unit, expansive, contractive and intermediate modes (RKSP Eq. 12 and Section 3).
+
+    Args:
+        modulus: |lambda|, shape (..., mode), unit 1; NaN marks modes that do not exist or were filtered out.
+        thresholds: The bounds; the paper's by default.
+
+    Returns:
+        One array of shape (...) for each name in ``MASSES``, in [0, 1] and adding up to 1; NaN where no mode is left.
+    """
+    thresholds = thresholds or Thresholds()
+    modulus = np.asarray(modulus, dtype=float)
+    n_modes = np.isfinite(modulus).sum(-1)
+    near = (modulus >= thresholds.near_unit_lower) & (modulus <= thresholds.near_unit_upper)
+    expansive = modulus > thresholds.near_unit_upper
+    contractive = modulus < thresholds.contractive_upper
+    counts = [kind.sum(-1) for kind in (near, expansive, contractive)]
+    counts.append(n_modes - sum(counts))
+    with np.errstate(invalid="ignore"):
+        return {
+            name: count / np.where(n_modes > 0, n_modes, np.nan) for name, count in zip(MASSES, counts, strict=True)
+        }
+
+
+def near_unit_mass(modulus: np.ndarray, *, lower: float = 0.90, upper: float = 1.05) -> float:
+    """Fraction of eigenvalues close to the unit circle (RKSP Eq. 12).
+
+    Args:
+        modulus: |lambda|, shape (mode,), unit 1; NaN marks unused modes.
+        lower: Inclusive lower bound; the paper's 1 - eps_n.
+        upper: Inclusive upper bound; the paper's 1 + eps_u.
+
+    Returns:
+        Fraction in [0, 1]; NaN if no mode is used.
+
+    Raises:
+        ThresholdError: If ``lower`` is not below ``upper``.
+    """
+    thresholds = Thresholds(near_unit_lower=lower, near_unit_upper=upper, contractive_upper=min(0.8, lower))
+    return float(mass_fractions(modulus, thresholds)["near_unit_mass"])
+
+
+def remeasure(
+    spectra: xr.Dataset,
+    *,
+    near_unit_lower: float | None = None,
+    near_unit_upper: float | None = None,
+    contractive_upper: float | None = None,
+    reliable_residual: float | None = None,
+    informative_update: float | None = None,
+    reliable_only: bool = False,
+) -> xr.Dataset:
+    """Apply other thresholds to spectra that are already there.
+
+    Args:
+        spectra: A spectra dataset, dims ``layer`` and ``mode`` (others may come first).
+        near_unit_lower: As in `Thresholds`; None keeps the value the spectra carry. Likewise the next four.
+        near_unit_upper: See above.
+        contractive_upper: See above.
+        reliable_residual: See above.
+        informative_update: See above.
+        reliable_only: Count only the reliable modes in the masses.
+
+    Returns:
+        A new dataset with the masses, ``is_reliable``, ``is_informative`` and the threshold attributes replaced.
+
+    Raises:
+        ThresholdError: If the thresholds contradict each other.
+    """
+    given = {
+        "near_unit_lower": near_unit_lower,
+        "near_unit_upper": near_unit_upper,
+        "contractive_upper": contractive_upper,
+        "reliable_residual": reliable_residual,
+        "informative_update": informative_update,
+    }
+    thresholds = replace(Thresholds.of(spectra), **{k: float(v) for k, v in given.items() if v is not None})
+    result = spectra.copy()
+    result.attrs.update(thresholds.as_attrs())
+    result["is_reliable"] = (spectra["residual"] <= thresholds.reliable_residual).assign_attrs(
+        spectra["is_reliable"].attrs
+    )
+    result["is_informative"] = (spectra["update_norm"] > thresholds.informative_update).assign_attrs(
+        spectra["is_informative"].attrs
+    )
+    modulus = np.abs(spectra["eigenvalue"])
+    if reliable_only:
+        modulus = modulus.where(result["is_reliable"])
+    dims = [dim for dim in spectra["eigenvalue"].dims if dim != "mode"]
+    for name, value in mass_fractions(modulus.transpose(*dims, "mode").values, thresholds).items():
+        result[name] = (dims, value, spectra[name].attrs)
+    return result
+
+
+def summarize(spectra: xr.Dataset) -> xr.Dataset:
+    """Mean, maximum, minimum and standard deviation over layers of every per-layer measure (RKSP Section 3.3).
+
+    Args:
+        spectra: A spectra dataset.
+
+    Returns:
+        Dataset with dim ``statistic`` (mean, max, min, std) in place of ``layer``; one variable for each measure of
+        dims (layer,), booleans as fractions. The risk score of the paper is ``near_unit_mass`` at ``mean``.
+        Layers whose measure is NaN are left out; an infinite one makes mean and max infinite and std NaN.
+    """
+    import xarray as xr
+
+    measures = spectra[[name for name, v in spectra.data_vars.items() if "layer" in v.dims and "mode" not in v.dims]]
+    measures = measures.astype(float)
+    with np.errstate(invalid="ignore"):
+        parts = [
+            measures.mean("layer", keep_attrs=True),
+            measures.max("layer", keep_attrs=True),
+            measures.min("layer", keep_attrs=True),
+            measures.std("layer", keep_attrs=True),
+        ]
+    result = xr.concat(parts, dim="statistic", combine_attrs="override")
+    return result.assign_coords(statistic=list(STATISTICS))

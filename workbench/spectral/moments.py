@@ -1,0 +1,161 @@
+"""The snapshot moments: all that the spectra need to know about N snapshots, in memory that does not grow with N."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from workbench.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Rows converted to float64 at a time, so that a long batch costs no second copy of itself.
+CHUNK = 4096
+
+
+class SnapshotMoments:
+    """Running means and centred second moments of snapshot pairs (x, y), in float64.
+
+    The pair is stored as the state x and its update d = y - x: where a block changes its input little, y'y - x'x
+    loses every digit that d'd keeps. The moments of y follow from them (``c_yx``, ``c_yy``).
+
+    Moments add up over batches, devices and ranks (Chan, Golub & LeVeque 1983), so memory is O(feature^2).
+
+    Attributes:
+        n_features: Width of the state.
+        n_snapshots: Snapshots seen so far.
+        name: What the snapshots belong to, for error messages.
+        mean_x: Mean state, shape (feature,).
+        mean_d: Mean update, shape (feature,).
+        resolution: Relative spacing of the coarsest dtype that the snapshots came in.
+    """
+
+    def __init__(self, n_features: int, *, device: torch.device | str = "cpu", name: str = "the layer") -> None:
+        self.n_features = n_features
+        self.name = name
+        self.n_snapshots = 0
+        self.resolution = torch.finfo(torch.float64).eps
+        options = {"dtype": torch.float64, "device": device}
+        self.mean_x = torch.zeros(n_features, **options)
+        self.mean_d = torch.zeros(n_features, **options)
+        self._sum_xx = torch.zeros(n_features, n_features, **options)
+        self._sum_dx = torch.zeros(n_features, n_features, **options)
+        self._sum_dd = torch.zeros(n_features, n_features, **options)
+
+    def update(self, x: Tensor, y: Tensor) -> SnapshotMoments:
+        """Add snapshots.
+
+        Args:
+            x: States entering, shape (snapshot, feature), any floating dtype.
+            y: States leaving, same shape; row i belongs to row i of ``x``.
+
+        Returns:
+            Itself.
+
+        Raises:
+            SnapshotError: If the shapes disagree or a value is NaN or infinite; nothing is added then.
+        """
+        if x.ndim != 2 or x.shape != y.shape or x.shape[1] != self.n_features:
+            raise SnapshotError(
+                f"Snapshots of {self.name} have shapes {tuple(x.shape)} and {tuple(y.shape)}, expected two arrays "
+                f"(snapshot, {self.n_features}); flatten batch and token into the first axis."
+            )
+        if not (x.is_floating_point() and y.is_floating_point()):
+            raise SnapshotError(f"Snapshots of {self.name} are {x.dtype} and {y.dtype}, expected real floating point.")
+        parts = [_Part.of(x[i : i + CHUNK], y[i : i + CHUNK], self.mean_x.device) for i in range(0, len(x), CHUNK)]
+        # A sum is finite only if every term is, so the means tell for d values instead of n d.
+        if not all(bool(torch.isfinite(part.mean_x).all() & torch.isfinite(part.mean_d).all()) for part in parts):
+            raise SnapshotError(
+                f"The residual stream holds NaN or infinite values in {self.name}; profile an earlier checkpoint or "
+                "load the weights in float32."
+            )
+        self.resolution = max(self.resolution, torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps)
+        for part in parts:
+            self._add(part)
+        return self
+
+    def merge(self, other: SnapshotMoments) -> SnapshotMoments:
+        """Add the snapshots that another object of the same layer has seen.
+
+        Args:
+            other: Moments of the same width; left as it is.
+
+        Returns:
+            Itself.
+
+        Raises:
+            SnapshotError: If the widths differ.
+        """
+        if other.n_features != self.n_features:
+            raise SnapshotError(
+                f"Moments of width {other.n_features} cannot be merged into moments of width {self.n_features}; "
+                "merge moments of the same layer."
+            )
+        self.resolution = max(self.resolution, other.resolution)
+        device = self.mean_x.device
+        moved = (t.to(device) for t in (other.mean_x, other.mean_d, other._sum_xx, other._sum_dx, other._sum_dd))
+        self._add(_Part(other.n_snapshots, *moved))
+        return self
+
+    def _add(self, part: _Part) -> None:
+        if part.n == 0:
+            return
+        total = self.n_snapshots + part.n
+        shift_x = part.mean_x - self.mean_x
+        shift_d = part.mean_d - self.mean_d
+        weight = self.n_snapshots * part.n / total
+        self._sum_xx.add_(part.sum_xx).addr_(shift_x, shift_x, alpha=weight)
+        self._sum_dx.add_(part.sum_dx).addr_(shift_d, shift_x, alpha=weight)
+        self._sum_dd.add_(part.sum_dd).addr_(shift_d, shift_d, alpha=weight)
+        self.mean_x.add_(shift_x, alpha=part.n / total)
+        self.mean_d.add_(shift_d, alpha=part.n / total)
+        self.n_snapshots = total
+
+    @property
+    def c_xx(self) -> Tensor:
+        """Covariance of the state, shape (feature, feature)."""
+        return self._sum_xx / (self.n_snapshots - 1)
+
+    @property
+    def c_dx(self) -> Tensor:
+        """Cross-covariance of update and state, shape (feature of d, feature of x)."""
+        return self._sum_dx / (self.n_snapshots - 1)
+
+    @property
+    def c_dd(self) -> Tensor:
+        """Covariance of the update, shape (feature, feature)."""
+        return self._sum_dd / (self.n_snapshots - 1)
+
+    @property
+    def mean_y(self) -> Tensor:
+        """Mean state leaving, shape (feature,)."""
+        return self.mean_x + self.mean_d
+
+    @property
+    def c_yx(self) -> Tensor:
+        """Cross-covariance of the states leaving and entering, shape (feature of y, feature of x)."""
+        return self.c_dx + self.c_xx
+
+    @property
+    def c_yy(self) -> Tensor:
+        """Covariance of the state leaving, shape (feature, feature)."""
+        return self.c_dd + self.c_dx + self.c_dx.T + self.c_xx
+
+
+class _Part:
+    """Centred sums of one chunk."""
+
+    def __init__(self, n: int, mean_x: Tensor, mean_d: Tensor, sum_xx: Tensor, sum_dx: Tensor, sum_dd: Tensor) -> None:
+        self.n = n
+        self.mean_x, self.mean_d = mean_x, mean_d
+        self.sum_xx, self.sum_dx, self.sum_dd = sum_xx, sum_dx, sum_dd
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, device: torch.device) -> _Part:
+        x = x.to(device=device, dtype=torch.float64)
+        d = y.to(device=device, dtype=torch.float64) - x
+        mean_x, mean_d = x.mean(0), d.mean(0)
+        x, d = x - mean_x, d - mean_d
+        return cls(len(x), mean_x, mean_d, x.T @ x, d.T @ x, d.T @ d)
