@@ -20,12 +20,8 @@ def oracle(X, Y, eps):
     Xw, Yw = S_inv_half @ X, S_inv_half @ Y
     A = Yw @ np.linalg.pinv(Xw, rcond=1e-10)
     eigenvalue, U, V = scipy.linalg.eig(A, left=True, right=True)
-    residual = np.array(
-        [
-            np.linalg.norm(U[:, j].conj() @ (Yw - eigenvalue[j] * Xw)) / (np.linalg.norm(U[:, j].conj() @ Xw) + TINY)
-            for j in range(d)
-        ]
-    )
+    numerator = np.linalg.norm(U.conj().T @ Yw - eigenvalue[:, None] * (U.conj().T @ Xw), axis=1)
+    residual = numerator / (np.linalg.norm(U.conj().T @ Xw, axis=1) + TINY)
     order = np.argsort(-np.abs(eigenvalue), kind="stable")
     return {
         "operator": A,

@@ -1,6 +1,6 @@
 """Open JupyterLab on a notebook of this repository, with a browser where there is one.
 
-    python tools/lab.py notebooks/00_start.ipynb [further options of jupyter lab]
+Call: python tools/lab.py notebooks/00_start.ipynb [further options of jupyter lab]
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def has_browser() -> bool:
 
 def command(notebook: str, extra: list[str]) -> list[str]:
     """The command line of JupyterLab."""
-    words = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}", f"--LabApp.default_url=/lab/tree/{notebook}"]
+    words = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}"]
+    words.append(f"--LabApp.default_url=/lab/tree/{notebook}")
     if not has_browser():
         words.append("--no-browser")
     if hasattr(os, "geteuid") and os.geteuid() == 0:

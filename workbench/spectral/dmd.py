@@ -132,7 +132,8 @@ def whitened_operator(moments: SnapshotMoments, options: DmdOptions | None = Non
     options = options or DmdOptions()
     if moments.n_snapshots < 3:
         raise SnapshotError(
-            f"{moments.name[:1].upper() + moments.name[1:]} has {moments.n_snapshots} snapshots, expected at least 3; pass more tokens."
+            f"{moments.name[:1].upper()}{moments.name[1:]} has {moments.n_snapshots} snapshots, "
+            "expected at least 3; pass more tokens."
         )
     c_xx = moments.c_xx
     trace = float(c_xx.diagonal().sum())

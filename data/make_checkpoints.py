@@ -1,0 +1,88 @@
+"""Train the two small transformers that ship in data/checkpoints: one normalized, one without normalization.
+
+    python data/make_checkpoints.py                # both, into data/checkpoints
+    python data/make_checkpoints.py --only none --steps 200 --out /tmp/try
+
+One thread, so that a re-run on the same machine, Python and torch gives the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import workbench as wb
+from workbench.spectral.spectra import versions
+
+#: Name -> norm and peak learning rate. Without normalization the larger rate diverges.
+RECIPES = {"pre_ln": ("pre_ln", 3e-3), "no_norm": ("none", 1e-3)}
+MODEL = {"d_model": 64, "n_layers": 6, "n_heads": 4, "vocab_size": 256, "max_length": 64, "init_std": 0.02, "seed": 42}
+TASK = {"length": 64, "batch_size": 32, "seed": 42}
+WARMUP = 200
+
+
+def train(norm: str, peak_rate: float, n_steps: int) -> tuple[torch.nn.Module, float]:
+    """Train one model; returns it and its last training loss in nats per byte."""
+    model = wb.zoo.transformer(norm=norm, **MODEL)
+    task = wb.tasks.text_bytes(**TASK)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    for step in range(n_steps):
+        decay = 0.5 * (1 + math.cos(math.pi * step / n_steps))
+        optimizer.param_groups[0]["lr"] = peak_rate * min(1.0, (step + 1) / WARMUP) * decay
+        tokens, targets = task.batch(step)
+        loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 250 == 0:
+            print(f"{norm} step {step}: loss {loss.item():.3f}", flush=True)
+    return model, float(loss)
+
+
+@torch.no_grad()
+def validation_loss(model: torch.nn.Module) -> float:
+    """Nats per byte on 64 held-out sequences."""
+    tokens, targets = wb.tasks.text_bytes(length=64, batch_size=64, seed=1, split="validation").batch(0)
+    return float(cross_entropy(model.eval()(tokens).flatten(0, 1), targets.flatten()))
+
+
+def main() -> None:
+    """Read the command line and make the checkpoints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoints")
+    parser.add_argument("--only", choices=sorted(RECIPES))
+    parser.add_argument("--steps", type=int, default=4000)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in [args.only] if args.only else RECIPES:
+        norm, peak_rate = RECIPES[name]
+        start = time.monotonic()
+        model, loss = train(norm, peak_rate, args.steps)
+        folder = wb.save_checkpoint(model, args.out / name, overwrite=True)
+        weights = folder / "model.safetensors"
+        record = {
+            "call": f"python data/make_checkpoints.py --only {name} --steps {args.steps}",
+            "seed": MODEL["seed"],
+            "task": "byte-level language model of Python's language reference (pydoc_data.topics)",
+            "peak_learning_rate": peak_rate,
+            "n_steps": args.steps,
+            "training_loss": round(loss, 4),
+            "validation_loss": round(validation_loss(model), 4),
+            "seconds": round(time.monotonic() - start),
+            "versions": versions(),
+            "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        }
+        (folder / "record.json").write_text(json.dumps(record, indent=2) + "\n")
+        print(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    main()

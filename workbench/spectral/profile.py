@@ -1,0 +1,108 @@
+"""From a model and inputs to spectra: the entrance to the mathematical core."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from workbench.spectral.dmd import DmdOptions
+from workbench.spectral.measures import Thresholds
+from workbench.spectral.spectra import as_dataset, layer_spectra, progress_bar, warn_if_rank_deficient
+from workbench.subjects.anatomy import read_anatomy
+from workbench.subjects.batches import Batches, TokenSelection
+from workbench.subjects.capture import capture_moments
+from workbench.subjects.checkpoint import Subject, open_checkpoint
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+def profile(
+    subject: Subject | nn.Module,
+    inputs: Any,
+    *,
+    n_snapshots: int | None = 2048,
+    skip_first: int = 0,
+    rank: int | None = None,
+    options: DmdOptions | None = None,
+    thresholds: Thresholds | None = None,
+    stack: str | None = None,
+    seed: int = 0,
+    n_workers: int | None = None,
+    progress: bool = True,
+) -> xr.Dataset:
+    """Koopman spectra of a model's residual stream, layer by layer (RKSP Section 3).
+
+    The model runs once over the inputs, in eval mode and without gradients, and is left as it was found.
+
+    Args:
+        subject: From `open_checkpoint`, or any module.
+        inputs: Token ids (batch, token), a mapping of keyword arguments (an ``attention_mask`` is respected), a tuple
+            of positional arguments, texts where the subject has a tokenizer, or an iterable of any of these.
+        n_snapshots: Token states to use, drawn at random over the inputs (in order from an iterator); None: all.
+        skip_first: Leading tokens of each sequence to leave out. The first token of a trained language model often
+            carries massive activations that dominate the covariance.
+        rank: Randomized DMD in this many leading directions; None: every direction. Short for ``options``.
+        options: Ridge, rank and numerical rank; see `DmdOptions`.
+        thresholds: Bounds of the masses; the paper's by default.
+        stack: Name of the block stack to read, where a model has several; see `read_anatomy`.
+        seed: Of the choice of tokens and of the randomized rank.
+        n_workers: Layers decomposed side by side; None: one a core.
+        progress: Show bars.
+
+    Returns:
+        Spectra dataset, dims ``layer`` and ``mode``.
+
+    Raises:
+        AnatomyError: If the residual stream cannot be read with certainty.
+        SnapshotError: If there are fewer than three states, they do not vary, or a layer holds NaN or infinite values.
+    """
+    subject = open_checkpoint(subject) if isinstance(subject, nn.Module) else subject
+    options = replace(options or DmdOptions(), seed=seed)
+    if rank is not None:
+        options = replace(options, rank=rank)
+    selection = TokenSelection(n_snapshots, skip_first, seed)
+    probe, batches = Batches.of(inputs, subject).probe_and_all()
+    anatomy = read_anatomy(subject.model, _on_device_of(subject.model, probe), stack=stack)
+    with progress_bar(progress, total=n_snapshots, label="forward", unit="token") as bar:
+        moments = capture_moments(
+            subject.model,
+            anatomy,
+            Batches((_on_device_of(subject.model, batch) for batch in batches.items), batches.n_rows),
+            selection,
+            after_batch=lambda n: bar.update(n - bar.n),
+        )
+    layers = layer_spectra(moments, options, n_workers=n_workers, progress=progress)
+    names = [site.name for site in anatomy.sites]
+    warn_if_rank_deficient(layers, names, anatomy.width, options)
+    attrs = {
+        "subject": subject.name,
+        "source": subject.source,
+        "stack": anatomy.stack,
+        "n_snapshots": selection.n_chosen,
+        "token_selection": selection.describe(),
+        "dtype": _dtype_name(subject.model),
+        "seed": seed,
+    }
+    return as_dataset(layers, names, thresholds=thresholds, options=options, attrs=attrs)
+
+
+def _on_device_of(model: nn.Module, batch: Any) -> Any:
+    """The batch where the model's weights are."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, tuple | list):
+        return type(batch)(_on_device_of(model, item) for item in batch)
+    if hasattr(batch, "items"):
+        return {name: _on_device_of(model, item) for name, item in batch.items()}
+    return batch
+
+
+def _dtype_name(model: nn.Module) -> str:
+    """Dtype of the weights, as provenance."""
+    parameter = next(model.parameters(), None)
+    return "none" if parameter is None else str(parameter.dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Training: tasks to learn."""
