@@ -1,0 +1,106 @@
+"""eigenvalue_map without pixels: which modes are drawn where, and what the panels share."""
+
+import numpy as np
+import pytest
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots import eigenvalue_map
+from workbench.plots.eigenvalues import headline, mode_columns, silent_layers, view_limit
+from workbench.plots.files import bokeh_plot
+
+
+def panels_of(figure):
+    return [panel.state for panel in bokeh_plot(figure).traverse(lambda part: part, [is_panel])]
+
+
+def is_panel(part):
+    return type(part).__name__ == "OverlayPlot"
+
+
+def points_of(figure, index=0):
+    return list(figure)[index].Points.Modes
+
+
+def test_every_mode_is_drawn_at_its_eigenvalue(calm):
+    points = points_of(eigenvalue_map(calm))
+    drawn = points["real"] + 1j * points["imag"]
+    expected = calm["eigenvalue"].values[points["layer"], points["mode"]]
+    np.testing.assert_allclose(drawn, expected, rtol=1e-6)
+    assert len(drawn) == calm["eigenvalue"].size
+
+
+def test_modes_that_do_not_exist_are_dropped(ragged):
+    assert len(points_of(eigenvalue_map(ragged))) == ragged["eigenvalue"].size - 3
+
+
+def test_unreliable_modes_are_hollow_and_silent_layers_crossed(ragged):
+    columns = mode_columns(ragged)
+    reliable = ragged["is_reliable"].values[columns["layer"], columns["mode"]]
+    np.testing.assert_array_equal(columns["fill"] > 0, reliable)
+    np.testing.assert_array_equal(columns["marker"] == "x", columns["layer"] == 2)
+    assert "layer 2" in silent_layers(ragged)
+
+
+def test_reliable_only_leaves_the_others_out_of_picture_and_masses(calm):
+    points = points_of(eigenvalue_map(calm, reliable_only=True))
+    assert len(points) == int(calm["is_reliable"].sum())
+    assert (points["fill"] > 0).all()
+
+
+def test_layers_are_selected_and_keep_their_depth(calm):
+    points = points_of(eigenvalue_map(calm, layers=[1, 3]))
+    assert set(points["layer"]) == {1, 3}
+    np.testing.assert_allclose(np.unique(points["depth"]), [1 / 3, 1])
+    with pytest.raises(ThresholdError, match="choose from 0 to 3"):
+        eigenvalue_map(calm, layers=[7])
+
+
+def test_panels_share_their_ranges_and_are_square(calm, wild):
+    first, second = panels_of(eigenvalue_map({"calm": calm, "wild": wild}))
+    assert first.x_range is second.x_range
+    assert first.y_range is second.y_range
+    assert (first.x_range.start, first.x_range.end) == (first.y_range.start, first.y_range.end)
+    assert first.frame_width == first.frame_height
+
+
+def test_a_wild_model_does_not_shrink_the_unit_circle(calm, wild):
+    modes = {"calm": mode_columns(calm), "wild": mode_columns(wild)}
+    assert view_limit(modes) == 1.5
+    assert view_limit(modes, "all") > float(wild["spectral_radius"].max())
+    assert view_limit(modes, 2) == 2
+    n_outside = int((np.maximum(abs(modes["wild"]["real"]), abs(modes["wild"]["imag"])) > 1.5).sum())
+    assert f"{n_outside} of 72 outside" in headline(wild, modes["wild"], 1.5)
+    for wrong in (0, np.nan, "wide"):
+        with pytest.raises(ThresholdError):
+            view_limit(modes, wrong)
+
+
+def test_the_band_is_the_dataset_s_own(calm):
+    changed = calm.assign_attrs(near_unit_lower=0.5, near_unit_upper=1.2)
+    ring = next(iter(eigenvalue_map(changed))).Polygons.values()[0]
+    radius = np.hypot(ring["real"], ring["imag"])
+    assert radius.min() == pytest.approx(0.5)
+    assert radius.max() == pytest.approx(1.2)
+
+
+def test_markers_follow_the_columns_even_if_all_values_are_the_same(calm):
+    plot = bokeh_plot(eigenvalue_map(calm, reliable_only=True))
+    renderer = panels_of_plot(plot)[0].renderers[-1]
+    assert renderer.glyph.fill_alpha == "fill"
+    assert renderer.glyph.marker == "marker"
+    assert renderer.glyph.fill_color.field == "depth"
+
+
+def panels_of_plot(plot):
+    return [panel.state for panel in plot.traverse(lambda part: part, [is_panel])]
+
+
+def test_wrong_input_says_what_to_do(calm):
+    with pytest.raises(SchemaError, match="empty dict"):
+        eigenvalue_map({})
+    with pytest.raises(SchemaError, match="'a' is of type int"):
+        eigenvalue_map({"a": 1})
+    with pytest.raises(SchemaError, match="isel"):
+        eigenvalue_map(calm.expand_dims(step=[1, 2]))
+    with pytest.raises(ThresholdError, match="plotly"):
+        eigenvalue_map(calm, backend="plotly")

@@ -1,0 +1,65 @@
+"""Figures as files: really drawn, complete or not there at all, and no state of the libraries left changed."""
+
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from workbench.errors import StoreError
+from workbench.plots import eigenvalue_map, layer_profile, save
+
+
+@pytest.mark.parametrize("draw", [eigenvalue_map, layer_profile])
+def test_matplotlib_draws_coloured_pixels_and_leaves_no_state(draw, calm, ragged, tmp_path):
+    import holoviews as hv
+    import matplotlib as mpl
+    from matplotlib import pyplot as plt
+
+    before = hv.Store.current_backend, dict(mpl.rcParams), plt.get_fignums()
+    path = save(draw({"calm": calm, "ragged": ragged}, backend="matplotlib"), tmp_path / "figure.png", dpi=80)
+    assert (hv.Store.current_backend, dict(mpl.rcParams), plt.get_fignums()) == before
+    pixels = np.asarray(Image.open(io.BytesIO(path.read_bytes())).convert("RGB")).astype(int)
+    assert (np.ptp(pixels, axis=-1) > 60).sum() > 200
+
+
+@pytest.mark.parametrize("draw", [eigenvalue_map, layer_profile])
+def test_html_is_complete_in_itself(draw, calm, tmp_path):
+    text = save(draw(calm), tmp_path / "figure.html").read_text()
+    assert "Bokeh.embed.embed_item" in text
+    assert "<script src" not in text
+    assert "<link" not in text
+
+
+def test_svg_holds_the_title(calm, tmp_path):
+    assert "<svg" in save(eigenvalue_map(calm, backend="matplotlib"), tmp_path / "figure.svg").read_text()
+
+
+def test_an_existing_file_stays_unless_told_otherwise(calm, tmp_path):
+    path = tmp_path / "figure.svg"
+    path.write_text("precious")
+    figure = layer_profile(calm, measures=["rank"], backend="matplotlib")
+    with pytest.raises(StoreError, match="overwrite=True"):
+        save(figure, path)
+    assert path.read_text() == "precious"
+    assert "<svg" in save(figure, path, overwrite=True).read_text()
+    assert [item.name for item in tmp_path.iterdir()] == ["figure.svg"]
+
+
+def test_ending_and_folder_are_checked_first(calm, tmp_path):
+    figure = eigenvalue_map(calm)
+    with pytest.raises(StoreError, match="backend='matplotlib'"):
+        save(figure, tmp_path / "figure.png")
+    with pytest.raises(StoreError, match="expected one of .png"):
+        save(figure, tmp_path / "figure.gif")
+    with pytest.raises(StoreError, match="does not exist"):
+        save(figure, tmp_path / "nowhere" / "figure.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_importing_plots_loads_no_drawing_library():
+    heavy = "{'holoviews', 'bokeh', 'matplotlib', 'pandas', 'ipywidgets', 'IPython'}"
+    code = f"import sys, workbench.plots; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,49 @@
+"""Errors under the widget, and nothing left after close()."""
+
+import ipywidgets
+import pytest
+
+from widgets.base import WorkbenchWidget
+from workbench.errors import WorkbenchError
+
+
+@pytest.fixture
+def widget():
+    return WorkbenchWidget()
+
+
+def test_an_error_of_ours_is_shown_as_its_sentence_and_cleared_by_success(widget):
+    slider = ipywidgets.IntSlider()
+
+    def refuse(change):
+        if change["new"] == 1:
+            raise WorkbenchError("Choose <another> value.")
+
+    widget.watch(slider, refuse)
+    slider.value = 1
+    assert widget.error == "Choose <another> value."
+    assert "Choose &lt;another&gt; value." in widget.message.value
+    slider.value = 2
+    assert widget.error == ""
+    assert widget.message.value == ""
+
+
+def test_any_other_exception_is_named_and_logged(widget, caplog):
+    button = ipywidgets.Button()
+    widget.on_click(button, lambda _: 1 / 0)
+    button.click()
+    assert widget.error == "ZeroDivisionError: division by zero"
+    assert "Traceback" in caplog.text
+
+
+def test_close_stops_callbacks_and_closes_what_is_inside(widget):
+    slider, calls = ipywidgets.IntSlider(), []
+    inner = ipywidgets.HBox([slider])
+    widget.fill([inner])
+    widget.watch(slider, calls.append)
+    widget.close()
+    slider.value = 5
+    assert calls == []
+    assert slider.comm is None
+    assert inner.comm is None
+    widget.close()

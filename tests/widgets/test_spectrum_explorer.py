@@ -1,0 +1,137 @@
+"""SpectrumExplorer without a browser: move controls, look at the data of the figure and at the tables."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from widgets import SpectrumExplorer
+from workbench import plots
+from workbench.errors import SchemaError
+from workbench.spectral.measures import remeasure
+
+
+@pytest.fixture
+def explorer(spectra):
+    explorer = SpectrumExplorer(spectra)
+    yield explorer
+    explorer.close()
+
+
+def test_it_starts_with_all_modes_and_no_error(explorer, spectra):
+    assert explorer.error == ""
+    for name, source in explorer.sources.items():
+        assert len(source.data["real"]) == spectra[name]["eigenvalue"].size
+
+
+def test_thresholds_recompute_the_masses(explorer, spectra):
+    before = explorer.masses.value
+    explorer.near_unit_lower.value = 0.6
+    assert "contractive_upper (0.8) must not exceed near_unit_lower (0.6)" in explorer.error
+    assert explorer.masses.value == before
+    explorer.contractive_upper.value = 0.5
+    assert explorer.error == ""
+    expected = remeasure(spectra["calm"], near_unit_lower=0.6, contractive_upper=0.5)
+    np.testing.assert_array_equal(explorer.measured["calm"]["near_unit_mass"], expected["near_unit_mass"])
+    assert f"{float(expected['near_unit_mass'].mean()):.3f}" in explorer.masses.value
+
+
+def test_contradicting_thresholds_keep_the_last_picture(explorer):
+    data = dict(explorer.sources["calm"].data)
+    explorer.near_unit_upper.value = 0.85
+    assert "near_unit_lower (0.9) must lie below near_unit_upper (0.85)" in explorer.error
+    assert explorer.error.split()[0] in explorer.message.value
+    assert explorer.sources["calm"].data == data
+    explorer.near_unit_upper.value = 1.1
+    assert explorer.error == ""
+
+
+def test_layers_and_reliability_filter_the_points(explorer, spectra):
+    explorer.layers.value = (1, 2)
+    assert set(explorer.sources["calm"].data["layer"]) == {1, 2}
+    explorer.reliable_only.value = True
+    n_reliable = int(spectra["calm"]["is_reliable"].sel(layer=[1, 2]).sum())
+    assert len(explorer.sources["calm"].data["real"]) == n_reliable
+    explorer.layers.value = (5, 5)
+    assert len(explorer.sources["calm"].data["real"]) == 0
+    assert "no layer in this range" in explorer.masses.value
+    assert explorer.error == ""
+
+
+def test_the_residual_slider_fills_and_empties_markers(explorer):
+    explorer.reliable_residual.value = 0.0
+    assert not explorer.sources["wild"].data["fill"].any()
+    explorer.reliable_residual.value = 1.0
+    assert explorer.sources["wild"].data["fill"].all()
+
+
+def test_selected_modes_are_listed_and_survive_a_filter(explorer, spectra):
+    explorer.sources["wild"].selected.indices = [3, 5]
+    rows = explorer.selected()
+    assert [row["model"] for row in rows] == ["wild", "wild"]
+    for row in rows:
+        assert row["eigenvalue"] == spectra["wild"]["eigenvalue"].values[row["layer"], row["mode"]]
+    assert f"{rows[0]['modulus']:.4f}" in explorer.selection.value
+    other = next(layer for layer in range(6) if layer not in {row["layer"] for row in rows})
+    explorer.layers.value = (other, other)
+    assert explorer.selected() == []
+    explorer.layers.value = (0, 5)
+    assert explorer.selected() == rows
+    explorer.sources["wild"].selected.indices = []
+    assert explorer.selected() == []
+
+
+def test_the_view_shows_the_circle_or_everything(explorer, spectra):
+    explorer.view.value = "all modes"
+    assert explorer._axes.x_range.end > float(spectra["wild"]["spectral_radius"].max())
+    assert explorer._axes.x_range.end == explorer._axes.y_range.end
+    explorer.view.value = "unit circle"
+    assert explorer._axes.x_range.end == 1.5
+
+
+def test_the_figure_to_keep_shows_what_the_widget_shows(explorer, tmp_path):
+    explorer.layers.value = (1, 2)
+    explorer.reliable_only.value = True
+    points = next(iter(explorer.figure())).Points.Modes
+    np.testing.assert_array_equal(points["real"], explorer.sources["calm"].data["real"])
+    assert plots.save(explorer.figure(backend="matplotlib"), tmp_path / "view.png").stat().st_size > 10_000
+
+
+def test_controls_and_selections_may_come_from_different_threads(explorer):
+    selected = explorer.sources["wild"].selected
+
+    def select():
+        for i in range(30):
+            change = {"kind": "ModelChanged", "model": {"id": selected.id}, "attr": "indices", "new": [i % 7]}
+            explorer.canvas._receive(explorer.canvas, {"changes": [change]}, [])
+
+    thread = threading.Thread(target=select, daemon=True)
+    thread.start()
+    for i in range(10):
+        explorer.near_unit_upper.value = 1.05 + 0.01 * i
+    thread.join(30)
+    assert not thread.is_alive()
+    assert explorer.error == ""
+    assert len(explorer.selected()) == 1
+
+
+def test_after_close_nothing_reacts(spectra):
+    explorer = SpectrumExplorer(spectra)
+    source = explorer.sources["calm"]
+    before = source.data
+    explorer.close()
+    explorer.near_unit_upper.value = 1.2
+    assert source.data is before
+    assert explorer.canvas.comm is None
+
+
+def test_one_dataset_and_one_layer_are_enough(spectra):
+    explorer = SpectrumExplorer(spectra["calm"].isel(layer=[0]))
+    assert list(explorer.sources) == ["calm"]
+    assert explorer.error == ""
+    explorer.close()
+
+
+def test_wrong_data_are_refused_at_once(spectra):
+    with pytest.raises(SchemaError, match="lacks"):
+        SpectrumExplorer({"a": spectra["calm"].drop_vars("residual")})

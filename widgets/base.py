@@ -1,0 +1,103 @@
+"""What every widget of the workbench has: errors shown under it, callbacks that cannot collide, and a real close()."""
+
+from __future__ import annotations
+
+import functools
+import html
+import logging
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from workbench.errors import WorkbenchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_log = logging.getLogger(__name__)
+
+
+class WorkbenchWidget(ipywidgets.VBox):
+    """A column of widgets with a line for errors at its end.
+
+    JupyterLab may run callbacks in a thread of their own, so they take turns, and an exception in one would be seen
+    nowhere: both are handled here for every callback that is registered with `watch`, `on_click` or `guarded`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.turn = threading.RLock()
+        self._undo: list[Callable[[], None]] = []
+        self._error = ""
+        self.message = ipywidgets.HTML()
+        super().__init__([self.message], **kwargs)
+        self.add_class("workbench-widget")
+
+    def fill(self, children: Sequence[ipywidgets.Widget]) -> None:
+        """Put the children above the line for errors."""
+        self.children = [*children, self.message]
+
+    @property
+    def error(self) -> str:
+        """The sentence shown under the widget; empty if all is well."""
+        return self._error
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Run the block alone; show its exception under the widget, or clear the line if there is none."""
+        with self.turn:
+            try:
+                yield
+            except WorkbenchError as error:
+                self._show(str(error))
+            except Exception as error:  # noqa: BLE001  (a bug of ours: the widget lives on, the log has the traceback)
+                _log.exception("A callback of %s failed.", type(self).__name__)
+                self._show(f"{type(error).__name__}: {error}")
+            else:
+                self._show("")
+
+    def guarded(self, callback: Callable[..., None]) -> Callable[..., None]:
+        """The callback, run inside `attempt`."""
+
+        @functools.wraps(callback)  # bokeh looks at the signature
+        def run(*args: Any) -> None:
+            with self.attempt():
+                callback(*args)
+
+        return run
+
+    def watch(self, control: ipywidgets.Widget, callback: Callable[[Any], None], names: str = "value") -> None:
+        """Call ``callback(change)`` when a control changes, until the widget is closed."""
+        run = self.guarded(callback)
+        control.observe(run, names)
+        self._undo.append(lambda: control.unobserve(run, names))
+
+    def on_click(self, button: ipywidgets.Button, callback: Callable[[Any], None]) -> None:
+        """Call ``callback(button)`` at each click, until the widget is closed."""
+        run = self.guarded(callback)
+        button.on_click(run)
+        self._undo.append(lambda: button.on_click(run, remove=True))
+
+    def at_close(self, action: Callable[[], None]) -> None:
+        """Run an action when the widget is closed; the last one registered runs first."""
+        self._undo.append(action)
+
+    def close(self) -> None:
+        """Stop all callbacks and remove the widget, with everything in it, from the page and the kernel."""
+        while self._undo:
+            self._undo.pop()()
+        for child in self.children:
+            _close_tree(child)
+        super().close()
+
+    def _show(self, sentence: str) -> None:
+        self._error = sentence
+        style = "color:var(--jp-error-color1,#d32f2f);font-weight:600;line-height:1.5"
+        self.message.value = f'<div role="alert" style="{style}">{html.escape(sentence)}</div>' if sentence else ""
+
+
+def _close_tree(widget: ipywidgets.Widget) -> None:
+    for child in getattr(widget, "children", ()):
+        _close_tree(child)
+    widget.close()

@@ -1,0 +1,244 @@
+"""Every measure of a layer against depth, several models in one panel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots import style
+from workbench.plots.inputs import named_spectra
+from workbench.schema import SPECTRA
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import xarray as xr
+
+DEFAULT_MEASURES = ("near_unit_mass", "spectral_radius", "eigenvector_condition", "nonlinearity_ratio")
+LOGARITHMIC = frozenset({"eigenvector_condition", "kreiss_constant", "covariance_condition"})
+#: The value that separates decay from growth, where there is one.
+REFERENCE = {"spectral_radius": 1.0, "energy_gain": 1.0, "kreiss_constant": 1.0}
+
+_MATPLOTLIB_MARKERS = {
+    "circle": "o",
+    "square": "s",
+    "triangle": "^",
+    "diamond": "D",
+    "inverted_triangle": "v",
+    "star": "*",
+}
+
+
+def layer_profile(
+    spectra: xr.Dataset | Mapping[str, xr.Dataset],
+    *,
+    measures: Sequence[str] = DEFAULT_MEASURES,
+    depth: str | None = None,
+    columns: int = 2,
+    backend: str = "bokeh",
+) -> Any:
+    """Draw each measure against depth: one panel a measure, one line a model.
+
+    Layers whose update is too small to say anything have hollow markers. Values that are not finite are left out and
+    named in the panel's second line.
+
+    Args:
+        spectra: One spectra dataset, or several by name; dims ``layer`` and ``mode``.
+        measures: Names of per-layer variables of the schema.
+        depth: ``"index"`` (layer number) or ``"fraction"`` (0 first layer, 1 last). None takes the fraction only if
+            the models differ in depth.
+        columns: Panels in a row.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout with options for that backend only.
+
+    Raises:
+        SchemaError: If a dataset is no spectra dataset, or a measure is not in the schema.
+        ThresholdError: If the backend or the kind of depth does not exist.
+    """
+    models = named_spectra(spectra)
+    measures = [measures] if isinstance(measures, str) else list(measures)
+    known = [name for name, variable in SPECTRA.items() if variable.dims == ("layer",) and variable.kind != "b"]
+    for measure in measures:
+        if measure not in known:
+            raise SchemaError(f"There is no measure '{measure}' of a layer; choose from {', '.join(known)}.")
+    if not measures:
+        raise SchemaError(f"No measure was named; choose from {', '.join(known)}.")
+    if depth is None:
+        depth = "index" if len({data.sizes["layer"] for data in models.values()}) == 1 else "fraction"
+    if depth not in ("index", "fraction"):
+        raise ThresholdError(f"The depth is '{depth}', expected 'index' or 'fraction'.")
+    with style.drawing(backend) as hv:
+        legend_at = min(columns, len(measures)) - 1 if len(models) > 1 else -1
+        panels = [
+            _panel(hv, models, measure, measures, depth=depth, has_legend=index == legend_at, backend=backend)
+            for index, measure in enumerate(measures)
+        ]
+        layout = hv.Layout(panels).cols(columns)
+        if backend == "matplotlib":
+            return layout.opts(sublabel_format="", tight=True, hspace=0.3, vspace=0.5, backend=backend)
+        return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
+
+
+def measure_columns(spectra: xr.Dataset, measure: str, *, depth: str = "index") -> dict[str, np.ndarray]:
+    """One measure as columns: ``depth``, the measure (NaN where it is not finite), ``layer``, ``fill`` opacity."""
+    layer = spectra["layer"].values
+    value = spectra[measure].values.astype(float)
+    return {
+        "depth": layer.astype(float)
+        if depth == "index"
+        else np.linspace(0, 1, len(layer))
+        if len(layer) > 1
+        else [0.0],
+        measure: np.where(np.isfinite(value), value, np.nan),
+        "layer": layer,
+        "fill": np.where(spectra["is_informative"].values, 1.0, 0.0),
+    }
+
+
+def remark(models: Mapping[str, xr.Dataset], measure: str) -> str:
+    """Which layers of a measure are not finite and therefore not drawn; empty if there are none."""
+    remarks = []
+    for name, data in models.items():
+        value = data[measure].values.astype(float)
+        for word, missing in (("infinite", np.isinf(value)), ("undefined", np.isnan(value))):
+            layers = data["layer"].values[missing]
+            if len(layers):
+                shown = ", ".join(map(str, layers[:4])) + ("…" if len(layers) > 4 else "")
+                owner = f"{name} " if len(models) > 1 else ""
+                remarks.append(f"{owner}{word} in layer {shown}")
+    return "; ".join(remarks)
+
+
+def _panel(
+    hv: Any,
+    models: Mapping[str, xr.Dataset],
+    measure: str,
+    measures: Sequence[str],
+    *,
+    depth: str,
+    has_legend: bool,
+    backend: str,
+) -> Any:
+    x = hv.Dimension("depth", label="layer" if depth == "index" else "depth (0 first, 1 last layer)")
+    y = hv.Dimension(measure, label=SPECTRA[measure].long_name)
+    elements = []
+    is_bokeh = backend == "bokeh"
+    if measure in REFERENCE:
+        rule = hv.HLine(REFERENCE[measure])
+        width = {"line_width": 1} if is_bokeh else {"linewidth": 0.8}
+        elements.append(rule.opts(color=style.NEUTRAL, **width, backend=backend))
+    for index, (name, data) in enumerate(models.items()):
+        look = style.model_style(index)
+        columns = measure_columns(data, measure, depth=depth)
+        line = hv.Curve(columns, x, y, label=name)
+        if is_bokeh:
+            elements.append(line.opts(color=look["color"], line_dash=look["dash"], line_width=1.8, backend=backend))
+            elements.append(
+                hv.Scatter(columns, x, [y, "layer", "fill"], label=name).opts(
+                    color=look["color"],
+                    marker=look["marker"],
+                    fill_alpha=hv.dim("fill"),
+                    size=8,
+                    line_width=1.4,
+                    tools=["hover"],
+                    hover_tooltips=[("", name), ("layer", "@layer"), (SPECTRA[measure].long_name, f"@{measure}")],
+                    backend=backend,
+                )
+            )
+        else:
+            elements.append(line.opts(color=look["color"], linestyle=look["dash"], linewidth=1.5, backend=backend))
+            marker = _MATPLOTLIB_MARKERS[look["marker"]]
+            for inside, chosen in ((look["color"], columns["fill"] > 0), ("none", columns["fill"] == 0)):
+                part = {key: np.asarray(column)[chosen] for key, column in columns.items()}
+                dots = hv.Scatter(part, x, [y, "layer", "fill"], label=name)
+                edge = {"edgecolors": look["color"], "linewidth": 1.1}
+                elements.append(dots.opts(color=inside, marker=marker, s=26, **edge, backend=backend))
+    note = remark(models, measure)
+    has_notes = any(remark(models, other) for other in measures)
+    view = {"logy": _is_logarithmic(models, measure), "xlabel": x.label, "ylabel": "", "padding": 0.08}
+    if is_bokeh:
+        hooks = [style.dress_bokeh, _layer_ticks_bokeh] if depth == "index" else [style.dress_bokeh]
+        if has_notes:
+            hooks.append(style.note_bokeh(note or " "))
+        view |= {"show_legend": has_legend}
+        if has_legend:
+            view |= {"legend_position": "right"}
+        return hv.Overlay(elements).opts(
+            **view,
+            title=SPECTRA[measure].long_name,
+            frame_width=300,
+            frame_height=175,
+            show_grid=True,
+            default_tools=[],
+            tools=["pan", "wheel_zoom", "box_zoom", "reset", "save"],
+            active_tools=[],
+            hooks=hooks,
+            backend=backend,
+        )
+    hooks = [style.dress_matplotlib, style.title_matplotlib(SPECTRA[measure].long_name, note=note)]
+    if depth == "index":
+        hooks.append(_layer_ticks_matplotlib)
+    if view["logy"]:
+        hooks.append(_log_ticks_matplotlib)
+    if has_legend:
+        hooks.append(_legend_matplotlib(list(models)))
+    return hv.Overlay(elements).opts(
+        **view, show_legend=False, title="", aspect=1.8, fig_inches=(4, 2.3), hooks=hooks, backend=backend
+    )
+
+
+def _is_logarithmic(models: Mapping[str, xr.Dataset], measure: str) -> bool:
+    values = np.concatenate([data[measure].values.astype(float) for data in models.values()])
+    values = values[np.isfinite(values)]
+    return measure in LOGARITHMIC and len(values) > 0 and bool((values > 0).all())
+
+
+def _layer_ticks_bokeh(plot: Any, element: Any) -> None:
+    from bokeh.models import BasicTicker
+
+    for axis in plot.state.xaxis:
+        axis.ticker = BasicTicker(min_interval=1, num_minor_ticks=0)
+
+
+def _layer_ticks_matplotlib(plot: Any, element: Any) -> None:
+    plot.handles["axis"].xaxis.get_major_locator().set_params(integer=True)
+
+
+def _log_ticks_matplotlib(plot: Any, element: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis = plot.handles["axis"]
+    axis.set_aspect("auto")
+    axis.set_box_aspect(1 / 1.8)
+    lowest, highest = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if highest < 100 * lowest else (1,)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _legend_matplotlib(names: list[str]) -> Any:
+    def hook(plot: Any, element: Any) -> None:
+        from matplotlib.lines import Line2D
+
+        handles = []
+        for index, name in enumerate(names):
+            look = style.model_style(index)
+            marker = _MATPLOTLIB_MARKERS[look["marker"]]
+            handles.append(
+                Line2D([], [], color=look["color"], linestyle=look["dash"], marker=marker, markersize=5, label=name)
+            )
+        plot.handles["axis"].legend(
+            handles=handles,
+            loc="upper left",
+            bbox_to_anchor=(1.02, 1.0),
+            frameon=False,
+            fontsize=style.TICK_SIZE,
+            labelcolor=style.INK,
+            handlelength=3.2,
+        )
+
+    return hook

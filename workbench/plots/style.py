@@ -1,0 +1,154 @@
+"""How every figure looks: colours that hold on white and on JupyterLab's dark theme, and the two drawing backends."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import ThresholdError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BACKENDS = ("bokeh", "matplotlib")
+
+#: Shallow to deep. The best that a numerical search found: a contrast of at least 3 on white and on #111111, and the
+#: largest smallest step for normal, protan, deutan and tritan eyes (``tests/plots/test_style.py`` measures both).
+DEPTH_RAMP = ("#6244fb", "#996ef7", "#ba78d9", "#b05d95", "#a43e55", "#bb3233", "#ea2e0f")
+
+#: One a model, always together with the marker and dash of the same place, so that colour never stands alone.
+MODEL_COLORS = ("#1f77d4", "#d55e00", "#0f8f66", "#b25ac8", "#8f7a00", "#7f7f7f")
+MODEL_MARKERS = ("circle", "square", "triangle", "diamond", "inverted_triangle", "star")
+MODEL_DASHES = ("solid", "dashed", "dotted", "dashdot", "solid", "dashed")
+
+#: Text, axes and grid: the grey whose contrast is the same (4.3) on white and on #111111.
+NEUTRAL = "#7a7a7a"
+#: Text and axes of matplotlib figures, which have a white ground of their own in any theme.
+INK = "#333333"
+
+TITLE_SIZE = 11
+LABEL_SIZE = 10
+TICK_SIZE = 9
+
+
+def depth_colors(n_layers: int) -> list[str]:
+    """One colour a layer, shallow to deep, as ``#rrggbb``; evenly spaced on the ramp."""
+    anchors = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in DEPTH_RAMP])
+    place = np.linspace(0, len(anchors) - 1, max(n_layers, 1))
+    channels = [np.interp(place, np.arange(len(anchors)), channel) for channel in anchors.T]
+    return ["#{:02x}{:02x}{:02x}".format(*np.rint(rgb).astype(int)) for rgb in np.transpose(channels)]
+
+
+def model_style(index: int) -> dict[str, str]:
+    """Colour, marker and dash of the model at one place; combinations repeat only after many models."""
+    return {
+        "color": MODEL_COLORS[index % len(MODEL_COLORS)],
+        "marker": MODEL_MARKERS[index % len(MODEL_MARKERS)],
+        "dash": MODEL_DASHES[(index + index // len(MODEL_COLORS)) % len(MODEL_DASHES)],
+    }
+
+
+@contextmanager
+def drawing(backend: str) -> Iterator[Any]:
+    """Load holoviews with one backend and leave its global choice of backend as it was.
+
+    Args:
+        backend: ``"bokeh"`` or ``"matplotlib"``.
+
+    Yields:
+        The holoviews module, able to take options for that backend.
+
+    Raises:
+        ThresholdError: If there is no such backend.
+    """
+    if backend not in BACKENDS:
+        raise ThresholdError(f"The backend is '{backend}', expected one of {', '.join(BACKENDS)}.")
+    import holoviews as hv
+    import pandas  # noqa: F401  (holoviews imports it lazily, which fails when two threads draw first)
+
+    current = hv.Store.current_backend
+    try:
+        if backend == "bokeh":
+            import holoviews.plotting.bokeh
+        else:
+            import holoviews.plotting.mpl
+        # Options of one backend are looked up through the tree of the current one.
+        hv.Store.current_backend = backend
+        yield hv
+    finally:
+        hv.Store.current_backend = current
+
+
+def dress_bokeh(plot: Any, element: Any) -> None:
+    """A holoviews hook: transparent ground, neutral text and grid, no frame on top and right."""
+    figure = plot.state
+    figure.background_fill_alpha = 0
+    figure.border_fill_alpha = 0
+    figure.outline_line_color = None
+    for axis in figure.axis:
+        axis.axis_label_text_color = axis.major_label_text_color = NEUTRAL
+        axis.axis_line_color = axis.major_tick_line_color = NEUTRAL
+        axis.minor_tick_line_color = None
+        axis.axis_label_text_font_style = "normal"
+        axis.axis_label_text_font_size = f"{LABEL_SIZE}pt"
+        axis.major_label_text_font_size = f"{TICK_SIZE}pt"
+    for grid in figure.grid:
+        grid.grid_line_color = NEUTRAL
+        grid.grid_line_alpha = 0.22
+    for legend in figure.legend:
+        legend.background_fill_alpha = 0
+        legend.border_line_alpha = 0
+        legend.label_text_color = NEUTRAL
+        legend.label_text_font_size = f"{TICK_SIZE}pt"
+        legend.glyph_width = 34
+    figure.title.text_color = NEUTRAL
+    figure.title.text_font_size = f"{TITLE_SIZE}pt"
+    figure.sizing_mode = None
+    figure.toolbar.logo = None
+    figure.toolbar.autohide = True
+
+
+def note_bokeh(text: str, *, place: str = "above") -> Any:
+    """A holoviews hook: one small line, named ``note_above`` or ``note_below``, beside a bokeh figure."""
+
+    def hook(plot: Any, element: Any) -> None:
+        from bokeh.models import Title
+
+        name = f"note_{place}"
+        if plot.state.select({"name": name}):
+            return
+        note = Title(text=text, name=name, text_color=NEUTRAL, text_font_size="9pt", text_font_style="normal")
+        plot.state.add_layout(note, place)
+        if place == "above":  # later titles are drawn further out: put ours below the figure's own
+            plot.state.above = [note, *(item for item in plot.state.above if item is not note)]
+
+    return hook
+
+
+def dress_matplotlib(plot: Any, element: Any) -> None:
+    """A holoviews hook: thin axes on two sides, pale grid, dark text on white."""
+    axis = plot.handles["axis"]
+    axis.set_axisbelow(True)
+    axis.grid(visible=True, color=NEUTRAL, alpha=0.22, linewidth=0.6)
+    for side, spine in axis.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(INK)
+    axis.tick_params(colors=INK, labelsize=TICK_SIZE)
+    axis.xaxis.label.set(color=INK, fontsize=LABEL_SIZE)
+    axis.yaxis.label.set(color=INK, fontsize=LABEL_SIZE)
+
+
+def title_matplotlib(title: str, *, note: str = "", key: str = "") -> Any:
+    """A holoviews hook that writes a title, one small line under it, and a key below the x axis."""
+
+    def hook(plot: Any, element: Any) -> None:
+        axis = plot.handles["axis"]
+        axis.set_title("", loc="center")
+        axis.set_title(title, loc="left", fontsize=TITLE_SIZE, fontweight="bold", color=INK, pad=18 if note else 7)
+        small = {"transform": axis.transAxes, "fontsize": TICK_SIZE - 1, "color": INK}
+        axis.text(0, 1.02, note, ha="left", va="bottom", **small)
+        axis.text(0, -0.17, key, ha="left", va="top", **small)
+
+    return hook
