@@ -1,7 +1,7 @@
 """Train the two small transformers that ship in data/checkpoints: one normalized, one without normalization.
 
-    python data/make_checkpoints.py                # both, into data/checkpoints
-    python data/make_checkpoints.py --only none --steps 200 --out /tmp/try
+    python data/make_checkpoints.py                                       # both, into data/checkpoints
+    python data/make_checkpoints.py --only no_norm --steps 200 --out try  # a short one, elsewhere
 
 One thread, so that a re-run on the same machine, Python and torch gives the same weights.
 """
@@ -26,14 +26,17 @@ RECIPES = {"pre_ln": ("pre_ln", 3e-3), "no_norm": ("none", 1e-3)}
 MODEL = {"d_model": 64, "n_layers": 6, "n_heads": 4, "vocab_size": 256, "max_length": 64, "init_std": 0.02, "seed": 42}
 TASK = {"length": 64, "batch_size": 32, "seed": 42}
 WARMUP = 200
+#: Early steps whose loss is recorded, for a quick check that a re-run gives the same.
+EARLY = (1, 5, 10, 20)
 
 
-def train(norm: str, peak_rate: float, n_steps: int) -> tuple[torch.nn.Module, float]:
-    """Train one model; returns it and its last training loss in nats per byte."""
+def train(norm: str, peak_rate: float, n_steps: int, *, stop_at: int | None = None) -> tuple[torch.nn.Module, dict]:
+    """Train one model, or the first ``stop_at`` steps of it; returns it and its loss, in nats per byte, by step."""
+    losses = {}
     model = wb.zoo.transformer(norm=norm, **MODEL)
     task = wb.tasks.text_bytes(**TASK)
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    for step in range(n_steps):
+    for step in range(stop_at or n_steps):
         decay = 0.5 * (1 + math.cos(math.pi * step / n_steps))
         optimizer.param_groups[0]["lr"] = peak_rate * min(1.0, (step + 1) / WARMUP) * decay
         tokens, targets = task.batch(step)
@@ -42,9 +45,10 @@ def train(norm: str, peak_rate: float, n_steps: int) -> tuple[torch.nn.Module, f
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 250 == 0:
+        if step in EARLY or step % 500 == 0 or step == n_steps - 1:
+            losses[str(step)] = round(loss.item(), 6)
             print(f"{norm} step {step}: loss {loss.item():.3f}", flush=True)
-    return model, float(loss)
+    return model, losses
 
 
 @torch.no_grad()
@@ -65,7 +69,7 @@ def main() -> None:
     for name in [args.only] if args.only else RECIPES:
         norm, peak_rate = RECIPES[name]
         start = time.monotonic()
-        model, loss = train(norm, peak_rate, args.steps)
+        model, losses = train(norm, peak_rate, args.steps)
         folder = wb.save_checkpoint(model, args.out / name, overwrite=True)
         weights = folder / "model.safetensors"
         record = {
@@ -74,7 +78,7 @@ def main() -> None:
             "task": "byte-level language model of Python's language reference (pydoc_data.topics)",
             "peak_learning_rate": peak_rate,
             "n_steps": args.steps,
-            "training_loss": round(loss, 4),
+            "training_loss": losses,
             "validation_loss": round(validation_loss(model), 4),
             "seconds": round(time.monotonic() - start),
             "versions": versions(),

@@ -153,7 +153,7 @@ def _check_attrs(node: xr.DataTree) -> None:
 
 
 def _with_text(run: xr.DataTree, *, of_variable_length: bool) -> xr.DataTree:
-    """The same run with its text as variable-length strings, as Zarr has them, or as NumPy's usual fixed-length ones."""
+    """The same run with text as variable-length strings, as Zarr has them, or as NumPy's usual fixed-length ones."""
     import xarray as xr
 
     dtype = np.dtypes.StringDType() if of_variable_length else np.str_

@@ -2,7 +2,14 @@
 
 from workbench.spectral.dmd import DmdOptions, WhitenedOperator, eigenmodes, whitened_operator
 from workbench.spectral.kreiss import kreiss_constant
-from workbench.spectral.measures import Thresholds, mass_fractions, near_unit_mass, remeasure, summarize
+from workbench.spectral.measures import (
+    Thresholds,
+    depth_thirds,
+    mass_fractions,
+    near_unit_mass,
+    remeasure,
+    summarize,
+)
 from workbench.spectral.moments import SnapshotMoments
 from workbench.spectral.spectra import RankWarning, layer_spectra, layer_spectrum, whitened_dmd
 
@@ -12,6 +19,7 @@ __all__ = [
     "SnapshotMoments",
     "Thresholds",
     "WhitenedOperator",
+    "depth_thirds",
     "eigenmodes",
     "kreiss_constant",
     "layer_spectra",

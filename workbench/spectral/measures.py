@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 MASSES = ("near_unit_mass", "expansive_mass", "contractive_mass", "intermediate_mass")
+THIRDS = ("early", "middle", "late")
 STATISTICS = ("mean", "max", "min", "std")
 
 
@@ -168,8 +169,7 @@ def summarize(spectra: xr.Dataset) -> xr.Dataset:
     """
     import xarray as xr
 
-    measures = spectra[[name for name, v in spectra.data_vars.items() if "layer" in v.dims and "mode" not in v.dims]]
-    measures = measures.astype(float)
+    measures = _per_layer(spectra)
     with np.errstate(invalid="ignore"):
         parts = [
             measures.mean("layer", keep_attrs=True),
@@ -179,3 +179,31 @@ def summarize(spectra: xr.Dataset) -> xr.Dataset:
         ]
     result = xr.concat(parts, dim="statistic", combine_attrs="override")
     return result.assign_coords(statistic=list(STATISTICS))
+
+
+def depth_thirds(spectra: xr.Dataset) -> xr.Dataset:
+    """Mean of every per-layer measure over the early, middle and late third of the layers (RKSP Section 5.4).
+
+    Args:
+        spectra: A spectra dataset of at least three layers.
+
+    Returns:
+        Dataset with dim ``third`` (early, middle, late) in place of ``layer``; where the number of layers is no
+        multiple of three the first thirds get one more.
+
+    Raises:
+        ThresholdError: If there are fewer than three layers.
+    """
+    import xarray as xr
+
+    n_layers = spectra.sizes["layer"]
+    if n_layers < len(THIRDS):
+        raise ThresholdError(f"There are {n_layers} layers, expected at least 3 to speak of thirds.")
+    parts = np.array_split(np.arange(n_layers), len(THIRDS))
+    means = [_per_layer(spectra).isel(layer=part).mean("layer", keep_attrs=True) for part in parts]
+    return xr.concat(means, dim="third", combine_attrs="override").assign_coords(third=list(THIRDS))
+
+
+def _per_layer(spectra: xr.Dataset) -> xr.Dataset:
+    names = [name for name, v in spectra.data_vars.items() if "layer" in v.dims and "mode" not in v.dims]
+    return spectra[names].astype(float)

@@ -150,6 +150,7 @@ def save_checkpoint(model: nn.Module, folder: str | os.PathLike[str], *, overwri
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     partial = folder / "model.safetensors.partial"
     save_file(weights, partial)
+    partial.chmod(0o644)  # safetensors writes for the owner alone
     partial.replace(folder / "model.safetensors")
     partial = folder / "config.json.partial"
     partial.write_text(json.dumps(config, indent=2) + "\n")

@@ -142,6 +142,23 @@ def text_bytes(*, length: int = 64, batch_size: int = 32, seed: int = 0, split: 
     return TextBytes(length=length, batch_size=batch_size, seed=seed, split=split)
 
 
+def reference_passages(n_passages: int, *, n_characters: int = 400) -> list[str]:
+    """Passages of English text, evenly spread over Python's language reference.
+
+    Args:
+        n_passages: How many.
+        n_characters: Length of each.
+
+    Returns:
+        The passages, different from each other; the same on the same Python.
+    """
+    text = bytes(_reference_text().to(torch.uint8).numpy()).decode()
+    stride = len(text) // n_passages
+    if stride < n_characters:
+        raise ThresholdError(f"The text holds fewer than {n_passages} passages of {n_characters} characters.")
+    return [text[i * stride : i * stride + n_characters] for i in range(n_passages)]
+
+
 @cache
 def _reference_text() -> Tensor:
     try:

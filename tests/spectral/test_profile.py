@@ -1,0 +1,159 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from tests.oracle import oracle
+from workbench.errors import AnatomyError, SnapshotError
+
+
+@pytest.fixture
+def model():
+    return wb.zoo.transformer("pre_ln", d_model=16, n_layers=3, n_heads=2, max_length=32)
+
+
+@pytest.fixture
+def tokens():
+    return wb.tasks.text_bytes(length=32, batch_size=20).batch(0)[0]
+
+
+def hooks_of(model):
+    return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
+
+def block_states(model, tokens):
+    """Input and output of every block by running the model by hand."""
+    states = [model.token_embedding(tokens) + model.position_embedding(torch.arange(tokens.shape[1]))]
+    for block in model.blocks:
+        states.append(block(states[-1]))
+    return [state.detach().flatten(0, 1).double().numpy() for state in states]
+
+
+def test_profile_is_the_oracle_on_the_blocks_states(model, tokens):
+    spectra = wb.profile(model, tokens, progress=False)
+    states = block_states(model, tokens)
+    assert list(spectra.layer_name.values) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert spectra.attrs["n_snapshots"] == 640
+    for i in range(3):
+        X, Y = states[i], states[i + 1]
+        truth = oracle(X.T, Y.T, 1e-5 * np.cov(X.T).trace() / 16)
+        layer = spectra.isel(layer=i)
+        np.testing.assert_allclose(np.abs(layer.eigenvalue), np.abs(truth["eigenvalue"]), rtol=1e-6)
+        np.testing.assert_allclose(layer.residual, truth["residual"], rtol=1e-5)
+        assert float(layer.nonlinearity_ratio) == pytest.approx(truth["nonlinearity_ratio"], rel=1e-6)
+        assert float(layer.eigenvector_condition) == pytest.approx(truth["eigenvector_condition"], rel=1e-5)
+
+
+def test_streaming_in_batches_changes_nothing(model, tokens):
+    whole = wb.profile(model, tokens, progress=False)
+    parts = wb.profile(model, (tokens[i : i + 3] for i in range(0, 20, 3)), n_snapshots=None, progress=False)
+    np.testing.assert_allclose(np.abs(parts.eigenvalue), np.abs(whole.eigenvalue), rtol=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_model_and_random_states_are_left_as_they_were(tokens, training):
+    model = nn.Sequential(
+        nn.Embedding(256, 8), *(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3))
+    )
+    model.train(training)
+    model[2].train(not training)
+    torch.manual_seed(0)
+    flags, weights = [m.training for m in model.modules()], {k: v.clone() for k, v in model.state_dict().items()}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
+    wb.profile(model, tokens, progress=False)
+    assert [m.training for m in model.modules()] == flags
+    assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.array_equal(np.random.get_state()[1], states[2])  # noqa: NPY002
+    assert not any(hooks_of(model))
+
+
+def test_dropout_is_off_while_profiling(tokens):
+    model = nn.Sequential(
+        nn.Embedding(256, 8), *(nn.TransformerEncoderLayer(8, 2, 16, 0.5, batch_first=True) for _ in range(3))
+    )
+    one, other = (wb.profile(model, tokens, progress=False) for _ in range(2))
+    assert one.eigenvalue.identical(other.eigenvalue)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_layer_that_is_not_finite_is_named_and_hooks_are_gone(model, tokens, bad):
+    with torch.no_grad():
+        model.blocks[1].mlp.down.bias[0] = bad
+    with pytest.raises(SnapshotError, match=r"NaN or infinite values in layer 1 \(blocks.1\); profile an earlier"):
+        wb.profile(model, tokens, progress=False)
+    assert not any(hooks_of(model))
+    assert model.training
+
+
+def test_a_constant_stream_is_refused(model):
+    with torch.no_grad():
+        model.position_embedding.weight.zero_()
+    with pytest.raises(SnapshotError, match=r"The states entering layer 0 \(blocks.0\) are all the same"):
+        wb.profile(model, torch.full((8, 32), 7), progress=False)
+
+
+def test_too_few_states_are_refused(model):
+    with pytest.raises(SnapshotError, match=r"Layer 0 \(blocks.0\) has 2 snapshots, expected at least 3"):
+        wb.profile(model, torch.tensor([[1, 2]]), progress=False)
+
+
+def test_a_model_without_residual_stack_is_refused():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(AnatomyError, match="no stack of residual blocks"):
+        wb.profile(model, torch.randn(10, 4), progress=False)
+
+
+def test_a_block_that_writes_into_its_input_is_seen_right(tokens):
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x.add_(self.linear(x))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.blocks = nn.Embedding(256, 8), nn.ModuleList(InPlace() for _ in range(3))
+
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    model = Model()
+    found = wb.profile(model, tokens, progress=False)
+    expected = np.sort(np.abs(np.linalg.eigvals(np.eye(8) + model.blocks[0].linear.weight.detach().double().numpy())))
+    np.testing.assert_allclose(np.sort(np.abs(found.eigenvalue.values[0])), expected, rtol=1e-5)
+
+
+def test_rank_seed_and_thresholds_are_recorded(model, tokens):
+    thresholds = wb.Thresholds(near_unit_upper=1.2)
+    spectra = wb.profile(model, tokens, rank=4, seed=7, thresholds=thresholds, n_snapshots=100, progress=False)
+    assert spectra.sizes["mode"] == 4
+    assert spectra.attrs["operator"] == "randomized DMD, rank 4"
+    assert spectra.attrs["seed"] == 7
+    assert spectra.attrs["near_unit_upper"] == 1.2
+    assert spectra.attrs["token_selection"] == "100 of 640 tokens"
+    assert spectra.attrs["stack"] == "blocks"
+
+
+def test_bars_only_when_asked(model, tokens, capsys):
+    wb.profile(model, tokens, progress=False)
+    assert capsys.readouterr().err == ""
+    wb.profile(model, tokens)
+    assert "forward" in capsys.readouterr().err
+
+
+def test_low_precision_weights_are_profiled_in_float64(model, tokens):
+    spectra = wb.profile(model.to(torch.bfloat16), tokens, progress=False)
+    assert spectra.attrs["dtype"] == "bfloat16"
+    assert spectra.eigenvalue.dtype == np.complex128
