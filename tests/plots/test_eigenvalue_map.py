@@ -69,7 +69,7 @@ def test_a_wild_model_does_not_shrink_the_unit_circle(calm, wild):
     assert view_limit(modes, "all") > float(wild["spectral_radius"].max())
     assert view_limit(modes, 2) == 2
     n_outside = int((np.maximum(abs(modes["wild"]["real"]), abs(modes["wild"]["imag"])) > 1.5).sum())
-    assert f"{n_outside} of 72 outside" in headline(wild, modes["wild"], 1.5)
+    assert f"   {n_outside} outside" in headline(wild, modes["wild"], 1.5)
     for wrong in (0, np.nan, "wide"):
         with pytest.raises(ThresholdError):
             view_limit(modes, wrong)

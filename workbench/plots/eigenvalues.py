@@ -104,8 +104,8 @@ def mode_columns(
 
     Returns:
         ``real``, ``imag``, ``modulus``, ``residual`` (float32), ``layer``, ``mode`` (int), ``depth`` (0 the model's
-        first layer, 1 its last), ``fill`` (opacity of the
-        marker's inside: 0 where the mode is not reliable) and ``marker`` (a bokeh name).
+        first layer, 1 its last), ``fill`` (opacity of the marker's inside: 0 where the mode is not reliable) and
+        ``marker`` (a bokeh name).
     """
     eigenvalue = spectra["eigenvalue"].transpose("layer", "mode").values
     reliable = spectra["is_reliable"].transpose("layer", "mode").values
@@ -156,16 +156,16 @@ def headline(spectra: xr.Dataset, columns: Mapping[str, np.ndarray], limit: floa
     line = f"mean M {mass:.2f}   max ρ {radius:.3g}"
     n_outside = int(np.count_nonzero(np.maximum(np.abs(columns["real"]), np.abs(columns["imag"])) > limit))
     if n_outside:
-        line += f"   {n_outside} of {len(columns['real'])} outside"
+        line += f"   {n_outside} outside"
     return line
 
 
 def key(spectra: xr.Dataset) -> str:
-    """One line below a panel: what filled and hollow markers and the shading mean."""
+    """Two lines below a panel: what filled and hollow markers and the shading mean."""
     lower, upper, residual = (
         spectra.attrs[name] for name in ("near_unit_lower", "near_unit_upper", "reliable_residual")
     )
-    return f"● residual ≤ {residual:.3g}   ○ larger   ▒ {lower:.3g} ≤ |λ| ≤ {upper:.3g}"
+    return f"● residual ≤ {residual:.3g}   ○ larger\n▒ {lower:.3g} ≤ |λ| ≤ {upper:.3g} near unit"
 
 
 def silent_layers(spectra: xr.Dataset) -> str:
@@ -205,7 +205,7 @@ def _panel_bokeh(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], l
         hooks.append(style.note_bokeh(look.key, place="below"))
     if look.has_scale:
         hooks.append(_scale_bokeh(look.scale))
-    side = {1: 420, 2: 300}.get(look.n_panels, 225)
+    side = {1: 420, 2: 300}.get(look.n_panels, 240)
     panel = hv.Overlay(
         [
             band.opts(color=style.NEUTRAL, fill_alpha=0.2, line_alpha=0, **options),
