@@ -125,7 +125,16 @@ def print_peak(n_snapshots: int) -> None:
     model = wb.zoo.transformer("pre_ln", d_model=256, n_layers=4, n_heads=4)
     batches = (tokens for tokens, _ in wb.tasks.text_bytes(batch_size=64))
     wb.profile(model, batches, n_snapshots=n_snapshots, progress=False)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    print(peak_resident_kb())
+
+
+def peak_resident_kb() -> int:
+    """Largest resident size of this process so far, in kB."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # getrusage() would report the parent's peak, which a child inherits on Linux.
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def cuda(repeats: int) -> list[str]:
