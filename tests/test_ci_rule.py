@@ -1,0 +1,17 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(("in_ci", "status"), [("true", 1), ("", 0)])
+def test_a_skipped_browser_test_fails_in_ci_alone(in_ci, status):
+    environment = os.environ | {"CI": in_ci, "WORKBENCH_CHROMIUM": "/nonexistent"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/browser"]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == status, found.stdout
+    assert ("which CI does not allow" in found.stdout) == bool(status)
