@@ -1,0 +1,212 @@
+"""Run a foreign model once and leave no trace: hooks, modes, random state, weights and buffers end as they began."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workbench.subjects.families import RUN_OVERRIDES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: A hook as `watch` attaches it: the module, the hook, and whether it runs before the module.
+HookRequest = tuple[nn.Module, Callable[..., None], bool]
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Call a model with whatever a user has at hand.
+
+    Args:
+        model: Any module.
+        inputs: A tensor, passed first (an encoder-decoder model that would miss its decoder's tokens gets the same
+            tokens there, or its start token); a mapping, passed as keywords; or a tuple or list, passed by position.
+
+    Returns:
+        The model's output.
+    """
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs, **_decoder_tokens(model, inputs))
+
+
+def _decoder_tokens(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
+    config = getattr(model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False):
+        return {}
+    if "decoder_input_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    if not inputs.is_floating_point():
+        return {"decoder_input_ids": inputs}
+    start = getattr(config, "decoder_start_token_id", None) or 0
+    return {"decoder_input_ids": torch.full((inputs.shape[0], 1), start, device=inputs.device)}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` wrapped: compiled code ignores hooks that come later."""
+    return getattr(model, "_orig_mod", model)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run forwards in eval mode without gradients; afterwards the model and all random states are as before.
+
+    Parameters and buffers that a forward writes to are copied just before the first write (some models rescale their
+    weights in place on the first call in eval mode), plain attributes and replaced buffers are put back.
+
+    Args:
+        model: The module that will run; its existing hooks stay and run.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_restored_random_state())
+        stack.enter_context(_restored_attributes(model))
+        stack.enter_context(_config_overrides(model))
+        stack.enter_context(_without_fast_path())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_WriteGuard(model))
+        for module in model.modules():
+            module.training = False
+        yield
+
+
+@contextmanager
+def watch(requests: Iterable[HookRequest]) -> Iterator[None]:
+    """Attach hooks, and remove them whatever happens.
+
+    Args:
+        requests: Module, hook, and True for a hook that runs before the module. A hook before gets (module, args,
+            kwargs), one after gets (module, args, kwargs, output). It must return None: anything else would replace
+            what flows through the model.
+    """
+    handles = []
+    try:
+        for module, hook, is_before in requests:
+            register = module.register_forward_pre_hook if is_before else module.register_forward_hook
+            handles.append(register(hook, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _restored_random_state() -> Iterator[None]:
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())  # noqa: NPY002 (the legacy state is the global one)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        if mps is not None:
+            torch.mps.set_rng_state(mps)
+
+
+#: Tables of nn.Module that hold children, weights and hooks, not plain attributes.
+_TABLES = frozenset(nn.Module().__dict__) - {"training"}
+
+
+@contextmanager
+def _restored_attributes(model: nn.Module) -> Iterator[None]:
+    """Put back training flags, plain attributes and the identity of buffers."""
+    before = [(module, _plain_attributes(module), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            for name in _plain_attributes(module).keys() - attributes.keys():
+                module.__dict__.pop(name)
+            module.__dict__.update(attributes)
+            if module._buffers.keys() != buffers.keys() or any(module._buffers[k] is not buffers[k] for k in buffers):
+                module._buffers.clear()
+                module._buffers.update(buffers)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in module.__dict__.items() if name not in _TABLES}
+
+
+@contextmanager
+def _config_overrides(model: nn.Module) -> Iterator[None]:
+    """Set the options that would keep a family from being read, and put them back."""
+    undo = []
+    for config in {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}.values():
+        for name, value in RUN_OVERRIDES.get(getattr(config, "model_type", None), {}).items():
+            if hasattr(config, name):
+                undo.append((config, name, getattr(config, name)))
+                setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for config, name, value in undo:
+            setattr(config, name, value)
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Keep nn.TransformerEncoder from its fused kernel, inside which no hook and no projection can be seen."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+
+class _WriteGuard(TorchDispatchMode):
+    """Copy a parameter or buffer just before an operation writes to it; write the copies back on leaving."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._owners: dict[int, list[Tensor]] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if (pointer := storage_pointer(tensor)) is not None:
+                self._owners.setdefault(pointer, []).append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for position, argument in enumerate(schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[position] if position < len(args) else kwargs.get(argument.name)
+                    for tensor in value if isinstance(value, list | tuple) else (value,):
+                        self._save(tensor)
+        return func(*args, **kwargs)
+
+    def _save(self, tensor: Any) -> None:
+        pointer = storage_pointer(tensor)
+        for owner in self._owners.pop(pointer, ()) if pointer is not None else ():
+            self._copies.append((owner, owner.detach().clone()))
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        with torch.no_grad():
+            for tensor, copy in self._copies:
+                tensor.copy_(copy)
+        self._copies.clear()
+
+
+def storage_pointer(tensor: Any) -> int | None:
+    """Address of a tensor's memory; None for what is no tensor or has none (meta tensors, empty ones)."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):  # tensor subclasses without memory of their own
+        return None
