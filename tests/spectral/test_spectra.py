@@ -1,3 +1,5 @@
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -58,3 +60,13 @@ def test_every_variable_is_there_with_units_and_provenance():
 def test_rank_warning_names_the_layer_and_the_remedy():
     with pytest.warns(RankWarning, match=r"least: 9 in the layer\); .* pass more distinct tokens"):
         whitened_dmd(*snapshots(20, 10))
+
+
+def test_a_hyperplane_of_states_is_no_reason_to_warn():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(200, 8))
+    X -= X.mean(axis=1, keepdims=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = whitened_dmd(X, X + 0.1 * np.tanh(X))
+    assert int(found["rank"][0]) == 7

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ class Family:
     n_blocks: int = 3
     width: int = 24
     others: tuple[str, ...] = ()
-    parts: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.name
@@ -373,9 +372,8 @@ def build(family: Family, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     model = getattr(transformers, family.auto).from_config(config)
     with torch.no_grad():  # norms and biases that are not all ones and zeros, weights large enough to matter
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim < 2 else 0.02))
-            del name
     return model.eval()
 
 

@@ -76,8 +76,8 @@ def profile(
             after_batch=lambda n: bar.update(n - bar.n),
         )
     layers = layer_spectra(moments, options, n_workers=n_workers, progress=progress)
+    warn_if_rank_deficient(layers, moments, options)
     names = [site.name for site in anatomy.sites]
-    warn_if_rank_deficient(layers, names, anatomy.width, options)
     attrs = {
         "subject": subject.name,
         "source": subject.source,

@@ -216,20 +216,28 @@ def whitened_dmd(
         )
     moments = SnapshotMoments(X.shape[1], device=device).update(X, Y)
     layer = layer_spectrum(moments, options)
-    warn_if_rank_deficient([layer], ["the layer"], moments.n_features, options)
+    warn_if_rank_deficient([layer], [moments], options)
     attrs = {"n_snapshots": moments.n_snapshots, "dtype": str(X.dtype).removeprefix("torch.")}
     return as_dataset([layer], ["layer"], thresholds=thresholds, options=options, attrs=attrs)
 
 
 def warn_if_rank_deficient(
-    layers: Sequence[LayerSpectrum], names: Sequence[str], width: int, options: DmdOptions | None
+    layers: Sequence[LayerSpectrum], moments: Sequence[SnapshotMoments], options: DmdOptions | None
 ) -> None:
-    """Say once which layers have fewer modes than asked, because their states span fewer directions."""
+    """Say once which layers have fewer modes than asked, because their states span fewer directions.
+
+    One missing direction on plenty of snapshots is no reason to warn: states behind a LayerNorm lie on a hyperplane.
+    """
+    width = moments[0].n_features
     expected = min(width, options.rank) if options and options.rank else width
-    short = [(name, layer.values["rank"]) for name, layer in zip(names, layers, strict=True)]
-    short = [(name, rank) for name, rank in short if rank < expected]
+    short = []
+    for layer, seen in zip(layers, moments, strict=True):
+        rank = layer.values["rank"]
+        is_hyperplane = rank == width - 1 and seen.n_snapshots > 2 * width
+        if rank < expected and not is_hyperplane:
+            short.append((rank, seen.name))
     if short:
-        name, rank = min(short, key=lambda pair: pair[1])
+        rank, name = min(short)
         warnings.warn(
             f"The states of {len(short)} of {len(layers)} layers span fewer than {expected} directions (least: {rank} "
             f"in {name}); the spectra live in that span, so pass more distinct tokens to fill it.",

@@ -255,6 +255,7 @@ def _refuse_low_coverage(model: nn.Module, chosen: Candidate, plausible: Sequenc
         for holder in model.modules()
         if isinstance(holder, _CONTAINERS)
         for child in holder.children()
+        if not _is_end(child)
         for p in child.parameters()
     }
     if not repeated:
@@ -265,6 +266,12 @@ def _refuse_low_coverage(model: nn.Module, chosen: Candidate, plausible: Sequenc
             f"The longest stack, {chosen}, holds only {share:.0%} of the weights of all repeated modules, so the "
             "residual stream probably runs outside of it; pass as stack= the container of the true blocks."
         )
+
+
+def _is_end(module: nn.Module) -> bool:
+    """Whether a module begins or ends a stream, as an embedding or a head does, rather than carrying it on."""
+    changes_width = isinstance(module, nn.Linear) and module.in_features != module.out_features
+    return isinstance(module, nn.Embedding) or changes_width
 
 
 def refuse_several_streams(chosen: Candidate, inputs: Any) -> None:
