@@ -46,7 +46,7 @@ browser: venv  ## Drive JupyterLab in headless Chromium
 	$(BIN)/python -m pytest -q tests/browser
 
 bench: venv  ## Measure speed and memory; writes benchmarks/results.md
-	$(BIN)/python benchmarks/spectra.py
+	$(BIN)/python -m benchmarks.spectra
 
 checkpoints: venv  ## Train the checkpoints in data/ again
 	$(BIN)/python data/make_checkpoints.py

@@ -1,6 +1,6 @@
 """Speed and memory of the spectra, as ratios measured side by side in one process.
 
-Call: python benchmarks/spectra.py [--repeats 5]; writes benchmarks/results.md.
+Call: python -m benchmarks.spectra [--repeats 5]; writes benchmarks/results.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tests.oracle import oracle
 from workbench.spectral import SnapshotMoments, layer_spectra, whitened_dmd
 from workbench.spectral.spectra import versions
 
-RESULTS = Path(__file__).parent / "results.md"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results.md"
 WIDTH, N_SNAPSHOTS, N_LAYERS = 768, 2048, 12
 
 
@@ -111,8 +112,10 @@ def memory() -> list[str]:
     """Peak resident memory of profile() at two numbers of snapshots, each in its own process."""
     peak = {}
     for n in (4096, 65536):
-        command = [sys.executable, __file__, "--peak-of", str(n)]
-        peak[n] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]) / 1024
+        command = [sys.executable, "-m", "benchmarks.spectra", "--peak-of", str(n)]
+        peak[n] = (
+            int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()[-1]) / 1024
+        )
     growth = peak[65536] / peak[4096] - 1
     return [
         f"| memory of profile(), d = 256, L = 4: N = 65,536 over N = 4,096 | at most +10 % | **{growth:+.1%}** "

@@ -11,7 +11,7 @@ import numpy as np
 from widgets.base import WorkbenchWidget
 from widgets.figure import Figure
 from workbench.plots import eigenvalue_map
-from workbench.plots.eigenvalues import band_outline, headline, key, mode_columns, silent_layers, view_limit
+from workbench.plots.eigenvalues import band_outline, headline, key, mode_columns, silent_layers, view_of
 from workbench.plots.files import bokeh_plot
 from workbench.plots.inputs import named_spectra, select_layers
 from workbench.schema import SPECTRA
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from bokeh.models import ColumnDataSource
 
+    from workbench.plots.eigenvalues import View
+
 #: From the circle's middle outwards; the same order in the table and in its bars.
 _MASS_COLORS = {
     "contractive_mass": "#7f7f7f",
@@ -31,6 +33,8 @@ _MASS_COLORS = {
     "expansive_mass": "#d55e00",
 }
 _N_ROWS = 40
+#: Name of a view -> its centre and limit, as `workbench.plots.eigenvalue_map` takes them.
+_VIEWS = {"unit circle": (0.0, None), "near 1": (1.0, None), "all modes": (0.0, "all")}
 _CELL = "padding:2px 12px 2px 0;text-align:right;white-space:nowrap"
 _NAME = "padding:2px 12px 2px 0;text-align:left;white-space:nowrap"
 _TABLE = "border-collapse:collapse;font-variant-numeric:tabular-nums;line-height:1.5;color:var(--jp-ui-font-color1)"
@@ -98,18 +102,19 @@ class SpectrumExplorer(WorkbenchWidget):
             for name, data in measured.items()
         }
         self.measured = measured
-        limit = view_limit(columns, self._limit if self.view.value == "unit circle" else "all")
+        center, limit = _VIEWS[self.view.value]
+        view = view_of(columns, self._limit if center == 0 and limit is None else limit, center)
         with self.canvas.batch():
             self._is_writing = True
             try:
                 for name, data in measured.items():
-                    self._draw(name, data, columns[name], limit)
+                    self._draw(name, data, columns[name], view)
             finally:
                 self._is_writing = False
-            if limit != self._drawn_limit:
-                self._drawn_limit = limit
-                for axis in (self._axes.x_range, self._axes.y_range):
-                    axis.update(start=-limit, end=limit, reset_start=-limit, reset_end=limit)
+            if view != self._drawn_view:
+                self._drawn_view = view
+                for axis, (start, end) in ((self._axes.x_range, view.real), (self._axes.y_range, view.imag)):
+                    axis.update(start=start, end=end, reset_start=start, reset_end=end)
         self.masses.value = _mass_table(measured)
         self._read_selection()
 
@@ -142,7 +147,8 @@ class SpectrumExplorer(WorkbenchWidget):
             measured,
             layers=self._layer_range(),
             reliable_only=reliable_only,
-            limit=self._drawn_limit,
+            limit=self._drawn_view.limit,
+            center=self._drawn_view.center,
             backend=backend,
         )
 
@@ -174,8 +180,12 @@ class SpectrumExplorer(WorkbenchWidget):
             value=False, description="only reliable modes", indent=False, layout={"width": "auto"}
         )
         self.view = ipywidgets.ToggleButtons(
-            options=["unit circle", "all modes"],
-            tooltips=["Zoom to the unit circle", "Zoom out until every mode is visible"],
+            options=list(_VIEWS),
+            tooltips=[
+                "Zoom to the unit circle",
+                "Zoom to where most modes are",
+                "Zoom out until every mode is visible",
+            ],
             style={"button_width": "96px"},
         )
         self._thresholds = {
@@ -207,14 +217,14 @@ class SpectrumExplorer(WorkbenchWidget):
         self._above = {name: panel.state.select_one({"name": "note_above"}) for name, panel in self._panels.items()}
         self._below = {name: panel.state.select_one({"name": "note_below"}) for name, panel in self._panels.items()}
         self._axes = panels[0].state
-        self._drawn_limit = float(self._axes.x_range.end)
+        self._drawn_view: View | None = None
         return plot.state
 
     def _layer_range(self) -> range:
         first, last = self.layers.value
         return range(first, last + 1)
 
-    def _draw(self, name: str, data: xr.Dataset, columns: dict[str, np.ndarray], limit: float) -> None:
+    def _draw(self, name: str, data: xr.Dataset, columns: dict[str, np.ndarray], view: View) -> None:
         source = self.sources[name]
         place = {
             pair: i for i, pair in enumerate(zip(columns["layer"].tolist(), columns["mode"].tolist(), strict=True))
@@ -223,7 +233,7 @@ class SpectrumExplorer(WorkbenchWidget):
         source.selected.indices = sorted(place[pair] for pair in self._picked[name] if pair in place)
         ring = band_outline(data)
         self._bands[name].data = {"xs": [[[ring["real"]]]], "ys": [[[ring["imag"]]]]}
-        self._above[name].text = headline(data, columns, limit)
+        self._above[name].text = headline(data, columns, view)
         if self._below[name] is not None:
             is_first = name == next(iter(self.spectra))
             self._below[name].text = "\n".join(filter(None, [key(data) if is_first else "", silent_layers(data)]))

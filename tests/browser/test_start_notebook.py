@@ -50,6 +50,14 @@ def test_start_notebook_draws_answers_and_saves(lab, page, artifacts):
     page.get_by_role("columnheader", name="|λ|", exact=True).wait_for(timeout=5_000)
     page.screenshot(path=artifacts / "explorer_selection.png")
 
+    # Modes crowd around 1: the view zooms there, in the kernel and on the page.
+    pixels = _colored(panels.nth(1))
+    page.get_by_role("button", name="near 1", exact=True).click()
+    _wait(lambda: float(_ask_kernel(page, "explorer._axes.x_range.start")) > 0, "another range")
+    _wait(lambda: _colored(panels.nth(1)) != pixels, "modes drawn apart")
+    page.screenshot(path=artifacts / "explorer_near_one.png")
+    page.get_by_role("button", name="unit circle", exact=True).click()
+
     page.evaluate("() => jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
     page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'", timeout=10_000)
     _wait(lambda: _text_contrast(page, panels.first) > 4.5, "light text on the dark theme")

@@ -5,7 +5,7 @@ import pytest
 
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import eigenvalue_map
-from workbench.plots.eigenvalues import headline, mode_columns, silent_layers, view_limit
+from workbench.plots.eigenvalues import headline, mode_columns, silent_layers, view_of
 from workbench.plots.files import bokeh_plot
 
 
@@ -63,16 +63,28 @@ def test_panels_share_their_ranges_and_are_square(calm, wild):
     assert first.frame_width == first.frame_height
 
 
+def test_a_view_around_one_holds_most_modes():
+    rng = np.random.default_rng(0)
+    columns = {"real": 1 + 0.1 * rng.normal(size=400), "imag": 0.1 * rng.normal(size=400)}
+    view = view_of({"a": columns}, center=1.0)
+    assert view.real[0] + view.real[1] == pytest.approx(2.0)
+    assert 0.05 < view.limit < 0.3
+    assert np.mean(view.reach(columns) <= view.limit) == pytest.approx(2 / 3, abs=0.01)
+    assert view_of({"a": columns}, 0.5, 1.0).real == (0.5, 1.5)
+    with pytest.raises(ThresholdError, match="The center is nan, expected a finite number"):
+        view_of({"a": columns}, center=float("nan"))
+
+
 def test_a_wild_model_does_not_shrink_the_unit_circle(calm, wild):
     modes = {"calm": mode_columns(calm), "wild": mode_columns(wild)}
-    assert view_limit(modes) == 1.5
-    assert view_limit(modes, "all") > float(wild["spectral_radius"].max())
-    assert view_limit(modes, 2) == 2
+    assert view_of(modes).limit == 1.5
+    assert view_of(modes, "all").limit > float(wild["spectral_radius"].max())
+    assert view_of(modes, 2).limit == 2
     n_outside = int((np.maximum(abs(modes["wild"]["real"]), abs(modes["wild"]["imag"])) > 1.5).sum())
-    assert f"   {n_outside} outside" in headline(wild, modes["wild"], 1.5)
+    assert f"   {n_outside} outside" in headline(wild, modes["wild"], view_of(modes))
     for wrong in (0, np.nan, "wide"):
         with pytest.raises(ThresholdError):
-            view_limit(modes, wrong)
+            view_of(modes, wrong)
 
 
 def test_the_band_is_the_dataset_s_own(calm):

@@ -17,14 +17,6 @@ from workbench.subjects.anatomy import call_model, read_anatomy
 from workbench.subjects.probing import undisturbed, watch
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
-
-
 def passing_states(model, inputs, anatomy):
     """(state in, state out) of every site, by hooks of the test's own."""
     pairs = [[None, None] for _ in anatomy.sites]

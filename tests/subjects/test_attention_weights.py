@@ -19,14 +19,6 @@ from workbench.subjects.probe_inputs import probe_inputs
 D, H, DH = 24, 4, 6
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
-
-
 def heads(rows, n_heads):
     """(head * head_dim, feature) -> (head, feature, head_dim); (head * head_dim,) -> (head, head_dim)."""
     if rows.ndim == 1:

@@ -1,5 +1,8 @@
+import errno
 import json
+import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
@@ -237,3 +240,35 @@ except wb.WorkbenchError as error: print(type(error).__name__)
                            check=True, env={"WORKBENCH_CACHE": str(folder), "PATH": "/usr/bin"})  # fmt: skip
     assert found.stdout.strip() == "CheckpointError"
     assert not folder.exists()
+
+
+def test_a_hub_name_in_the_local_cache_opens_offline(llama_folder, tmp_path):
+    repository = tmp_path / "models--somebody--tiny"
+    snapshot = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(llama_folder, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    code = """
+import torch, workbench as wb
+subject = wb.open_checkpoint("somebody/tiny")
+print(subject.name, type(subject.model).__name__, subject.source)
+"""
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert found.stdout.strip() == "tiny LlamaForCausalLM hub somebody/tiny"
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tiny, tmp_path, monkeypatch):
+    import safetensors.torch
+
+    folder = wb.save_checkpoint(tiny, tmp_path / "tiny")
+    before = (folder / "model.safetensors").read_bytes()
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(.*No space left on device\); check its folder"):
+        wb.save_checkpoint(tiny, folder, overwrite=True)
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]

@@ -12,15 +12,6 @@ from workbench.subjects.anatomy import read_anatomy
 from workbench.subjects.attention_weights import Unreadable
 from workbench.subjects.routers import Router, router_weights
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
-
-
 #: family -> path of the router in a block, layers that have one, experts, experts per token, scoring, is corrected.
 ROUTERS = {
     "mixtral": ("mlp.gate", (0, 1, 2), 6, 2, "softmax", False),

@@ -85,6 +85,10 @@ def test_the_view_shows_the_circle_or_everything(explorer, spectra):
     explorer.view.value = "all modes"
     assert explorer._axes.x_range.end > float(spectra["wild"]["spectral_radius"].max())
     assert explorer._axes.x_range.end == explorer._axes.y_range.end
+    explorer.view.value = "near 1"
+    axis = explorer._axes.x_range
+    assert (axis.start + axis.end) / 2 == pytest.approx(1.0)
+    assert explorer.figure() is not None
     explorer.view.value = "unit circle"
     assert explorer._axes.x_range.end == 1.5
 

@@ -32,6 +32,7 @@ def eigenvalue_map(
     layers: Iterable[int] | None = None,
     reliable_only: bool = False,
     limit: float | str | None = None,
+    center: float = 0.0,
     columns: int = 3,
     backend: str = "bokeh",
 ) -> Any:
@@ -46,6 +47,8 @@ def eigenvalue_map(
         reliable_only: Leave out the modes whose residual is too large, from the picture and from the masses.
         limit: Half the width of the view, unit 1. None fits all modes but shows at most 1.5, so that the unit circle
             stays large; ``"all"`` shows every mode. Each panel says how many modes lie outside.
+        center: Middle of the view on the real axis. Modes of deep models crowd around 1: with 1.0 and no limit, the
+            view holds two thirds of them.
         columns: Panels in a row.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
@@ -68,7 +71,7 @@ def eigenvalue_map(
     modes = {
         name: mode_columns(data, n_layers=depths[name], reliable_only=reliable_only) for name, data in models.items()
     }
-    limit = view_limit(modes, limit)
+    view = view_of(modes, limit, center)
     scale = _Scale(max(depths.values()), is_shared=len(set(depths.values())) == 1)
     first_key = key(next(iter(models.values())))
     with style.drawing(backend) as hv:
@@ -77,9 +80,9 @@ def eigenvalue_map(
             is_known = index > 0 and key(data) == first_key
             look = _Look(
                 title=name,
-                note=headline(data, modes[name], limit),
+                note=headline(data, modes[name], view),
                 key="\n".join(filter(None, ["" if is_known else key(data), silent_layers(data)])),
-                limit=limit,
+                view=view,
                 scale=scale,
                 has_scale=index == min(columns, len(models)) - 1,
                 n_panels=len(models),
@@ -129,24 +132,53 @@ def mode_columns(
     }
 
 
-def view_limit(modes: Mapping[str, Mapping[str, np.ndarray]], limit: float | str | None = None) -> float:
-    """Half the width of the view that all panels share.
+@dataclass(frozen=True)
+class View:
+    """The square that all panels show: its middle on the real axis, and half its width."""
+
+    center: float
+    limit: float
+
+    @property
+    def real(self) -> tuple[float, float]:
+        """Range of Re lambda."""
+        return self.center - self.limit, self.center + self.limit
+
+    @property
+    def imag(self) -> tuple[float, float]:
+        """Range of Im lambda."""
+        return -self.limit, self.limit
+
+    def reach(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Half-width that would just hold each mode, shape (mode,)."""
+        return np.maximum(np.abs(columns["real"] - self.center), np.abs(columns["imag"]))
+
+
+def view_of(
+    modes: Mapping[str, Mapping[str, np.ndarray]], limit: float | str | None = None, center: float = 0.0
+) -> View:
+    """The view that all panels share; see `eigenvalue_map`.
 
     Raises:
-        ThresholdError: If the limit is neither None, ``"all"`` nor a positive number.
+        ThresholdError: If the limit is neither None, ``"all"`` nor a positive number, or the centre is not finite.
     """
-    largest = max((float(columns["modulus"].max(initial=0)) for columns in modes.values()), default=0.0)
-    fitting = max(1.08 * largest, NARROWEST_LIMIT)
+    if not np.isfinite(center):
+        raise ThresholdError(f"The center is {center!r}, expected a finite number.")
+    reach = np.concatenate([View(center, 0.0).reach(columns) for columns in modes.values()] or [np.zeros(0)])
+    largest = 1.08 * float(reach.max(initial=0))
+    if limit is None and center != 0:
+        most = float(np.quantile(reach, 2 / 3)) if len(reach) else WIDEST_DEFAULT_LIMIT
+        return View(center, float(np.clip(most, 0.05, WIDEST_DEFAULT_LIMIT)))
     if limit is None:
-        return min(fitting, WIDEST_DEFAULT_LIMIT)
+        return View(center, min(max(largest, NARROWEST_LIMIT), WIDEST_DEFAULT_LIMIT))
     if limit == "all":
-        return fitting
+        return View(center, max(largest, NARROWEST_LIMIT))
     if isinstance(limit, str) or not (np.isfinite(limit) and limit > 0):
         raise ThresholdError(f"The limit is {limit!r}, expected a positive number, 'all' or None.")
-    return float(limit)
+    return View(center, float(limit))
 
 
-def headline(spectra: xr.Dataset, columns: Mapping[str, np.ndarray], limit: float) -> str:
+def headline(spectra: xr.Dataset, columns: Mapping[str, np.ndarray], view: View) -> str:
     """One line above a panel: mean near-unit mass, largest spectral radius, and the modes outside the view."""
     if not spectra.sizes["layer"]:
         return "no layer in this range"
@@ -154,7 +186,7 @@ def headline(spectra: xr.Dataset, columns: Mapping[str, np.ndarray], limit: floa
     mass = float(summary["near_unit_mass"].sel(statistic="mean"))
     radius = float(summary["spectral_radius"].sel(statistic="max"))
     line = f"mean M {mass:.2f}   max ρ {radius:.3g}"
-    n_outside = int(np.count_nonzero(np.maximum(np.abs(columns["real"]), np.abs(columns["imag"])) > limit))
+    n_outside = int(np.count_nonzero(view.reach(columns) > view.limit))
     if n_outside:
         line += f"   {n_outside} outside"
     return line
@@ -219,7 +251,7 @@ def _panel_bokeh(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], l
             ),
         ]
     )
-    view = {"xlim": (-look.limit, look.limit), "ylim": (-look.limit, look.limit), "show_legend": False}
+    view = {"xlim": look.view.real, "ylim": look.view.imag, "show_legend": False}
     frame = {"frame_width": side, "frame_height": side, "show_grid": True}
     return panel.opts(**view, **frame, title=look.title, hooks=hooks, backend="bokeh")
 
@@ -267,7 +299,7 @@ def _panel_matplotlib(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarra
     hooks = [style.dress_matplotlib, style.title_matplotlib(look.title, note=look.note, key=look.key)]
     if look.has_scale:
         hooks.append(_scale_matplotlib(look.scale))
-    view = {"xlim": (-look.limit, look.limit), "ylim": (-look.limit, look.limit), "show_legend": False}
+    view = {"xlim": look.view.real, "ylim": look.view.imag, "show_legend": False}
     frame = {"aspect": 1, "fig_inches": 3.4}
     return hv.Overlay(elements).opts(**view, **frame, title="", hooks=hooks, backend="matplotlib")
 
@@ -279,7 +311,7 @@ class _Look:
     title: str
     note: str
     key: str
-    limit: float
+    view: View
     scale: _Scale
     has_scale: bool
     n_panels: int

@@ -270,10 +270,16 @@ def _n_cores() -> int:
 
 @contextmanager
 def _single_threaded_workers(n_workers: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool whose threads use one BLAS thread each; the caller's own setting comes back afterwards."""
+    """A pool whose threads use one BLAS thread each; the caller's own settings come back afterwards."""
+    from threadpoolctl import threadpool_limits
+
     before = torch.get_num_threads()
     try:
-        with ThreadPoolExecutor(n_workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        # torch brings its own BLAS, SciPy another.
+        with (
+            threadpool_limits(1, user_api="blas"),
+            ThreadPoolExecutor(n_workers, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+        ):
             yield pool
     finally:
         torch.set_num_threads(before)

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import socket
+import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -134,8 +135,9 @@ def save_checkpoint(model: nn.Module, folder: str | os.PathLike[str], *, overwri
         The folder.
 
     Raises:
-        CheckpointError: If the folder holds a checkpoint already, or the model is not of the zoo.
+        CheckpointError: If the folder holds a checkpoint already, the model is not of the zoo, or the disk is full.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from workbench.subjects.zoo import Transformer
@@ -145,16 +147,18 @@ def save_checkpoint(model: nn.Module, folder: str | os.PathLike[str], *, overwri
         raise CheckpointError(f"{type(model).__name__} is not of the zoo; save it with its own save_pretrained().")
     if (folder / "model.safetensors").exists() and not overwrite:
         raise CheckpointError(f"{folder} holds a checkpoint already; pass overwrite=True to replace it.")
-    folder.mkdir(parents=True, exist_ok=True)
     config = {ZOO_KEY: "transformer", **model.config.as_dict()}
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    partial = folder / "model.safetensors.partial"
-    save_file(weights, partial)
-    partial.chmod(0o644)  # safetensors writes for the owner alone
-    partial.replace(folder / "model.safetensors")
-    partial = folder / "config.json.partial"
-    partial.write_text(json.dumps(config, indent=2) + "\n")
-    partial.replace(folder / "config.json")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as scratch:
+            save_file(weights, Path(scratch) / "model.safetensors")
+            (Path(scratch) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            for file in sorted(Path(scratch).iterdir()):
+                file.chmod(0o644)  # safetensors writes for the owner alone
+                file.replace(folder / file.name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} cannot be written ({error}); check its folder and the space left.") from error
     return folder
 
 
@@ -279,7 +283,8 @@ def _open_hub(hub_name: str, trust_remote_code: bool, dtype: torch.dtype | str, 
             "check the spelling, go online, or pass a local folder."
         )
     model = _from_pretrained(hub_name, trust_remote_code, dtype, is_local=is_cached)
-    folder = Path(snapshot_download(hub_name, allow_patterns=["*token*", "*.model", "config.json"]))
+    tokenizer_files = ["*token*", "*.model", "config.json"]
+    folder = Path(snapshot_download(hub_name, allow_patterns=tokenizer_files, local_files_only=is_cached))
     return Subject(model.eval(), name or hub_name.split("/")[-1], f"hub {hub_name}", folder)
 
 

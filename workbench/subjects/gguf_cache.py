@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -45,6 +44,7 @@ def _digest(path: Path) -> str:
 
 
 def _convert(path: Path, folder: Path) -> None:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -58,16 +58,17 @@ def _convert(path: Path, folder: Path) -> None:
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
     try:
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        try:
-            partial.rename(folder)
-        except OSError:
-            # Another process was faster; its result is the same.
-            if not (folder / "config.json").exists():
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as scratch:
+            partial = Path(scratch) / folder.name
+            with _quiet_transformers():
+                model.save_pretrained(partial)
+                tokenizer.save_pretrained(partial)
+            if not folder.exists():  # another process may have been faster; its result is the same
+                partial.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"The converted {path.name} cannot be kept in {folder.parent} ({error}); "
+            "free some space, or set WORKBENCH_CACHE to another folder."
+        ) from error
