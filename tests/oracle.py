@@ -1,4 +1,4 @@
-"""The paper's formulas typed in literally (RKSP, arXiv:2602.22988, Section 3). Slow and plain on purpose."""
+"""The paper's formulas typed in literally (RKSP, arXiv:2602.22988). Slow and plain on purpose."""
 
 import numpy as np
 import scipy.linalg

@@ -1,4 +1,4 @@
-"""From moments to modes: the whitened operator, its eigenvalues, residuals and condition (RKSP Section 3)."""
+"""From moments to modes: the whitened operator, its eigenvalues, residuals and condition (RKSP, arXiv:2602.22988)."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Modes:
 
 
 def whitened_operator(moments: SnapshotMoments, options: DmdOptions | None = None) -> WhitenedOperator:
-    """The operator that maps whitened states to whitened next states (RKSP Section 3.1, Eqs. 5-8).
+    """The operator that maps whitened states to whitened next states (RKSP: A = Yw pinv(Xw)).
 
     Everything follows from the moments and is differentiable in them.
 
@@ -194,7 +194,7 @@ def _leading_directions(c_xx: Tensor, rank: int, seed: int) -> tuple[Tensor, Ten
 
 
 def eigenmodes(operator: WhitenedOperator) -> Modes:
-    """Eigenvalues, residuals and eigenvector condition (RKSP Eqs. 9-11).
+    """Eigenvalues, residuals and eigenvector condition (RKSP: r_j and kappa(V) = |V| |V^-1|).
 
     The residual r_j = |u_j*(Yw - lambda_j Xw)| / |u_j* Xw| needs no snapshots: u_j* A = lambda_j u_j*, so the
     numerator is u_j* times what the fit leaves over, whose second moment the operator carries.

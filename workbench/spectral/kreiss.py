@@ -24,7 +24,7 @@ _TRUSTED_CONDITION = 1e7
 
 
 def kreiss_constant(operator: np.ndarray | Tensor, *, tolerance: float = 1e-6) -> float:
-    """Lower bound of K(A) = sup over |z| > 1 of (|z| - 1) |(zI - A)^-1|_2 (RKSP Section 3.2).
+    """Lower bound of K(A) = sup over |z| > 1 of (|z| - 1) |(zI - A)^-1|_2 (RKSP).
 
     The bound is sound: the value at any z and any vector w is at most K(A), as |(zI - A)^-1| >= |w| / |(zI - A) w|,
     and the largest such value found is returned. The search scans angles towards the outer eigenvalues and equally

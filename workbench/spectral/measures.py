@@ -19,7 +19,7 @@ STATISTICS = ("mean", "max", "min", "std")
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Where one kind of mode ends and the next begins (RKSP Section 3 and Eq. 12; all of unit 1).
+    """Where one kind of mode ends and the next begins (RKSP Eq. 12 and the masses beside it; all of unit 1).
 
     Attributes:
         near_unit_lower: Smallest modulus called near-unit, inclusive.
@@ -63,7 +63,7 @@ class Thresholds:
 
 
 def mass_fractions(modulus: np.ndarray, thresholds: Thresholds | None = None) -> dict[str, np.ndarray]:
-    """Fractions of near-unit, expansive, contractive and intermediate modes (RKSP Eq. 12 and Section 3).
+    """Fractions of near-unit, expansive, contractive and intermediate modes (RKSP Eq. 12 and the masses beside it).
 
     Args:
         modulus: |lambda|, shape (..., mode), unit 1; NaN marks modes that do not exist or were filtered out.
@@ -157,7 +157,7 @@ def remeasure(
 
 
 def summarize(spectra: xr.Dataset) -> xr.Dataset:
-    """Mean, maximum, minimum and standard deviation over layers of every per-layer measure (RKSP Section 3.3).
+    """Mean, maximum, minimum and standard deviation over layers of every per-layer measure (RKSP).
 
     Args:
         spectra: A spectra dataset.
@@ -182,7 +182,7 @@ def summarize(spectra: xr.Dataset) -> xr.Dataset:
 
 
 def depth_thirds(spectra: xr.Dataset) -> xr.Dataset:
-    """Mean of every per-layer measure over the early, middle and late third of the layers (RKSP Section 5.4).
+    """Mean of every per-layer measure over the early, middle and late third of the layers (RKSP, depth tables).
 
     Args:
         spectra: A spectra dataset of at least three layers.

@@ -34,7 +34,7 @@ def profile(
     n_workers: int | None = None,
     progress: bool = True,
 ) -> xr.Dataset:
-    """Koopman spectra of a model's residual stream, layer by layer (RKSP Section 3).
+    """Koopman spectra of a model's residual stream, layer by layer (RKSP, arXiv:2602.22988).
 
     The model runs once over the inputs, in eval mode and without gradients, and is left as it was found.
 

@@ -48,7 +48,7 @@ class LayerSpectrum:
 
 
 def layer_spectrum(moments: SnapshotMoments, options: DmdOptions | None = None) -> LayerSpectrum:
-    """Every measure of one layer, from its moments (RKSP Section 3).
+    """Every measure of one layer, from its moments (RKSP).
 
     Args:
         moments: Of at least three snapshots.
@@ -193,7 +193,7 @@ def whitened_dmd(
     thresholds: Thresholds | None = None,
     device: torch.device | str = "cpu",
 ) -> xr.Dataset:
-    """Koopman spectrum of one layer from its snapshots (RKSP Section 3.1).
+    """Koopman spectrum of one layer from its snapshots (RKSP, whitened DMD).
 
     Args:
         X: States entering, shape (snapshot, feature), NumPy or torch, floating point.

@@ -21,7 +21,7 @@ _HELD_OUT = 0.1
 
 @dataclass(frozen=True)
 class AssociativeRecall:
-    """Associative recall (RKSP Section 4.1): read key-value pairs, then answer for one key at the last position.
+    """Associative recall (RKSP): read key-value pairs, then answer for one key at the last position.
 
     A sequence is ``n_pairs`` pairs key, value, then padding, then the query key. Keys of a sequence differ. The paper
     does not say how keys and values share the vocabulary; here keys are the lower half (without padding, token 0) and
