@@ -32,7 +32,7 @@ test: venv sample  ## Everything: lint, unit, notebooks, browser
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser
 	$(MAKE) --no-print-directory notebooks browser
 
-lint: venv
+lint: venv  ## Ruff alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
@@ -45,8 +45,9 @@ notebooks: venv  ## Run every notebook
 browser: venv  ## Drive JupyterLab in headless Chromium
 	$(BIN)/python -m pytest -q tests/browser
 
-bench: venv  ## Measure speed and memory; writes benchmarks/results.md
+bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 	$(BIN)/python -m benchmarks.spectra
+	$(BIN)/python -m benchmarks.accuracy
 
 checkpoints: venv  ## Train the checkpoints in data/ again
 	$(BIN)/python data/make_checkpoints.py
