@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.spectral.snapshots import snapshots
 from tests.spectral.test_dmd import largest_error
+from workbench.atomic import replacing
 from workbench.spectral.spectra import versions
 
 RESULTS = Path(__file__).resolve().parent / "accuracy.md"
@@ -66,9 +67,8 @@ def main() -> None:
             "",
         ]
     )
-    partial = RESULTS.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(RESULTS)
+    with replacing(RESULTS) as partial:
+        partial.write_text(text)
     print(text)
 
 

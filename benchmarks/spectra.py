@@ -21,6 +21,7 @@ import torch
 
 import workbench as wb
 from tests.oracle import oracle
+from workbench.atomic import replacing
 from workbench.spectral import SnapshotMoments, layer_spectra, whitened_dmd
 from workbench.spectral.spectra import versions
 
@@ -184,9 +185,8 @@ def main() -> None:
             "",
         ]
     )
-    partial = RESULTS.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(RESULTS)
+    with replacing(RESULTS) as partial:
+        partial.write_text(text)
     print(text)
 
 

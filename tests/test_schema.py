@@ -27,7 +27,7 @@ def without_attr(ds, name):
         (lambda ds: ds.assign(near_unit_mass=ds.near_unit_mass + 0.5), "do not add up to 1"),
         (lambda ds: ds.drop_vars("layer_name"), "no coordinate 'layer_name'"),
         (lambda ds: without_attr(ds, "ridge"), "no attribute 'ridge'"),
-        (lambda ds: ds.assign_attrs(n_snapshots="many"), "Attribute 'n_snapshots' is of type str"),
+        (lambda ds: ds.assign_attrs(n_snapshots="many"), "Attribute 'n_snapshots' is of type str, expected an integer"),
         (lambda ds: ds.assign_attrs(schema_version=SCHEMA_VERSION + 1), "update the workbench"),
     ],
 )

@@ -89,22 +89,26 @@ SPECTRA: dict[str, Variable] = {
     ),
 }
 
+_INTEGER = (int, np.integer)
+_FLOAT = (float, np.floating)
+_KIND_WORDS = {str: "text", _INTEGER: "an integer", _FLOAT: "a floating-point number"}
+
 #: Attributes that every spectra dataset carries, with the Python types they may have.
 SPECTRA_ATTRS: dict[str, type | tuple[type, ...]] = {
-    "schema_version": (int, np.integer),
+    "schema_version": _INTEGER,
     "subject": str,
-    "n_snapshots": (int, np.integer),
+    "n_snapshots": _INTEGER,
     "token_selection": str,
-    "near_unit_lower": (float, np.floating),
-    "near_unit_upper": (float, np.floating),
-    "contractive_upper": (float, np.floating),
-    "reliable_residual": (float, np.floating),
-    "informative_update": (float, np.floating),
-    "ridge": (float, np.floating),
+    "near_unit_lower": _FLOAT,
+    "near_unit_upper": _FLOAT,
+    "contractive_upper": _FLOAT,
+    "reliable_residual": _FLOAT,
+    "informative_update": _FLOAT,
+    "ridge": _FLOAT,
     "ridge_kind": str,
     "operator": str,
     "dtype": str,
-    "seed": (int, np.integer),
+    "seed": _INTEGER,
     "versions": str,
     "created": str,
 }
@@ -146,9 +150,9 @@ def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
         if name not in spectra.attrs:
             raise SchemaError(f"The spectra carry no attribute '{name}'; keep the attributes that wb.profile() wrote.")
         if not isinstance(spectra.attrs[name], kind):
-            found = type(spectra.attrs[name]).__name__
+            found, wanted = type(spectra.attrs[name]).__name__, _KIND_WORDS[kind]
             raise SchemaError(
-                f"Attribute '{name}' is of type {found}, expected {kind}; keep it as wb.profile() wrote it."
+                f"Attribute '{name}' is of type {found}, expected {wanted}; keep it as wb.profile() wrote it."
             )
     if "layer_name" not in spectra.coords:
         raise SchemaError("The spectra have no coordinate 'layer_name'; assign one name per layer.")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import numbers
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.atomic import check_free, replacing
 from workbench.errors import SchemaError, StoreError
 from workbench.schema import SCHEMA_VERSION, check_version, validate_spectra
 
@@ -73,8 +70,8 @@ def save(
     """
     run = as_run(run)
     path = Path(path)
-    _check_free(path, overwrite)
-    with _replacing(path) as partial:
+    check_free(path, overwrite=overwrite)
+    with replacing(path) as partial:
         # Strings of one fixed length have no Zarr 3 specification; those of variable length do.
         _with_text(run, of_variable_length=True).to_zarr(partial, zarr_format=3, consolidated=False, mode="w-")
     return path
@@ -99,8 +96,8 @@ def export_netcdf(
     """
     run = as_run(run)
     path = Path(path)
-    _check_free(path, overwrite)
-    with _replacing(path) as partial:
+    check_free(path, overwrite=overwrite)
+    with replacing(path) as partial:
         run.to_netcdf(partial, engine="netcdf4", auto_complex=True)
     return path
 
@@ -138,11 +135,6 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     return _with_text(run, of_variable_length=False)
 
 
-def _check_free(path: Path, overwrite: bool) -> None:
-    if path.exists() and not overwrite:
-        raise StoreError(f"{path} exists already; pass overwrite=True to replace it, or choose another path.")
-
-
 def _check_attrs(node: xr.DataTree) -> None:
     for name, value in node.attrs.items():
         items = value if isinstance(value, list | tuple | np.ndarray) else [value]
@@ -164,29 +156,3 @@ def _with_text(run: xr.DataTree, *, of_variable_length: bool) -> xr.DataTree:
         return part.assign(new).set_coords([name for name in new if name in part.coords])
 
     return xr.map_over_datasets(convert, run)
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A place beside ``path`` to write to, moved there when the block ends well and removed when it does not."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    workplace = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        yield workplace / path.name
-        old = workplace / "replaced"
-        if path.exists():
-            path.rename(old)
-        try:
-            (workplace / path.name).rename(path)
-        except OSError:
-            if old.exists():
-                old.rename(path)
-            raise
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreError(
-                f"The disk is full, so {path} was not written and what was there is unchanged; free some space."
-            ) from error
-        raise StoreError(f"{path} cannot be written ({error.strerror or error}); check its folder.") from error
-    finally:
-        shutil.rmtree(workplace, ignore_errors=True)

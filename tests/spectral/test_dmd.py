@@ -230,6 +230,12 @@ def test_refuses_bad_snapshots():
         whitened_dmd(X.astype(int), X.astype(int))
 
 
+def test_refuses_states_whose_squares_overflow():
+    X = 1e200 * np.random.default_rng(0).normal(size=(50, 4))
+    with pytest.raises(SnapshotError, match="passing the layer are so large that their squares overflow float64"):
+        whitened_dmd(X, 1.1 * X)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_refuses_values_that_are_not_finite_without_touching_lapack(bad):
     X = np.random.default_rng(0).normal(size=(50, 4))

@@ -157,3 +157,18 @@ def test_low_precision_weights_are_profiled_in_float64(model, tokens):
     spectra = wb.profile(model.to(torch.bfloat16), tokens, progress=False)
     assert spectra.attrs["dtype"] == "bfloat16"
     assert spectra.eigenvalue.dtype == np.complex128
+
+
+def test_a_compiled_model_is_profiled_like_the_model_itself(model, tokens):
+    plain = wb.profile(model, tokens, progress=False)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(tokens)  # hooks that come after the first compiled call would not be seen
+    found = wb.profile(compiled, tokens, progress=False)
+    np.testing.assert_array_equal(found.eigenvalue, plain.eigenvalue)
+
+
+def test_the_seed_of_the_options_counts_unless_another_is_given(model, tokens):
+    options = wb.DmdOptions(rank=4, seed=5)
+    assert wb.profile(model, tokens, options=options, progress=False).attrs["seed"] == 5
+    assert wb.profile(model, tokens, options=options, seed=6, progress=False).attrs["seed"] == 6

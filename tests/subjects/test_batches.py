@@ -89,3 +89,10 @@ def test_impossible_selections_are_refused():
         TokenSelection(2)
     with pytest.raises(ThresholdError, match="skip_first is -1, expected at least 0"):
         TokenSelection(10, skip_first=-1)
+
+
+def test_a_mask_that_does_not_fit_is_said():
+    inputs = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "attention_mask": torch.ones(2, 9)}
+    chosen, selection = choose(inputs, None)
+    assert len(chosen[0]) == 8
+    assert selection.describe() == "every token; a mask did not fit the states and was not used"

@@ -31,12 +31,15 @@ def test_batches_follow_from_seed_and_index_alone(make):
 
 
 def test_text_targets_are_the_next_bytes_and_splits_do_not_overlap():
-    tokens, targets = wb.tasks.text_bytes(length=20, batch_size=4).batch(0)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    text = bytes(tokens[0].tolist()).decode(errors="ignore")
-    assert text.isprintable() or "\n" in text
-    train = "".join(bytes(row.tolist()).decode(errors="ignore") for row in wb.tasks.text_bytes().batch(0)[0])
-    assert len(set(train)) > 20
+    from workbench.training.tasks import _HELD_OUT, _reference_text
+
+    text = bytes(_reference_text().tolist())
+    border = int(len(text) * (1 - _HELD_OUT))
+    for split, part in (("train", text[:border]), ("validation", text[border:])):
+        tokens, targets = wb.tasks.text_bytes(length=60, split=split).batch(0)
+        assert torch.equal(tokens[:, 1:], targets[:, :-1])
+        for row, target in zip(tokens.tolist(), targets.tolist(), strict=True):
+            assert bytes([*row, target[-1]]) in part
 
 
 def test_passages_are_different_text():

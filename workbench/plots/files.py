@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from workbench.atomic import check_free, replacing
 from workbench.errors import StoreError
 from workbench.plots import style
 
@@ -32,7 +32,7 @@ def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, 
         The path.
 
     Raises:
-        StoreError: If the ending does not fit the figure, the folder does not exist, or the file does.
+        StoreError: If the ending does not fit the figure, the folder is not there, the file is, or the disk is full.
     """
     path = Path(path)
     backend = _BACKEND_OF.get(path.suffix.lower())
@@ -46,20 +46,10 @@ def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, 
         )
     if not path.parent.is_dir():
         raise StoreError(f"The folder '{path.parent}' does not exist; make it first.")
-    if path.exists() and not overwrite:
-        raise StoreError(f"'{path}' exists already; choose another name or pass overwrite=True.")
+    check_free(path, overwrite=overwrite)
     content = _html(figure) if backend == "bokeh" else _image(figure, path.suffix[1:].lower(), dpi)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as partial:
+        partial.write_bytes(content)
     return path
 
 

@@ -139,6 +139,11 @@ def whitened_operator(moments: SnapshotMoments, options: DmdOptions | None = Non
         )
     c_xx = moments.c_xx
     trace = float(c_xx.diagonal().sum())
+    # A covariance is finite where its diagonal is. Beyond that LAPACK may hang or take the process down.
+    if not np.isfinite(trace) or not bool(torch.isfinite(moments.c_dd.diagonal()).all()):
+        raise SnapshotError(
+            f"The states passing {moments.name} are so large that their squares overflow float64; scale them down."
+        )
     # States that are all the same still vary by the rounding of the dtype they came in.
     noise = moments.resolution**2 * float(moments.mean_x.square().sum())
     if not trace > noise:
@@ -158,7 +163,9 @@ def whitened_operator(moments: SnapshotMoments, options: DmdOptions | None = Non
     update_gram = (used.T @ moments.c_dd @ used) * whiten[:, None] * whiten
     null_energy = ((basis[:, :n_null].T @ moments.c_dd) * basis[:, :n_null].T).sum(1) * rows[:n_null].square()
     total = torch.cat([null_energy, update_gram.diagonal()])
-    unexplained = (total - (change * cross).sum(1)).clamp(min=0).sum() / total.sum().clamp(min=torch.finfo().tiny)
+    unexplained = (total - (change * cross).sum(1)).clamp(min=0).sum() / total.sum().clamp(
+        min=torch.finfo(torch.float64).tiny
+    )
     matrix = change[n_null:] + torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return WhitenedOperator(matrix, gram, update_gram, unexplained, condition, moments.n_snapshots)
 

@@ -30,7 +30,7 @@ def profile(
     options: DmdOptions | None = None,
     thresholds: Thresholds | None = None,
     stack: str | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     n_workers: int | None = None,
     progress: bool = True,
 ) -> xr.Dataset:
@@ -43,13 +43,13 @@ def profile(
         inputs: Token ids (batch, token), a mapping of keyword arguments (an ``attention_mask`` is respected), a tuple
             of positional arguments, texts where the subject has a tokenizer, or an iterable of any of these.
         n_snapshots: Token states to use, drawn at random over the inputs (in order from an iterator); None: all.
-        skip_first: Leading tokens of each sequence to leave out. The first token of a trained language model often
-            carries massive activations that dominate the covariance.
+        skip_first: Leading tokens of each sequence to leave out, in models whose states are (batch, token, feature).
+            The first token of a trained language model often carries massive activations that dominate the covariance.
         rank: Randomized DMD in this many leading directions; None: every direction. Short for ``options``.
         options: Ridge, rank and numerical rank; see `DmdOptions`.
         thresholds: Bounds of the masses; the paper's by default.
         stack: Name of the block stack to read, where a model has several; see `read_anatomy`.
-        seed: Of the choice of tokens and of the randomized rank.
+        seed: Of the choice of tokens and of the randomized rank; None: that of ``options``, by default 0.
         n_workers: Layers decomposed side by side; None: one a core.
         progress: Show bars.
 
@@ -61,10 +61,9 @@ def profile(
         SnapshotError: If there are fewer than three states, they do not vary, or a layer holds NaN or infinite values.
     """
     subject = open_checkpoint(subject) if isinstance(subject, nn.Module) else subject
-    options = replace(options or DmdOptions(), seed=seed)
-    if rank is not None:
-        options = replace(options, rank=rank)
-    selection = TokenSelection(n_snapshots, skip_first, seed)
+    given = {"rank": rank, "seed": seed}
+    options = replace(options or DmdOptions(), **{name: value for name, value in given.items() if value is not None})
+    selection = TokenSelection(n_snapshots, skip_first, options.seed)
     probe, batches = Batches.of(inputs, subject).probe_and_all()
     anatomy = read_anatomy(subject.model, _on_device_of(subject.model, probe), stack=stack)
     with progress_bar(progress, total=n_snapshots, label="forward", unit="token") as bar:
@@ -85,7 +84,7 @@ def profile(
         "n_snapshots": selection.n_chosen,
         "token_selection": selection.describe(),
         "dtype": _dtype_name(subject.model),
-        "seed": seed,
+        "seed": options.seed,
     }
     return as_dataset(layers, names, thresholds=thresholds, options=options, attrs=attrs)
 

@@ -91,6 +91,7 @@ class TokenSelection:
         seed: Of the random choice.
         n_chosen: Chosen so far.
         n_offered: Seen so far that could have been chosen.
+        has_unused_mask: Whether a mask came that does not fit the states, as in a model that shortens its sequences.
     """
 
     n_snapshots: int | None
@@ -98,6 +99,7 @@ class TokenSelection:
     seed: int = 0
     n_chosen: int = 0
     n_offered: int = 0
+    has_unused_mask: bool = False
     _rows_left: int | None = None
     _generator: torch.Generator = field(default_factory=torch.Generator)
 
@@ -140,6 +142,8 @@ class TokenSelection:
         which = "every token" if self.n_chosen == self.n_offered else f"{self.n_chosen} of {self.n_offered} tokens"
         if self.skip_first:
             which += f", first {self.skip_first} of each sequence left out"
+        if self.has_unused_mask:
+            which += "; a mask did not fit the states and was not used"
         return which
 
     def _candidates(self, leading_shape: torch.Size, batch: Any) -> Tensor:
@@ -149,6 +153,8 @@ class TokenSelection:
                 given = batch.get(name)
                 if isinstance(given, Tensor) and given.shape == leading_shape:
                     mask = (given.cpu() != 0).long()
+            is_fitting = [batch[name].shape == leading_shape for name in _MASKS if isinstance(batch.get(name), Tensor)]
+            self.has_unused_mask |= bool(is_fitting) and not any(is_fitting)
         if self.skip_first:
             if mask.ndim < 2:
                 raise SnapshotError("skip_first needs states of shape (batch, token, feature); pass batched inputs.")

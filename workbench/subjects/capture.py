@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import SnapshotError
 from workbench.spectral.moments import SnapshotMoments
 from workbench.subjects.anatomy import Anatomy, Site
-from workbench.subjects.probing import call_model, undisturbed, watch
+from workbench.subjects.probing import call_model, undisturbed, unwrap, watch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,6 +43,7 @@ def capture_moments(
     Raises:
         SnapshotError: If the stream holds NaN or infinite values; the message names the layer.
     """
+    model = unwrap(model)
     selection.begin(batches)
     collector = _Collector(anatomy, selection)
     blocks = {id(site.module): site.module for site in anatomy.sites}.values()

@@ -1,0 +1,58 @@
+"""Files that appear whole or not at all, and never replace another unless told."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from workbench.errors import StoreError
+
+
+def check_free(path: Path, *, overwrite: bool) -> None:
+    """Refuse a path that is taken.
+
+    Raises:
+        StoreError: If there is something at the path and ``overwrite`` is False.
+    """
+    if path.exists() and not overwrite:
+        raise StoreError(f"{path} exists already; pass overwrite=True to replace it, or choose another path.")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A place beside ``path`` to write a file or folder to.
+
+    It is moved to ``path`` when the block ends well, and removed when it does not; what was at ``path`` stays until
+    then.
+
+    Raises:
+        StoreError: If the disk is full, or the place cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        workplace = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written ({error.strerror or error}); check its folder.") from error
+    try:
+        yield workplace / path.name
+        old = workplace / "replaced"
+        if path.is_dir():  # a file is replaced in one step, a folder cannot be
+            path.rename(old)
+        try:
+            (workplace / path.name).replace(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreError(
+                f"The disk is full, so {path} was not written and what was there is unchanged; free some space."
+            ) from error
+        raise StoreError(f"{path} cannot be written ({error.strerror or error}); check its folder.") from error
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
