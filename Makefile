@@ -48,6 +48,7 @@ browser: venv  ## Drive JupyterLab in headless Chromium
 bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 	$(BIN)/python -m benchmarks.spectra
 	$(BIN)/python -m benchmarks.accuracy
+	$(BIN)/python -m benchmarks.recording
 
 checkpoints: venv  ## Train the checkpoints in data/ again
 	$(BIN)/python data/make_checkpoints.py

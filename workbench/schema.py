@@ -6,6 +6,7 @@ redefining one raises it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ class Variable:
 
     Attributes:
         dims: The dimensions it always has; concatenation dimensions may come before them.
-        kind: NumPy kinds allowed: ``f`` float, ``c`` complex, ``b`` bool, ``i`` integer.
+        kind: NumPy kinds allowed: ``f`` float, ``c`` complex, ``b`` bool, ``i`` integer, ``U`` and ``T`` text.
         long_name: What a plot's axis says.
         units: ``"1"`` for dimensionless.
         meaning: One line for people.
@@ -89,6 +90,24 @@ SPECTRA: dict[str, Variable] = {
     ),
 }
 
+MONITORS: dict[str, Variable] = {
+    "loss": Variable(("step",), "f", "loss", "nat", "loss of the step's batch, without auxiliary terms"),
+    "auxiliary_loss": Variable(
+        ("step",), "f", "auxiliary loss", "nat", "weighted auxiliary terms; NaN: there are none"
+    ),
+    "accuracy": Variable(("step",), "f", "accuracy", "1", "share of the batch's targets that were most likely"),
+    "grad_norm": Variable(("step",), "f", "gradient norm", "1", "norm of all gradients together, before clipping"),
+    "learning_rate": Variable(("step",), "f", "learning rate", "1", "largest rate of the optimizer's groups"),
+}
+
+EVENTS: dict[str, Variable] = {
+    "step": Variable(("event",), "i", "step", "1", "updates before the event"),
+    "kind": Variable(("event",), "UT", "kind", "", "what happened: divergence, finished, stopped, resumed, no spectra"),
+    "source": Variable(("event",), "UT", "source", "", "what showed it: loss, grad_norm, non-finite; or empty"),
+    "score": Variable(("event",), "f", "score", "1", "value that showed it; NaN: none"),
+    "message": Variable(("event",), "UT", "message", "", "one sentence for people"),
+}
+
 _INTEGER = (int, np.integer)
 _FLOAT = (float, np.floating)
 _KIND_WORDS = {str: "text", _INTEGER: "an integer", _FLOAT: "a floating-point number"}
@@ -134,18 +153,7 @@ def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
             f"This dataset is no spectra dataset: it lacks {', '.join(missing)}; make one with wb.profile() or "
             "wb.spectral.whitened_dmd()."
         )
-    for name, rule in SPECTRA.items():
-        variable = spectra[name]
-        core = tuple(dim for dim in variable.dims if dim not in CONCAT_DIMS)
-        if core != rule.dims:
-            raise SchemaError(
-                f"Variable '{name}' has dims {variable.dims}, expected {rule.dims} (after any of {CONCAT_DIMS}); "
-                "rename or transpose it."
-            )
-        if variable.dtype.kind not in rule.kind:
-            raise SchemaError(
-                f"Variable '{name}' has dtype {variable.dtype}, expected kind '{rule.kind}'; convert it with astype()."
-            )
+    _check_variables(spectra, SPECTRA, CONCAT_DIMS)
     for name, kind in SPECTRA_ATTRS.items():
         if name not in spectra.attrs:
             raise SchemaError(f"The spectra carry no attribute '{name}'; keep the attributes that wb.profile() wrote.")
@@ -161,6 +169,62 @@ def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
     if not np.allclose(total[np.isfinite(total)], 1.0, atol=1e-9):
         raise SchemaError("The four mass fractions of a layer do not add up to 1; recompute them with wb.remeasure().")
     return spectra
+
+
+def validate_monitors(monitors: xr.Dataset) -> xr.Dataset:
+    """Check that a dataset holds the monitors of one training run, and hand it back.
+
+    Args:
+        monitors: Dim ``step``: variables of ``MONITORS``, as many as were recorded, and any others.
+
+    Returns:
+        The same object.
+
+    Raises:
+        SchemaError: If a known variable is of another kind, the coordinate ``step`` is missing, or steps do not rise.
+    """
+    check_version(monitors)
+    if "step" not in monitors.coords:
+        raise SchemaError("The monitors have no coordinate 'step'; assign the step of each row.")
+    _check_variables(monitors, {name: rule for name, rule in MONITORS.items() if name in monitors})
+    if (np.diff(monitors["step"].values) <= 0).any():
+        raise SchemaError("The steps of the monitors do not rise; sort the rows and drop repeated ones.")
+    return monitors
+
+
+def validate_events(events: xr.Dataset) -> xr.Dataset:
+    """Check that a dataset holds the events of one training run, and hand it back.
+
+    Args:
+        events: Dim ``event``: every variable of ``EVENTS``.
+
+    Returns:
+        The same object.
+
+    Raises:
+        SchemaError: If a variable is missing or of another kind.
+    """
+    check_version(events)
+    missing = [name for name in EVENTS if name not in events]
+    if missing:
+        raise SchemaError(f"The events lack {', '.join(missing)}; add them, with empty text or NaN where unknown.")
+    _check_variables(events, EVENTS)
+    return events
+
+
+def _check_variables(data: xr.Dataset, rules: Mapping[str, Variable], extra_dims: tuple[str, ...] = ()) -> None:
+    for name, rule in rules.items():
+        variable = data[name]
+        core = tuple(dim for dim in variable.dims if dim not in extra_dims)
+        if core != rule.dims:
+            after = f" (after any of {extra_dims})" if extra_dims else ""
+            raise SchemaError(
+                f"Variable '{name}' has dims {variable.dims}, expected {rule.dims}{after}; rename or transpose it."
+            )
+        if variable.dtype.kind not in rule.kind:
+            raise SchemaError(
+                f"Variable '{name}' has dtype {variable.dtype}, expected kind '{rule.kind}'; convert it with astype()."
+            )
 
 
 def check_version(data: xr.Dataset | xr.DataTree) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import numbers
 import os
 from collections.abc import Mapping
@@ -12,10 +13,13 @@ import numpy as np
 
 from workbench.atomic import check_free, replacing
 from workbench.errors import SchemaError, StoreError
-from workbench.schema import SCHEMA_VERSION, check_version, validate_spectra
+from workbench.schema import SCHEMA_VERSION, check_version, validate_events, validate_monitors, validate_spectra
 
 if TYPE_CHECKING:
     import xarray as xr
+
+#: Parts of a run that follow the schema; others are stored as they are.
+_VALIDATORS = {"spectra": validate_spectra, "monitors": validate_monitors, "events": validate_events}
 
 
 def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.DataTree:
@@ -43,8 +47,9 @@ def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.Data
     for node in run.subtree:
         check_version(node)
         _check_attrs(node)
-    if "spectra" in run.children:
-        validate_spectra(run["spectra"].to_dataset())
+    for name, validate in _VALIDATORS.items():
+        if name in run.children:
+            validate(run[name].to_dataset())
     run.attrs.setdefault("schema_version", SCHEMA_VERSION)
     return run
 
@@ -73,7 +78,7 @@ def save(
     check_free(path, overwrite=overwrite)
     with replacing(path) as partial:
         # Strings of one fixed length have no Zarr 3 specification; those of variable length do.
-        _with_text(run, of_variable_length=True).to_zarr(partial, zarr_format=3, consolidated=False, mode="w-")
+        with_text(run, of_variable_length=True).to_zarr(partial, zarr_format=3, consolidated=False, mode="w-")
     return path
 
 
@@ -120,11 +125,12 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     path = Path(path)
     if not path.exists():
         raise StoreError(f"There is no run at {path}; check the path.")
-    options = (
-        {"engine": "zarr", "consolidated": False} if path.is_dir() else {"engine": "netcdf4", "auto_complex": True}
-    )
     try:
-        run = xr.open_datatree(path, **options)
+        if path.is_dir():
+            # A run that grows is consistent only as its consolidated metadata say.
+            run = xr.open_datatree(path, engine="zarr", consolidated=_is_consolidated(path))
+        else:
+            run = xr.open_datatree(path, engine="netcdf4", auto_complex=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise StoreError(f"{path} is no run or is damaged ({first}); write it again with wb.save().") from error
@@ -132,7 +138,11 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
         raise StoreError(f"{path} was not written by the workbench; open it with xarray itself.")
     for node in run.subtree:
         check_version(node)
-    return _with_text(run, of_variable_length=False)
+    return with_text(run, of_variable_length=False)
+
+
+def _is_consolidated(store: Path) -> bool:
+    return bool(json.loads((store / "zarr.json").read_text()).get("consolidated_metadata"))
 
 
 def _check_attrs(node: xr.DataTree) -> None:
@@ -144,8 +154,8 @@ def _check_attrs(node: xr.DataTree) -> None:
             )
 
 
-def _with_text(run: xr.DataTree, *, of_variable_length: bool) -> xr.DataTree:
-    """The same run with text as variable-length strings, as Zarr has them, or as NumPy's usual fixed-length ones."""
+def with_text(data: xr.DataTree | xr.Dataset, *, of_variable_length: bool) -> xr.DataTree | xr.Dataset:
+    """The same data with text as variable-length strings, as Zarr has them, or as NumPy's usual fixed-length ones."""
     import xarray as xr
 
     dtype = np.dtypes.StringDType() if of_variable_length else np.str_
@@ -155,4 +165,4 @@ def _with_text(run: xr.DataTree, *, of_variable_length: bool) -> xr.DataTree:
         new = {name: (v.dims, np.array(np.asarray(v).tolist(), dtype=dtype), v.attrs) for name, v in texts.items()}
         return part.assign(new).set_coords([name for name in new if name in part.coords])
 
-    return xr.map_over_datasets(convert, run)
+    return convert(data) if isinstance(data, xr.Dataset) else xr.map_over_datasets(convert, data)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from workbench.spectral.dmd import DmdOptions
 from workbench.spectral.measures import Thresholds
 from workbench.spectral.spectra import as_dataset, layer_spectra, progress_bar, warn_if_rank_deficient
-from workbench.subjects.anatomy import read_anatomy
+from workbench.subjects.anatomy import Anatomy, read_anatomy
 from workbench.subjects.batches import Batches, TokenSelection
 from workbench.subjects.capture import capture_moments
 from workbench.subjects.checkpoint import Subject, open_checkpoint
+from workbench.subjects.probing import on_device_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -30,6 +30,7 @@ def profile(
     options: DmdOptions | None = None,
     thresholds: Thresholds | None = None,
     stack: str | None = None,
+    anatomy: Anatomy | None = None,
     seed: int | None = None,
     n_workers: int | None = None,
     progress: bool = True,
@@ -49,6 +50,7 @@ def profile(
         options: Ridge, rank and numerical rank; see `DmdOptions`.
         thresholds: Bounds of the masses; the paper's by default.
         stack: Name of the block stack to read, where a model has several; see `read_anatomy`.
+        anatomy: Of this model, from `read_anatomy`, to save reading it again; ``stack`` is not looked at then.
         seed: Of the choice of tokens and of the randomized rank; None: that of ``options``, by default 0.
         n_workers: Layers decomposed side by side; None: one a core.
         progress: Show bars.
@@ -65,12 +67,13 @@ def profile(
     options = replace(options or DmdOptions(), **{name: value for name, value in given.items() if value is not None})
     selection = TokenSelection(n_snapshots, skip_first, options.seed)
     probe, batches = Batches.of(inputs, subject).probe_and_all()
-    anatomy = read_anatomy(subject.model, _on_device_of(subject.model, probe), stack=stack)
+    if anatomy is None:
+        anatomy = read_anatomy(subject.model, on_device_of(subject.model, probe), stack=stack)
     with progress_bar(progress, total=n_snapshots, label="forward", unit="token") as bar:
         moments = capture_moments(
             subject.model,
             anatomy,
-            Batches((_on_device_of(subject.model, batch) for batch in batches.items), batches.n_rows),
+            Batches((on_device_of(subject.model, batch) for batch in batches.items), batches.n_rows),
             selection,
             after_batch=lambda n: bar.update(n - bar.n),
         )
@@ -87,18 +90,6 @@ def profile(
         "seed": options.seed,
     }
     return as_dataset(layers, names, thresholds=thresholds, options=options, attrs=attrs)
-
-
-def _on_device_of(model: nn.Module, batch: Any) -> Any:
-    """The batch where the model's weights are."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device)
-    if isinstance(batch, tuple | list):
-        return type(batch)(_on_device_of(model, item) for item in batch)
-    if hasattr(batch, "items"):
-        return {name: _on_device_of(model, item) for name, item in batch.items()}
-    return batch
 
 
 def _dtype_name(model: nn.Module) -> str:

@@ -52,6 +52,18 @@ def _decoder_tokens(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
     return {"decoder_input_ids": torch.full((inputs.shape[0], 1), start, device=inputs.device)}
 
 
+def on_device_of(model: nn.Module, batch: Any) -> Any:
+    """The batch where the model's weights are."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, tuple | list):
+        return type(batch)(on_device_of(model, item) for item in batch)
+    if hasattr(batch, "items"):
+        return {name: on_device_of(model, item) for name, item in batch.items()}
+    return batch
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` wrapped: compiled code ignores hooks that come later."""
     return getattr(model, "_orig_mod", model)

@@ -1,0 +1,111 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from tests.training import killed_run
+from tests.training.conftest import same_weights
+from workbench.training.checkpoints import latest_checkpoint
+
+N_KILLS = 20
+FLUSH, CHECKPOINT, SPECTRA = (killed_run.SETTINGS[f"{name}_every"] for name in ("flush", "checkpoint", "spectra"))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The run that nobody kills."""
+    store = tmp_path_factory.mktemp("reference") / "run.zarr"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    list(wb.train(killed_run.model(), killed_run.task(), store=store, **{**killed_run.SETTINGS, "n_steps": 60}))
+    torch.set_num_threads(threads)
+    return wb.open_run(store).load()
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    command = [sys.executable, "-m", "tests.training.killed_run"]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().strip() == "ready"
+        yield process
+        process.stdin.close()
+
+
+def train_and_kill(trainer, store, *, at_step, delay):
+    """Let a child train and kill it ``delay`` seconds after it printed ``at_step`` (-1: after it began).
+
+    Returns:
+        The last step that it printed.
+    """
+    trainer.stdin.write(f"{store}\n")
+    trainer.stdin.flush()
+    child, last = int(trainer.stdout.readline()), -1
+    if at_step < 0:
+        threading.Timer(delay, os.kill, (child, signal.SIGKILL)).start()
+    for line in trainer.stdout:
+        if line.strip() == "over":
+            return last
+        last = int(line)
+        if last == at_step:
+            threading.Timer(delay, os.kill, (child, signal.SIGKILL)).start()
+    raise AssertionError("The trainer ended.")
+
+
+def n_flushed(last_step):
+    """Rows on disk once the record of ``last_step`` is out: blocks of FLUSH, and all of them at a checkpoint."""
+    flushed = 0
+    for n_steps in range(1, last_step + 2):
+        if n_steps - flushed == FLUSH or n_steps % CHECKPOINT == 0:
+            flushed = n_steps
+    return flushed
+
+
+@pytest.mark.parametrize("index", range(N_KILLS))
+def test_a_killed_run_opens_and_has_all_that_was_flushed(trainer, reference, tmp_path, index):
+    draw = random.Random(index)
+    at_step, delay = draw.randrange(-1, 24), draw.random() * 0.05
+    store = tmp_path / "run.zarr"
+    last = train_and_kill(trainer, store, at_step=at_step, delay=delay)
+    if not store.exists():
+        assert n_flushed(last) == 0
+        return
+    run = wb.open_run(store).load()
+    n_found = run["monitors"].sizes["step"] if "monitors" in run.children else 0
+    assert n_found >= n_flushed(last)
+    if n_found:
+        expected = reference["monitors"].isel(step=slice(n_found)).to_dataset()
+        assert run["monitors"].to_dataset().identical(expected)
+    steps = run["spectra"]["step"].values.tolist() if "spectra" in run.children else []
+    assert steps == list(range(0, n_found, SPECTRA))
+    if steps:
+        expected = reference["spectra"].sel(step=steps)
+        np.testing.assert_array_equal(run["spectra"]["eigenvalue"].values, expected["eigenvalue"].values)
+        wb.schema.validate_spectra(run["spectra"].to_dataset())
+
+
+def test_a_killed_run_is_resumed_as_if_nothing_had_happened(trainer, reference, tmp_path):
+    store = tmp_path / "run.zarr"
+    train_and_kill(trainer, store, at_step=26, delay=0.01)
+    assert latest_checkpoint(tmp_path / "run.checkpoints") is not None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model, settings = killed_run.model(), {**killed_run.SETTINGS, "n_steps": 60}
+    list(wb.train(model, killed_run.task(), store=store, resume=True, **settings))
+    torch.set_num_threads(threads)
+    run = wb.open_run(store)
+    assert run["monitors"].to_dataset().identical(reference["monitors"].to_dataset())
+    np.testing.assert_array_equal(run["spectra"]["eigenvalue"].values, reference["spectra"]["eigenvalue"].values)
+    through = killed_run.model()
+    torch.set_num_threads(1)
+    list(wb.train(through, killed_run.task(), **{**settings, "checkpoint_every": None}))
+    torch.set_num_threads(threads)
+    assert same_weights(model, through)

@@ -1,0 +1,302 @@
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import workbench as wb
+from tests.training.conftest import same_weights
+from workbench.errors import StoreError, ThresholdError
+
+
+def test_the_loop_is_the_plain_one(make_model, task):
+    """The records and the weights of a loop written out by hand."""
+    expected, plain = [], make_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = 1e-2 * min(1, (step + 1) / 3)
+        tokens, targets = task.batch(step)
+        loss = cross_entropy(plain(tokens).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        expected.append((step, loss.item(), norm.item(), optimizer.param_groups[0]["lr"]))
+    model = make_model()
+    settings = {"learning_rate": 1e-2, "warmup": 3, "clip_norm": 0.5, "optimizer_options": {"weight_decay": 0.1}}
+    records = list(wb.train(model, task, n_steps=6, **settings))
+    found = [(r.step, r.loss, r.grad_norm, r.learning_rate) for r in records]
+    assert np.allclose(found, expected, rtol=1e-6)
+    assert max(r.grad_norm for r in records) > 0.5  # so that clipping did something
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_accuracy_is_the_share_of_right_answers(make_model, task):
+    model = make_model(init_std=0.5)
+    tokens, targets = task.batch(0)
+    guess = model(tokens)[:, -1].argmax(-1)
+    record = next(wb.train(model, task, n_steps=1))
+    assert record.accuracy == pytest.approx(float((guess == targets[:, -1]).float().mean()))
+
+
+def test_training_learns(make_model):
+    task = wb.tasks.associative_recall(length=5, vocab_size=12, n_pairs=2, batch_size=64)
+    records = list(wb.train(make_model(vocab_size=12, d_model=32), task, n_steps=300, learning_rate=1e-2, warmup=20))
+    assert np.mean([r.loss for r in records[-20:]]) < 0.6 * records[0].loss
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RMSprop", "NAdam", "Adafactor", "LBFGS"])
+def test_optimizers_of_torch_run(make_model, task, optimizer):
+    model, before = make_model(), make_model()
+    losses = [record.loss for record in wb.train(model, task, n_steps=3, optimizer=optimizer, learning_rate=1e-2)]
+    assert np.isfinite(losses).all()
+    assert not same_weights(model, before)
+
+
+def dropout_model():
+    """A Hugging Face model that draws random numbers when it trains."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.3)
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    torch.set_rng_state(state)
+    return model
+
+
+def test_runs_that_take_turns_are_what_each_is_alone(task):
+    alone = [record.loss for record in wb.train(dropout_model(), task, n_steps=5, seed=7)]
+    other = dropout_model()
+    torch.manual_seed(123)
+    both = zip(
+        wb.train(dropout_model(), task, n_steps=5, seed=7), wb.train(other, task, n_steps=5, seed=8), strict=True
+    )
+    pairs = [(one.loss, two.loss, torch.rand(3)) for one, two in both]
+    assert [one for one, _, _ in pairs] == alone
+    assert [two for _, two, _ in pairs] != alone
+
+
+def test_global_random_states_stay_untouched(task):
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    for _ in wb.train(dropout_model(), task, n_steps=3, spectra_every=1, profile_options={"n_snapshots": 64}):
+        pass
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]  # noqa: NPY002
+
+
+def test_spectra_change_nothing_and_are_those_of_profile(task, tmp_path):
+    plain, watched = dropout_model(), dropout_model()
+    losses = [record.loss for record in wb.train(plain, task, n_steps=7, seed=7)]
+    options = {"n_snapshots": 96}
+    run = wb.train(
+        watched, task, n_steps=7, seed=7, spectra_every=3, profile_options=options, store=tmp_path / "a.zarr"
+    )
+    records = list(run)
+    assert [record.loss for record in records] == losses
+    assert same_weights(plain, watched)
+    assert [record.step for record in records if record.spectra is not None] == [0, 3, 6]
+    stored = wb.open_run(tmp_path / "a.zarr")["spectra"].to_dataset()
+    assert stored["step"].values.tolist() == [0, 3, 6]
+    expected = wb.profile(dropout_model(), task.probe(96), progress=False, **options)
+    first = stored.sel(step=0, drop=True).isel(mode=slice(expected.sizes["mode"]))
+    xr.testing.assert_allclose(first.drop_attrs(), expected.drop_attrs(), rtol=1e-9)
+    assert stored["eigenvalue"].isel(mode=slice(expected.sizes["mode"], None)).isnull().all()
+
+
+def test_a_run_is_kept_whole(make_model, task, tmp_path):
+    store = tmp_path / "run.zarr"
+    records = list(wb.train(make_model(), task, n_steps=25, store=store, flush_every=10, learning_rate=1e-2))
+    run = wb.open_run(store)
+    for name in ("loss", "grad_norm", "accuracy", "learning_rate", "auxiliary_loss"):
+        np.testing.assert_array_equal(run["monitors"][name].values, [getattr(record, name) for record in records])
+    assert run["monitors"]["step"].values.tolist() == list(range(25))
+    assert run["events"]["kind"].values.tolist() == ["finished"]
+    assert run.attrs["state"] == "finished"
+    wb.save(wb.open_run(store), tmp_path / "copy.zarr")  # follows the schema
+    assert wb.open_run(wb.export_netcdf(run, tmp_path / "run.nc"))["monitors"].equals(run["monitors"])
+
+
+def test_readers_see_whole_blocks_while_it_trains(make_model, task, tmp_path):
+    store, seen = tmp_path / "run.zarr", []
+    for _ in wb.train(make_model(), task, n_steps=9, store=store, flush_every=4):
+        run = wb.open_run(store)
+        seen.append(run["monitors"].sizes["step"] if "monitors" in run.children else 0)
+        assert run.attrs["state"] == "running"
+    assert seen == [0, 0, 0, 4, 4, 4, 4, 8, 8]
+    assert wb.open_run(store)["monitors"].sizes["step"] == 9
+
+
+def test_a_run_that_is_left_keeps_its_rows(make_model, task, tmp_path):
+    store = tmp_path / "run.zarr"
+    run = wb.train(make_model(), task, n_steps=100, store=store)
+    for record in run:
+        if record.step == 6:
+            break
+    run.close()
+    kept = wb.open_run(store)
+    assert kept["monitors"].sizes["step"] == 7
+    assert kept.attrs["state"] == "stopped"
+    assert kept["events"]["kind"].values.tolist() == ["stopped"]
+
+
+class Failing(nn.Module):
+    """Behaves, until something is wrong at one step."""
+
+    def __init__(self, failure, at_step=3):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.failure, self.at_step, self.n_calls = failure, at_step, 0
+
+    def forward(self, tokens):
+        self.n_calls += 1
+        logits = self.weight + torch.zeros(*tokens.shape, 32)
+        return self.failure(logits) if self.n_calls > self.at_step else logits
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause", "message"),
+    [
+        (lambda x: x + 400 * (torch.arange(32) == 0), "loss", "Loss 400 is above 50"),
+        (lambda x: x + (1e4 * (x * torch.arange(32.0) - (x * torch.arange(32.0)).detach())), "grad_norm", "above 500"),
+        (lambda x: x * math.nan, "non-finite", "not finite"),
+        (lambda x: x + torch.sqrt(x - x), "non-finite", "not finite"),
+    ],
+)
+def test_a_diverged_run_ends_cleanly_and_keeps_its_data(task, tmp_path, failure, cause, message):
+    model, store = Failing(failure), tmp_path / "run.zarr"
+    records = list(wb.train(model, task, n_steps=10, store=store))
+    assert [record.diverged for record in records] == [False, False, False, True]
+    assert records[-1].cause == cause
+    assert torch.isfinite(model.weight).all()  # the diverged update was not applied
+    run = wb.open_run(store)
+    assert run.attrs["state"] == "diverged"
+    assert run["monitors"].sizes["step"] == 4
+    (event,) = [run["events"].isel(event=i) for i in range(run["events"].sizes["event"])]
+    assert (int(event["step"]), str(event["kind"].values), str(event["source"].values)) == (3, "divergence", cause)
+    assert message in str(event["message"].values)
+
+
+def test_a_run_may_go_on_after_its_divergence(task):
+    model = Failing(lambda x: x + 400 * (torch.arange(32) == 0))
+    causes = [record.cause for record in wb.train(model, task, n_steps=8, stops_at_divergence=False)]
+    assert causes == [""] * 3 + ["loss"] * 5
+
+
+def test_no_norm_diverges_and_pre_ln_does_not(task, make_model):
+    causes = {}
+    for norm in ("none", "pre_ln"):
+        *_, last = wb.train(make_model(norm, d_model=32, n_layers=4), task, n_steps=150, learning_rate=0.1)
+        causes[norm] = last.cause
+    assert causes == {"none": causes["none"], "pre_ln": ""}
+    assert causes["none"] in ("loss", "grad_norm", "non-finite")
+
+
+def test_the_diverged_step_has_its_spectra(task, tmp_path, make_model):
+    options = {"spectra_every": 1000, "profile_options": {"n_snapshots": 96}}
+    model = make_model("none", d_model=32, n_layers=4)
+    *_, last = wb.train(model, task, n_steps=150, learning_rate=0.1, store=tmp_path / "a.zarr", **options)
+    steps = wb.open_run(tmp_path / "a.zarr")["spectra"]["step"].values.tolist()
+    assert last.diverged
+    assert steps == [0, last.step]
+
+
+def test_spectra_of_a_stream_that_is_not_finite_are_missed_with_a_word(task, tmp_path, make_model):
+    model = make_model()
+    with torch.no_grad():
+        model.token_embedding.weight[5] = math.nan
+    list(wb.train(model, task, n_steps=3, store=tmp_path / "a.zarr", spectra_every=1))
+    run = wb.open_run(tmp_path / "a.zarr")
+    assert "spectra" not in run.children
+    assert run["events"]["kind"].values.tolist() == ["no spectra", "divergence"]
+    assert "NaN" in str(run["events"]["message"].values[0])
+
+
+def test_auxiliary_losses_are_trained_on_and_shown_apart(task):
+    class WithAuxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(32))
+
+        def forward(self, tokens):
+            return self.weight.detach() + torch.zeros(*tokens.shape, 32)
+
+        def auxiliary_loss(self):
+            return ((self.weight - 1) ** 2).sum()
+
+    model = WithAuxiliary()
+    first, *_, last = wb.train(model, task, n_steps=200, learning_rate=0.05)
+    assert first.auxiliary_loss == 32.0
+    assert last.auxiliary_loss < 1.0
+    assert first.loss == pytest.approx(math.log(32))
+
+
+def test_hugging_face_routers_bring_their_auxiliary_loss(task):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5,
+    )  # fmt: skip
+    record = next(wb.train(transformers.MixtralForCausalLM(config), task, n_steps=1))
+    assert 0.5 <= record.auxiliary_loss <= 2.0  # at least coefficient x top_k / top_k at perfect balance
+
+
+def test_images_and_loaders_train_in_the_same_place():
+    images = torch.randn(40, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    labels = (images.mean((1, 2, 3)) > 0).long()
+    loader = DataLoader(TensorDataset(images, labels), batch_size=8, shuffle=True)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+    records = list(wb.train(model, loader, n_steps=60, learning_rate=0.05))
+    assert np.mean([r.accuracy for r in records[-10:]]) > 0.9
+
+
+def test_data_that_end_end_the_run(task, make_model, tmp_path):
+    batches = (task.batch(i) for i in range(4))
+    records = list(wb.train(make_model(), batches, n_steps=10, store=tmp_path / "a.zarr"))
+    assert len(records) == 4
+    run = wb.open_run(tmp_path / "a.zarr")
+    assert run["events"]["message"].values.tolist() == ["The data ended after 4 steps."]
+
+
+def test_mixed_precision_runs_close_to_full(make_model, task):
+    full = [r.loss for r in wb.train(make_model(), task, n_steps=20, learning_rate=1e-2)]
+    mixed = [r.loss for r in wb.train(make_model(), task, n_steps=20, learning_rate=1e-2, precision="bfloat16")]
+    assert mixed != full
+    assert np.allclose(mixed, full, rtol=0.05)
+
+
+def test_training_mode_is_put_back(make_model, task):
+    model = make_model().eval()
+    for _ in wb.train(model, task, n_steps=2):
+        assert model.training
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "sentence"),
+    [
+        ({}, ThresholdError, "needs n_steps"),
+        ({"n_steps": 3, "lr": 0.1}, ThresholdError, "knows no setting 'lr'; choose from n_steps, learning_rate"),
+        ({"n_steps": 3, "flush_every": 0}, ThresholdError, "flush_every is 0, expected at least 1 step"),
+        ({"n_steps": 3, "checkpoint_every": 2}, ThresholdError, "checkpoint_every needs a place; pass store="),
+        ({"n_steps": 3, "precision": "float16"}, ThresholdError, "float16 needs a CUDA device"),
+        ({"n_steps": 3, "resume": True}, ThresholdError, "resume=True needs to know where from"),
+    ],
+)
+def test_bad_settings_are_refused_at_the_call(make_model, task, settings, error, sentence):
+    with pytest.raises(error, match=sentence):
+        wb.train(make_model(), task, **settings)
+
+
+def test_a_taken_store_is_refused_at_the_call_and_kept(make_model, task, tmp_path):
+    store = tmp_path / "run.zarr"
+    list(wb.train(make_model(), task, n_steps=3, store=store))
+    with pytest.raises(StoreError, match="exists already; pass overwrite=True"):
+        wb.train(make_model(), task, n_steps=5, store=store)
+    list(wb.train(make_model(), task, n_steps=5, store=store, overwrite=True))
+    assert wb.open_run(store)["monitors"].sizes["step"] == 5

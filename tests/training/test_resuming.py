@@ -1,0 +1,155 @@
+import shutil
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import workbench as wb
+from tests.training.conftest import same_weights
+from tests.training.test_loop import dropout_model
+from workbench.errors import CheckpointError, StoreError
+from workbench.training.checkpoints import latest_checkpoint
+
+SETTINGS = {"n_steps": 14, "learning_rate": 1e-2, "warmup": 4, "schedule": "cosine", "seed": 5, "flush_every": 3}
+
+
+def run_to(step, model, task, **settings):
+    """Train, and stop like a user who closes the notebook."""
+    run = wb.train(model, task, **settings)
+    for record in run:
+        if record.step == step:
+            break
+    run.close()
+
+
+def loader_task():
+    """A shuffling loader over tokens; a fresh one each time, as in a fresh process."""
+    tokens = torch.randint(32, (50, 12), generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(tokens, tokens.roll(-1, 1)), batch_size=8, shuffle=True)
+
+
+@pytest.mark.parametrize("stop_at", [0, 4, 5, 9])
+@pytest.mark.parametrize("source", ["task", "loader"])
+def test_stopping_and_resuming_gives_the_bits_of_running_through(task, tmp_path, stop_at, source):
+    data = (lambda: task) if source == "task" else loader_task
+    through = dropout_model()
+    list(wb.train(through, data(), store=tmp_path / "through.zarr", checkpoint_every=5, **SETTINGS))
+    settings = {**SETTINGS, "store": tmp_path / "run.zarr", "checkpoint_every": 5}
+    run_to(stop_at, dropout_model(), data(), **settings)
+    torch.manual_seed(99)  # another process has other global random states
+    resumed = dropout_model()
+    with torch.no_grad():
+        for weight in resumed.parameters():
+            weight.zero_()
+    first, *_ = wb.train(resumed, data(), resume=True, **settings)
+    assert first.step == stop_at + 1
+    assert same_weights(resumed, through)
+    left, right = (wb.open_run(tmp_path / f"{name}.zarr")["monitors"].to_dataset() for name in ("run", "through"))
+    assert left.identical(right)
+    kinds = wb.open_run(tmp_path / "run.zarr")["events"]["kind"].values.tolist()
+    assert kinds == ["resumed", "finished"] or kinds == ["stopped", "resumed", "finished"]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adafactor", "LBFGS", "NAdam"])
+def test_every_kind_of_optimizer_state_comes_back(make_model, task, tmp_path, optimizer):
+    settings = {"n_steps": 6, "optimizer": optimizer, "checkpoint_every": 2}
+    through = make_model()
+    list(wb.train(through, task, checkpoints=tmp_path / "a", **settings))
+    run_to(3, make_model(), task, checkpoints=tmp_path / "b", **settings)
+    resumed = make_model()
+    list(wb.train(resumed, task, checkpoints=tmp_path / "b", resume=True, **settings))
+    assert same_weights(resumed, through)
+
+
+def test_a_constant_run_may_be_made_longer(make_model, task, tmp_path):
+    settings = {"store": tmp_path / "run.zarr", "checkpoint_every": 4}
+    list(wb.train(make_model(), task, n_steps=6, **settings))
+    more = list(wb.train(make_model(), task, n_steps=9, resume=True, **settings))
+    assert [record.step for record in more] == [6, 7, 8]
+    assert wb.open_run(tmp_path / "run.zarr")["monitors"]["step"].values.tolist() == list(range(9))
+
+
+def test_checkpoints_open_for_study(make_model, task, tmp_path):
+    model = make_model()
+    list(wb.train(model, task, n_steps=4, checkpoints=tmp_path, checkpoint_every=2))
+    assert sorted(place.name for place in tmp_path.iterdir()) == ["step-00000002", "step-00000004"]
+    opened = wb.open_checkpoint(latest_checkpoint(tmp_path))
+    assert same_weights(opened.model, model)
+    hugging_face = dropout_model()
+    list(wb.train(hugging_face, task, n_steps=2, checkpoints=tmp_path / "hf", checkpoint_every=2))
+    opened = wb.open_checkpoint(latest_checkpoint(tmp_path / "hf"))
+    tokens = task.batch(0)[0]
+    assert torch.equal(opened.model(tokens).logits, hugging_face.eval()(tokens).logits)
+
+
+def test_checkpoints_of_fused_experts_open_for_study(task, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    list(wb.train(model, task, n_steps=2, checkpoints=tmp_path, checkpoint_every=2))
+    opened = wb.open_checkpoint(latest_checkpoint(tmp_path))
+    tokens = task.batch(0)[0]
+    assert torch.equal(opened.model(tokens).logits, model.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"learning_rate": 2e-2}, r"training.learning_rate = 0.01, this call says 0.02"),
+        ({"n_steps": 20}, r"training.n_steps = 14, this call says 20"),
+        ({"seed": 6}, r"training.seed = 5, this call says 6"),
+        ({"optimizer_options": {"weight_decay": 0.5}}, r"weight_decay = nothing, this call says 0.5"),
+        ({"spectra_every": 3}, r"spectra.every = None, this call says 3"),
+    ],
+)
+def test_another_configuration_is_refused_by_its_first_difference(make_model, task, tmp_path, change, sentence):
+    settings = {**SETTINGS, "store": tmp_path / "run.zarr", "checkpoint_every": 5}
+    run_to(7, make_model(), task, **settings)
+    before = wb.open_run(tmp_path / "run.zarr").load()
+    model = make_model()
+    with pytest.raises(StoreError, match=sentence):
+        wb.train(model, task, resume=True, **{**settings, **change})
+    assert same_weights(model, make_model())
+    assert wb.open_run(tmp_path / "run.zarr").identical(before)
+
+
+def test_another_model_or_task_is_refused(make_model, task, tmp_path):
+    settings = {**SETTINGS, "store": tmp_path / "run.zarr", "checkpoint_every": 5}
+    run_to(7, make_model(), task, **settings)
+    with pytest.raises(StoreError, match="model.config.norm = pre_ln, this call says post_ln"):
+        wb.train(make_model("post_ln"), task, resume=True, **settings)
+    other = wb.tasks.associative_recall(length=12, vocab_size=32, n_pairs=3, batch_size=8, seed=3)
+    with pytest.raises(StoreError, match="task.n_pairs = 2, this call says 3"):
+        wb.train(make_model(), other, resume=True, **settings)
+
+
+def test_nothing_to_resume_from_is_said(make_model, task, tmp_path):
+    settings = {"n_steps": 4, "store": tmp_path / "run.zarr"}
+    with pytest.raises(CheckpointError, match="holds no checkpoint to resume from; train with checkpoint_every="):
+        wb.train(make_model(), task, resume=True, **settings)
+    list(wb.train(make_model(), task, checkpoint_every=2, **settings))
+    shutil.rmtree(tmp_path / "run.zarr")
+    with pytest.raises(StoreError, match="There is no run at"):
+        wb.train(make_model(), task, resume=True, checkpoint_every=2, **settings)
+
+
+@pytest.mark.parametrize("file", ["training.pt", "model.safetensors"])
+def test_a_damaged_checkpoint_is_named(make_model, task, tmp_path, file):
+    settings = {"n_steps": 4, "checkpoints": tmp_path, "checkpoint_every": 2}
+    list(wb.train(make_model(), task, **settings))
+    place = latest_checkpoint(tmp_path)
+    (place / file).write_bytes((place / file).read_bytes()[:200])
+    with pytest.raises(CheckpointError, match=r"step-00000004.* (is|are) damaged"):
+        wb.train(make_model(), task, resume=True, **settings)
+
+
+def test_checkpoints_of_an_earlier_run_are_not_mixed_with_new_ones(make_model, task, tmp_path):
+    settings = {"checkpoints": tmp_path, "checkpoint_every": 2}
+    list(wb.train(make_model(), task, n_steps=8, **settings))
+    with pytest.raises(StoreError, match="holds checkpoints of an earlier run; pass resume=True"):
+        wb.train(make_model(), task, n_steps=4, **settings)
+    list(wb.train(make_model(), task, n_steps=4, overwrite=True, **settings))
+    assert latest_checkpoint(tmp_path).name == "step-00000004"

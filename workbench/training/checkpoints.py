@@ -1,0 +1,131 @@
+"""Checkpoints of a run in training: weights as safetensors, and beside them everything that resuming exactly needs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.atomic import replacing
+from workbench.errors import CheckpointError
+
+_NAME = re.compile(r"step-(\d{8})")
+_STATE = "training.pt"
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a run needs beside the weights to go on as if it had never stopped.
+
+    Attributes:
+        step: Updates done.
+        configuration: Of the run, nested plain values.
+        optimizer: Its state dict.
+        scaler: State dict of the gradient scaler.
+        random: State dict of the run's `RandomStream`.
+    """
+
+    step: int
+    configuration: Mapping[str, Any]
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any]
+    random: dict[str, Any]
+
+
+def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Path:
+    """Write one checkpoint, whole or not at all, as ``folder/step-00000500``.
+
+    The weights of a zoo model or a Hugging Face model can be opened with `open_checkpoint`.
+
+    Args:
+        model: Whose weights to keep.
+        state: The rest.
+        folder: Of all checkpoints of the run; one for the same step is replaced.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        StoreError: If the disk is full, or the folder cannot be written.
+    """
+    place = folder / f"step-{state.step:08d}"
+    with replacing(place) as partial:
+        partial.mkdir()
+        _save_weights(model, partial)
+        torch.save({**vars(state), "configuration": json.dumps(dict(state.configuration))}, partial / _STATE)
+    return place
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint with the most steps; None if there is none."""
+    found = [place for place in folder.glob("step-*") if _NAME.fullmatch(place.name)] if folder.is_dir() else []
+    return max(found, default=None, key=lambda place: int(_NAME.fullmatch(place.name).group(1)))
+
+
+def read_checkpoint(place: Path) -> TrainingState:
+    """What a checkpoint holds beside the weights; `load_weights` reads those.
+
+    Raises:
+        CheckpointError: If it is damaged.
+    """
+    try:
+        # weights_only: a checkpoint is data, and runs no code.
+        kept = torch.load(place / _STATE, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"The checkpoint {place} is damaged ({error}); remove it to resume from the one before."
+        ) from error
+    return TrainingState(**{**kept, "configuration": json.loads(kept["configuration"])})
+
+
+def load_weights(model: nn.Module, place: Path) -> None:
+    """Put the weights of a checkpoint into a model of the same shape.
+
+    Raises:
+        CheckpointError: If they are damaged or do not fit.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_model
+
+    try:
+        load_model(model, place / "model.safetensors")
+    except (OSError, SafetensorError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"The weights in {place} are damaged or of another model ({first}); pass the model of this run."
+        ) from error
+
+
+def _save_weights(model: nn.Module, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    from workbench.subjects.checkpoint import save_checkpoint
+    from workbench.subjects.zoo import is_zoo_model
+
+    if is_zoo_model(model):
+        save_checkpoint(model, folder)
+        return
+    save_file(_untied(model), folder / "model.safetensors")
+    config = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config = copy.deepcopy(config)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+
+
+def _untied(model: nn.Module) -> dict[str, Tensor]:
+    """The state with each shared tensor once, under the name that Hugging Face loads it by."""
+    hugging_face_drops = getattr(model, "_tied_weights_keys", None) or ()
+    state = model.state_dict()
+    kept: dict[tuple[int, torch.Size], str] = {}
+    for name in sorted(state, key=lambda name: name in hugging_face_drops):
+        kept.setdefault((state[name].data_ptr(), state[name].shape) if state[name].numel() else (name,), name)
+    return {name: state[name].contiguous() for name in kept.values()}

@@ -1,0 +1,71 @@
+"""What defines a training run, as plain values: stored with it, and compared before it is resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from workbench.training.plan import TrainingPlan
+    from workbench.training.recording import Recording
+    from workbench.training.tasks import Task
+
+#: What a Hugging Face config says about its making, not about the model.
+_PROVENANCE = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
+
+
+def describe_run(model: nn.Module, task: Task, plan: TrainingPlan, recording: Recording) -> dict[str, Any]:
+    """Everything that decides a run's numbers, as JSON gives it back.
+
+    Returns:
+        ``model``, ``task``, ``training`` and ``spectra``, each a mapping.
+    """
+    training = plan.as_dict()
+    if plan.schedule not in ("cosine", "linear"):
+        del training["n_steps"]  # the run may be made longer: its steps do not depend on where it ends
+    configuration = {
+        "model": describe_model(model),
+        "task": task.describe(),
+        "training": training,
+        "spectra": {"every": recording.spectra_every, **recording.profile_options},
+    }
+    return json.loads(json.dumps(configuration, default=str))
+
+
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """A model's name, number of weights and configuration; without a configuration, a digest of its shapes."""
+    config = getattr(model, "config", None)
+    about: dict[str, Any] = {"name": type(model).__name__}
+    if hasattr(config, "as_dict"):
+        about["config"] = config.as_dict()
+    elif hasattr(config, "to_dict"):
+        about["config"] = {name: value for name, value in config.to_dict().items() if name not in _PROVENANCE}
+    else:
+        shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
+        about["shapes"] = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    return about | {"n_weights": sum(parameter.numel() for parameter in model.parameters())}
+
+
+def first_difference(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Where two configurations differ first.
+
+    Returns:
+        Dotted name, recorded value and current value ("nothing" where one lacks it); None if they are the same.
+    """
+    old, new = dict(_flat(recorded)), dict(_flat(current))
+    for name in [*new, *(name for name in old if name not in new)]:
+        if old.get(name, "nothing") != new.get(name, "nothing"):
+            return name, old.get(name, "nothing"), new.get(name, "nothing")
+    return None
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

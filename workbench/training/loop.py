@@ -1,0 +1,364 @@
+"""The training loop: a generator that yields one record a step. No user interface, no threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from workbench.errors import CheckpointError, StoreError, ThresholdError
+from workbench.run_writer import RunWriter
+from workbench.subjects.probing import call_model, on_device_of
+from workbench.training.checkpoints import (
+    TrainingState,
+    latest_checkpoint,
+    load_weights,
+    read_checkpoint,
+    write_checkpoint,
+)
+from workbench.training.configuration import describe_run, first_difference
+from workbench.training.plan import PRECISIONS, TrainingPlan
+from workbench.training.random_stream import RandomStream
+from workbench.training.recording import (
+    Recording,
+    RunRecorder,
+    SpectraTaker,
+    check_places,
+    open_writer,
+    recorded_configuration,
+    take_or_say,
+)
+from workbench.training.tasks import Task, as_task
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step gave; everything but the update itself belongs to the weights after ``step`` updates.
+
+    Attributes:
+        step: Updates done before this one.
+        loss: Of the batch, without auxiliary terms, in nats for cross entropy.
+        auxiliary_loss: Weighted auxiliary terms, such as a router's balance; NaN if the model has none.
+        accuracy: Share of the batch's targets that were most likely; NaN where that means nothing.
+        grad_norm: Norm of all gradients together, before clipping; NaN if the loss is not finite.
+        learning_rate: Largest rate of the optimizer's groups.
+        cause: Why the step counts as diverged: ``"loss"``, ``"grad_norm"`` or ``"non-finite"``; empty otherwise.
+        spectra: Spectra dataset with a ``step`` dimension of one, where they were due.
+    """
+
+    step: int
+    loss: float
+    auxiliary_loss: float
+    accuracy: float
+    grad_norm: float
+    learning_rate: float
+    cause: str = ""
+    spectra: xr.Dataset | None = None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the step counts as diverged."""
+        return bool(self.cause)
+
+    def monitors(self) -> dict[str, float]:
+        """The numbers of the step; names as in ``schema.MONITORS``."""
+        names = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
+        return {name: getattr(self, name) for name in names}
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy over the targets, in nats.
+
+    Args:
+        logits: Shape (..., class).
+        targets: Class numbers, shape (...); -100 is left out.
+    """
+    return cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def train(
+    model: nn.Module,
+    task: Any,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
+    **settings: Any,
+) -> Iterator[StepRecord]:
+    """Train a model, one record a step.
+
+    The run stops when the caller stops asking; it ends by itself after ``n_steps``, or where it diverges (RKSP's label:
+    loss above 50 or gradient norm above 500; a value that is not finite counts). The update of the diverged step is not
+    applied. Randomness within the model comes from a stream of the run's own, so the global random states stay
+    untouched, and runs that take turns in one process are each what they would be alone.
+
+    Args:
+        model: Any module that returns logits, or an output with ``logits``. It is trained where it is, on its device. A
+            method ``auxiliary_loss()`` (zoo), or an ``aux_loss`` in the output (Hugging Face), is added to the loss.
+        task: From ``wb.tasks``, a DataLoader, a dataset or an iterable of batches; see `workbench.tasks.as_task`.
+        resume: Go on from the last checkpoint; weights, optimizer, data and random numbers continue as if the run had
+            never stopped.
+        overwrite: Replace the run that is at ``store``, with its checkpoints.
+        loss: From logits and targets to a 0-dim tensor.
+        **settings: Fields of `TrainingPlan` (``n_steps``, ``learning_rate``, ``warmup``, ...) and of `Recording`
+            (``store``, ``spectra_every``, ``checkpoint_every``, ...).
+
+    Returns:
+        A generator of `StepRecord`. Closing it writes what was gathered and, where checkpoints are on, one more.
+
+    Raises:
+        ThresholdError: If a setting is unknown or impossible; nothing is done then.
+        StoreError: If the store is taken, or holds a run of another configuration.
+        CheckpointError: If there is nothing to resume from, or it is damaged.
+    """
+    plan, recording = _split(settings)
+    task = as_task(task)
+    if plan.precision == "float16" and _device_of(model).type != "cuda":
+        raise ThresholdError("float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.")
+    run = _Run(model, task, plan, recording, loss, plan.optimizer_for(model))
+    if resume:
+        run.restore()
+    else:
+        check_places(recording, overwrite=overwrite)
+    return run.steps(overwrite=overwrite)
+
+
+class _Run:
+    """One run in training: what the steps share."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        plan: TrainingPlan,
+        recording: Recording,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.model, self.task, self.plan, self.recording, self.loss = model, task, plan, recording, loss
+        self.optimizer = optimizer
+        self.peak_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.configuration = describe_run(model, task, plan, recording)
+        self.device = _device_of(model)
+        self.random = RandomStream(plan.seed, device=self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.precision == "float16")
+        self.step = 0
+        self.writer: RunWriter | None = None
+
+    def restore(self) -> None:
+        """Take up the last checkpoint, if it is of this very configuration."""
+        folder = self.recording.checkpoint_folder
+        if folder is None:
+            raise ThresholdError("resume=True needs to know where from; pass store= or checkpoints=.")
+        place = latest_checkpoint(folder)
+        if place is None:
+            raise CheckpointError(
+                f"{folder} holds no checkpoint to resume from; train with checkpoint_every=, or start again."
+            )
+        state = read_checkpoint(place)
+        found = {str(place): state.configuration}
+        if self.recording.store is not None:
+            found[str(self.recording.store)] = recorded_configuration(self.recording.store)
+        for where, recorded in found.items():
+            if (difference := first_difference(recorded, self.configuration)) is not None:
+                name, before, now = difference
+                raise StoreError(
+                    f"The run at {where} was made with {name} = {before}, this call says {now}; resume with the same "
+                    "configuration, or start a run of its own."
+                )
+        load_weights(self.model, place)
+        self.optimizer.load_state_dict(state.optimizer)
+        self.scaler.load_state_dict(state.scaler)
+        self.random.load_state_dict(state.random)
+        self.step = state.step
+        if self.recording.store is not None:
+            self.writer = RunWriter.reopen(self.recording.store, before_step=self.step)
+
+    def steps(self, *, overwrite: bool) -> Iterator[StepRecord]:
+        """The generator that `train` returns."""
+        writer, every = self.writer, self.recording.spectra_every
+        if writer is None:
+            writer = open_writer(self.recording, self.configuration, overwrite=overwrite)
+        recorder = RunRecorder(writer, self.recording.flush_every)
+        if self.writer is not None:
+            recorder.event(self.step, "resumed", message=f"Resumed from the checkpoint of step {self.step}.")
+        taker = self._taker() if every else None
+        batches = self.task.stream(self.step)
+        was_training = self.model.training
+        state, is_whole = "interrupted", True
+        try:
+            while self.step < self.plan.n_steps:
+                is_last = self.step == self.plan.n_steps - 1
+                is_due = taker is not None and (self.step % every == 0 or is_last)
+                spectra = take_or_say(taker, self.step, recorder) if is_due else None
+                batch = next(batches, None)
+                if batch is None:
+                    recorder.event(self.step, "finished", message=f"The data ended after {self.step} steps.")
+                    state = "finished"
+                    return
+                is_whole = False
+                record = self._step(*batch)
+                is_whole = True
+                if record.diverged and taker is not None and not is_due:
+                    spectra = take_or_say(taker, record.step, recorder)
+                record = StepRecord(**{**vars(record), "spectra": spectra})
+                recorder.add(record.step, record.monitors(), spectra)
+                if record.diverged:
+                    recorder.event(record.step, "divergence", **_evidence(record, self.plan))
+                ends = record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite")
+                if not ends:
+                    self.step += 1
+                    if self.recording.checkpoint_every and self.step % self.recording.checkpoint_every == 0:
+                        recorder.flush()  # first: a resumed run does not make the rows before its checkpoint again
+                        self._checkpoint()
+                yield record
+                if ends:
+                    state = "diverged"
+                    return
+            state = "finished"
+            recorder.event(self.step, "finished", message=f"Finished after {self.step} steps.")
+        except GeneratorExit:
+            state = "stopped"
+            recorder.event(self.step, "stopped", message=f"Stopped after {self.step} steps.")
+            raise
+        finally:
+            self.model.train(was_training)
+            recorder.flush(state=state)
+            if self.recording.checkpoint_every and is_whole and state in ("stopped", "finished"):
+                self._checkpoint()
+
+    def _step(self, inputs: Any, targets: Any) -> StepRecord:
+        """One forward, backward and, unless it diverged, update."""
+        factor = self.plan.rate_factor(self.step)
+        for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
+            group["lr"] = peak * factor
+        inputs, targets = on_device_of(self.model, inputs), on_device_of(self.model, targets)
+        self.model.train()
+        with self.random.active():
+            task_loss, auxiliary, logits = self._losses(inputs, targets)
+            total = task_loss if auxiliary is None else task_loss + auxiliary
+            loss, grad_norm = task_loss.item(), math.nan
+            is_finite = math.isfinite(total.item())
+            self.optimizer.zero_grad(set_to_none=True)
+            if is_finite:
+                self.scaler.scale(total).backward()
+                grad_norm = self._grad_norm()
+            cause = self._cause(loss if is_finite else math.nan, grad_norm)
+            if not cause or not (self.plan.stops_at_divergence or cause == "non-finite"):
+                self._update(inputs, targets, grad_norm)
+        return StepRecord(
+            step=self.step,
+            loss=loss,
+            auxiliary_loss=math.nan if auxiliary is None else auxiliary.item(),
+            accuracy=_accuracy(logits, targets),
+            grad_norm=grad_norm,
+            learning_rate=max(group["lr"] for group in self.optimizer.param_groups),
+            cause=cause,
+        )
+
+    def _losses(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Task loss, weighted auxiliary terms or None, and logits."""
+        dtype = PRECISIONS[self.plan.precision]
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            output = call_model(self.model, inputs)
+            logits = output if isinstance(output, Tensor) else output.logits
+            return self.loss(logits, targets), _auxiliary_loss(self.model, output), logits
+
+    def _grad_norm(self) -> float:
+        self.scaler.unscale_(self.optimizer)
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    def _cause(self, loss: float, grad_norm: float) -> str:
+        if self.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
+            return ""  # float16 overflowed: the scaler leaves out this update and lowers its scale
+        return self.plan.cause_of_divergence(loss, grad_norm)
+
+    def _update(self, inputs: Any, targets: Tensor, grad_norm: float) -> None:
+        if self.plan.clip_norm is not None:
+            weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grads_with_norm_(weights, self.plan.clip_norm, torch.tensor(grad_norm))
+        if isinstance(self.optimizer, torch.optim.LBFGS):  # looks at the loss several times a step
+            self.optimizer.step(lambda: self._closure(inputs, targets))
+            return
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _closure(self, inputs: Any, targets: Tensor) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        task_loss, auxiliary, _ = self._losses(inputs, targets)
+        total = task_loss if auxiliary is None else task_loss + auxiliary
+        total.backward()
+        return total
+
+    def _taker(self) -> SpectraTaker:
+        options = self.recording.profile_options
+        n_tokens = options.get("n_snapshots", 2048) or 2048
+        inputs = self.task.probe(n_tokens) if self.recording.probe is None else self.recording.probe
+        return SpectraTaker(self.model, inputs, options)
+
+    def _checkpoint(self) -> None:
+        state = TrainingState(
+            step=self.step,
+            configuration=self.configuration,
+            optimizer=self.optimizer.state_dict(),
+            scaler=self.scaler.state_dict(),
+            random=self.random.state_dict(),
+        )
+        write_checkpoint(self.model, state, self.recording.checkpoint_folder)
+
+
+def _split(settings: Mapping[str, Any]) -> tuple[TrainingPlan, Recording]:
+    """The settings of a call as the two objects that know them."""
+    kinds = {cls: [item.name for item in fields(cls)] for cls in (TrainingPlan, Recording)}
+    known = [name for names in kinds.values() for name in names]
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        raise ThresholdError(f"train() knows no setting '{unknown[0]}'; choose from {', '.join(known)}.")
+    if "n_steps" not in settings:
+        raise ThresholdError("train() needs n_steps, the number of updates; pass n_steps=.")
+    return tuple(cls(**{k: v for k, v in settings.items() if k in names}) for cls, names in kinds.items())
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _auxiliary_loss(model: nn.Module, output: Any) -> Tensor | None:
+    """Weighted terms beside the task's loss: the zoo's own method, or what Hugging Face routers return."""
+    if callable(own := getattr(model, "auxiliary_loss", None)):
+        return own()
+    term = None if isinstance(output, Tensor) else getattr(output, "aux_loss", None)
+    if not isinstance(term, Tensor):
+        return None
+    return term * getattr(model.config, "router_aux_loss_coef", 1.0)
+
+
+def _accuracy(logits: Tensor, targets: Tensor) -> float:
+    if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
+        return math.nan
+    is_target = targets != -100
+    right = (logits.detach().argmax(-1) == targets) & is_target
+    return float(right.sum() / is_target.sum())
+
+
+def _evidence(record: StepRecord, plan: TrainingPlan) -> dict[str, Any]:
+    """Source, score and sentence of a divergence."""
+    if record.cause == "loss":
+        score, limit = record.loss, plan.loss_limit
+        what = f"Loss {score:.4g} is above {limit:g}."
+    elif record.cause == "grad_norm":
+        score, limit = record.grad_norm, plan.grad_norm_limit
+        what = f"Gradient norm {score:.4g} is above {limit:g}."
+    else:
+        score = record.loss if not math.isfinite(record.loss) else record.grad_norm
+        what = "Loss or gradients are not finite."
+    return {"source": record.cause, "score": score, "message": what}
