@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 
+import workbench as wb
 from workbench.spectral.moments import SnapshotMoments
 from workbench.spectral.spectra import as_dataset, layer_spectrum
 
@@ -19,6 +21,44 @@ def spectra_of(radius, *, n_layers=4, width=12, noise=0.05, seed=0, subject="syn
         layers.append(layer_spectrum(SnapshotMoments(width).update(torch.tensor(X), torch.tensor(Y))))
     attrs = {"subject": subject, "n_snapshots": 300}
     return as_dataset(layers, [f"block {i}" for i in range(n_layers)], attrs=attrs)
+
+
+def run_of(radii, *, subject="synthetic", n_steps=21, diverged=None, seed=0, **kwargs):
+    """A training run: step -> radius of its spectra; monitors at every step, up to the divergence."""
+    spectra = [spectra_of(radius, seed=seed + step, subject=subject, **kwargs) for step, radius in radii.items()]
+    step = xr.IndexVariable("step", list(radii))
+    parts = {"spectra": xr.concat(spectra, dim=step, combine_attrs="override", data_vars="all")}
+    steps = np.arange(n_steps if diverged is None else diverged + 1)
+    loss = 4 * np.exp(-steps / 30)
+    if diverged is not None:
+        loss[-1] = 1e3
+    monitors = {
+        "loss": loss,
+        "grad_norm": 100.0 ** np.sin(steps),
+        "learning_rate": steps / 20,
+        "accuracy": np.where(steps % 5 == 0, steps / 20, np.nan),
+    }
+    parts["monitors"] = xr.Dataset({name: ("step", values) for name, values in monitors.items()}, {"step": steps})
+    if diverged is not None:
+        event = {"step": [5, diverged], "kind": ["checkpoint", "divergence"], "source": ["", "loss"]}
+        event |= {"score": [0.0, 1e3], "message": ["saved", "loss above 50"]}
+        parts["events"] = xr.Dataset({name: ("event", values) for name, values in event.items()})
+    return xr.DataTree.from_dict(parts)
+
+
+@pytest.fixture(scope="session")
+def runs():
+    """Three steps without trouble; a run that explodes at step 12; spectra that name no step."""
+    return {
+        "Pre-LN": run_of({0: 0.9, 10: 1.2, 20: 0.8}, subject="calm", n_layers=3, width=8),
+        "none": run_of({0: 3.0, 10: 9.0}, subject="wild", n_layers=3, width=8, diverged=12, seed=100),
+        "bare": spectra_of(0.7, n_layers=3, width=8, seed=200, subject="bare"),
+    }
+
+
+@pytest.fixture(scope="session")
+def comparison(runs):
+    return wb.compare(runs)
 
 
 @pytest.fixture(scope="session")

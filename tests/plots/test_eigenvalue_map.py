@@ -107,6 +107,28 @@ def panels_of_plot(plot):
     return [panel.state for panel in plot.traverse(lambda part: part, [is_panel])]
 
 
+def test_a_run_is_shown_at_the_step_asked_for(runs):
+    run = runs["Pre-LN"]
+    for step, shown in ((10, 10), (15, 10), ("last", 20)):
+        figure = eigenvalue_map({"a": run}, step=step)
+        expected = np.sort_complex(run["spectra"].eigenvalue.sel(step=shown).values.ravel().astype(np.complex64))
+        points = points_of(figure)
+        np.testing.assert_allclose(np.sort_complex(points["real"] + 1j * points["imag"]), expected, rtol=1e-6)
+        assert panels_of(figure)[0].title.text == f"a, step {shown}"
+    assert panels_of(eigenvalue_map(run, step=0))[0].title.text == "calm, step 0"
+    assert panels_of(eigenvalue_map({"b": runs["bare"]}, step="last"))[0].title.text == "b"
+    with pytest.raises(SchemaError, match="'a' runs over step and .* or draw with step='last'"):
+        eigenvalue_map({"a": run})
+    with pytest.raises(ThresholdError, match="'a' has no spectra at or before step -3; its first are at step 0"):
+        eigenvalue_map({"a": run}, step=-3)
+
+
+def test_a_run_of_bare_spectra_needs_no_step(calm):
+    from workbench.store import as_run
+
+    assert len(points_of(eigenvalue_map({"a": as_run(calm)}))) == calm["eigenvalue"].size
+
+
 def test_wrong_input_says_what_to_do(calm):
     with pytest.raises(SchemaError, match="empty dict"):
         eigenvalue_map({})

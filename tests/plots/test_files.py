@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from workbench.errors import StoreError
-from workbench.plots import eigenvalue_map, layer_profile, save
+from workbench.plots import eigenvalue_map, layer_profile, radar, save, step_grid, traces
 
 
 @pytest.mark.parametrize("draw", [eigenvalue_map, layer_profile])
@@ -31,6 +31,39 @@ def test_html_is_complete_in_itself(draw, calm, tmp_path):
     assert "Bokeh.embed.embed_item" in text
     assert "<script src" not in text
     assert "<link" not in text
+
+
+RUN_FIGURES = {
+    "step_grid": (step_grid, "runs", {"steps": [0, 20]}),
+    "traces": (traces, "runs", {"variables": ["grad_norm", "near_unit_mass"]}),
+    "radar": (radar, "comparison", {}),
+    "radar, overlaid": (radar, "comparison", {"overlay": True}),
+    "layer_profile of runs": (layer_profile, "Pre-LN", {"step": 10, "measures": ["rank"]}),
+    "eigenvalue_map of runs": (eigenvalue_map, "Pre-LN", {"step": "last"}),
+}
+
+
+@pytest.fixture(params=RUN_FIGURES)
+def draw_runs(request, runs, comparison):
+    """A figure of training runs, as a function of the backend."""
+    draw, given, options = RUN_FIGURES[request.param]
+    pair = {name: runs[name] for name in ("Pre-LN", "none")}
+    data = {"runs": pair, "comparison": comparison.isel(architecture=[0, 1]), "Pre-LN": runs["Pre-LN"]}[given]
+    return lambda backend: draw(data, **options, backend=backend)
+
+
+def test_figures_of_runs_are_drawn_by_both_backends_without_a_warning(draw_runs, tmp_path, recwarn):
+    from matplotlib import pyplot as plt
+
+    before = plt.get_fignums()
+    path = save(draw_runs("matplotlib"), tmp_path / "figure.png", dpi=60)
+    assert plt.get_fignums() == before
+    pixels = np.asarray(Image.open(io.BytesIO(path.read_bytes())).convert("RGB")).astype(int)
+    assert (np.ptp(pixels, axis=-1) > 60).sum() > 100
+    text = save(draw_runs("bokeh"), tmp_path / "figure.html").read_text()
+    assert "Bokeh.embed.embed_item" in text
+    assert "<script src" not in text
+    assert not [str(item.message) for item in recwarn if "dateutil" not in str(item.message)]
 
 
 def test_svg_holds_the_title(calm, tmp_path):

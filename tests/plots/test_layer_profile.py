@@ -37,6 +37,14 @@ def test_silent_layers_are_hollow(ragged):
     np.testing.assert_array_equal(measure_columns(ragged, "rank")["fill"], [1, 1, 0, 1])
 
 
+def test_runs_at_one_step_lie_over_each_other(runs):
+    figure = layer_profile({name: runs[name] for name in ("Pre-LN", "none")}, step=15, measures=["near_unit_mass"])
+    curves = {curve.label: curve for curve in next(iter(figure)) if type(curve).__name__ == "Curve"}
+    assert set(curves) == {"Pre-LN, step 10", "none, step 10"}
+    expected = runs["none"]["spectra"].near_unit_mass.sel(step=10).values
+    np.testing.assert_array_equal(curves["none, step 10"]["near_unit_mass"], expected)
+
+
 def test_one_layer_is_enough(calm):
     assert len(layer_profile({"a": calm.isel(layer=[0]), "b": calm})) == 4
 

@@ -69,6 +69,9 @@ def test_neighbours_among_few_layers_differ_for_every_eye(n_layers, deficiency):
 
 
 def test_models_differ_also_without_colour():
-    looks = [model_style(i) for i in range(6)]
-    assert len({(look["marker"], look["dash"]) for look in looks}) == 6
-    assert model_style(6) != model_style(0)
+    looks = [model_style(i) for i in range(12)]
+    assert len({(look["marker"], look["dash"]) for look in looks}) == 12
+
+
+def test_eight_models_differ_in_colour():
+    assert min(distance(a, b, "normal") for a, b in itertools.combinations(MODEL_COLORS, 2)) > 25

@@ -3,5 +3,9 @@
 from workbench.plots.eigenvalues import eigenvalue_map
 from workbench.plots.files import save
 from workbench.plots.layers import layer_profile
+from workbench.plots.radar import radar
+from workbench.plots.steps import step_grid
+from workbench.plots.tables import comparison_table
+from workbench.plots.traces import traces
 
-__all__ = ["eigenvalue_map", "layer_profile", "save"]
+__all__ = ["comparison_table", "eigenvalue_map", "layer_profile", "radar", "save", "step_grid", "traces"]

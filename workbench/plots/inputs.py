@@ -1,4 +1,4 @@
-"""What every figure of spectra accepts, and which layers of it are shown."""
+"""What every figure of spectra accepts, and which step and layers of it are shown."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.comparison import at_step, named_runs, spectra_of
 from workbench.errors import SchemaError
 from workbench.schema import CONCAT_DIMS, validate_spectra
 
@@ -14,14 +15,24 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-def named_spectra(spectra: xr.Dataset | Mapping[str, xr.Dataset]) -> dict[str, xr.Dataset]:
-    """Spectra by name; a single dataset is named after its subject.
+def named_spectra(
+    spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree], *, step: int | str | None = None
+) -> dict[str, xr.Dataset]:
+    """Spectra by name; a single dataset or run is named after its subject.
+
+    Args:
+        spectra: Spectra datasets or runs.
+        step: ``"first"``, ``"last"``, or a number: the latest recorded step up to it. The names then say which step it
+            is, such as "Pre-LN, step 100". None: the data hold one step or none.
 
     Raises:
         SchemaError: If there is no dataset, one does not follow the schema, or one holds several steps or runs.
+        ThresholdError: If a run has no such step.
     """
     import xarray as xr
 
+    if isinstance(spectra, xr.DataTree):
+        spectra = named_runs(spectra)
     if isinstance(spectra, xr.Dataset):
         validate_spectra(spectra)
         spectra = {spectra.attrs["subject"]: spectra}
@@ -30,17 +41,25 @@ def named_spectra(spectra: xr.Dataset | Mapping[str, xr.Dataset]) -> dict[str, x
             f"The spectra are {_described(spectra)}, expected a dataset of wb.profile() "
             "or a non-empty dict of name: dataset."
         )
+    models = {}
     for name, data in spectra.items():
-        if not isinstance(data, xr.Dataset):
+        if not isinstance(data, xr.Dataset | xr.DataTree):
             raise SchemaError(f"'{name}' is {_described(data)}, expected a dataset of wb.profile().")
-        validate_spectra(data)
-        extra = [dim for dim in data["eigenvalue"].dims if dim in CONCAT_DIMS]
+        model = spectra_of(named_runs({name: data})[str(name)]) if isinstance(data, xr.DataTree) else data
+        validate_spectra(model)
+        label = str(name)
+        if step is not None:
+            model = at_step(model, step, name=label)
+            label += f", step {int(model['step'])}" if "step" in model.coords else ""
+        extra = [dim for dim in model["eigenvalue"].dims if dim in CONCAT_DIMS]
         if extra:
+            choice = ", or draw with step='last'" if extra == ["step"] else ""
             raise SchemaError(
                 f"'{name}' runs over {', '.join(extra)} and a figure shows one spectrum a layer; select one, "
-                f"for example spectra.isel({extra[0]}=-1)."
+                f"for example spectra.isel({extra[0]}=-1){choice}."
             )
-    return {str(name): data for name, data in spectra.items()}
+        models[label] = model
+    return models
 
 
 def select_layers(spectra: xr.Dataset, layers: Iterable[int] | None) -> xr.Dataset:

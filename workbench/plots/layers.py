@@ -21,19 +21,11 @@ LOGARITHMIC = frozenset({"eigenvector_condition", "kreiss_constant", "covariance
 #: The value that separates decay from growth, where there is one.
 REFERENCE = {"spectral_radius": 1.0, "energy_gain": 1.0, "kreiss_constant": 1.0}
 
-_MATPLOTLIB_MARKERS = {
-    "circle": "o",
-    "square": "s",
-    "triangle": "^",
-    "diamond": "D",
-    "inverted_triangle": "v",
-    "star": "*",
-}
-
 
 def layer_profile(
-    spectra: xr.Dataset | Mapping[str, xr.Dataset],
+    spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree],
     *,
+    step: int | str | None = None,
     measures: Sequence[str] = DEFAULT_MEASURES,
     depth: str | None = None,
     columns: int = 2,
@@ -45,7 +37,9 @@ def layer_profile(
     named in the panel's second line.
 
     Args:
-        spectra: One spectra dataset, or several by name; dims ``layer`` and ``mode``.
+        spectra: One spectra dataset or run, or several by name; dims ``layer``, ``mode``, and ``step`` if you name one.
+        step: Of runs that hold several: ``"first"``, ``"last"``, or a number (the latest recorded step up to it). The
+            legend says which step it is.
         measures: Names of per-layer variables of the schema.
         depth: ``"index"`` (layer number) or ``"fraction"`` (0 first layer, 1 last). None takes the fraction only if
             the models differ in depth.
@@ -56,10 +50,11 @@ def layer_profile(
         A holoviews Layout with options for that backend only.
 
     Raises:
-        SchemaError: If a dataset is no spectra dataset, or a measure is not in the schema.
-        ThresholdError: If the backend or the kind of depth does not exist.
+        SchemaError: If a dataset is no spectra dataset, holds several steps and none is named, or a measure is not in
+            the schema.
+        ThresholdError: If the backend, the step or the kind of depth does not exist.
     """
-    models = named_spectra(spectra)
+    models = named_spectra(spectra, step=step)
     measures = [measures] if isinstance(measures, str) else list(measures)
     known = [name for name, variable in SPECTRA.items() if variable.dims == ("layer",) and variable.kind != "b"]
     for measure in measures:
@@ -72,14 +67,14 @@ def layer_profile(
     if depth not in ("index", "fraction"):
         raise ThresholdError(f"The depth is '{depth}', expected 'index' or 'fraction'.")
     with style.drawing(backend) as hv:
-        legend_at = min(columns, len(measures)) - 1 if len(models) > 1 else -1
+        legend_at = min(columns, len(measures)) - 1 if len(models) > 1 or step is not None else -1
         panels = [
             _panel(hv, models, measure, measures, depth=depth, has_legend=index == legend_at, backend=backend)
             for index, measure in enumerate(measures)
         ]
         layout = hv.Layout(panels).cols(columns)
         if backend == "matplotlib":
-            return layout.opts(sublabel_format="", tight=True, hspace=0.3, vspace=0.5, backend=backend)
+            return layout.opts(sublabel_format="", tight=True, hspace=0.3, vspace=0.75, backend=backend)
         return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
 
 
@@ -151,7 +146,7 @@ def _panel(
             )
         else:
             elements.append(line.opts(color=look["color"], linestyle=look["dash"], linewidth=1.5, backend=backend))
-            marker = _MATPLOTLIB_MARKERS[look["marker"]]
+            marker = style.MATPLOTLIB_MARKERS[look["marker"]]
             for inside, chosen in ((look["color"], columns["fill"] > 0), ("none", columns["fill"] == 0)):
                 part = {key: np.asarray(column)[chosen] for key, column in columns.items()}
                 dots = hv.Scatter(part, x, [y, "layer", "fill"], label=name)
@@ -183,9 +178,9 @@ def _panel(
     if depth == "index":
         hooks.append(_layer_ticks_matplotlib)
     if view["logy"]:
-        hooks.append(_log_ticks_matplotlib)
+        hooks.append(style.log_ticks_matplotlib(1.8))
     if has_legend:
-        hooks.append(_legend_matplotlib(list(models)))
+        hooks.append(style.legend_matplotlib(list(models)))
     return hv.Overlay(elements).opts(
         **view, show_legend=False, title="", aspect=1.8, fig_inches=(4, 2.3), hooks=hooks, backend=backend
     )
@@ -206,39 +201,3 @@ def _layer_ticks_bokeh(plot: Any, element: Any) -> None:
 
 def _layer_ticks_matplotlib(plot: Any, element: Any) -> None:
     plot.handles["axis"].xaxis.get_major_locator().set_params(integer=True)
-
-
-def _log_ticks_matplotlib(plot: Any, element: Any) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    axis = plot.handles["axis"]
-    axis.set_aspect("auto")
-    axis.set_box_aspect(1 / 1.8)
-    lowest, highest = axis.get_ylim()
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if highest < 100 * lowest else (1,)))
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _legend_matplotlib(names: list[str]) -> Any:
-    def hook(plot: Any, element: Any) -> None:
-        from matplotlib.lines import Line2D
-
-        handles = []
-        for index, name in enumerate(names):
-            look = style.model_style(index)
-            marker = _MATPLOTLIB_MARKERS[look["marker"]]
-            handles.append(
-                Line2D([], [], color=look["color"], linestyle=look["dash"], marker=marker, markersize=5, label=name)
-            )
-        plot.handles["axis"].legend(
-            handles=handles,
-            loc="upper left",
-            bbox_to_anchor=(1.02, 1.0),
-            frameon=False,
-            fontsize=style.TICK_SIZE,
-            labelcolor=style.INK,
-            handlelength=3.2,
-        )
-
-    return hook

@@ -19,8 +19,17 @@ BACKENDS = ("bokeh", "matplotlib")
 DEPTH_RAMP = ("#6244fb", "#996ef7", "#ba78d9", "#b05d95", "#a43e55", "#bb3233", "#ea2e0f")
 
 #: One a model, always together with the marker and dash of the same place, so that colour never stands alone.
-MODEL_COLORS = ("#1f77d4", "#d55e00", "#0f8f66", "#b25ac8", "#8f7a00", "#7f7f7f")
+MODEL_COLORS = ("#1f77d4", "#d55e00", "#0f8f66", "#b25ac8", "#8f7a00", "#7f7f7f", "#e00b4b", "#7656f5")
 MODEL_MARKERS = ("circle", "square", "triangle", "diamond", "inverted_triangle", "star")
+#: The same markers for matplotlib.
+MATPLOTLIB_MARKERS = {
+    "circle": "o",
+    "square": "s",
+    "triangle": "^",
+    "diamond": "D",
+    "inverted_triangle": "v",
+    "star": "*",
+}
 MODEL_DASHES = ("solid", "dashed", "dotted", "dashdot", "solid", "dashed")
 
 #: Text, axes and grid: the grey whose contrast is the same (4.3) on white and on #111111.
@@ -46,7 +55,7 @@ def model_style(index: int) -> dict[str, str]:
     return {
         "color": MODEL_COLORS[index % len(MODEL_COLORS)],
         "marker": MODEL_MARKERS[index % len(MODEL_MARKERS)],
-        "dash": MODEL_DASHES[(index + index // len(MODEL_COLORS)) % len(MODEL_DASHES)],
+        "dash": MODEL_DASHES[(index + index // len(MODEL_MARKERS)) % len(MODEL_DASHES)],
     }
 
 
@@ -111,7 +120,10 @@ def dress_bokeh(plot: Any, element: Any) -> None:
 
 
 def note_bokeh(text: str, *, place: str = "above") -> Any:
-    """A holoviews hook: one small line, named ``note_above`` or ``note_below``, beside a bokeh figure."""
+    """A holoviews hook: one small line, named ``note_above`` or ``note_below``, beside a bokeh figure.
+
+    On the ``left`` it is the bold name of a row of figures.
+    """
 
     def hook(plot: Any, element: Any) -> None:
         from bokeh.models import Title
@@ -119,10 +131,29 @@ def note_bokeh(text: str, *, place: str = "above") -> Any:
         name = f"note_{place}"
         if plot.state.select({"name": name}):
             return
-        note = Title(text=text, name=name, text_color=NEUTRAL, text_font_size="9pt", text_font_style="normal")
+        look = {"text_font_size": "9pt", "text_font_style": "normal"}
+        if place == "left":
+            look = {"text_font_size": f"{TITLE_SIZE}pt", "text_font_style": "bold", "align": "center"}
+        note = Title(text=text, name=name, text_color=NEUTRAL, **look)
         plot.state.add_layout(note, place)
         if place == "above":  # later titles are drawn further out: put ours below the figure's own
             plot.state.above = [note, *(item for item in plot.state.above if item is not note)]
+
+    return hook
+
+
+def bare_bokeh(has_axis: tuple[bool, bool]) -> Any:
+    """A holoviews hook: no numbers and no name along the x axis, the y axis or both; after `dress_bokeh`.
+
+    The left border is at least as wide for every panel, or bokeh cuts off frames that it moves below one another.
+    """
+
+    def hook(plot: Any, element: Any) -> None:
+        for has, axes in zip(has_axis, (plot.state.xaxis, plot.state.yaxis), strict=True):
+            for axis in () if has else axes:
+                axis.axis_label = None
+                axis.major_label_text_font_size = "0pt"
+        plot.state.min_border_left = 62 if has_axis[1] else 30
 
     return hook
 
@@ -150,5 +181,69 @@ def title_matplotlib(title: str, *, note: str = "", key: str = "") -> Any:
         small = {"transform": axis.transAxes, "fontsize": TICK_SIZE - 1, "color": INK}
         axis.text(0, 1.02, note, ha="left", va="bottom", **small)
         axis.text(0, -0.17, key, ha="left", va="top", **small)
+
+    return hook
+
+
+def row_matplotlib(name: str) -> Any:
+    """A holoviews hook that writes the name of a row of panels to the left of its first one."""
+
+    def hook(plot: Any, element: Any) -> None:
+        axis = plot.handles["axis"]
+        look = {"fontsize": TITLE_SIZE, "fontweight": "bold", "color": INK, "rotation": 90}
+        axis.text(-0.36, 0.5, name, transform=axis.transAxes, ha="right", va="center", **look)
+
+    return hook
+
+
+def log_ticks_bokeh(plot: Any, element: Any) -> None:
+    """A holoviews hook for a logarithmic y axis: plain numbers, and 1-2-5 steps where it spans less than a hundred."""
+    from bokeh.models import BasicTickFormatter, LogTicker
+
+    lowest, highest = plot.state.y_range.start, plot.state.y_range.end
+    for axis in plot.state.yaxis:
+        axis.ticker = LogTicker(mantissas=[1, 2, 5] if highest < 100 * lowest else [1], num_minor_ticks=0)
+        axis.formatter = BasicTickFormatter(power_limit_high=6, power_limit_low=-4)
+
+
+def log_ticks_matplotlib(ratio: float) -> Any:
+    """A holoviews hook for a logarithmic y axis: plain numbers, and a frame ``ratio`` times as wide as high."""
+
+    def hook(plot: Any, element: Any) -> None:
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+        axis = plot.handles["axis"]
+        axis.set_aspect("auto")
+        axis.set_box_aspect(1 / ratio)
+        lowest, highest = axis.get_ylim()
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if highest < 100 * lowest else (1,)))
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+
+    return hook
+
+
+def legend_matplotlib(labels: list[str], *, has_markers: bool = True) -> Any:
+    """A holoviews hook that writes a legend of all models to the right of a panel."""
+
+    def hook(plot: Any, element: Any) -> None:
+        from matplotlib.lines import Line2D
+
+        handles = []
+        for index, label in enumerate(labels):
+            look = model_style(index)
+            line = {"color": look["color"], "linestyle": look["dash"], "label": label}
+            if has_markers:
+                line |= {"marker": MATPLOTLIB_MARKERS[look["marker"]], "markersize": 5}
+            handles.append(Line2D([], [], **line))
+        plot.handles["axis"].legend(
+            handles=handles,
+            loc="upper left",
+            bbox_to_anchor=(1.02, 1.0),
+            frameon=False,
+            fontsize=TICK_SIZE,
+            labelcolor=INK,
+            handlelength=3.2,
+        )
 
     return hook

@@ -1,0 +1,120 @@
+"""radar without pixels: where values lie on their axes, gaps, and what is written."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots import radar
+from workbench.plots.files import bokeh_plot
+from workbench.plots.radar_axes import LOGARITHMIC, Axis, Chart, Texts, axes_of, outline
+
+
+def panels_of(figure):
+    plot = bokeh_plot(figure)
+    return [
+        panel.state for panel in plot.traverse(lambda part: part, [lambda part: type(part).__name__ == "OverlayPlot"])
+    ]
+
+
+def test_axes_go_clockwise_from_the_top(comparison):
+    axes = axes_of(comparison, ["near_unit_mass", "expansive_mass", "contractive_mass", "intermediate_mass"])
+    points = np.array([axis.point(1.0) for axis in axes])
+    np.testing.assert_allclose(points, [(0, 1), (1, 0), (0, -1), (-1, 0)], atol=1e-12)
+
+
+def test_places_on_linear_and_logarithmic_axes():
+    linear, logarithmic = Axis("a", "a", 0, 1, False, 0.0), Axis("b", "b", 1, 100, True, 0.0)
+    assert [linear.place(x) for x in (0, 0.25, 1)] == [0, 0.25, 1]
+    assert [logarithmic.place(x) for x in (1, 10, 100)] == pytest.approx([0, 0.5, 1])
+    assert all(math.isnan(linear.place(x)) for x in (math.nan, math.inf))
+    assert math.isnan(logarithmic.place(0.0))
+
+
+@given(st.lists(st.floats(1e-6, 1e9), min_size=2, max_size=6), st.sampled_from(sorted(LOGARITHMIC)))
+def test_every_value_lies_between_centre_and_rim(values, measure):
+    import xarray as xr
+
+    if LOGARITHMIC[measure] is not None:
+        values = [max(value, 1.0) for value in values]
+    table = xr.Dataset({measure: (("architecture", "source"), np.array([values, values]).T)})
+    axis = axes_of(table, [measure] * 3)[0]
+    places = [axis.place(value) for value in values]
+    assert min(places) >= -1e-4
+    assert max(places) <= 1 + 1e-4
+    assert round(axis.lowest / 10 ** math.floor(math.log10(axis.lowest) + 1e-9), 3) in (1, 2, 5, 10)
+
+
+def test_outlines_have_gaps_where_nothing_is_known(comparison):
+    axes = axes_of(comparison)
+    chart = Chart.of(comparison, axes, "none", 1)
+    ours, published = (outline(axes, chart.values[source]) for source in ("ours", "published"))
+    assert np.isfinite(ours["x"]).all()
+    assert (ours["x"][0], ours["y"][0]) == (ours["x"][-1], ours["y"][-1])
+    # No eigenvector condition is published.
+    assert np.isnan(published["x"]).tolist() == [False, False, False, False, True, False]
+    assert np.hypot(published["x"], published["y"])[:2] == pytest.approx([0.19, 0.79])
+
+
+def test_an_infinite_value_is_written_and_not_drawn(comparison):
+    measures = ["near_unit_mass", "expansive_mass", "kreiss_constant"]
+    assert np.isinf(comparison.kreiss_constant.sel(architecture="none", source="ours"))
+    axes = axes_of(comparison, measures)
+    chart = Chart.of(comparison, axes, "none", 1)
+    assert Texts.of_one(axes, chart, has_key=False).at_axes[2].endswith("\n∞")
+    assert "none: Kreiss constant ∞" in Texts.of_all(axes, [chart]).key
+    assert np.isnan(outline(axes, chart.values["ours"])["x"][2])
+    panel = next(iter(radar(comparison.sel(architecture=["none"]), measures=measures)))
+    assert not panel.Polygons.keys()
+
+
+def test_texts(comparison):
+    axes = axes_of(comparison)
+    texts = Texts.of_one(axes, Chart.of(comparison, axes, "none", 1), has_key=True)
+    assert texts.note == "step 0, diverged at step 12"
+    mass = float(comparison.near_unit_mass.sel(architecture="none", source="ours"))
+    assert texts.at_axes[1] == f"near-unit\nmass M\n{mass:.2f} (0.79)"
+    assert "expansive mass, near-unit mass M, nonlinearity ratio 0 to 1" in texts.key.replace("\xa0", " ")
+    assert "spectral radius" in texts.key.replace("\xa0", " ")
+    assert "logarithmic" in texts.key
+    assert Texts.of_one(axes, Chart.of(comparison, axes, "bare", 2), has_key=False).note == "nothing published"
+
+
+def test_an_architecture_that_says_nothing(comparison):
+    silent = comparison.copy(deep=True)
+    silent["is_informative"][0] = False
+    for name in ("near_unit_mass", "expansive_mass", "spectral_radius", "nonlinearity_ratio", "eigenvector_condition"):
+        silent[name][0, 0] = np.nan
+    axes = axes_of(silent)
+    chart = Chart.of(silent, axes, "Pre-LN", 0)
+    assert chart.note == "step 0, update too small to say anything"
+    assert "Pre-LN: step 0, update too small to say anything" in Texts.of_all(axes, [chart]).key
+    assert len(radar(silent)) == 3
+
+
+def test_one_chart_each_or_all_in_one(comparison):
+    panels = panels_of(radar(comparison))
+    assert [panel.title.text for panel in panels] == ["Pre-LN", "none", "bare"]
+    assert len(radar(comparison, overlay=True)) == 1
+    labels = {curve.label for curve in next(iter(radar(comparison, overlay=True))) if type(curve).__name__ == "Curve"}
+    assert labels == {"Pre-LN", "none", "bare"}
+
+
+def test_works_without_published(runs, comparison):
+    alone = comparison.sel(source=["ours"])
+    assert len(radar(alone)) == 3
+    assert Texts.of_all(axes_of(alone), [Chart.of(alone, axes_of(alone), "bare", 0)]).key == ""
+
+
+def test_wrong_input_says_what_to_do(comparison, calm):
+    with pytest.raises(SchemaError, match="no variables by architecture and source; make it with wb.compare"):
+        radar(calm)
+    with pytest.raises(SchemaError, match="The comparison has no measure 'loss'; choose from near_unit_mass"):
+        radar(comparison, measures=["loss", "near_unit_mass", "expansive_mass"])
+    with pytest.raises(ThresholdError, match="needs at least 3 measures, these are 2"):
+        radar(comparison, measures=["near_unit_mass", "expansive_mass"])
+    with pytest.raises(ThresholdError, match="plotly"):
+        radar(comparison, backend="plotly")

@@ -1,0 +1,231 @@
+"""What a radar chart shows: axes with stated ranges, outlines on them, and the words beside them."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.comparison import SOURCES
+from workbench.errors import SchemaError, ThresholdError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import xarray as xr
+
+#: In an order in which what is published lies side by side, so that its line has few gaps.
+DEFAULT_MEASURES = (
+    "expansive_mass",
+    "near_unit_mass",
+    "spectral_radius",
+    "nonlinearity_ratio",
+    "eigenvector_condition",
+)
+#: Positive without a bound, so their axis is logarithmic; with the smallest possible value, where there is one.
+LOGARITHMIC = {
+    "spectral_radius": None,
+    "eigenvector_condition": 1.0,
+    "kreiss_constant": 1.0,
+    "energy_gain": None,
+    "update_norm": None,
+}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a radar chart.
+
+    Attributes:
+        measure: Name of the variable.
+        title: What it is called.
+        lowest: Value in the centre.
+        highest: Value at the rim.
+        is_logarithmic: Kind of the scale.
+        angle: Direction, in radians from the right, counter-clockwise.
+    """
+
+    measure: str
+    title: str
+    lowest: float
+    highest: float
+    is_logarithmic: bool
+    angle: float
+
+    def place(self, value: float) -> float:
+        """Distance from the centre, 0 to 1; NaN for what has no place: NaN, infinite, or 0 on a logarithmic axis."""
+        if not math.isfinite(value) or (self.is_logarithmic and value <= 0):
+            return math.nan
+        scale = math.log if self.is_logarithmic else float
+        return (scale(value) - scale(self.lowest)) / (scale(self.highest) - scale(self.lowest))
+
+    def point(self, distance: float) -> tuple[float, float]:
+        """Where a distance from the centre lies in the picture."""
+        return distance * math.cos(self.angle), distance * math.sin(self.angle)
+
+    @property
+    def span(self) -> str:
+        """The range in words."""
+        return f"{self.lowest:g} to {self.highest:g}"
+
+
+def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> list[Axis]:
+    """The axes of a comparison, from the top clockwise; see `radar`.
+
+    Raises:
+        SchemaError: If the dataset is no comparison, or has no such measure.
+        ThresholdError: If there are fewer than three measures.
+    """
+    known = [name for name, v in comparison.data_vars.items() if v.dims == ("architecture", "source")]
+    if not known:
+        raise SchemaError("The dataset has no variables by architecture and source; make it with wb.compare().")
+    measures = list(measures or DEFAULT_MEASURES)
+    for measure in measures:
+        if measure not in known:
+            raise SchemaError(f"The comparison has no measure '{measure}'; choose from {', '.join(known)}.")
+    if len(measures) < 3:
+        raise ThresholdError(f"A radar chart needs at least 3 measures, these are {len(measures)}.")
+    axes = []
+    for place, measure in enumerate(measures):
+        values = comparison[measure].values.ravel()
+        is_logarithmic = measure in LOGARITHMIC
+        values = values[np.isfinite(values) & ((values > 0) | (not is_logarithmic))]
+        lowest, highest = 0.0, float(max(1.0, values.max(initial=0)))
+        if is_logarithmic:
+            lowest = LOGARITHMIC[measure] or _round(values.min(initial=1), down=True)
+            highest = max(_round(values.max(initial=lowest), down=False), 2 * lowest)
+        angle = math.pi / 2 - 2 * math.pi * place / len(measures)
+        title = comparison[measure].attrs.get("long_name", measure)
+        axes.append(Axis(measure, title, float(lowest), float(highest), is_logarithmic, angle))
+    return axes
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One architecture on the axes.
+
+    Attributes:
+        name: Of the architecture.
+        place: Among the architectures; decides the colour.
+        values: ``"ours"`` and ``"published"``, each one value an axis; NaN: unknown.
+        note: Step, divergence, and whether the spectra say anything.
+    """
+
+    name: str
+    place: int
+    values: dict[str, list[float]]
+    note: str
+
+    @classmethod
+    def of(cls, comparison: xr.Dataset, axes: list[Axis], name: str, place: int) -> Chart:
+        """Read one architecture of a comparison."""
+        row = comparison.sel(architecture=name)
+        values = {
+            source: [
+                float(row[axis.measure].sel(source=source)) if source in row["source"] else math.nan for axis in axes
+            ]
+            for source in SOURCES
+        }
+        notes = []
+        if "step" in row.coords and np.isfinite(row["step"]):
+            notes.append(f"step {int(row['step'])}")
+        if "divergence_step" in row and np.isfinite(row["divergence_step"]):
+            notes.append(f"diverged at step {int(row['divergence_step'])}")
+        if "is_informative" in row and not bool(row["is_informative"]):
+            notes.append("update too small to say anything")
+        return cls(str(name), place, values, ", ".join(notes))
+
+    @property
+    def has_published(self) -> bool:
+        """Whether anything about it is published."""
+        return any(math.isfinite(value) for value in self.values["published"])
+
+
+def outline(axes: list[Axis], values: list[float]) -> dict[str, np.ndarray]:
+    """A closed line over the axes as columns ``x`` and ``y``, NaN where a value has no place, and ``value``."""
+    points = [axis.point(axis.place(value)) for axis, value in zip(axes, values, strict=True)]
+    x, y = np.array([*points, points[0]]).T
+    return {"x": x, "y": y, "value": np.array([*values, values[0]])}
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The words of one picture: title, one line under it, lines below, and a text at the end of each axis."""
+
+    title: str
+    note: str
+    key: str
+    at_axes: list[str]
+
+    @classmethod
+    def of_one(cls, axes: list[Axis], chart: Chart, *, has_key: bool) -> Texts:
+        """One architecture: its values at the axes, published ones in parentheses."""
+        at_axes = []
+        for axis, ours, published in zip(axes, chart.values["ours"], chart.values["published"], strict=True):
+            known = f" ({_short(published)})" if math.isfinite(published) else ""
+            at_axes.append(_at_axis(axis, _short(ours) + known))
+        note = ", ".join(filter(None, [chart.note, "" if chart.has_published else "nothing published"]))
+        return cls(chart.name, note or " ", _scales(axes) if has_key else "", at_axes)
+
+    @classmethod
+    def of_all(cls, axes: list[Axis], charts: list[Chart]) -> Texts:
+        """All architectures: the ranges at the axes; what has no place in the chart below it."""
+        at_axes = [_at_axis(axis, axis.span + (", log" if axis.is_logarithmic else "")) for axis in axes]
+        lines = ["dashed: published, at initialization"] if any(chart.has_published for chart in charts) else []
+        for chart in charts:
+            missing = [
+                f"{axis.title} {_short(value)}"
+                for axis, value in zip(axes, chart.values["ours"], strict=True)
+                if math.isnan(axis.place(value))
+            ]
+            if missing:
+                shown = chart.note if len(missing) == len(axes) else ", ".join(missing)
+                lines += textwrap.wrap(f"{chart.name}: {shown}", 70)
+        return cls("", " ", "\n".join(lines), at_axes)
+
+
+def _scales(axes: list[Axis]) -> str:
+    """What dashes mean, and the range of each axis, in lines."""
+    by_span: dict[str, list[str]] = {}
+    for axis in axes:
+        by_span.setdefault(f"{axis.span}{', logarithmic' if axis.is_logarithmic else ''}", []).append(axis.title)
+    lines = ["dashed and (in parentheses): published, at initialization", "from centre to rim:"]
+    for span, titles in by_span.items():
+        # No line ends inside a title.
+        items = ", ".join(title.replace(" ", "\xa0") for title in titles)
+        lines += textwrap.wrap(f"{items} {span}".replace(f" {span}", "\xa0" + span.replace(" ", "\xa0")), 60)
+    return "\n".join(lines)
+
+
+def _at_axis(axis: Axis, text: str) -> str:
+    """The axis's title, in two lines where there is little room beside the chart, and a text below it."""
+    is_beside = abs(axis.point(1.0)[0]) > 0.1 and len(axis.title) >= 12
+    title = textwrap.wrap(axis.title, len(axis.title) // 2 + 3, break_long_words=False) if is_beside else [axis.title]
+    return "\n".join([*title, text])
+
+
+def _short(value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞"
+    return (
+        f"{value:.2f}"
+        if value < 10
+        else f"{value:.1f}"
+        if value < 100
+        else f"{value:.0f}"
+        if value < 1e5
+        else f"{value:.1e}"
+    )
+
+
+def _round(value: float, *, down: bool) -> float:
+    """The next of 1, 2, 5, 10, ... up or down."""
+    decade = 10.0 ** math.floor(math.log10(value))
+    steps = [factor * decade for factor in (1, 2, 5, 10)]
+    fitting = [step for step in steps if (step <= value * 1.0001 if down else step >= value * 0.9999)]
+    return float(f"{(max if down else min)(fitting):.3g}")

@@ -1,0 +1,73 @@
+"""A comparison as a table to read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots.radar_axes import DEFAULT_MEASURES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pandas as pd
+    import xarray as xr
+
+#: What a run tells beside its spectra, in the order of the columns; whole numbers first.
+_COUNTS = ("step", "divergence_step")
+_RESULTS = ("final_loss", "final_accuracy", "best_accuracy")
+
+
+def comparison_table(comparison: xr.Dataset, *, measures: Sequence[str] | None = None, digits: int = 3) -> pd.DataFrame:
+    """A comparison as a table: one row an architecture, ours and published side by side.
+
+    Args:
+        comparison: From `workbench.compare`.
+        measures: Which of its variables by ``architecture`` and ``source``; None takes those of the radar chart, the
+            share of reliable modes and the divergence rate.
+        digits: Significant digits; at least 1.
+
+    Returns:
+        Numbers under two rows of names: the variable, then "ours" or "published". Columns in which nothing is known are
+        left out; NaN elsewhere means unknown. The step of the spectra comes first, the outcome of the training last.
+
+    Raises:
+        SchemaError: If the dataset is no comparison, or has no such measure.
+        ThresholdError: If there are no digits.
+    """
+    import pandas as pd
+
+    known = [name for name, v in comparison.data_vars.items() if v.dims == ("architecture", "source")]
+    if not known:
+        raise SchemaError("The dataset has no variables by architecture and source; make it with wb.compare().")
+    measures = list(measures or (*DEFAULT_MEASURES, "reliable_fraction", "divergence_rate"))
+    for measure in measures:
+        if measure not in known:
+            raise SchemaError(f"The comparison has no measure '{measure}'; choose from {', '.join(known)}.")
+    if digits < 1:
+        raise ThresholdError(f"digits is {digits}, expected at least 1.")
+    columns = {
+        (measure, source): comparison[measure].sel(source=source)
+        for measure in measures
+        for source in ("ours", "published")
+        if source in comparison["source"]
+    }
+    outcome = {(name, ""): comparison[name] for name in (*_COUNTS, *_RESULTS) if name in comparison.variables}
+    columns = {key: column for key, column in outcome.items() if key[0] == "step"} | columns | outcome
+    table = {}
+    for (name, source), column in columns.items():
+        values = column.values.astype(float)
+        if np.isnan(values).all():
+            continue
+        heading = (comparison[name].attrs.get("long_name", name), source)
+        table[heading] = pd.array(values).astype("Int64") if name in _COUNTS else _rounded(values, digits)
+    names, sources = zip(*table, strict=True) if table else ((), ())
+    frame = pd.DataFrame(dict(enumerate(table.values())), index=comparison["architecture"].values)
+    frame.columns = pd.MultiIndex.from_arrays([names, sources])
+    return frame
+
+
+def _rounded(values: np.ndarray, digits: int) -> np.ndarray:
+    return np.array([float(f"{value:.{digits}g}") for value in values])
