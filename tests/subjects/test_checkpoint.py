@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import workbench as wb
+from tests.subjects.zoo_models import MAKERS, inputs_for, unsettled
 from workbench.errors import CheckpointError
 from workbench.subjects.checkpoint import read_state
 
@@ -50,6 +51,47 @@ def test_zoo_checkpoints_come_back_bit_for_bit(tiny, tmp_path):
     wb.save_checkpoint(tiny, folder, overwrite=True)
     with pytest.raises(CheckpointError, match="Linear is not of the zoo; save it with its own save_pretrained"):
         wb.save_checkpoint(nn.Linear(2, 2), tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_kind_of_the_zoo_comes_back_bit_for_bit(name, tmp_path):
+    model = unsettled(MAKERS[name](3)).eval()
+    opened = wb.open_checkpoint(wb.save_checkpoint(model, tmp_path / "saved")).model
+    assert type(opened) is type(model)
+    assert opened.config == model.config
+    assert torch.equal(opened(inputs_for(model)), model(inputs_for(model)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "mamba tied"])
+def test_tied_weights_are_kept_once_and_stay_tied(name, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import load_model
+
+    model = unsettled(MAKERS[name](3))
+    folder = wb.save_checkpoint(model, tmp_path / "saved")
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert len(file.keys()) == sum(1 for _ in model.parameters()) < len(model.state_dict())
+    opened = wb.open_checkpoint(folder).model
+    with torch.no_grad():
+        next(p for key, p in opened.named_parameters() if "embedding" in key).zero_()
+    assert not opened(inputs_for(model)).any()  # the head went with it
+    load_model(opened, folder / "model.safetensors")  # safetensors' own loader takes the file too
+    assert torch.equal(opened(inputs_for(model)), model.eval()(inputs_for(model)))
+
+
+def test_zoo_checkpoints_keep_their_dtype_or_get_the_one_asked_for(tiny, tmp_path):
+    folder = wb.save_checkpoint(tiny.double(), tmp_path / "double")
+    opened = wb.open_checkpoint(folder).model
+    assert torch.equal(opened(TOKENS), tiny.eval()(TOKENS))
+    for dtype in (torch.bfloat16, "bfloat16"):
+        assert wb.open_checkpoint(folder, dtype=dtype).model.head.weight.dtype == torch.bfloat16
+
+
+def test_a_zoo_checkpoint_without_its_weights_is_refused(tiny, tmp_path):
+    folder = wb.save_checkpoint(tiny, tmp_path / "tiny")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="There is no file .*model.safetensors; check the path"):
+        wb.open_checkpoint(folder)
 
 
 def test_any_module_is_a_subject(tiny):

@@ -140,15 +140,18 @@ def save_checkpoint(model: nn.Module, folder: str | os.PathLike[str], *, overwri
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from workbench.subjects.zoo import Transformer
+    from workbench.subjects.zoo import is_zoo_model
 
     folder = Path(folder)
-    if not isinstance(model, Transformer):
+    if not is_zoo_model(model):
         raise CheckpointError(f"{type(model).__name__} is not of the zoo; save it with its own save_pretrained().")
     if (folder / "model.safetensors").exists() and not overwrite:
         raise CheckpointError(f"{folder} holds a checkpoint already; pass overwrite=True to replace it.")
-    config = {ZOO_KEY: "transformer", **model.config.as_dict()}
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    options = model.config.as_dict()
+    config = {ZOO_KEY: options.pop("family"), **options}
+    state = model.state_dict()
+    tied = _tied_names(state)
+    weights = {name: tensor.contiguous() for name, tensor in state.items() if name not in tied}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as scratch:
@@ -184,25 +187,32 @@ def _open_folder(
     for file in sorted(folder.glob("*.safetensors")):
         _check_safetensors(file)
     if ZOO_KEY in config:
-        model = _open_zoo(folder, config)
+        model = _open_zoo(folder, config, dtype)
     else:
         model = _from_pretrained(str(folder), trust_remote_code, dtype, is_local=True)
     return Subject(model.eval(), name or folder.name, source or str(folder), folder)
 
 
-def _open_zoo(folder: Path, config: dict[str, Any]) -> nn.Module:
+def _open_zoo(folder: Path, config: dict[str, Any], dtype: torch.dtype | str) -> nn.Module:
+    from safetensors import safe_open
+
     from workbench.subjects import zoo
 
     options = dict(config)
-    if options.pop(ZOO_KEY) != "transformer":
-        raise CheckpointError(
-            f"{folder} holds a '{config[ZOO_KEY]}', which this version does not know; update the workbench."
-        )
+    family = options.pop(ZOO_KEY)
+    if family not in zoo.FAMILIES:
+        raise CheckpointError(f"{folder} holds a '{family}', which this version does not know; update the workbench.")
     try:
-        model = zoo.transformer(**options)
-    except (TypeError, WorkbenchError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} does not describe a transformer: {error}") from error
-    return _load_state(model, folder / "model.safetensors")
+        model = zoo.build(zoo.ArchitectureConfig.from_dict({**options, "family": family}))
+    except WorkbenchError as error:
+        raise CheckpointError(f"{folder / 'config.json'} does not describe a {family}: {error}") from error
+    weights = folder / "model.safetensors"
+    if dtype == "auto" and weights.exists():
+        with safe_open(weights, framework="pt") as file:
+            dtype = file.get_tensor(next(iter(file.keys()))).dtype
+    if dtype != "auto":
+        model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    return _load_state(model, weights)
 
 
 def _open_state(path: Path, module: nn.Module | None, name: str | None) -> Subject:
@@ -216,7 +226,8 @@ def _open_state(path: Path, module: nn.Module | None, name: str | None) -> Subje
 def _load_state(module: nn.Module, path: Path) -> nn.Module:
     state = read_state(path)
     own = module.state_dict()
-    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    tied = _tied_names(own)
+    missing, extra = sorted(own.keys() - state.keys() - tied), sorted(state.keys() - own.keys())
     wrong = [key for key in own.keys() & state.keys() if own[key].shape != state[key].shape]
     if missing or extra or wrong:
         kinds = (("lacks", missing), ("has too many", extra), ("has other shapes for", sorted(wrong)))
@@ -224,8 +235,19 @@ def _load_state(module: nn.Module, path: Path) -> nn.Module:
         raise CheckpointError(
             f"{path.name} does not fit {type(module).__name__}: it {found}; pass the module that it was saved from."
         )
-    module.load_state_dict(state)
+    module.load_state_dict(state, strict=False)  # all is there but what comes with a tensor that it is tied to
     return module
+
+
+def _tied_names(state: dict[str, Tensor]) -> set[str]:
+    """Names of tensors that an earlier one of the state dict is: safetensors keeps none twice."""
+    seen, tied = set(), set()
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.data_ptr() and place in seen:
+            tied.add(name)
+        seen.add(place)
+    return tied
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:

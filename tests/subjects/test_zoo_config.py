@@ -1,0 +1,209 @@
+import json
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import workbench as wb
+from workbench.errors import ThresholdError
+
+Config = wb.zoo.ArchitectureConfig
+#: For every option, a value that differs from the default and goes with all other defaults.
+OTHER = {
+    "d_model": 64, "n_layers": 2, "norm": "post_ln", "norm_eps": 1e-6, "vocab_size": 100, "max_length": 32,
+    "ties_embeddings": True, "n_heads": 2, "n_kv_heads": 2, "position": "none", "qk_norm": True, "window": 8,
+    "is_parallel": True, "has_bias": None, "mlp": "swiglu", "mlp_ratio": 2.5, "n_experts": 4, "top_k": 3,
+    "normalizes_top_k": False, "balance_coefficient": 0.0, "z_coefficient": 0.5, "state_size": 8, "conv_width": 3,
+    "expand": 3, "n_grid": 5, "spline_order": 2, "spline_range": 1.0, "spline_std": 0.0, "image_size": 16,
+    "patch_size": 8, "n_channels": 1, "n_classes": 3, "initialization": "xavier", "init_std": 0.05,
+    "scales_residual_init": True, "seed": 3,
+}  # fmt: skip
+
+
+def others(family):
+    known = {**OTHER, "has_bias": family == "mamba"}
+    if family == "mamba":
+        del known["norm"]  # it has one norm alone
+    return {name: value for name, value in known.items() if name in wb.zoo.defaults(family)}
+
+
+@pytest.mark.parametrize("family", wb.zoo.FAMILIES)
+@given(data=st.data())
+def test_any_configuration_survives_json(family, data):
+    options = others(family)
+    chosen = data.draw(st.sets(st.sampled_from(sorted(options))))
+    config = Config(family=family, **{name: options[name] for name in chosen})
+    assert Config.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+    for name in chosen:
+        assert getattr(config, name) == options[name] != wb.zoo.defaults(family)[name]
+    assert set(config.as_dict()) == {"family", *wb.zoo.defaults(family)}
+
+
+@pytest.mark.parametrize("family", wb.zoo.FAMILIES)
+def test_options_of_other_families_are_refused(family):
+    given_options = {**OTHER, "has_bias": True, "rotary_base": 1e4, "mlp_width": 8}
+    names = [field.name for field in fields(Config) if field.name != "family"]
+    foreign = [name for name in names if name not in wb.zoo.defaults(family)]
+    assert foreign
+    for name in foreign:
+        with pytest.raises(ThresholdError) as caught:
+            Config(family=family, **{name: given_options[name]})
+        assert str(caught.value) == f"{name} is no option of the family '{family}'; leave it out."
+
+
+def test_every_option_belongs_to_a_family():
+    names = {field.name for field in fields(Config)} - {"family"}
+    assert names == {name for family in wb.zoo.FAMILIES for name in wb.zoo.defaults(family)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"family": "perceiver"}, "family is 'perceiver', expected one of transformer, moe, mamba, kan, vit."),
+        ({"family": ["moe"]}, "family is ['moe'], expected one of transformer, moe, mamba, kan, vit."),
+        ({"position": "sine"}, "position is 'sine', expected one of learned, rotary, none."),
+        ({"mlp": "relu"}, "mlp is 'relu', expected one of gelu, gelu_tanh, swiglu."),
+        ({"initialization": "he"}, "initialization is 'he', expected one of normal, xavier, fixup, rezero."),
+        ({"d_model": 64.0}, "d_model is 64.0, expected a whole number."),
+        ({"n_layers": True}, "n_layers is True, expected a whole number."),
+        ({"n_layers": "4"}, "n_layers is '4', expected a whole number."),
+        ({"window": 0}, "window is 0, expected at least 1."),
+        ({"seed": -1}, "seed is -1, expected at least 0."),
+        ({"init_std": float("nan")}, "init_std is nan, expected a positive number."),
+        ({"init_std": float("inf")}, "init_std is inf, expected a positive number."),
+        ({"norm_eps": "small"}, "norm_eps is 'small', expected a positive number."),
+        ({"mlp_ratio": -1}, "mlp_ratio is -1, expected a positive number."),
+        ({"qk_norm": 1}, "qk_norm is 1, expected True or False."),
+        (
+            {"family": "moe", "balance_coefficient": -0.1},
+            "balance_coefficient is -0.1, expected a number of at least 0.",
+        ),
+        (
+            {"n_heads": 4, "n_kv_heads": 3},
+            "n_kv_heads (3) does not divide n_heads (4); choose a divisor of the query heads.",
+        ),
+        (
+            {"family": "moe", "n_experts": 2, "top_k": 3},
+            "top_k (3) is larger than n_experts (2); a token cannot go to more experts than there are.",
+        ),
+        (
+            {"family": "vit", "image_size": 30, "patch_size": 4},
+            "patch_size (4) does not divide image_size (30); choose a divisor of the image.",
+        ),
+        (
+            {"position": "rotary", "d_model": 20, "n_heads": 4},
+            "Rotary positions turn pairs of features, but d_model / n_heads is 5; choose an even width of the heads.",
+        ),
+        (
+            {"rotary_base": 500.0},
+            "rotary_base belongs to position='rotary', but position is 'learned'; leave it out.",
+        ),
+        (
+            {"family": "vit", "position": "rotary"},
+            "position is 'rotary', but the family 'vit' knows only 'learned' and 'none'.",
+        ),
+        (
+            {"family": "mamba", "norm": "pre_ln"},
+            "norm is 'pre_ln', but the family 'mamba' knows only 'rms_norm'.",
+        ),
+        ({"mlp_ratio": 4, "mlp_width": 64}, "Both mlp_ratio and mlp_width are given; pass one of them."),
+        ({"family": "kan", "n_grid": 0}, "n_grid is 0, expected at least 1."),
+        ({"family": "kan", "spline_order": 0}, "spline_order is 0, expected at least 1."),
+        ({"family": "kan", "spline_range": 0}, "spline_range is 0, expected a positive number."),
+        ({"family": "kan", "spline_std": -1.0}, "spline_std is -1.0, expected a number of at least 0."),
+        (
+            {"initialization": "rezero"},
+            "initialization 'rezero' takes the place of the normalization, but norm is 'pre_ln'; pass norm='none'.",
+        ),
+        (
+            {"initialization": "fixup", "norm": "none", "mlp": "swiglu"},
+            "Fixup is not defined for mlp 'swiglu'; choose initialization='rezero'.",
+        ),
+        (
+            {"family": "moe", "initialization": "fixup", "norm": "none"},
+            "Fixup is not defined for the family 'moe'; choose initialization='rezero'.",
+        ),
+        (
+            {"family": "kan", "initialization": "fixup", "norm": "none"},
+            "Fixup is not defined for the family 'kan'; choose initialization='rezero'.",
+        ),
+        (
+            {"initialization": "fixup", "norm": "none", "ties_embeddings": True},
+            "Fixup begins with an output head of zero, which cannot be tied to the embedding.",
+        ),
+        (
+            {"initialization": "fixup", "norm": "none", "scales_residual_init": True},
+            "Fixup begins with last matrices of zero, so scales_residual_init must be False.",
+        ),
+    ],
+)  # fmt: skip
+def test_impossible_configurations_are_refused_in_one_sentence(options, message):
+    with pytest.raises(ThresholdError) as caught:
+        Config(**options)
+    assert str(caught.value) == message
+
+
+def test_unknown_options_are_refused_everywhere():
+    for make in (wb.zoo.transformer, wb.zoo.moe, wb.zoo.mamba, wb.zoo.kan, wb.zoo.vit, wb.zoo.llama_style):
+        with pytest.raises(
+            ThresholdError, match="'n_head' is no option of an architecture, expected one of family, d_"
+        ):
+            make(n_head=4)
+
+
+def test_numbers_become_plain():
+    config = Config(d_model=np.int64(64), init_std=np.float32(0.5), mlp_ratio=2)
+    assert [type(value) for value in (config.d_model, config.init_std, config.mlp_ratio)] == [int, float, int]
+    json.dumps(config.as_dict())
+
+
+def test_hidden_widths():
+    assert Config(d_model=30, n_heads=2).hidden_width == 120
+    assert Config(d_model=128, mlp="swiglu").hidden_width == 344  # 341.3, up to a multiple of 8
+    assert Config(d_model=96, mlp="swiglu").hidden_width == 256
+    assert Config(mlp_width=17).hidden_width == 17
+    assert Config(family="kan").hidden_width == 128
+
+
+def hand_count(family, d, n_layers, vocab_size, n_positions):
+    """Weights, counted on paper."""
+    attention = 4 * d * d + 4 * d
+    mlp = {
+        "transformer": 8 * d * d + 5 * d,
+        "vit": 8 * d * d + 5 * d,
+        "moe": 8 * (8 * d * d + 5 * d) + 8 * d,
+        "kan": 2 * d * d * (4 + 3 + 2),
+    }
+    if family == "mamba":
+        inner, rank = 2 * d, -(-d // 16)
+        mixer = 2 * inner * d + 5 * inner + inner * (rank + 32) + (rank + 1) * inner + 17 * inner + inner * d
+        return n_layers * (mixer + d) + d + 2 * vocab_size * d
+    ends = (48 + 1) * d + 10 * d if family == "vit" else 2 * vocab_size * d
+    return n_layers * (attention + mlp[family] + 4 * d) + 2 * d + n_positions * d + ends
+
+
+@pytest.mark.parametrize("family", wb.zoo.FAMILIES)
+def test_weights_are_counted_without_allocation(family):
+    config = Config(family=family, d_model=1024, n_layers=24)
+    n_positions = {"mamba": 0, "vit": 64}.get(family, 64)
+    assert wb.zoo.count_parameters(config) == hand_count(family, 1024, 24, 256, n_positions)
+    enormous = Config(family=family, d_model=2**18, n_layers=4)  # terabytes, were they allocated
+    assert wb.zoo.count_parameters(enormous) == hand_count(family, 2**18, 4, 256, n_positions)
+
+
+@pytest.mark.parametrize("family", ["transformer", "moe", "mamba", "kan"])
+def test_tied_weights_are_counted_once(family):
+    config = Config(family=family, d_model=16, n_layers=2, vocab_size=50, ties_embeddings=True)
+    model = wb.zoo.build(config)
+    assert wb.zoo.count_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
+    assert wb.zoo.count_parameters(config) == hand_count(family, 16, 2, 50, 0 if family == "mamba" else 64) - 50 * 16
+
+
+def test_styles_are_what_they_are_named_after():
+    gpt2, llama = wb.zoo.gpt2_style(d_model=16).config, wb.zoo.llama_style(d_model=16, n_kv_heads=2).config
+    assert (gpt2.norm, gpt2.position, gpt2.mlp, gpt2.ties_embeddings) == ("pre_ln", "learned", "gelu_tanh", True)
+    assert (llama.norm, llama.position, llama.mlp, llama.has_bias) == ("rms_norm", "rotary", "swiglu", False)
+    assert wb.zoo.gpt2_style(d_model=16, ties_embeddings=False).config.ties_embeddings is False
+    assert wb.zoo.mixtral_style(d_model=16).config.family == "moe"
