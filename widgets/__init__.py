@@ -7,6 +7,7 @@ from typing import Any
 
 #: Public name -> module:attribute.
 _PUBLIC = {
+    "ArchitectureComparison": "widgets.architecture_comparison:ArchitectureComparison",
     "SpectrumExplorer": "widgets.spectrum_explorer:SpectrumExplorer",
     "show": "widgets.figure:show",
 }

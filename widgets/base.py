@@ -88,7 +88,7 @@ class WorkbenchWidget(ipywidgets.VBox):
         while self._undo:
             self._undo.pop()()
         for child in self.children:
-            _close_tree(child)
+            close_tree(child)
         super().close()
 
     def _show(self, sentence: str) -> None:
@@ -97,7 +97,8 @@ class WorkbenchWidget(ipywidgets.VBox):
         self.message.value = f'<div role="alert" style="{style}">{html.escape(sentence)}</div>' if sentence else ""
 
 
-def _close_tree(widget: ipywidgets.Widget) -> None:
+def close_tree(widget: ipywidgets.Widget) -> None:
+    """Close a widget and everything in it."""
     for child in getattr(widget, "children", ()):
-        _close_tree(child)
+        close_tree(child)
     widget.close()

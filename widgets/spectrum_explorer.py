@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import html
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
-import numpy as np
 
 from widgets.base import WorkbenchWidget
+from widgets.eigenvalue_panels import VIEW_TIPS, VIEWS, EigenvaluePanels
 from widgets.figure import Figure
+from widgets.tables import mass_table, mode_table
 from workbench.plots import eigenvalue_map
-from workbench.plots.eigenvalues import band_outline, headline, key, mode_columns, silent_layers, view_of
-from workbench.plots.files import bokeh_plot
 from workbench.plots.inputs import named_spectra, select_layers
-from workbench.schema import SPECTRA
-from workbench.spectral.measures import MASSES, remeasure, summarize
+from workbench.plots.modes import view_of
+from workbench.spectral.measures import remeasure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import xarray as xr
-    from bokeh.models import ColumnDataSource
 
-    from workbench.plots.eigenvalues import View
-
-#: From the circle's middle outwards; the same order in the table and in its bars.
-_MASS_COLORS = {
-    "contractive_mass": "#7f7f7f",
-    "intermediate_mass": "#0f8f66",
-    "near_unit_mass": "#1f77d4",
-    "expansive_mass": "#d55e00",
-}
-_N_ROWS = 40
-#: Name of a view -> its centre and limit, as `workbench.plots.eigenvalue_map` takes them.
-_VIEWS = {"unit circle": (0.0, None), "near 1": (1.0, None), "all modes": (0.0, "all")}
-_CELL = "padding:2px 12px 2px 0;text-align:right;white-space:nowrap"
-_NAME = "padding:2px 12px 2px 0;text-align:left;white-space:nowrap"
-_TABLE = "border-collapse:collapse;font-variant-numeric:tabular-nums;line-height:1.5;color:var(--jp-ui-font-color1)"
+    from workbench.plots.modes import View
 
 
 class SpectrumExplorer(WorkbenchWidget):
@@ -68,7 +51,10 @@ class SpectrumExplorer(WorkbenchWidget):
         self._picked: dict[str, set[tuple[int, int]]] = {name: set() for name in self.spectra}
         self._is_writing = False
         self._make_controls()
-        self.canvas = Figure(self._build_figure(), lock=self.turn)
+        self._panels = EigenvaluePanels(self.spectra, limit=limit)
+        self.sources = self._panels.sources
+        self._axes = next(iter(self._panels.figures.values()))
+        self.canvas = Figure(self._panels.root, lock=self.turn)
         self.masses = ipywidgets.HTML()
         self.selection = ipywidgets.HTML()
         self.fill([self._controls, self.canvas, self.masses, self.selection])
@@ -98,11 +84,10 @@ class SpectrumExplorer(WorkbenchWidget):
             for name, data in self.spectra.items()
         }
         columns = {
-            name: mode_columns(data, n_layers=self.spectra[name].sizes["layer"], reliable_only=reliable_only)
-            for name, data in measured.items()
+            name: self._panels.columns(name, data, reliable_only=reliable_only) for name, data in measured.items()
         }
         self.measured = measured
-        center, limit = _VIEWS[self.view.value]
+        center, limit = VIEWS[self.view.value]
         view = view_of(columns, self._limit if center == 0 and limit is None else limit, center)
         with self.canvas.batch():
             self._is_writing = True
@@ -111,11 +96,8 @@ class SpectrumExplorer(WorkbenchWidget):
                     self._draw(name, data, columns[name], view)
             finally:
                 self._is_writing = False
-            if view != self._drawn_view:
-                self._drawn_view = view
-                for axis, (start, end) in ((self._axes.x_range, view.real), (self._axes.y_range, view.imag)):
-                    axis.update(start=start, end=end, reset_start=start, reset_end=end)
-        self.masses.value = _mass_table(measured)
+            self._panels.set_view(view)
+        self.masses.value = mass_table(measured)
         self._read_selection()
 
     def selected(self) -> list[dict[str, Any]]:
@@ -147,8 +129,8 @@ class SpectrumExplorer(WorkbenchWidget):
             measured,
             layers=self._layer_range(),
             reliable_only=reliable_only,
-            limit=self._drawn_view.limit,
-            center=self._drawn_view.center,
+            limit=self._panels.view.limit,
+            center=self._panels.view.center,
             backend=backend,
         )
 
@@ -180,12 +162,8 @@ class SpectrumExplorer(WorkbenchWidget):
             value=False, description="only reliable modes", indent=False, layout={"width": "auto"}
         )
         self.view = ipywidgets.ToggleButtons(
-            options=list(_VIEWS),
-            tooltips=[
-                "Zoom to the unit circle",
-                "Zoom to where most modes are",
-                "Zoom out until every mode is visible",
-            ],
+            options=list(VIEWS),
+            tooltips=VIEW_TIPS,
             style={"button_width": "96px"},
         )
         self._thresholds = {
@@ -202,41 +180,18 @@ class SpectrumExplorer(WorkbenchWidget):
         )
         self._controls = ipywidgets.VBox([grid, switches])
 
-    def _build_figure(self) -> Any:
-        """Build the panels once; later only their data, titles and ranges are written."""
-        figure = eigenvalue_map(self.spectra, limit=self._limit)
-        plot = bokeh_plot(figure)
-        panels = plot.traverse(lambda panel: panel, [lambda part: type(part).__name__ == "OverlayPlot"])
-        self._panels = dict(zip(self.spectra, panels, strict=True))
-        self.sources: dict[str, ColumnDataSource] = {}
-        self._bands: dict[str, ColumnDataSource] = {}
-        for name, panel in self._panels.items():
-            band, _, points = panel.subplots.values()
-            self._bands[name] = band.handles["source"]
-            self.sources[name] = points.handles["source"]
-        self._above = {name: panel.state.select_one({"name": "note_above"}) for name, panel in self._panels.items()}
-        self._below = {name: panel.state.select_one({"name": "note_below"}) for name, panel in self._panels.items()}
-        self._axes = panels[0].state
-        self._drawn_view: View | None = None
-        return plot.state
-
     def _layer_range(self) -> range:
         first, last = self.layers.value
         return range(first, last + 1)
 
-    def _draw(self, name: str, data: xr.Dataset, columns: dict[str, np.ndarray], view: View) -> None:
+    def _draw(self, name: str, data: xr.Dataset, columns: Mapping[str, Any], view: View) -> None:
         source = self.sources[name]
         place = {
             pair: i for i, pair in enumerate(zip(columns["layer"].tolist(), columns["mode"].tolist(), strict=True))
         }
-        source.data = columns
+        is_first = name == next(iter(self.spectra))
+        self._panels.write(name, data, columns, view, has_key=is_first)
         source.selected.indices = sorted(place[pair] for pair in self._picked[name] if pair in place)
-        ring = band_outline(data)
-        self._bands[name].data = {"xs": [[[ring["real"]]]], "ys": [[[ring["imag"]]]]}
-        self._above[name].text = headline(data, columns, view)
-        if self._below[name] is not None:
-            is_first = name == next(iter(self.spectra))
-            self._below[name].text = "\n".join(filter(None, [key(data) if is_first else "", silent_layers(data)]))
 
     def _drawn(self, name: str) -> set[tuple[int, int]]:
         data = self.sources[name].data
@@ -252,82 +207,4 @@ class SpectrumExplorer(WorkbenchWidget):
             # Modes that a filter hides stay selected until something else is.
             if now != self._picked[name] & drawn:
                 self._picked[name] = now
-        self.selection.value = _mode_table(self.selected())
-
-
-def _mass_table(measured: Mapping[str, xr.Dataset]) -> str:
-    names = list(_MASS_COLORS)
-    head = "".join(
-        f'<th style="{_CELL};font-weight:600"><span style="color:{_MASS_COLORS[name]}">■</span> '
-        f"{html.escape(SPECTRA[name].long_name.replace(' mass', ''))}</th>"
-        for name in names
-    )
-    rows = []
-    for model, data in measured.items():
-        if not data.sizes["layer"]:
-            rows.append(
-                f'<tr><td style="{_NAME}">{html.escape(model)}</td><td colspan="6">no layer in this range</td></tr>'
-            )
-            continue
-        summary = summarize(data[[*names, "spectral_radius"]])
-        cells, bar = "", ""
-        for name in names:
-            mean, lowest, highest = (float(summary[name].sel(statistic=kind)) for kind in ("mean", "min", "max"))
-            spread = f"lowest {lowest:.2f}, highest {highest:.2f} of {data.sizes['layer']} layers"
-            cells += f'<td style="{_CELL}" title="{spread}">{_number(mean, ".3f")}</td>'
-            share = 0 if np.isnan(mean) else 100 * mean
-            bar += f'<span style="width:{share:.2f}%;background:{_MASS_COLORS[name]}"></span>'
-        bar = f'<span style="display:flex;width:120px;height:10px;border-radius:2px;overflow:hidden">{bar}</span>'
-        radius = float(summary["spectral_radius"].sel(statistic="max"))
-        rows.append(
-            f'<tr><td style="{_NAME}">{html.escape(model)}</td><td style="{_CELL}">{bar}</td>{cells}'
-            f'<td style="{_CELL}">{_number(radius, ".3f")}</td></tr>'
-        )
-    return (
-        f'<table style="{_TABLE}"><tr><th style="{_NAME}">mass, mean over layers</th><th></th>{head}'
-        f'<th style="{_CELL}">largest ρ</th></tr>{"".join(rows)}</table>'
-    )
-
-
-def _mode_table(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        hint = "Select modes in a panel (box, lasso or click) to list them here."
-        return f'<span style="color:var(--jp-ui-font-color2)">{hint}</span>'
-    head = "".join(
-        f'<th style="{_NAME if name == "model" else _CELL}">{name}</th>'
-        for name in (
-            "model",
-            "layer",
-            "mode",
-            "λ",
-            "|λ|",
-            SPECTRA["residual"].long_name,
-            SPECTRA["is_reliable"].long_name,
-        )
-    )
-    body = ""
-    for row in rows[:_N_ROWS]:
-        value = row["eigenvalue"]
-        cells = (
-            str(row["layer"]),
-            str(row["mode"]),
-            f"{value.real:.4f} {'−' if value.imag < 0 else '+'} {abs(value.imag):.4f}i",
-            f"{row['modulus']:.4f}",
-            _number(row["residual"], ".3f"),
-            "yes" if row["is_reliable"] else "no",
-        )
-        body += f'<tr><td style="{_NAME}">{html.escape(row["model"])}</td>'
-        body += "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>"
-    more = (
-        f"<div>and {len(rows) - _N_ROWS} more; <code>selected()</code> has them all</div>"
-        if len(rows) > _N_ROWS
-        else ""
-    )
-    return f'<table style="{_TABLE}"><tr>{head}</tr>{body}</table>{more}'
-
-
-def _number(value: float, spec: str) -> str:
-    return format(value, spec) if np.isfinite(value) else "–"
-
-
-assert set(_MASS_COLORS) == set(MASSES)
+        self.selection.value = mode_table(self.selected())

@@ -1,0 +1,143 @@
+"""Files written from a widget: by its buttons and from code, never over another one unasked."""
+
+import holoviews as hv
+import numpy as np
+import pytest
+import xarray as xr
+
+import workbench as wb
+from tests.plots.conftest import spectra_of
+from tests.widgets.recorded_runs import run_of
+from widgets import ArchitectureComparison
+from widgets.export import export_path, export_runs
+from workbench.errors import StoreError, ThresholdError
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return {
+        "Pre-LN": run_of([0, 10, 20], width=8, n_layers=2),
+        "wild/1": run_of([0, 10], n_steps=14, diverges=True, width=6, n_layers=3),
+        "bare": spectra_of(0.9, n_layers=2, width=5),
+    }
+
+
+@pytest.fixture
+def comparison(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    comparison = ArchitectureComparison(runs, view="table")
+    yield comparison
+    comparison.close()
+
+
+def test_each_button_writes_its_kind_where_the_field_says(comparison, tmp_path):
+    comparison.views["training"].variables.value = ["loss"]
+    comparison.models = ["Pre-LN"]
+    comparison.view = "training"
+    comparison.step = 10
+    bar = comparison.export_bar
+    assert bar.path.value == "exports/training_step10"
+    assert not any(button.disabled for button in bar.buttons.values())
+    starts = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!DOCTYPE html>", "netcdf": b"\x89HDF"}
+    for kind, start in starts.items():
+        bar.buttons[kind].click()
+        assert comparison.error == ""
+        path = tmp_path / "exports" / f"training_step10{'.nc' if kind == 'netcdf' else f'.{kind}'}"
+        assert path.read_bytes().startswith(start)
+        assert f"Wrote {path} (" in bar.note.value
+
+
+def test_nothing_is_replaced_unless_the_box_is_ticked(comparison, tmp_path):
+    bar = comparison.export_bar
+    bar.buttons["html"].click()
+    path = tmp_path / "exports" / "table_step0.html"
+    before = path.read_text()
+    path.write_text("mine")
+    bar.buttons["html"].click()
+    assert "exists already" in comparison.error
+    assert bar.note.value == ""
+    assert path.read_text() == "mine"
+    bar.overwrite.value = True
+    bar.buttons["html"].click()
+    assert comparison.error == ""
+    assert path.read_text() == before
+
+
+def test_a_path_of_the_users_own_stays(comparison, tmp_path):
+    bar = comparison.export_bar
+    bar.path.value = str(tmp_path / "mine.v2")
+    comparison.step = 20
+    assert bar.path.value.endswith("mine.v2")
+    bar.buttons["html"].click()
+    assert (tmp_path / "mine.v2.html").exists()
+    bar.path.value = "  "
+    bar.buttons["html"].click()
+    assert comparison.error == "There is no file name; write one, such as exports/figure."
+
+
+def test_the_table_is_a_page_and_no_picture(comparison, tmp_path):
+    bar = comparison.export_bar
+    assert [kind for kind, button in bar.buttons.items() if button.disabled] == ["png", "svg"]
+    with pytest.raises(StoreError, match="The table is text; choose HTML or netCDF"):
+        comparison.export("png")
+    with pytest.raises(ThresholdError, match="The table is text"):
+        comparison.figure()
+    path = comparison.export("html", tmp_path / "deep" / "table")
+    assert comparison.views["table"].table.value in path.read_text()
+
+
+def test_netcdf_gives_every_run_back_as_it_was(runs, comparison, tmp_path):
+    path = comparison.export("netcdf", tmp_path / "all.nc")
+    back = wb.open_run(path)
+    assert list(back.children) == ["Pre-LN", "wild|1", "bare"]
+    for name, part in (("Pre-LN", "spectra"), ("wild/1", "monitors"), ("wild/1", "spectra")):
+        xr.testing.assert_identical(
+            back[name.replace("/", "|")][part].to_dataset().load(), runs[name][part].to_dataset()
+        )
+    assert back["wild|1"]["events"]["kind"].values.tolist() == ["divergence"]
+    np.testing.assert_array_equal(back["bare"]["spectra"]["eigenvalue"], runs["bare"]["eigenvalue"])
+    again = ArchitectureComparison(dict(back.children), view="table")
+    assert (again.error, again.steps) == ("", [0, 10, 20])
+    again.close()
+
+
+def test_netcdf_holds_the_models_shown_alone(comparison, tmp_path):
+    comparison.models = ["bare"]
+    assert list(wb.open_run(comparison.export("netcdf", tmp_path / "one.nc")).children) == ["bare"]
+
+
+def test_figures_to_keep_show_what_the_widget_shows(comparison, tmp_path):
+    comparison.models = ["Pre-LN", "wild/1"]
+    comparison.layers = (1, 1)
+    comparison.step = 20
+    comparison.view = "eigenvalues"
+    panels = list(comparison.figure())
+    titles = [hv.Store.lookup_options("bokeh", panel, "plot").kwargs["title"] for panel in panels]
+    assert titles == ["Pre-LN", "wild/1 · diverged at step 14"]
+    source = comparison.views["eigenvalues"].panels.sources["Pre-LN"].data
+    np.testing.assert_array_equal(panels[0].Points.Modes["real"], source["real"])
+    comparison.models = ["Pre-LN"]
+    comparison.measures = ["rank"]
+    comparison.view = "layers"
+    assert comparison.export("png", tmp_path / "layers").stat().st_size > 10_000
+
+
+def test_a_wrong_kind_and_a_folder_that_cannot_be_made(comparison, tmp_path):
+    with pytest.raises(ThresholdError, match="The kind of file is 'gif', expected one of png, svg, html, netcdf."):
+        comparison.export("gif")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="The folder file cannot be made"):
+        comparison.export("html", "file/table")
+
+
+def test_endings_are_added_once():
+    assert export_path("png", "a/b.png").name == "b.png"
+    assert export_path("png", "a/b.5").name == "b.5.png"
+    assert export_path("netcdf", "a").name == "a.nc"
+
+
+def test_names_that_would_fall_together_are_refused(runs, tmp_path):
+    tree = runs["Pre-LN"]
+    with pytest.raises(StoreError, match="Two runs have the same name"):
+        export_runs({"a/b": tree, "a|b": tree}, tmp_path / "a.nc")
+    assert not (tmp_path / "a.nc").exists()

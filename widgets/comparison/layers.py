@@ -1,0 +1,183 @@
+"""The view "layers": measures against depth, a line a run, in panels that are built once and written in place."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from bokeh.models import LogScale, Range1d
+
+from widgets.comparison.scene import ComparisonView, Scene
+from widgets.panel_grid import fit, grid
+from widgets.tags import Tags
+from workbench.errors import ThresholdError
+from workbench.plots import layer_profile
+from workbench.plots.files import bokeh_plot
+from workbench.plots.inputs import select_layers
+from workbench.plots.layers import DEFAULT_MEASURES, LOGARITHMIC, REFERENCE, measure_columns, remark
+from workbench.plots.style import log_ticks_bokeh, note_bokeh
+from workbench.schema import SPECTRA
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    import xarray as xr
+    from bokeh.models import ColumnDataSource, GridPlot
+
+#: Every number of a layer.
+LAYER_MEASURES = [name for name, rule in SPECTRA.items() if rule.dims == ("layer",) and rule.kind != "b"]
+_AXIS_LABELS = {"index": "layer", "fraction": "depth (0 first, 1 last layer)"}
+
+
+class LayerView(ComparisonView):
+    """Measures against depth, one line a run."""
+
+    tip = "Measures of each layer against depth, all models in one panel"
+
+    def __init__(self, lock: AbstractContextManager) -> None:
+        super().__init__(lock)
+        options = [
+            {"name": name, "text": SPECTRA[name].long_name, "tip": SPECTRA[name].meaning.capitalize()}
+            for name in LAYER_MEASURES
+        ]
+        self.measures = Tags(label="measures", options=options, value=list(DEFAULT_MEASURES))
+        self.controls = [self.measures]
+        self.panels: LayerPanels | None = None
+
+    def draw(self, scene: Scene) -> None:
+        """Write the measures at this step into the panels; each is built for all runs, once."""
+        if not self.measures.value:
+            raise ThresholdError("No measure is chosen; switch on at least one.")
+        if self.panels is None or self.panels.names != list(scene.runs):
+            self.panels = LayerPanels(list(scene.runs))
+        everything = {name: run.near(scene.step) for name, run in scene.runs.items()}
+        if self.panels.arrange(self.measures.value, everything):
+            self.put(self.measures, root=self.panels.root)
+        with self.canvas.batch():
+            self.panels.write(scene.spectra(), list(scene.layer_range), depth=_kind_of_depth(scene))
+
+    def figure(self, scene: Scene, backend: str) -> Any:
+        """The same panels as a figure of `workbench.plots.layer_profile`."""
+        spectra = {name: select_layers(data, scene.layer_range) for name, data in scene.titled().items()}
+        return layer_profile(spectra, measures=self.measures.value, depth=_kind_of_depth(scene), backend=backend)
+
+
+class LayerPanels:
+    """Panels of several measures in a grid, with one range of depth; each is built when it is first needed.
+
+    Args:
+        names: Of every run there is, in the order that decides their looks.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self.panels: dict[str, MeasurePanel] = {}
+        self.x_range = Range1d(0, 1)
+        self.root: GridPlot | None = None
+        self._arranged: tuple[MeasurePanel, ...] = ()
+
+    def arrange(self, measures: Sequence[str], spectra: Mapping[str, xr.Dataset]) -> bool:
+        """Make the grid of these measures; whether it is a new one.
+
+        Args:
+            measures: In the order shown.
+            spectra: Of every run, to build panels that are not there yet.
+        """
+        for measure in measures:
+            if measure not in self.panels or not self.panels[measure].suits(spectra):
+                self.panels[measure] = MeasurePanel(measure, spectra, self.x_range)
+        panels = tuple(self.panels[measure] for measure in measures)
+        if panels == self._arranged:
+            return False
+        self._arranged = panels
+        self.root = grid([panel.figure for panel in panels], n_columns=2)
+        return True
+
+    def write(self, spectra: Mapping[str, xr.Dataset], layers: Sequence[int], *, depth: str) -> None:
+        """Draw these runs in every panel; see `MeasurePanel.write`."""
+        for panel in self._arranged:
+            panel.write(spectra, layers, depth=depth)
+        depths = [np.asarray(self._arranged[0].sources[name].data["depth"], float) for name in spectra]
+        fit(self.x_range, np.concatenate(depths or [np.zeros(0)]))
+
+
+class MeasurePanel:
+    """One measure against depth, a line a run; data, visibility and ranges can be written, the panel stays.
+
+    Args:
+        measure: Name of a per-layer variable of the schema.
+        spectra: Of every run there is, in the order that decides their looks.
+        x_range: The range of depth, shared with the other panels.
+
+    Attributes:
+        figure: The bokeh panel.
+        sources: The columns of the markers, by name of the run.
+        is_logarithmic: Whether the measure has a logarithmic axis.
+    """
+
+    def __init__(self, measure: str, spectra: Mapping[str, xr.Dataset], x_range: Range1d) -> None:
+        self.measure = measure
+        plot = bokeh_plot(layer_profile(spectra, measures=[measure], depth="index"))
+        (self._plot,) = plot.traverse(lambda panel: panel, [lambda part: type(part).__name__ == "OverlayPlot"])
+        self.figure = self._plot.state
+        plot.state.document.clear()  # the panel moves into a grid of ours
+        self.figure.update(x_range=x_range, frame_width=330)
+        note_bokeh("")(self._plot, None)
+        self._note = self.figure.select_one({"name": "note_above"})
+        for legend in self.figure.legend:
+            legend.visible = False
+        self.is_logarithmic = isinstance(self.figure.y_scale, LogScale)
+        self._is_wide: bool | None = None
+        parts = [part.handles for part in self._plot.subplots.values() if "glyph_renderer" in part.handles]
+        self._lines = dict(zip(spectra, parts[0::2], strict=True))
+        self._markers = dict(zip(spectra, parts[1::2], strict=True))
+        self.sources: dict[str, ColumnDataSource] = {name: part["source"] for name, part in self._markers.items()}
+        for part in self._markers.values():  # holoviews writes a constant where all values are the same
+            part["glyph_renderer"].glyph.fill_alpha = "fill"
+
+    def suits(self, spectra: Mapping[str, xr.Dataset]) -> bool:
+        """Whether the kind of axis is the right one for these spectra."""
+        if self.measure not in LOGARITHMIC:
+            return True
+        values = np.concatenate([data[self.measure].values.astype(float) for data in spectra.values()])
+        values = values[np.isfinite(values)]
+        return not len(values) or self.is_logarithmic == bool((values > 0).all())
+
+    def write(self, spectra: Mapping[str, xr.Dataset], layers: Sequence[int], *, depth: str) -> None:
+        """Draw these runs and hide the others.
+
+        Args:
+            spectra: All layers, by name of the run.
+            layers: The layer numbers shown.
+            depth: As in `workbench.plots.layer_profile`.
+        """
+        values = [np.array([REFERENCE[self.measure]])] if self.measure in REFERENCE else [np.zeros(0)]
+        for name, source in self.sources.items():
+            for part in (self._lines[name], self._markers[name]):
+                part["glyph_renderer"].visible = name in spectra
+            if name in spectra:
+                columns = measure_columns(spectra[name], self.measure, depth=depth)
+                chosen = np.isin(columns["layer"], layers)
+                source.data = {key: np.asarray(column)[chosen] for key, column in columns.items()}
+                self._lines[name]["source"].data = {key: source.data[key] for key in ("depth", self.measure)}
+                values.append(source.data[self.measure])
+        fit(self.figure.y_range, np.concatenate(values), is_logarithmic=self.is_logarithmic)
+        if self.is_logarithmic:
+            is_wide = self.figure.y_range.end >= 100 * self.figure.y_range.start
+            if is_wide != self._is_wide:  # new ticks are costly, and the same ones serve many steps
+                self._is_wide = is_wide
+                log_ticks_bokeh(self._plot, None)
+        chosen = {name: select_layers(data, layers) for name, data in spectra.items()}
+        lines = textwrap.wrap(remark(chosen, self.measure), 56, max_lines=2, placeholder=" …")
+        self._note.text = "\n".join(lines)
+        (axis,) = self.figure.xaxis
+        axis.axis_label = _AXIS_LABELS[depth]
+        axis.ticker.min_interval = 1 if depth == "index" else 0
+
+
+def _kind_of_depth(scene: Scene) -> str:
+    """Models of unequal depth are compared by the fraction of it, unless layers are chosen by number."""
+    is_equal = len({scene.runs[name].n_layers for name in scene.shown}) == 1
+    return "index" if is_equal or not scene.is_every_layer else "fraction"

@@ -1,0 +1,157 @@
+"""The view "radar": a chart for each run with its published figures, built once and written in place."""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+import numpy as np
+
+from widgets.comparison.scene import ComparisonView, Scene, muted
+from widgets.comparison.table import comparison_of
+from widgets.panel_grid import grid
+from widgets.tags import Tags
+from workbench.errors import ThresholdError
+from workbench.plots.files import bokeh_plot
+from workbench.plots.radar import DEFAULT_MEASURES, Chart, Texts, axes_of, outline, radar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    import xarray as xr
+    from bokeh.models import ColumnDataSource, GridPlot
+
+    from workbench.plots.radar import Axis
+
+_N_COLUMNS = 2
+_FEWEST_MEASURES = 3
+
+
+class RadarView(ComparisonView):
+    """One radar chart a run: means over layers, ours and published."""
+
+    tip = "Means over the layers on one axis each, with what is published dashed"
+
+    def __init__(self, lock: AbstractContextManager) -> None:
+        super().__init__(lock)
+        self.measures = Tags(label="measures", value=list(DEFAULT_MEASURES))
+        self.key = ipywidgets.HTML()
+        self.controls = [self.measures]
+        self.charts: RadarCharts | None = None
+
+    def draw(self, scene: Scene) -> None:
+        """Write the comparison of this step into the charts; they are built for all runs, once."""
+        comparison = comparison_of(scene)
+        self._offer(comparison)
+        if len(self.measures.value) < _FEWEST_MEASURES:
+            raise ThresholdError(f"A radar chart needs at least {_FEWEST_MEASURES} measures; switch on another.")
+        measures, names = list(self.measures.value), list(scene.runs)
+        notes = {name: scene.runs[name].remark(scene.step) or f"step {scene.step}" for name in scene.shown}
+        is_new = self.charts is None or (self.charts.names, self.charts.measures) != (names, measures)
+        if is_new:
+            self.charts = RadarCharts(names, measures, comparison)
+        if self.charts.arrange(comparison["architecture"].values.tolist()):
+            self.put(self.measures, self.key, root=self.charts.root)
+        with self.canvas.batch():
+            self.charts.write(comparison, notes)
+        self.key.value = muted(html.escape(self.charts.key).replace("\n", " &ensp; "))
+
+    def figure(self, scene: Scene, backend: str) -> Any:
+        """The same charts as a figure of `workbench.plots.radar`."""
+        comparison = comparison_of(scene)
+        self._offer(comparison)
+        return radar(comparison, measures=self.measures.value, backend=backend)
+
+    def _offer(self, comparison: xr.Dataset) -> None:
+        if not self.measures.options:
+            known = [name for name, data in comparison.data_vars.items() if "source" in data.dims]
+            about = {name: comparison[name].attrs for name in dict.fromkeys([*DEFAULT_MEASURES, *known])}
+            self.measures.options = [
+                {"name": name, "text": attrs["long_name"], "tip": attrs["meaning"].capitalize()}
+                for name, attrs in about.items()
+            ]
+
+
+class RadarCharts:
+    """A chart for every run there is, of which some are shown.
+
+    Args:
+        names: Of the runs, in the order that decides their looks.
+        measures: The axes.
+        comparison: Of some of the runs, from `workbench.compare`.
+
+    Attributes:
+        root: The bokeh layout of the charts shown.
+        key: What the axes and the lines mean.
+    """
+
+    def __init__(self, names: Sequence[str], measures: Sequence[str], comparison: xr.Dataset) -> None:
+        self.names, self.measures = list(names), list(measures)
+        # Charts of numbers that are all there have every part; what is missing is taken out when they are written.
+        like = comparison.isel(architecture=np.zeros(len(names), int)).assign_coords(architecture=list(names))
+        like = like.assign({name: like[name].where(False, 1.0) for name in measures})
+        plot = bokeh_plot(radar(like, measures=measures))
+        panels = plot.traverse(lambda panel: panel, [lambda part: type(part).__name__ == "OverlayPlot"])
+        plot.state.document.clear()  # the charts move into a grid of ours
+        self.root: GridPlot | None = None
+        self.key = ""
+        self._charts = {name: _Chart(panel) for name, panel in zip(names, panels, strict=True)}
+        self._arranged: list[str] = []
+
+    def arrange(self, names: Sequence[str]) -> bool:
+        """Make the grid of these charts; whether it is a new one."""
+        if list(names) == self._arranged:
+            return False
+        self._arranged = list(names)
+        self.root = grid([self._charts[name].figure for name in names], n_columns=_N_COLUMNS)
+        self.root.toolbar_location = None
+        return True
+
+    def write(self, comparison: xr.Dataset, notes: Mapping[str, str]) -> None:
+        """Draw a comparison of the runs shown, with a line of text above each chart."""
+        axes = axes_of(comparison, self.measures)
+        for place, name in enumerate(self._arranged):
+            chart = Chart.of(comparison, axes, name, place)
+            texts = Texts.of_one(axes, chart, has_key=place == 0)
+            note = notes[name] if chart.has_published else f"{notes[name]}, nothing published"
+            self._charts[name].write(axes, chart, texts.at_axes, note)
+            self.key = texts.key or self.key
+
+
+class _Chart:
+    """The parts of one chart that change."""
+
+    def __init__(self, panel: Any) -> None:
+        self.figure = panel.state
+        (self._note,) = self.figure.select({"name": "note_above"})
+        for note in self.figure.select({"name": "note_below"}):
+            note.visible = False
+        _, fill, ours, published, our_points, published_points, *labels = (
+            part.handles["source"] for part in panel.subplots.values()
+        )
+        self.fill: ColumnDataSource = fill
+        self.lines: dict[str, ColumnDataSource] = {"ours": ours, "published": published}
+        self.points: dict[str, ColumnDataSource] = {"ours": our_points, "published": published_points}
+        self.labels: list[ColumnDataSource] = labels
+
+    def write(self, axes: Sequence[Axis], chart: Chart, at_axes: Sequence[str], note: str) -> None:
+        """Draw one run on the axes."""
+        for source, values in chart.values.items():
+            columns = outline(axes, values)
+            self.lines[source].data = {key: columns[key] for key in ("x", "y")}
+            has_place = np.isfinite(columns["x"][:-1])  # the last point only closes the line
+            table = {key: column[:-1][has_place] for key, column in columns.items()}
+            table["measure"] = np.array([axis.title for axis in axes], dtype=object)[has_place]
+            table["who"] = np.full(len(table["x"]), f"{chart.name}, {source}", dtype=object)
+            self.points[source].data = table
+            if source == "ours":
+                is_whole = has_place.all()
+                self.fill.data = {
+                    "xs": [[[columns["x"]]]] if is_whole else [],
+                    "ys": [[[columns["y"]]]] if is_whole else [],
+                }
+        for label, text in zip(self.labels, at_axes, strict=True):
+            label.data = {**label.data, "text": [text]}
+        self._note.text = note

@@ -1,0 +1,202 @@
+"""The view "training": monitors and measures over steps, with a line at one step, built once and written in place."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+import numpy as np
+from bokeh.models import Line, LogScale, Range1d, Span
+
+from widgets.comparison.scene import ComparisonView, Scene, muted
+from widgets.panel_grid import fit, grid, set_range
+from widgets.tags import Tags
+from workbench.comparison import ENERGETIC, SPECTRAL
+from workbench.errors import ThresholdError
+from workbench.plots import traces
+from workbench.plots.files import bokeh_plot
+from workbench.plots.style import NEUTRAL, log_ticks_bokeh, note_bokeh
+from workbench.plots.traces import Panel, Trace, trace_of
+from workbench.schema import MONITORS, SPECTRA
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from bokeh.models import ColumnDataSource, GridPlot
+
+    from widgets.comparison.recorded_run import RecordedRun
+
+
+class TrainingView(ComparisonView):
+    """Losses and other traces over steps, with a line where the slider stands."""
+
+    tip = "Loss, gradient norm and other traces over all steps, one line a model"
+
+    def __init__(self, lock: AbstractContextManager) -> None:
+        super().__init__(lock)
+        self.variables = Tags(label="traces")
+        self.controls = [self.variables]
+        self.panels = TracePanels()
+        self._offered_for: Mapping[str, RecordedRun] | None = None
+
+    def draw(self, scene: Scene) -> None:
+        """Move the line; write what is new in the runs."""
+        self._offer(scene.runs)
+        if not self.variables.options:
+            self.box.children = [ipywidgets.HTML(muted("No run has monitors, nor spectra of several steps."))]
+            return
+        if not self.variables.value:
+            raise ThresholdError("No trace is chosen; switch on at least one.")
+        if self.panels.arrange(self.variables.value, scene.runs, scene.shown):
+            self.put(self.variables, root=self.panels.root)
+        with self.canvas.batch():
+            self.panels.write(scene.runs, scene.shown, scene.step)
+
+    def figure(self, scene: Scene, backend: str) -> Any:
+        """The same panels as a figure of `workbench.plots.traces`."""
+        self._offer(scene.runs)
+        trees = {name: scene.runs[name].tree for name in scene.shown}
+        return traces(trees, variables=self.variables.value, backend=backend)
+
+    def _offer(self, runs: Mapping[str, RecordedRun]) -> None:
+        """Offer every trace that some run has."""
+        if runs is self._offered_for:
+            return
+        self._offered_for = runs
+        monitors = [run.part("monitors") for run in runs.values()]
+        names = dict.fromkeys([*MONITORS, *(name for data in monitors if data is not None for name in data)])
+        offered = set(self.variables.names)  # a trace that is there once stays
+        options = []
+        for name in dict.fromkeys([*names, *SPECTRAL, *ENERGETIC]):
+            if name in offered or any(np.isfinite(trace_of(run.tree, name, "").value).any() for run in runs.values()):
+                about = SPECTRA.get(name) or MONITORS.get(name)
+                text = about.long_name if about else name.replace("_", " ")
+                options.append({"name": name, "text": text, "tip": about.meaning.capitalize() if about else ""})
+        is_first = not self.variables.options and not self.variables.value
+        if options != self.variables.options:
+            self.variables.options = options
+        if is_first:
+            there = self.variables.names
+            wanted = ("loss", "grad_norm") if "loss" in there else ("near_unit_mass", "spectral_radius")
+            self.variables.value = [name for name in there if name in wanted]
+
+
+class TracePanels:
+    """Panels of several variables below each other, with one range of steps; each is built when it is first needed."""
+
+    def __init__(self) -> None:
+        self.panels: dict[str, TracePanel] = {}
+        self.x_range = Range1d(0, 1)
+        self.root: GridPlot | None = None
+        self._arranged: tuple[TracePanel, ...] = ()
+
+    def arrange(self, variables: Sequence[str], runs: Mapping[str, RecordedRun], shown: Sequence[str]) -> bool:
+        """Make the column of these variables; whether it is a new one."""
+        for variable in variables:
+            if variable not in self.panels or not self.panels[variable].suits(runs, shown):
+                self.panels[variable] = TracePanel(variable, runs, self.x_range)
+        panels = tuple(self.panels[variable] for variable in variables)
+        if panels == self._arranged:
+            return False
+        self._arranged = panels
+        self.root = grid([panel.figure for panel in panels], n_columns=1)
+        return True
+
+    def write(self, runs: Mapping[str, RecordedRun], shown: Sequence[str], step: int) -> None:
+        """Draw these runs in every panel; see `TracePanel.write`."""
+        for panel in self._arranged:
+            panel.write(runs, shown, step)
+        ends = [end for name in shown for end in runs[name].extent]
+        fit(self.x_range, np.array(ends, float), padding=0.02)
+
+
+class TracePanel:
+    """One variable over steps, a line a run; data, visibility and the line at a step can be written.
+
+    Args:
+        variable: As in `workbench.plots.traces`.
+        runs: Every run there is, in the order that decides their looks.
+        x_range: The range of steps, shared with the other panels.
+
+    Attributes:
+        figure: The bokeh panel.
+        cursor: The line at the present step.
+        sources: The columns of each run's line.
+    """
+
+    def __init__(self, variable: str, runs: Mapping[str, RecordedRun], x_range: Range1d) -> None:
+        self.variable = variable
+        plot = bokeh_plot(traces({name: run.tree for name, run in runs.items()}, variables=[variable]))
+        (self._plot,) = plot.traverse(lambda panel: panel, [lambda part: type(part).__name__ == "OverlayPlot"])
+        self.figure = self._plot.state
+        plot.state.document.clear()  # the panel moves into a grid of ours
+        self.figure.update(x_range=x_range, frame_width=680)
+        note_bokeh("")(self._plot, None)
+        self._note = self.figure.select_one({"name": "note_above"})
+        for legend in self.figure.legend:
+            legend.visible = False
+        self.cursor = Span(dimension="height", line_color=NEUTRAL, line_width=1.5, line_dash=[4, 3])
+        self.figure.add_layout(self.cursor)
+        # A run has a line, perhaps markers with the same columns, and perhaps the cross of its divergence.
+        self._parts: dict[str, list[dict[str, Any]]] = {}
+        names = iter(runs)
+        for part in self._plot.subplots.values():
+            if isinstance(part.handles["glyph"], Line):
+                name = next(names)
+            self._parts.setdefault(name, []).append(part.handles)
+        self.sources: dict[str, ColumnDataSource] = {name: parts[0]["source"] for name, parts in self._parts.items()}
+        self._is_logarithmic = isinstance(self.figure.y_scale, LogScale)
+        self._lines: dict[str, Trace] = {}
+        self._runs: dict[str, RecordedRun] = {}
+        self._shown: tuple[str, ...] = ()
+        self._lines, self._runs = self._read(runs), dict(runs)
+
+    def suits(self, runs: Mapping[str, RecordedRun], shown: Sequence[str]) -> bool:
+        """Whether the panel can be written with these runs, as they are now."""
+        if list(runs) != list(self._runs):
+            return False
+        lines = self._read(runs)
+        if any((line.cross is None) != (self._lines[name].cross is None) for name, line in lines.items()):
+            return False
+        return Panel.of([lines[name] for name in shown]).is_logarithmic == self._is_logarithmic
+
+    def write(self, runs: Mapping[str, RecordedRun], shown: Sequence[str], step: int) -> None:
+        """Draw these runs, hide the others, and put the line at the step."""
+        self.cursor.location = step
+        changed = [name for name, run in runs.items() if run is not self._runs[name]]
+        if not changed and tuple(shown) == self._shown:
+            return
+        self._lines = self._read(runs)
+        self._runs, self._shown = dict(runs), tuple(shown)
+        panel = Panel.of([self._lines[name] for name in shown])
+        for name, parts in self._parts.items():
+            line = self._lines[name]
+            for part in parts:
+                part["glyph_renderer"].visible = name in shown
+                if _is_cross(part):
+                    part["source"].data = {"step": [line.cross[0]], "value": [min(line.cross[1], panel.limits[1])]}
+                elif name in changed:
+                    part["source"].data = line.columns
+        set_range(self.figure.y_range, *panel.view)
+        if self._is_logarithmic:
+            log_ticks_bokeh(self._plot, None)
+        crosses = [
+            f"× {name} diverged at step {runs[name].diverged_at}"
+            for name in shown
+            if self._lines[name].cross is not None
+        ]
+        note = "; ".join(filter(None, [*crosses, panel.note]))
+        self._note.text = "\n".join(textwrap.wrap(note, 110, max_lines=2, placeholder=" …"))
+
+    def _read(self, runs: Mapping[str, RecordedRun]) -> dict[str, Trace]:
+        """The lines of the runs; those of runs that are the same as before are kept."""
+        return {
+            name: self._lines[name] if run is self._runs.get(name) else trace_of(run.tree, self.variable, name)
+            for name, run in runs.items()
+        }
+
+
+def _is_cross(part: Mapping[str, Any]) -> bool:
+    return not isinstance(part["glyph"], Line) and part["glyph"].marker == "x"

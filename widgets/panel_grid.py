@@ -1,0 +1,39 @@
+"""What panels that are written in place share: a grid with one toolbar, and ranges that fit the data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from bokeh.layouts import gridplot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bokeh.models import GridPlot, Range1d
+    from bokeh.plotting import figure
+
+
+def grid(figures: Sequence[figure], *, n_columns: int) -> GridPlot:
+    """Panels in rows with one toolbar."""
+    options = {"logo": None, "active_drag": None, "autohide": False}
+    return gridplot(list(figures), ncols=n_columns, merge_tools=True, toolbar_location="above", toolbar_options=options)
+
+
+def fit(axis: Range1d, values: np.ndarray, *, is_logarithmic: bool = False, padding: float = 0.08) -> None:
+    """Set a range to hold the finite ones of these values, with some room; if there are none, leave it."""
+    values = values[np.isfinite(values)]
+    if is_logarithmic:
+        values = np.log10(values[values > 0])
+    if not len(values):
+        return
+    lowest, highest = values.min(), values.max()
+    room = padding * (highest - lowest) or 0.05 * max(abs(highest), 1.0)
+    ends = np.array([lowest - room, highest + room])
+    set_range(axis, *(10.0**ends if is_logarithmic else ends).tolist())
+
+
+def set_range(axis: Range1d, start: float, end: float) -> None:
+    """Move a range; one that is there already is not written again, so that a zoom by hand stays."""
+    if (axis.reset_start, axis.reset_end) != (start, end):
+        axis.update(start=start, end=end, reset_start=start, reset_end=end)

@@ -1,0 +1,110 @@
+"""Tables as HTML in JupyterLab's colours: masses of models, selected modes."""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.schema import SPECTRA
+from workbench.spectral.measures import MASSES, summarize
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import xarray as xr
+
+#: From the circle's middle outwards; the same order in the table and in its bars.
+_MASS_COLORS = {
+    "contractive_mass": "#7f7f7f",
+    "intermediate_mass": "#0f8f66",
+    "near_unit_mass": "#1f77d4",
+    "expansive_mass": "#d55e00",
+}
+#: Rows of a table of modes.
+_N_ROWS = 40
+CELL = "padding:2px 12px 2px 0;text-align:right;white-space:nowrap"
+NAME = "padding:2px 12px 2px 0;text-align:left;white-space:nowrap"
+TABLE = "border-collapse:collapse;font-variant-numeric:tabular-nums;line-height:1.5;color:var(--jp-ui-font-color1)"
+
+
+def mass_table(measured: Mapping[str, xr.Dataset]) -> str:
+    """Mean masses over the layers of each model, as bars and numbers, and the largest spectral radius."""
+    names = list(_MASS_COLORS)
+    head = "".join(
+        f'<th style="{CELL};font-weight:600"><span style="color:{_MASS_COLORS[name]}">■</span> '
+        f"{html.escape(SPECTRA[name].long_name.replace(' mass', ''))}</th>"
+        for name in names
+    )
+    rows = []
+    for model, data in measured.items():
+        if not data.sizes["layer"]:
+            rows.append(
+                f'<tr><td style="{NAME}">{html.escape(model)}</td><td colspan="6">no layer in this range</td></tr>'
+            )
+            continue
+        summary = summarize(data[[*names, "spectral_radius"]])
+        cells, bar = "", ""
+        for name in names:
+            mean, lowest, highest = (float(summary[name].sel(statistic=kind)) for kind in ("mean", "min", "max"))
+            spread = f"lowest {lowest:.2f}, highest {highest:.2f} of {data.sizes['layer']} layers"
+            cells += f'<td style="{CELL}" title="{spread}">{number(mean, ".3f")}</td>'
+            share = 0 if np.isnan(mean) else 100 * mean
+            bar += f'<span style="width:{share:.2f}%;background:{_MASS_COLORS[name]}"></span>'
+        bar = f'<span style="display:flex;width:120px;height:10px;border-radius:2px;overflow:hidden">{bar}</span>'
+        radius = float(summary["spectral_radius"].sel(statistic="max"))
+        rows.append(
+            f'<tr><td style="{NAME}">{html.escape(model)}</td><td style="{CELL}">{bar}</td>{cells}'
+            f'<td style="{CELL}">{number(radius, ".3f")}</td></tr>'
+        )
+    return (
+        f'<table style="{TABLE}"><tr><th style="{NAME}">mass, mean over layers</th><th></th>{head}'
+        f'<th style="{CELL}">largest ρ</th></tr>{"".join(rows)}</table>'
+    )
+
+
+def mode_table(rows: list[dict[str, Any]]) -> str:
+    """The first rows of `SpectrumExplorer.selected`, or how to select some."""
+    if not rows:
+        hint = "Select modes in a panel (box, lasso or click) to list them here."
+        return f'<span style="color:var(--jp-ui-font-color2)">{hint}</span>'
+    head = "".join(
+        f'<th style="{NAME if name == "model" else CELL}">{name}</th>'
+        for name in (
+            "model",
+            "layer",
+            "mode",
+            "λ",
+            "|λ|",
+            SPECTRA["residual"].long_name,
+            SPECTRA["is_reliable"].long_name,
+        )
+    )
+    body = ""
+    for row in rows[:_N_ROWS]:
+        value = row["eigenvalue"]
+        cells = (
+            str(row["layer"]),
+            str(row["mode"]),
+            f"{value.real:.4f} {'−' if value.imag < 0 else '+'} {abs(value.imag):.4f}i",
+            f"{row['modulus']:.4f}",
+            number(row["residual"], ".3f"),
+            "yes" if row["is_reliable"] else "no",
+        )
+        body += f'<tr><td style="{NAME}">{html.escape(row["model"])}</td>'
+        body += "".join(f'<td style="{CELL}">{cell}</td>' for cell in cells) + "</tr>"
+    more = (
+        f"<div>and {len(rows) - _N_ROWS} more; <code>selected()</code> has them all</div>"
+        if len(rows) > _N_ROWS
+        else ""
+    )
+    return f'<table style="{TABLE}"><tr>{head}</tr>{body}</table>{more}'
+
+
+def number(value: float, spec: str) -> str:
+    """A number as text; a dash if it is not finite."""
+    return format(value, spec) if np.isfinite(value) else "–"
+
+
+assert set(_MASS_COLORS) == set(MASSES)
