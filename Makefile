@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help venv lab test lint unit notebooks browser sample bench checkpoints clean
+.PHONY: help venv lab test lint unit notebooks browser sample bench checkpoints runs clean
 
 help:  ## This list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -52,6 +52,9 @@ bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 
 checkpoints: venv  ## Train the checkpoints in data/ again
 	$(BIN)/python data/make_checkpoints.py
+
+runs: venv  ## Record the training runs and tables in data/ again, where their files are missing
+	$(BIN)/python data/make_runs.py
 
 clean:  ## Remove what was built here
 	rm -rf $(VENV) build dist *.egg-info artifacts .pytest_cache .ruff_cache .hypothesis

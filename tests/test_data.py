@@ -3,11 +3,12 @@ import importlib.util
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import workbench as wb
-from workbench.errors import CheckpointError
+from workbench.errors import CheckpointError, StoreError
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("pre_ln", "no_norm")
@@ -17,12 +18,30 @@ def record_of(name):
     return json.loads((wb.samples.embedded(name) / "record.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("make_checkpoints", ROOT / "data" / "make_checkpoints.py")
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "data" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script("make_checkpoints")
+
+
+@pytest.fixture(scope="module")
+def make_runs():
+    return load_script("make_runs")
+
+
+@pytest.fixture
+def one_thread():
+    """As the data were made."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,3 +74,100 @@ def test_the_beginning_of_a_re_run_gives_the_recorded_losses(name, script):
 def test_unknown_samples_are_named():
     with pytest.raises(CheckpointError, match="No embedded checkpoint is called 'gpt'; there are no_norm, pre_ln"):
         wb.samples.embedded("gpt")
+
+
+# ---- recorded runs
+
+
+def test_recorded_files_are_those_of_the_record_and_small():
+    record = json.loads((ROOT / "data" / "runs" / "record.json").read_text())
+    files = [*(ROOT / "data" / "runs").glob("*.nc"), *(ROOT / "data" / "initialization").glob("*.nc")]
+    files.append(ROOT / "data" / "divergence.nc")
+    assert sum(file.stat().st_size for file in files) < 20e6
+    found = {
+        file.relative_to(ROOT / "data").as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+    }
+    assert found == record["sha256"]
+
+
+def test_every_architecture_has_a_healthy_and_a_diverged_run(make_runs):
+    healthy, diverged = wb.samples.recorded_runs("healthy"), wb.samples.recorded_runs("diverged")
+    assert list(healthy) == list(make_runs.PARTS["runs"][1])
+    assert list(diverged) == list(healthy)
+    for runs, state in ((healthy, "finished"), (diverged, "diverged")):
+        for name, run in runs.items():
+            wb.schema.validate_spectra(run["spectra"].to_dataset())
+            wb.schema.validate_monitors(run["monitors"].to_dataset())
+            assert run.attrs["state"] == state, name
+            assert run["spectra"].sizes["step"] >= 2
+            assert np.isfinite(run["monitors"]["loss"].values[:-1]).all()
+            rate = json.loads(run.attrs["configuration"])["training"]["learning_rate"]
+            assert (rate == make_runs.RATES[0]) == (state == "finished")
+
+
+@pytest.mark.parametrize("name", ["Pre-LN", "No-Norm", "MoE top-2", "Mamba", "KAN B=4", "ViT Pre-LN"])
+def test_the_beginning_of_a_re_run_is_the_recorded_one(make_runs, tmp_path, name, one_thread):
+    make_runs.record_run(name, make_runs.RATES[0], tmp_path / "run.zarr", n_steps=4)
+    again, recorded = wb.open_run(tmp_path / "run.zarr"), wb.samples.recorded_runs("healthy")[name]
+    for variable in ("loss", "grad_norm", "accuracy"):
+        expected = recorded["monitors"][variable].values[:4]
+        np.testing.assert_allclose(again["monitors"][variable].values, expected, atol=2e-3)
+    for measure in ("near_unit_mass", "nonlinearity_ratio"):
+        expected = recorded["spectra"][measure].sel(step=0).values
+        np.testing.assert_allclose(again["spectra"][measure].sel(step=0).values, expected, atol=0.02)
+
+
+@pytest.mark.parametrize(("table", "name"), [("norms", "Post-LN"), ("architectures", "MoE top-1")])
+def test_a_row_at_initialization_is_the_recorded_one(make_runs, table, name, one_thread):
+    recorded = wb.samples.initialization(table).sel(architecture=name, source="ours")
+    seed = int(recorded["seed"][0])
+    again = wb.compare({name: make_runs.initial_spectra(name, table, seed)}).sel(architecture=name, source="ours")
+    for measure in ("near_unit_mass", "contractive_mass", "nonlinearity_ratio"):
+        assert float(again[measure]) == pytest.approx(float(recorded[measure].sel(seed=seed)), abs=0.02)
+
+
+def test_the_order_of_the_norms_is_the_published_one():
+    table = wb.samples.initialization("norms")["near_unit_mass"].mean("seed").dropna("architecture")
+    ours, published = table.sel(source="ours"), table.sel(source="published")
+    ordered = published.sortby(ours).values
+    assert len(ordered) == 6
+    assert (np.diff(ordered) >= 0).all()
+    far = [
+        name
+        for name in table["architecture"].values
+        if abs(float(ours.sel(architecture=name) - published.sel(architecture=name))) > 0.15
+    ]
+    assert far == ["No-Norm"]  # the README says why
+
+
+def test_no_norm_diverges_where_pre_ln_never_does(make_runs, one_thread):
+    table = wb.samples.divergence_table()["has_diverged"]
+    assert list(table["architecture"].values) == list(make_runs.NORMS)
+    assert not table.sel(architecture="Pre-LN").any()
+    assert float(table.sel(architecture="No-Norm").mean()) > 0.9
+    rate, seed = float(table["learning_rate"][-1]), int(table["seed"][0])
+    again = make_runs.outcome("No-Norm", rate, seed)
+    recorded = wb.samples.divergence_table().sel(architecture="No-Norm", learning_rate=rate, seed=seed)
+    assert again["has_diverged"]
+    assert again["step"] == pytest.approx(float(recorded["step"]), abs=15)
+
+
+def test_finished_parts_are_not_made_again(make_runs, tmp_path):
+    file = tmp_path / "parts" / "norms-no_norm.nc"
+    file.parent.mkdir()
+    file.touch()
+    (tmp_path / "parts" / "architectures-no_norm.nc").touch()
+    assert "there already" in make_runs.do_initialization("No-Norm", tmp_path)
+    assert file.stat().st_size == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: wb.samples.recorded_runs("broken"), "No recorded run is 'broken', expected 'healthy' or 'diverged'"),
+        (lambda: wb.samples.initialization("moe"), "No table is called 'moe'; there are architectures, norms"),
+    ],
+)
+def test_unknown_recordings_are_named(call, sentence):
+    with pytest.raises(StoreError, match=sentence):
+        call()

@@ -1,9 +1,9 @@
 """A run that grows on disk: rows are appended while it trains, and any process may read it meanwhile.
 
-Zarr keeps the length of each array in a file of its own, so an interrupted append would leave arrays of
-different lengths, which nothing can open. Here readers go by one file alone, the consolidated metadata in the root: rows
-are written first, and that file is replaced, in one step, last. Killed at any moment, the store opens with every row of
-the last commit.
+Zarr keeps the length of each array in a file of its own, so an interrupted append would leave arrays of different
+lengths, which nothing can open. Here readers go by one file alone, the consolidated metadata in the root: rows are
+written first, and that file is replaced, in one step, last. Killed at any moment, the store opens with every row of the
+last commit.
 """
 
 from __future__ import annotations

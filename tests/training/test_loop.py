@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
 from tests.training.conftest import same_weights
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import SnapshotError, StoreError, ThresholdError
 
 
 def test_the_loop_is_the_plain_one(make_model, task):
@@ -253,6 +253,47 @@ def test_images_and_loaders_train_in_the_same_place():
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
     records = list(wb.train(model, loader, n_steps=60, learning_rate=0.05))
     assert np.mean([r.accuracy for r in records[-10:]]) > 0.9
+
+
+@pytest.mark.parametrize("columns", [("input_ids",), ("input_ids", "attention_mask")])
+def test_tokenized_datasets_train_zoo_and_hugging_face_models(make_model, columns, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = torch.randint(1, 32, (24, 12), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(12) < torch.arange(24)[:, None] % 6 + 6).long()
+    columns = {name: {"input_ids": rows * mask, "attention_mask": mask}[name].tolist() for name in columns}
+    data = datasets.Dataset.from_dict(columns)
+    settings = {"n_steps": 3, "spectra_every": 2, "profile_options": {"n_snapshots": 64}}
+    for index, model in enumerate((make_model(), dropout_model())):
+        records = list(wb.train(model, data, store=tmp_path / f"{index}.zarr", **settings))
+        assert np.isfinite([record.loss for record in records]).all()
+        assert "spectra" in wb.open_run(tmp_path / f"{index}.zarr").children
+
+
+def test_padding_in_front_is_refused_where_a_model_takes_no_mask(make_model):
+    inputs = {
+        "input_ids": torch.ones(2, 6, dtype=torch.int64),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]] * 2),
+    }
+    data = [(inputs, torch.ones(2, 6, dtype=torch.int64))]
+    with pytest.raises(SnapshotError, match="Transformer takes tokens without a mask, .* pad it at the end"):
+        next(wb.train(make_model(), data, n_steps=1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_training_on_cuda(make_model, task, tmp_path, precision):
+    settings = {"n_steps": 8, "precision": precision, "clip_norm": 1.0, "checkpoint_every": 4, "spectra_every": 4}
+    model = make_model().cuda()
+    through = list(wb.train(model, task, store=tmp_path / "a.zarr", **settings))
+    assert np.isfinite([record.loss for record in through]).all()
+    run = wb.train(make_model().cuda(), task, store=tmp_path / "b.zarr", **settings)
+    for record in run:
+        if record.step == 5:
+            break
+    run.close()
+    resumed = make_model().cuda()
+    list(wb.train(resumed, task, store=tmp_path / "b.zarr", resume=True, **settings))
+    assert same_weights(resumed, model)
 
 
 def test_data_that_end_end_the_run(task, make_model, tmp_path):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from workbench.errors import SnapshotError
 from workbench.subjects.families import RUN_OVERRIDES
 
 if TYPE_CHECKING:
@@ -29,15 +30,37 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
         model: Any module.
         inputs: A tensor, passed first (an encoder-decoder model that would miss its decoder's tokens gets the same
             tokens there, or its start token); a mapping, passed as keywords; or a tuple or list, passed by position.
+            A model that knows no ``input_ids`` gets them first, without a mask that only marks padding at the end.
 
     Returns:
         The model's output.
+
+    Raises:
+        SnapshotError: If a model that takes tokens alone is given a mask that hides more than the end.
     """
     if isinstance(inputs, Mapping):
-        return model(**inputs)
+        return model(**inputs) if _takes(model, inputs) else model(_tokens_alone(model, inputs))
     if isinstance(inputs, tuple | list):
         return model(*inputs)
     return model(inputs, **_decoder_tokens(model, inputs))
+
+
+def _takes(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether the inputs may be passed by keyword; only for token ids is there another way."""
+    known = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    return takes_any or "input_ids" not in inputs or "input_ids" in known
+
+
+def _tokens_alone(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    mask = inputs.get("attention_mask")
+    # What follows a token changes nothing in a causal model; what hides in front of it does.
+    if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise SnapshotError(
+            f"{type(model).__name__} takes tokens without a mask, but this batch is padded in front of tokens; "
+            "pad it at the end."
+        )
+    return inputs["input_ids"]
 
 
 def _decoder_tokens(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
