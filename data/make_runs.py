@@ -72,7 +72,7 @@ FAMILY_SIZE = {"d_model": 256, "n_layers": 6}
 VIT_TINY = {"d_model": 192, "n_layers": 12, "n_heads": 3}
 
 #: A run is healthy at the first of these, and recorded once more at the smallest further one that breaks it.
-RATES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0)
+RATES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0, 30.0, 100.0)
 BATCH_SIZE = 16
 N_STEPS, WARMUP, SPECTRA_EVERY = 200, 20, 25
 #: Of the divergence table.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.plots.conftest import run_of, runs, spectra_of
-from workbench.comparison import ENERGETIC, SPECTRAL, VARIABLES, at_step, last_step, named_runs
+from workbench.comparison import ENERGETIC, SPECTRAL, VARIABLES, at_step, compare_checked, last_step, named_runs
 from workbench.errors import SchemaError, ThresholdError
 from workbench.schema import SPECTRA
 from workbench.spectral.moments import SnapshotMoments
@@ -33,6 +33,18 @@ def test_the_means_over_layers_by_hand(runs):
     residual = runs["Pre-LN"]["spectra"]["residual"].sel(step=10).values
     assert float(ours.reliable_fraction) == pytest.approx((residual <= 0.1).mean(1).mean())
     assert (int(ours.step), int(ours.n_layers), float(ours["rank"])) == (10, 3, 8.0)
+
+
+def test_runs_that_are_checked_already_are_compared_alike(runs):
+    trees = named_runs(runs)
+    spectra = {name: at_step(tree["spectra"].to_dataset(), "last", name=name) for name, tree in trees.items()}
+    expected = wb.compare(runs, at="last", published={"bare": "Mamba"})
+    found = compare_checked(trees, spectra, published={"bare": "Mamba"})
+    xr.testing.assert_identical(found.assign_attrs(at="last"), expected)
+    # Of some layers, and of fewer runs than there are.
+    some = compare_checked(trees, {"none": spectra["none"].isel(layer=[1])})
+    assert float(some["rank"].sel(architecture="none")) == float(spectra["none"]["rank"][1])
+    assert some.architecture.values.tolist() == ["none"]
 
 
 def test_they_are_those_of_summarize_where_every_layer_says_something(runs):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bokeh.models import Axis, ColorBar, ColumnDataSource
@@ -9,7 +11,7 @@ from bokeh.models import Axis, ColorBar, ColumnDataSource
 from workbench.plots import eigenvalue_map
 from workbench.plots.files import bokeh_plot
 from workbench.plots.modes import band_outline, headline, key, mode_columns, silent_layers
-from workbench.plots.style import note_bokeh
+from workbench.plots.style import TITLE_SIZE, note_bokeh
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,12 +20,13 @@ if TYPE_CHECKING:
     import xarray as xr
     from bokeh.models import Title
     from bokeh.plotting import figure
+    from PIL.ImageFont import FreeTypeFont
 
     from workbench.plots.modes import View
 
 #: Name of a view -> its centre and limit, as `workbench.plots.eigenvalue_map` takes them.
 VIEWS = {"unit circle": (0.0, None), "near 1": (1.0, None), "all modes": (0.0, "all")}
-#: Pixels; a narrower panel has its texts in two lines.
+#: Pixels; a narrower panel has its texts in two lines, and its name shortened.
 _NARROW = 240
 #: Pixels; a smaller panel has fewer ticks.
 _SMALL = 180
@@ -80,7 +83,7 @@ class EigenvaluePanels:
         """Write the modes and texts of one panel.
 
         Args:
-            name: Of the model.
+            name: Of the model; it is shortened where the panel is narrow.
             spectra: The layers shown; dims ``layer`` and ``mode``.
             columns: From `columns`.
             view: The view that the panel will have, to count the modes outside.
@@ -90,8 +93,10 @@ class EigenvaluePanels:
         self.sources[name].data = columns
         ring = band_outline(spectra)
         self._bands[name].data = {"xs": [[[ring["real"]]]], "ys": [[[ring["imag"]]]]}
-        is_narrow = self.figures[name].frame_width < _NARROW
-        self.figures[name].title.text = name if is_narrow or not remark else f"{name} · {remark}"
+        width = self.figures[name].frame_width
+        is_narrow = width < _NARROW
+        title = shortened(name, width) if is_narrow else f"{name} · {remark}" if remark else name
+        self.figures[name].title.text = title
         if spectra.sizes["layer"] and not len(columns["real"]):
             above = "no modes"
         else:
@@ -131,6 +136,27 @@ class EigenvaluePanels:
         last = self.figures[names[min(n_columns, len(names)) - 1]]
         last.right = [*last.right, self._depth_bar]
         self.root.children = children
+
+
+@cache
+def shortened(name: str, width: float) -> str:
+    """A name that is at most so many pixels wide as a title; its ends stay, which tell runs apart."""
+    font, title = _title_font(), name
+    n_kept = len(name)
+    while font.getlength(title) > width and n_kept > 2:
+        n_kept -= 1
+        title = f"{name[: (n_kept + 1) // 2].rstrip()}…{name[-(n_kept // 2) :].lstrip()}"
+    return title
+
+
+@cache
+def _title_font() -> FreeTypeFont:
+    """A font as wide as any that a page takes for titles; it comes with matplotlib."""
+    from matplotlib import get_data_path
+    from PIL import ImageFont
+
+    pixels = TITLE_SIZE * 96 / 72
+    return ImageFont.truetype(Path(get_data_path(), "fonts", "ttf", "DejaVuSans-Bold.ttf"), pixels)
 
 
 def grid_of(n_panels: int) -> tuple[int, int]:

@@ -87,13 +87,36 @@ def compare(
             known.
         ThresholdError: If a run has no such step, or the runs were measured with different thresholds.
     """
-    import xarray as xr
-
     trees = named_runs(runs)
     spectra = {name: at_step(spectra_of(tree), at, name=name) for name, tree in trees.items()}
+    return compare_checked(trees, spectra, published=published).assign_attrs(at=str(at))
+
+
+def compare_checked(
+    runs: Mapping[str, xr.DataTree],
+    spectra: Mapping[str, xr.Dataset],
+    *,
+    published: Mapping[str, str] | bool = True,
+) -> xr.Dataset:
+    """What `compare` makes of runs that follow the schema, without looking at that again.
+
+    Args:
+        runs: From `named_runs`; how their training went is read from them.
+        spectra: Of each run, at one step and of the layers that count, at least one; dims ``layer`` and ``mode``.
+        published: As in `compare`.
+
+    Returns:
+        As `compare`, without the attribute ``at``.
+
+    Raises:
+        SchemaError: If a published name is not known.
+        ThresholdError: If the runs were measured with different thresholds.
+    """
+    import xarray as xr
+
     _check_thresholds(spectra)
-    rows = _published_rows(list(trees), published)
-    ours = {name: _averages(data) | _outcome(trees[name]) for name, data in spectra.items()}
+    rows = _published_rows(list(spectra), published)
+    ours = {name: _averages(data) | _outcome(runs[name]) for name, data in spectra.items()}
 
     table = papers.architectures()
     theirs = {name: table.sel(architecture=row) if row else None for name, row in rows.items()}
@@ -105,11 +128,11 @@ def compare(
             read = [float(row[name]) if row is not None and name in row else np.nan for row in theirs.values()]
             values = np.stack([values, read], axis=1)
         variables[name] = (rule.dims, values, _attrs(rule))
-    coords = {"architecture": list(trees), "source": list(SOURCES)}
+    coords = {"architecture": list(spectra), "source": list(SOURCES)}
     coords |= {name: (_OURS, [ours[run][name] for run in ours], _attrs(rule)) for name, rule in _COORDS.items()}
     coords["published_as"] = (_OURS, list(rows.values()), {"long_name": "published as"})
     first = next(iter(spectra.values()))
-    return xr.Dataset(variables, coords, {"at": str(at), "source": table.attrs["source"], **_threshold_attrs(first)})
+    return xr.Dataset(variables, coords, {"source": table.attrs["source"], **_threshold_attrs(first)})
 
 
 def named_runs(

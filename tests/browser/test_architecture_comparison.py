@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.browser.test_start_notebook import _ask_kernel, _colored, _pixels, _run_all, _text_contrast, _wait
+from tests.browser.driver import ask_kernel, colored, pixels, run_all, text_contrast, wait
 from tests.widgets.recorded_runs import run_of
 
 pytestmark = pytest.mark.browser
@@ -38,7 +38,7 @@ def test_comparison_steps_plays_switches_and_exports(lab, page, artifacts, noteb
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(lab.address(notebook))
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    _run_all(page)
+    run_all(page)
     widget = page.locator(".jp-OutputArea .workbench-widget")
     panels = widget.locator(".bk-Figure")
 
@@ -47,51 +47,51 @@ def test_comparison_steps_plays_switches_and_exports(lab, page, artifacts, noteb
 
     def view(name):
         page.get_by_role("button", name=name, exact=True).click()
-        _wait(lambda: _ask_kernel(page, "comparison.view") == f"'{name}'", f"the view {name}")
+        wait(lambda: ask_kernel(page, "comparison.view") == f"'{name}'", f"the view {name}")
 
     def no_error():
-        return _ask_kernel(page, "comparison.error") == "''"
+        return ask_kernel(page, "comparison.error") == "''"
 
-    _wait(lambda: panels.count() == 3, "three panels")
+    wait(lambda: panels.count() == 3, "three panels")
     widget.evaluate("element => element.scrollIntoView()")
-    _wait(lambda: min(_colored(panels.nth(i)) for i in range(3)) > 100, "modes on all panels")
+    wait(lambda: min(colored(panels.nth(i)) for i in range(3)) > 100, "modes on all panels")
     page.screenshot(path=artifacts / "comparison_eigenvalues.png")
 
     # The slider moves the modes of every model, in the panels that are there.
-    before = [_pixels(panels.nth(i)) for i in range(3)]
+    before = [pixels(panels.nth(i)) for i in range(3)]
     handle = widget.locator(".widget-slider", has_text="step").locator(".noUi-handle")
     handle.focus()
     handle.press("ArrowRight")
     handle.press("ArrowRight")
-    _wait(lambda: _ask_kernel(page, "comparison.step") == "20", "step 20")
-    _wait(lambda: all(_differ(panels.nth(i), before[i]) for i in range(3)), "other pictures")
+    wait(lambda: ask_kernel(page, "comparison.step") == "20", "step 20")
+    wait(lambda: all(_differ(panels.nth(i), before[i]) for i in range(3)), "other pictures")
 
     # Play goes on to the end, with the slider.
     widget.get_by_role("combobox").select_option("5 per second")
     widget.locator(".jupyter-widget-play button, .widget-play button").first.click()
-    _wait(lambda: _ask_kernel(page, "comparison.step") == "40", "the last step")
-    _wait(lambda: handle.get_attribute("aria-valuenow") == "4.0", "a slider that follows")
+    wait(lambda: ask_kernel(page, "comparison.step") == "40", "the last step")
+    wait(lambda: handle.get_attribute("aria-valuenow") == "4.0", "a slider that follows")
     assert widget.locator(".widget-label", has_text="40").is_visible()
     assert "diverged at step 33" in _texts(page)
 
     # A model less, without a redrawn notebook; and all of them again.
     tag("Post-LN").click()
-    _wait(lambda: panels.count() == 2, "two panels")
-    assert _ask_kernel(page, "comparison.models") == "['Pre-LN', 'No-Norm']"
-    _wait(lambda: min(_colored(panels.nth(i)) for i in range(2)) > 100, "modes on two panels")
+    wait(lambda: panels.count() == 2, "two panels")
+    assert ask_kernel(page, "comparison.models") == "['Pre-LN', 'No-Norm']"
+    wait(lambda: min(colored(panels.nth(i)) for i in range(2)) > 100, "modes on two panels")
     widget.get_by_role("button", name="all", exact=True).first.click()
-    _wait(lambda: panels.count() == 3, "three panels again")
+    wait(lambda: panels.count() == 3, "three panels again")
 
     view("layers")
-    _wait(lambda: panels.count() == 4 and _model_colors(panels.nth(1)) > 100, "profiles")
+    wait(lambda: panels.count() == 4 and _model_colors(panels.nth(1)) > 100, "profiles")
     page.screenshot(path=artifacts / "comparison_layers.png")
     tag("nonlinearity ratio").click()
-    _wait(lambda: panels.count() == 3 and _model_colors(panels.nth(1)) > 100, "three profiles")
+    wait(lambda: panels.count() == 3 and _model_colors(panels.nth(1)) > 100, "three profiles")
     view("training")
-    _wait(lambda: panels.count() == 2 and _model_colors(panels.first) > 100, "traces")
-    before = _pixels(panels.first)
-    _ask_kernel(page, "setattr(comparison, 'step', 10)")
-    _wait(lambda: _differ(panels.first, before), "a line that moves with the step")
+    wait(lambda: panels.count() == 2 and _model_colors(panels.first) > 100, "traces")
+    before = pixels(panels.first)
+    ask_kernel(page, "setattr(comparison, 'step', 10)")
+    wait(lambda: _differ(panels.first, before), "a line that moves with the step")
     page.screenshot(path=artifacts / "comparison_training.png")
     view("table")
     page.get_by_role("columnheader", name="spectral radius").wait_for(timeout=10_000)
@@ -102,33 +102,33 @@ def test_comparison_steps_plays_switches_and_exports(lab, page, artifacts, noteb
     view("eigenvalues")
     page.get_by_role("button", name="PNG", exact=True).click()
     exports = lab.root / "notebooks" / "exports"
-    _wait(lambda: (exports / "eigenvalues_step10.png").exists(), "a picture")
+    wait(lambda: (exports / "eigenvalues_step10.png").exists(), "a picture")
     widget.get_by_role("status").wait_for(timeout=10_000)
     page.get_by_role("button", name="PNG", exact=True).click()
     widget.get_by_role("alert").wait_for(timeout=10_000)
     assert "eigenvalues_step10.png exists already" in widget.get_by_role("alert").inner_text()
     page.screenshot(path=artifacts / "comparison_refusal.png")
     page.get_by_role("button", name="netCDF", exact=True).click()
-    _wait(lambda: (exports / "eigenvalues_step10.nc").exists() and no_error(), "a netCDF file")
+    wait(lambda: (exports / "eigenvalues_step10.nc").exists() and no_error(), "a netCDF file")
     assert list(wb.open_run(exports / "eigenvalues_step10.nc").children) == ["Pre-LN", "Post-LN", "No-Norm"]
 
     _change_theme(page, "JupyterLab Dark", is_light=False)
-    _wait(lambda: min(_colored(panels.nth(i)) for i in range(3)) > 100, "modes in the dark theme")
-    _wait(lambda: _text_contrast(page, panels.first) > 4.5, "light text on the dark theme")
+    wait(lambda: min(colored(panels.nth(i)) for i in range(3)) > 100, "modes in the dark theme")
+    wait(lambda: text_contrast(page, panels.first) > 4.5, "light text on the dark theme")
     page.screenshot(path=artifacts / "comparison_dark.png")
     _change_theme(page, "JupyterLab Light", is_light=True)
     assert not complaints
 
 
 def _differ(locator, before):
-    now = _pixels(locator)
+    now = pixels(locator)
     return now.shape == before.shape and int((np.abs(now - before).sum(-1) > 60).sum()) > 50
 
 
 def _model_colors(locator):
     """Pixels that are clearly coloured; text, axes and grid are grey."""
-    pixels = _pixels(locator)
-    return int(((pixels.max(-1) - pixels.min(-1)) > 80).sum())
+    image = pixels(locator)
+    return int(((image.max(-1) - image.min(-1)) > 80).sum())
 
 
 def _texts(page):

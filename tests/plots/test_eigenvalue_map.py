@@ -2,7 +2,11 @@
 
 import numpy as np
 import pytest
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
 
+import workbench as wb
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import eigenvalue_map
 from workbench.plots.eigenvalues import headline, mode_columns, silent_layers, view_of
@@ -85,6 +89,22 @@ def test_a_wild_model_does_not_shrink_the_unit_circle(calm, wild):
     for wrong in (0, np.nan, "wide"):
         with pytest.raises(ThresholdError):
             view_of(modes, wrong)
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 1e9, width=32) | st.sampled_from([np.nan, np.inf])] * 2), min_size=1))
+def test_the_headline_says_what_summarize_does(rows):
+    values = np.array(rows, dtype=np.float32).T
+    spectra = xr.Dataset(
+        {name: ("layer", row) for name, row in zip(("near_unit_mass", "spectral_radius"), values, strict=True)}
+    )
+    summary = wb.summarize(spectra)
+    expected = (
+        float(summary["near_unit_mass"].sel(statistic="mean")),
+        float(summary["spectral_radius"].sel(statistic="max")),
+    )
+    none = {"real": np.zeros(0), "imag": np.zeros(0)}
+    line = headline(spectra, none, view_of({}), template="{!r} {!r}")
+    assert line == "{!r} {!r}".format(*expected)
 
 
 def test_the_band_is_the_dataset_s_own(calm):

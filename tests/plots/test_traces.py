@@ -129,6 +129,12 @@ def test_runs_without_the_variable_are_named(runs):
     assert panels_of(traces(runs, variables=["learning_rate"]))[0].select_one({"name": "note_above"}).text
 
 
+def test_a_run_without_a_step_yet_has_an_empty_panel(trained):
+    nothing = trained["Pre-LN"]["monitors"].to_dataset().isel(step=slice(0))
+    (panel,) = panels_of(traces(xr.DataTree.from_dict({"monitors": nothing}), variables=["loss"]))
+    assert panel.select_one({"name": "note_above"}).text == "not recorded"
+
+
 def test_runs_need_no_spectra(trained):
     run = xr.DataTree.from_dict({"monitors": trained["Pre-LN"]["monitors"].to_dataset()})
     assert len(traces(run)) == 2

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import workbench as wb
 from tests.training.conftest import same_weights
 from workbench.errors import SnapshotError, StoreError, ThresholdError
+from workbench.spectral.spectra import RankWarning
 
 
 def test_the_loop_is_the_plain_one(make_model, task):
@@ -106,7 +107,22 @@ def test_spectra_change_nothing_and_are_those_of_profile(task, tmp_path):
     expected = wb.profile(dropout_model(), task.probe(96), progress=False, **options)
     first = stored.sel(step=0, drop=True).isel(mode=slice(expected.sizes["mode"]))
     xr.testing.assert_allclose(first.drop_attrs(), expected.drop_attrs(), rtol=1e-9)
-    assert stored["eigenvalue"].isel(mode=slice(expected.sizes["mode"], None)).isnull().all()
+
+
+def test_spectra_of_fewer_modes_are_filled_with_nothing(make_model, tmp_path):
+    few = torch.randint(5, (8, 1), generator=torch.Generator().manual_seed(0)).expand(8, 12)
+    model = make_model(d_model=64, vocab_size=5)
+    options = {"spectra_every": 1, "probe": few, "profile_options": {"n_snapshots": 64}}
+    with pytest.warns(RankWarning, match="span fewer than 64 directions"):
+        list(wb.train(model, [(few, few)], n_steps=3, store=tmp_path / "a.zarr", **options))
+    spectra = wb.open_run(tmp_path / "a.zarr")["spectra"].to_dataset()
+    wb.schema.validate_spectra(spectra)
+    assert spectra.sizes == {"step": 3, "layer": 2, "mode": 64}
+    assert spectra["rank"].max() < 64
+    is_mode = spectra["mode"] < spectra["rank"]
+    assert spectra["eigenvalue"].notnull().equals(is_mode.transpose(*spectra["eigenvalue"].dims))
+    assert spectra["residual"].notnull().equals(is_mode.transpose(*spectra["residual"].dims))
+    assert not spectra["is_reliable"].where(~is_mode, False).any()
 
 
 def test_a_run_is_kept_whole(make_model, task, tmp_path):

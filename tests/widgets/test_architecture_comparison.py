@@ -5,12 +5,15 @@ import threading
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 
 import workbench as wb
 from tests.plots.conftest import spectra_of
 from tests.widgets.recorded_runs import run_of, spectra_over
 from widgets import ArchitectureComparison
 from widgets.comparison.recorded_run import RecordedRun
+from widgets.eigenvalue_panels import shortened
 from workbench.errors import SchemaError, StoreError, ThresholdError
 from workbench.plots.radar import axes_of, outline
 from workbench.plots.style import model_style
@@ -141,6 +144,37 @@ def test_layers_are_chosen_in_every_view(open_comparison, runs):
     assert "layers 1 to 2" in comparison.views["table"].table.value
 
 
+@pytest.mark.parametrize("width", [150, 204])
+@pytest.mark.parametrize(
+    "name", ["Pre-LN", "gpt2-medium-pre-ln-lr3e-4-seed0", "TRANSFORMER WITH RMSNORM AND WARMUP", "W" * 300, "l" * 300]
+)
+def test_long_names_are_shortened_to_their_ends(name, width):
+    def drawn_width(text):
+        font = FontProperties(family="DejaVu Sans", weight="bold")
+        return TextPath((0, 0), text, size=11 * 96 / 72, prop=font).get_extents().width
+
+    title = shortened(name, width)
+    start, _, end = title.partition("…")
+    assert name.startswith(start)
+    assert name.endswith(end)
+    if drawn_width(name) < width:
+        assert title == name
+    else:
+        assert 0.8 * width < drawn_width(title) <= width
+        assert abs(len(start) - len(end)) <= 2
+
+
+def test_the_panels_of_many_models_have_short_titles_and_the_tags_whole_names(open_comparison):
+    names = [f"transformer with RMSNorm, seed {place}" for place in range(7)]
+    spectra = spectra_of(0.9, n_layers=2, width=4)
+    comparison = open_comparison(dict.fromkeys(names, spectra), view="eigenvalues")
+    assert len(set(titles(comparison).values())) == 7
+    assert all("…" in title and len(title) < 25 for title in titles(comparison).values())
+    assert [option["text"] for option in comparison._models.options] == names
+    comparison.models = names[:4]
+    assert [titles(comparison)[name] for name in names[:4]] == names[:4]
+
+
 def test_zoom_holds_all_modes_and_does_not_tremble(open_comparison, runs):
     comparison = open_comparison({"wild": runs["wild"]}, view="eigenvalues")
     view = comparison.views["eigenvalues"]
@@ -206,6 +240,33 @@ def test_traces_have_a_line_at_the_step_and_a_cross_at_the_divergence(open_compa
     assert list(view.panels.panels) == ["loss", "grad_norm", "accuracy", "near_unit_mass"]
 
 
+def test_the_axis_of_a_trace_is_that_of_the_runs_shown(open_comparison, runs):
+    wide = run_of([0, 10, 20, 30])
+    wide["monitors"]["loss"][-1] = 1e-6
+    comparison = open_comparison({"wide": wide, "Pre-LN": runs["Pre-LN"], "slow": runs["slow"], "bare": runs["bare"]})
+    comparison.models = ["Pre-LN", "slow"]
+    comparison.view = "training"
+    view = comparison.views["training"]
+    canvas, panel = view.canvas, view.panels.panels["loss"]
+    assert type(panel.figure.y_scale).__name__ == "LinearScale"
+    comparison.step = 20
+    comparison.models = ["slow"]
+    comparison.models = ["Pre-LN", "slow"]
+    assert (view.canvas, view.panels.panels["loss"]) == (canvas, panel)  # not built anew
+    comparison.models = ["wide", "slow"]
+    panel = view.panels.panels["loss"]
+    assert type(panel.figure.y_scale).__name__ == "LogScale"
+    np.testing.assert_array_equal(panel.sources["wide"].data["value"], wide["monitors"]["loss"])
+    looks = {name: parts[0]["glyph"].line_color for name, parts in panel._parts.items()}
+    assert looks == {"wide": model_style(0)["color"], "slow": model_style(2)["color"]}
+    comparison.models = ["bare"]
+    comparison.step = 30
+    assert view.panels.panels["loss"]._note.text == "not recorded"
+    panel = view.panels.panels["loss"]
+    comparison.step = 0
+    assert (view.panels.panels["loss"], comparison.error) == (panel, "")
+
+
 def test_without_monitors_the_traces_are_measures_or_there_are_none(open_comparison, runs):
     comparison = open_comparison({"a": runs["slow"].spectra.to_dataset()}, view="training")
     assert comparison.views["training"].variables.value == ["near_unit_mass", "spectral_radius"]
@@ -225,6 +286,20 @@ def test_the_table_has_our_numbers_and_the_published_ones(open_comparison, runs)
     comparison.step = 30
     assert "wild: diverged at step 25" in table.value
     assert "All at rank 12." in table.value
+
+
+@pytest.mark.parametrize("view", ["table", "radar"])
+def test_a_move_of_the_slider_does_not_check_the_runs_again(open_comparison, runs, view, monkeypatch):
+    comparison = open_comparison({name: runs[name] for name in ("Pre-LN", "slow", "bare")}, view=view)
+
+    def fail(*_):
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr("workbench.comparison.as_run", fail)
+    comparison.step = 20
+    assert comparison.error == ""
+    with pytest.raises(AssertionError, match="checked again"):
+        wb.compare({"Pre-LN": runs["Pre-LN"]})
 
 
 def test_names_of_runs_are_text_not_markup(open_comparison, runs):

@@ -11,6 +11,7 @@ from tests.widgets.recorded_runs import run_of
 from widgets import ArchitectureComparison
 from widgets.export import export_path, export_runs
 from workbench.errors import StoreError, ThresholdError
+from workbench.plots.style import INK, NEUTRAL
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,21 @@ def test_figures_to_keep_show_what_the_widget_shows(comparison, tmp_path):
     comparison.measures = ["rank"]
     comparison.view = "layers"
     assert comparison.export("png", tmp_path / "layers").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("view", ["layers", "training", "radar"])
+def test_files_have_the_looks_of_the_screen(comparison, view):
+    comparison.models = ["wild/1", "bare"]
+    comparison.step = 20
+    comparison.view = view
+    tags = {option["name"]: option["color"] for option in comparison._models.options}
+    colors = {}
+    for backend in ("bokeh", "matplotlib"):
+        for curve in comparison.figure(backend).traverse(lambda part: part, [hv.Curve]):
+            color = hv.Store.lookup_options(backend, curve, "style").kwargs["color"]
+            colors.setdefault(curve.label.split(" ")[0], set()).add(color)
+    colors = {name: found - {NEUTRAL, INK} for name, found in colors.items()}  # published radar lines are grey
+    assert colors == {name: {tags[name]} for name in ("wild/1", "bare")}
 
 
 def test_a_wrong_kind_and_a_folder_that_cannot_be_made(comparison, tmp_path):

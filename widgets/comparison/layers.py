@@ -61,7 +61,10 @@ class LayerView(ComparisonView):
     def figure(self, scene: Scene, backend: str) -> Any:
         """The same panels as a figure of `workbench.plots.layer_profile`."""
         spectra = {name: select_layers(data, scene.layer_range) for name, data in scene.titled().items()}
-        return layer_profile(spectra, measures=self.measures.value, depth=_kind_of_depth(scene), backend=backend)
+        places = {scene.runs[name].title(scene.step): place for name, place in scene.places.items()}
+        return layer_profile(
+            spectra, measures=self.measures.value, depth=_kind_of_depth(scene), places=places, backend=backend
+        )
 
 
 class LayerPanels:

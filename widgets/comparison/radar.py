@@ -62,7 +62,7 @@ class RadarView(ComparisonView):
         """The same charts as a figure of `workbench.plots.radar`."""
         comparison = comparison_of(scene)
         self._offer(comparison)
-        return radar(comparison, measures=self.measures.value, backend=backend)
+        return radar(comparison, measures=self.measures.value, places=scene.places, backend=backend)
 
     def _offer(self, comparison: xr.Dataset) -> None:
         if not self.measures.options:

@@ -49,6 +49,11 @@ class Scene:
         return range(self.layers[0], self.layers[1] + 1)
 
     @property
+    def places(self) -> dict[str, int]:
+        """The place of every run among the looks: a run keeps its look while others are hidden."""
+        return {name: place for place, name in enumerate(self.runs)}
+
+    @property
     def is_every_layer(self) -> bool:
         """Whether no layer is left out."""
         return self.layers[0] == 0 and self.layers[1] >= max(run.n_layers for run in self.runs.values()) - 1

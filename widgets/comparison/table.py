@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING
 
 import ipywidgets
 import numpy as np
-import xarray as xr
 
 from widgets.comparison.scene import ComparisonView, Scene
 from widgets.export import make_folder
 from widgets.tables import NAME, TABLE
 from workbench.atomic import check_free, replacing
-from workbench.comparison import compare
+from workbench.comparison import compare_checked
 from workbench.errors import ThresholdError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
+
+    import xarray as xr
 
 _HEAD = "padding:2px 0 2px 9px;text-align:right;vertical-align:bottom;line-height:1.25;font-weight:600"
 _CELL = "padding:1px 0 1px 9px;text-align:right;white-space:nowrap"
@@ -78,17 +79,14 @@ def comparison_of(scene: Scene) -> xr.Dataset:
         ThresholdError: If none of them has spectra of these layers yet, or they were measured with different
             thresholds.
     """
-    runs = {}
-    for name in scene.shown:
-        spectra = scene.layers_of(name)
-        if spectra.sizes["layer"]:
-            parts = {"spectra": spectra} | {part: scene.runs[name].part(part) for part in ("monitors", "events")}
-            runs[name] = xr.DataTree.from_dict({f"/{part}": data for part, data in parts.items() if data is not None})
-    if not runs:
+    spectra = {name: scene.layers_of(name) for name in scene.shown}
+    spectra = {name: data for name, data in spectra.items() if data.sizes["layer"]}
+    if not spectra:
         raise ThresholdError(
             f"None of the models shown has spectra of these layers at step {scene.step}; move a slider."
         )
-    return compare(runs, at="last", published=scene.published_of(runs))
+    runs = {name: scene.runs[name].tree for name in spectra}  # checked when they came in
+    return compare_checked(runs, spectra, published=scene.published_of(spectra))
 
 
 def comparison_table(scene: Scene) -> str:

@@ -58,7 +58,7 @@ class TrainingView(ComparisonView):
         """The same panels as a figure of `workbench.plots.traces`."""
         self._offer(scene.runs)
         trees = {name: scene.runs[name].tree for name in scene.shown}
-        return traces(trees, variables=self.variables.value, backend=backend)
+        return traces(trees, variables=self.variables.value, places=scene.places, backend=backend)
 
     def _offer(self, runs: Mapping[str, RecordedRun]) -> None:
         """Offer every trace that some run has."""
@@ -96,7 +96,7 @@ class TracePanels:
         """Make the column of these variables; whether it is a new one."""
         for variable in variables:
             if variable not in self.panels or not self.panels[variable].suits(runs, shown):
-                self.panels[variable] = TracePanel(variable, runs, self.x_range)
+                self.panels[variable] = TracePanel(variable, runs, shown, self.x_range)
         panels = tuple(self.panels[variable] for variable in variables)
         if panels == self._arranged:
             return False
@@ -115,9 +115,13 @@ class TracePanels:
 class TracePanel:
     """One variable over steps, a line a run; data, visibility and the line at a step can be written.
 
+    It holds the runs that were shown when it was built, so that the kind of its axis is theirs; all runs if none of
+    those has the variable.
+
     Args:
         variable: As in `workbench.plots.traces`.
         runs: Every run there is, in the order that decides their looks.
+        shown: The names of those that are shown.
         x_range: The range of steps, shared with the other panels.
 
     Attributes:
@@ -126,9 +130,14 @@ class TracePanel:
         sources: The columns of each run's line.
     """
 
-    def __init__(self, variable: str, runs: Mapping[str, RecordedRun], x_range: Range1d) -> None:
+    def __init__(self, variable: str, runs: Mapping[str, RecordedRun], shown: Sequence[str], x_range: Range1d) -> None:
         self.variable = variable
-        plot = bokeh_plot(traces({name: run.tree for name, run in runs.items()}, variables=[variable]))
+        self._lines: dict[str, Trace] = {}
+        self._runs: dict[str, RecordedRun] = {}
+        self._lines, self._runs = self._read(runs), dict(runs)
+        drawn = list(shown) if _is_any_recorded(self._lines, shown) else list(runs)
+        places = {name: place for place, name in enumerate(runs)}
+        plot = bokeh_plot(traces({name: runs[name].tree for name in drawn}, variables=[variable], places=places))
         (self._plot,) = plot.traverse(lambda panel: panel, [lambda part: type(part).__name__ == "OverlayPlot"])
         self.figure = self._plot.state
         plot.state.document.clear()  # the panel moves into a grid of ours
@@ -141,26 +150,24 @@ class TracePanel:
         self.figure.add_layout(self.cursor)
         # A run has a line, perhaps markers with the same columns, and perhaps the cross of its divergence.
         self._parts: dict[str, list[dict[str, Any]]] = {}
-        names = iter(runs)
+        names = iter(drawn)
         for part in self._plot.subplots.values():
             if isinstance(part.handles["glyph"], Line):
                 name = next(names)
             self._parts.setdefault(name, []).append(part.handles)
         self.sources: dict[str, ColumnDataSource] = {name: parts[0]["source"] for name, parts in self._parts.items()}
         self._is_logarithmic = isinstance(self.figure.y_scale, LogScale)
-        self._lines: dict[str, Trace] = {}
-        self._runs: dict[str, RecordedRun] = {}
         self._shown: tuple[str, ...] = ()
-        self._lines, self._runs = self._read(runs), dict(runs)
 
     def suits(self, runs: Mapping[str, RecordedRun], shown: Sequence[str]) -> bool:
         """Whether the panel can be written with these runs, as they are now."""
-        if list(runs) != list(self._runs):
+        if list(runs) != list(self._runs) or not set(shown) <= set(self.sources):
             return False
         lines = self._read(runs)
-        if any((line.cross is None) != (self._lines[name].cross is None) for name, line in lines.items()):
+        if any((lines[name].cross is None) != (self._lines[name].cross is None) for name in self.sources):
             return False
-        return Panel.of([lines[name] for name in shown]).is_logarithmic == self._is_logarithmic
+        is_fitting = Panel.of([lines[name] for name in shown]).is_logarithmic == self._is_logarithmic
+        return is_fitting or not _is_any_recorded(lines, shown)
 
     def write(self, runs: Mapping[str, RecordedRun], shown: Sequence[str], step: int) -> None:
         """Draw these runs, hide the others, and put the line at the step."""
@@ -196,6 +203,10 @@ class TracePanel:
             name: self._lines[name] if run is self._runs.get(name) else trace_of(run.tree, self.variable, name)
             for name, run in runs.items()
         }
+
+
+def _is_any_recorded(lines: Mapping[str, Trace], names: Sequence[str]) -> bool:
+    return any(len(lines[name].step) for name in names)
 
 
 def _is_cross(part: Mapping[str, Any]) -> bool:

@@ -50,7 +50,7 @@ def named_spectra(
         label = str(name)
         if step is not None:
             model = at_step(model, step, name=label)
-            label += f", step {int(model['step'])}" if "step" in model.coords else ""
+            label += _step_in_words(model)
         extra = [dim for dim in model["eigenvalue"].dims if dim in CONCAT_DIMS]
         if extra:
             choice = ", or draw with step='last'" if extra == ["step"] else ""
@@ -62,11 +62,21 @@ def named_spectra(
     return models
 
 
+def given_name(label: str, spectra: xr.Dataset) -> str:
+    """The name that a model was given, of one that `named_spectra` named with its step."""
+    return label.removesuffix(_step_in_words(spectra))
+
+
 def select_layers(spectra: xr.Dataset, layers: Iterable[int] | None) -> xr.Dataset:
     """The layers of one dataset that are asked for and exist, possibly none; None means all."""
     if layers is None:
         return spectra
-    return spectra.isel(layer=np.isin(spectra["layer"].values, np.fromiter(layers, dtype=int)))
+    is_chosen = np.isin(spectra["layer"].values, np.fromiter(layers, dtype=int))
+    return spectra if is_chosen.all() else spectra.isel(layer=is_chosen)
+
+
+def _step_in_words(spectra: xr.Dataset) -> str:
+    return f", step {int(spectra['step'])}" if "step" in spectra.coords else ""
 
 
 def _described(value: object) -> str:

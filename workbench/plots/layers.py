@@ -8,7 +8,7 @@ import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import style
-from workbench.plots.inputs import named_spectra
+from workbench.plots.inputs import given_name, named_spectra
 from workbench.schema import SPECTRA
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def layer_profile(
     measures: Sequence[str] = DEFAULT_MEASURES,
     depth: str | None = None,
     columns: int = 2,
+    places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
     """Draw each measure against depth: one panel a measure, one line a model.
@@ -44,6 +45,7 @@ def layer_profile(
         depth: ``"index"`` (layer number) or ``"fraction"`` (0 first layer, 1 last). None takes the fraction only if
             the models differ in depth.
         columns: Panels in a row.
+        places: Place of each model among the looks (`style.model_style`), by name; None: the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -52,7 +54,7 @@ def layer_profile(
     Raises:
         SchemaError: If a dataset is no spectra dataset, holds several steps and none is named, or a measure is not in
             the schema.
-        ThresholdError: If the backend, the step or the kind of depth does not exist.
+        ThresholdError: If the backend, the step, the kind of depth or a model's place does not exist.
     """
     models = named_spectra(spectra, step=step)
     measures = [measures] if isinstance(measures, str) else list(measures)
@@ -66,10 +68,14 @@ def layer_profile(
         depth = "index" if len({data.sizes["layer"] for data in models.values()}) == 1 else "fraction"
     if depth not in ("index", "fraction"):
         raise ThresholdError(f"The depth is '{depth}', expected 'index' or 'fraction'.")
+    names = models if step is None else [given_name(label, data) for label, data in models.items()]
+    order = dict(zip(models, style.model_places(names, places), strict=True))
     with style.drawing(backend) as hv:
         legend_at = min(columns, len(measures)) - 1 if len(models) > 1 or step is not None else -1
         panels = [
-            _panel(hv, models, measure, measures, depth=depth, has_legend=index == legend_at, backend=backend)
+            _panel(
+                hv, models, measure, measures, order=order, depth=depth, has_legend=index == legend_at, backend=backend
+            )
             for index, measure in enumerate(measures)
         ]
         layout = hv.Layout(panels).cols(columns)
@@ -114,6 +120,7 @@ def _panel(
     measure: str,
     measures: Sequence[str],
     *,
+    order: Mapping[str, int],
     depth: str,
     has_legend: bool,
     backend: str,
@@ -126,8 +133,8 @@ def _panel(
         rule = hv.HLine(REFERENCE[measure])
         width = {"line_width": 1} if is_bokeh else {"linewidth": 0.8}
         elements.append(rule.opts(color=style.NEUTRAL, **width, backend=backend))
-    for index, (name, data) in enumerate(models.items()):
-        look = style.model_style(index)
+    for name, data in models.items():
+        look = style.model_style(order[name])
         columns = measure_columns(data, measure, depth=depth)
         line = hv.Curve(columns, x, y, label=name)
         if is_bokeh:
@@ -180,7 +187,7 @@ def _panel(
     if view["logy"]:
         hooks.append(style.log_ticks_matplotlib(1.8))
     if has_legend:
-        hooks.append(style.legend_matplotlib(list(models)))
+        hooks.append(style.legend_matplotlib(order))
     return hv.Overlay(elements).opts(
         **view, show_legend=False, title="", aspect=1.8, fig_inches=(4, 2.3), hooks=hooks, backend=backend
     )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import ThresholdError
-from workbench.spectral.measures import summarize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -113,14 +112,23 @@ def headline(
     """One line above a panel: mean near-unit mass, largest spectral radius, and the modes outside the view."""
     if not spectra.sizes["layer"]:
         return "no layer in this range"
-    summary = summarize(spectra[["near_unit_mass", "spectral_radius"]])
-    mass = float(summary["near_unit_mass"].sel(statistic="mean"))
-    radius = float(summary["spectral_radius"].sel(statistic="max"))
-    line = template.format(mass, radius)
+    masses, radii = (spectra[name].values.astype(float) for name in ("near_unit_mass", "spectral_radius"))
+    line = template.format(_mean(masses), _largest(radii))
     n_outside = int(np.count_nonzero(view.reach(columns) > view.limit))
     if n_outside:
         line += f"   {n_outside} outside"
     return line
+
+
+# As `spectral.measures.summarize` gives them, at a hundredth of its time: a slider asks for a dozen panels at once.
+def _mean(values: np.ndarray) -> float:
+    is_known = ~np.isnan(values)
+    return float(values.sum(where=is_known) / is_known.sum()) if is_known.any() else np.nan
+
+
+def _largest(values: np.ndarray) -> float:
+    is_known = ~np.isnan(values)
+    return float(values[is_known].max()) if is_known.any() else np.nan
 
 
 def key(spectra: xr.Dataset) -> str:

@@ -11,7 +11,7 @@ from workbench.plots import style
 from workbench.plots.radar_axes import DEFAULT_MEASURES, Axis, Chart, Texts, axes_of, outline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import xarray as xr
 
@@ -31,6 +31,7 @@ def radar(
     measures: Sequence[str] | None = None,
     overlay: bool = False,
     columns: int = 3,
+    places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
     """Draw a comparison as radar charts (after RKSP Fig. 6): one axis a measure, growing outwards.
@@ -46,6 +47,7 @@ def radar(
         overlay: Draw all architectures into one chart, which is readable for about four. By default each has a chart of
             its own with its values in figures, published ones in parentheses.
         columns: Charts in a row.
+        places: Place of each architecture among the looks (`style.model_style`), by name; None: the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -53,10 +55,15 @@ def radar(
 
     Raises:
         SchemaError: If the dataset is no comparison, or has no such measure.
-        ThresholdError: If the backend does not exist, or there are fewer than three measures.
+        ThresholdError: If the backend or an architecture's place does not exist, or there are fewer than three
+            measures.
     """
     axes = axes_of(comparison, measures)
-    charts = [Chart.of(comparison, axes, name, place) for place, name in enumerate(comparison["architecture"].values)]
+    names = comparison["architecture"].values.tolist()
+    charts = [
+        Chart.of(comparison, axes, name, place)
+        for name, place in zip(names, style.model_places(names, places), strict=True)
+    ]
     with style.drawing(backend) as hv:
         draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
         if overlay:
@@ -64,8 +71,8 @@ def radar(
         else:
             corner = (len(charts) - 1) // columns * columns
             panels = [
-                draw(hv, axes, [chart], Texts.of_one(axes, chart, has_key=place == corner))
-                for place, chart in enumerate(charts)
+                draw(hv, axes, [chart], Texts.of_one(axes, chart, has_key=index == corner))
+                for index, chart in enumerate(charts)
             ]
         layout = hv.Layout(panels).cols(columns)
         if backend == "matplotlib":

@@ -109,7 +109,7 @@ class Chart:
 
     Attributes:
         name: Of the architecture.
-        place: Among the architectures; decides the colour.
+        place: Among the looks, see `style.model_style`.
         values: ``"ours"`` and ``"published"``, each one value an axis; NaN: unknown.
         note: Step, divergence, and whether the spectra say anything.
     """
@@ -123,10 +123,9 @@ class Chart:
     def of(cls, comparison: xr.Dataset, axes: list[Axis], name: str, place: int) -> Chart:
         """Read one architecture of a comparison."""
         row = comparison.sel(architecture=name)
+        known = {source: index for index, source in enumerate(row["source"].values.tolist())}
         values = {
-            source: [
-                float(row[axis.measure].sel(source=source)) if source in row["source"] else math.nan for axis in axes
-            ]
+            source: [float(row[axis.measure].values[known[source]]) if source in known else math.nan for axis in axes]
             for source in SOURCES
         }
         notes = []

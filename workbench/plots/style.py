@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import ThresholdError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 BACKENDS = ("bokeh", "matplotlib")
 
@@ -57,6 +57,28 @@ def model_style(index: int) -> dict[str, str]:
         "marker": MODEL_MARKERS[index % len(MODEL_MARKERS)],
         "dash": MODEL_DASHES[(index + index // len(MODEL_MARKERS)) % len(MODEL_DASHES)],
     }
+
+
+def model_places(names: Iterable[str], places: Mapping[str, int] | None = None) -> list[int]:
+    """The place of each model among the looks, for `model_style`.
+
+    Args:
+        names: Of the models that are drawn.
+        places: By name, perhaps of other models too; None: the order given.
+
+    Raises:
+        ThresholdError: If a model has no place, or one is not a whole number from 0.
+    """
+    names = list(names)
+    if places is None:
+        return list(range(len(names)))
+    for name in names:
+        if name not in places:
+            raise ThresholdError(f"The places lack the model '{name}'; they are for {', '.join(map(str, places))}.")
+        place = places[name]
+        if isinstance(place, bool) or not isinstance(place, int | np.integer) or place < 0:
+            raise ThresholdError(f"The place of '{name}' is {place!r}, expected a whole number from 0.")
+    return [int(places[name]) for name in names]
 
 
 @contextmanager
@@ -223,15 +245,15 @@ def log_ticks_matplotlib(ratio: float) -> Any:
     return hook
 
 
-def legend_matplotlib(labels: list[str], *, has_markers: bool = True) -> Any:
-    """A holoviews hook that writes a legend of all models to the right of a panel."""
+def legend_matplotlib(labels: Mapping[str, int], *, has_markers: bool = True) -> Any:
+    """A holoviews hook that writes a legend of all models to the right of a panel; label -> place among the looks."""
 
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.lines import Line2D
 
         handles = []
-        for index, label in enumerate(labels):
-            look = model_style(index)
+        for label, place in labels.items():
+            look = model_style(place)
             line = {"color": look["color"], "linestyle": look["dash"], "label": label}
             if has_markers:
                 line |= {"marker": MATPLOTLIB_MARKERS[look["marker"]], "markersize": 5}

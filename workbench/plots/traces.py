@@ -39,6 +39,7 @@ def traces(
     variables: Sequence[str] = ("loss", "grad_norm"),
     statistic: str = "mean",
     shows_all: bool = False,
+    places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
     """Draw monitors and spectral measures over steps: one panel a variable, one line a run, one axis of steps.
@@ -56,6 +57,7 @@ def traces(
             small to say anything are left out, as `workbench.compare` does.
         shows_all: Fit the axes to every run. By default one that diverged leaves the view where it would flatten the
             others into less than half of the axis.
+        places: Place of each run among the looks (`style.model_style`), by name; None: the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -63,9 +65,10 @@ def traces(
 
     Raises:
         SchemaError: If there is no run, or no run has one of the variables.
-        ThresholdError: If the backend or the statistic does not exist.
+        ThresholdError: If the backend, the statistic or a run's place does not exist.
     """
     trees = named_runs(runs, needs_spectra=False)
+    order = style.model_places(trees, places)
     variables = [variables] if isinstance(variables, str) else list(variables)
     if statistic not in STATISTICS:
         raise ThresholdError(f"The statistic is '{statistic}', expected one of {', '.join(STATISTICS)}.")
@@ -83,12 +86,15 @@ def traces(
         for variable in variables
     ]
     steps = np.concatenate([line.step for panel in panels for line in panel.lines])
-    span = _padded(float(steps.min()), float(steps.max()), margin=0.02)
+    first, last = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 1.0)
+    span = _padded(first, last, margin=0.02)
     with style.drawing(backend) as hv:
         draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
-        last = len(panels) - 1
         layout = hv.Layout(
-            [draw(hv, panel, span, is_first=place == 0, is_last=place == last) for place, panel in enumerate(panels)]
+            [
+                draw(hv, panel, order, span, is_first=index == 0, is_last=index == len(panels) - 1)
+                for index, panel in enumerate(panels)
+            ]
         ).cols(1)
         if backend == "matplotlib":
             return layout.opts(sublabel_format="", tight=True, vspace=0.55, fig_size=170, backend=backend)
@@ -257,10 +263,10 @@ def _padded(
     return lowest - space, highest + space
 
 
-def _elements(hv: Any, panel: Panel) -> list[tuple[int, Trace, Any, Any, Any]]:
+def _elements(hv: Any, panel: Panel, places: Sequence[int]) -> list[tuple[int, Trace, Any, Any, Any]]:
     """Place, trace, line, markers (or None) and cross (or None) of each run."""
     elements = []
-    for index, line in enumerate(panel.lines):
+    for place, line in zip(places, panel.lines, strict=True):
         dims = hv.Dimension("step"), hv.Dimension("value", label=panel.title)
         curve = hv.Curve(line.columns, *dims, label=line.label)
         dots = hv.Scatter(line.columns, *dims, label=line.label) if line.has_markers else None
@@ -269,14 +275,16 @@ def _elements(hv: Any, panel: Panel) -> list[tuple[int, Trace, Any, Any, Any]]:
             step, value = line.cross
             where = {"step": [step], "value": [min(value, panel.limits[1])]}
             cross = hv.Scatter(where, *dims, label=line.label)
-        elements.append((index, line, curve, dots, cross))
+        elements.append((place, line, curve, dots, cross))
     return elements
 
 
-def _draw_bokeh(hv: Any, panel: Panel, span: tuple[float, float], *, is_first: bool, is_last: bool) -> Any:
+def _draw_bokeh(
+    hv: Any, panel: Panel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
+) -> Any:
     parts = []
-    for index, line, curve, dots, cross in _elements(hv, panel):
-        look = style.model_style(index)
+    for place, line, curve, dots, cross in _elements(hv, panel, places):
+        look = style.model_style(place)
         options = {"color": look["color"], "backend": "bokeh"}
         hover = {"tools": ["hover"], "hover_tooltips": [("", line.label), ("step", "@step"), (panel.title, "@value")]}
         parts.append(curve.opts(line_dash=look["dash"], line_width=1.5, **({} if dots else hover), **options))
@@ -309,10 +317,12 @@ def _draw_bokeh(hv: Any, panel: Panel, span: tuple[float, float], *, is_first: b
     )
 
 
-def _draw_matplotlib(hv: Any, panel: Panel, span: tuple[float, float], *, is_first: bool, is_last: bool) -> Any:
+def _draw_matplotlib(
+    hv: Any, panel: Panel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
+) -> Any:
     parts = []
-    for index, _, curve, dots, cross in _elements(hv, panel):
-        look = style.model_style(index)
+    for place, _, curve, dots, cross in _elements(hv, panel, places):
+        look = style.model_style(place)
         parts.append(curve.opts(color=look["color"], linestyle=look["dash"], linewidth=1.2, backend="matplotlib"))
         if dots:
             marker = style.MATPLOTLIB_MARKERS[look["marker"]]
@@ -324,7 +334,8 @@ def _draw_matplotlib(hv: Any, panel: Panel, span: tuple[float, float], *, is_fir
     if panel.is_logarithmic:
         hooks.append(style.log_ticks_matplotlib(_RATIO))
     if is_first:
-        hooks.append(style.legend_matplotlib([line.label for line in panel.lines], has_markers=False))
+        labels = {line.label: place for line, place in zip(panel.lines, places, strict=True)}
+        hooks.append(style.legend_matplotlib(labels, has_markers=False))
     return hv.Overlay(parts).opts(
         title="",
         xlim=span,

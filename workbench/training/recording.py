@@ -108,11 +108,8 @@ class SpectraTaker:
             spectra = profile(self.subject, self.inputs, **options)
         self._has_warned = True
         n_modes = self.options.get("rank") or self._anatomy.width
-        missing = n_modes - spectra.sizes["mode"]
-        if missing > 0:
-            spectra = spectra.pad(mode=(0, missing), constant_values={"is_reliable": False}, keep_attrs=True)
-            spectra = spectra.assign(is_reliable=spectra["is_reliable"].astype(bool))
-        return spectra.assign_coords(mode=np.arange(n_modes)).expand_dims(step=[step])
+        spectra = spectra.reindex(mode=np.arange(n_modes), fill_value={"is_reliable": False})
+        return spectra.expand_dims(step=[step])
 
 
 class RunRecorder:

@@ -1,0 +1,93 @@
+"""What the browser tests do with a page: run its notebook, ask its kernel, wait, and count pixels."""
+
+import io
+import re
+import time
+
+import numpy as np
+
+from workbench.plots.style import DEPTH_RAMP
+
+
+def run_all(page):
+    start_all(page)
+    wait_until_done(page)
+
+
+def start_all(page):
+    """Begin to run all cells."""
+    page.wait_for_function(
+        "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'",
+        timeout=60_000,
+    )
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Run All Cells$")).click()
+
+
+def wait_until_done(page, *, seconds=120):
+    """Wait until every cell has run; fail at the first error."""
+
+    def is_done():
+        failed = page.locator('[data-mime-type="application/vnd.jupyter.error"]')
+        assert failed.count() == 0, failed.first.inner_text()
+        return page.evaluate(
+            """() => jupyterapp.shell.currentWidget.content.widgets
+                 .filter((cell) => cell.model.type === 'code' && cell.model.sharedModel.getSource().trim())
+                 .every((cell) => cell.model.executionCount > 0 && cell.model.executionState !== 'running')"""
+        )
+
+    wait(is_done, "the end of Run All", seconds=seconds)
+
+
+def ask_kernel(page, expression):
+    """Evaluate an expression in the notebook's kernel, over the page's own connection; the result's repr."""
+    return page.evaluate(
+        """async (code) => {
+          const kernel = jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+          const user_expressions = {answer: code};
+          const options = {code: '', silent: true, store_history: false, user_expressions};
+          const reply = await kernel.requestExecute(options).done;
+          const answer = reply.content.user_expressions.answer;
+          if (answer.status !== 'ok') throw new Error(answer.evalue);
+          return answer.data['text/plain'];
+        }""",
+        expression,
+    )
+
+
+def wait(condition, what, *, seconds=20):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"waited {seconds} s in vain for {what}")
+
+
+def pixels(locator):
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(locator.screenshot())).convert("RGB")).astype(float)
+
+
+def colored(locator):
+    """Pixels close to a colour of the depth ramp; grey, black and white are far from all of them."""
+    image = pixels(locator)
+    anchors = [[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in DEPTH_RAMP]
+    distance = [np.abs(image - anchor).sum(-1) for anchor in anchors]
+    return int((np.min(distance, axis=0) < 60).sum())
+
+
+def text_contrast(page, figure):
+    """Contrast (WCAG 2) between the strongest text pixel of the panel's title row and the ground beside it."""
+    title = pixels(figure)[:26, :]
+    ground = np.median(title.reshape(-1, 3), axis=0)
+    ink = title.reshape(-1, 3)[np.abs(title.reshape(-1, 3) - ground).sum(-1).argmax()]
+    bright, dim = sorted((_luminance(ink), _luminance(ground)), reverse=True)
+    return (bright + 0.05) / (dim + 0.05)
+
+
+def _luminance(rgb):
+    channel = np.asarray(rgb) / 255
+    linear = np.where(channel <= 0.04045, channel / 12.92, ((channel + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])

@@ -1,0 +1,80 @@
+"""A model keeps its look where others are left out: colours, markers and dashes of the figures as they are drawn."""
+
+import pytest
+
+import workbench as wb
+from workbench.errors import ThresholdError
+from workbench.plots import layer_profile, radar, style, traces
+from workbench.plots.files import bokeh_plot
+
+PLACES = {"Pre-LN": 0, "none": 1, "bare": 2}
+
+
+def profiles(runs, **options):
+    return layer_profile(runs, step="last", measures=["spectral_radius", "rank"], **options)
+
+
+def losses(runs, **options):
+    return traces(runs, variables=["loss", "near_unit_mass"], **options)
+
+
+def charts(runs, **options):
+    return radar(wb.compare(runs), overlay=True, **options)
+
+
+def bokeh_looks(figure):
+    """Label -> colour, dash and marker of each glyph that its entries in the legends stand for."""
+    looks = {}
+    for panel in bokeh_plot(figure).traverse(lambda part: part, [lambda part: type(part).__name__ == "OverlayPlot"]):
+        for item in (item for legend in panel.state.legend for item in legend.items):
+            glyphs = [renderer.glyph for renderer in item.renderers]
+            looks.setdefault(item.label.value, []).extend(
+                (glyph.line_color, tuple(glyph.line_dash), getattr(glyph, "marker", "")) for glyph in glyphs
+            )
+    return looks
+
+
+def matplotlib_looks(figure):
+    """Label -> look of each line, of each group of markers, and of its entries in the legends."""
+    with style.drawing("matplotlib") as hv:
+        drawn = hv.renderer("matplotlib").instance().get_plot(figure).state
+    looks = {}
+    for axis in drawn.axes:
+        keys = axis.get_legend().legend_handles if axis.get_legend() else []
+        for line in [*axis.lines, *keys]:
+            look = (line.get_color(), line.get_linestyle(), line.get_marker())
+            looks.setdefault(line.get_label(), []).append(look)
+        for dots in axis.collections:
+            shape = len(dots.get_paths()[0].vertices)
+            looks.setdefault(dots.get_label(), []).append((dots.get_edgecolor().tolist(), shape))
+    return {label: found for label, found in looks.items() if not label.startswith("_")}
+
+
+LOOKS = {"bokeh": bokeh_looks, "matplotlib": matplotlib_looks}
+
+
+@pytest.mark.parametrize("backend", LOOKS)
+@pytest.mark.parametrize("draw", [profiles, losses, charts])
+def test_looks_stay_where_models_are_left_out(runs, draw, backend):
+    whole = LOOKS[backend](draw(runs, backend=backend))
+    some = {name: runs[name] for name in ("none", "bare")}
+    part = LOOKS[backend](draw(some, places=PLACES, backend=backend))
+    assert len(part) == 2
+    assert part == {label: whole[label] for label in part}
+    # Otherwise they are counted from the first model drawn.
+    assert LOOKS[backend](draw(some, backend=backend)) != part
+
+
+def test_one_model_is_found_by_its_subject(runs):
+    panel = next(iter(layer_profile(runs["Pre-LN"], step="last", places={"calm": 3})))
+    assert style.MODEL_COLORS[3] in str(panel.Curve.values()[0].opts.get("style", backend="bokeh").kwargs["color"])
+
+
+def test_places_that_say_nothing_are_refused(runs):
+    assert style.model_places(["a", "b"]) == [0, 1]
+    assert style.model_places(["b"], {"a": 0, "b": 7}) == [7]
+    with pytest.raises(ThresholdError, match="The places lack the model 'bare'; they are for Pre-LN, none."):
+        losses(runs, places={"Pre-LN": 0, "none": 1})
+    for place in (-1, 1.5, True, None):
+        with pytest.raises(ThresholdError, match=f"The place of 'bare' is {place}, expected a whole number from 0."):
+            charts(runs, places=PLACES | {"bare": place})
