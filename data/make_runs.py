@@ -191,7 +191,7 @@ PARTS: dict[str, tuple[Callable[[str, Path], str], tuple[str, ...]]] = {
 }
 
 
-def collect(out: Path, minutes: float) -> None:
+def collect(out: Path) -> None:
     """Put the parts of each table together, and write down how everything was made."""
     for target, names in {
         **{f"initialization/{table}": names for table, names in TABLES.items()},
@@ -205,7 +205,6 @@ def collect(out: Path, minutes: float) -> None:
             )
     record = {
         "call": "python data/make_runs.py",
-        "minutes": round(minutes, 1),
         "seeds": {"runs": SEEDS[0], "initialization": SEEDS, "divergence": TABLE_SEEDS},
         "versions": versions(),
         "sha256": {
@@ -220,7 +219,8 @@ def collect(out: Path, minutes: float) -> None:
 
 def _write(data: xr.Dataset, file: Path) -> None:
     with replacing(file) as partial:
-        data.to_netcdf(partial, engine="netcdf4")
+        # Without the encodings of the parts: the width of one part's names would cut those of another.
+        data.drop_encoding().to_netcdf(partial, engine="netcdf4")
 
 
 def _slug(name: str) -> str:
@@ -244,7 +244,7 @@ def main() -> None:
     args = parser.parse_args()
     start = time.monotonic()
     _work([args.only] if args.only else list(PARTS), args.out, args.processes)
-    collect(args.out, (time.monotonic() - start) / 60)
+    collect(args.out)
     print(f"{(time.monotonic() - start) / 60:.1f} minutes")
 
 

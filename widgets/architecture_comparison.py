@@ -89,8 +89,8 @@ class ArchitectureComparison(WorkbenchWidget):
         self.fill([self._controls, self._body, self.export_bar])
         for control in (self._models, self._layers, self._view):
             self.watch(control, lambda _: self._draw())
-        self.watch(self._slider, lambda _: self._draw())
         self.watch(self._slider, lambda change: setattr(self._play, "value", change["new"]))
+        self.watch(self._slider, lambda _: self._draw())  # last: the next success would clear what it has to say
         self.watch(self._play, lambda change: setattr(self._slider, "value", change["new"]))
         self.watch(self._speed, lambda change: setattr(self._play, "interval", change["new"]))
         for each in self.views.values():

@@ -30,6 +30,7 @@ class WorkbenchWidget(ipywidgets.VBox):
         self.turn = threading.RLock()
         self._undo: list[Callable[[], None]] = []
         self._error = ""
+        self._is_inside = self._has_failed = False
         self.message = ipywidgets.HTML()
         super().__init__([self.message], **kwargs)
         self.add_class("workbench-widget")
@@ -45,16 +46,23 @@ class WorkbenchWidget(ipywidgets.VBox):
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Run the block alone; show its exception under the widget, or clear the line if there is none."""
+        """Run the block alone; show its exception under the widget, or clear the line if there is none.
+
+        One control may move another, whose callbacks then run inside: what failed there stays on the line.
+        """
         with self.turn:
+            is_inner, self._is_inside = self._is_inside, True
+            self._has_failed = is_inner and self._has_failed
             try:
                 yield
             except WorkbenchError as error:
-                self._show(str(error))
+                self._fail(str(error))
             except Exception as error:  # noqa: BLE001  (a bug of ours: the widget lives on, the log has the traceback)
                 _log.exception("A callback of %s failed.", type(self).__name__)
-                self._show(f"{type(error).__name__}: {error}")
-            else:
+                self._fail(f"{type(error).__name__}: {error}")
+            finally:
+                self._is_inside = is_inner
+            if not self._has_failed:
                 self._show("")
 
     def guarded(self, callback: Callable[..., None]) -> Callable[..., None]:
@@ -90,6 +98,10 @@ class WorkbenchWidget(ipywidgets.VBox):
         for child in self.children:
             close_tree(child)
         super().close()
+
+    def _fail(self, sentence: str) -> None:
+        self._has_failed = True
+        self._show(sentence)
 
     def _show(self, sentence: str) -> None:
         self._error = sentence

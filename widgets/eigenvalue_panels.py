@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 VIEWS = {"unit circle": (0.0, None), "near 1": (1.0, None), "all modes": (0.0, "all")}
 #: Pixels; a narrower panel has its texts in two lines, and its name shortened.
 _NARROW = 240
-#: Pixels; a smaller panel has fewer ticks.
+#: Pixels; a smaller panel has fewer ticks, and less room between its numbers.
 _SMALL = 180
 VIEW_TIPS = ["Zoom to the unit circle", "Zoom to where most modes are", "Zoom out until every mode is visible"]
 
@@ -100,7 +100,9 @@ class EigenvaluePanels:
         if spectra.sizes["layer"] and not len(columns["real"]):
             above = "no modes"
         else:
-            above = headline(spectra, columns, view) if spectra.sizes["layer"] or not remark else "nothing to show yet"
+            words = {"template": "mean M {:.2f} max ρ {:.3g}"} if width < _SMALL else {}
+            is_empty = remark and not spectra.sizes["layer"]
+            above = "nothing to show yet" if is_empty else headline(spectra, columns, view, **words)
         if is_narrow:  # a second line, empty or not, keeps the panels where they are
             first, outside = above.rsplit("   ", 1) if above.endswith("outside") else (above, "")
             above = f"{first}\n{', '.join(filter(None, [remark, outside])) or ' '}"

@@ -108,7 +108,7 @@ def export_netcdf(
 
 
 def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
-    """Open a run written by `save` or `export_netcdf`; values are read when they are needed.
+    """Open a run written by `save`, `train` or `export_netcdf`; of a Zarr store values are read when they are needed.
 
     Args:
         path: Of a Zarr store or a netCDF file.
@@ -130,7 +130,9 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
             # A run that grows is consistent only as its consolidated metadata say.
             run = xr.open_datatree(path, engine="zarr", consolidated=_is_consolidated(path))
         else:
-            run = xr.open_datatree(path, engine="netcdf4", auto_complex=True)
+            # Closed at once: HDF5 crashes where a forgotten file is closed in one thread while another opens one.
+            with xr.open_datatree(path, engine="netcdf4", auto_complex=True) as file:
+                run = file.load()
     except (OSError, ValueError, KeyError, TypeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise StoreError(f"{path} is no run or is damaged ({first}); write it again with wb.save().") from error

@@ -66,8 +66,8 @@ def test_looks_stay_where_models_are_left_out(runs, draw, backend):
 
 
 def test_one_model_is_found_by_its_subject(runs):
-    panel = next(iter(layer_profile(runs["Pre-LN"], step="last", places={"calm": 3})))
-    assert style.MODEL_COLORS[3] in str(panel.Curve.values()[0].opts.get("style", backend="bokeh").kwargs["color"])
+    looks = bokeh_looks(profiles(runs["Pre-LN"], places={"calm": 3}))
+    assert [look[0] for look in looks["calm, step 20"]] == [style.MODEL_COLORS[3]] * 2
 
 
 def test_places_that_say_nothing_are_refused(runs):

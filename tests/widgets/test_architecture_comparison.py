@@ -348,6 +348,17 @@ def test_playing_moves_the_step_and_the_other_way_round(open_comparison, runs):
     assert comparison._play.interval == 100
 
 
+def test_what_cannot_be_drawn_at_a_step_is_said_however_one_gets_there(open_comparison, runs):
+    comparison = open_comparison({"Pre-LN": runs["Pre-LN"], "late": run_of([10, 20])})
+    comparison.step = 10
+    comparison.models = ["late"]
+    for control in (comparison._slider, comparison._play):
+        control.value = 0
+        assert comparison.error == "None of the models shown has spectra of these layers at step 0; move a slider."
+        control.value = 1
+        assert comparison.error == ""
+
+
 def test_at_the_end_the_step_follows_a_run_that_grows(open_comparison):
     growing = spectra_over([0, 5, 10, 15], n_layers=3)
     comparison = open_comparison({"a": growing.isel(step=[0]), "b": growing.isel(step=[0])}, view="eigenvalues")

@@ -28,6 +28,22 @@ def test_an_error_of_ours_is_shown_as_its_sentence_and_cleared_by_success(widget
     assert widget.message.value == ""
 
 
+def test_what_fails_in_a_control_that_another_one_moves_stays(widget):
+    first, second = ipywidgets.IntSlider(), ipywidgets.IntSlider()
+
+    def refuse(change):
+        if change["new"] == 1:
+            raise WorkbenchError("Choose another value.")
+
+    widget.watch(second, refuse)
+    widget.watch(second, lambda _: None)
+    widget.watch(first, lambda change: setattr(second, "value", change["new"]))
+    first.value = 1
+    assert widget.error == "Choose another value."
+    first.value = 2
+    assert widget.error == ""
+
+
 def test_any_other_exception_is_named_and_logged(widget, caplog):
     button = ipywidgets.Button()
     widget.on_click(button, lambda _: 1 / 0)

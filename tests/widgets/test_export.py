@@ -11,7 +11,7 @@ from tests.widgets.recorded_runs import run_of
 from widgets import ArchitectureComparison
 from widgets.export import export_path, export_runs
 from workbench.errors import StoreError, ThresholdError
-from workbench.plots.style import INK, NEUTRAL
+from workbench.plots.style import INK, NEUTRAL, drawing
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,8 @@ def test_figures_to_keep_show_what_the_widget_shows(comparison, tmp_path):
     comparison.step = 20
     comparison.view = "eigenvalues"
     panels = list(comparison.figure())
-    titles = [hv.Store.lookup_options("bokeh", panel, "plot").kwargs["title"] for panel in panels]
+    with drawing("bokeh"):
+        titles = [hv.Store.lookup_options("bokeh", panel, "plot").kwargs["title"] for panel in panels]
     assert titles == ["Pre-LN", "wild/1 · diverged at step 14"]
     source = comparison.views["eigenvalues"].panels.sources["Pre-LN"].data
     np.testing.assert_array_equal(panels[0].Points.Modes["real"], source["real"])
@@ -131,9 +132,11 @@ def test_files_have_the_looks_of_the_screen(comparison, view):
     tags = {option["name"]: option["color"] for option in comparison._models.options}
     colors = {}
     for backend in ("bokeh", "matplotlib"):
-        for curve in comparison.figure(backend).traverse(lambda part: part, [hv.Curve]):
-            color = hv.Store.lookup_options(backend, curve, "style").kwargs["color"]
-            colors.setdefault(curve.label.split(" ")[0], set()).add(color)
+        figure = comparison.figure(backend)
+        with drawing(backend):
+            for curve in figure.traverse(lambda part: part, [hv.Curve]):
+                color = hv.Store.lookup_options(backend, curve, "style").kwargs["color"]
+                colors.setdefault(curve.label.split(" ")[0], set()).add(color)
     colors = {name: found - {NEUTRAL, INK} for name, found in colors.items()}  # published radar lines are grey
     assert colors == {name: {tags[name]} for name in ("wild/1", "bare")}
 

@@ -56,7 +56,7 @@ def recorded_runs(kind: str = "healthy") -> dict[str, xr.DataTree]:
     """
     from workbench.store import open_run
 
-    runs = [open_run(file).load() for file in sorted((_DATA / "runs").glob(f"*-{kind}.nc"))]
+    runs = [open_run(file) for file in sorted((_DATA / "runs").glob(f"*-{kind}.nc"))]
     if not runs:
         raise StoreError(f"No recorded run is '{kind}', expected 'healthy' or 'diverged' in a clone of the repository.")
     return {str(run.attrs["architecture"]): run for run in sorted(runs, key=lambda run: int(run.attrs["place"]))}
