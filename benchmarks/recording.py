@@ -53,7 +53,8 @@ def main() -> None:
             "monitors and spectra": {"store": Path(folder) / "spectra.zarr", "spectra_every": EVERY},
         }
         total = n_steps + EVERY + 1
-        seconds = seconds_of_each({name: begin(total, **options) for name, options in kinds.items()}, n_steps)
+        runs = {name: begin(total, **options) for name, options in kinds.items()}
+        seconds = seconds_of_each(runs, n_steps)
     plain = seconds["nothing"]
     rows = []
     for name, wanted in (("monitors", "measured"), ("monitors and spectra", "under +10 %")):
@@ -63,8 +64,8 @@ def main() -> None:
         [
             "# Cost of recording",
             "",
-            f"Pre-LN, d = 128, L = 4, associative recall (32 sequences of 64 tokens), {n_steps} steps; spectra of 2,048 "
-            f"states every {EVERY} steps. Runs take turns in one process; without recording a step takes "
+            f"Pre-LN, d = 128, L = 4, associative recall (32 sequences of 64 tokens), {n_steps} steps; spectra of "
+            f"2,048 states every {EVERY} steps. Runs take turns in one process; without recording a step takes "
             f"{1e3 * plain / n_steps:.1f} ms. Made by `make bench` on {os.cpu_count()} cores ({platform.machine()}), "
             f"{versions()}.",
             "",
