@@ -6,16 +6,14 @@ Call: python -m benchmarks.accuracy [--problems 400]; writes benchmarks/accuracy
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.report import write_report
 from tests.spectral.snapshots import snapshots
 from tests.spectral.test_dmd import largest_error
-from workbench.atomic import replacing
 from workbench.spectral.spectra import versions
 
-RESULTS = Path(__file__).resolve().parent / "accuracy.md"
 KINDS = ("linear", "residual", "generic")
 #: Covariance conditions from, up to, and the relative error wanted there.
 RANGES = ((0.0, 1e6, 1e-8), (1e6, 1e10, 1e-5))
@@ -51,25 +49,14 @@ def main() -> None:
             f"| {worst[inside].max():.1e} | {which} |"
         )
     n_overstated = int(np.sum(np.array(digits_said) > np.array(digits_left)))
-    text = "\n".join(
-        [
-            "# Accuracy",
-            "",
-            "Largest relative difference from `tests/oracle.py` over |lambda|, residuals and measures, in "
-            f"{n_problems} random problems (width 4 to 79, {', '.join(KINDS)}; seed {SEED}). "
-            f"Made by `make bench` with {versions()}.",
-            "",
-            "| covariance condition | problems | wanted | median | largest | beyond what is wanted |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "",
-            f"`significant_digits` said more digits than were left in {n_overstated} problems.",
-            "",
-        ]
+    about = (
+        "Largest relative difference from `tests/oracle.py` over |lambda|, residuals and measures, in "
+        f"{n_problems} random problems (width 4 to 79, {', '.join(KINDS)}; seed {SEED}). "
+        f"Made by `make bench` with {versions()}."
     )
-    with replacing(RESULTS) as partial:
-        partial.write_text(text)
-    print(text)
+    columns = ("covariance condition", "problems", "wanted", "median", "largest", "beyond what is wanted")
+    after = f"`significant_digits` said more digits than were left in {n_overstated} problems."
+    write_report("accuracy", "Accuracy", about, columns, rows, after)
 
 
 if __name__ == "__main__":

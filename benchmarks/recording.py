@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import workbench as wb
-from workbench.atomic import replacing
+from benchmarks.report import write_report
 from workbench.spectral.spectra import versions
 
-RESULTS = Path(__file__).resolve().parent / "recording.md"
 #: Steps between spectra; runs take turns in chunks of so many.
 EVERY = 50
 
@@ -60,24 +59,13 @@ def main() -> None:
     for name, wanted in (("monitors", "measured"), ("monitors and spectra", "under +10 %")):
         a_step = 1e3 * seconds[name] / n_steps
         rows.append(f"| {name} | {wanted} | **{seconds[name] / plain - 1:+.1%}** | {a_step:.1f} ms a step |")
-    text = "\n".join(
-        [
-            "# Cost of recording",
-            "",
-            f"Pre-LN, d = 128, L = 4, associative recall (32 sequences of 64 tokens), {n_steps} steps; spectra of "
-            f"2,048 states every {EVERY} steps. Runs take turns in one process; without recording a step takes "
-            f"{1e3 * plain / n_steps:.1f} ms. Made by `make bench` on {os.cpu_count()} cores ({platform.machine()}), "
-            f"{versions()}.",
-            "",
-            "| recorded | wanted | measured | time |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
+    about = (
+        f"Pre-LN, d = 128, L = 4, associative recall (32 sequences of 64 tokens), {n_steps} steps; spectra of 2,048 "
+        f"states every {EVERY} steps. Runs take turns in one process; without recording a step takes "
+        f"{1e3 * plain / n_steps:.1f} ms. Made by `make bench` on {os.cpu_count()} cores ({platform.machine()}), "
+        f"{versions()}."
     )
-    with replacing(RESULTS) as partial:
-        partial.write_text(text)
-    print(text)
+    write_report("recording", "Cost of recording", about, ("recorded", "wanted", "measured", "time"), rows)
 
 
 if __name__ == "__main__":

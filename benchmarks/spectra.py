@@ -20,13 +20,12 @@ import numpy as np
 import torch
 
 import workbench as wb
+from benchmarks.report import write_report
 from tests.oracle import oracle
-from workbench.atomic import replacing
 from workbench.spectral import SnapshotMoments, layer_spectra, whitened_dmd
 from workbench.spectral.spectra import versions
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results.md"
 WIDTH, N_SNAPSHOTS, N_LAYERS = 768, 2048, 12
 
 
@@ -172,22 +171,11 @@ def main() -> None:
         print_peak(args.peak_of)
         return
     rows = [*one_layer(args.repeats), *many_layers(args.repeats), *memory(), *cuda(args.repeats)]
-    text = "\n".join(
-        [
-            "# Benchmarks",
-            "",
-            "Ratios are medians of runs that take turns in one process. Made by `make bench` on "
-            f"{os.cpu_count()} cores ({platform.machine()}), {versions()}.",
-            "",
-            "| what | wanted | measured | seconds |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
+    about = (
+        "Ratios are medians of runs that take turns in one process. Made by `make bench` on "
+        f"{os.cpu_count()} cores ({platform.machine()}), {versions()}."
     )
-    with replacing(RESULTS) as partial:
-        partial.write_text(text)
-    print(text)
+    write_report("results", "Benchmarks", about, ("what", "wanted", "measured", "seconds"), rows)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ def test_optimizers_of_torch_run(make_model, task, optimizer):
 
 def dropout_model():
     """A Hugging Face model that draws random numbers when it trains."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.3)
     state = torch.get_rng_state()
     torch.manual_seed(0)
@@ -198,6 +199,26 @@ def test_a_diverged_run_ends_cleanly_and_keeps_its_data(task, tmp_path, failure,
     assert message in str(event["message"].values)
 
 
+def test_a_reader_who_leaves_at_the_divergence_finds_a_diverged_run(task, tmp_path):
+    run = wb.train(Failing(lambda x: x * math.nan), task, n_steps=10, store=tmp_path / "run.zarr")
+    for record in run:
+        if record.diverged:
+            assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 4
+            break
+    run.close()
+    kept = wb.open_run(tmp_path / "run.zarr")
+    assert kept.attrs["state"] == "diverged"
+    assert kept["events"]["kind"].values.tolist() == ["divergence"]
+
+
+def test_a_ready_optimizer_comes_back_with_its_own_rate(make_model, task):
+    model = make_model()
+    ready = torch.optim.SGD(model.parameters(), lr=0.01)
+    rates = [record.learning_rate for record in wb.train(model, task, n_steps=4, optimizer=ready, schedule="linear")]
+    assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    assert ready.param_groups[0]["lr"] == 0.01
+
+
 def test_a_run_may_go_on_after_its_divergence(task):
     model = Failing(lambda x: x + 400 * (torch.arange(32) == 0))
     causes = [record.cause for record in wb.train(model, task, n_steps=8, stops_at_divergence=False)]
@@ -253,7 +274,8 @@ def test_auxiliary_losses_are_trained_on_and_shown_apart(task):
 
 
 def test_hugging_face_routers_bring_their_auxiliary_loss(task):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     config = transformers.MixtralConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5,
@@ -273,7 +295,8 @@ def test_images_and_loaders_train_in_the_same_place():
 
 @pytest.mark.parametrize("columns", [("input_ids",), ("input_ids", "attention_mask")])
 def test_tokenized_datasets_train_zoo_and_hugging_face_models(make_model, columns, tmp_path):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     rows = torch.randint(1, 32, (24, 12), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(12) < torch.arange(24)[:, None] % 6 + 6).long()
     columns = {name: {"input_ids": rows * mask, "attention_mask": mask}[name].tolist() for name in columns}

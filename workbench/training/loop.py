@@ -213,24 +213,27 @@ class _Run:
                 recorder.add(record.step, record.monitors(), spectra)
                 if record.diverged:
                     recorder.event(record.step, "divergence", **_evidence(record, self.plan))
-                ends = record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite")
-                if not ends:
-                    self.step += 1
-                    if self.recording.checkpoint_every and self.step % self.recording.checkpoint_every == 0:
-                        recorder.flush()  # first: a resumed run does not make the rows before its checkpoint again
-                        self._checkpoint()
-                yield record
-                if ends:
+                if record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite"):
                     state = "diverged"
+                    recorder.flush(state=state)  # at once: whoever gets the record may look at the store
+                    yield record
                     return
+                self.step += 1
+                if self.recording.checkpoint_every and self.step % self.recording.checkpoint_every == 0:
+                    recorder.flush()  # first: a resumed run does not make the rows before its checkpoint again
+                    self._checkpoint()
+                yield record
             state = "finished"
             recorder.event(self.step, "finished", message=f"Finished after {self.step} steps.")
         except GeneratorExit:
-            state = "stopped"
-            recorder.event(self.step, "stopped", message=f"Stopped after {self.step} steps.")
+            if state != "diverged":
+                state = "stopped"
+                recorder.event(self.step, "stopped", message=f"Stopped after {self.step} steps.")
             raise
         finally:
             self.model.train(was_training)
+            for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
+                group["lr"] = peak  # a ready optimizer goes back to its owner as it came
             recorder.flush(state=state)
             if self.recording.checkpoint_every and is_whole and state in ("stopped", "finished"):
                 self._checkpoint()

@@ -1,0 +1,30 @@
+"""How a benchmark's table is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from workbench.atomic import replacing
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def write_report(
+    name: str, title: str, about: str, columns: Sequence[str], rows: Sequence[str], after: str = ""
+) -> None:
+    """Write ``benchmarks/<name>.md``, whole or not at all, and print it.
+
+    Args:
+        name: Of the file.
+        title: Its heading.
+        about: What was measured, how and where.
+        columns: Headings of the table.
+        rows: Its rows, in Markdown.
+        after: A closing sentence.
+    """
+    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    text = "\n".join([f"# {title}", "", about, "", *head, *rows, "", *([after, ""] if after else [])])
+    with replacing(FOLDER / f"{name}.md") as partial:
+        partial.write_text(text)
+    print(text)
