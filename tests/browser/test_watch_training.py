@@ -24,9 +24,9 @@ def test_the_maps_move_while_it_trains(lab, page, artifacts):
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
     start_all(page)
     panels = page.locator(".workbench-widget .bk-Figure")
-    wait(lambda: page.evaluate(IS_TRAINING), "training", seconds=60)
+    wait(lambda: page.evaluate(IS_TRAINING), "training", seconds=120)
     page.evaluate(SHOW_WIDGET)  # Run All leaves the page at the notebook's end
-    wait(lambda: panels.count() >= 2, "panels while it trains", seconds=60)
+    wait(lambda: panels.count() >= 2, "panels while it trains", seconds=120)
     panels.last.scroll_into_view_if_needed()
     wait(lambda: colored(panels.last) > 30, "modes on the panel without normalization")
     before = pixels(panels.last)
