@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
 from tests.training.conftest import same_weights
-from workbench.errors import SnapshotError, StoreError, ThresholdError
+from workbench.errors import AnatomyError, SnapshotError, StoreError, ThresholdError
 from workbench.spectral.spectra import RankWarning
 
 
@@ -252,6 +252,14 @@ def test_spectra_of_a_stream_that_is_not_finite_are_missed_with_a_word(task, tmp
     assert "spectra" not in run.children
     assert run["events"]["kind"].values.tolist() == ["no spectra", "divergence"]
     assert "NaN" in str(run["events"]["message"].values[0])
+
+
+def test_a_model_without_blocks_is_refused_before_a_store_is_made(task, tmp_path):
+    model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))
+    with pytest.raises(AnatomyError):
+        next(wb.train(model, task, n_steps=3, store=tmp_path / "a.zarr", spectra_every=1))
+    assert not (tmp_path / "a.zarr").exists()
+    assert len(list(wb.train(model, task, n_steps=3, store=tmp_path / "a.zarr"))) == 3
 
 
 def test_auxiliary_losses_are_trained_on_and_shown_apart(task):

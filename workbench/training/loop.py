@@ -185,12 +185,12 @@ class _Run:
     def steps(self, *, overwrite: bool) -> Iterator[StepRecord]:
         """The generator that `train` returns."""
         writer, every = self.writer, self.recording.spectra_every
+        taker = self._taker() if every else None  # first: a model that cannot be read is refused before a store is made
         if writer is None:
             writer = open_writer(self.recording, self.configuration, overwrite=overwrite)
         recorder = RunRecorder(writer, self.recording.flush_every)
         if self.writer is not None:
             recorder.event(self.step, "resumed", message=f"Resumed from the checkpoint of step {self.step}.")
-        taker = self._taker() if every else None
         batches = self.task.stream(self.step)
         was_training = self.model.training
         state, is_whole = "interrupted", True

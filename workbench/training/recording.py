@@ -21,7 +21,7 @@ from workbench.run_writer import RunWriter
 from workbench.schema import EVENTS, MONITORS
 from workbench.spectral.profile import profile
 from workbench.spectral.spectra import RankWarning, versions
-from workbench.subjects.anatomy import Anatomy, read_anatomy
+from workbench.subjects.anatomy import read_anatomy
 from workbench.subjects.batches import Batches
 from workbench.subjects.checkpoint import Subject
 from workbench.subjects.probing import on_device_of
@@ -78,16 +78,20 @@ class SpectraTaker:
     """Takes spectra of one model on the same inputs again and again.
 
     Args:
-        model: The model; its anatomy is read at the first spectrum.
+        model: The model; its anatomy is read now.
         inputs: As `workbench.profile` takes them; not an iterator, as they are used each time.
         options: Further arguments of `workbench.profile`.
+
+    Raises:
+        AnatomyError: If the residual stream cannot be read with certainty.
     """
 
     def __init__(self, model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
         self.subject = Subject(model, type(model).__name__, f"module {type(model).__qualname__}")
         self.inputs = inputs
         self.options = dict(options)
-        self._anatomy: Anatomy | None = None
+        probe, _ = Batches.of(inputs, self.subject).probe_and_all()
+        self._anatomy = read_anatomy(model, on_device_of(model, probe), stack=self.options.get("stack"))
         self._has_warned = False
 
     def take(self, step: int) -> xr.Dataset:
@@ -95,12 +99,7 @@ class SpectraTaker:
 
         Raises:
             SnapshotError: If the stream holds NaN or infinite values, or does not vary.
-            AnatomyError: If the residual stream cannot be read with certainty.
         """
-        if self._anatomy is None:
-            probe, _ = Batches.of(self.inputs, self.subject).probe_and_all()
-            probe = on_device_of(self.subject.model, probe)
-            self._anatomy = read_anatomy(self.subject.model, probe, stack=self.options.get("stack"))
         options = {"progress": False, **self.options, "anatomy": self._anatomy}
         with warnings.catch_warnings():
             if self._has_warned:  # the rank of each layer is in the data
