@@ -171,3 +171,9 @@ def test_finished_parts_are_not_made_again(make_runs, tmp_path):
 def test_unknown_recordings_are_named(call, sentence):
     with pytest.raises(StoreError, match=sentence):
         call()
+
+
+def test_a_missing_table_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(wb.samples, "_DATA", tmp_path)
+    with pytest.raises(StoreError, match="There is no .*divergence.nc; use a clone of the repository"):
+        wb.samples.divergence_table()

@@ -13,7 +13,9 @@ def test_workbench_stays_headless_also_after_computing():
 import sys, workbench as wb, numpy as np
 wb.spectral, wb.plots, wb.zoo, wb.tasks, wb.schema, wb.open_checkpoint, wb.profile, wb.save, wb.read_anatomy
 rng = np.random.default_rng(0)
-wb.summarize(wb.profile(wb.zoo.transformer(n_layers=2, d_model=16), wb.tasks.text_bytes().batch(0)[0], progress=False))
+model, task = wb.zoo.transformer(n_layers=2, d_model=16), wb.tasks.text_bytes()
+wb.summarize(wb.profile(model, task.batch(0)[0], progress=False))
+for record in wb.train(model, task, n_steps=1, spectra_every=1): wb.compare({{"one": record.spectra}})
 print([name for name in {FORBIDDEN!r} if name in sys.modules])
 """
     assert run(code).strip() == "[]"

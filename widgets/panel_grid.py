@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from bokeh.layouts import gridplot
 
+from workbench.plots.files import bokeh_plot
+from workbench.plots.style import note_bokeh
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bokeh.models import GridPlot, Range1d
+    from bokeh.models import GridPlot, Range1d, Title
     from bokeh.plotting import figure
+
+
+def own_panel(drawing: Any, x_range: Range1d, *, frame_width: int) -> tuple[Any, figure, Title]:
+    """The one panel of a drawing, to be put into a grid of ours and written in place.
+
+    Args:
+        drawing: What a function of ``workbench.plots`` returns, of one panel.
+        x_range: Shared by the panels of the grid.
+        frame_width: Of the panel, in pixels.
+
+    Returns:
+        The holoviews plot of the panel, its figure without a legend, and the line above it.
+    """
+    plot = bokeh_plot(drawing)
+    (panel,) = plot.traverse(lambda part: part, [lambda part: type(part).__name__ == "OverlayPlot"])
+    plot.state.document.clear()  # the panel moves into a grid of ours
+    panel.state.update(x_range=x_range, frame_width=frame_width)
+    note_bokeh("")(panel, None)
+    for legend in panel.state.legend:
+        legend.visible = False
+    return panel, panel.state, panel.state.select_one({"name": "note_above"})
 
 
 def grid(figures: Sequence[figure], *, n_columns: int) -> GridPlot:

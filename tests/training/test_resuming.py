@@ -2,6 +2,7 @@ import shutil
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
@@ -103,6 +104,7 @@ def test_checkpoints_of_fused_experts_open_for_study(task, tmp_path):
         ({"n_steps": 20}, r"training.n_steps = 14, this call says 20"),
         ({"seed": 6}, r"training.seed = 5, this call says 6"),
         ({"optimizer_options": {"weight_decay": 0.5}}, r"weight_decay = nothing, this call says 0.5"),
+        ({"loss": nn.functional.mse_loss}, r"training.loss = token_loss, this call says mse_loss"),
         ({"spectra_every": 3}, r"spectra.every = None, this call says 3"),
     ],
 )

@@ -9,14 +9,13 @@ import numpy as np
 from bokeh.models import LogScale, Range1d
 
 from widgets.comparison.scene import ComparisonView, Scene
-from widgets.panel_grid import fit, grid
+from widgets.panel_grid import fit, grid, own_panel
 from widgets.tags import Tags
 from workbench.errors import ThresholdError
 from workbench.plots import layer_profile
-from workbench.plots.files import bokeh_plot
 from workbench.plots.inputs import select_layers
 from workbench.plots.layers import DEFAULT_MEASURES, LOGARITHMIC, REFERENCE, measure_columns, remark
-from workbench.plots.style import log_ticks_bokeh, note_bokeh
+from workbench.plots.style import log_ticks_bokeh
 from workbench.schema import SPECTRA
 
 if TYPE_CHECKING:
@@ -122,15 +121,8 @@ class MeasurePanel:
 
     def __init__(self, measure: str, spectra: Mapping[str, xr.Dataset], x_range: Range1d) -> None:
         self.measure = measure
-        plot = bokeh_plot(layer_profile(spectra, measures=[measure], depth="index"))
-        (self._plot,) = plot.traverse(lambda panel: panel, [lambda part: type(part).__name__ == "OverlayPlot"])
-        self.figure = self._plot.state
-        plot.state.document.clear()  # the panel moves into a grid of ours
-        self.figure.update(x_range=x_range, frame_width=330)
-        note_bokeh("")(self._plot, None)
-        self._note = self.figure.select_one({"name": "note_above"})
-        for legend in self.figure.legend:
-            legend.visible = False
+        drawing = layer_profile(spectra, measures=[measure], depth="index")
+        self._plot, self.figure, self._note = own_panel(drawing, x_range, frame_width=330)
         self.is_logarithmic = isinstance(self.figure.y_scale, LogScale)
         self._is_wide: bool | None = None
         parts = [part.handles for part in self._plot.subplots.values() if "glyph_renderer" in part.handles]

@@ -10,13 +10,12 @@ import numpy as np
 from bokeh.models import Line, LogScale, Range1d, Span
 
 from widgets.comparison.scene import ComparisonView, Scene, muted
-from widgets.panel_grid import fit, grid, set_range
+from widgets.panel_grid import fit, grid, own_panel, set_range
 from widgets.tags import Tags
 from workbench.comparison import ENERGETIC, SPECTRAL
 from workbench.errors import ThresholdError
 from workbench.plots import traces
-from workbench.plots.files import bokeh_plot
-from workbench.plots.style import NEUTRAL, log_ticks_bokeh, note_bokeh
+from workbench.plots.style import NEUTRAL, log_ticks_bokeh
 from workbench.plots.traces import Panel, Trace, trace_of
 from workbench.schema import MONITORS, SPECTRA
 
@@ -137,15 +136,8 @@ class TracePanel:
         self._lines, self._runs = self._read(runs), dict(runs)
         drawn = list(shown) if _is_any_recorded(self._lines, shown) else list(runs)
         places = {name: place for place, name in enumerate(runs)}
-        plot = bokeh_plot(traces({name: runs[name].tree for name in drawn}, variables=[variable], places=places))
-        (self._plot,) = plot.traverse(lambda panel: panel, [lambda part: type(part).__name__ == "OverlayPlot"])
-        self.figure = self._plot.state
-        plot.state.document.clear()  # the panel moves into a grid of ours
-        self.figure.update(x_range=x_range, frame_width=680)
-        note_bokeh("")(self._plot, None)
-        self._note = self.figure.select_one({"name": "note_above"})
-        for legend in self.figure.legend:
-            legend.visible = False
+        drawing = traces({name: runs[name].tree for name in drawn}, variables=[variable], places=places)
+        self._plot, self.figure, self._note = own_panel(drawing, x_range, frame_width=680)
         self.cursor = Span(dimension="height", line_color=NEUTRAL, line_width=1.5, line_dash=[4, 3])
         self.figure.add_layout(self.cursor)
         # A run has a line, perhaps markers with the same columns, and perhaps the cross of its divergence.

@@ -91,10 +91,16 @@ def divergence_table() -> xr.Dataset:
     Returns:
         Dataset with dims ``architecture``, ``learning_rate`` and ``seed``: ``has_diverged``; ``step`` (of the
         divergence; NaN: none).
+
+    Raises:
+        StoreError: If it is not there.
     """
     import xarray as xr
 
-    with xr.open_dataset(_DATA / "divergence.nc", engine="netcdf4") as data:
+    file = _DATA / "divergence.nc"
+    if not file.exists():
+        raise StoreError(f"There is no {file}; use a clone of the repository.")
+    with xr.open_dataset(file, engine="netcdf4") as data:
         return data.load()
 
 

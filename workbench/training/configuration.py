@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 _PROVENANCE = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
 
 
-def describe_run(model: nn.Module, task: Task, plan: TrainingPlan, recording: Recording) -> dict[str, Any]:
-    """Everything that decides a run's numbers, as JSON gives it back.
+def describe_run(
+    model: nn.Module, task: Task, plan: TrainingPlan, recording: Recording, loss: Callable[..., Any]
+) -> dict[str, Any]:
+    """Everything that decides a run's numbers, as JSON gives it back; functions by their names.
 
     Returns:
         ``model``, ``task``, ``training`` and ``spectra``, each a mapping.
     """
-    training = plan.as_dict()
+    training = plan.as_dict() | {"loss": getattr(loss, "__qualname__", None) or str(loss)}
     if plan.schedule not in ("cosine", "linear"):
         del training["n_steps"]  # the run may be made longer: its steps do not depend on where it ends
     configuration = {

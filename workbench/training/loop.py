@@ -146,7 +146,7 @@ class _Run:
         self.model, self.task, self.plan, self.recording, self.loss = model, task, plan, recording, loss
         self.optimizer = optimizer
         self.peak_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self.configuration = describe_run(model, task, plan, recording)
+        self.configuration = describe_run(model, task, plan, recording, loss)
         self.device = _device_of(model)
         self.random = RandomStream(plan.seed, device=self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.precision == "float16")
