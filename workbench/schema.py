@@ -98,11 +98,26 @@ MONITORS: dict[str, Variable] = {
     "accuracy": Variable(("step",), "f", "accuracy", "1", "share of the batch's targets that were most likely"),
     "grad_norm": Variable(("step",), "f", "gradient norm", "1", "norm of all gradients together, before clipping"),
     "learning_rate": Variable(("step",), "f", "learning rate", "1", "largest rate of the optimizer's groups"),
+    "kss_enabled": Variable(("step",), "b", "KSS on", "1", "whether Koopman Spectral Shaping was switched on"),
+    "kss_strength": Variable(("step",), "f", "KSS strength", "1", "weight of the spectral penalty"),
+    "kss_interval": Variable(("step",), "i", "KSS interval", "step", "steps between two applications of the penalty"),
+    "kss_gamma": Variable(("step",), "f", "KSS target", "1", "near-unit mass that the penalty aims at"),
+    "kss_penalty": Variable(("step",), "f", "KSS penalty", "1", "mean over the layers looked at; NaN: none were"),
+    "kss_spectral_radius": Variable(
+        ("step",), "f", "spectral radius under KSS", "1", "largest over the layers that KSS looked at; NaN: none"
+    ),
+    "kss_near_unit_mass": Variable(
+        ("step",), "f", "near-unit mass under KSS", "1", "mean over the layers that KSS looked at; NaN: none"
+    ),
+    "kss_acting": Variable(("step",), "i", "layers shaped", "1", "layers whose penalty reached the weights"),
+    "kss_skipped": Variable(("step",), "i", "layers left out", "1", "layers that were due but gave no usable gradient"),
 }
 
 EVENTS: dict[str, Variable] = {
     "step": Variable(("event",), "i", "step", "1", "updates before the event"),
-    "kind": Variable(("event",), "UT", "kind", "", "what happened: divergence, finished, stopped, resumed, no spectra"),
+    "kind": Variable(
+        ("event",), "UT", "kind", "", "what happened: divergence, finished, stopped, resumed, no spectra, kss"
+    ),
     "source": Variable(("event",), "UT", "source", "", "what showed it: loss, grad_norm, non-finite; or empty"),
     "score": Variable(("event",), "f", "score", "1", "value that showed it; NaN: none"),
     "message": Variable(("event",), "UT", "message", "", "one sentence for people"),

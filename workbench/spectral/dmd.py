@@ -132,24 +132,8 @@ def whitened_operator(moments: SnapshotMoments, options: DmdOptions | None = Non
         SnapshotError: If there are fewer than three snapshots, or the states do not vary.
     """
     options = options or DmdOptions()
-    if moments.n_snapshots < 3:
-        raise SnapshotError(
-            f"{moments.name[:1].upper()}{moments.name[1:]} has {moments.n_snapshots} snapshots, "
-            "expected at least 3; pass more tokens."
-        )
+    trace = _total_variance(moments)
     c_xx = moments.c_xx
-    trace = float(c_xx.diagonal().sum())
-    # A covariance is finite where its diagonal is. Beyond that LAPACK may hang or take the process down.
-    if not np.isfinite(trace) or not bool(torch.isfinite(moments.c_dd.diagonal()).all()):
-        raise SnapshotError(
-            f"The states passing {moments.name} are so large that their squares overflow float64; scale them down."
-        )
-    # States that are all the same still vary by the rounding of the dtype they came in.
-    noise = moments.resolution**2 * float(moments.mean_x.square().sum())
-    if not trace > noise:
-        raise SnapshotError(
-            f"The states entering {moments.name} are all the same, so there is no spectrum; pass inputs that differ."
-        )
     basis, variance, condition = _principal_directions(c_xx, options)
     ridge = options.ridge * (trace / moments.n_features if options.ridge_kind == "relative" else 1.0)
     whiten = (variance + ridge).rsqrt()
@@ -168,6 +152,65 @@ def whitened_operator(moments: SnapshotMoments, options: DmdOptions | None = Non
     )
     matrix = change[n_null:] + torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return WhitenedOperator(matrix, gram, update_gram, unexplained, condition, moments.n_snapshots)
+
+
+def koopman_matrix(
+    moments: SnapshotMoments, options: DmdOptions | None = None, *, has_basis_gradient: bool = False
+) -> Tensor:
+    """The whitened operator alone, for gradients: the matrix of `whitened_operator`, without what the measures need.
+
+    Eigenvalues do not depend on how the directions are scaled or turned among themselves, so the whitening carries no
+    gradient; the directions' span does where a rank leaves some out. Its derivative is the first-order perturbation of
+    an invariant subspace, which divides by the gaps between kept and left-out variances alone; that of single
+    directions, as ``torch.linalg.eigh`` has it, divides by every gap and is infinite for equal variances.
+
+    Args:
+        moments: Of at least three snapshots; whatever carries a gradient there does so in the result.
+        options: See `DmdOptions`.
+        has_basis_gradient: Let the span of the leading directions follow the states; else it counts as constant.
+
+    Returns:
+        A, shape (m, m), on the moments' device.
+
+    Raises:
+        SnapshotError: If there are fewer than three snapshots, the states do not vary, or squares overflow.
+    """
+    options = options or DmdOptions()
+    trace = _total_variance(moments)
+    c_xx, constant = moments.c_xx, moments.c_xx.detach()
+    basis, variance, _ = _principal_directions(constant, options)
+    basis = basis[:, -len(variance) :]
+    if has_basis_gradient and len(variance) < len(constant):
+        all_variances, directions = torch.linalg.eigh(constant)
+        left_out = directions[:, : -len(variance)]
+        gaps = variance - all_variances[: -len(variance), None]
+        basis = basis + left_out @ ((left_out.T @ (c_xx - constant) @ basis) / gaps)
+    ridge = options.ridge * (trace / moments.n_features if options.ridge_kind == "relative" else 1.0)
+    whiten = basis * (variance + ridge).rsqrt()
+    change = torch.linalg.solve(whiten.T @ c_xx @ whiten, whiten.T @ moments.c_dx @ whiten, left=False)
+    return change + torch.eye(len(variance), dtype=change.dtype, device=change.device)
+
+
+def _total_variance(moments: SnapshotMoments) -> float:
+    """Trace of C_xx, once it is clear that there is a spectrum."""
+    if moments.n_snapshots < 3:
+        raise SnapshotError(
+            f"{moments.name[:1].upper()}{moments.name[1:]} has {moments.n_snapshots} snapshots, "
+            "expected at least 3; pass more tokens."
+        )
+    trace = float(moments.c_xx.detach().diagonal().sum())
+    # A covariance is finite where its diagonal is. Beyond that LAPACK may hang or take the process down.
+    if not np.isfinite(trace) or not bool(torch.isfinite(moments.c_dd.diagonal()).all()):
+        raise SnapshotError(
+            f"The states passing {moments.name} are so large that their squares overflow float64; scale them down."
+        )
+    # States that are all the same still vary by the rounding of the dtype they came in.
+    noise = moments.resolution**2 * float(moments.mean_x.detach().square().sum())
+    if not trace > noise:
+        raise SnapshotError(
+            f"The states entering {moments.name} are all the same, so there is no spectrum; pass inputs that differ."
+        )
+    return trace
 
 
 def _principal_directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Tensor, float]:

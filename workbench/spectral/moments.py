@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,6 +43,15 @@ class SnapshotMoments:
         self._sum_xx = torch.zeros(n_features, n_features, **options)
         self._sum_dx = torch.zeros(n_features, n_features, **options)
         self._sum_dd = torch.zeros(n_features, n_features, **options)
+
+    @classmethod
+    def of_nothing_finite(cls, n_features: int, *, device: torch.device | str = "cpu") -> SnapshotMoments:
+        """Stands for snapshots that are not finite, where ranks must add up theirs all the same."""
+        moments = cls(n_features, device=device)
+        for sums in (moments.mean_x, moments.mean_d, moments._sum_xx, moments._sum_dx, moments._sum_dd):
+            sums.fill_(float("nan"))
+        moments.n_snapshots = 1
+        return moments
 
     def update(self, x: Tensor, y: Tensor) -> SnapshotMoments:
         """Add snapshots.
@@ -98,6 +107,41 @@ class SnapshotMoments:
         moved = (t.to(device) for t in (other.mean_x, other.mean_d, other._sum_xx, other._sum_dx, other._sum_dd))
         self._add(_Part(other.n_snapshots, *moved))
         return self
+
+    def all_reduce(self, group: Any = None) -> SnapshotMoments:
+        """Add up the snapshots of all ranks; every rank ends with the same moments.
+
+        A gradient flows into the snapshots of the own rank alone: that of a function of the sum is the sum of what the
+        ranks get. (The mean of all carries none: the centred sums do not change with it, to first order.)
+
+        Args:
+            group: Process group of ``torch.distributed``; None: the default one.
+
+        Returns:
+            Itself.
+        """
+        from torch.distributed import all_reduce
+
+        counts = torch.tensor([float(self.n_snapshots)], dtype=torch.float64, device=self.mean_x.device)
+        message = torch.cat([counts, self.n_snapshots * torch.cat([self.mean_x.detach(), self.mean_d.detach()])])
+        all_reduce(message, group=group)
+        total = int(message[0])
+        mean_x, mean_d = (message[1:] / max(total, 1)).split(self.n_features)
+        self._centre_on(mean_x, mean_d)
+        sums = torch.cat([self._sum_xx, self._sum_dx, self._sum_dd])
+        reduced = sums.detach().clone()
+        all_reduce(reduced, group=group)
+        reduced = reduced + (sums - sums.detach())
+        self.n_snapshots, self.mean_x, self.mean_d = total, mean_x, mean_d
+        self._sum_xx, self._sum_dx, self._sum_dd = reduced.split(self.n_features)
+        return self
+
+    def _centre_on(self, mean_x: Tensor, mean_d: Tensor) -> None:
+        """Centre the sums on other means than the own ones."""
+        shift_x, shift_d = self.mean_x - mean_x, self.mean_d - mean_d
+        self._sum_xx = self._sum_xx + self.n_snapshots * torch.outer(shift_x, shift_x)
+        self._sum_dx = self._sum_dx + self.n_snapshots * torch.outer(shift_d, shift_x)
+        self._sum_dd = self._sum_dd + self.n_snapshots * torch.outer(shift_d, shift_d)
 
     def _add(self, part: _Part) -> None:
         if part.n == 0:

@@ -46,15 +46,15 @@ class Batches:
             inputs = subject.tokenize(inputs)
         if isinstance(inputs, Tensor | Mapping):
             parts = list(_split(inputs))
-            return cls(parts, [_n_rows(part) for part in parts])
+            return cls(parts, [count_rows(part) for part in parts])
         if isinstance(inputs, tuple):
-            return cls([inputs], [_n_rows(inputs)])
+            return cls([inputs], [count_rows(inputs)])
         if _is_list(inputs):
             split = (_split(item) if isinstance(item, Tensor | Mapping) else [item] for item in inputs)
             parts = [part for pieces in split for part in pieces]
             if not parts:
                 raise SnapshotError("The inputs are empty; pass at least one batch of tokens.")
-            return cls(parts, [_n_rows(part) for part in parts])
+            return cls(parts, [count_rows(part) for part in parts])
         if isinstance(inputs, Iterable):
             return cls(inputs, None)
         raise SnapshotError(
@@ -128,7 +128,7 @@ class TokenSelection:
         elif self._rows_left is None:
             chosen = candidates[: self.n_snapshots - self.n_chosen]
         else:
-            n_rows = _n_rows(batch)
+            n_rows = count_rows(batch)
             wanted = self.n_snapshots - self.n_chosen
             quota = -(-wanted * n_rows // max(self._rows_left, n_rows))
             self._rows_left -= n_rows
@@ -166,7 +166,12 @@ def _is_list(inputs: Any) -> bool:
     return isinstance(inputs, Sequence) and not isinstance(inputs, str | tuple | bytes)
 
 
-def _n_rows(batch: Any) -> int:
+def count_rows(batch: Any) -> int:
+    """Sequences in a batch: the length of its first tensor.
+
+    Raises:
+        SnapshotError: If it holds none.
+    """
     tensors = [value for value in _values(batch) if isinstance(value, Tensor) and value.ndim]
     if not tensors:
         raise SnapshotError("A batch holds no tensor; pass token ids, pixel values or embeddings.")
@@ -181,26 +186,30 @@ def _values(batch: Any) -> Iterable[Any]:
 
 def _split(batch: Tensor | Mapping[str, Any]) -> Iterator[Any]:
     """Rows of one big batch in pieces that one forward pass can take."""
-    n_rows = _n_rows(batch)
+    n_rows = count_rows(batch)
     tokens = next(value for value in _values(batch) if isinstance(value, Tensor) and value.ndim)
     per_row = tokens.shape[1] if tokens.ndim in (2, 3) else 256
     step = max(1, _TOKENS_PER_PASS // max(per_row, 1))
     if n_rows == 0:
         raise SnapshotError("The inputs are empty; pass at least one row of tokens.")
     for i in range(0, n_rows, step):
-        yield _rows(batch, slice(i, i + step))
+        yield take_rows(batch, slice(i, i + step))
 
 
 def _head(batch: Any) -> Any:
     """The first two rows: enough to read the anatomy."""
-    return _rows(batch, slice(0, 2)) if isinstance(batch, Tensor | Mapping) else batch
+    return take_rows(batch, slice(0, 2)) if isinstance(batch, Tensor | Mapping) else batch
 
 
-def _rows(batch: Tensor | Mapping[str, Any], which: slice) -> Any:
+def take_rows(batch: Any, which: slice | Tensor) -> Any:
+    """Some sequences of a batch: of every tensor in it that has one entry for each."""
     if isinstance(batch, Tensor):
-        return batch[which]
-    n_rows = _n_rows(batch)
-    return {
-        name: value[which] if isinstance(value, Tensor) and value.shape[:1] == (n_rows,) else value
-        for name, value in batch.items()
-    }
+        return batch[which if isinstance(which, slice) else which.to(batch.device)]
+    n_rows = count_rows(batch)
+
+    def taken(value: Any) -> Any:
+        return take_rows(value, which) if isinstance(value, Tensor) and value.shape[:1] == (n_rows,) else value
+
+    if isinstance(batch, Mapping):
+        return {name: taken(value) for name, value in batch.items()}
+    return tuple(taken(value) for value in batch)

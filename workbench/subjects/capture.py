@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import SnapshotError
 from workbench.spectral.moments import SnapshotMoments
 from workbench.subjects.anatomy import Anatomy, Site
-from workbench.subjects.probing import call_model, undisturbed, unwrap, watch
+from workbench.subjects.probing import HookRequest, call_model, undisturbed, unwrap, watch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,30 +45,64 @@ def capture_moments(
     """
     model = unwrap(model)
     selection.begin(batches)
-    collector = _Collector(anatomy, selection)
-    blocks = {id(site.module): site.module for site in anatomy.sites}.values()
-    hooks = [
-        request for block in blocks for request in ((block, collector.enter, True), (block, collector.leave, False))
-    ]
-    with undisturbed(model), watch(hooks):
+    moments: list[SnapshotMoments | None] = [None] * len(anatomy.sites)
+
+    def add(i: int, x: Tensor, y: Tensor) -> None:
+        if moments[i] is None:
+            moments[i] = empty_moments(anatomy, i, x)
+        moments[i].update(x.detach(), y.detach())
+
+    watcher = StreamWatcher(anatomy, selection, add)
+    with undisturbed(model), watch(watcher.hooks()):
         for batch in batches.items:
             if selection.is_complete:
                 break
-            collector.begin(batch)
+            watcher.begin(batch)
             call_model(model, batch)
             after_batch(selection.n_chosen)
-    return collector.moments()
+    silent = [site.name for site, of_site in zip(anatomy.sites, moments, strict=True) if of_site is None]
+    if silent:
+        raise SnapshotError(f"No states passed {silent[0]}; pass inputs that reach every block.")
+    return moments
 
 
-class _Collector:
-    """What the hooks of one capture share."""
+def empty_moments(anatomy: Anatomy, layer: int, states: Tensor) -> SnapshotMoments:
+    """Moments for the states of one layer, on their device (on the host where that device has no float64)."""
+    device = states.device if states.device.type in ("cpu", "cuda") else "cpu"
+    name = f"layer {layer} ({anatomy.sites[layer].name})"
+    return SnapshotMoments(states.shape[-1], device=device, name=name)
 
-    def __init__(self, anatomy: Anatomy, selection: TokenSelection) -> None:
+
+class StreamWatcher:
+    """Hands over the states that enter and leave each block; the hooks of one capture share it.
+
+    Args:
+        anatomy: Where the residual stream is.
+        selection: Which token states to use; the same in every layer.
+        take: Called with the layer, and the states entering and leaving it, each (snapshot, feature); they still
+            belong to the graph of the forward, if it keeps one.
+        layers: Layers to look at; None: all.
+    """
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        selection: TokenSelection,
+        take: Callable[[int, Tensor, Tensor], None],
+        *,
+        layers: Collection[int] | None = None,
+    ) -> None:
         self.sites = anatomy.sites
-        self.index = {(id(site.module), site.call): i for i, site in enumerate(anatomy.sites)}
+        wanted = range(len(anatomy.sites)) if layers is None else layers
+        self.index = {(id(anatomy.sites[i].module), anatomy.sites[i].call): i for i in wanted}
         self.selection = selection
-        self._moments: list[SnapshotMoments | None] = [None] * len(anatomy.sites)
+        self.take = take
         self.begin(None)
+
+    def hooks(self) -> list[HookRequest]:
+        """For `watch`: before and after each block."""
+        blocks = {id(self.sites[i].module): self.sites[i].module for i in self.index.values()}.values()
+        return [request for block in blocks for request in ((block, self.enter, True), (block, self.leave, False))]
 
     def begin(self, batch: Any) -> None:
         """Forget the last batch."""
@@ -77,27 +111,18 @@ class _Collector:
         self.waiting: dict[int, Tensor] = {}
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Hook before a block."""
         i = self._site(module, self.n_entered)
         if i is not None:
             self.waiting[i] = self._rows(self.sites[i].state_in(args, kwargs), self.sites[i])
 
     def leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        """Hook after a block."""
         i = self._site(module, self.n_left)
         if i is None:
             return
         site = self.sites[i]
-        x, y = self.waiting.pop(i), self._rows(site.state_out(output), site)
-        if self._moments[i] is None:
-            device = x.device if x.device.type in ("cpu", "cuda") else "cpu"
-            self._moments[i] = SnapshotMoments(x.shape[1], device=device, name=f"layer {i} ({site.name})")
-        self._moments[i].update(x, y)
-
-    def moments(self) -> list[SnapshotMoments]:
-        """The moments of all sites, once every batch has run."""
-        silent = [site.name for site, moments in zip(self.sites, self._moments, strict=True) if moments is None]
-        if silent:
-            raise SnapshotError(f"No states passed {silent[0]}; pass inputs that reach every block.")
-        return self._moments
+        self.take(i, self.waiting.pop(i), self._rows(site.state_out(output), site))
 
     def _site(self, module: nn.Module, counter: Counter) -> int | None:
         call = counter[id(module)]
@@ -114,4 +139,4 @@ class _Collector:
                 f"States at {site.name} have leading shape {tuple(state.shape[:-1])}, those before "
                 f"{tuple(self.leading)}; only stacks that keep their tokens can be profiled."
             )
-        return state.detach().flatten(0, -2)[self.chosen.to(state.device)]
+        return state.flatten(0, -2)[self.chosen.to(state.device)]

@@ -7,7 +7,7 @@ import json
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class TrainingState:
         optimizer: Its state dict.
         scaler: State dict of the gradient scaler.
         random: State dict of the run's `RandomStream`.
+        kss: State dict of the run's `Shaper`; empty if it has none.
     """
 
     step: int
@@ -38,6 +39,7 @@ class TrainingState:
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
     random: dict[str, Any]
+    kss: dict[str, Any] = field(default_factory=dict)
 
 
 def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from workbench.training.kss import KSS
     from workbench.training.plan import TrainingPlan
     from workbench.training.recording import Recording
     from workbench.training.tasks import Task
@@ -19,12 +20,18 @@ _PROVENANCE = ("transformers_version", "_name_or_path", "architectures", "dtype"
 
 
 def describe_run(
-    model: nn.Module, task: Task, plan: TrainingPlan, recording: Recording, loss: Callable[..., Any]
+    model: nn.Module,
+    task: Task,
+    plan: TrainingPlan,
+    recording: Recording,
+    loss: Callable[..., Any],
+    kss: KSS | None = None,
 ) -> dict[str, Any]:
     """Everything that decides a run's numbers, as JSON gives it back; functions by their names.
 
     Returns:
-        ``model``, ``task``, ``training`` and ``spectra``, each a mapping.
+        ``model``, ``task``, ``training`` and ``spectra``, each a mapping; with KSS also ``kss``, what stays fixed of
+        it (its controls may change from step to step, and are recorded there).
     """
     training = plan.as_dict() | {"loss": getattr(loss, "__qualname__", None) or str(loss)}
     if plan.schedule not in ("cosine", "linear"):
@@ -35,6 +42,8 @@ def describe_run(
         "training": training,
         "spectra": {"every": recording.spectra_every, **recording.profile_options},
     }
+    if kss is not None:
+        configuration["kss"] = kss.describe()
     return json.loads(json.dumps(configuration, default=str))
 
 

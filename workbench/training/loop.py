@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from workbench.errors import CheckpointError, StoreError, ThresholdError
+from workbench.errors import CheckpointError, StoreError, ThresholdError, WorkbenchError
 from workbench.run_writer import RunWriter
 from workbench.subjects.probing import call_model, on_device_of
 from workbench.training.checkpoints import (
@@ -22,6 +22,7 @@ from workbench.training.checkpoints import (
     write_checkpoint,
 )
 from workbench.training.configuration import describe_run, first_difference
+from workbench.training.kss import KSS, Shaper, Shaping
 from workbench.training.plan import PRECISIONS, TrainingPlan
 from workbench.training.random_stream import RandomStream
 from workbench.training.recording import (
@@ -52,6 +53,7 @@ class StepRecord:
         learning_rate: Largest rate of the optimizer's groups.
         cause: Why the step counts as diverged: ``"loss"``, ``"grad_norm"`` or ``"non-finite"``; empty otherwise.
         spectra: Spectra dataset with a ``step`` dimension of one, where they were due.
+        shaping: What KSS did, where the run has it.
     """
 
     step: int
@@ -62,6 +64,17 @@ class StepRecord:
     learning_rate: float
     cause: str = ""
     spectra: xr.Dataset | None = None
+    shaping: Shaping | None = None
+
+    @property
+    def kss_enabled(self) -> bool:
+        """Whether KSS was switched on in this step."""
+        return self.shaping is not None and self.shaping.control.enabled
+
+    @property
+    def kss_strength(self) -> float:
+        """Strength of KSS in this step; NaN if the run has none."""
+        return math.nan if self.shaping is None else self.shaping.control.strength
 
     @property
     def diverged(self) -> bool:
@@ -71,7 +84,8 @@ class StepRecord:
     def monitors(self) -> dict[str, float]:
         """The numbers of the step; names as in ``schema.MONITORS``."""
         names = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
-        return {name: getattr(self, name) for name in names}
+        shaping = {} if self.shaping is None else self.shaping.monitors()
+        return {name: getattr(self, name) for name in names} | shaping
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -90,6 +104,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    kss: KSS | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     **settings: Any,
 ) -> Iterator[StepRecord]:
@@ -107,6 +122,8 @@ def train(
         resume: Go on from the last checkpoint; weights, optimizer, data and random numbers continue as if the run had
             never stopped.
         overwrite: Replace the run that is at ``store``, with its checkpoints.
+        kss: Koopman Spectral Shaping; its controls may be turned while the run goes on. A resumed run takes up the
+            controls of its checkpoint.
         loss: From logits and targets to a 0-dim tensor.
         **settings: Fields of `TrainingPlan` (``n_steps``, ``learning_rate``, ``warmup``, ...) and of `Recording`
             (``store``, ``spectra_every``, ``checkpoint_every``, ...).
@@ -123,7 +140,7 @@ def train(
     task = as_task(task)
     if plan.precision == "float16" and _device_of(model).type != "cuda":
         raise ThresholdError("float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.")
-    run = _Run(model, task, plan, recording, loss, plan.optimizer_for(model))
+    run = _Run(model, task, plan, recording, loss, plan.optimizer_for(model), kss)
     if resume:
         run.restore()
     else:
@@ -142,11 +159,14 @@ class _Run:
         recording: Recording,
         loss: Callable[[Tensor, Tensor], Tensor],
         optimizer: torch.optim.Optimizer,
+        kss: KSS | None,
     ) -> None:
         self.model, self.task, self.plan, self.recording, self.loss = model, task, plan, recording, loss
         self.optimizer = optimizer
+        self.shaper: Shaper | None = None
+        self.kss, self.kss_state = kss, {}
         self.peak_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self.configuration = describe_run(model, task, plan, recording, loss)
+        self.configuration = describe_run(model, task, plan, recording, loss, kss)
         self.device = _device_of(model)
         self.random = RandomStream(plan.seed, device=self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.precision == "float16")
@@ -178,6 +198,7 @@ class _Run:
         self.optimizer.load_state_dict(state.optimizer)
         self.scaler.load_state_dict(state.scaler)
         self.random.load_state_dict(state.random)
+        self.kss_state = state.kss
         self.step = state.step
         if self.recording.store is not None:
             self.writer = RunWriter.reopen(self.recording.store, before_step=self.step)
@@ -186,6 +207,8 @@ class _Run:
         """The generator that `train` returns."""
         writer, every = self.writer, self.recording.spectra_every
         taker = self._taker() if every else None  # first: a model that cannot be read is refused before a store is made
+        if self.kss is not None:
+            self.shaper = self._attached()
         if writer is None:
             writer = open_writer(self.recording, self.configuration, overwrite=overwrite)
         recorder = RunRecorder(writer, self.recording.flush_every)
@@ -211,6 +234,8 @@ class _Run:
                     spectra = take_or_say(taker, record.step, recorder)
                 record = StepRecord(**{**vars(record), "spectra": spectra})
                 recorder.add(record.step, record.monitors(), spectra)
+                for change in self.shaper.new_changes() if self.shaper is not None else ():
+                    recorder.event(record.step, "kss", source="kss", message=change)
                 if record.diverged:
                     recorder.event(record.step, "divergence", **_evidence(record, self.plan))
                 if record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite"):
@@ -232,6 +257,8 @@ class _Run:
             raise
         finally:
             self.model.train(was_training)
+            if self.shaper is not None:
+                self.shaper.detach()
             for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
                 group["lr"] = peak  # a ready optimizer goes back to its owner as it came
             recorder.flush(state=state)
@@ -240,6 +267,8 @@ class _Run:
 
     def _step(self, inputs: Any, targets: Any) -> StepRecord:
         """One forward, backward and, unless it diverged, update."""
+        if self.shaper is not None:
+            self.shaper.begin_step(self.step)
         factor = self.plan.rate_factor(self.step)
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * factor
@@ -265,6 +294,7 @@ class _Run:
             grad_norm=grad_norm,
             learning_rate=max(group["lr"] for group in self.optimizer.param_groups),
             cause=cause,
+            shaping=None if self.shaper is None else self.shaper.last,
         )
 
     def _losses(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -308,6 +338,18 @@ class _Run:
         inputs = self.task.probe(n_tokens) if self.recording.probe is None else self.recording.probe
         return SpectraTaker(self.model, inputs, options)
 
+    def _attached(self) -> Shaper:
+        """KSS on this model; a model that it cannot read is refused here."""
+        shaper = self.kss.attach(self.model, self.optimizer)
+        try:
+            if self.kss_state:
+                shaper.load_state_dict(self.kss_state)
+            shaper.read_anatomy(on_device_of(self.model, self.task.probe(2)))
+        except WorkbenchError:
+            shaper.detach()
+            raise
+        return shaper
+
     def _checkpoint(self) -> None:
         state = TrainingState(
             step=self.step,
@@ -315,6 +357,7 @@ class _Run:
             optimizer=self.optimizer.state_dict(),
             scaler=self.scaler.state_dict(),
             random=self.random.state_dict(),
+            kss={} if self.shaper is None else self.shaper.state_dict(),
         )
         write_checkpoint(self.model, state, self.recording.checkpoint_folder)
 
