@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from workbench.errors import CheckpointError, WorkbenchError
 
@@ -147,6 +148,10 @@ def save_checkpoint(model: nn.Module, folder: str | os.PathLike[str], *, overwri
         raise CheckpointError(f"{type(model).__name__} is not of the zoo; save it with its own save_pretrained().")
     if (folder / "model.safetensors").exists() and not overwrite:
         raise CheckpointError(f"{folder} holds a checkpoint already; pass overwrite=True to replace it.")
+    if any(parametrize.is_parametrized(module) for module in model.modules()):
+        raise CheckpointError(
+            "The model's weights are parametrized, which no configuration says; save wb.baselines.plain_copy(model)."
+        )
     options = model.config.as_dict()
     config = {ZOO_KEY: options.pop("family"), **options}
     state = model.state_dict()

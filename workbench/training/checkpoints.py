@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.atomic import replacing
-from workbench.errors import CheckpointError
+from workbench.atomic import check_free, replacing
+from workbench.errors import CheckpointError, StoreError
+from workbench.run_writer import RunWriter
+from workbench.training.baselines.weights import is_parametrized, plain_copy
 
 _NAME = re.compile(r"step-(\d{8})")
 _STATE = "training.pt"
+#: Weights of a parametrized model as they are trained; model.safetensors has them as they act.
+_PARAMETRIZED = "parametrized.safetensors"
 
 
 @dataclass(frozen=True)
@@ -66,10 +71,53 @@ def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Pa
     return place
 
 
+def list_checkpoints(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a run by their step, rising; empty if there are none."""
+    places = folder.glob("step-*") if folder.is_dir() else ()
+    found = {int(match.group(1)): place for place in places if (match := _NAME.fullmatch(place.name))}
+    return dict(sorted(found.items()))
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint with the most steps; None if there is none."""
-    found = [place for place in folder.glob("step-*") if _NAME.fullmatch(place.name)] if folder.is_dir() else []
-    return max(found, default=None, key=lambda place: int(_NAME.fullmatch(place.name).group(1)))
+    found = list_checkpoints(folder)
+    return found[max(found)] if found else None
+
+
+def branch_run(store: Path | str, new_store: Path | str, *, step: int) -> Path:
+    """Copy a run as it was at one of its checkpoints; ``train(..., store=new_store, resume=True)`` goes on from there.
+
+    The run that is copied stays as it is.
+
+    Args:
+        store: Of a run that is not training at this moment, with its checkpoints beside it.
+        new_store: Of the copy; its checkpoint goes beside it, and its attribute ``branched_from`` says where from.
+        step: Of the checkpoint.
+
+    Returns:
+        The path of the copy.
+
+    Raises:
+        CheckpointError: If there is no checkpoint of that step.
+        StoreError: If there is no run, the new place is taken, or the disk is full.
+    """
+    store, new_store = Path(store), Path(new_store)
+    checkpoints, new_checkpoints = store.with_suffix(".checkpoints"), new_store.with_suffix(".checkpoints")
+    found = list_checkpoints(checkpoints)
+    if step not in found:
+        known = ", ".join(map(str, found)) or "none"
+        raise CheckpointError(f"{checkpoints} has no checkpoint of step {step}; there are: {known}.")
+    if not store.exists():
+        raise StoreError(f"There is no run at {store}; check the path.")
+    for place in (new_store, new_checkpoints):
+        check_free(place, overwrite=False)
+    with replacing(new_checkpoints) as partial:
+        shutil.copytree(found[step], partial / found[step].name)
+    with replacing(new_store) as partial:
+        shutil.copytree(store, partial)
+        writer = RunWriter.reopen(partial, before_step=step)
+        writer.commit(branched_from=f"{store}, step {step}", state="stopped")
+    return new_store
 
 
 def read_checkpoint(place: Path) -> TrainingState:
@@ -97,8 +145,9 @@ def load_weights(model: nn.Module, place: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_model
 
+    file = place / _PARAMETRIZED if is_parametrized(model) else place / "model.safetensors"
     try:
-        load_model(model, place / "model.safetensors")
+        load_model(model, file)
     except (OSError, SafetensorError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise CheckpointError(
@@ -112,6 +161,9 @@ def _save_weights(model: nn.Module, folder: Path) -> None:
     from workbench.subjects.checkpoint import save_checkpoint
     from workbench.subjects.zoo import is_zoo_model
 
+    if is_parametrized(model):
+        save_file(_untied(model), folder / _PARAMETRIZED)
+        model = plain_copy(model)
     if is_zoo_model(model):
         save_checkpoint(model, folder)
         return

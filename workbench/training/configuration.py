@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from torch.nn.utils import parametrize
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,12 +29,14 @@ def describe_run(
     recording: Recording,
     loss: Callable[..., Any],
     kss: KSS | None = None,
+    penalties: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that decides a run's numbers, as JSON gives it back; functions by their names.
 
     Returns:
         ``model``, ``task``, ``training`` and ``spectra``, each a mapping; with KSS also ``kss``, what stays fixed of
-        it (its controls may change from step to step, and are recorded there).
+        it (its controls may change from step to step, and are recorded there); with further terms of the loss also
+        ``penalties``.
     """
     training = plan.as_dict() | {"loss": getattr(loss, "__qualname__", None) or str(loss)}
     if plan.schedule not in ("cosine", "linear"):
@@ -44,6 +49,8 @@ def describe_run(
     }
     if kss is not None:
         configuration["kss"] = kss.describe()
+    if penalties:
+        configuration["penalties"] = dict(penalties)
     return json.loads(json.dumps(configuration, default=str))
 
 
@@ -58,7 +65,15 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     else:
         shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
         about["shapes"] = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    if counts := _parametrizations(model):
+        about["parametrizations"] = counts
     return about | {"n_weights": sum(parameter.numel() for parameter in model.parameters())}
+
+
+def _parametrizations(model: nn.Module) -> dict[str, int]:
+    """How many tensors of a model are computed by each parametrization, such as ``_SpectralNorm()``."""
+    tables = [module.parametrizations for module in model.modules() if parametrize.is_parametrized(module)]
+    return dict(Counter(repr(item) for table in tables for chain in table.values() for item in chain))
 
 
 def first_difference(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

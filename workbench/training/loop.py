@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from workbench.errors import CheckpointError, StoreError, ThresholdError, WorkbenchError
 from workbench.run_writer import RunWriter
 from workbench.subjects.probing import call_model, on_device_of
+from workbench.training.baselines.stream import PenaltyTerms
 from workbench.training.checkpoints import (
     TrainingState,
     latest_checkpoint,
@@ -22,7 +23,7 @@ from workbench.training.checkpoints import (
     write_checkpoint,
 )
 from workbench.training.configuration import describe_run, first_difference
-from workbench.training.kss import KSS, Shaper, Shaping
+from workbench.training.kss import KSS, Shaper
 from workbench.training.plan import PRECISIONS, TrainingPlan
 from workbench.training.random_stream import RandomStream
 from workbench.training.recording import (
@@ -34,58 +35,11 @@ from workbench.training.recording import (
     recorded_configuration,
     take_or_say,
 )
+from workbench.training.step_record import StepRecord
 from workbench.training.tasks import Task, as_task
 
 if TYPE_CHECKING:
-    import xarray as xr
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What one step gave; everything but the update itself belongs to the weights after ``step`` updates.
-
-    Attributes:
-        step: Updates done before this one.
-        loss: Of the batch, without auxiliary terms, in nats for cross entropy.
-        auxiliary_loss: Weighted auxiliary terms, such as a router's balance; NaN if the model has none.
-        accuracy: Share of the batch's targets that were most likely; NaN where that means nothing.
-        grad_norm: Norm of all gradients together, before clipping; NaN if the loss is not finite.
-        learning_rate: Largest rate of the optimizer's groups.
-        cause: Why the step counts as diverged: ``"loss"``, ``"grad_norm"`` or ``"non-finite"``; empty otherwise.
-        spectra: Spectra dataset with a ``step`` dimension of one, where they were due.
-        shaping: What KSS did, where the run has it.
-    """
-
-    step: int
-    loss: float
-    auxiliary_loss: float
-    accuracy: float
-    grad_norm: float
-    learning_rate: float
-    cause: str = ""
-    spectra: xr.Dataset | None = None
-    shaping: Shaping | None = None
-
-    @property
-    def kss_enabled(self) -> bool:
-        """Whether KSS was switched on in this step."""
-        return self.shaping is not None and self.shaping.control.enabled
-
-    @property
-    def kss_strength(self) -> float:
-        """Strength of KSS in this step; NaN if the run has none."""
-        return math.nan if self.shaping is None else self.shaping.control.strength
-
-    @property
-    def diverged(self) -> bool:
-        """Whether the step counts as diverged."""
-        return bool(self.cause)
-
-    def monitors(self) -> dict[str, float]:
-        """The numbers of the step; names as in ``schema.MONITORS``."""
-        names = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
-        shaping = {} if self.shaping is None else self.shaping.monitors()
-        return {name: getattr(self, name) for name in names} | shaping
+    from workbench.training.baselines.penalties import Penalty
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -106,6 +60,7 @@ def train(
     overwrite: bool = False,
     kss: KSS | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
+    penalties: Sequence[Penalty] = (),
     **settings: Any,
 ) -> Iterator[StepRecord]:
     """Train a model, one record a step.
@@ -125,6 +80,7 @@ def train(
         kss: Koopman Spectral Shaping; its controls may be turned while the run goes on. A resumed run takes up the
             controls of its checkpoint.
         loss: From logits and targets to a 0-dim tensor.
+        penalties: Terms added to the loss that look at the residual stream; see `workbench.baselines`.
         **settings: Fields of `TrainingPlan` (``n_steps``, ``learning_rate``, ``warmup``, ...) and of `Recording`
             (``store``, ``spectra_every``, ``checkpoint_every``, ...).
 
@@ -133,6 +89,7 @@ def train(
 
     Raises:
         ThresholdError: If a setting is unknown or impossible; nothing is done then.
+        AnatomyError: When it begins, if spectra or penalties are asked for and the model's blocks cannot be found.
         StoreError: If the store is taken, or holds a run of another configuration.
         CheckpointError: If there is nothing to resume from, or it is damaged.
     """
@@ -140,7 +97,11 @@ def train(
     task = as_task(task)
     if plan.precision == "float16" and _device_of(model).type != "cuda":
         raise ThresholdError("float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.")
-    run = _Run(model, task, plan, recording, loss, plan.optimizer_for(model), kss)
+    optimizer = plan.optimizer_for(model)
+    if plan.precision == "float16" and _is_two_pass(optimizer):
+        raise ThresholdError("float16 scales one gradient a step, but SAM takes two; choose 'bfloat16' or 'float32'.")
+    terms = PenaltyTerms(model, penalties, seed=plan.seed, stack=recording.profile_options.get("stack"))
+    run = _Run(model, task, plan, recording, loss, optimizer, terms, kss)
     if resume:
         run.restore()
     else:
@@ -159,14 +120,15 @@ class _Run:
         recording: Recording,
         loss: Callable[[Tensor, Tensor], Tensor],
         optimizer: torch.optim.Optimizer,
+        penalties: PenaltyTerms,
         kss: KSS | None,
     ) -> None:
         self.model, self.task, self.plan, self.recording, self.loss = model, task, plan, recording, loss
-        self.optimizer = optimizer
+        self.optimizer, self.penalties = optimizer, penalties
         self.shaper: Shaper | None = None
         self.kss, self.kss_state = kss, {}
         self.peak_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self.configuration = describe_run(model, task, plan, recording, loss, kss)
+        self.configuration = describe_run(model, task, plan, recording, loss, kss, penalties.describe())
         self.device = _device_of(model)
         self.random = RandomStream(plan.seed, device=self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.precision == "float16")
@@ -207,6 +169,8 @@ class _Run:
         """The generator that `train` returns."""
         writer, every = self.writer, self.recording.spectra_every
         taker = self._taker() if every else None  # first: a model that cannot be read is refused before a store is made
+        if self.penalties.are_on:
+            self.penalties.read_anatomy(self.task.probe(2))
         if self.kss is not None:
             self.shaper = self._attached()
         if writer is None:
@@ -300,10 +264,14 @@ class _Run:
     def _losses(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Task loss, weighted auxiliary terms or None, and logits."""
         dtype = PRECISIONS[self.plan.precision]
-        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+        autocast = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+        with autocast, self.penalties.watch(self.step) as penalty_of:
             output = call_model(self.model, inputs)
             logits = output if isinstance(output, Tensor) else output.logits
-            return self.loss(logits, targets), _auxiliary_loss(self.model, output), logits
+            task_loss, auxiliary = self.loss(logits, targets), _auxiliary_loss(self.model, output)
+            if (penalty := penalty_of(task_loss)) is not None:
+                auxiliary = penalty if auxiliary is None else auxiliary + penalty
+            return task_loss, auxiliary, logits
 
     def _grad_norm(self) -> float:
         self.scaler.unscale_(self.optimizer)
@@ -316,20 +284,26 @@ class _Run:
         return self.plan.cause_of_divergence(loss, grad_norm)
 
     def _update(self, inputs: Any, targets: Tensor, grad_norm: float) -> None:
-        if self.plan.clip_norm is not None:
-            weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grads_with_norm_(weights, self.plan.clip_norm, torch.tensor(grad_norm))
-        if isinstance(self.optimizer, torch.optim.LBFGS):  # looks at the loss several times a step
+        self._clip(grad_norm)
+        if isinstance(self.optimizer, torch.optim.LBFGS) or _is_two_pass(self.optimizer):
             self.optimizer.step(lambda: self._closure(inputs, targets))
             return
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
+    def _clip(self, grad_norm: float) -> None:
+        if self.plan.clip_norm is not None:
+            weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grads_with_norm_(weights, self.plan.clip_norm, torch.tensor(grad_norm))
+
     def _closure(self, inputs: Any, targets: Tensor) -> Tensor:
+        """Loss and gradients at the weights where an optimizer looks again within a step."""
         self.optimizer.zero_grad(set_to_none=True)
         task_loss, auxiliary, _ = self._losses(inputs, targets)
         total = task_loss if auxiliary is None else task_loss + auxiliary
         total.backward()
+        if self.plan.clip_norm is not None and _is_two_pass(self.optimizer):  # LBFGS needs the true gradient
+            self._clip(self._grad_norm())
         return total
 
     def _taker(self) -> SpectraTaker:
@@ -372,6 +346,11 @@ def _split(settings: Mapping[str, Any]) -> tuple[TrainingPlan, Recording]:
     if "n_steps" not in settings:
         raise ThresholdError("train() needs n_steps, the number of updates; pass n_steps=.")
     return tuple(cls(**{k: v for k, v in settings.items() if k in names}) for cls, names in kinds.items())
+
+
+def _is_two_pass(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it takes a second gradient elsewhere, as SAM and its kin do: ``step(closure)`` after a first backward."""
+    return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
 
 
 def _device_of(model: nn.Module) -> torch.device:

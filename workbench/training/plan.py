@@ -116,8 +116,10 @@ class TrainingPlan:
         if any(id(weight) not in own for group in ready.param_groups for weight in group["params"]):
             raise ThresholdError("The optimizer holds weights that are not the model's; build it from this very model.")
         if self.learning_rate is not None:
-            for group in ready.param_groups:
-                group["lr"] = self.learning_rate
+            highest = max(float(group["lr"]) for group in ready.param_groups)
+            for group in ready.param_groups:  # which may differ, and keep their ratio
+                share = float(group["lr"]) / highest
+                group["lr"] = self.learning_rate * share
         return ready
 
     def cause_of_divergence(self, loss: float, grad_norm: float) -> str:

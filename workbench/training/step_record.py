@@ -1,0 +1,60 @@
+"""What one training step gave."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.training.kss import Shaping
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step gave; everything but the update itself belongs to the weights after ``step`` updates.
+
+    Attributes:
+        step: Updates done before this one.
+        loss: Of the batch, without auxiliary terms, in nats for cross entropy.
+        auxiliary_loss: Weighted auxiliary terms, such as a router's balance or a penalty; NaN if there are none.
+        accuracy: Share of the batch's targets that were most likely; NaN where that means nothing.
+        grad_norm: Norm of all gradients together, before clipping; NaN if the loss is not finite.
+        learning_rate: Largest rate of the optimizer's groups.
+        cause: Why the step counts as diverged: ``"loss"``, ``"grad_norm"`` or ``"non-finite"``; empty otherwise.
+        spectra: Spectra dataset with a ``step`` dimension of one, where they were due.
+        shaping: What KSS did, where the run has it.
+    """
+
+    step: int
+    loss: float
+    auxiliary_loss: float
+    accuracy: float
+    grad_norm: float
+    learning_rate: float
+    cause: str = ""
+    spectra: xr.Dataset | None = None
+    shaping: Shaping | None = None
+
+    @property
+    def kss_enabled(self) -> bool:
+        """Whether KSS was switched on in this step."""
+        return self.shaping is not None and self.shaping.control.enabled
+
+    @property
+    def kss_strength(self) -> float:
+        """Strength of KSS in this step; NaN if the run has none."""
+        return math.nan if self.shaping is None else self.shaping.control.strength
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the step counts as diverged."""
+        return bool(self.cause)
+
+    def monitors(self) -> dict[str, float]:
+        """The numbers of the step; names as in ``schema.MONITORS``."""
+        names = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
+        shaping = {} if self.shaping is None else self.shaping.monitors()
+        return {name: getattr(self, name) for name in names} | shaping
