@@ -49,6 +49,7 @@ bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 	$(BIN)/python -m benchmarks.spectra
 	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m benchmarks.recording
+	$(BIN)/python -m benchmarks.shaping
 
 checkpoints: venv  ## Train the checkpoints in data/ again
 	$(BIN)/python data/make_checkpoints.py

@@ -29,3 +29,7 @@ class SchemaError(WorkbenchError):
 
 class StoreError(WorkbenchError):
     """A run cannot be written to or read from disk."""
+
+
+class MissingPackageError(WorkbenchError, ImportError):
+    """Something was asked for that an optional package does."""

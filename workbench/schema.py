@@ -110,6 +110,9 @@ MONITORS: dict[str, Variable] = {
         ("step",), "f", "near-unit mass under KSS", "1", "mean over the layers that KSS looked at; NaN: none"
     ),
     "kss_acting": Variable(("step",), "i", "layers shaped", "1", "layers whose penalty reached the weights"),
+    "kss_update_size": Variable(
+        ("step",), "f", "update size", "1", "share of the optimizer's own update; below 1 in a trust region"
+    ),
     "kss_skipped": Variable(("step",), "i", "layers left out", "1", "layers that were due but gave no usable gradient"),
 }
 

@@ -3,5 +3,17 @@
 from workbench.training.kss.control import KSS, Band, Control, KSSOptions
 from workbench.training.kss.penalty import LayerPenalty, PenaltyShape, layer_penalty
 from workbench.training.kss.shaper import Shaper, Shaping
+from workbench.training.kss.trust_region import TrustRegion
 
-__all__ = ["KSS", "Band", "Control", "KSSOptions", "LayerPenalty", "PenaltyShape", "Shaper", "Shaping", "layer_penalty"]
+__all__ = [
+    "KSS",
+    "Band",
+    "Control",
+    "KSSOptions",
+    "LayerPenalty",
+    "PenaltyShape",
+    "Shaper",
+    "Shaping",
+    "TrustRegion",
+    "layer_penalty",
+]

@@ -6,18 +6,22 @@ import math
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import ThresholdError
 from workbench.training.kss.penalty import PenaltyShape
+from workbench.training.kss.trust_region import TrustRegion
 
 if TYPE_CHECKING:
     import torch
+    from lightning.pytorch import Callback
     from torch import nn
+    from transformers import TrainerCallback
 
     from workbench.training.kss.shaper import Shaper
 
-COUPLINGS = ("gradient", "decoupled", "projection")
+COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
 SIDES = ("both", "output", "input")
 
 
@@ -37,7 +41,9 @@ class KSSOptions:
             by the same running size. ``"decoupled"`` subtracts learning rate times strength times it after the update,
             as AdamW decouples weight decay. ``"projection"`` steps, after the update, to where the penalty would be
             zero if it were linear: strength times P/|grad P|^2 times its gradient (Polyak 1987), strength 1 the whole
-            way; only a penalty that can be zero (``unstable_term="log"``, ``beta=0``) suits it.
+            way; only a penalty that can be zero (``unstable_term="log"``, ``beta=0``) suits it. ``"trust_region"`` uses
+            no gradient: it takes back updates that throw a layer out of its band; see ``trust_region``.
+        trust_region: The band, for that coupling.
         trigger: Spectral radius above which a layer takes part; 0: always. A run inside its band then pays for the
             forward pass alone.
         skip_first: Leading tokens of each sequence to leave out.
@@ -48,6 +54,7 @@ class KSSOptions:
     n_snapshots: int = 512
     side: str = "both"
     coupling: str = "gradient"
+    trust_region: TrustRegion = field(default_factory=TrustRegion)
     trigger: float = 0.0
     skip_first: int = 0
     seed: int = 0
@@ -77,6 +84,19 @@ class Control:
     def is_due(self, step: int) -> bool:
         """Whether the penalty acts in this step."""
         return self.enabled and self.strength > 0 and step % self.interval == 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, which JSON gives back."""
+        return {**vars(self), "layers": self.layers if isinstance(self.layers, str) else [*self.layers]}
+
+    @classmethod
+    def of_dict(cls, values: Mapping[str, Any]) -> Control:
+        """What `as_dict` gave.
+
+        Raises:
+            ThresholdError: If a value is out of range.
+        """
+        return cls(**{name: _checked(name, value) for name, value in values.items()})
 
 
 class KSS:
@@ -129,6 +149,16 @@ class KSS:
     def published(cls, **controls: Any) -> KSS:
         """The paper's settings (arXiv:2602.22988): strength .15 every 10 steps, half the layers, rank 32."""
         return cls(**controls)
+
+    @classmethod
+    def recommended(cls, **controls: Any) -> KSS:
+        """The variant that kept most runs alive for least in our sweeps (data/README.md): a trust region.
+
+        64 token states of each batch, in eight leading directions; all layers, after every update; a block may lengthen
+        the states up to twofold, and beyond that by a quarter more in a step.
+        """
+        options = KSSOptions(n_snapshots=64, coupling="trust_region", penalty=PenaltyShape(rank=8))
+        return cls(**{"strength": 1.0, "interval": 1, "layers": "all", "options": options, **controls})
 
     enabled: bool = property(lambda self: self._control.enabled, lambda self, value: self.set(enabled=value))
     strength: float = property(lambda self: self._control.strength, lambda self, value: self.set(strength=value))
@@ -197,21 +227,43 @@ class KSS:
             The `Shaper` at work; leaving its context, or ``detach()``, ends it.
 
         Raises:
-            ThresholdError: If the optimizer looks at the loss several times a step (LBFGS).
+            ThresholdError: If the optimizer looks at the loss several times a step (LBFGS) or moves no weight of the
+                model, or the weights are split over processes (FSDP).
         """
         from workbench.training.kss.shaper import Shaper
 
         return Shaper(self, model, optimizer)
 
+    def trainer_callback(self) -> TrainerCallback:
+        """Let KSS act inside a Hugging Face ``Trainer``: ``Trainer(..., callbacks=[kss.trainer_callback()])``.
+
+        See `workbench.training.kss.integrations.trainer_callback`.
+        """
+        from workbench.training.kss.integrations import trainer_callback
+
+        return trainer_callback(self)
+
+    def lightning_callback(self) -> Callback:
+        """Let KSS act inside a Lightning ``Trainer``: ``Trainer(..., callbacks=[kss.lightning_callback()])``.
+
+        See `workbench.training.kss.integrations.lightning_callback`.
+
+        Raises:
+            MissingPackageError: If Lightning is not installed.
+        """
+        from workbench.training.kss.integrations import lightning_callback
+
+        return lightning_callback(self)
+
     def describe(self) -> dict[str, Any]:
         """What stays fixed over a run, as plain values."""
-        options = vars(self.options) | {"penalty": dict(vars(self.options.penalty))}
+        own = self.options
+        options = vars(own) | {"penalty": dict(vars(own.penalty)), "trust_region": dict(vars(own.trust_region))}
         return options | {"controller": None if self.controller is None else dict(vars(self.controller))}
 
     def state_dict(self) -> dict[str, Any]:
         """The controls, as plain values, for a checkpoint."""
-        control = dict(vars(self._control))
-        return control | {"layers": control["layers"] if isinstance(control["layers"], str) else [*control["layers"]]}
+        return self._control.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up controls that `state_dict` gave."""
@@ -279,20 +331,25 @@ def _checked(name: str, value: Any) -> Any:
     if name == "layers":
         return _checked_layers(value)
     if name == "interval":
-        if isinstance(value, bool) or int(value) != value or value < 1:
+        if not _is_whole(value, lowest=1):
             raise ThresholdError(f"interval is {value}, expected a whole number of steps, at least 1.")
         return int(value)
     highest = 1.0 if name == "gamma" else math.inf
-    if isinstance(value, str) or not (0 <= float(value) <= highest and math.isfinite(float(value))):
+    if not (isinstance(value, Real) and 0 <= value <= highest and math.isfinite(value)):
         expected = "a number of at least 0" if name == "strength" else "a share between 0 and 1"
         raise ThresholdError(f"{name} is {value}, expected {expected}.")
     return float(value)
 
 
 def _checked_layers(value: Any) -> str | tuple[int, ...]:
-    if value in ("half", "all"):
+    if isinstance(value, str) and value in ("half", "all"):
         return value
-    is_numbers = isinstance(value, Collection) and not isinstance(value, str | bytes) and len(value) > 0
-    if not is_numbers or any(isinstance(i, bool) or int(i) != i or i < 0 for i in value):
+    is_many = isinstance(value, Collection) and not isinstance(value, str | bytes) and len(value) > 0
+    if not (is_many and all(_is_whole(i, lowest=0) for i in value)):
         raise ThresholdError(f"layers is {value!r}, expected 'half', 'all', or numbers of layers counted from 0.")
     return tuple(sorted({int(i) for i in value}))
+
+
+def _is_whole(value: Any, *, lowest: int) -> bool:
+    is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number and value == int(value) and value >= lowest

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +17,30 @@ from workbench.spectral.moments import SnapshotMoments
 from workbench.subjects.anatomy import Anatomy, read_anatomy
 from workbench.subjects.batches import Batches, TokenSelection, count_rows, take_rows
 from workbench.subjects.capture import StreamWatcher, empty_moments
-from workbench.subjects.probing import call_model, undisturbed, unwrap, watch
+from workbench.subjects.probing import call_model, undisturbed, watch
+from workbench.training.kss.attachment import (
+    as_written,
+    bare,
+    check_attachable,
+    entrances,
+    eval_mode,
+    innermost,
+    is_trained,
+    named_arguments,
+    recomputation_error,
+)
+from workbench.training.kss.control import Control
 from workbench.training.kss.penalty import LayerPenalty, layer_penalty
+from workbench.training.kss.ranks import control_of_first_rank, is_shared, summed
+from workbench.training.kss.trust_region import energy_gain
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.training.kss.control import KSS, Control
+    from workbench.training.kss.control import KSS
+
+#: Why layers did not act although they had a penalty.
+NO_GRADIENT, GRADIENT_NOT_FINITE = "no gradient", "gradient not finite"
 
 
 @dataclass(frozen=True)
@@ -38,7 +55,8 @@ class Shaping:
         spectral_radius: Largest over the layers looked at; NaN if there is no spectrum.
         near_unit_mass: Mean over the layers looked at; NaN if there is no spectrum.
         skipped: Why layers were left out although they were due: layer -> reason.
-        n_acting: Layers whose gradient reached the weights.
+        n_acting: Layers whose gradient reached the weights, or for whose sake the update was taken back.
+        update_size: Share of the optimizer's own update that was tried; below 1 only in a trust region.
     """
 
     step: int
@@ -49,6 +67,7 @@ class Shaping:
     near_unit_mass: float = math.nan
     skipped: Mapping[int, str] | None = None
     n_acting: int = 0
+    update_size: float = 1.0
 
     def monitors(self) -> dict[str, float]:
         """The numbers of the step; names as in ``schema.MONITORS``."""
@@ -62,6 +81,7 @@ class Shaping:
             "kss_near_unit_mass": self.near_unit_mass,
             "kss_acting": self.n_acting,
             "kss_skipped": len(self.skipped or ()),
+            "kss_update_size": self.update_size,
         }
 
 
@@ -81,25 +101,27 @@ class Shaper:
 
     def __init__(self, kss: KSS, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.kss = kss
-        self.model = _bare(model)
-        self._is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.optimizer = _innermost(optimizer)
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise ThresholdError("KSS cannot act inside LBFGS, which looks at the loss several times a step; use Adam.")
+        self.model = bare(model)
+        self.optimizer = innermost(optimizer)
+        check_attachable(self.model, self.optimizer)
+        self._is_shared = is_shared()
         self.step = 0
         self.last: Shaping | None = None
         self.n_skipped: dict[str, int] = {}
-        self._random = np.random.default_rng(kss.options.seed)
         self._anatomy: Anatomy | None = None
-        self._states_per_row = 0.0
-        self._entrances = _entrances(model)
+        self._states_per_row = self._states_of_a_row = 0.0
+        self._entrances = entrances(model)
         self._inputs: dict[nn.Module, Any] = {}
         self._control: Control | None = None
         self._control_before: Control | None = None
         self._changes: list[str] = []
         self._is_own_pass = False
+        self._update_size = 1.0
+        self._rates: list[Any] = []
+        self._weights_before: dict[nn.Parameter, Tensor] = {}
+        remember = torch.compiler.disable(self._remember)  # it writes down what it sees, and is not to be compiled
         self._handles = [
-            *(module.register_forward_pre_hook(self._remember, with_kwargs=True) for module in self._entrances),
+            *(module.register_forward_pre_hook(remember, with_kwargs=True) for module in self._entrances),
             self.optimizer.register_step_pre_hook(self._before_update),
             self.optimizer.register_step_post_hook(self._after_update),
         ]
@@ -116,6 +138,7 @@ class Shaper:
             handle.remove()
         self._handles.clear()
         self._inputs.clear()
+        self._end_update()
 
     def read_anatomy(self, inputs: Any) -> None:
         """Find the residual blocks now, not in the first step that is due.
@@ -131,9 +154,16 @@ class Shaper:
         self._draw_layers(self.kss.control, np.random.default_rng(0))
 
     def begin_step(self, step: int | None = None) -> None:
-        """Read the controls for the coming step; a loop that counts its steps itself calls this."""
+        """Read the controls for the coming step, on every rank those of rank 0.
+
+        A loop that counts its steps itself calls this.
+        """
         self.step = self.step if step is None else step
-        before, self._control = self._control_before, self.kss.control
+        control = self.kss.control
+        if self._is_shared and (first := control_of_first_rank(control)) != control:
+            self.kss.set(**vars(first))
+            control = first
+        before, self._control = self._control_before, control
         self.last = Shaping(self.step, self._control)
         if before is not None and before != self._control:
             pairs = ((name, getattr(before, name), value) for name, value in vars(self._control).items())
@@ -146,33 +176,60 @@ class Shaper:
         return changes
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on alike: controls, step and random state."""
+        """What a resumed run needs to go on alike; plain values, as JSON takes them."""
         return {
             "control": self.kss.state_dict(),
+            "control_before": None if self._control_before is None else self._control_before.as_dict(),
             "step": self.step,
             "states_per_row": self._states_per_row,
-            "random": self._random.bit_generator.state,
+            "update_size": self._update_size,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave; the controls of the `KSS` object are set to it."""
         self.kss.load_state_dict(state["control"])
+        before = state["control_before"]
+        self._control_before = None if before is None else Control.of_dict(before)
         self.step, self._states_per_row = state["step"], state["states_per_row"]
-        self._random.bit_generator.state = state["random"]
+        self._update_size = state["update_size"]
 
     def _remember(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if module.training and torch.is_grad_enabled() and not self._is_own_pass:
-            self._inputs[module] = _named(_bare(module), args, kwargs)
+        if self._is_own_pass or not (module.training and torch.is_grad_enabled()):
+            return
+        # Lightning under DDP puts a plain function in the place of forward, whose arguments are not the model's.
+        if not isinstance(module.forward, FunctionType) or hasattr(module.forward, "__wrapped__"):
+            self._inputs[module] = named_arguments(bare(module), args, kwargs)
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
         if self._control is None:
             self.begin_step()
-        if self.kss.options.coupling == "gradient":
+        if self.kss.options.coupling == "trust_region":
+            self._begin_update()
+        if self.kss.options.coupling != "gradient":
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
             self._act(self._control)
+            return None
+        # The batch is yet to come: the optimizer will have the closure run it (Lightning).
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (optimizer, self._acting_after(closure), *args[2:]), others
+
+    def _acting_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def closure_and_penalty() -> Any:
+            loss = closure()
+            self._act(self._control)
+            return loss
+
+        return closure_and_penalty
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._restore_rates()
         if self.kss.options.coupling != "gradient":
             self._act(self._control)
+        self._end_update()
         self.step += 1
         self._control = None
         self._inputs.clear()  # not to keep a batch alive
@@ -187,89 +244,181 @@ class Shaper:
                 f"KSS did not see {type(self.model).__name__} run before this update; attach it to the module that the "
                 "training loop calls, and keep that in training mode."
             )
-        parts = self._layer_penalties(_bare(called), self._inputs[called], control)
-        acting = {i: part for i, part in parts.items() if part.value is not None and part.value.requires_grad}
+        self._is_own_pass = True
+        try:
+            look = self._hold_in_band if self.kss.options.coupling == "trust_region" else self._shape
+            with as_written():
+                look(bare(called), self._inputs[called], control)
+        finally:
+            self._is_own_pass = False
+        self._states_per_row = self._states_of_a_row  # from the next step on: within one, rows are to be the same
+        band, strength = self.kss.controller, control.strength
+        if band is not None and self.kss.strength == strength:  # whoever turned it meanwhile knows better
+            self.kss.strength = band.adjusted(strength, getattr(self.last, band.quantity))
+            # What the controller does is in the strengths recorded, and no event.
+            self._control_before = replace(self._control_before, strength=self.kss.strength)
+
+    @torch.enable_grad()  # SAM takes its steps without
+    def _shape(self, model: nn.Module, inputs: Any, control: Control) -> None:
+        """Look at the layers that are due and let their penalty act."""
+        parts = self._layer_penalties(model, inputs, control)
+        trigger = self.kss.options.trigger
+        outside = {i: p for i, p in parts.items() if p.value is not None and p.spectral_radius > trigger}
+        acting = {i: part for i, part in outside.items() if part.value.requires_grad}
         valued = [float(part.value.detach()) for part in parts.values() if part.value is not None]
         skipped = {i: part.reason for i, part in parts.items() if part.reason}
+        skipped |= dict.fromkeys(outside.keys() - acting.keys(), NO_GRADIENT)
         gradients = None
         if acting:
             # The mean over the layers looked at: a layer left out counts as zero, so that no other pulls harder for it.
             total = sum(part.value for part in acting.values()) / len(parts)
             gradients = self._gradients(total)
             if gradients is None:
-                skipped |= dict.fromkeys(acting, "gradient not finite")
+                skipped |= dict.fromkeys(acting, GRADIENT_NOT_FINITE)
             else:
                 self._apply(control, float(total.detach()), gradients)
         for reason in skipped.values():
             self.n_skipped[reason] = self.n_skipped.get(reason, 0) + 1
-        spectra = [part for part in parts.values() if len(part.modulus)]
-        self.last = Shaping(
-            self.step,
+        self.last = self._shaping(
             control,
-            layers=tuple(parts),
+            parts,
             penalty=float(np.mean(valued)) if valued else math.nan,
-            spectral_radius=max((part.spectral_radius for part in spectra), default=math.nan),
-            near_unit_mass=float(np.mean([part.near_unit_mass for part in spectra])) if spectra else math.nan,
             skipped=skipped,
             n_acting=len(acting) if gradients is not None else 0,
         )
-        if (band := self.kss.controller) is not None:
-            self.kss.strength = band.adjusted(control.strength, getattr(self.last, band.quantity))
-            # What the controller did is in the strengths recorded, and no event; what others did meanwhile is.
-            self._control_before = replace(self._control_before, strength=self.kss.strength)
+
+    def _shaping(self, control: Control, parts: Mapping[int, LayerPenalty], **what: Any) -> Shaping:
+        spectra = [part for part in parts.values() if len(part.modulus)]
+        return Shaping(
+            self.step,
+            control,
+            layers=tuple(parts),
+            spectral_radius=max((part.spectral_radius for part in spectra), default=math.nan),
+            near_unit_mass=float(np.mean([part.near_unit_mass for part in spectra])) if spectra else math.nan,
+            **what,
+        )
+
+    @torch.no_grad()
+    def _begin_update(self) -> None:
+        """Cut the coming update, and remember the weights if it is to be looked at."""
+        self._end_update()  # of an update that failed
+        if not (self._control.enabled and self._control.strength > 0):
+            return
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * self._update_size
+        if self._control.is_due(self.step):
+            weights = (weight for group in self.optimizer.param_groups for weight in group["params"])
+            self._weights_before = {weight: weight.detach().clone() for weight in weights}
+
+    def _restore_rates(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate
+        self._rates = []
+
+    def _end_update(self) -> None:
+        self._restore_rates()
+        self._weights_before = {}
+
+    @torch.no_grad()
+    def _hold_in_band(self, model: nn.Module, inputs: Any, control: Control) -> None:
+        """Take the update back if it threw a layer out of its band."""
+        region, options = self.kss.options.trust_region, self.kss.options
+        moments = self._moments_of_layers(model, inputs, control)
+        parts = {i: layer_penalty(m, options.penalty, gamma=control.gamma) for i, m in moments.items()}
+        after = {i: self._measured(m, parts[i]) for i, m in moments.items()}
+        broken = []
+        if region.outside(after):
+            weights_after = {weight: weight.detach().clone() for weight in self._weights_before}
+            self._put(self._weights_before)
+            moments = self._moments_of_layers(model, inputs, control)
+            broken = region.broken({i: self._measured(m) for i, m in moments.items()}, after)
+            if not broken:
+                self._put(weights_after)
+        self.last = self._shaping(control, parts, n_acting=len(broken), update_size=self._update_size)
+        self._update_size = region.next_size(self._update_size, control.strength, is_broken=bool(broken))
+
+    def _measured(self, moments: SnapshotMoments, part: LayerPenalty | None = None) -> float:
+        """What the trust region watches, of one layer; NaN where there is no spectrum."""
+        options = self.kss.options
+        if options.trust_region.measure == "energy_gain":
+            return energy_gain(moments)
+        return (part or layer_penalty(moments, options.penalty, gamma=0.0)).spectral_radius
+
+    def _put(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
+        for weight, value in weights.items():
+            weight.copy_(value)
 
     def _layer_penalties(self, model: nn.Module, inputs: Any, control: Control) -> dict[int, LayerPenalty]:
-        """Run some rows of the batch through the model and take the penalty of each layer that is due."""
+        """The penalty of each layer that is due."""
+        with torch.enable_grad():
+            moments = self._moments_of_layers(model, inputs, control)
+            shape = self.kss.options.penalty
+            return {i: layer_penalty(m, shape, gamma=control.gamma) for i, m in moments.items()}
+
+    def _moments_of_layers(self, model: nn.Module, inputs: Any, control: Control) -> dict[int, SnapshotMoments]:
+        """Run some rows of the batch through the model and take the moments of each layer that is due.
+
+        Within a step these are the same rows, tokens and layers each time.
+        """
+        has_gradient = torch.is_grad_enabled()
         options = self.kss.options
-        self._is_own_pass = True
-        try:
-            n_rows = count_rows(inputs)
-            if self._anatomy is None:
-                self._anatomy = read_anatomy(model, take_rows(inputs, torch.arange(min(2, n_rows))))
-            layers = self._draw_layers(control, self._random)
-            inputs = take_rows(inputs, self._draw_rows(n_rows))
-            selection = TokenSelection(options.n_snapshots, options.skip_first, int(self._random.integers(2**31)))
-            states: dict[int, tuple[Tensor, Tensor]] = {}
+        # Of the step alone: resuming needs no more, and ranks whose last batches differ draw the same layers.
+        random = np.random.default_rng([options.seed, self.step])
+        n_rows = count_rows(inputs)
+        if self._anatomy is None:
+            self._anatomy = read_anatomy(model, take_rows(inputs, torch.arange(min(2, n_rows))))
+        layers = self._draw_layers(control, random)
+        inputs = take_rows(inputs, self._draw_rows(n_rows, random))
+        selection = TokenSelection(options.n_snapshots, options.skip_first, int(random.integers(2**31)))
+        states: dict[int, tuple[Tensor, Tensor]] = {}
 
-            def take(i: int, x: Tensor, y: Tensor) -> None:
-                states[i] = (
-                    x if options.side != "output" else x.detach(),
-                    y if options.side != "input" else y.detach(),
-                )
+        def take(i: int, x: Tensor, y: Tensor) -> None:
+            if has_gradient and not y.requires_grad and is_trained(self._anatomy.sites[i].module):
+                raise recomputation_error(model)
+            states[i] = (
+                x if options.side != "output" else x.detach(),
+                y if options.side != "input" else y.detach(),
+            )
 
-            watcher = StreamWatcher(self._anatomy, selection, take, layers=layers)
-            selection.begin(Batches([inputs], [count_rows(inputs)]))
-            watcher.begin(inputs)
-            device = next(self.model.parameters()).device.type
-            with (
-                undisturbed(model),
-                watch(watcher.hooks()),
-                torch.enable_grad(),
-                torch.autocast(device, enabled=False),
-            ):
-                call_model(model, inputs)
-        finally:
-            self._is_own_pass = False
-        self._states_per_row = watcher.leading.numel() / watcher.leading[0]
-        moments = {i: self._moments(i, *states[i]) for i in layers}
-        parts = {i: layer_penalty(m, options.penalty, gamma=control.gamma) for i, m in moments.items()}
-        return {i: _if_outside(part, options.trigger) for i, part in parts.items()}
+        watcher = StreamWatcher(self._anatomy, selection, take, layers=layers)
+        selection.begin(Batches([inputs], [count_rows(inputs)]))
+        watcher.begin(inputs)
+        device = next(self.model.parameters()).device.type
+        with (
+            undisturbed(model),
+            watch(watcher.hooks()),
+            torch.set_grad_enabled(has_gradient),
+            torch.autocast(device, enabled=False),
+        ):
+            call_model(model, inputs)
+        self._states_of_a_row = watcher.leading.numel() / watcher.leading[0]
+        return {i: self._moments(i, *states[i]) for i in layers}
 
     def _moments(self, layer: int, x: Tensor, y: Tensor) -> SnapshotMoments:
         """Moments of the states of all ranks."""
         moments = empty_moments(self._anatomy, layer, x)
+        is_usable = len(x) > 0
         try:
             moments.update(x, y)
-        except SnapshotError:  # not finite: the penalty will say so, on every rank
+        except SnapshotError:
+            is_usable = False
+        if not is_usable:  # the penalty will say so, on every rank
             moments = SnapshotMoments.of_nothing_finite(moments.n_features, device=moments.mean_x.device)
         return moments.all_reduce() if self._is_shared else moments
 
     def _gradients(self, total: Tensor) -> dict[nn.Parameter, Tensor] | None:
         """Of the penalty in the weights that the optimizer moves; None if it is not finite."""
         weights = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        found = torch.autograd.grad(total, weights, allow_unused=True)
+        try:
+            with eval_mode(self.model):  # blocks that recompute their forward repeat that of the own pass
+                found = torch.autograd.grad(total, weights, allow_unused=True)
+        except RuntimeError as error:
+            if "checkpoint" in str(error):
+                raise recomputation_error(self.model) from error
+            raise
         if self._is_shared:
-            found = _summed(weights, found)
+            found = summed(weights, found)
         gradients = {weight: g for weight, g in zip(weights, found, strict=True) if g is not None}
         norm = torch.nn.utils.get_total_norm(list(gradients.values()))
         return gradients if bool(torch.isfinite(norm)) else None
@@ -303,63 +452,9 @@ class Shaper:
             raise ThresholdError(f"KSS is to look at layer {highest}, but the model has layers 0 to {n_layers - 1}.")
         return list(control.layers)
 
-    def _draw_rows(self, n_rows: int) -> Tensor:
+    def _draw_rows(self, n_rows: int, random: np.random.Generator) -> Tensor:
         """As many rows as the snapshots need; all of them the first time, to learn how many states a row has."""
         wanted = n_rows
         if self._states_per_row:
             wanted = min(n_rows, math.ceil(self.kss.options.n_snapshots / self._states_per_row))
-        return torch.from_numpy(np.sort(self._random.choice(n_rows, size=wanted, replace=False)))
-
-
-def _if_outside(part: LayerPenalty, trigger: float) -> LayerPenalty:
-    """The penalty of a layer whose radius lies above the trigger; without its gradient otherwise."""
-    if part.value is None or part.spectral_radius > trigger:
-        return part
-    return replace(part, value=part.value.detach())
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    """The module itself, out of ``torch.compile`` and DDP."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return _bare(model.module)
-    inner = unwrap(model)
-    return model if inner is model else _bare(inner)
-
-
-def _entrances(model: nn.Module) -> list[nn.Module]:
-    """Modules by which a loop may run the whole model, outermost first: each holds every trainable weight.
-
-    A LightningModule, for one, is often a shell around the model that its training step calls.
-    """
-    chain, weights = [model], {id(p) for p in model.parameters() if p.requires_grad}
-    while True:
-        inner = [m for m in chain[-1].children() if weights <= {id(p) for p in m.parameters()}]
-        if len(inner) != 1:
-            return chain
-        chain.append(inner[0])
-
-
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that moves the weights, out of what wraps it (accelerate, Lightning, SAM)."""
-    for name in ("base_optimizer", "optimizer"):
-        inner = getattr(optimizer, name, None)
-        if isinstance(inner, torch.optim.Optimizer):
-            return _innermost(inner)
-    return optimizer
-
-
-def _named(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call as `call_model` takes them: a tuple, or a mapping of keywords."""
-    if not kwargs:
-        return args
-    names = [*inspect.signature(model.forward).parameters]
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _summed(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Gradients added up over all ranks, in one message."""
-    dense = [torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradients, strict=True)]
-    message = torch.cat([gradient.flatten() for gradient in dense])
-    torch.distributed.all_reduce(message)
-    parts = message.split([gradient.numel() for gradient in dense])
-    return [part.view_as(gradient) for part, gradient in zip(parts, dense, strict=True)]
+        return torch.from_numpy(np.sort(random.choice(n_rows, size=wanted, replace=False)))
