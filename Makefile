@@ -50,6 +50,7 @@ bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m benchmarks.recording
 	$(BIN)/python -m benchmarks.shaping
+	$(BIN)/python -m benchmarks.live
 
 checkpoints: venv  ## Train the checkpoints in data/ again
 	$(BIN)/python data/make_checkpoints.py

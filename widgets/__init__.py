@@ -8,6 +8,7 @@ from typing import Any
 #: Public name -> module:attribute.
 _PUBLIC = {
     "ArchitectureComparison": "widgets.architecture_comparison:ArchitectureComparison",
+    "LiveTraining": "widgets.live_training:LiveTraining",
     "SpectrumExplorer": "widgets.spectrum_explorer:SpectrumExplorer",
     "show": "widgets.figure:show",
 }

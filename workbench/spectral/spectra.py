@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -246,6 +247,7 @@ def warn_if_rank_deficient(
         )
 
 
+@cache
 def versions() -> str:
     """Versions of the packages that numbers and files depend on, as one line."""
     found = []

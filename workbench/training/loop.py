@@ -161,6 +161,8 @@ class _Run:
         self.scaler.load_state_dict(state.scaler)
         self.random.load_state_dict(state.random)
         self.kss_state = state.kss
+        if self.kss is not None and state.kss:
+            self.kss.load_state_dict(state.kss["control"])
         self.step = state.step
         if self.recording.store is not None:
             self.writer = RunWriter.reopen(self.recording.store, before_step=self.step)
@@ -317,7 +319,8 @@ class _Run:
         shaper = self.kss.attach(self.model, self.optimizer)
         try:
             if self.kss_state:
-                shaper.load_state_dict(self.kss_state)
+                # The controls were taken up by `restore`; who resumes the run may have turned them since.
+                shaper.load_state_dict({**self.kss_state, "control": self.kss.state_dict()})
             shaper.read_anatomy(on_device_of(self.model, self.task.probe(2)))
         except WorkbenchError:
             shaper.detach()

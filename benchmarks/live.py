@@ -1,0 +1,241 @@
+"""How fast the live room draws, and what drawing costs training: in JupyterLab and headless Chromium.
+
+Call: python -m benchmarks.live [--seconds 60]; writes benchmarks/live.md. Needs Chromium at /usr/bin/chromium, or where
+WORKBENCH_CHROMIUM says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from ast import literal_eval
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import write_report
+from workbench.spectral.spectra import versions
+
+CHROMIUM = os.environ.get("WORKBENCH_CHROMIUM", "/usr/bin/chromium")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+TOKEN = "workbench"
+#: Seconds with the picture, then as many without, and so on.
+CHUNK = 5.0
+
+#: What runs in the kernel. Both kinds of chunks train the same two runs and take the same spectra; in one kind the
+#: canvas is told of each step, in the other it is not.
+KERNEL = """
+import threading, time
+import numpy as np
+import workbench as wb
+from widgets import LiveTraining
+from widgets.live.history import Modes, RunHistory
+
+live = LiveTraining(kss=wb.KSS(enabled=False), learning_rate=1e-4, n_steps=100_000, checkpoint_every=100_000)
+draws = np.random.default_rng(0)
+z = 1 + 0.4 * (draws.normal(size=(60, 2000)) + 1j * draws.normal(size=(60, 2000)))
+layers = np.repeat(np.arange(4, dtype=np.uint8), 500)
+films = [
+    Modes(0, np.stack([f.real, f.imag], -1).astype(np.float32), layers, np.arange(2000, dtype=np.uint8) % 2, 0.5, 2.0,
+          (0.9, 1.05))
+    for f in z
+]
+
+def show_2000(history):
+    add = history.add
+    def added(record):
+        add(record)
+        history.modes = films[record.step % 60]
+    history.add = added
+
+def measure(seconds, chunk):
+    '''Steps, seconds and paintings of chunks with the picture and without, in turns.'''
+    found = []
+    def work():
+        for i in range(int(seconds / chunk)):
+            is_drawn = i % 2 == 0
+            if is_drawn:
+                live.canvas.__dict__.pop("refresh", None)
+            else:
+                live.canvas.refresh = lambda: None
+            time.sleep(0.5)  # what is on its way
+            counts = lambda: (sum(h.n_done for h in live.canvas.histories.values()), live.canvas.n_painted)
+            start, before = time.perf_counter(), counts()
+            time.sleep(chunk)
+            after, elapsed = counts(), time.perf_counter() - start
+            found.append((is_drawn, (after[0] - before[0]) / elapsed, (after[1] - before[1]) / elapsed))
+        live.canvas.__dict__.pop("refresh", None)
+        measured.append(found)
+    threading.Thread(target=work).start()
+
+def feed(seconds):
+    '''2,000 modes, new ones a hundred times a second, without any training.'''
+    def work():
+        history = RunHistory(1000)
+        history.n_layers = 4
+        live.canvas.histories = {"2,000 modes": history}
+        end, before, start = time.perf_counter() + seconds, live.canvas.n_painted, time.perf_counter()
+        i = 0
+        while time.perf_counter() < end:
+            history.modes = films[i % 60]
+            live.canvas.refresh()
+            i += 1
+            time.sleep(0.01)
+        measured.append((live.canvas.n_painted - before) / (time.perf_counter() - start))
+    threading.Thread(target=work).start()
+
+measured = []
+live
+"""
+
+
+def main() -> None:
+    """Measure, print the table and save it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement of training")
+    seconds = parser.parse_args().seconds
+    with tempfile.TemporaryDirectory() as folder, notebook_page(Path(folder), KERNEL) as page:
+        fed = measured_in(page, f"feed({seconds / 3})", seconds / 3)
+        ask(page, "live.start()")
+        page.wait_for_timeout(15_000)  # imports, the first checkpoint
+        default = measured_in(page, f"measure({seconds}, {CHUNK})", seconds * 1.1)
+        ask(page, "[show_2000(history) for history in live.canvas.histories.values()]")
+        many = measured_in(page, f"measure({seconds}, {CHUNK})", seconds * 1.1)
+        ask(page, "live.close()")
+    rows = [f"| 2,000 modes on one map, new ones 100 times a second, no training | **{fed:.1f}** | | | |"]
+    rows.append(row("two runs in training, 256 modes each, as they come", default))
+    rows.append(row("the same runs, 2,000 modes drawn for each", many))
+    about = (
+        f"JupyterLab and headless Chromium, without a GPU, on {os.cpu_count()} cores ({platform.machine()}). An update "
+        "counts when the page has painted it and says so in the animation frame after; at most one is under way. "
+        "Training: the default room, two runs (d = 64, L = 4, 16 sequences of 24 tokens) taking turns, spectra of 512 "
+        "states at every step. With and without the picture take turns too, in "
+        f"one kernel, {CHUNK:g} s each, the page open in both; the loss is the median over pairs of neighbours. The "
+        f"2,000 modes are drawn at random (d = 500, L = 4), not computed. Load average at the end: "
+        f"{os.getloadavg()[0]:.1f}. Made by `make bench`, {versions()}."
+    )
+    columns = (
+        "drawn",
+        "updates/s (wanted: 10)",
+        "steps/s with",
+        "steps/s without",
+        "training loses (wanted: under 10 %)",
+    )
+    write_report("live", "Drawing while it trains", about, columns, rows)
+
+
+def row(name: str, chunks: list[tuple[bool, float, float]]) -> str:
+    """One line of the table, from chunks with and without the picture in turns."""
+    drawn, bare = ([chunk for chunk in chunks if chunk[0] == is_drawn] for is_drawn in (True, False))
+    losses = [1 - one[1] / other[1] for one, other in zip(drawn, bare, strict=False)]
+    rates = [statistics.median(chunk[1] for chunk in part) for part in (drawn, bare)]
+    painted = statistics.median(chunk[2] for chunk in drawn)
+    return f"| {name} | **{painted:.1f}** | {rates[0]:.1f} | {rates[1]:.1f} | **{statistics.median(losses):.1%}** |"
+
+
+def measured_in(page: Any, call: str, seconds: float) -> Any:
+    """Start a measurement in the kernel, and wait for what it finds."""
+    n_before = ask(page, "len(measured)")
+    ask(page, call)
+    end = time.monotonic() + 3 * seconds + 60
+    while ask(page, "len(measured)") == n_before:
+        if time.monotonic() > end:
+            raise TimeoutError(
+                f"{call} did not come back; status: {ask(page, 'live.status')}, {ask(page, 'live.error')}."
+            )
+        page.wait_for_timeout(1000)
+    return ask(page, "measured[-1]")
+
+
+def ask(page: Any, expression: str) -> Any:
+    """Evaluate an expression in the notebook's kernel; its value, if it is plain."""
+    answer = page.evaluate(
+        """async (code) => {
+          const kernel = jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+          const options = {code: '', silent: true, store_history: false, user_expressions: {answer: code}};
+          const reply = await kernel.requestExecute(options).done;
+          const answer = reply.content.user_expressions.answer;
+          if (answer.status !== 'ok') throw new Error(answer.evalue);
+          return answer.data['text/plain'];
+        }""",
+        expression,
+    )
+    try:
+        return literal_eval(answer)
+    except (ValueError, SyntaxError):
+        return answer
+
+
+@contextmanager
+def notebook_page(folder: Path, source: str) -> Iterator[Any]:
+    """A page of JupyterLab whose notebook of one cell has run."""
+    from playwright.sync_api import sync_playwright
+
+    cell = {"cell_type": "code", "id": "c0", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook = {"cells": [cell], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    (folder / "root").mkdir()
+    (folder / "root" / "live.ipynb").write_text(json.dumps(notebook))
+    with lab(folder) as url, sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            str(folder / "chromium"), executable_path=CHROMIUM, headless=True, args=FLAGS,
+            viewport={"width": 1280, "height": 1000},
+        )  # fmt: skip
+        page = context.pages[0]
+        page.goto(f"{url}/lab/tree/live.ipynb?token={TOKEN}&reset")
+        page.wait_for_function(
+            "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'",
+            timeout=60_000,
+        )
+        page.evaluate("() => jupyterapp.commands.execute('notebook:run-all-cells')")
+        page.get_by_role("button", name="Start", exact=True).wait_for(timeout=120_000)
+        page.locator(".workbench-live").evaluate("element => element.scrollIntoView()")
+        yield page
+        context.close()
+
+
+@contextmanager
+def lab(folder: Path) -> Iterator[str]:
+    """A JupyterLab with folders of its own; its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    names = ["JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"]
+    names += ["JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR"]
+    environment = os.environ | {name: str(folder / name) for name in names}
+    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
+    command = [sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser", "--ip=127.0.0.1", f"--port={port}"]
+    command += [
+        "--ServerApp.port_retries=0",
+        f"--IdentityProvider.token={TOKEN}",
+        f"--ServerApp.root_dir={folder}/root",
+    ]
+    command += ["--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"]
+    with (folder / "log").open("w") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(f"{url}/api/status?token={TOKEN}").read()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(15)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""The parts of LiveTraining: one state in flight, traces that lose no extreme, runs that take turns."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import workbench as wb
+from tests.plots.conftest import spectra_of
+from widgets.live.canvas import LiveCanvas
+from widgets.live.history import TRACES, Modes, RunHistory, pack
+from widgets.live.kss_panel import KSSPanel
+from widgets.live.latest_state import LatestState
+from widgets.live.trainer import Trainer
+from workbench.training.kss import Shaping
+from workbench.training.step_record import StepRecord
+
+
+class Number(LatestState):
+    """Shows a number; what it sends is kept."""
+
+    _esm = "export default { render() {} }"
+
+    def __init__(self):
+        self.value = 0
+        self.sent = []
+        super().__init__()
+
+    def state(self):
+        return {"value": self.value}, []
+
+    def send(self, content, buffers=None):
+        self.sent.append(content)
+
+    def answer(self, **content):
+        self._receive(self, content, [])
+
+
+def test_nothing_is_sent_before_a_page_asks_and_everything_at_once_when_it_does():
+    number = Number()
+    number.value = 3
+    number.refresh()
+    assert number.sent == []
+    number.answer(painted=0)
+    assert number.sent == [{"value": 3, "number": 1}]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from(["change", "paint", "reload"]), max_size=40))
+def test_one_state_is_in_flight_and_the_last_one_arrives(acts):
+    number = Number()
+    number.answer(painted=0)
+    for act in acts:
+        if act == "change":
+            number.value += 1
+            number.refresh()
+        elif act == "paint":
+            number.answer(painted=number.sent[-1]["number"])
+        else:  # the page forgets what it had, and what was on its way
+            number.answer(painted=0)
+        n_answers = 1 + sum(a != "change" for a in acts)
+        assert len(number.sent) <= n_answers + 1
+    n_sent = 0
+    while n_sent < len(number.sent):  # the page paints what is on its way, and what that brings
+        n_sent = len(number.sent)
+        number.answer(painted=number.sent[-1]["number"])
+    assert number.sent[-1]["value"] == number.value
+
+
+def test_a_page_that_went_away_is_asked_less_and_less_and_gets_the_latest_when_it_is_back(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("widgets.live.latest_state.time.monotonic", lambda: now[0])
+    number = Number()
+    number.answer(painted=0)
+    for second in range(600):
+        now[0] = float(second)
+        number.value = second
+        number.refresh()
+    questions = number.sent[1:]
+    assert 5 < len(questions) < 20
+    assert all(question == {"are_you_there": True} for question in questions)
+    number.answer(painted=0, again=True)
+    assert number.sent[-1] == {"value": 599, "number": 2}
+
+
+def record_of(step, **values):
+    given = {"loss": 2.0, "auxiliary_loss": np.nan, "accuracy": 0.1, "grad_norm": 1.0, "learning_rate": 1e-3}
+    return StepRecord(step=step, **{**given, **values})
+
+
+def test_long_traces_keep_their_extremes_their_order_and_their_end():
+    loss = np.random.default_rng(0).lognormal(size=5000).astype(np.float32)
+    history = RunHistory(5000)
+    for step, value in enumerate(loss):
+        history.add(record_of(step, loss=float(value)))
+    step, value = history.trace("loss")
+    assert len(step) < 700
+    assert value.min() == loss.min()
+    assert value.max() == loss.max()
+    assert (np.diff(step) >= 0).all()
+    assert (step[-1], value[-1]) == (4999, loss[-1])
+    assert history.latest("loss") == pytest.approx(loss[-1])
+
+
+def test_what_is_not_finite_is_left_out_of_a_trace():
+    history = RunHistory(4)
+    for step, loss in enumerate([1.0, np.nan, np.inf, 2.0]):
+        history.add(record_of(step, loss=loss))
+    step, value = history.trace("loss")
+    assert (step.tolist(), value.tolist()) == ([0, 3], [1, 2])
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=60))
+def test_stretches_with_kss_are_found_again_from_their_ends(switched):
+    history = RunHistory(60)
+    for step, is_on in enumerate(switched):
+        history.add(record_of(step, shaping=Shaping(step, wb.KSS(enabled=is_on).control)))
+    found = [any(start <= step < end for start, end in history.kss_spans()) for step in range(len(switched))]
+    assert found == switched
+
+
+def test_of_a_thousand_stretches_as_many_are_told_as_can_be_seen():
+    history = RunHistory(60_000)
+    history._has_kss[:] = np.arange(60_000) % 20 < 10
+    history.n_done = 60_000
+    assert history.kss_spans() == [(0, 59_990)]
+    history._has_kss[30_000:40_000] = False
+    assert history.kss_spans() == [(0, 29_990), (40_000, 59_990)]
+
+
+def test_modes_are_those_of_the_spectra_and_packed_in_order():
+    spectra = spectra_of(0.9, n_layers=3).expand_dims(step=[7])
+    spectra["eigenvalue"][0, 1, 2:] = np.nan
+    modes = Modes.of(spectra)
+    eigenvalue = spectra["eigenvalue"].values[0]
+    for layer in range(3):
+        found = modes.points[modes.layer == layer].astype(float)
+        known = eigenvalue[layer][np.isfinite(eigenvalue[layer])]
+        np.testing.assert_allclose(found[:, 0] + 1j * found[:, 1], known, rtol=1e-6)
+    history = RunHistory(10)
+    history.add(record_of(7, spectra=spectra))
+    (run,), buffers = pack({"a": history})
+    assert (run["modes_step"], run["n_layers"], len(buffers)) == (7, 3, 3 + 2 * len(TRACES))
+    np.testing.assert_array_equal(np.frombuffer(buffers[0], np.float32).reshape(-1, 2), modes.points)
+    mass = float(spectra["near_unit_mass"].mean())
+    assert run["near_unit_mass"] == pytest.approx(mass)
+    assert np.frombuffer(buffers[3 + 2 * TRACES.index("near_unit_mass") + 1], np.float32) == pytest.approx([mass])
+
+
+def test_a_canvas_without_runs_and_without_modes_can_be_sent():
+    canvas = LiveCanvas(lambda: "ready", lambda name: "")
+    assert canvas.state() == ({"status": "ready", "n_steps": 1, "runs": []}, [])
+    canvas.histories = {"a": RunHistory(5)}
+    content, buffers = canvas.state()
+    assert content["runs"][0]["modes_step"] is None
+    assert set(buffers) == {b""}
+
+
+def guarded(complaints):
+    def wrap(callback):
+        def run(*args):
+            try:
+                callback(*args)
+            except wb.WorkbenchError as error:
+                complaints.append(str(error))
+
+        return run
+
+    return wrap
+
+
+def test_the_panel_sets_what_a_hand_did_shows_what_the_kernel_says_and_refuses_nonsense():
+    kss, complaints = wb.KSS(strength=1.0, interval=2), []
+    panel = KSSPanel(kss, guarded(complaints))
+    sent = []
+    panel.send = lambda content, buffers=None: sent.append(content)
+    panel._receive(panel, {"painted": 0}, [])
+    panel._receive(panel, {"set": {"enabled": False, "strength": 5}}, [])
+    assert (kss.enabled, kss.strength) == (False, 5.0)
+    kss.strength = 2  # by code, before the page has painted what the hand did
+    panel._receive(panel, {"painted": 1}, [])
+    panel._receive(panel, {"painted": 2}, [])
+    assert kss.strength == 2.0
+    assert sent[-1] == {"enabled": False, "strength": 2.0, "interval": 2, "number": 2}
+    panel._receive(panel, {"set": {"interval": 0}}, [])
+    assert complaints == ["interval is 0, expected a whole number of steps, at least 1."]
+    assert sent[-1] == {"enabled": False, "strength": 2.0, "interval": 2, "number": 3}
+    panel.close()
+    kss.strength = 3
+    assert len(sent) == 3
+
+
+class Turns:
+    """A trainer over counters, and what it says."""
+
+    def __init__(self, **runs):
+        self.seen, self.ends = [], []
+        self.closed = threading.Event()
+        self.trainer = Trainer(
+            runs,
+            on_record=lambda name, record: self.seen.append((name, record)),
+            on_end=lambda name, error: self.ends.append((name, error and str(error))),
+            on_stop=self.closed.set,
+        )
+
+
+def counting(n, closings=(), fails_at=None):
+    try:
+        for i in range(n):
+            if i == fails_at:
+                raise wb.WorkbenchError("No space.")
+            time.sleep(0.001)
+            yield i
+    finally:
+        if isinstance(closings, list):
+            closings.append(n)
+
+
+def test_runs_take_turns_and_a_failing_one_leaves_the_other_alone(caplog):
+    n_threads = torch.get_num_threads()
+    turns = Turns(a=counting(4), b=counting(9, fails_at=2))
+    turns.trainer.start()
+    assert turns.trainer.join(10)
+    assert turns.seen == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("a", 3)]
+    assert turns.ends == [("b", "No space."), ("a", None)]
+    assert turns.closed.is_set()
+    assert torch.get_num_threads() == n_threads
+
+
+def test_a_paused_trainer_holds_and_a_stopped_one_closes_its_runs():
+    closings = []
+    turns = Turns(a=counting(10**6, closings), b=counting(10**6, closings))
+    turns.trainer.start()
+    while len(turns.seen) < 5:
+        time.sleep(0.001)
+    turns.trainer.pause()
+    time.sleep(0.05)
+    n_seen = len(turns.seen)
+    time.sleep(0.05)
+    assert len(turns.seen) == n_seen
+    turns.trainer.resume()
+    while len(turns.seen) < n_seen + 5:
+        time.sleep(0.001)
+    assert [name for name, _ in turns.seen] == ["a", "b"] * (len(turns.seen) // 2) + ["a"] * (len(turns.seen) % 2)
+    turns.trainer.pause()
+    turns.trainer.stop()  # also out of a pause
+    assert turns.trainer.join(10)
+    assert closings == [10**6, 10**6]
+    assert turns.ends == []
+
+
+def test_states_leave_from_any_thread_one_at_a_time():
+    number, loops = Number(), []
+
+    async def answer():
+        while not loops:
+            n_sent = len(number.sent)
+            if n_sent and number.sent[-1].get("number", 0) > answer.told:
+                answer.told = number.sent[-1]["number"]
+                number.answer(painted=answer.told)
+            await asyncio.sleep(0)
+
+    answer.told = 0
+
+    def change(n):
+        for _ in range(n):
+            number.value += 1
+            number.refresh()
+        loops.append(True)
+
+    number.answer(painted=0)
+    thread = threading.Thread(target=change, args=(2000,))
+    thread.start()
+    asyncio.run(answer())
+    thread.join()
+    assert [content["number"] for content in number.sent] == list(range(1, len(number.sent) + 1))
+    assert len(number.sent) <= answer.told + 1

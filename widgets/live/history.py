@@ -1,0 +1,188 @@
+"""What is drawn of one run while it trains: its traces so far, and its modes as they are now."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.training.step_record import StepRecord
+
+#: The traces, top to bottom, by the names that they have in a run.
+TRACES = ("loss", "grad_norm", "near_unit_mass", "spectral_radius")
+#: Parts that a longer trace is cut into; of each, the lowest and the highest value are drawn.
+_N_PARTS = 300
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The modes of one moment.
+
+    Attributes:
+        step: Updates done before it.
+        points: Real and imaginary parts, float32, shape (mode, 2).
+        layer: Of each mode, uint8 (the last one stands for all beyond it).
+        is_reliable: Of each mode, uint8.
+        near_unit_mass: Mean over the layers.
+        spectral_radius: The largest of the layers'.
+        near_unit: Bounds of the moduli that count as near unit.
+    """
+
+    step: int
+    points: np.ndarray
+    layer: np.ndarray
+    is_reliable: np.ndarray
+    near_unit_mass: float
+    spectral_radius: float
+    near_unit: tuple[float, float]
+
+    @classmethod
+    def of(cls, spectra: xr.Dataset) -> Modes:
+        """Of spectra with a ``step`` dimension of one."""
+        eigenvalue = spectra["eigenvalue"].values[0]
+        layer, mode = np.nonzero(np.isfinite(eigenvalue))
+        chosen = eigenvalue[layer, mode]
+        return cls(
+            step=int(spectra["step"].values[0]),
+            points=np.stack([chosen.real, chosen.imag], -1).astype(np.float32),
+            layer=np.minimum(layer, 255).astype(np.uint8),
+            is_reliable=spectra["is_reliable"].values[0][layer, mode].astype(np.uint8),
+            near_unit_mass=_mean(spectra["near_unit_mass"].values[0]),
+            spectral_radius=_largest(spectra["spectral_radius"].values[0]),
+            near_unit=(float(spectra.attrs["near_unit_lower"]), float(spectra.attrs["near_unit_upper"])),
+        )
+
+
+class RunHistory:
+    """Everything the page shows of one run. One thread adds to it, any thread may read it.
+
+    Args:
+        n_steps: Steps that the run can have.
+
+    Attributes:
+        n_done: Steps done.
+        n_layers: Layers of the model; 0 until there are spectra.
+        modes: The latest; None until there are any.
+        verdict: How the run ended, such as ``"diverged at step 42"``; empty while it goes on.
+        is_broken: Whether it ended in a divergence or an error.
+    """
+
+    def __init__(self, n_steps: int) -> None:
+        self.n_done = 0
+        self.n_layers = 0
+        self.modes: Modes | None = None
+        self.verdict, self.is_broken = "", False
+        self._values = np.full((len(TRACES), n_steps), np.nan, np.float32)
+        self._has_kss = np.zeros(n_steps, bool)
+
+    @classmethod
+    def of(cls, run: xr.DataTree, n_steps: int) -> RunHistory:
+        """Of a run's record so far, for a run that goes on from there."""
+        history = cls(n_steps)
+        if "monitors" not in run.children:
+            return history
+        monitors = run["monitors"].to_dataset().isel(step=slice(n_steps))
+        step = monitors["step"].values
+        for row, name in enumerate(TRACES[:2]):
+            history._values[row, step] = monitors[name].values
+        if "kss_enabled" in monitors:
+            history._has_kss[step] = monitors["kss_enabled"].values.astype(bool)
+        history.n_done = int(step[-1]) + 1 if len(step) else 0
+        if "spectra" in run.children:
+            spectra = run["spectra"].to_dataset()
+            history._values[2, spectra["step"]] = spectra["near_unit_mass"].mean("layer").values
+            history._values[3, spectra["step"]] = spectra["spectral_radius"].max("layer").values
+            history._take(spectra.isel(step=[-1]))
+        return history
+
+    def add(self, record: StepRecord) -> None:
+        """Take in one step."""
+        self._values[:2, record.step] = record.loss, record.grad_norm
+        self._has_kss[record.step] = record.kss_enabled
+        if record.spectra is not None:
+            self._take(record.spectra)
+            self._values[2:, record.step] = self.modes.near_unit_mass, self.modes.spectral_radius
+        self.n_done = record.step + 1
+
+    def trace(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of one trace, as float32; long ones as their lowest and highest value in each part."""
+        values = self._values[TRACES.index(name), : self.n_done]
+        step = np.flatnonzero(np.isfinite(values))
+        return _thinned(step.astype(np.float32), values[step])
+
+    def kss_spans(self) -> list[tuple[int, int]]:
+        """First step, and first step after, of each stretch with KSS on; gaps too short to be seen are left out."""
+        on = np.diff(self._has_kss[: self.n_done].astype(np.int8), prepend=0, append=0)
+        starts, ends = np.flatnonzero(on == 1), np.flatnonzero(on == -1)
+        is_gap = starts[1:] - ends[:-1] > self.n_done // (2 * _N_PARTS)
+        starts, ends = np.append(starts[:1], starts[1:][is_gap]), np.append(ends[:-1][is_gap], ends[-1:])
+        return list(zip(starts.tolist(), ends.tolist(), strict=True))
+
+    def latest(self, name: str) -> float:
+        """The last value of a trace; NaN if it is not finite or there is none."""
+        return float(self._values[TRACES.index(name), self.n_done - 1]) if self.n_done else math.nan
+
+    def _take(self, spectra: xr.Dataset) -> None:
+        self.n_layers = spectra.sizes["layer"]
+        self.modes = Modes.of(spectra)
+
+
+def pack(histories: dict[str, RunHistory]) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """All of it for the page: a small description of each run, and eleven buffers a run.
+
+    Returns:
+        runs: One dict a run.
+        buffers: For each run its points, layers and reliable modes, then steps and values of each trace.
+    """
+    runs, buffers = [], []
+    for name, history in histories.items():
+        n_done, modes = history.n_done, history.modes
+        runs.append(
+            {
+                "name": name,
+                "n_done": n_done,
+                "n_layers": history.n_layers,
+                "verdict": history.verdict,
+                "is_broken": history.is_broken,
+                "kss_spans": history.kss_spans(),
+                "modes_step": None if modes is None else modes.step,
+                "near_unit_mass": None if modes is None else _plain(modes.near_unit_mass),
+                "spectral_radius": None if modes is None else _plain(modes.spectral_radius),
+                "near_unit": None if modes is None else modes.near_unit,
+            }
+        )
+        arrays = [] if modes is None else [modes.points, modes.layer, modes.is_reliable]
+        buffers += [array.tobytes() for array in arrays] or [b"", b"", b""]
+        for trace in TRACES:
+            buffers += [array.tobytes() for array in history.trace(trace)]
+    return runs, buffers
+
+
+def _thinned(step: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if len(step) <= 2 * _N_PARTS:
+        return step, value
+    starts = np.linspace(0, len(step), _N_PARTS, endpoint=False).astype(int)
+    low, high = np.minimum.reduceat(value, starts), np.maximum.reduceat(value, starts)
+    # The newest value is drawn as it is, for the eye follows it.
+    ends = np.append(np.repeat(step[starts], 2), step[-1]), np.append(np.stack([low, high], -1).ravel(), value[-1])
+    return ends[0].astype(np.float32), ends[1].astype(np.float32)
+
+
+def _plain(value: float) -> float | None:
+    """A number as JSON knows it."""
+    return value if math.isfinite(value) else None
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else math.nan
+
+
+def _largest(values: np.ndarray) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.max()) if len(known) else math.nan

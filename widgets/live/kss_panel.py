@@ -1,0 +1,55 @@
+"""The controls of KSS on the page, bound to a `workbench.KSS` both ways."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from widgets.live.latest_state import LatestState, script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from workbench.training.kss import KSS
+
+
+class KSSPanel(LatestState):
+    """A switch, a strength and an interval.
+
+    The page sends what a hand did and nothing else, so it can never bring back an old value; what it shows is what the
+    kernel says.
+
+    Args:
+        kss: Whose controls to show.
+        guarded: Wraps what the page asks for, so that a refusal is shown to people.
+    """
+
+    _esm = script("latest_state.js", "kss_panel.js")
+    _css = script("kss_panel.css")
+
+    def __init__(self, kss: KSS, guarded: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        self.kss = kss
+        self._set = guarded(self._set_as_asked)
+        super().__init__()
+        self._stop_observing = kss.observe(lambda name, before, after: self.refresh())
+
+    def state(self) -> tuple[dict[str, Any], list[bytes]]:
+        """The controls as they are."""
+        control = self.kss.control
+        return {"enabled": control.enabled, "strength": control.strength, "interval": control.interval}, []
+
+    def close(self) -> None:
+        """Remove the panel; KSS stays as it is."""
+        if hasattr(self, "_stop_observing"):
+            self._stop_observing()
+        super().close()
+
+    def _receive(self, _: Any, content: dict[str, Any], buffers: list[Any]) -> None:
+        if "set" in content:
+            self._set(content["set"])
+        super()._receive(_, content, buffers)
+
+    def _set_as_asked(self, controls: dict[str, Any]) -> None:
+        try:
+            self.kss.set(**controls)
+        finally:  # a refused value has to go from the page, too
+            self.refresh()

@@ -1,0 +1,61 @@
+// The page's end of LatestState. Every view of a model draws the same state; it is painted in an animation frame, and the
+// kernel is told after it, not more often than every MILLISECONDS: time that training has for itself.
+const MILLISECONDS = 60;
+const links = new WeakMap();
+
+function linkTo(model) {
+  if (links.has(model)) return links.get(model);
+  const link = { views: new Set(), content: null, buffers: [], painted: 0, toldAt: 0, isDue: false };
+  const tell = () => {
+    link.toldAt = performance.now();
+    model.send({ painted: link.painted });
+  };
+  const paint = () => {
+    link.isDue = false;
+    if (link.content === null) return;
+    for (const draw of link.views) draw(link.content, link.buffers);
+    if (link.painted === link.content.number) return;
+    link.painted = link.content.number;
+    const rest = Math.max(0, MILLISECONDS - (performance.now() - link.toldAt));
+    setTimeout(tell, rest); // a task of its own: it comes after this frame has been painted
+  };
+  link.schedule = () => {
+    if (link.isDue) return;
+    link.isDue = true;
+    requestAnimationFrame(paint);
+  };
+  model.on("msg:custom", (content, buffers) => {
+    if (content.are_you_there) model.send({ painted: link.painted, again: true });
+    if (content.number === undefined) return;
+    link.content = content;
+    link.buffers = buffers;
+    link.schedule();
+  });
+  links.set(model, link);
+  return link;
+}
+
+// Draw with `draw(content, buffers)` whenever there is something new, until the view goes; returns a function that
+// draws what is there once more.
+function follow(model, signal, draw) {
+  const link = linkTo(model);
+  link.views.add(draw);
+  signal.addEventListener("abort", () => link.views.delete(draw));
+  if (link.content === null) model.send({ painted: 0 });
+  else link.schedule();
+  return link.schedule;
+}
+
+// Call when JupyterLab's theme changes, and once its colours are there.
+function onTheme(signal, act) {
+  const theme = new MutationObserver(() => setTimeout(act, 50));
+  theme.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
+  signal.addEventListener("abort", () => theme.disconnect());
+}
+
+const made = (tag, name, text) => {
+  const element = document.createElement(tag);
+  if (name) element.className = name;
+  if (text !== undefined) element.textContent = text;
+  return element;
+};

@@ -1,0 +1,161 @@
+// The complex plane with the modes of one run.
+const KNEE = 1.25, PER_DECADE = 0.3; // beyond |lambda| = KNEE, a factor of ten is as long as PER_DECADE
+const drawnRadius = (r) => (r <= KNEE ? r : KNEE + PER_DECADE * Math.log10(r / KNEE));
+const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
+const FARTHEST = 9;
+const powerOfTen = (k) => (k <= 2 ? String(10 ** k) : "10" + SUPERSCRIPTS[k]);
+
+// A canvas as sharp as the screen, in CSS pixels, on which `paint(context, width, height)` has drawn what changes seldom:
+// it is painted anew when the size, the theme or the key changes, and copied otherwise.
+const backdrops = new WeakMap();
+
+function sheet(canvas, theme, key, paint) {
+  const ratio = window.devicePixelRatio || 1;
+  const width = canvas.clientWidth, height = canvas.clientHeight;
+  const wide = Math.round(width * ratio), high = Math.round(height * ratio);
+  if (canvas.width !== wide || canvas.height !== high) Object.assign(canvas, { width: wide, height: high });
+  const context = canvas.getContext("2d");
+  context.setTransform(1, 0, 0, 1, 0, 0);
+  context.clearRect(0, 0, wide, high);
+  const whole = [wide, high, theme.ink, theme.ground, theme.font, key].join();
+  let kept = backdrops.get(canvas);
+  if (kept?.whole !== whole) {
+    kept = { whole, layer: Object.assign(made("canvas"), { width: wide, height: high }) };
+    const below = kept.layer.getContext("2d");
+    below.setTransform(ratio, 0, 0, ratio, 0, 0);
+    below.font = `11px ${theme.font}`;
+    paint(below, width, height);
+    backdrops.set(canvas, kept);
+  }
+  if (wide && high) context.drawImage(kept.layer, 0, 0);
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.font = `11px ${theme.font}`;
+  return { context, width, height };
+}
+
+const ring = (context, x, y, radius) => {
+  context.beginPath();
+  context.arc(x, y, radius, 0, 2 * Math.PI);
+};
+
+function writtenOn(context, theme, text, x, y) {
+  context.lineWidth = 3.5;
+  context.lineJoin = "round";
+  context.strokeStyle = theme.ground;
+  context.strokeText(text, x, y);
+  context.fillStyle = theme.ink;
+  context.fillText(text, x, y);
+}
+
+// The power of ten that holds all modes: at once when they grow, and only after a while when they shrink.
+function decadesFor(points, recent) {
+  let largest = 0;
+  for (let i = 0; i < points.length; i += 2) largest = Math.max(largest, points[i] ** 2 + points[i + 1] ** 2);
+  const needed = Math.ceil(Math.log10(Math.max(largest, 1)) / 2 - 1e-9);
+  recent.push(Math.min(Math.max(needed, 1), FARTHEST));
+  if (recent.length > 60) recent.shift();
+  return Math.max(...recent);
+}
+
+// The mark of one mode: thousands of copies of a small picture are drawn faster than as many circles.
+const dots = new Map();
+
+function dot(color, isFilled, size) {
+  const ratio = window.devicePixelRatio || 1, key = [color, isFilled, size, ratio].join();
+  if (dots.has(key)) return dots.get(key);
+  const side = 2 * Math.ceil(size + 1.5);
+  const canvas = Object.assign(made("canvas"), { width: Math.ceil(side * ratio), height: Math.ceil(side * ratio) });
+  const context = canvas.getContext("2d");
+  context.scale(ratio, ratio);
+  context.fillStyle = context.strokeStyle = color;
+  context.lineWidth = 1.1;
+  ring(context, side / 2, side / 2, size);
+  context.globalAlpha = 0.8;
+  if (isFilled) context.fill();
+  context.globalAlpha = 0.95;
+  context.stroke();
+  dots.set(key, { canvas, side });
+  return dots.get(key);
+}
+
+// Where a mode is drawn: on the whole plane, or true to scale in a square around 1.
+const NEAR = 0.3;
+
+function viewOf(width, height, decades, isNear) {
+  const half = Math.min(width, height) / 2;
+  if (isNear) return { scale: half / NEAR, x0: width / 2 - half / NEAR, y0: height / 2, radius: (r) => r };
+  return { scale: half / (1.05 * drawnRadius(10 ** decades)), x0: width / 2, y0: height / 2, radius: drawnRadius };
+}
+
+function paintPlane(context, theme, width, height, decades, isNear, nearUnit) {
+  const { scale, x0, y0, radius } = viewOf(width, height, decades, isNear);
+  const [lower, upper] = nearUnit, end = radius(10 ** decades) * scale;
+  context.beginPath();
+  context.arc(x0, y0, radius(upper) * scale, 0, 2 * Math.PI);
+  context.arc(x0, y0, radius(lower) * scale, 0, 2 * Math.PI, true);
+  context.fillStyle = theme.band;
+  context.fill();
+
+  context.strokeStyle = theme.faint;
+  context.lineWidth = 1;
+  context.beginPath();
+  context.moveTo(x0 - end, y0);
+  context.lineTo(x0 + end, y0);
+  context.moveTo(x0, y0 - end);
+  context.lineTo(x0, y0 + end);
+  context.stroke();
+  ring(context, x0, y0, 0.5 * scale);
+  context.stroke();
+  context.setLineDash([3, 4]);
+  for (let k = 1; k <= decades; k++) {
+    ring(context, x0, y0, radius(10 ** k) * scale);
+    context.stroke();
+  }
+  context.setLineDash([]);
+  context.strokeStyle = theme.ink;
+  context.lineWidth = 1.25;
+  ring(context, x0, y0, scale);
+  context.stroke();
+
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  if (isNear) {
+    for (const re of [0.8, 1, 1.2]) writtenOn(context, theme, String(re), x0 + re * scale, height - 9);
+  } else {
+    // Along a diagonal, where few modes are.
+    const powers = Array.from({ length: decades + 1 }, (_, k) => k);
+    for (const k of powers) {
+      const far = radius(10 ** k) * scale * Math.SQRT1_2;
+      writtenOn(context, theme, powerOfTen(k), x0 - far, y0 - far);
+    }
+    context.textBaseline = "alphabetic";
+    context.textAlign = "left";
+    writtenOn(context, theme, "Im λ", x0 + 6, y0 - end + 4);
+  }
+  context.textBaseline = "alphabetic";
+  context.textAlign = "right";
+  writtenOn(context, theme, "Re λ", width - 3, y0 - 6);
+}
+
+function drawPlane(canvas, theme, run, modes, decades, isNear) {
+  const nearUnit = run.near_unit ?? [0.9, 1.05], key = [decades, isNear, ...nearUnit].join();
+  const { context, width, height } = sheet(canvas, theme, key, (below, wide, high) =>
+    paintPlane(below, theme, wide, high, decades, isNear, nearUnit));
+  const { scale, x0, y0, radius } = viewOf(width, height, decades, isNear);
+  const size = modes.layer.length > 800 ? 2.1 : 3.1, rim = radius(10 ** decades);
+  const last = run.depth_colors.length - 1;
+  const marks = [false, true].map((isFilled) => run.depth_colors.map((color) => dot(color, isFilled, size)));
+  let nOutside = 0;
+  for (let i = 0; i < modes.layer.length; i++) {
+    const re = modes.points[2 * i], im = modes.points[2 * i + 1], r = Math.hypot(re, im);
+    const shown = (Math.min(radius(r), rim) / (r || 1)) * scale, x = x0 + re * shown, y = y0 - im * shown;
+    nOutside += isNear ? x < 0 || y < 0 || x > width || y > height : r > 10 ** decades;
+    const mark = marks[modes.isReliable[i]][Math.min(modes.layer[i], last)];
+    context.drawImage(mark.canvas, x - mark.side / 2, y - mark.side / 2, mark.side, mark.side);
+  }
+  if (nOutside) {
+    const what = isNear ? `${nOutside} outside` : `${nOutside} beyond ${powerOfTen(decades)}, drawn on its ring`;
+    context.textAlign = "center";
+    writtenOn(context, theme, what, width / 2, isNear ? 14 : height - 5);
+  }
+}

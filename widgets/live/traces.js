@@ -1,0 +1,135 @@
+// Loss, gradient norm, near-unit mass and spectral radius over the steps, one canvas each.
+const TRACES = [
+  { name: "loss", title: "loss (nat)", isLog: true },
+  { name: "grad_norm", title: "gradient norm", isLog: true },
+  { name: "near_unit_mass", title: "near-unit mass M, mean of the layers", isLog: false },
+  { name: "spectral_radius", title: "spectral radius ρ, largest of the layers", isLog: true },
+];
+const LEFT = 44, RIGHT = 10, TOP = 17, BOTTOM = 16;
+
+const short = (value) => {
+  if (value === 0) return "0";
+  const power = Math.floor(Math.log10(Math.abs(value)) + 1e-9);
+  if (power < -2 || power > 3) {
+    const lead = Math.round(value / 10 ** power);
+    const sign = power < 0 ? "⁻" : "";
+    return (lead === 1 ? "" : lead + "·") + "10" + sign + [...String(Math.abs(power))].map((d) => SUPERSCRIPTS[d]).join("");
+  }
+  return String(Number(value.toPrecision(2)));
+};
+
+// 1, 2 or 5 times a power of ten, at or beyond a value: axes that hold still for a while.
+function round125(value, isUp) {
+  const power = 10 ** Math.floor(Math.log10(value) + 1e-9);
+  const rest = value / power;
+  const steps = [1, 2, 5, 10];
+  if (isUp) return power * steps.find((step) => step >= rest * (1 - 1e-6));
+  return power * steps.findLast((step) => step <= rest * (1 + 1e-6));
+}
+
+function valueAxis(trace, runs) {
+  if (!trace.isLog) return { low: 0, high: 1, ticks: [0, 0.5, 1], place: (v) => v };
+  let low = Infinity, high = 0;
+  for (const run of runs) {
+    for (const value of run.traces[trace.name].value) {
+      if (!(value > 0)) continue;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    }
+  }
+  if (!(high > 0)) [low, high] = [0.1, 10];
+  low = round125(low, false);
+  high = round125(high, true);
+  if (high / low < 4) [low, high] = [round125(low / 2, false), round125(high * 2, true)];
+  const span = Math.log10(high / low);
+  const place = (v) => Math.log10(v / low) / span;
+  let ticks = [];
+  const every = Math.max(1, Math.ceil(span / 3));
+  for (let k = Math.ceil(Math.log10(low) - 1e-9); k <= Math.log10(high) + 1e-9; k++) if (k % every === 0) ticks.push(10 ** k);
+  if (ticks.length < 2) ticks = [low, high];
+  return { low, high, ticks, place };
+}
+
+// The steps' axis doubles until it holds the whole run.
+function lastStep(runs, nSteps) {
+  const done = Math.max(1, ...runs.map((run) => run.n_done));
+  let last = 25;
+  while (last < done) last *= 2;
+  return Math.min(last, Math.max(nSteps, done));
+}
+
+function paintAxes(context, theme, trace, axis, last, right, bottom) {
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  context.lineWidth = 1;
+  context.strokeStyle = theme.faint;
+  context.fillStyle = theme.ink;
+  for (const tick of axis.ticks) {
+    const y = bottom - axis.place(tick) * (bottom - TOP);
+    context.beginPath();
+    context.moveTo(LEFT, y);
+    context.lineTo(right, y);
+    context.stroke();
+    context.fillText(short(tick), LEFT - 6, Math.max(y, TOP + 3));
+  }
+  context.textAlign = "left";
+  context.textBaseline = "alphabetic";
+  context.fillText(trace.title, LEFT, 11);
+  context.textBaseline = "top";
+  for (const share of [0, 0.5, 1]) {
+    context.textAlign = share === 0 ? "left" : share === 1 ? "right" : "center";
+    context.fillText((share === 0 ? "step " : "") + Math.round(share * last), LEFT + share * (right - LEFT), bottom + 4);
+  }
+}
+
+function drawTrace(canvas, theme, trace, runs, nSteps) {
+  const axis = valueAxis(trace, runs), last = lastStep(runs, nSteps);
+  const { context, width, height } = sheet(canvas, theme, [axis.low, axis.high, last].join(), (below, wide, high) =>
+    paintAxes(below, theme, trace, axis, last, wide - RIGHT, high - BOTTOM));
+  const right = width - RIGHT, bottom = height - BOTTOM;
+  const x = (step) => LEFT + (step / last) * (right - LEFT);
+  const y = (value) => bottom - axis.place(value) * (bottom - TOP);
+
+  context.fillStyle = theme.kss;
+  for (const [from, to] of runs[0]?.kss_spans ?? []) context.fillRect(x(from), TOP, Math.max(x(to) - x(from), 1), bottom - TOP);
+
+  context.save();
+  context.beginPath();
+  context.rect(LEFT - 1, TOP - 2, right - LEFT + 2, bottom - TOP + 4);
+  context.clip();
+  for (const run of runs) {
+    const { step, value } = run.traces[trace.name];
+    context.strokeStyle = run.color;
+    context.lineWidth = 1.7;
+    context.lineJoin = "round";
+    context.setLineDash(run.dash);
+    context.beginPath();
+    for (let i = 0; i < step.length; i++) context.lineTo(x(step[i]), y(Math.max(value[i], axis.low * 1e-3 || -1)));
+    context.stroke();
+  }
+  context.restore();
+  context.setLineDash([]);
+  for (const run of runs) {
+    const { step, value } = run.traces[trace.name];
+    if (!step.length) continue;
+    const end = [x(step[step.length - 1]), y(value[value.length - 1])];
+    context.fillStyle = context.strokeStyle = run.color;
+    if (run.is_broken) drawCross(context, theme, ...end);
+    else if (!run.verdict) {
+      ring(context, ...end, 2.6);
+      context.fill();
+    }
+  }
+}
+
+function drawCross(context, theme, x, y) {
+  const cross = new Path2D(`M${x - 4.5} ${y - 4.5}l9 9m0 -9l-9 9`);
+  const color = context.strokeStyle;
+  context.lineCap = "round";
+  for (const [style, wide] of [[theme.ground, 5.5], [color, 2.6]]) {
+    context.strokeStyle = style;
+    context.lineWidth = wide;
+    context.stroke(cross);
+  }
+  context.lineCap = "butt";
+}
