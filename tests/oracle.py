@@ -1,5 +1,6 @@
 """The paper's formulas typed in literally (RKSP, arXiv:2602.22988). Slow and plain on purpose."""
 
+import mpmath
 import numpy as np
 import scipy.linalg
 
@@ -58,3 +59,46 @@ def kreiss_grid(A, n_angles=181, n_distances=80):
             z = (1 + distance) * np.exp(1j * angle)
             best = max(best, distance / np.linalg.svd(z * identity - A, compute_uv=False)[-1])
     return best
+
+
+def kss_of_moduli(modulus, *, T, gamma, beta, term="softplus", upper=1.05, lower=0.90, unstable=1.0, functions=np):
+    """The penalty of one layer, as published (KSS); "log" is our other term for the unstable modes.
+
+    functions: who knows exp and log of these numbers.
+    """
+
+    def sigmoid(z):
+        return 1 / (1 + functions.exp(-z))
+
+    above = 0
+    for a in modulus:
+        if term == "softplus":
+            above += sigmoid(T * (a - upper)) * functions.log(1 + functions.exp(a - upper)) ** 2
+        elif a > upper:
+            above += functions.log(a / upper) ** 2
+    m_soft = sum(sigmoid(T * (a - lower)) * sigmoid(T * (upper - a)) for a in modulus) / len(modulus)
+    return unstable * above + beta * (m_soft - gamma) ** 2
+
+
+def kss_penalty(X, Y, *, rank=None, basis=None, **shape):
+    """The penalty of one layer.
+
+    X, Y: d x N. rank: leading principal directions of X; basis: these very directions instead, d x rank.
+    """
+    X = X - X.mean(axis=1, keepdims=True)
+    Y = Y - Y.mean(axis=1, keepdims=True)
+    if basis is None and rank is not None:
+        basis = np.linalg.svd(X)[0][:, :rank]
+    if basis is not None:
+        X, Y = basis.T @ X, basis.T @ Y
+    return kss_of_moduli(np.abs(np.linalg.eigvals(Y @ np.linalg.pinv(X))), **shape)
+
+
+def kss_penalty_precisely(X, Y, *, digits, **shape):
+    """The same at full rank in many digits; X, Y: d x N, mpmath matrices."""
+    with mpmath.workdps(digits):
+        centre = mpmath.eye(X.cols) - mpmath.ones(X.cols) / X.cols
+        X, Y = X * centre, Y * centre
+        A = (Y * X.T) * mpmath.inverse(X * X.T)
+        modulus = [abs(a) for a in mpmath.eig(A, left=False, right=False)]
+        return kss_of_moduli(modulus, functions=mpmath, **shape)
