@@ -59,3 +59,42 @@ def test_depth_thirds_have_the_names_of_our_spectra():
     assert set(thirds.data_vars) <= set(SPECTRA)
     assert float(thirds.eigenvector_condition.sel(model="GPT-2 355M", third="late")) == 10.8
     assert np.isnan(thirds.spectral_radius.sel(model="LLaMA-2 7B")).all()
+
+
+@pytest.mark.parametrize(
+    ("control", "percent"),
+    [
+        ("none", {"divergence_rate": 66.7, "accuracy": 28.5, "near_unit_mass": 85.0}),
+        ("clip 1.0", {"divergence_rate": 58.3, "accuracy": 30.8, "near_unit_mass": 83.0}),
+        ("KSS .15, published", {"divergence_rate": 12.5, "accuracy": 48.2, "near_unit_mass": 58.0, "overhead": 10.8}),
+        ("KSS .15, near-unit term only", {"divergence_rate": 41.7, "accuracy": 36.2, "near_unit_mass": 72.0}),
+        ("random l2", {"divergence_rate": 54.2, "accuracy": 31.2, "near_unit_mass": 81.0}),
+        ("weight norm", {"divergence_rate": 54.2, "accuracy": 32.8, "overhead": 3.8}),
+        ("SAM 0.10", {"divergence_rate": 33.3, "accuracy": 40.2, "overhead": 100.0}),
+        ("LAMB + KSS .15, published", {"divergence_rate": 8.3, "accuracy": 52.8}),
+    ],
+)
+def test_shaping_table(control, percent):
+    row = 100 * wb.published.shaping_table().sel(control=control)
+    assert {name: float(row[name]) for name in percent} == pytest.approx(percent, abs=0.05)
+
+
+def test_controls_of_the_paper_are_controls_of_ours():
+    table = wb.published.shaping_table()
+    names = list(table["control"].values)
+    assert len(names) == len(set(names)) == 22
+    assert {name for name in names if "KSS" not in name} == set(wb.baselines.controls())
+    assert np.isnan(table.near_unit_mass.sel(control=["Lion", "spectral norm"])).all()
+    assert np.isnan(table.overhead.sel(control=["none", "clip 0.5"])).all()
+    for name, values in table.data_vars.items():
+        assert ((values.fillna(0) >= 0) & (values.fillna(0) <= 1)).all()
+        assert values.attrs["long_name"], name
+    counts = table.divergence_rate * table.attrs["n_runs"]
+    np.testing.assert_allclose(counts, counts.round())
+
+
+def test_largest_stable_rates():
+    rates = wb.published.largest_stable_rates()
+    assert rates.sel(norm="none").values.tolist() == [0.002, 0.005]
+    assert rates.sel(norm="pre_ln", control="KSS .15, published") == 0.008
+    assert (rates.sel(control="KSS .15, published") > rates.sel(control="none")).all()

@@ -95,6 +95,38 @@ _NORM_OF = {
     "No-Norm": "none",
 }
 
+#: Control -> diverged runs of 24, accuracy (percent), M and overhead (percent of the time) on No-Norm, rates .005 to
+#: .01 (RKSP, tables of KSS); None where nothing is given. Named as in our sweep, `workbench.samples.shaping`; which
+#: radius SAM has in the combination is not known, and muP's "less than 1 %" is entered as 1 %.
+_N_SHAPING_RUNS = 24
+_SHAPING = {
+    "none": (16, 28.5, 0.85, None),
+    "clip 0.5": (12, 32.1, 0.82, None),
+    "clip 1.0": (14, 30.8, 0.83, None),
+    "KSS .10, published": (6, 42.3, 0.68, 9.5),
+    "KSS .15, published": (3, 48.2, 0.58, 10.8),
+    "KSS .20, published": (2, 46.5, 0.52, 11.2),
+    "KSS .15, unstable term only": (8, 38.5, 0.68, 11.0),
+    "KSS .15, near-unit term only": (10, 36.2, 0.72, 11.0),
+    "random l2": (13, 31.2, 0.81, 11.0),
+    "Jacobian penalty": (11, 33.8, 0.78, 11.0),
+    "activation variance": (12, 32.5, 0.80, 11.0),
+    "spectral norm": (10, 35.2, None, 5.2),
+    "weight norm": (13, 32.8, None, 3.8),
+    "gradient penalty 0.1": (11, 33.1, None, 6.4),
+    "SAM 0.05": (9, 38.6, None, 100.0),
+    "SAM 0.10": (8, 40.2, None, 100.0),
+    "Lion": (11, 36.5, None, 15.0),
+    "LAMB": (11, 36.2, None, 5.0),
+    "muP": (10, 35.8, None, 1.0),
+    "SAM 0.05 + KSS .15, published": (2, 45.8, None, None),
+    "LAMB + KSS .15, published": (2, 52.8, None, None),
+    "muP + KSS .15, published": (2, 51.5, None, None),
+}
+
+#: Norm -> largest rate at which less than 20 % of the runs diverge, without and with KSS (RKSP).
+_STABLE_RATES = {"pre_ln": (0.005, 0.008), "rms_norm": (0.003, 0.005), "none": (0.002, 0.005)}
+
 
 def architectures() -> xr.Dataset:
     """Published spectra of architectures at initialization (RKSP, Table 1 and the architecture tables).
@@ -160,3 +192,45 @@ def normalization_table() -> xr.Dataset:
         "spectral_radius": ("norm", radius),
     }
     return xr.Dataset(variables, {"norm": list(_NORMS)}, {"source": f"{_SOURCE}, Table 1"})
+
+
+def largest_stable_rates() -> xr.DataArray:
+    """Published largest learning rates at which less than 20 % of the runs diverge, without and with KSS (RKSP).
+
+    Returns:
+        By ``norm`` and ``control`` ("none" and "KSS .15, published").
+    """
+    import numpy as np
+    import xarray as xr
+
+    coords = {"norm": list(_STABLE_RATES), "control": ["none", "KSS .15, published"]}
+    about = {"long_name": "largest stable learning rate", "units": "1", "below": 0.20, "source": _SOURCE}
+    values = np.array([*_STABLE_RATES.values()])
+    return xr.DataArray(values, coords, ["norm", "control"], name="largest_stable_rate", attrs=about)
+
+
+def shaping_table() -> xr.Dataset:
+    """Published divergence, accuracy and price of KSS and of other controls on No-Norm (RKSP, tables of KSS).
+
+    Whether the accuracies count runs that diverged is not known.
+
+    Returns:
+        Dataset with dim ``control``, named as in our sweep (`workbench.samples.shaping`): divergence_rate (of 24
+        runs), accuracy, near_unit_mass and overhead (additional time over the time of a step) as fractions; NaN where
+        nothing is published.
+    """
+    import numpy as np
+    import xarray as xr
+
+    n_diverged, accuracy, mass, overhead = np.array([*_SHAPING.values()], dtype=float).T
+    columns = {
+        "divergence_rate": (n_diverged / _N_SHAPING_RUNS, "divergence rate", "share of runs that diverged"),
+        "accuracy": (accuracy / 100, "accuracy", "of the runs"),
+        "near_unit_mass": (mass, "near-unit mass M", "fraction of modes near the unit circle"),
+        "overhead": (overhead / 100, "overhead", "additional time over the time of a step without control"),
+    }
+    variables = {
+        name: ("control", values, {"long_name": long_name, "units": "1", "meaning": meaning})
+        for name, (values, long_name, meaning) in columns.items()
+    }
+    return xr.Dataset(variables, {"control": list(_SHAPING)}, {"source": _SOURCE, "n_runs": _N_SHAPING_RUNS})

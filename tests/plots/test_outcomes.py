@@ -1,0 +1,153 @@
+"""Figures of outcomes without pixels: what stands where, what the labels say, and that nothing vanishes."""
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests.test_outcomes import PLANTED, grid_of, outcomes_of
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots import dose_response, stability_edge
+from workbench.plots.doses import Responses
+from workbench.plots.edges import dodged, edges_of, spread
+from workbench.plots.files import bokeh_plot
+from workbench.plots.style import MODEL_COLORS
+
+SHARES = {"none": (0.0, 0.5, 1.0), "clip 1.0": (None, 0.1, 0.9), "KSS, best": (0.0, 0.0, 0.1), "worse": (1.0, 1.0, 1.0)}
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    return grid_of(SHARES)
+
+
+def panels_of(figure):
+    plot = bokeh_plot(figure)
+    return [
+        part.state for part in plot.traverse(lambda part: part, [lambda part: type(part).__name__ == "OverlayPlot"])
+    ]
+
+
+# ---- stability_edge
+
+
+def test_edges_are_the_rates_of_the_table(sweep):
+    edges = {edge.control: edge for edge in edges_of(sweep)}
+    assert list(edges) == list(SHARES)
+    np.testing.assert_allclose(edges["none"].columns["share"], SHARES["none"])
+    assert edges["none"].columns["n_runs"].tolist() == [10, 10, 10]
+    assert edges["clip 1.0"].columns["learning_rate"].tolist() == [0.002, 0.003]
+    assert edges["clip 1.0"].missing == (0.001,)
+    assert [edge.stable for edge in edges.values()] == [0, 0, 2, None]
+
+
+def test_labels_say_the_largest_stable_rate(sweep):
+    assert [edge.label for edge in edges_of(sweep)] == [
+        "none: stable to 0.001",
+        "clip 1.0: stable to 0.002",
+        "KSS, best: stable at least to 0.003",
+        "worse: stable at no rate",
+    ]
+    assert edges_of(sweep, below=0.6)[0].label == "none: stable to 0.002"
+
+
+def test_what_the_edge_figure_draws(sweep):
+    (panel,) = stability_edge(sweep)
+    curves = panel.traverse(lambda part: part, ["Curve"])
+    rings = [part for part in panel.traverse(lambda part: part, ["Scatter"]) if len(part) == 1]
+    assert [curve["share"].tolist() for curve in curves] == [
+        [share for share in of_control if share is not None] for of_control in SHARES.values()
+    ]
+    assert [float(ring["share"][0]) for ring in rings] == [0.0, 0.1, 0.1]
+    whiskers = panel.traverse(lambda part: part, ["Segments"])[0].dframe()
+    assert (whiskers.iloc[:, 1].values <= SHARES["none"]).all()
+    assert (whiskers.iloc[:, 3].values >= SHARES["none"]).all()
+    (figure,) = panels_of(stability_edge(sweep))
+    note = figure.select_one({"name": "note_above"}).text
+    assert note == "10 runs a point, 95 % Wilson intervals; clip 1.0 not run at 0.001"
+
+
+def test_controls_stand_beside_each_other_and_labels_apart():
+    rates = [np.array([0.001, 0.002, 0.004])] * 4
+    places = np.array(dodged(rates))
+    assert len(np.unique(places.round(9))) == 12
+    assert (places.max(0)[:-1] < places.min(0)[1:]).all()
+    np.testing.assert_allclose(np.exp(np.log(places).mean(0)), rates[0])
+    assert dodged([np.array([0.001])] * 2)[0].tolist() == [0.001]
+    heights = spread([1.0, 1.0, 0.0, 0.0, 0.5], 0.1)
+    assert heights == pytest.approx([1.0, 0.9, 0.1, 0.0, 0.5])
+
+
+def test_looks_of_the_edge_follow_places(sweep):
+    some = sweep.isel(run=np.isin(sweep["control"], ["none", "KSS, best"]))
+    (figure,) = panels_of(stability_edge(some, places={"none": 0, "clip 1.0": 1, "KSS, best": 2}))
+    lines = [
+        part.glyph.line_color for part in figure.renderers if type(getattr(part, "glyph", None)).__name__ == "Line"
+    ]
+    assert lines == [MODEL_COLORS[i] for i in (0, 2)]
+    with pytest.raises(ThresholdError, match="The places lack the model 'none'"):
+        stability_edge(some, places={"KSS, best": 2})
+
+
+# ---- dose_response
+
+
+def test_responses_are_the_numbers_of_the_table():
+    table = outcomes_of(PLANTED)
+    shares = Responses.of(table, "divergence_rate", reference="none", published=wb.published.shaping_table())
+    assert shares.controls == ("none", "KSS")
+    assert shares.values.tolist() == [0.25, 0.25]
+    assert (shares.intervals[0] < 0.25).all()
+    assert (shares.intervals[1] > 0.25).all()
+    assert shares.published[0] == pytest.approx(16 / 24)
+    assert np.isnan(shares.published[1])  # not one of the paper's
+    assert shares.reference == 0.25
+    accuracy = Responses.of(table, "accuracy")
+    np.testing.assert_allclose(accuracy.values, [0.4, 0.3])
+    assert accuracy.n_runs.tolist() == [3, 3]
+    assert accuracy.runs["row"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert accuracy.runs["value"].tolist() == [0.2, 0.4, 0.6, 0.3, 0.5, 0.1]
+    assert np.isnan(accuracy.reference)
+    assert np.isnan(accuracy.published).all()
+
+
+def test_what_the_dose_figure_draws(sweep):
+    shares, accuracy = dose_response(sweep)
+    ours = shares.traverse(lambda part: part, ["Points"])[0]
+    assert ours["place"].tolist() == [0.0, -1.0, -2.0, -3.0]
+    np.testing.assert_allclose(ours["value"], [0.5, 0.5, 1 / 30, 1.0])
+    assert [text.data[:3] for text in accuracy.traverse(lambda part: part, ["Text"])] == [
+        (0.0, -3.0, "every run diverged")
+    ]
+    published = shares.traverse(lambda part: part, ["Points"])[1]
+    theirs = wb.published.shaping_table()["divergence_rate"]
+    np.testing.assert_allclose(published["value"], theirs.sel(control=["none", "clip 1.0"]))
+    left, right = panels_of(dose_response(sweep))
+    assert left.select_one({"name": "note_above"}).text == "● ours, 20 to 30 runs, 95 % interval   ◇ published   │ none"
+    assert right.select_one({"name": "note_above"}).text.startswith("● ours, 0 to 29 runs   ◇")
+    assert left.yaxis[0].ticker.ticks == [0, -1, -2, -3]
+    assert left.yaxis[0].major_label_overrides[-2] == "KSS, best"
+
+
+def test_without_the_paper_and_without_a_reference(sweep):
+    (shares,) = dose_response(sweep, measures="divergence_rate", published=False, reference=None)
+    assert len(shares.traverse(lambda part: part, ["Points"])) == 1
+    assert not shares.traverse(lambda part: part, ["VLine"])
+    (figure,) = panels_of(dose_response(sweep, measures=["near_unit_mass"], published=False, reference="nowhere"))
+    assert figure.select_one({"name": "note_above"}).text == "● ours, 0 to 29 runs"
+    assert figure.title.text == "near-unit mass M, converged runs"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda data: stability_edge(data, backend="plotly"), ThresholdError, "plotly"),
+        (lambda data: stability_edge(data, below=2), ThresholdError, "below is 2"),
+        (lambda data: stability_edge(data.isel(run=[])), SchemaError, "has no run"),
+        (lambda data: dose_response(data, measures="loss"), SchemaError, "no measure 'loss' of outcomes"),
+        (lambda data: dose_response(data, measures=[]), SchemaError, "No measure was named"),
+        (lambda data: dose_response(data, backend="plotly"), ThresholdError, "plotly"),
+    ],
+)
+def test_wrong_input_says_what_to_do(sweep, call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call(sweep)
