@@ -35,6 +35,11 @@ def make_runs():
     return load_script("make_runs")
 
 
+@pytest.fixture(scope="module")
+def make_shaping():
+    return load_script("make_shaping")
+
+
 @pytest.fixture
 def one_thread():
     """As the data were made."""
@@ -161,6 +166,67 @@ def test_finished_parts_are_not_made_again(make_runs, tmp_path):
     assert file.stat().st_size == 0
 
 
+# ---- the sweep of KSS
+
+
+def test_the_sweep_is_complete_and_the_recorded_one(make_shaping):
+    record = json.loads((ROOT / "data" / "shaping.json").read_text())
+    assert record["sha256"] == hashlib.sha256((ROOT / "data" / "shaping.nc").read_bytes()).hexdigest()
+    runs = wb.samples.shaping()
+    coords = (runs[name].values.tolist() for name in ("study", "control", "learning_rate", "seed"))
+    found = [*zip(*coords, strict=True)]
+    assert len(found) == len(set(found)) == record["n_runs"]
+    for study in make_shaping.STUDIES:  # every study whole
+        assert {row for row in found if row[0] == study} == set(make_shaping.jobs([study])), study
+    assert set(runs["seed"].values.tolist()).isdisjoint(make_shaping.TUNING_SEEDS)
+    assert set(runs["seed"].values[runs["study"] == "doses"].tolist()).isdisjoint(make_shaping.SEEDS)
+    settings = {"model": make_shaping.MODEL, "task": make_shaping.TASK, "tuning_seeds": [*make_shaping.TUNING_SEEDS]}
+    assert {name: json.loads(runs.attrs[name]) for name in settings} == settings
+    assert (runs.attrs["n_steps"], runs.attrs["warmup"]) == (make_shaping.N_STEPS, make_shaping.WARMUP)
+
+
+def test_outcomes_of_the_sweep_do_not_contradict_themselves(make_shaping):
+    runs = wb.samples.shaping()
+    has_diverged = runs["has_diverged"].values
+    assert has_diverged.any()
+    assert not has_diverged.all()
+    assert set(runs["cause"].values[has_diverged]) <= {"loss", "grad_norm", "non-finite"}
+    assert set(runs["cause"].values[~has_diverged]) == {""}
+    assert (runs["step"].values[~has_diverged] == make_shaping.N_STEPS - 1).all()
+    assert (runs["step"].values[has_diverged] < make_shaping.N_STEPS).all()
+    for name in ("loss", "accuracy"):
+        np.testing.assert_array_equal(np.isnan(runs[name].values), has_diverged)
+    for name in ("accuracy", "near_unit_mass"):
+        assert ((runs[name].fillna(0) >= 0) & (runs[name].fillna(0) <= 1)).all()
+
+
+def test_studies_are_chosen_by_name_and_hold_the_paper_s_controls(make_shaping):
+    tables = wb.samples.shaping("controls", "tables")
+    assert list(dict.fromkeys(tables["study"].values)) == ["controls", "tables"]
+    assert tables.sizes["run"] == len(make_shaping.jobs(["controls", "tables"]))
+    assert set(wb.published.shaping_table()["control"].values) <= set(tables["control"].values)
+    with pytest.raises(StoreError, match="No study is called 'dose'; there are controls, tables, doses"):
+        wb.samples.shaping("dose")
+
+
+def test_a_re_run_of_the_sweep_ends_as_recorded(make_shaping, one_thread):
+    """The cell that broke first without control, and the same cell under the best KSS some steps beyond that."""
+    runs = wb.samples.shaping("controls")
+    alone, shaped = (runs.isel(run=runs["control"].values == name) for name in ("none", "KSS, best"))
+    for name in ("learning_rate", "seed"):
+        np.testing.assert_array_equal(alone[name], shaped[name])
+    is_saved = alone["has_diverged"].values & ~shaped["has_diverged"].values
+    first = alone.isel(run=is_saved)
+    first = first.isel(run=int(first["step"].values.argmin()))
+    rate, seed, step = float(first["learning_rate"]), int(first["seed"]), int(first["step"])
+    again = make_shaping.outcome("controls", "none", rate, seed, n_steps=step + 15)
+    assert again["has_diverged"]
+    assert again["step"] == pytest.approx(step, abs=15)
+    again = make_shaping.outcome("controls", "KSS, best", rate, seed, n_steps=step + 15)
+    assert not again["has_diverged"]
+    assert again["loss"] < 2 * np.log(make_shaping.MODEL["vocab_size"])  # no worse than a blind guess twice over
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
@@ -175,5 +241,6 @@ def test_unknown_recordings_are_named(call, sentence):
 
 def test_a_missing_table_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(wb.samples, "_DATA", tmp_path)
-    with pytest.raises(StoreError, match="There is no .*divergence.nc; use a clone of the repository"):
-        wb.samples.divergence_table()
+    for name, call in (("divergence", wb.samples.divergence_table), ("shaping", wb.samples.shaping)):
+        with pytest.raises(StoreError, match=f"There is no .*{name}.nc; use a clone of the repository"):
+            call()

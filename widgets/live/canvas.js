@@ -1,3 +1,5 @@
+const TRACES_EVERY_MS = 300;
+
 const arrayOf = (Kind, view) => new Kind(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
 
 // What the kernel sent, as runs with their modes and traces.
@@ -71,7 +73,16 @@ function render({ model, el, signal }) {
   body.append(left, side);
   el.replaceChildren(status, body);
 
-  let panels = [], recent = [];
+  // What costs most is painting: a map is drawn anew when its modes are new, the traces a few times a second.
+  let panels = [], recent = [], isStale = true, tracesAt = 0, later = null;
+  const drawTraces = (runs, theme, nSteps) => {
+    tracesAt = performance.now();
+    TRACES.forEach((trace, i) => {
+      drawTrace(traces[i], theme, trace, runs, nSteps);
+      const ends = runs.map((run) => `${run.name} ${threeDigits(run.traces[trace.name].value.at(-1) ?? null)}`);
+      traces[i].setAttribute("aria-label", `${trace.title} over the steps; now ${ends.join(", ")}`);
+    });
+  };
   const makePanels = (runs) => {
     panels = runs.map((run) => {
       const box = made("figure", "workbench-live-map"), title = made("b", "", run.name), note = made("span", "workbench-live-note");
@@ -80,9 +91,10 @@ function render({ model, el, signal }) {
       title.style.borderColor = run.color;
       head.append(title, note);
       box.append(head, line, canvas);
-      return { name: run.name, box, note, line, canvas };
+      return { name: run.name, box, note, line, canvas, drawn: null };
     });
     recent = [];
+    isStale = true;
     maps.replaceChildren(...panels.map((panel) => panel.box));
   };
   const setText = (element, text) => {
@@ -109,16 +121,22 @@ function render({ model, el, signal }) {
       const numbers = run.modes_step === null ? "no modes yet" : `step ${run.modes_step}   M ${mass}   ρ ${threeDigits(run.spectral_radius)}`;
       setText(panel.line, numbers);
       panel.box.classList.toggle("workbench-live-over", run.is_broken);
-      drawPlane(panel.canvas, theme, run, run.modes, decades, isNear);
+      const { points } = run.modes, shown = [decades, run.is_broken, points.length, ...points.slice(0, 16)].join();
+      if (isStale || panel.drawn !== shown) drawPlane(panel.canvas, theme, run, run.modes, decades, isNear);
+      panel.drawn = shown;
       panel.canvas.setAttribute("aria-label", `Eigenvalues of the run ${run.name} ${run.note}: ${numbers}`);
     });
-    TRACES.forEach((trace, i) => {
-      drawTrace(traces[i], theme, trace, runs, content.n_steps);
-      const ends = runs.map((run) => `${run.name} ${threeDigits(run.traces[trace.name].value.at(-1) ?? null)}`);
-      traces[i].setAttribute("aria-label", `${trace.title} over the steps; now ${ends.join(", ")}`);
-    });
+    clearTimeout(later);
+    const wait = tracesAt + TRACES_EVERY_MS - performance.now();
+    if (isStale || wait <= 0) drawTraces(runs, theme, content.n_steps);
+    else later = setTimeout(() => drawTraces(runs, theme, content.n_steps), wait);
+    isStale = false;
   };
-  const again = follow(model, signal, draw);
+  const replay = follow(model, signal, draw);
+  const again = () => {
+    isStale = true;
+    replay();
+  };
   zoom.onclick = () => {
     zoom.setAttribute("aria-pressed", zoom.getAttribute("aria-pressed") !== "true");
     again();
@@ -126,6 +144,9 @@ function render({ model, el, signal }) {
   onTheme(signal, again);
   const size = new ResizeObserver(again);
   size.observe(body);
-  signal.addEventListener("abort", () => size.disconnect());
+  signal.addEventListener("abort", () => {
+    size.disconnect();
+    clearTimeout(later);
+  });
 }
 export default { render };

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
     from workbench.training.kss.control import KSS
 
+#: A trust region that watches the energy gain takes eigenvalues in every so many of its looks.
+SPECTRA_EVERY = 10
 #: Why layers did not act although they had a penalty.
 NO_GRADIENT, GRADIENT_NOT_FINITE = "no gradient", "gradient not finite"
 
@@ -52,8 +54,8 @@ class Shaping:
         control: The controls that the step used.
         layers: Layers looked at; empty where nothing was due.
         penalty: Mean penalty of the layers that took part; NaN if none did.
-        spectral_radius: Largest over the layers looked at; NaN if there is no spectrum.
-        near_unit_mass: Mean over the layers looked at; NaN if there is no spectrum.
+        spectral_radius: Largest over the layers looked at; NaN if there is no spectrum, or none was taken.
+        near_unit_mass: Mean over the layers looked at; NaN likewise.
         skipped: Why layers were left out although they were due: layer -> reason.
         n_acting: Layers whose gradient reached the weights, or for whose sake the update was taken back.
         update_size: Share of the optimizer's own update that was tried; below 1 only in a trust region.
@@ -119,6 +121,7 @@ class Shaper:
         self._update_size = 1.0
         self._rates: list[Any] = []
         self._weights_before: dict[nn.Parameter, Tensor] = {}
+        self._kept: dict[nn.Parameter, Tensor] = {}
         remember = torch.compiler.disable(self._remember)  # it writes down what it sees, and is not to be compiled
         self._handles = [
             *(module.register_forward_pre_hook(remember, with_kwargs=True) for module in self._entrances),
@@ -139,6 +142,7 @@ class Shaper:
         self._handles.clear()
         self._inputs.clear()
         self._end_update()
+        self._kept.clear()
 
     def read_anatomy(self, inputs: Any) -> None:
         """Find the residual blocks now, not in the first step that is due.
@@ -282,6 +286,7 @@ class Shaper:
         self.last = self._shaping(
             control,
             parts,
+            layers=tuple(parts),
             penalty=float(np.mean(valued)) if valued else math.nan,
             skipped=skipped,
             n_acting=len(acting) if gradients is not None else 0,
@@ -292,7 +297,6 @@ class Shaper:
         return Shaping(
             self.step,
             control,
-            layers=tuple(parts),
             spectral_radius=max((part.spectral_radius for part in spectra), default=math.nan),
             near_unit_mass=float(np.mean([part.near_unit_mass for part in spectra])) if spectra else math.nan,
             **what,
@@ -308,8 +312,9 @@ class Shaper:
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * self._update_size
         if self._control.is_due(self.step):
-            weights = (weight for group in self.optimizer.param_groups for weight in group["params"])
-            self._weights_before = {weight: weight.detach().clone() for weight in weights}
+            weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+            # Into the same memory each time: fresh pages cost more than the copy.
+            self._weights_before = {w: self._kept.setdefault(w, torch.empty_like(w)).copy_(w) for w in weights}
 
     def _restore_rates(self) -> None:
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
@@ -325,9 +330,12 @@ class Shaper:
         """Take the update back if it threw a layer out of its band."""
         region, options = self.kss.options.trust_region, self.kss.options
         moments = self._moments_of_layers(model, inputs, control)
-        parts = {i: layer_penalty(m, options.penalty, gamma=control.gamma) for i, m in moments.items()}
-        after = {i: self._measured(m, parts[i]) for i, m in moments.items()}
-        broken = []
+        # The gain needs no eigenvalues; they are then for the record alone, and taken at times.
+        has_spectra = region.measure == "spectral_radius" or self.step % (SPECTRA_EVERY * control.interval) == 0
+        of_spectra = moments if has_spectra else {}
+        parts = {i: layer_penalty(m, options.penalty, gamma=control.gamma) for i, m in of_spectra.items()}
+        after = {i: self._measured(m, parts.get(i)) for i, m in moments.items()}
+        layers, broken = tuple(moments), []
         if region.outside(after):
             weights_after = {weight: weight.detach().clone() for weight in self._weights_before}
             self._put(self._weights_before)
@@ -335,7 +343,7 @@ class Shaper:
             broken = region.broken({i: self._measured(m) for i, m in moments.items()}, after)
             if not broken:
                 self._put(weights_after)
-        self.last = self._shaping(control, parts, n_acting=len(broken), update_size=self._update_size)
+        self.last = self._shaping(control, parts, layers=layers, n_acting=len(broken), update_size=self._update_size)
         self._update_size = region.next_size(self._update_size, control.strength, is_broken=bool(broken))
 
     def _measured(self, moments: SnapshotMoments, part: LayerPenalty | None = None) -> float:
