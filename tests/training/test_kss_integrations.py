@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -14,8 +15,6 @@ from tests.training.conftest import same_weights
 from tests.training.test_kss_loops import gpt2, llama
 from tests.training.test_kss_shaper import hooks_of, kss_with, loss_of, sgd, step
 from workbench.errors import MissingPackageError, StoreError, ThresholdError
-
-transformers = pytest.importorskip("transformers")
 
 
 def rows(n=64, length=12):
@@ -199,7 +198,9 @@ class Collector:
 
 @pytest.fixture(scope="module")
 def lightning():
-    return pytest.importorskip("lightning")
+    import lightning
+
+    return lightning
 
 
 def lightning_module(lightning, model, *, rate=0.01, optimizers=1):

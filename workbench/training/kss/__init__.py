@@ -2,7 +2,8 @@
 
 from workbench.training.kss.control import KSS, Band, Control, KSSOptions
 from workbench.training.kss.penalty import LayerPenalty, PenaltyShape, layer_penalty
-from workbench.training.kss.shaper import Shaper, Shaping
+from workbench.training.kss.shaper import Shaper
+from workbench.training.kss.shaping import Shaping
 from workbench.training.kss.trust_region import TrustRegion
 
 __all__ = [

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from workbench.training.kss.control import KSS
-    from workbench.training.kss.shaper import Shaper, Shaping
+    from workbench.training.kss.shaper import Shaper
+    from workbench.training.kss.shaping import Shaping
 
 
 class Attachment:
