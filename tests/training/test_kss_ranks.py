@@ -47,7 +47,8 @@ def test_two_ranks_shape_as_one_process_does(ranks, coupling):
     for rank in ranks:
         found = rank[coupling]
         assert found["penalty"] == pytest.approx(expected["penalty"], rel=1e-8, nan_ok=True)
-        assert found["radius"] == pytest.approx(expected["radius"], rel=1e-8)
+        assert found["radius"] == pytest.approx(expected["radius"], rel=1e-8, nan_ok=True)
+        assert found["radius"][0] > 0  # a trust region of the gain takes eigenvalues at times
         assert found["acting"] == expected["acting"]
         assert largest_difference(found["weights"], expected["weights"]) < 1e-9
     assert max(expected["acting"]) > 0
