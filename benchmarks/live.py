@@ -7,7 +7,6 @@ WORKBENCH_CHROMIUM says.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import socket
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import write_report
+from tests.browser.driver import ask_kernel, write_notebook
 from workbench.spectral.spectra import versions
 
 CHROMIUM = os.environ.get("WORKBENCH_CHROMIUM", "/usr/bin/chromium")
@@ -159,17 +159,7 @@ def measured_in(page: Any, call: str, seconds: float) -> Any:
 
 def ask(page: Any, expression: str) -> Any:
     """Evaluate an expression in the notebook's kernel; its value, if it is plain."""
-    answer = page.evaluate(
-        """async (code) => {
-          const kernel = jupyterapp.shell.currentWidget.sessionContext.session.kernel;
-          const options = {code: '', silent: true, store_history: false, user_expressions: {answer: code}};
-          const reply = await kernel.requestExecute(options).done;
-          const answer = reply.content.user_expressions.answer;
-          if (answer.status !== 'ok') throw new Error(answer.evalue);
-          return answer.data['text/plain'];
-        }""",
-        expression,
-    )
+    answer = ask_kernel(page, expression)
     try:
         return literal_eval(answer)
     except (ValueError, SyntaxError):
@@ -181,11 +171,8 @@ def notebook_page(folder: Path, source: str) -> Iterator[Any]:
     """A page of JupyterLab whose notebook of one cell has run."""
     from playwright.sync_api import sync_playwright
 
-    cell = {"cell_type": "code", "id": "c0", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook = {"cells": [cell], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     (folder / "root").mkdir()
-    (folder / "root" / "live.ipynb").write_text(json.dumps(notebook))
+    write_notebook(folder / "root" / "live.ipynb", [source])
     with lab(folder) as url, sync_playwright() as playwright:
         context = playwright.chromium.launch_persistent_context(
             str(folder / "chromium"), executable_path=CHROMIUM, headless=True, args=FLAGS,

@@ -1,12 +1,25 @@
 """What the browser tests do with a page: run its notebook, ask its kernel, wait, and count pixels."""
 
 import io
+import json
 import re
 import time
 
 import numpy as np
 
 from workbench.plots.style import DEPTH_RAMP
+
+
+def write_notebook(path, sources):
+    """A notebook of code cells that have not run."""
+    cells = [
+        {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
+        for i, source in enumerate(sources)
+    ]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    path.write_text(
+        json.dumps({"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5})
+    )
 
 
 def run_all(page):

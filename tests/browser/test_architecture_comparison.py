@@ -1,12 +1,10 @@
 """Three short runs beside each other in JupyterLab: step, play, change the view, hide a model, write files."""
 
-import json
-
 import numpy as np
 import pytest
 
 import workbench as wb
-from tests.browser.driver import ask_kernel, colored, pixels, run_all, text_contrast, wait
+from tests.browser.driver import ask_kernel, colored, pixels, run_all, text_contrast, wait, write_notebook
 from tests.widgets.recorded_runs import run_of
 
 pytestmark = pytest.mark.browser
@@ -28,7 +26,7 @@ def notebook(lab):
         f"runs = {{name: Path('runs') / f'{{name}}.zarr' for name in {list(runs)}}}\n"
         "comparison = ArchitectureComparison(runs)\ncomparison",
     ]
-    _write_notebook(lab.root / NOTEBOOK, cells)
+    write_notebook(lab.root / NOTEBOOK, cells)
     return NOTEBOOK
 
 
@@ -140,14 +138,3 @@ def _change_theme(page, name, *, is_light):
     page.evaluate("(theme) => jupyterapp.commands.execute('apputils:change-theme', {theme})", name)
     flag = str(is_light).lower()
     page.wait_for_function(f"() => document.body.dataset.jpThemeLight === '{flag}'", timeout=10_000)
-
-
-def _write_notebook(path, sources):
-    cells = [
-        {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
-        for i, source in enumerate(sources)
-    ]
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    path.write_text(
-        json.dumps({"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5})
-    )

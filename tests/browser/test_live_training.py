@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.browser.driver import ask_kernel, colored, pixels, run_all, wait
+from tests.browser.driver import ask_kernel, colored, pixels, run_all, wait, write_notebook
 
 pytestmark = pytest.mark.browser
 NOTEBOOK = "notebooks/live_training.ipynb"
@@ -24,13 +24,7 @@ SHADE = [220, 233, 248]
 
 @pytest.fixture
 def notebook(lab):
-    cells = [
-        {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
-        for i, source in enumerate([SETUP, WIDGET])
-    ]
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
-    (lab.root / NOTEBOOK).write_text(json.dumps(notebook))
+    write_notebook(lab.root / NOTEBOOK, [SETUP, WIDGET])
     return NOTEBOOK
 
 
