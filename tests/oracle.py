@@ -1,4 +1,4 @@
-"""The paper's formulas typed in literally (RKSP, arXiv:2602.22988). Slow and plain on purpose."""
+"""The papers' formulas typed in literally: RKSP (arXiv:2602.22988), monitors (arXiv:2606.28116). Slow on purpose."""
 
 import mpmath
 import numpy as np
@@ -102,3 +102,53 @@ def kss_penalty_precisely(X, Y, *, digits, **shape):
         A = (Y * X.T) * mpmath.inverse(X * X.T)
         modulus = [abs(a) for a in mpmath.eig(A, left=False, right=False)]
         return kss_of_moduli(modulus, functions=mpmath, **shape)
+
+
+def effective_rank(M, alpha):
+    """exp of the entropy of p_i = s_i^alpha / sum s^alpha; what is zero within rounding is no singular value."""
+    s = np.linalg.svd(M, compute_uv=False)
+    s = s[s > max(M.shape) * np.finfo(float).eps * s[0]]
+    p = s**alpha / (s**alpha).sum()
+    return np.exp(-sum(x * np.log(x) for x in p))
+
+
+def qk_terms(wq0, wk0, wq1, wk1):
+    """The d x d products of one head; its factors d x d_k."""
+    dq, dk = wq1 - wq0, wk1 - wk0
+    return {"D2": dq @ wk0.T + wq0 @ dk.T, "D3": dq @ dk.T, "dWq": dq, "dWk": dk, "W": wq1 @ wk1.T}
+
+
+def attention_rows(q, k, scale, visible):
+    """For one head, the rows that see something: largest logit, entropy in nat, number of tokens seen."""
+    rows = []
+    for i in range(len(q)):
+        logits = [scale * (q[i] @ k[j]) for j in range(len(k)) if visible[i, j]]
+        if logits:
+            weight = np.exp(np.array(logits) - max(logits))
+            p = weight / weight.sum()
+            rows.append((max(logits), -sum(x * np.log(x) for x in p if x > 0), len(logits)))
+    return rows
+
+
+def router_similarity(W):
+    """Mean cosine over pairs of rows."""
+    cosines = [
+        W[i] @ W[j] / (np.linalg.norm(W[i]) * np.linalg.norm(W[j]))
+        for i in range(len(W))
+        for j in range(len(W))
+        if i != j
+    ]
+    return np.mean(cosines)
+
+
+def spike_score(values, window, n_sigma, n_least):
+    """Share of values at least n_sigma standard deviations from the mean of the finite ones before."""
+    judged = []
+    for i, value in enumerate(values):
+        before = [x for x in values[:i] if np.isfinite(x)][-window:]
+        if not np.isfinite(value):
+            judged.append(True)
+        elif len(before) >= n_least:
+            away = abs(value - np.mean(before))
+            judged.append(away > 0 and away >= n_sigma * np.std(before))
+    return np.mean(judged) if judged else np.nan

@@ -10,6 +10,7 @@ _PUBLIC = {
     "ArchitectureComparison": "widgets.architecture_comparison:ArchitectureComparison",
     "LiveTraining": "widgets.live_training:LiveTraining",
     "SpectrumExplorer": "widgets.spectrum_explorer:SpectrumExplorer",
+    "Timeline": "widgets.timeline:Timeline",
     "show": "widgets.figure:show",
 }
 

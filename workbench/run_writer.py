@@ -56,6 +56,7 @@ class RunWriter:
         with replacing(self.path) as partial:
             zarr.create_group(partial)
             self._write_root(partial)
+        self._folder = self.path.stat().st_ino
 
     @classmethod
     def reopen(cls, path: str | os.PathLike[str], *, before_step: int) -> RunWriter:
@@ -73,6 +74,7 @@ class RunWriter:
         committed = open_run(path)
         writer = cls.__new__(cls)
         writer.path, writer._attrs, writer._arrays = Path(path), dict(committed.attrs), {}
+        writer._folder = writer.path.stat().st_ino
         writer._parts = {
             part: _Extent(node["step"].dims[0], int(np.count_nonzero(node["step"].values < before_step)))
             for part, node in committed.children.items()
@@ -96,14 +98,18 @@ class RunWriter:
             rows: The same variables every time; what does not run over steps is written the first time only.
 
         Raises:
-            StoreError: If the disk is full, or the store cannot be written.
+            StoreError: If the disk is full, or the store cannot be written; the same rows may be appended again
+                then, with others after them, and are there once.
         """
         from workbench.store import with_text
 
         (dim,) = rows["step"].dims
         rows = with_text(rows, of_variable_length=True)
         with _said(self.path):
+            self._check_is_there()
             if part not in self._parts:
+                if (self.path / part).exists():  # what a failed try left
+                    shutil.rmtree(self.path / part)
                 encoding = {name: {"chunks": _chunks(variable)} for name, variable in rows.variables.items()}
                 # Rows first in every array, so that it grows by whole rows.
                 rows = rows.transpose(dim, ...)
@@ -126,9 +132,38 @@ class RunWriter:
         Raises:
             StoreError: If the disk is full, or the store cannot be written; readers see the last commit then.
         """
+        self._attrs |= attrs
         with _said(self.path):
-            self._attrs |= attrs
+            self._check_is_there()
             self._write_root(self.path)
+
+    def is_there(self) -> bool:
+        """Whether the store is still where it was made, and not another one in its place."""
+        try:
+            return (self.path / "zarr.json").exists() and self.path.stat().st_ino == self._folder
+        except FileNotFoundError:
+            return False
+
+    def layout(self, part: str) -> xr.Dataset | None:
+        """What a part holds, without its rows: every variable, the growing ones of length zero; None: no such part."""
+        import xarray as xr
+        import zarr
+
+        if part not in self._parts:
+            return None
+        variables = {}
+        for array in zarr.open_group(self.path / part, mode="r", use_consolidated=False).array_values():
+            dims = array.metadata.dimension_names or ()
+            dtype = np.dtype(array.attrs.get("dtype", array.dtype))  # xarray writes truth values as integers
+            is_growing = dims[:1] == (self._parts[part].dim,)
+            values = np.empty((0, *array.shape[1:]), dtype) if is_growing else array[...]
+            variables[array.basename] = (dims, values)
+        return xr.Dataset(variables)
+
+    def _check_is_there(self) -> None:
+        # Otherwise Zarr would make the folders again, without the rows that were in them.
+        if not self.is_there():
+            raise StoreError(f"The run at {self.path} is gone: removed, moved or replaced while it was being written.")
 
     def _growing(self, part: str) -> list[zarr.Array]:
         """The arrays of a part that get longer: those over the dimension of its steps."""

@@ -6,6 +6,7 @@ import json
 import numbers
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,26 @@ import numpy as np
 
 from workbench.atomic import check_free, replacing
 from workbench.errors import SchemaError, StoreError
-from workbench.schema import SCHEMA_VERSION, check_version, validate_events, validate_monitors, validate_spectra
+from workbench.schema import (
+    PARTS,
+    SCHEMA_VERSION,
+    check_version,
+    validate_events,
+    validate_monitors,
+    validate_part,
+    validate_spectra,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
 
 #: Parts of a run that follow the schema; others are stored as they are.
-_VALIDATORS = {"spectra": validate_spectra, "monitors": validate_monitors, "events": validate_events}
+_VALIDATORS = {
+    "spectra": validate_spectra,
+    "monitors": validate_monitors,
+    "events": validate_events,
+    **{part: partial(validate_part, part) for part in PARTS},
+}
 
 
 def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.DataTree:
@@ -110,6 +124,8 @@ def export_netcdf(
 def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     """Open a run written by `save`, `train` or `export_netcdf`; of a Zarr store values are read when they are needed.
 
+    Reading values raises a `StoreError` once the store was removed or replaced; ``run.load()`` reads all of them now.
+
     Args:
         path: Of a Zarr store or a netCDF file.
 
@@ -128,7 +144,9 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     try:
         if path.is_dir():
             # A run that grows is consistent only as its consolidated metadata say.
-            run = xr.open_datatree(path, engine="zarr", consolidated=_is_consolidated(path))
+            from workbench.watched_store import WatchedStore
+
+            run = xr.open_datatree(WatchedStore(path), engine="zarr", consolidated=_is_consolidated(path))
         else:
             # Closed at once: HDF5 crashes where a forgotten file is closed in one thread while another opens one.
             with xr.open_datatree(path, engine="netcdf4", auto_complex=True) as file:

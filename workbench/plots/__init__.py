@@ -8,6 +8,7 @@ from workbench.plots.layers import layer_profile
 from workbench.plots.radar import radar
 from workbench.plots.steps import step_grid
 from workbench.plots.tables import comparison_table
+from workbench.plots.timeline import timeline
 from workbench.plots.traces import traces
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "save",
     "stability_edge",
     "step_grid",
+    "timeline",
     "traces",
 ]

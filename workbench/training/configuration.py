@@ -30,13 +30,14 @@ def describe_run(
     loss: Callable[..., Any],
     kss: KSS | None = None,
     penalties: Mapping[str, Any] | None = None,
+    faults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that decides a run's numbers, as JSON gives it back; functions by their names.
 
     Returns:
         ``model``, ``task``, ``training`` and ``spectra``, each a mapping; with KSS also ``kss``, what stays fixed of
         it (its controls may change from step to step, and are recorded there); with further terms of the loss also
-        ``penalties``.
+        ``penalties``; with faults also ``faults``, everything but their switches.
     """
     training = plan.as_dict() | {"loss": getattr(loss, "__qualname__", None) or str(loss)}
     if plan.schedule not in ("cosine", "linear"):
@@ -51,6 +52,8 @@ def describe_run(
         configuration["kss"] = kss.describe()
     if penalties:
         configuration["penalties"] = dict(penalties)
+    if faults:
+        configuration["faults"] = dict(faults)
     return json.loads(json.dumps(configuration, default=str))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +23,13 @@ from workbench.training.checkpoints import (
     write_checkpoint,
 )
 from workbench.training.configuration import describe_run, first_difference
+from workbench.training.faults import Fault, Injection, Pass
+from workbench.training.guard import Guard
 from workbench.training.kss import KSS, Shaper
 from workbench.training.plan import PRECISIONS, TrainingPlan
 from workbench.training.random_stream import RandomStream
 from workbench.training.recording import (
+    BackgroundRunRecorder,
     Recording,
     RunRecorder,
     SpectraTaker,
@@ -39,6 +42,9 @@ from workbench.training.step_record import StepRecord
 from workbench.training.tasks import Task, as_task
 
 if TYPE_CHECKING:
+    from workbench.monitors.alarms import Alarms
+    from workbench.monitors.recorder import Recorder
+    from workbench.training.actions import Actions, Request
     from workbench.training.baselines.penalties import Penalty
 
 
@@ -61,6 +67,10 @@ def train(
     kss: KSS | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     penalties: Sequence[Penalty] = (),
+    faults: Sequence[Fault] = (),
+    recorder: Recorder | None = None,
+    alarms: Alarms | None = None,
+    actions: Actions | None = None,
     **settings: Any,
 ) -> Iterator[StepRecord]:
     """Train a model, one record a step.
@@ -81,6 +91,12 @@ def train(
             controls of its checkpoint.
         loss: From logits and targets to a 0-dim tensor.
         penalties: Terms added to the loss that look at the residual stream; see `workbench.baselines`.
+        faults: From `workbench.faults`, at most one of a kind; each may be switched on and off while the run goes on. A
+            resumed run takes up the switches of its checkpoint.
+        recorder: Looks at the mechanism while the run trains; its parts go into the run's own store.
+        alarms: Listen to the recorder; what they say is in the events and in each `StepRecord`.
+        actions: What an alarm may trigger; None: nothing. After a roll-back steps count on: the step is the number of
+            updates made, and the event says which weights they begin from.
         **settings: Fields of `TrainingPlan` (``n_steps``, ``learning_rate``, ``warmup``, ...) and of `Recording`
             (``store``, ``spectra_every``, ``checkpoint_every``, ...).
 
@@ -88,7 +104,8 @@ def train(
         A generator of `StepRecord`. Closing it writes what was gathered and, where checkpoints are on, one more.
 
     Raises:
-        ThresholdError: If a setting is unknown or impossible; nothing is done then.
+        ThresholdError: If a setting is unknown or impossible; nothing is done then. When it begins, if a fault cannot
+            act on this model, or when a batch is met that it cannot act on.
         AnatomyError: When it begins, if spectra or penalties are asked for and the model's blocks cannot be found.
         StoreError: If the store is taken, or holds a run of another configuration.
         CheckpointError: If there is nothing to resume from, or it is damaged.
@@ -101,7 +118,12 @@ def train(
     if plan.precision == "float16" and _is_two_pass(optimizer):
         raise ThresholdError("float16 scales one gradient a step, but SAM takes two; choose 'bfloat16' or 'float32'.")
     terms = PenaltyTerms(model, penalties, seed=plan.seed, stack=recording.profile_options.get("stack"))
-    run = _Run(model, task, plan, recording, loss, optimizer, terms, kss)
+    injection = Injection(faults, seed=plan.seed)
+    injection.attach(optimizer, looks_again=_looks_again(optimizer))
+    guard = Guard(recorder, alarms, actions)
+    if guard.rolls_back and not recording.checkpoint_every:
+        raise ThresholdError("Rolling back needs checkpoints to go back to; pass checkpoint_every= too.")
+    run = _Run(model, task, plan, recording, loss, optimizer, terms, kss, injection, guard)
     if resume:
         run.restore()
     else:
@@ -122,13 +144,17 @@ class _Run:
         optimizer: torch.optim.Optimizer,
         penalties: PenaltyTerms,
         kss: KSS | None,
+        faults: Injection,
+        guard: Guard,
     ) -> None:
         self.model, self.task, self.plan, self.recording, self.loss = model, task, plan, recording, loss
-        self.optimizer, self.penalties = optimizer, penalties
+        self.optimizer, self.penalties, self.faults, self.guard = optimizer, penalties, faults, guard
         self.shaper: Shaper | None = None
         self.kss, self.kss_state = kss, {}
         self.peak_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self.configuration = describe_run(model, task, plan, recording, loss, kss, penalties.describe())
+        self.configuration = describe_run(
+            model, task, plan, recording, loss, kss, penalties.describe(), faults.describe()
+        )
         self.device = _device_of(model)
         self.random = RandomStream(plan.seed, device=self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.precision == "float16")
@@ -160,6 +186,10 @@ class _Run:
         self.optimizer.load_state_dict(state.optimizer)
         self.scaler.load_state_dict(state.scaler)
         self.random.load_state_dict(state.random)
+        if state.faults:
+            self.faults.load_state_dict(state.faults)
+        if state.guard:
+            self.guard.load_state_dict(state.guard)
         self.kss_state = state.kss
         if self.kss is not None and state.kss:
             self.kss.load_state_dict(state.kss["control"])
@@ -173,95 +203,127 @@ class _Run:
         taker = self._taker() if every else None  # first: a model that cannot be read is refused before a store is made
         if self.penalties.are_on:
             self.penalties.read_anatomy(self.task.probe(2))
+        if self.faults.looks_at_the_model:
+            probe = on_device_of(self.model, self.task.probe(2))
+            self.faults.attach_to_model(
+                self.model, probe, lambda output: _auxiliary_loss(self.model, output) is not None
+            )
         if self.kss is not None:
             self.shaper = self._attached()
         if writer is None:
             writer = open_writer(self.recording, self.configuration, overwrite=overwrite)
-        recorder = RunRecorder(writer, self.recording.flush_every)
+        kind = BackgroundRunRecorder if self.guard.is_on else RunRecorder
+        ledger = kind(writer, self.recording.flush_every)
         if self.writer is not None:
-            recorder.event(self.step, "resumed", message=f"Resumed from the checkpoint of step {self.step}.")
-        batches = self.task.stream(self.step)
+            ledger.event(self.step, "resumed", message=f"Resumed from the checkpoint of step {self.step}.")
+            self.guard.learn(self.recording.store)
+        batches = self.task.stream(self.step + self.guard.n_skipped)
         was_training = self.model.training
         state, is_whole = "interrupted", True
         try:
+            self.guard.attach(
+                self.model, self.optimizer, writer=ledger.background, probe_of=self._probe, step=self.step
+            )
             while self.step < self.plan.n_steps:
                 is_last = self.step == self.plan.n_steps - 1
                 is_due = taker is not None and (self.step % every == 0 or is_last)
-                spectra = take_or_say(taker, self.step, recorder) if is_due else None
+                spectra = take_or_say(taker, self.step, ledger) if is_due else None
                 batch = next(batches, None)
                 if batch is None:
-                    recorder.event(self.step, "finished", message=f"The data ended after {self.step} steps.")
+                    ledger.event(self.step, "finished", message=f"The data ended after {self.step} steps.")
                     state = "finished"
                     return
                 is_whole = False
                 record = self._step(*batch)
                 is_whole = True
                 if record.diverged and taker is not None and not is_due:
-                    spectra = take_or_say(taker, record.step, recorder)
-                record = StepRecord(**{**vars(record), "spectra": spectra})
-                recorder.add(record.step, record.monitors(), spectra)
+                    spectra = take_or_say(taker, record.step, ledger)
+                known = self.guard.finish_step(record.monitors())
+                record = replace(record, spectra=spectra, alarms=self.guard.take_alarms())
+                ledger.add(record.step, record.monitors() | known, spectra)
                 for change in self.shaper.new_changes() if self.shaper is not None else ():
-                    recorder.event(record.step, "kss", source="kss", message=change)
+                    ledger.event(record.step, "kss", source="kss", message=change)
+                for name, change in self.faults.new_changes():
+                    ledger.event(record.step, "fault", source=name, message=change)
+                self._tell_alarms(record, ledger)
                 if record.diverged:
-                    recorder.event(record.step, "divergence", **_evidence(record, self.plan))
+                    ledger.event(record.step, "divergence", **_evidence(record, self.plan))
                 if record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite"):
                     state = "diverged"
-                    recorder.flush(state=state)  # at once: whoever gets the record may look at the store
+                    ledger.flush(state=state)  # at once: whoever gets the record may look at the store
                     yield record
                     return
                 self.step += 1
                 if self.recording.checkpoint_every and self.step % self.recording.checkpoint_every == 0:
-                    recorder.flush()  # first: a resumed run does not make the rows before its checkpoint again
+                    ledger.flush()  # first: a resumed run does not make the rows before its checkpoint again
                     self._checkpoint()
+                if (request := self.guard.request(record.step, record.alarms)) is not None:
+                    self._carry_out(request, batches, ledger)
+                    if "stop" in request.kinds:
+                        state = "stopped"
+                        ledger.event(self.step, "stopped", message=f"Stopped after {self.step} steps, by an alarm.")
+                        yield record
+                        return
                 yield record
             state = "finished"
-            recorder.event(self.step, "finished", message=f"Finished after {self.step} steps.")
+            ledger.event(self.step, "finished", message=f"Finished after {self.step} steps.")
         except GeneratorExit:
             if state != "diverged":
                 state = "stopped"
-                recorder.event(self.step, "stopped", message=f"Stopped after {self.step} steps.")
+                ledger.event(self.step, "stopped", message=f"Stopped after {self.step} steps.")
             raise
         finally:
             self.model.train(was_training)
+            self.guard.detach()
             if self.shaper is not None:
                 self.shaper.detach()
+            self.faults.detach()
             for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
                 group["lr"] = peak  # a ready optimizer goes back to its owner as it came
-            recorder.flush(state=state)
+            ledger.flush(state=state)
             if self.recording.checkpoint_every and is_whole and state in ("stopped", "finished"):
                 self._checkpoint()
+            ledger.close()
 
     def _step(self, inputs: Any, targets: Any) -> StepRecord:
         """One forward, backward and, unless it diverged, update."""
         if self.shaper is not None:
             self.shaper.begin_step(self.step)
-        factor = self.plan.rate_factor(self.step)
+        self.faults.begin_step(self.step)
+        factor = self.plan.rate_factor(self.step) * self.faults.rate_factor * self.guard.rate_factor
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * factor
         inputs, targets = on_device_of(self.model, inputs), on_device_of(self.model, targets)
+        inputs, targets = self.faults.batch(inputs, targets)
         self.model.train()
         with self.random.active():
-            task_loss, auxiliary, logits = self._losses(inputs, targets)
-            total = task_loss if auxiliary is None else task_loss + auxiliary
-            loss, grad_norm = task_loss.item(), math.nan
-            is_finite = math.isfinite(total.item())
-            self.optimizer.zero_grad(set_to_none=True)
-            if is_finite:
-                self.scaler.scale(total).backward()
-                grad_norm = self._grad_norm()
-            cause = self._cause(loss if is_finite else math.nan, grad_norm)
+            given = self.faults.backward(self._backward, inputs, targets, scale=self.scaler.get_scale)
+            grad_norm = self._grad_norm() if given.is_finite else math.nan
+            cause = self._cause(given.loss if given.is_finite else math.nan, grad_norm)
             if not cause or not (self.plan.stops_at_divergence or cause == "non-finite"):
                 self._update(inputs, targets, grad_norm)
         return StepRecord(
             step=self.step,
-            loss=loss,
-            auxiliary_loss=math.nan if auxiliary is None else auxiliary.item(),
-            accuracy=_accuracy(logits, targets),
+            loss=given.loss,
+            auxiliary_loss=given.auxiliary_loss,
+            accuracy=_accuracy(given.logits, targets),
             grad_norm=grad_norm,
             learning_rate=max(group["lr"] for group in self.optimizer.param_groups),
             cause=cause,
             shaping=None if self.shaper is None else self.shaper.last,
+            active_faults=self.faults.active,
         )
+
+    def _backward(self, inputs: Any, targets: Tensor) -> Pass:
+        """Losses of some rows and, where they are finite, the gradients on the weights."""
+        with self.faults.attention():
+            task_loss, auxiliary, logits = self._losses(inputs, targets)
+            total = task_loss if auxiliary is None else task_loss + auxiliary
+            is_finite = math.isfinite(total.item())
+            self.optimizer.zero_grad(set_to_none=True)
+            if is_finite:
+                self.scaler.scale(total).backward()
+        return Pass(task_loss.item(), math.nan if auxiliary is None else auxiliary.item(), logits, is_finite)
 
     def _losses(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Task loss, weighted auxiliary terms or None, and logits."""
@@ -271,6 +333,8 @@ class _Run:
             output = call_model(self.model, inputs)
             logits = output if isinstance(output, Tensor) else output.logits
             task_loss, auxiliary = self.loss(logits, targets), _auxiliary_loss(self.model, output)
+            if auxiliary is not None and not self.faults.keeps_auxiliary_loss:
+                auxiliary = torch.zeros_like(auxiliary)
             if (penalty := penalty_of(task_loss)) is not None:
                 auxiliary = penalty if auxiliary is None else auxiliary + penalty
             return task_loss, auxiliary, logits
@@ -287,7 +351,7 @@ class _Run:
 
     def _update(self, inputs: Any, targets: Tensor, grad_norm: float) -> None:
         self._clip(grad_norm)
-        if isinstance(self.optimizer, torch.optim.LBFGS) or _is_two_pass(self.optimizer):
+        if _looks_again(self.optimizer):
             self.optimizer.step(lambda: self._closure(inputs, targets))
             return
         self.scaler.step(self.optimizer)
@@ -301,9 +365,10 @@ class _Run:
     def _closure(self, inputs: Any, targets: Tensor) -> Tensor:
         """Loss and gradients at the weights where an optimizer looks again within a step."""
         self.optimizer.zero_grad(set_to_none=True)
-        task_loss, auxiliary, _ = self._losses(inputs, targets)
-        total = task_loss if auxiliary is None else task_loss + auxiliary
-        total.backward()
+        with self.faults.attention():
+            task_loss, auxiliary, _ = self._losses(inputs, targets)
+            total = task_loss if auxiliary is None else task_loss + auxiliary
+            total.backward()
         if self.plan.clip_norm is not None and _is_two_pass(self.optimizer):  # LBFGS needs the true gradient
             self._clip(self._grad_norm())
         return total
@@ -327,6 +392,34 @@ class _Run:
             raise
         return shaper
 
+    def _probe(self, n_tokens: int) -> Any:
+        return on_device_of(self.model, self.task.probe(n_tokens))
+
+    def _tell_alarms(self, record: StepRecord, ledger: RunRecorder | BackgroundRunRecorder) -> None:
+        for alarm in record.alarms:
+            where = {"layer": alarm.layer, "head": alarm.head}
+            ledger.event(alarm.step, "alarm", source=alarm.signal, score=alarm.score, message=alarm.message, **where)
+        if (found := self.guard.attribution(record.alarms)) is not None:
+            score = found.probability[found.cause]
+            ledger.event(record.step, "attribution", source=found.cause, score=score, message=found.message)
+
+    def _carry_out(self, request: Request, batches: Iterator[Any], ledger: RunRecorder | BackgroundRunRecorder) -> None:
+        """Do what an alarm asked for."""
+        n_skipped = self.guard.n_skipped
+        done = self.guard.carry_out(
+            request,
+            step=self.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            scaler=self.scaler,
+            faults=self.faults,
+            checkpoints=self.recording.checkpoint_folder,
+        )
+        for action in done:
+            ledger.event(self.step, "action", source=action.kind, message=action.message)
+        for _ in range(self.guard.n_skipped - n_skipped):
+            next(batches, None)
+
     def _checkpoint(self) -> None:
         state = TrainingState(
             step=self.step,
@@ -335,6 +428,8 @@ class _Run:
             scaler=self.scaler.state_dict(),
             random=self.random.state_dict(),
             kss={} if self.shaper is None else self.shaper.state_dict(),
+            faults=self.faults.state_dict(),
+            guard=self.guard.state_dict(),
         )
         write_checkpoint(self.model, state, self.recording.checkpoint_folder)
 
@@ -354,6 +449,11 @@ def _split(settings: Mapping[str, Any]) -> tuple[TrainingPlan, Recording]:
 def _is_two_pass(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it takes a second gradient elsewhere, as SAM and its kin do: ``step(closure)`` after a first backward."""
     return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
+
+
+def _looks_again(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it takes further gradients within a step, by a closure."""
+    return isinstance(optimizer, torch.optim.LBFGS) or _is_two_pass(optimizer)
 
 
 def _device_of(model: nn.Module) -> torch.device:

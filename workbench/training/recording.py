@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.atomic import check_free
+from workbench.background_writer import BackgroundWriter
 from workbench.errors import SnapshotError, StoreError, ThresholdError
+from workbench.run_parts import Part
 from workbench.run_writer import RunWriter
 from workbench.schema import EVENTS, MONITORS
 from workbench.spectral.profile import profile
@@ -119,6 +121,8 @@ class RunRecorder:
         flush_every: Steps in a block.
     """
 
+    background = None
+
     def __init__(self, writer: RunWriter | None, flush_every: int) -> None:
         self.writer = writer
         self.flush_every = flush_every
@@ -164,6 +168,54 @@ class RunRecorder:
             self._events = []
         self.writer.commit(**attrs)
         self._written_at = time.monotonic()
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+class BackgroundRunRecorder:
+    """A `RunRecorder` whose rows are written in a thread of their own, beside those of a `workbench.Recorder`.
+
+    Trouble with the disk never stops the training: it is told once, and what was lost is in the events.
+
+    Args:
+        writer: Of the run's store, or None.
+        flush_every: Steps in a block.
+    """
+
+    def __init__(self, writer: RunWriter | None, flush_every: int) -> None:
+        self.background = None
+        if writer is not None:
+            self.background = BackgroundWriter(writer, rows_per_block=flush_every, seconds_per_block=_SECONDS_PER_BLOCK)
+        self._is_declared = False
+
+    def add(self, step: int, monitors: Mapping[str, float], spectra: xr.Dataset | None) -> None:
+        """Take in what one step gave."""
+        if self.background is None:
+            return
+        if not self._is_declared:
+            rules = {name: MONITORS[name] for name in monitors if name in MONITORS}
+            self.background.declare(Part.of_scalars("monitors", monitors, {k: rule.attrs for k, rule in rules.items()}))
+            self._is_declared = True
+        self.background.add("monitors", step, monitors)
+        if spectra is not None:
+            self.background.add_dataset("spectra", spectra)
+
+    def event(self, step: int, kind: str, **what: Any) -> None:
+        """Take in something that happened; see ``schema.EVENTS``."""
+        if self.background is not None:
+            self.background.event(step, kind, **what)
+
+    def flush(self, **attrs: Any) -> None:
+        """Wait until everything is on disk, and set attributes of the run."""
+        if self.background is not None:
+            self.background.commit(**attrs)
+            self.background.flush()
+
+    def close(self) -> None:
+        """Write what there is, and end the thread."""
+        if self.background is not None:
+            self.background.close()
 
 
 def check_places(recording: Recording, *, overwrite: bool) -> None:
@@ -232,6 +284,5 @@ def _table(rows: list[dict[str, Any]], rules: Mapping[str, Any], dim: str) -> xr
     variables = {}
     for name, column in columns.items():
         rule = rules.get(name)
-        about = {"long_name": rule.long_name, "units": rule.units, "meaning": rule.meaning} if rule else {}
-        variables[name] = (dim, column, about)
+        variables[name] = (dim, column, {} if rule is None else rule.attrs)
     return xr.Dataset(variables).set_coords("step" if dim == "step" else [])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import xarray as xr
 
+    from workbench.monitors.alarms import Alarm
     from workbench.training.kss import Shaping
 
 
@@ -19,13 +20,16 @@ class StepRecord:
     Attributes:
         step: Updates done before this one.
         loss: Of the batch, without auxiliary terms, in nats for cross entropy.
-        auxiliary_loss: Weighted auxiliary terms, such as a router's balance or a penalty; NaN if there are none.
+        auxiliary_loss: Weighted auxiliary terms as they were added, such as a router's balance or a penalty; NaN if
+            there are none.
         accuracy: Share of the batch's targets that were most likely; NaN where that means nothing.
         grad_norm: Norm of all gradients together, before clipping; NaN if the loss is not finite.
         learning_rate: Largest rate of the optimizer's groups.
         cause: Why the step counts as diverged: ``"loss"``, ``"grad_norm"`` or ``"non-finite"``; empty otherwise.
         spectra: Spectra dataset with a ``step`` dimension of one, where they were due.
         shaping: What KSS did, where the run has it.
+        active_faults: Names of the faults that were on.
+        alarms: Raised in this step.
     """
 
     step: int
@@ -37,6 +41,8 @@ class StepRecord:
     cause: str = ""
     spectra: xr.Dataset | None = None
     shaping: Shaping | None = None
+    active_faults: tuple[str, ...] = ()
+    alarms: tuple[Alarm, ...] = ()
 
     @property
     def kss_enabled(self) -> bool:

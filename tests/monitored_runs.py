@@ -1,0 +1,125 @@
+"""Synthetic runs with every part that a recorder writes, and a planted story: one head collapses, then all else."""
+
+import numpy as np
+import xarray as xr
+
+from tests.widgets.recorded_runs import spectra_over
+from workbench.run_writer import RunWriter
+
+TERMS = ("D2", "D3", "dWq", "dWk", "W")
+#: Where the fault strikes.
+LAYER, HEAD = 1, 2
+
+
+def monitored_run(
+    n_steps=600, *, fault_at=None, diverges=False, seed=0, n_layers=3, n_heads=4, n_experts=4, every=10, spectra=True
+):
+    """A run of ``n_steps`` steps; with ``fault_at``, D2 of one head collapses at once, then the gradient norm rises.
+
+    The alarm of D2 comes 40 steps after the fault, that of the gradient norm halfway to the end, that of the loss
+    three quarters of the way.
+    """
+    draws = np.random.default_rng(seed)
+    step, looks = np.arange(n_steps), np.arange(0, n_steps, every)
+    loss = 4 * np.exp(-step / (0.8 * n_steps)) * (1 + 0.03 * draws.normal(size=n_steps))
+    norm = 4 * np.exp(0.15 * draws.normal(size=n_steps))
+    rank = 1.6 * np.exp(0.12 * draws.normal(size=(len(looks), n_layers, n_heads, len(TERMS)))) + 0.3
+    events = []
+    if fault_at is not None:
+        half, late = (fault_at + n_steps) // 2, (fault_at + 3 * n_steps) // 4
+        since = np.maximum(looks - fault_at, 0)
+        rank[:, LAYER, HEAD, 0] = 1 + (rank[:, LAYER, HEAD, 0] - 1) * np.exp(-since / 25)
+        norm *= np.exp(np.maximum(step - half + 40, 0) / (0.08 * n_steps))
+        loss *= np.exp(np.maximum(step - late + 20, 0) / (0.3 * n_steps))
+        events = [
+            (fault_at, "fault", "low precision attention", np.nan, "low precision attention switched on", -1, -1),
+            (fault_at + 40, "alarm", "effective_rank D2", 3.4, "One head turns only in one direction.", LAYER, HEAD),
+            (fault_at + 90, "alarm", "effective_rank D2", 4.1, "One head turns only in one direction.", LAYER, 0),
+            (half, "alarm", "grad_norm", 2.2, "The gradient norm leaves its range.", -1, -1),
+            (late, "alarm", "loss", 1.8, "The loss leaves its range.", -1, -1),
+        ]
+    if diverges:
+        events.append((n_steps - 1, "divergence", "grad_norm", float(norm[-1]), "grad_norm above its bound", -1, -1))
+    else:
+        events.append((n_steps, "finished", "", np.nan, f"finished after {n_steps} steps", -1, -1))
+    layers, heads = np.arange(n_layers), np.arange(n_heads)
+    entropy = np.log(n_experts) * (0.8 + 0.02 * draws.normal(size=(len(looks), n_layers)))
+    parts = {
+        "monitors": xr.Dataset(
+            {
+                "loss": ("step", loss),
+                "grad_norm": ("step", norm),
+                "accuracy": ("step", np.where(step % 5 == 0, 1 - np.exp(-step / n_steps), np.nan)),
+                "learning_rate": ("step", np.full(n_steps, 1e-3)),
+                "kss_enabled": ("step", np.zeros(n_steps, bool)),
+            },
+            {"step": step},
+        ),
+        "attention": xr.Dataset(
+            {
+                "effective_rank": (("step", "layer", "head", "term"), rank),
+                "attention_logit_max": (("step", "layer", "head"), 5 + draws.random((len(looks), n_layers, n_heads))),
+            },
+            {"step": looks, "layer": layers, "head": heads, "term": list(TERMS)},
+        ),
+        "router": xr.Dataset(
+            {
+                "routing_entropy": (("step", "layer"), entropy),
+                "expert_load": (
+                    ("step", "layer", "expert"),
+                    draws.dirichlet(np.full(n_experts, 50), (len(looks), n_layers)),
+                ),
+            },
+            {"step": looks, "layer": layers},
+        ),
+        "optimizer": xr.Dataset(
+            {"update_ratio": (("step", "module"), 1e-3 * np.exp(0.1 * draws.normal(size=(len(looks), n_layers + 1))))},
+            {
+                "step": looks,
+                "module": np.arange(n_layers + 1),
+                "module_name": ("module", [*(f"block {i}" for i in layers), "outside"]),
+                "layer": ("module", [*layers, -1]),
+            },
+        ),
+        "events": events_dataset(events),
+    }
+    if spectra:
+        steps = list(range(0, n_steps, max(n_steps // 4, 1)))
+        parts["spectra"] = spectra_over(steps, drift=0.3 / n_steps, seed=seed, n_layers=n_layers, width=8)
+    return xr.DataTree.from_dict({f"/{name}": part for name, part in parts.items()})
+
+
+def events_dataset(rows):
+    """Events from tuples: step, kind, source, score, message, layer, head."""
+    columns = list(zip(*rows, strict=True)) if rows else [()] * 7
+    kinds = (np.int64, np.str_, np.str_, float, np.str_, np.int64, np.int64)
+    names = ("step", "kind", "source", "score", "message", "layer", "head")
+    return xr.Dataset(
+        {name: ("event", np.array(column, kind)) for name, column, kind in zip(names, columns, kinds, strict=True)}
+    )
+
+
+def part_until(run, part, start, stop):
+    """The rows of a part from step ``start`` to before step ``stop``."""
+    data = run[part].to_dataset(inherit=False)
+    step = data["step"]
+    (dim,) = step.dims
+    return data.isel({dim: np.flatnonzero((step.values >= start) & (step.values < stop))})
+
+
+class GrowingRun:
+    """A store that grows as that of a run in training: rows of a run, written in blocks."""
+
+    def __init__(self, run, path, **attrs):
+        self.run, self.path, self.n_done = run, path, 0
+        self._writer = RunWriter(path, {"subject": "synthetic", "state": "running", "created": "now", **attrs})
+
+    def grow(self, stop, **attrs):
+        """Write all rows before step ``stop``, and commit."""
+        for part in self.run.children:
+            rows = part_until(self.run, part, self.n_done, stop)
+            if rows["step"].size:
+                self._writer.append(part, rows)
+        self._writer.commit(**attrs)
+        self.n_done = stop
+        return self

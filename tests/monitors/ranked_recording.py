@@ -1,0 +1,161 @@
+"""Two processes that train together and record; each writes what its observers heard. Run by test_recorder_ranks.py.
+
+Forking saves importing torch for every rank.
+"""
+
+import os
+import sys
+import warnings
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import workbench as wb
+
+N_RANKS = 2
+N_STEPS = 6
+EVERY = {"attention": 2, "router": 2, "optimizer": 2, "activations": 3, "spectra": 3}
+
+
+def task():
+    return wb.tasks.associative_recall(length=12, vocab_size=32, n_pairs=2, batch_size=8, seed=3)
+
+
+def model(kind="moe"):
+    options = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16, "seed": 1}
+    subject = wb.zoo.moe(n_experts=4, **options) if kind == "moe" else wb.zoo.transformer("pre_ln", **options)
+    return subject.double()
+
+
+def recorder(path=None, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return wb.Recorder(path, every=EVERY, probe=task().probe(64), **options)
+
+
+def train(subject, recording, batches, *, called=None, log=lambda loss: {"loss": loss}):
+    """A plain loop; what observers heard, and the weights (of this rank) in the end."""
+    called = subject if called is None else called
+    optimizer = torch.optim.AdamW(subject.parameters(), lr=1e-2)
+    heard = []
+    if recording is not None:
+        recording.observe(heard.append)
+    with nullcontext() if recording is None else recording.attach(called, optimizer):
+        for tokens, targets in batches:
+            optimizer.zero_grad()
+            loss = cross_entropy(called(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+            if recording is not None:
+                recording.log(**log(loss))
+            optimizer.step()
+    numbers = [{name: v for name, v in o.values.items() if v.dtype.kind in "fc"} for o in heard]
+    weights = [weight.detach() for weight in subject.parameters()]
+    return {
+        "heard": [(o.step, o.part, values) for o, values in zip(heard, numbers, strict=True)],
+        "weights": [w.to_local().clone() if hasattr(w, "to_local") else w.clone() for w in weights],
+    }
+
+
+def own_rows(rank, i):
+    tokens, targets = task().batch(i)
+    return tokens[rank::N_RANKS], targets[rank::N_RANKS]
+
+
+def batches(rank):
+    return [own_rows(rank, i) for i in range(N_STEPS)]
+
+
+def in_ddp(rank, folder):
+    """What one process records on all rows is to come out."""
+    subject = model()
+    return train(subject, recorder(folder / "ddp.zarr"), batches(rank), called=DistributedDataParallel(subject))
+
+
+def sharded(subject):
+    for block in subject.blocks:
+        fully_shard(block)
+    return fully_shard(subject)
+
+
+def in_fsdp(rank, folder):
+    """Read as it is, in shards."""
+    subject = sharded(model("dense"))
+    return train(subject, recorder(folder / "fsdp.zarr"), batches(rank))
+
+
+def plain_fsdp(rank, folder):
+    """Without a recorder."""
+    return train(sharded(model("dense")), None, batches(rank))
+
+
+def prepared_fsdp(rank, folder):
+    """Read before it is sharded."""
+    subject, recording = model("dense"), recorder()
+    recording.prepare(subject, task().probe(64))
+    return train(sharded(subject), recording, batches(rank))
+
+
+def with_first_batch(rank, folder):
+    """The probe is of rank 0."""
+    subject = model("dense")
+    recording = recorder()
+    recording.probe = None
+    return train(subject, recording, batches(rank), called=DistributedDataParallel(subject))
+
+
+def one_logs(rank, folder):
+    """Rank 0 alone says what the loss is."""
+    subject = model("dense")
+    return train(
+        subject,
+        recorder(),
+        batches(rank),
+        called=DistributedDataParallel(subject),
+        log=lambda loss: {"loss": loss, "mine": 3.0} if rank == 0 else {},
+    )
+
+
+def refused(rank, folder):
+    """What rank 0 cannot write no rank goes on without."""
+    (folder / "taken.zarr").mkdir(exist_ok=True)
+    distributed.barrier()
+    recording = recorder()
+    recording.path = folder / "taken.zarr"
+    try:
+        recording.attach(subject := model(), torch.optim.SGD(subject.parameters()))
+    except wb.WorkbenchError as error:
+        return str(error)
+    return ""
+
+
+SCENARIOS = {
+    "ddp": in_ddp,
+    "fsdp": in_fsdp,
+    "fsdp plain": plain_fsdp,
+    "fsdp prepared": prepared_fsdp,
+    "one logs": one_logs,
+    "first batch": with_first_batch,
+    "refused": refused,
+}
+
+
+def main(rank, folder):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(N_RANKS))
+    options = {"rank": rank, "world_size": N_RANKS, "timeout": timedelta(seconds=60)}
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/ranks", **options)
+    torch.save({name: scenario(rank, folder) for name, scenario in SCENARIOS.items()}, folder / f"rank-{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import torch._dynamo
+
+    torch.multiprocessing.start_processes(main, (Path(sys.argv[1]),), N_RANKS, start_method="fork")

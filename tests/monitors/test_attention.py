@@ -1,0 +1,250 @@
+"""Spectra of query-key updates against dense products; scores and entropy against a loop."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import oracle
+from workbench.errors import ThresholdError
+from workbench.monitors import attention
+from workbench.monitors.attention import (
+    attention_entropy,
+    attention_logit_max,
+    look_at_attention,
+    look_at_logits,
+    qk_update_spectrum,
+)
+from workbench.monitors.matrices import effective_rank, frobenius_norm, stable_rank
+
+TERMS = ("D2", "D3", "dWq", "dWk", "W")
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def stored(*shape, seed=0):
+    """Numbers with few digits, so that sums and differences of weights are exact, as those of float32 weights are."""
+    return (2**12 * draw(*shape, seed=seed)).round() / 2**12
+
+
+def low_rank(weight, rank, seed):
+    n = weight.shape[-1]
+    left, right = draw(*weight.shape[:-1], rank, seed=seed), draw(*weight.shape[:-2], rank, n, seed=seed + 1)
+    return (4 * left).round() @ (4 * right).round() / 2**10
+
+
+#: How a pair of weights moves: (queries, keys) -> (queries, keys) now.
+MOVES = {
+    "generic": lambda q, k: (q + 1e-3 * draw(*q.shape, seed=5), k + 1e-3 * draw(*k.shape, seed=6)),
+    "as float32 stores it": lambda q, k: (q * (1 + 1e-6), k + 1e-7 * draw(*k.shape, seed=6)),
+    "by rank one": lambda q, k: (q + low_rank(q, 1, 5), k + low_rank(k, 1, 7)),
+    "along itself": lambda q, k: (1.001 * q, 1.001 * k),
+    "queries alone": lambda q, k: (q + 1e-3 * draw(*q.shape, seed=5), k.clone()),
+    "not at all": lambda q, k: (q.clone(), k.clone()),
+    "far": lambda q, k: (draw(*q.shape, seed=5), draw(*k.shape, seed=6)),
+}
+
+
+@pytest.mark.parametrize(("d", "head_dim", "n_kv"), [(24, 4, 4), (24, 4, 2), (24, 4, 1), (10, 6, 4), (3, 5, 4)])
+@pytest.mark.parametrize("move", MOVES)
+def test_spectra_are_those_of_the_dense_products(move, d, head_dim, n_kv):
+    wq0, wk0 = stored(4, d, head_dim), stored(n_kv, d, head_dim, seed=1)
+    wq1, wk1 = MOVES[move](wq0, wk0)
+    spectra = qk_update_spectrum(wq0, wk0, wq1, wk1)
+    assert tuple(spectra) == TERMS
+    for h in range(4):
+        k = h // (4 // n_kv)
+        dense = oracle.qk_terms(wq0[h].numpy(), wk0[k].numpy(), wq1[h].numpy(), wk1[k].numpy())
+        for term, matrix in dense.items():
+            s = spectra[term][h]
+            assert len(s) == min(d, 2 * head_dim if term == "D2" else head_dim)
+            assert (s.diff() <= 0).all()
+            assert frobenius_norm(s).item() == pytest.approx(np.linalg.norm(matrix), rel=1e-9)
+            for alpha in (0.5, 1.0, 2.0):
+                got = effective_rank(s, alpha=alpha).item()
+                if not matrix.any():
+                    assert math.isnan(got)
+                else:
+                    assert got == pytest.approx(oracle.effective_rank(matrix, alpha), rel=1e-6)
+            if matrix.any():
+                wanted = (np.linalg.norm(matrix) / np.linalg.norm(matrix, 2)) ** 2
+                assert stable_rank(s).item() == pytest.approx(wanted, rel=1e-9)
+
+
+def test_what_cancels_is_zero_and_not_rounding():
+    wq, wk = stored(2, 24, 4), stored(2, 24, 4, seed=1)
+    spectra = qk_update_spectrum(wq, wk, (1 + 2**-10) * wq, (1 - 2**-10) * wk)  # D2 = (2^-10 - 2^-10) wq wk'
+    assert (spectra["D2"] == 0).all()
+    assert (spectra["D3"] > 0).all()
+
+
+def test_layers_in_one_call():
+    wq0, wk0 = draw(3, 4, 12, 2), draw(3, 2, 12, 2, seed=1)
+    wq1, wk1 = MOVES["generic"](wq0, wk0)
+    together = qk_update_spectrum(wq0, wk0, wq1, wk1)
+    for layer in range(3):
+        alone = qk_update_spectrum(wq0[layer], wk0[layer], wq1[layer], wk1[layer])
+        for term in TERMS:
+            torch.testing.assert_close(together[term][layer], alone[term], rtol=1e-12, atol=1e-15)
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["generic", "far"]))
+@settings(deadline=None, max_examples=20)
+def test_a_change_of_basis_within_the_heads_leaves_the_products(seed, move):
+    """(Wq R, Wk R^-T) attends alike; R belongs to the basis, so it is the same before and after."""
+    wq0, wk0 = draw(2, 12, 3, seed=seed), draw(2, 12, 3, seed=seed + 1)
+    wq1, wk1 = MOVES[move](wq0, wk0)
+    basis = draw(2, 3, 3, seed=seed + 2) + 3 * torch.eye(3)
+    back = torch.linalg.inv(basis).mT
+    plain = qk_update_spectrum(wq0, wk0, wq1, wk1)
+    turned = qk_update_spectrum(wq0 @ basis, wk0 @ back, wq1 @ basis, wk1 @ back)
+    scale = torch.linalg.cond(basis).amax().item()
+    for term in ("D2", "D3", "W"):
+        size = plain[term].amax().item()
+        torch.testing.assert_close(turned[term], plain[term], rtol=1e-7, atol=1e-12 * scale**2 * (1 + size))
+    assert not torch.allclose(turned["dWq"], plain["dWq"], rtol=1e-2)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_head_that_is_not_finite_is_unknown_and_the_others_are_not(bad):
+    wq0, wk0 = draw(4, 12, 3), draw(2, 12, 3, seed=1)
+    wq1, wk1 = MOVES["generic"](wq0, wk0)
+    wq1[0, 0, 0] = bad
+    wk0[1, 3, 1] = bad  # serves the heads 2 and 3
+    for s in qk_update_spectrum(wq0, wk0, wq1, wk1).values():
+        assert s[[0, 2, 3]].isnan().all()
+        assert s[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sentence"),
+    [
+        (
+            ((4, 8, 3), (3, 8, 3)),
+            r"4 query heads cannot be shared out among 3 key heads; their number must be a multiple",
+        ),
+        (((4, 8, 3), (4, 8, 2)), r"shape \(4, 8, 3\) and key weights of shape \(4, 8, 2\) have no product"),
+        (((4, 8, 3), (4, 7, 3)), r"expected \(..., head, feature, head_dim\) with the same feature and head_dim"),
+        (((2, 4, 8, 3), (4, 8, 3)), r"have no product"),
+        (((8, 3), (8, 3)), r"have no product"),
+    ],
+)
+def test_shapes_that_do_not_fit(shapes, sentence):
+    wq, wk = torch.ones(shapes[0]), torch.ones(shapes[1])
+    with pytest.raises(ThresholdError, match=sentence):
+        qk_update_spectrum(wq, wk, wq, wk)
+
+
+def test_other_heads_than_before():
+    with pytest.raises(ThresholdError, match="pass the same heads twice"):
+        qk_update_spectrum(torch.ones(4, 8, 3), torch.ones(4, 8, 3), torch.ones(2, 8, 3), torch.ones(4, 8, 3))
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+B, H, T, DH = 3, 4, 9, 5
+
+
+def by_hand(q, k, scale, visible, rows=None):
+    """(logit max, entropy, share) per head; visible: (batch, head, token, token)."""
+    columns = []
+    for h in range(q.shape[1]):
+        found = []
+        for b in range(len(q)):
+            seen = visible[b, h] if rows is None else visible[b, h] & rows[b][:, None]
+            found += oracle.attention_rows(q[b, h].numpy(), k[b, h].numpy(), scale, seen.numpy())
+        shares = [entropy / math.log(n) for _, entropy, n in found if n > 1]
+        columns.append((max(f[0] for f in found), np.mean([f[1] for f in found]), np.mean(shares)))
+    return torch.tensor(columns, dtype=torch.float64).T
+
+
+def check(look, wanted, **tolerance):
+    got = torch.stack([look.logit_max, look.entropy, look.entropy_share])
+    torch.testing.assert_close(got, wanted, **tolerance)
+
+
+CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()
+WINDOW = CAUSAL.triu(-2)
+PADDED = torch.arange(T) < torch.tensor([T, 4, 6])[:, None]  # (batch, token)
+
+
+@pytest.mark.parametrize("n_kv", [4, 2, 1])
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("kind", ["none", "causal", "window", "added", "padding", "both"])
+def test_attention(kind, scale, n_kv, monkeypatch):
+    monkeypatch.setattr(attention, "_SCORES_ON_HOST", 2 * H * T + 1)  # two queries at a time
+    q, k = 3 * draw(B, H, T, DH), draw(B, n_kv, T, DH, seed=1)
+    padding = PADDED[:, None, None, :]
+    mask, is_causal, visible = {
+        "none": (None, False, torch.ones(T, T, dtype=torch.bool)),
+        "causal": (None, True, CAUSAL),
+        "window": (WINDOW, False, WINDOW),
+        "added": (torch.zeros(T, T).masked_fill(~WINDOW, -math.inf), False, WINDOW),
+        "padding": (padding, False, padding),
+        "both": (padding, True, CAUSAL & padding),
+    }[kind]
+    visible = visible.expand(B, H, T, T)
+    rows = PADDED if kind == "both" else None
+    look = look_at_attention(q, k, scale=scale, is_causal=is_causal, mask=mask, rows=rows)
+    wanted = by_hand(q, k.repeat_interleave(H // n_kv, 1), scale or DH**-0.5, visible, rows)
+    check(look, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_mask_that_adds_a_bias():
+    q, k, bias = draw(B, H, T, DH), draw(B, H, T, DH, seed=1), draw(1, H, T, T, seed=2)
+    logits = q @ k.mT + bias
+    p = logits.softmax(-1)
+    look = look_at_attention(q, k, scale=1.0, mask=bias)
+    torch.testing.assert_close(look.logit_max, logits.amax((0, 2, 3)))
+    torch.testing.assert_close(look.entropy, torch.special.entr(p).sum(-1).mean((0, 2)))
+
+
+@pytest.mark.parametrize("hidden", [-math.inf, torch.finfo(torch.float32).min, -1e9, -1e4])
+def test_scores_as_they_enter_a_softmax(hidden):
+    q, k = draw(B, H, T, DH), draw(B, H, T, DH, seed=1)
+    logits = (DH**-0.5 * q @ k.mT).float().masked_fill(~CAUSAL, hidden)
+    wanted = look_at_attention(q.float(), k.float(), is_causal=True)
+    got = look_at_logits(logits)
+    for name in ("logit_max", "entropy", "entropy_share"):
+        torch.testing.assert_close(getattr(got, name), getattr(wanted, name), rtol=1e-5, atol=1e-6)
+
+
+def test_collapsed_and_even_attention():
+    k = torch.eye(4)[None, None]
+    look = look_at_attention(1e6 * k, k, scale=1.0)
+    assert (look.logit_max.item(), look.entropy.item(), look.entropy_share.item()) == (1e6, 0, 0)
+    look = look_at_attention(0 * k, k)
+    assert look.entropy.item() == pytest.approx(math.log(4))
+    assert look.entropy_share.item() == pytest.approx(1)
+
+
+def test_a_head_that_is_not_finite():
+    q, k = draw(B, H, T, DH), draw(B, H, T, DH, seed=1)
+    q[1, 2, 3, 0] = math.nan
+    look = look_at_attention(q, k, is_causal=True)
+    for values in (look.logit_max, look.entropy, look.entropy_share):
+        assert values[2].isnan()
+        assert values[[0, 1, 3]].isfinite().all()
+
+
+def test_nothing_to_see():
+    look = look_at_attention(draw(1, 2, 3, 4), draw(1, 2, 3, 4), mask=torch.zeros(3, 3, dtype=torch.bool))
+    assert all(values.isnan().all() for values in (look.logit_max, look.entropy, look.entropy_share))
+    assert look_at_attention(draw(1, 2, 1, 4), draw(1, 2, 1, 4)).entropy_share.isnan().all()  # no choice
+
+
+def test_the_short_forms():
+    q, k = draw(B, H, T, DH), draw(B, 2, T, DH, seed=1)
+    look = look_at_attention(q, k, is_causal=True)
+    assert torch.equal(attention_logit_max(q, k, is_causal=True), look.logit_max)
+    assert torch.equal(attention_entropy(q, k, is_causal=True), look.entropy)
+
+
+def test_heads_that_do_not_fit():
+    with pytest.raises(ThresholdError, match="4 query heads cannot be shared out among 3 key heads"):
+        look_at_attention(draw(1, 4, 2, 3), draw(1, 3, 2, 3))

@@ -1,0 +1,448 @@
+"""What a look at a model says, against attention and routing computed from the model's own weights in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from tests import oracle
+from tests.subjects.model_families import BY_NAME, build, make_inputs
+from tests.subjects.zoo_models import MAKERS, inputs_for, unsettled
+from workbench.errors import ThresholdError
+from workbench.monitors.look import ProbeLook
+from workbench.subjects.anatomy import read_anatomy
+from workbench.subjects.zoo.attention import rotate
+
+ATTENTION = ("attention_logit_max", "attention_entropy", "attention_entropy_share")
+
+
+def look_at(model, inputs):
+    return ProbeLook(model, read_anatomy(model, inputs), inputs)
+
+
+def attention_by_hand(q, k, scale, visible):
+    """(3, head) from q (batch, head, token, head_dim), k alike, visible (batch, token, token)."""
+    columns = []
+    for h in range(q.shape[1]):
+        rows = [
+            row
+            for b in range(len(q))
+            for row in oracle.attention_rows(q[b, h].numpy(), k[b, h].numpy(), scale, visible[b].numpy())
+        ]
+        shares = [entropy / math.log(n) for _, entropy, n in rows if n > 1]
+        columns.append((max(r[0] for r in rows), np.mean([r[1] for r in rows]), np.mean(shares)))
+    return np.array(columns).T
+
+
+def heads(x, n):
+    return x.unflatten(-1, (n, -1)).transpose(1, 2)
+
+
+def causal(n_rows, n_tokens, window=None):
+    mask = torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril()
+    return (mask if window is None else mask.triu(1 - window)).expand(n_rows, -1, -1)
+
+
+def inputs_of(modules, model, inputs):
+    """What entered each module in one forward."""
+    taken = []
+    handles = [
+        m.register_forward_pre_hook(
+            lambda m, args, kwargs: taken.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        )
+        for m in modules
+    ]
+    with torch.no_grad():
+        output = model(inputs)
+    for handle in handles:
+        handle.remove()
+    return taken, output
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+ZOO = ("transformer", "gpt2", "llama", "parallel", "mixtral", "vit pre_ln")
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_attention_of_the_zoo(name):
+    model = unsettled(MAKERS[name](0)).double()
+    inputs = inputs_for(model)
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    taken = look_at(model, inputs).take(["attention"])["attention"]
+    modules = [m for m in model.modules() if type(m).__name__ == "Attention"]
+    states, _ = inputs_of(modules, model.eval(), inputs)
+    for layer, (attention, x) in enumerate(zip(modules, states, strict=True)):
+        with torch.no_grad():
+            x = attention.input_bias(x)
+            q = attention.query_norm(heads(x @ attention.query.weight.T + _bias(attention.query), attention.n_heads))
+            k = attention.key_norm(heads(x @ attention.key.weight.T + _bias(attention.key), attention.n_kv_heads))
+            if attention.rotary_base is not None:
+                q, k = rotate(q, attention.rotary_base), rotate(k, attention.rotary_base)
+            k = k.repeat_interleave(attention.n_heads // attention.n_kv_heads, dim=1)
+        visible = causal(*x.shape[:2], attention.window)
+        visible = visible if attention.is_causal else torch.ones_like(visible)
+        wanted = attention_by_hand(q, k, q.shape[-1] ** -0.5, visible)
+        for measure, values in zip(ATTENTION, wanted, strict=True):
+            assert taken[measure].dtype == np.float64
+            np.testing.assert_allclose(taken[measure][layer], values, rtol=1e-8, err_msg=measure)
+
+
+def _bias(linear):
+    return 0 if linear.bias is None else linear.bias
+
+
+PAD = {
+    "none": None,
+    "right": torch.tensor([[1] * 7, [1] * 4 + [0] * 3]),
+    "left": torch.tensor([[1] * 7, [0] * 3 + [1] * 4]),
+}
+
+
+@pytest.mark.parametrize("padding", PAD)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "bert", "llama", "mixtral"])
+def test_attention_of_families_is_what_the_model_returns(name, implementation, padding):
+    """transformers hands out the eager probabilities."""
+    family = BY_NAME[name]
+    model = build(family).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)  # else attention is all but even
+    tokens, mask = make_inputs(family), PAD[padding]
+    inputs = {"input_ids": tokens} | ({} if mask is None else {"attention_mask": mask})
+    model.set_attn_implementation(implementation)
+    taken = look_at(model, inputs).take(["attention"])["attention"]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        probabilities = model(**inputs, output_attentions=True).attentions
+    rows = torch.ones_like(tokens).bool() if mask is None else mask.bool()
+    is_causal = name != "bert"
+    for layer, p in enumerate(probabilities):
+        entropy = torch.special.entr(p).sum(-1)  # (batch, head, token)
+        visible = causal(*tokens.shape) if is_causal else torch.ones(2, 7, 7, dtype=torch.bool)
+        n_seen = (visible & rows[:, None, :]).sum(-1)[:, None].expand_as(entropy)
+        counts = rows[:, None].expand_as(entropy)
+        wanted = (entropy * counts).sum((0, 2)) / counts.sum((0, 2))
+        np.testing.assert_allclose(taken["attention_entropy"][layer], wanted, rtol=1e-9)
+        share, counts = (entropy / n_seen.log()).masked_fill(~(counts & (n_seen > 1)), 0), counts & (n_seen > 1)
+        np.testing.assert_allclose(
+            taken["attention_entropy_share"][layer], share.sum((0, 2)) / counts.sum((0, 2)), rtol=1e-9
+        )
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_largest_logit_of_llama(implementation):
+    family = BY_NAME["llama"]
+    model, tokens = build(family).double(), make_inputs(family)
+    model.set_attn_implementation(implementation)
+    taken = look_at(model, tokens).take()["attention"]["attention_logit_max"]
+    modules = [layer.self_attn for layer in model.model.layers]
+    states, _ = inputs_of(modules, model, tokens)
+    for layer, (attention, x) in enumerate(zip(modules, states, strict=True)):
+        with torch.no_grad():
+            q, k = (rotate(heads(p(x), n), 10000.0) for p, n in ((attention.q_proj, 4), (attention.k_proj, 2)))
+        wanted = attention_by_hand(q, k.repeat_interleave(2, 1), 6**-0.5, causal(*tokens.shape))[0]
+        np.testing.assert_allclose(taken[layer], wanted, rtol=1e-4)  # the model's rotations are in float32
+
+
+def test_scores_are_those_that_enter_the_softmax_caps_and_sinks_included():
+    """gemma2 caps its logits; gpt_oss lets every token look at a sink as well."""
+    for name, n_sinks in (("gemma2", 0), ("gpt_oss", 1)):
+        family = BY_NAME[name]
+        model, tokens = build(family, attn_implementation="eager"), make_inputs(family)
+        entering = []
+        softmax = torch.nn.functional.softmax
+
+        class Watch(torch.overrides.TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                if func is softmax and args[0].ndim == 4:
+                    entering.append(args[0].double())  # noqa: B023
+                return func(*args, **(kwargs or {}))
+
+        with torch.no_grad(), Watch():
+            model(tokens)
+        taken = look_at(model, tokens).take(["attention"])["attention"]
+        for layer, logits in enumerate(entering):
+            assert logits.shape[-1] == 7 + n_sinks
+            np.testing.assert_allclose(taken["attention_logit_max"][layer], logits.amax((0, 2, 3)), rtol=1e-5)
+            entropy = torch.special.entr(logits.softmax(-1)).sum(-1).mean((0, 2))
+            np.testing.assert_allclose(taken["attention_entropy"][layer], entropy, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_pytorch_attention(batch_first, is_padded):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(24, 4, 40, batch_first=batch_first, dtype=torch.float64)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(3, 7, 24, dtype=torch.float64)
+    hidden = torch.arange(7) >= torch.tensor([7, 5, 4])[:, None]
+    inputs = {"src": x if batch_first else x.transpose(0, 1)}
+    if is_padded:
+        inputs["src_key_padding_mask"] = hidden
+        inputs["mask"] = ~torch.ones(7, 7, dtype=torch.bool).tril()
+    taken = look_at(model, inputs).take()["attention"]
+    attention = model.layers[0].self_attn
+    with torch.no_grad():
+        q, k = (
+            heads(x @ w.T + b, 4)
+            for w, b in zip(attention.in_proj_weight.chunk(3)[:2], attention.in_proj_bias.chunk(3)[:2], strict=True)
+        )
+    visible = torch.ones(3, 7, 7, dtype=torch.bool)
+    if is_padded:
+        visible = causal(3, 7) & ~hidden[:, None, :]
+    wanted = attention_by_hand(q, k, 6**-0.5, visible)
+    for measure, values in zip(ATTENTION, wanted, strict=True):
+        np.testing.assert_allclose(taken[measure][0], values, rtol=1e-7, err_msg=measure)
+
+
+def test_decoders_look_at_their_own_tokens():
+    """Of a decoder's two attentions the one among its own tokens counts, which sees the past alone."""
+    family = BY_NAME["bart"]
+    model, tokens = build(family), make_inputs(family)
+    look = look_at(model, tokens)
+    taken = look.take(["attention"])["attention"]
+    even = np.mean([math.log(n) for n in range(1, 8)])
+    np.testing.assert_allclose(taken["attention_entropy"], even, atol=0.02)
+    assert look.unreadable == []
+
+
+# --- routing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["moe", "switch", "mixtral"])
+def test_routing_of_the_zoo(name):
+    model = unsettled(MAKERS[name](0)).double()
+    tokens = inputs_for(model)
+    look = look_at(model, tokens)
+    taken = look.take(["router"])["router"]
+    model(tokens)
+    assert look.router_layers == (0, 1)
+    for layer, block in enumerate(model.blocks):
+        p = block.mlp.logits.detach().softmax(-1)
+        n_experts, top_k = p.shape[-1], model.config.top_k
+        entropy = -(p * p.log()).sum(-1).mean().item()
+        count = np.bincount(p.topk(top_k, dim=-1).indices.flatten(), minlength=n_experts)
+        load = count / count.sum()
+        assert taken["routing_entropy"][layer] == pytest.approx(entropy)
+        assert taken["routing_entropy_share"][layer] == pytest.approx(entropy / math.log(n_experts))
+        np.testing.assert_allclose(taken["expert_load"][layer], load)
+        assert taken["max_violation"][layer] == pytest.approx(load.max() * n_experts - 1)
+        assert taken["dead_experts"][layer] == (count == 0).sum()
+        assert math.isnan(taken["routing_change"][layer])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "llama4_text", "granitemoe"])
+def test_routing_of_families(name, dtype):
+    """The logits are those of the documented router on what enters it; the choices are those that it made."""
+    family = BY_NAME[name]
+    model, tokens = build(family).to(dtype), make_inputs(family)
+    look = look_at(model, tokens)
+    taken = look.take(["router"])["router"]
+    gates = [model.get_submodule(router.name.rpartition(".")[0]) for router in wb.router_weights(model, tokens)]
+    assert len(gates) == len(look.router_layers) == len(taken["routing_entropy"])
+    states, _ = inputs_of(gates, model, tokens)
+    for row, (gate, x) in enumerate(zip(gates, states, strict=True)):
+        x = x.reshape(-1, x.shape[-1]).double()
+        bias = getattr(gate, "bias", None)
+        logits = x @ gate.weight.detach().double().T + (0 if bias is None else bias.detach().double())
+        p = logits.softmax(-1)
+        assert taken["routing_entropy"][row] == pytest.approx(
+            torch.special.entr(p).sum(-1).mean().item(), abs=1e-5 if dtype == torch.float32 else 2e-3
+        )
+        if dtype == torch.float32 and name != "deepseek_v3":  # which rules experts out by group
+            top_k = int(round(1 / taken["expert_load"][row].sum())) and family.config["num_experts_per_tok"]
+            count = np.bincount(logits.topk(top_k, dim=-1).indices.flatten(), minlength=logits.shape[-1])
+            np.testing.assert_allclose(taken["expert_load"][row], count / count.sum())
+        assert taken["expert_load"][row].sum() == pytest.approx(1)
+
+
+def test_choices_follow_a_correction():
+    """A bias on top of the scores decides who is chosen, though the logits stay."""
+    family = BY_NAME["deepseek_v3"]
+    model, tokens = build(family, n_group=1, topk_group=1), make_inputs(family)
+    before = look_at(model, tokens).take(["router"])["router"]
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.tensor([100.0, 90.0] + [0] * 6))
+    after = look_at(model, tokens).take(["router"])["router"]
+    np.testing.assert_allclose(after["expert_load"][0], [0.5, 0.5] + [0] * 6)
+    assert after["dead_experts"][0] == 6
+    assert after["max_violation"][0] == 3
+    assert after["routing_entropy"][0] == pytest.approx(before["routing_entropy"][0])
+
+
+def test_routing_change_is_since_the_last_look():
+    model = unsettled(MAKERS["switch"](0))
+    look = look_at(model, inputs_for(model))
+    look.take()
+    assert (look.take()["router"]["routing_change"] == 0).all()
+    with torch.no_grad():
+        router = model.blocks[1].mlp.router.weight
+        router.copy_(-router)
+    look.take(["attention"])  # not a look at the routers
+    change = look.take()["router"]["routing_change"]
+    assert change[0] == 0
+    assert change[1] == 1  # who had most has least
+
+
+def test_padding_takes_no_part():
+    family = BY_NAME["mixtral"]
+    model, tokens = build(family), make_inputs(family, n_rows=1)
+    padded = torch.cat([tokens, torch.full((1, 5), 3)], dim=1)
+    mask = (torch.arange(12) < 7).long()[None]
+    alone = look_at(model, tokens).take()
+    with_padding = look_at(model, {"input_ids": padded, "attention_mask": mask}).take()
+    for part, values in alone.items():
+        for name, value in values.items():
+            np.testing.assert_allclose(with_padding[part][name], value, rtol=1e-4, err_msg=name)
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+def test_states_and_log_z():
+    model = unsettled(MAKERS["transformer"](0))
+    tokens = inputs_for(model)
+    taken = look_at(model, tokens).take(["activations"])["activations"]
+    leaving = []
+    handles = [
+        b.register_forward_hook(lambda m, args, out: leaving.append(out.detach().double())) for b in model.blocks
+    ]
+    logits = model.eval()(tokens).detach().double().numpy()
+    for handle in handles:
+        handle.remove()
+    for layer, h in enumerate(h.flatten(0, -2).numpy() for h in leaving):
+        size = np.abs(h)
+        assert taken["activation_max"][layer] == pytest.approx(size.max())
+        assert taken["outlier_ratio"][layer] == pytest.approx(size.max() / np.sort(size.ravel())[(size.size - 1) // 2])
+        assert taken["state_norm"][layer] == pytest.approx(np.linalg.norm(h, axis=1).mean())
+        assert taken["kurtosis"][layer] == pytest.approx(((h - h.mean()) ** 4).mean() / h.var() ** 2)
+    assert taken["log_z"].shape == ()
+    assert taken["log_z"] == pytest.approx(np.sqrt((np.log(np.exp(logits).sum(-1)) ** 2).mean()), rel=1e-5)
+
+
+# --- what cannot be had ----------------------------------------------------------------------------------------------
+
+
+def test_mixed_blocks():
+    family = BY_NAME["jamba"]
+    model, tokens = build(family), make_inputs(family)
+    look = look_at(model, tokens)
+    taken = look.take()
+    assert np.isnan(taken["attention"]["attention_entropy"][[0, 2]]).all()
+    assert np.isfinite(taken["attention"]["attention_entropy"][1]).all()
+    assert look.router_layers == (1,)
+    look.take()
+    assert [reason.split(" cannot")[0] for reason in look.unreadable] == [
+        "The attention of model.layers.0",
+        "The attention of model.layers.2",
+    ]
+
+
+def test_a_model_without_attention_routers_and_logits():
+    family = BY_NAME["mamba"]
+    model, tokens = build(family), make_inputs(family)
+    look = look_at(model.backbone, tokens)
+    taken = look.take()
+    assert list(taken) == ["activations"]
+    assert np.isnan(taken["activations"]["log_z"])
+    assert np.isfinite(taken["activations"]["kurtosis"]).all()
+    assert look.unreadable[-1] == "The model returns no logits, so that log_z is unknown."
+    assert len(look.unreadable) == 4
+
+
+def test_choices_that_cannot_be_seen_are_not_guessed():
+    family = BY_NAME["phimoe"]  # picks one expert after the other, each by a maximum among those left
+    look = look_at(build(family), make_inputs(family))
+    taken = look.take()["router"]
+    assert np.isfinite(taken["routing_entropy"]).all()
+    assert all(np.isnan(taken[name]).all() for name in ("expert_load", "max_violation", "dead_experts"))
+    assert look.unreadable[0] == "The choices of the router of model.layers.0 cannot be seen, only its logits."
+
+
+@pytest.mark.parametrize("name", ["moe", "llama"])
+def test_a_layer_that_is_not_finite_leaves_the_others(name):
+    model = MAKERS[name](0)
+    look = look_at(model, inputs_for(model))
+    with torch.no_grad():
+        model.blocks[1].attention.query.weight[0, 0] = math.nan
+    taken = look.take()
+    for part in taken.values():
+        for measure, values in part.items():
+            if measure == "log_z" or measure == "routing_change":
+                continue
+            values = values.reshape(2, -1)
+            assert np.isfinite(values[0]).all(), measure
+            expected_nan = values[1][:1] if measure.startswith("attention") else values[1]
+            assert np.isnan(expected_nan).all(), measure
+    assert np.isnan(taken["activations"]["log_z"])
+    assert look.unreadable == []
+    look.take()
+
+
+def test_an_unknown_part():
+    model = MAKERS["moe"](0)
+    look = look_at(model, inputs_for(model))
+    with pytest.raises(
+        ThresholdError, match="There is no part 'routers' to look at; expected some of attention, router"
+    ):
+        look.take(["routers"])
+
+
+# --- nothing is disturbed --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_disturbed():
+    model = MAKERS["moe"](0)
+    model.train()
+    model.blocks[0].eval()
+    tokens = inputs_for(model)
+    look = look_at(model, tokens)
+    logits = model(tokens)
+    logits.sum().backward()
+    held = model.blocks[0].mlp.logits
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    modes = [m.training for m in model.modules()]
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    first = look.take()
+    second = look.take()
+    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    assert modes == [m.training for m in model.modules()]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(a, b.grad)
+        for a, b in zip(gradients, (p for p in model.parameters() if p.grad is not None), strict=True)
+    )
+    assert model.blocks[0].mlp.logits is held
+    for part, values in first.items():
+        for name, value in values.items():
+            if name != "routing_change":
+                np.testing.assert_array_equal(value, second[part][name])
+
+
+def test_hooks_go_also_when_the_model_fails():
+    model = MAKERS["transformer"](0)
+    look = look_at(model, inputs_for(model))
+
+    def fail(module, args):
+        raise RuntimeError("broken")
+
+    handle = model.blocks[1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        look.take()
+    handle.remove()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    look.take()

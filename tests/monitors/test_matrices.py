@@ -1,0 +1,117 @@
+"""Measures of a spectrum, against the oracle; products that are never formed."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import oracle
+from workbench.errors import ThresholdError
+from workbench.monitors.matrices import (
+    effective_rank,
+    frobenius_norm,
+    product_singular_values,
+    singular_values,
+    spectral_entropy,
+    stable_rank,
+    upper_factor,
+)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 2.0])
+def test_measures_of_a_matrix(alpha):
+    matrix = draw(3, 7, 5)
+    s = singular_values(matrix)
+    for i, one in enumerate(matrix.numpy()):
+        assert effective_rank(s, alpha=alpha)[i].item() == pytest.approx(oracle.effective_rank(one, alpha), rel=1e-12)
+        assert frobenius_norm(s)[i].item() == pytest.approx(np.linalg.norm(one))
+        wanted = (np.linalg.norm(one) / np.linalg.norm(one, 2)) ** 2
+        assert stable_rank(s)[i].item() == pytest.approx(wanted)
+    torch.testing.assert_close(spectral_entropy(s, alpha=alpha).exp(), effective_rank(s, alpha=alpha))
+
+
+@given(st.lists(st.floats(1e-30, 1e30), min_size=1, max_size=6), st.floats(0.25, 4), st.floats(1e-100, 1e100))
+@settings(deadline=None, max_examples=50)
+def test_ranks_lie_between_one_and_n_and_know_no_unit(values, alpha, unit):
+    s = torch.tensor(values, dtype=torch.float64)
+    for rank in (lambda x: effective_rank(x, alpha=alpha), stable_rank):
+        assert 1 - 1e-9 <= rank(s).item() <= len(values) + 1e-9
+        torch.testing.assert_close(rank(s * unit), rank(s), rtol=1e-6, atol=1e-9)
+
+
+def test_planted_ranks():
+    equal = torch.tensor([[3.0, 3, 3, 0], [2.0, 0, 0, 0]])
+    for rank in (effective_rank, stable_rank):
+        torch.testing.assert_close(rank(equal), torch.tensor([3.0, 1.0], dtype=torch.float64))
+
+
+def test_a_zero_matrix_has_a_norm_and_no_rank():
+    s = singular_values(torch.zeros(4, 3))
+    assert frobenius_norm(s).item() == 0
+    assert all(math.isnan(rank(s).item()) for rank in (stable_rank, effective_rank, spectral_entropy))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_everything_is_computed_in_double_precision(dtype):
+    matrix = draw(6, 4).to(dtype)
+    assert singular_values(matrix).dtype == torch.float64
+    torch.testing.assert_close(singular_values(matrix), torch.linalg.svdvals(matrix.double()))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_with_its_matrix(bad):
+    matrix = draw(3, 6, 4)
+    matrix[1, 2, 3] = bad
+    for values in (singular_values(matrix), product_singular_values(matrix, draw(3, 5, 4))):
+        assert values[1].isnan().all()
+        assert values[[0, 2]].isfinite().all()
+    assert upper_factor(matrix)[1].isnan().all()
+
+
+@pytest.mark.parametrize(("d_a", "d_b", "r"), [(9, 7, 3), (9, 9, 4), (3, 8, 5), (2, 3, 6), (5, 5, 5)])
+def test_product(d_a, d_b, r):
+    a, b = draw(2, d_a, r), draw(2, d_b, r, seed=1)
+    wanted = torch.linalg.svdvals(a @ b.mT)[..., : min(d_a, d_b, r)]
+    torch.testing.assert_close(product_singular_values(a, b), wanted, rtol=1e-10, atol=1e-12)
+
+
+@given(st.integers(0, 10**6), st.integers(-9, 0), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_the_factor_reproduces_the_gram_matrix_however_ill_conditioned(seed, exponent, has_zero_column):
+    matrix = draw(12, 4, seed=seed)
+    matrix[:, 1] = matrix[:, 0] + 10.0**exponent * matrix[:, 1]
+    matrix[:, 2] *= 1e-9
+    if has_zero_column:
+        matrix[:, 3] = 0
+    r = upper_factor(matrix)
+    assert torch.equal(r, r.triu())
+    length = torch.linalg.vector_norm(matrix, dim=0)
+    scale = torch.outer(length, length).clamp_min(1e-300)
+    assert ((r.mT @ r - matrix.mT @ matrix).abs() / scale).max() < 1e-12
+    # The Gram matrix alone would lose half of the digits of what is small.
+    small, wanted = (torch.linalg.svdvals(m[:, :2])[-1].item() for m in (r, matrix))
+    assert small == pytest.approx(wanted, rel=1e-8, abs=1e-14)
+
+
+def test_rounding_is_no_rank():
+    matrix = draw(40, 2) @ draw(2, 30, seed=1)
+    s = singular_values(matrix)
+    assert (s[:2] > 0).all()
+    assert (s[2:] == 0).all()
+    assert effective_rank(s, alpha=0.1).item() <= 2
+
+
+def test_refusals():
+    with pytest.raises(ThresholdError, match=r"alpha is 0, expected a positive number such as 2."):
+        effective_rank(torch.ones(3), alpha=0)
+    with pytest.raises(ThresholdError, match=r"alpha is nan"):
+        spectral_entropy(torch.ones(3), alpha=math.nan)
+    with pytest.raises(ThresholdError, match=r"shape \(4, 3\) and \(4, 2\) have no product a b'"):
+        product_singular_values(torch.ones(4, 3), torch.ones(4, 2))

@@ -1,0 +1,78 @@
+"""Size of updates and staleness of Adam's memory, by hand and against a real optimizer."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from workbench.errors import ThresholdError
+from workbench.monitors.optimizer import adam_staleness, gradient_rms, update_ratio
+
+
+def test_gradients_of_a_module_count_by_entry():
+    parts = [torch.tensor([[3.0, 4.0]]), torch.tensor([0.0]), torch.tensor(1.0)]
+    assert gradient_rms(parts).item() == pytest.approx(math.sqrt(26 / 4))
+    assert gradient_rms(iter(parts)).item() == gradient_rms(parts).item()
+    assert gradient_rms(parts[0]).item() == pytest.approx(math.sqrt(12.5))
+    assert gradient_rms([]).isnan()
+    assert gradient_rms(torch.tensor([1.0, math.nan])).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_small_and_large_gradients_survive_their_precision(dtype):
+    for size in (1e-4, 1e4):
+        gradient = torch.full((1000,), size, dtype=dtype)
+        assert gradient_rms(gradient).item() == pytest.approx(size, rel=1e-2)
+
+
+def test_ratio():
+    before = [torch.tensor([3.0, 4.0]), torch.zeros(2, 2)]
+    after = [torch.tensor([3.0, 4.5]), torch.zeros(2, 2)]
+    assert update_ratio(before, after).item() == pytest.approx(0.1)
+    assert update_ratio(torch.zeros(2), torch.ones(2)).item() == math.inf
+    assert update_ratio(torch.zeros(2), torch.zeros(2)).isnan()
+    assert update_ratio(torch.ones(2), torch.tensor([1.0, math.nan])).isnan()
+
+
+def test_a_step_of_sgd_has_the_ratio_that_its_rate_says():
+    torch.manual_seed(0)
+    model = nn.Linear(7, 5)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randn(3, 7)).square().sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    wanted = 0.01 * gradient_rms([p.grad for p in model.parameters()]) / gradient_rms(before)
+    torch.testing.assert_close(update_ratio(before, model.parameters()), wanted, rtol=1e-5, atol=0)
+
+
+def test_staleness_by_hand():
+    gradient, moment = torch.tensor([2.0, 3.0]), torch.tensor([4.0, 1.0])
+    assert adam_staleness(gradient, moment).item() == pytest.approx(math.sqrt((1 + 9) / 2))
+    assert adam_staleness(gradient, torch.zeros(2), eps=0.5).item() == pytest.approx(math.sqrt((4 + 9) / 2) / 0.5)
+    assert adam_staleness([gradient, gradient], [moment, moment]).item() == pytest.approx(math.sqrt(5))
+
+
+def test_staleness_is_one_after_the_first_step_and_jumps_with_the_gradients():
+    weight = nn.Parameter(torch.ones(50))
+    optimizer = torch.optim.Adam([weight], betas=(0.9, 0.99))
+    generator = torch.Generator().manual_seed(0)
+
+    def staleness(size):
+        weight.grad = size * torch.randn(50, generator=generator)
+        optimizer.step()
+        state = optimizer.state[weight]
+        return adam_staleness(weight.grad, state["exp_avg_sq"] / (1 - 0.99 ** float(state["step"]))).item()
+
+    assert staleness(1.0) == pytest.approx(1, rel=1e-5)
+    steady = [staleness(1.0) for _ in range(300)]
+    assert sum(steady[100:]) / 200 == pytest.approx(1, abs=0.05)
+    assert staleness(10.0) > 5
+
+
+def test_refusals():
+    with pytest.raises(ThresholdError, match=r"Weights before and after have shapes \[\(2,\)\] and \[\(3,\)\]"):
+        update_ratio(torch.ones(2), torch.ones(3))
+    with pytest.raises(ThresholdError, match="Gradients and second moments have shapes"):
+        adam_staleness([torch.ones(2)], [])
+    with pytest.raises(ThresholdError, match="eps is -1, expected a number of at least 0"):
+        adam_staleness(torch.ones(2), torch.ones(2), eps=-1)

@@ -1,0 +1,271 @@
+"""The timeline without pixels: what is marked where, the lead, the band, and runs that lack almost everything."""
+
+import io
+
+import numpy as np
+import pytest
+import xarray as xr
+from PIL import Image
+
+from tests.monitored_runs import HEAD, LAYER, events_dataset, monitored_run
+from tests.plots.conftest import run_of
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots import save, timeline
+from workbench.plots.files import bokeh_plot
+from workbench.plots.timeline import Axis, Story
+from workbench.plots.timeline_drawing import lead_in_words
+from workbench.plots.timeline_events import Event, FaultSpan, events_of, fault_spans, lead_time, onsets_of, signal_of
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return {
+        "twin": monitored_run(300, seed=1, spectra=False),
+        "faulted": monitored_run(300, fault_at=80, diverges=True, seed=2, spectra=False),
+    }
+
+
+def elements(panel, kind):
+    return [item for item in panel if type(item).__name__ == kind]
+
+
+def alarms_in(panel):
+    return [item for item in elements(panel, "Scatter") if "message" in item.dimensions(label=True)]
+
+
+def test_events_are_read_with_and_without_their_places(pair):
+    events = events_of(pair["faulted"])
+    alarm = next(event for event in events if event.kind == "alarm")
+    assert (alarm.step, alarm.source, alarm.layer, alarm.head) == (120, "effective_rank D2", LAYER, HEAD)
+    assert alarm.place == "layer 1, head 2"
+    assert [event.source for event in onsets_of(events)] == ["effective_rank D2", "grad_norm", "loss"]
+    old = pair["faulted"].copy()
+    old["events"] = xr.DataTree(old["events"].to_dataset().drop_vars(["layer", "head"]))
+    assert [event.place for event in events_of(old)] == [""] * len(events)
+    assert events_of(xr.DataTree()) == []
+
+
+def test_a_fault_is_on_until_its_next_switch():
+    def switched(*rows):
+        return fault_spans([Event(step, "fault", name, message=message) for step, name, message in rows])
+
+    assert switched((5, "a", "a on: the loss is off."), (9, "a", "a off."), (12, "a", "a on: x.")) == [
+        FaultSpan("a", 5, 9),
+        FaultSpan("a", 12, None),
+    ]
+    assert switched((3, "b", "b on."), (4, "a", "a on."), (6, "b", "b off.")) == [
+        FaultSpan("b", 3, 6),
+        FaultSpan("a", 4, None),
+    ]
+    assert switched((3, "b", "b off.")) == []
+
+
+def test_the_lead_goes_from_the_mechanism_to_what_anyone_would_have_seen():
+    def alarm(step, source):
+        return Event(step, "alarm", source)
+
+    rank, norm, loss, end = (
+        alarm(10, "effective_rank D2"),
+        alarm(40, "grad_norm"),
+        alarm(60, "loss"),
+        Event(90, "divergence", "loss"),
+    )
+    assert lead_time([rank, norm, loss, end]).n_steps == 30
+    assert lead_time([rank, end]).then is end
+    assert lead_time([norm, end]) is None
+    assert lead_time([rank, loss]).then is loss
+    assert lead_time([norm, alarm(55, "max_violation")]).n_steps == -15
+    # An alarm before the fault is a false one, not a warning.
+    fault = Event(30, "fault", "a", message="a on.")
+    assert lead_time([rank, fault, alarm(35, "update_ratio"), norm]).n_steps == 5
+    assert lead_time([rank, fault, norm]) is None
+    assert lead_in_words(lead_time([rank, norm])) == "effective_rank D2, 30 steps before grad_norm"
+    assert lead_in_words(lead_time([norm, alarm(41, "kurtosis")])) == "kurtosis, 1 step after grad_norm"
+    assert (
+        lead_in_words(lead_time([rank, Event(10, "divergence", "loss")]))
+        == "effective_rank D2 together with divergence"
+    )
+
+
+def test_an_alarm_finds_its_signal():
+    names = ["loss", "effective_rank D2", "effective_rank W"]
+    assert signal_of(Event(0, "alarm", "effective_rank W"), names) == "effective_rank W"
+    assert signal_of(Event(0, "alarm", "effective_rank"), names) == "effective_rank D2"
+    assert signal_of(Event(0, "alarm", "spike_score"), names) is None
+    assert signal_of(Event(0, "alarm", ""), names) is None
+
+
+def test_the_first_panel_says_what_happened(pair):
+    lane = next(iter(timeline(pair, signals="loss")))
+    (box,) = elements(lane, "Rectangles")
+    assert (box["step"].tolist(), box["stop"].tolist(), box["fault"].tolist()) == (
+        [80],
+        [300 - 1],
+        ["low precision attention"],
+    )
+    mechanism, established = alarms_in(lane)
+    assert mechanism["step"].tolist() == [120]
+    assert mechanism["what"].tolist() == ["alarm effective_rank D2, layer 1, head 2"]
+    assert established["step"].tolist() == [190, 245]
+    (words,) = elements(lane, "Labels")
+    assert words["text"].tolist() == ["effective_rank D2, 70 steps before grad_norm"]
+    ends = [element for element in elements(lane, "Segments") if len(element) == 2]
+    assert ends[0]["step"].tolist() == [120, 120]
+    assert ends[0]["stop"].tolist() == [190, 120]
+    cross = [item for item in elements(lane, "Scatter") if item["step"].tolist() == [299]]
+    assert len(cross) == 1
+
+
+def test_alarms_stand_on_the_line_of_their_own_signal(pair):
+    figure = timeline(pair, signals=["grad_norm", "effective_rank D2", "routing_entropy"])
+    _, norm, rank, entropy = figure
+    (alarm,) = alarms_in(rank)
+    value = pair["faulted"]["attention"]["effective_rank"].sel(term="D2", step=120).min()
+    assert (alarm["step"].tolist(), alarm["value"].tolist()) == ([120], [float(value)])
+    assert alarms_in(norm)[0]["step"].tolist() == [190]
+    assert alarms_in(entropy) == []
+    lines = {curve.label: curve for curve in elements(rank, "Curve") if curve.label}
+    np.testing.assert_array_equal(
+        lines["twin"]["value"], pair["twin"]["attention"]["effective_rank"].sel(term="D2").min(["layer", "head"])
+    )
+    upright = [curve["step"].tolist() for curve in elements(entropy, "Curve") if len(curve["step"]) == 2]
+    assert upright == [[120, 120], [190, 190]]
+
+
+def test_panels_share_the_steps_and_the_cursor_and_nothing_else(pair):
+    state = bokeh_plot(timeline(pair, signals=["loss", "grad_norm", "effective_rank D2"])).state
+    from bokeh.models import CrosshairTool
+    from bokeh.plotting import figure as bokeh_figure
+
+    panels = list(state.select({"type": bokeh_figure}))
+    assert len(panels) == 4
+    assert len({id(panel.x_range) for panel in panels}) == 1
+    assert len({id(panel.y_range) for panel in panels}) == len(panels)
+    spans = {id(tool.overlay) for panel in panels for tool in panel.tools if isinstance(tool, CrosshairTool)}
+    assert len(spans) == 1
+    scales = {panel.title.text: type(panel.y_scale).__name__ for panel in panels}
+    assert scales["gradient norm"] == "LogScale"
+    assert scales["effective rank D2, min over layers and heads"] == "LinearScale"
+
+
+def test_by_default_it_shows_what_alarmed_and_what_tells_faults_apart(pair):
+    names = [curve.vdims[0].label for panel in list(timeline(pair))[1:] for curve in elements(panel, "Curve")[:1]]
+    assert names[:4] == ["loss (nat)", "gradient norm", "effective rank D2, min over layers and heads", names[3]]
+    assert any(name.startswith("routing entropy, min over layers") for name in names)
+
+
+def test_the_healthy_band_is_drawn_from_runs_or_from_the_start(pair):
+    healthy = {str(i): monitored_run(300, seed=10 + i, spectra=False) for i in range(3)}
+    _, panel = timeline(pair, signals="effective_rank D2", healthy=healthy, band=(0.1, 0.9))
+    (band,) = elements(panel, "Area")
+    values = np.concatenate(
+        [run["attention"]["effective_rank"].sel(term="D2").min(["layer", "head"]).values for run in healthy.values()]
+    )
+    assert (band["lower"] < band["upper"]).all()
+    assert abs(np.median(band["lower"]) - np.quantile(values, 0.1)) < 0.1
+    assert band["step"][0] == 0
+    _, panel = timeline(pair, signals="loss", healthy=50, band=(0.0, 1.0))
+    bands = elements(panel, "Area")
+    first = pair["faulted"]["monitors"]["loss"].values[:50]
+    np.testing.assert_allclose([bands[1]["lower"][0], bands[1]["upper"][0]], [first.min(), first.max()])
+    assert elements(list(timeline(pair))[1], "Area") == []
+
+
+def test_long_lines_keep_their_spikes():
+    step = np.arange(60_000)
+    loss = np.ones(len(step))
+    loss[31_234] = 1.5
+    run = xr.DataTree.from_dict({"monitors": xr.Dataset({"loss": ("step", loss)}, {"step": step})})
+    _, panel = timeline(run)
+    (curve,) = elements(panel, "Curve")
+    assert len(curve["step"]) < 3000
+    assert curve["value"].max() == 1.5
+    assert curve["step"][curve["value"].argmax()] == 31_234
+
+
+def test_explosions_stay_in_view_up_to_a_thousand_times_the_usual():
+    usual = np.linspace(1, 2, 100)
+    assert Axis.of("loss", np.append(usual, 500)) == Axis(1.0, 500.0, True)
+    axis = Axis.of("grad_norm", np.append(usual, 1e30))
+    assert axis.is_logarithmic
+    assert axis.high == pytest.approx(1000 * np.quantile(np.append(usual, 1e30), 0.8))
+    assert Axis.of("grad_norm", np.append(usual, 1e30), shows_all=True).high == 1e30
+    assert not Axis.of("loss", np.append(usual, 0.0)).is_logarithmic
+    assert not Axis.of("accuracy", np.array([1e-6, 1.0])).is_logarithmic
+    assert Axis.of("loss", np.zeros(0)) == Axis(0.0, 1.0, False)
+
+
+def test_old_runs_and_runs_without_almost_everything_are_drawn(pair):
+    bare = xr.DataTree.from_dict({"monitors": xr.Dataset({"loss": ("step", [2.0, 1.0])}, {"step": [0, 7]})})
+    old = run_of({0: 0.9, 10: 1.2}, n_layers=2, width=8, diverged=12)
+    figure = timeline({"old": old, "bare": bare, **pair}, signals=["loss", "effective_rank D2"])
+    notes = [
+        note.text
+        for panel in bokeh_plot(figure).state.children
+        for note in panel[0].above
+        if getattr(note, "name", "") == "note_above"
+    ]
+    assert any("old not recorded; bare not recorded" in note for note in notes)
+    words = timeline({"old": old, "bare": bare}, signals="spectral_radius")
+    assert "× divergence" in bokeh_plot(words).state.children[0][0].above[0].text
+    assert len(timeline(bare)) == 2
+
+
+def test_what_is_not_finite_is_said(pair):
+    run = pair["faulted"].copy(deep=True)
+    run["monitors"]["loss"][250:260] = np.inf
+    run["monitors"]["loss"][260:] = np.nan
+    data = run["attention"].to_dataset().copy(deep=True)
+    data["effective_rank"][:] = np.nan
+    run["attention"] = xr.DataTree(data)
+    figure = timeline(run, signals=["loss", "effective_rank D2"])
+    notes = [panel[0].above[0].text for panel in bokeh_plot(figure).state.children]
+    assert notes[1] == "infinite from step 250; undefined after step 259"
+    assert notes[2] == "undefined"
+
+
+def test_a_story_knows_its_first_and_last_step(pair):
+    story = Story.of("faulted", pair["faulted"], 3)
+    assert (story.first_step, story.last_step, story.place) == (0, 299, 3)
+    assert story.diverged.step == 299
+    empty = Story.of("nothing", xr.DataTree(), 0)
+    assert (empty.events, empty.last_step) == ([], 0)
+    events = xr.DataTree.from_dict({"events": events_dataset([(4, "finished", "", np.nan, "", -1, -1)])})
+    assert Story.of("a", events, 0).last_step == 4
+
+
+@pytest.mark.parametrize("backend", ["bokeh", "matplotlib"])
+def test_it_becomes_a_file_that_holds_the_runs_colours(pair, backend, tmp_path):
+    ending = {"bokeh": "html", "matplotlib": "png"}[backend]
+    path = save(
+        timeline(pair, signals=["loss", "effective_rank D2"], healthy=60, backend=backend),
+        tmp_path / f"figure.{ending}",
+        **({"dpi": 60} if ending == "png" else {}),
+    )
+    if backend == "bokeh":
+        assert "70 steps before grad_norm" in path.read_text()
+        return
+    pixels = np.asarray(Image.open(io.BytesIO(path.read_bytes())).convert("RGB")).astype(int)
+    for color in ((0x1F, 0x77, 0xD4), (0xD5, 0x5E, 0x00)):
+        assert (np.abs(pixels - color).sum(-1) < 30).sum() > 100
+
+
+def test_wrong_input_says_what_to_do(pair):
+    with pytest.raises(SchemaError, match="No run has a signal 'los'; choose from loss, grad_norm"):
+        timeline(pair, signals=["los"])
+    with pytest.raises(SchemaError, match="No signal was named; choose from loss"):
+        timeline(pair, signals=[])
+    with pytest.raises(SchemaError, match="the runs hold nothing that has steps"):
+        timeline({"a": xr.DataTree()})
+    with pytest.raises(SchemaError, match="empty dict"):
+        timeline({})
+    with pytest.raises(ThresholdError, match="The reduction is 'median', expected one of min, max, mean"):
+        timeline(pair, reduce="median")
+    with pytest.raises(ThresholdError, match="The band is 0.9, expected two rising quantiles"):
+        timeline(pair, band=0.9)
+    with pytest.raises(ThresholdError, match="healthy is 1, expected at least 2 steps, or healthy runs"):
+        timeline(pair, healthy=1)
+    with pytest.raises(ThresholdError, match="plotly"):
+        timeline(pair, backend="plotly")
+    with pytest.raises(ThresholdError, match="The places lack the model 'faulted'"):
+        timeline(pair, places={"twin": 0})

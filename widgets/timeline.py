@@ -1,0 +1,360 @@
+"""Several runs on one axis of steps, also while they train elsewhere: which signal moved first, where, and why."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from widgets.base import WorkbenchWidget
+from widgets.timeline_parts.canvas import Detail, Selection, TimelineCanvas, Wishes
+from widgets.timeline_parts.followed_run import FollowedRun
+from workbench import signals as sig
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots import timeline
+from workbench.plots.timeline import chosen_signals, healthy_runs
+from workbench.plots.timeline_events import Event, signal_of
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    Run = xr.DataTree | xr.Dataset | str | os.PathLike[str]
+
+#: Looking at stores takes at most this share of the time.
+_SHARE = 0.2
+
+
+class Timeline(WorkbenchWidget):
+    """Signals of several runs, stacked over one axis of steps, with alarms, faults, actions and lead times.
+
+    Drag over the panels to zoom in, use the wheel after a click, double-click to see all; the cursor runs through all
+    panels. A click on an alarm, or on any step, shows beside it where the signal is worst: a map of its layers and
+    heads for each run, and the eigenvalues recorded nearest to that step.
+
+    A run given as a path is followed while it trains, in this process or another: what its store holds is looked at
+    every ``poll_every`` seconds, and new rows appear by themselves.
+
+    Args:
+        runs: One run, or several by name: a run, or the path of a stored one.
+        signals: Names as of ``workbench.signals.names(run)``; None: those worth a first look, as in
+            `workbench.plots.timeline`.
+        reduce: Over layers and heads: ``"min"``, ``"max"``, ``"mean"``, or ``"worst"``, which shows trouble first.
+        healthy: Healthy runs, or the number of steps of each run's own healthy start, for a shaded band.
+        band: Lower and upper quantile of the band.
+        poll_every: Seconds between two looks at the stores.
+
+    Attributes:
+        runs: By name, as `widgets.timeline_parts.followed_run.FollowedRun`.
+        canvas: The picture.
+
+    Raises:
+        SchemaError: If there is no run, or no run has one of the signals.
+        StoreError: If there is no run at a path.
+        ThresholdError: If an option is out of range.
+    """
+
+    def __init__(
+        self,
+        runs: Run | Mapping[str, Run],
+        *,
+        signals: Sequence[str] | None = None,
+        reduce: str = "worst",
+        healthy: xr.DataTree | Mapping[str, Run] | int | None = None,
+        band: tuple[float, float] = (0.05, 0.95),
+        poll_every: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self._standing = ""
+        self._thread: threading.Thread | None = None
+        self._is_closed = threading.Event()
+        if not poll_every > 0:
+            raise ThresholdError(f"poll_every is {poll_every}, expected a positive number of seconds.")
+        quantiles = sig.checked_quantiles(band)
+        self.runs = _followed(runs)
+        references = healthy
+        if isinstance(healthy, str | os.PathLike | Mapping):
+            references = list(_followed(healthy).values())
+        elif healthy is not None and not isinstance(healthy, int):
+            references = [FollowedRun(name, run, 0) for name, run in healthy_runs(healthy).items()]
+        else:
+            healthy_runs(healthy)
+        self._arguments = {"healthy": healthy, "band": quantiles}
+        self._asks_for_signals = signals is None
+        chosen = chosen_signals(self._trees(), self._stories(), signals) if signals is not None or self.names else []
+        self._wishes = Wishes(chosen, list(self.runs))
+        self.reduce = reduce
+        self.canvas = TimelineCanvas(self.runs, self._wishes, references, quantiles, self.guarded(self._obey))
+        self.fill([self.canvas])
+        self._followed = [run for run in [*self.runs.values(), *_listed(references)] if run.path is not None]
+        self._say()
+        if self._followed:
+            self._thread = threading.Thread(
+                target=_watch, args=(weakref.ref(self), self._is_closed, poll_every), name="Timeline", daemon=True
+            )
+            self._thread.start()
+
+    @property
+    def names(self) -> list[str]:
+        """Every signal that a run offers."""
+        return list(dict.fromkeys(name for run in self.runs.values() for name in run.entries))
+
+    @property
+    def signals(self) -> list[str]:
+        """The signals shown, top to bottom; set it to choose others."""
+        return list(self._wishes.signals)
+
+    @signals.setter
+    def signals(self, names: Sequence[str]) -> None:
+        self._wishes.signals = chosen_signals(self._trees(), self._stories(), names)
+        self._asks_for_signals = False
+        self._refresh()
+
+    @property
+    def reduce(self) -> str:
+        """How signals are reduced over layers and heads: ``"worst"``, ``"min"``, ``"max"`` or ``"mean"``."""
+        return self._wishes.reduce or "worst"
+
+    @reduce.setter
+    def reduce(self, reduce: str) -> None:
+        choice = ("worst", *sig.REDUCTIONS)
+        if reduce not in choice:
+            raise ThresholdError(f"The reduction is '{reduce}', expected one of {', '.join(choice)}.")
+        self._wishes.reduce = None if reduce == "worst" else reduce
+        self._refresh()
+
+    @property
+    def shown(self) -> list[str]:
+        """The names of the runs that are shown; set it to hide the others."""
+        return list(self._wishes.shown)
+
+    @shown.setter
+    def shown(self, names: Sequence[str]) -> None:
+        if unknown := [name for name in names if name not in self.runs]:
+            raise SchemaError(f"There is no run '{unknown[0]}'; choose from {', '.join(self.runs)}.")
+        self._wishes.shown = [name for name in self.runs if name in names]
+        self._refresh()
+
+    @property
+    def view(self) -> tuple[float, float] | None:
+        """First and last step in view; None: all, also those to come. Set it to move there."""
+        return self._wishes.view
+
+    @view.setter
+    def view(self, view: tuple[float, float] | None) -> None:
+        if view is not None:
+            start, stop = (float(end) for end in view)
+            if not (np.isfinite([start, stop]).all() and start < stop):
+                raise ThresholdError(f"The view is {view!r}, expected a first and a later last step, or None for all.")
+            view = (start, stop)
+        self._wishes.view = view
+        self._refresh()
+
+    @property
+    def selection(self) -> Selection | None:
+        """What is shown beside the panels: a step with the heat maps and eigenvalues of each run; None: nothing."""
+        return self._wishes.selection
+
+    @property
+    def alarms(self) -> dict[str, list[Event]]:
+        """The first alarm of each signal, by run."""
+        return {name: run.story.onsets for name, run in self.runs.items()}
+
+    @property
+    def states(self) -> dict[str, str]:
+        """How each run stands: ``running``, ``finished``, ``stopped``, ``diverged``, ``removed``; empty: unknown."""
+        return {name: run.state for name, run in self.runs.items()}
+
+    def select(self, step: int | None, *, signal: str | None = None, run: str | None = None) -> None:
+        """Show layers, heads and eigenvalues at a step, beside the panels; of an alarm, give its signal and run.
+
+        Args:
+            step: The nearest recorded one is shown for each run; None shows nothing.
+            signal: Whose layers and heads; of one that has none, a signal that has. None: the first shown that has.
+            run: Whose alarm at this step it is, if it is one.
+
+        Raises:
+            SchemaError: If there is no such signal or run.
+        """
+        if step is None:
+            self._wishes.selection = None
+            self._refresh()
+            return
+        if run is not None and run not in self.runs:
+            raise SchemaError(f"There is no run '{run}'; choose from {', '.join(self.runs)}.")
+        event = None
+        if run is not None:
+            own = [event for event in self.runs[run].story.events if event.kind == "alarm" and event.step == step]
+            event = next((event for event in own if event.source == signal), own[0] if own else None)
+        if event is not None and signal is not None:
+            signal = signal_of(event, self.names) or signal
+        elif signal is not None and signal not in self.names:
+            raise SchemaError(f"No run has a signal '{signal}'; choose from {', '.join(self.names)}.")
+        mapped = self._mapped(int(step), signal, run)
+        details, dims = [], ("", "")
+        for each in self.runs.values():
+            detail, found = _detail(each, int(step), mapped)
+            details.append(detail)
+            dims = found or dims
+        self._wishes.selection = Selection(int(step), mapped, run or "", event, dims, details)
+        self._refresh()
+
+    def poll(self) -> bool:
+        """Look at the stores now; whether anything was new. The widget does so by itself."""
+        is_new = sum(run.poll() for run in self._followed) > 0  # every one of them
+        if is_new:
+            if self._asks_for_signals:
+                self._look_again()
+            with self.turn:
+                self._say()
+            self._refresh()
+        return is_new
+
+    def figure(self, *, backend: str = "bokeh") -> Any:
+        """The same picture as a figure, for ``workbench.plots.save()``: signals, runs and reduction as shown here."""
+        runs = {name: self.runs[name].tree for name in self.shown}
+        places = {name: run.place for name, run in self.runs.items()}
+        healthy = self._arguments["healthy"]
+        if isinstance(healthy, str | os.PathLike | Mapping):
+            healthy = {name: run.tree for name, run in _followed(healthy).items()}
+        return timeline(
+            runs, signals=self.signals, reduce=self._wishes.reduce, healthy=healthy, band=self._arguments["band"],
+            places=places, backend=backend,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Stop following the runs and remove the widget; the stores stay as they are."""
+        if hasattr(self, "_is_closed"):
+            self._is_closed.set()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join(10)
+        super().close()
+
+    def _trees(self) -> dict[str, xr.DataTree]:
+        return {name: run.tree for name, run in self.runs.items()}
+
+    def _stories(self) -> list[Any]:
+        return [run.story for run in self.runs.values()]
+
+    def _refresh(self) -> None:
+        if hasattr(self, "canvas"):
+            self.canvas.refresh()
+
+    def _look_again(self) -> None:
+        """Signals that nobody has chosen follow what alarms; those that are shown stay where they are."""
+        if not self.names:
+            return
+        wanted = chosen_signals(self._trees(), self._stories(), None)
+        shown = self._wishes.signals
+        self._wishes.signals = [*shown, *(name for name in wanted if name not in shown)][: max(8, len(shown))]
+
+    def _mapped(self, step: int, signal: str | None, run: str | None) -> str:
+        """The signal whose layers are shown: the one asked for, or the last that alarmed, or the first that has any."""
+        has_layers = {
+            name for each in self.runs.values() for name, entry in each.entries.items() if entry.places
+        }  # fmt: skip
+        if signal in has_layers:
+            return signal
+        stories = [self.runs[run].story] if run is not None else self._stories()
+        alarmed = sorted(
+            (event for story in stories for event in story.onsets if event.step <= step), key=lambda event: -event.step
+        )
+        names = [signal_of(event, self.names) for event in alarmed]
+        return next((name for name in [*names, *self._wishes.signals, *self.names] if name in has_layers), "")
+
+    def _obey(self, ask: dict[str, Any]) -> None:
+        """What a hand on the page wants."""
+        if "width" in ask:
+            self._wishes.width = int(np.clip(ask["width"], 50, 8000))
+        if "seen" in ask:
+            self._wishes.seen = frozenset(ask["seen"])
+        if "view" in ask:
+            self.view = None if ask["view"] is None else tuple(ask["view"])
+        if "signals" in ask:
+            self._wishes.signals = [name for name in ask["signals"] if name in self.names]
+            self._asks_for_signals = False
+        if "reduce" in ask:
+            self.reduce = ask["reduce"]
+        if "shown" in ask:
+            self.shown = ask["shown"]
+        if "select" in ask:
+            chosen = ask["select"]
+            self.select(None) if chosen is None else self.select(
+                round(chosen["step"]), signal=chosen.get("signal"), run=chosen.get("run")
+            )
+
+    def _say(self) -> None:
+        """What is wrong with the stores stays under the widget until it is right again."""
+        sentences = " ".join(run.problem for run in self._followed if run.problem)
+        if sentences != self._standing:
+            self._standing = sentences
+            self._show("")
+
+    def _show(self, sentence: str) -> None:
+        super()._show(sentence or getattr(self, "_standing", ""))
+
+
+def _followed(runs: Run | Mapping[str, Run]) -> dict[str, FollowedRun]:
+    """Runs by name.
+
+    Raises:
+        SchemaError: If there is no run, or something is no run.
+        StoreError: If there is no run at a path.
+    """
+    import xarray as xr
+
+    if isinstance(runs, str | os.PathLike):
+        name = os.path.basename(os.path.normpath(runs)).removesuffix(".zarr")
+        return {name: FollowedRun(name, runs, 0)}
+    if isinstance(runs, xr.DataTree | xr.Dataset):
+        return {name: FollowedRun(name, run, 0) for name, run in healthy_runs(runs).items()}
+    if not isinstance(runs, Mapping) or not runs:
+        kind = "an empty dict" if isinstance(runs, Mapping) else f"of type {type(runs).__name__}"
+        raise SchemaError(f"The runs are {kind}, expected a run, the path of one, or a non-empty dict of name: run.")
+    return {str(name): FollowedRun(str(name), run, place) for place, (name, run) in enumerate(runs.items())}
+
+
+def _listed(references: Any) -> list[FollowedRun]:
+    return references if isinstance(references, list) else []
+
+
+def _detail(run: FollowedRun, step: int, signal: str) -> tuple[Detail, tuple[str, str] | None]:
+    """What a run shows at a step, and the names of its map's rows and columns."""
+    heat = run.heat(signal, step) if signal else None
+    modes, n_layers = run.modes(step) or (None, 0)
+    if heat is None:
+        return Detail(run.name, None, [], [], step, modes, n_layers), None
+    values = np.asarray(heat.values, float)
+    rows, columns = heat.dims[0], heat.dims[1] if heat.ndim > 1 else ""
+    labels = _labels(heat, rows), _labels(heat, columns) if columns else [""]
+    detail = Detail(run.name, values.reshape(len(values), -1), *labels, int(heat["step"]), modes, n_layers)
+    return detail, (str(rows), str(columns))
+
+
+def _labels(heat: xr.DataArray, dim: Any) -> list[str]:
+    names = f"{dim}_name"
+    if dim == "module" and names in heat.coords:
+        return [str(name) for name in heat[names].values]
+    labels = heat[dim].values if dim in heat.coords else range(heat.sizes[dim])
+    return [str(label) for label in labels]
+
+
+def _watch(widget: weakref.ref[Timeline], is_closed: threading.Event, poll_every: float) -> None:
+    """Look at the stores again and again, as long as the widget is there; this thread only reads."""
+    pause = poll_every
+    while not is_closed.wait(pause):
+        watched = widget()
+        if watched is None:
+            return
+        start = time.monotonic()
+        try:  # not inside attempt(): reading takes a while, and a hand on the page need not wait for it
+            watched.poll()
+        except Exception:  # shown under the widget, like that of any callback
+            with watched.attempt():
+                raise
+        pause = max(poll_every, (time.monotonic() - start) / _SHARE)
+        del watched

@@ -1,0 +1,257 @@
+"""A run as the timeline shows it: the lines that are looked at, kept up to date while its store grows."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from widgets.live.history import Modes
+from workbench import signals as sig
+from workbench.comparison import named_runs, spectra_of
+from workbench.errors import SchemaError, StoreError
+from workbench.plots.timeline import Story
+from workbench.store import open_run
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: Seconds without a new row after which a running run is said to be silent.
+_SILENT_AFTER = 120.0
+#: Failed looks in a row after which a store is said to be unreadable; one may fall between two writes.
+_PATIENCE = 3
+
+
+@dataclass(frozen=True)
+class Line:
+    """One signal of a run, as far as it is recorded.
+
+    Attributes:
+        step: Where the value is finite, shape (row,).
+        value: Finite, float64, shape (row,).
+        title: What it is, and how it was reduced.
+        variable: Without its term.
+        remark: What is not drawn; empty if all is.
+        n_rows: Rows read of the part, finite or not.
+    """
+
+    step: np.ndarray
+    value: np.ndarray
+    title: str
+    variable: str
+    remark: str
+    n_rows: int
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """A run at one moment. It is replaced as a whole, so that any thread may read one while another is made."""
+
+    tree: xr.DataTree
+    story: Story
+    entries: dict[str, sig.Entry]
+    lines: dict[tuple[str, str], Line] = field(default_factory=dict)
+
+
+class FollowedRun:
+    """Reads a run, and what is new in it.
+
+    Args:
+        name: Of the run.
+        run: A run, or the path of a stored one, which is followed; it may not be over.
+        place: Among the looks.
+
+    Attributes:
+        problem: Why the store is not followed any more; empty if all is well.
+
+    Raises:
+        StoreError: If there is no run at the path.
+        SchemaError: If it is no run.
+    """
+
+    def __init__(self, name: str, run: xr.DataTree | xr.Dataset | str | os.PathLike[str], place: int) -> None:
+        self.name, self.place = name, place
+        self.path = Path(run) if isinstance(run, str | os.PathLike) else None
+        self.problem = ""
+        self._n_failed = 0
+        self._stamp = self._stamp_now()
+        tree = run if self.path is None else open_run(self.path)
+        self._now = self._snapshot_of(named_runs({name: tree}, needs_spectra=False)[name])
+
+    @property
+    def story(self) -> Story:
+        """What happened so far."""
+        return self._now.story
+
+    @property
+    def tree(self) -> xr.DataTree:
+        """The run as it was read last."""
+        return self._now.tree
+
+    @property
+    def entries(self) -> dict[str, sig.Entry]:
+        """The signals on offer."""
+        return self._now.entries
+
+    @property
+    def state(self) -> str:
+        """``running``, ``finished``, ``stopped``, ``diverged``, ``removed`` or ``unreadable``; empty: unknown."""
+        if self.problem:
+            return "removed" if "removed" in self.problem else "unreadable"
+        said = str(self._now.tree.attrs.get("state", ""))
+        return "diverged" if self.story.diverged is not None and said != "running" else said
+
+    @property
+    def state_in_words(self) -> str:
+        """The state, and up to which step there are data."""
+        words = self.state
+        if words == "running" and self.path is not None and self._stamp is not None:
+            silent = time.time() - self._stamp[0] / 1e9
+            words += f", silent for {_ago(silent)}" if silent > _SILENT_AFTER else ""
+        if self.story.diverged is not None:
+            ending = f"diverged at step {self.story.diverged.step}"
+            return ending if words in ("diverged", "") else f"{words}, {ending}"
+        return f"{words}, to step {self.story.last_step}" if words else f"to step {self.story.last_step}"
+
+    def poll(self) -> bool:
+        """Look whether the store has something new, and read it; only the rows that are new, and only of lines in use.
+
+        Returns:
+            Whether anything that is shown may have changed.
+        """
+        if self.path is None:
+            return False
+        stamp = self._stamp_now()
+        if stamp is None:
+            return self._trouble(f"The run '{self.name}' was removed from {self.path}; what was read of it stays.")
+        if stamp == self._stamp and not self.problem:
+            return False
+        try:
+            new = self._advanced(open_run(self.path))
+        except (StoreError, SchemaError, OSError, KeyError, ValueError) as error:
+            self._n_failed += 1
+            if self._stamp_now() is None:
+                return self._trouble(f"The run '{self.name}' was removed from {self.path}; what was read of it stays.")
+            if self._n_failed < _PATIENCE:
+                return False
+            return self._trouble(f"The run '{self.name}' cannot be read any more: {error}")
+        self._now, self._stamp, self.problem, self._n_failed = new, stamp, "", 0
+        return True
+
+    def line(self, name: str, reduce: str | None) -> Line | None:
+        """One signal; None if the run has none of this name.
+
+        Args:
+            name: Of the signal.
+            reduce: As in `workbench.signals.read`.
+        """
+        now = self._now
+        if name not in now.entries:
+            return None
+        reduce = reduce or sig.worst(name)
+        if (name, reduce) not in now.lines:
+            try:
+                now.lines[name, reduce] = _line(now.tree, name, reduce, None, now.story)
+            except (StoreError, OSError):
+                return Line(np.zeros(0), np.zeros(0), name, name, "not read before the run was removed", 0)
+        return now.lines[name, reduce]
+
+    def heat(self, name: str, step: int) -> xr.DataArray | None:
+        """A signal at the nearest recorded step with its layers; None if it has none, or cannot be read any more."""
+        now = self._now
+        if name not in now.entries or not now.entries[name].places:
+            return None
+        try:
+            return sig.heat(now.tree, name, step)
+        except (SchemaError, StoreError, OSError):
+            return None
+
+    def modes(self, step: int) -> tuple[Modes, int] | None:
+        """The modes of the nearest recorded spectra and how many layers they have; None if there are no spectra."""
+        tree = self._now.tree
+        if "spectra" not in tree.children or "step" not in tree["spectra"].dims or not tree["spectra"].sizes["step"]:
+            return None
+        try:
+            spectra = spectra_of(tree)
+            nearest = int(np.abs(spectra["step"].values - step).argmin())
+            chosen = spectra.isel(step=[nearest]).load()
+        except (StoreError, OSError):
+            return None
+        return Modes.of(chosen), chosen.sizes["layer"]
+
+    def _snapshot_of(self, tree: xr.DataTree) -> _Snapshot:
+        return _Snapshot(tree, Story.of(self.name, tree, self.place), sig.catalogue(tree))
+
+    def _advanced(self, tree: xr.DataTree) -> _Snapshot:
+        """The snapshot of a store that has grown, with the lines that the last one had."""
+        old, new = self._now, self._snapshot_of(tree)
+        is_same = _is_continued(old, new)
+        for name, reduce in list(old.lines):
+            if name in new.entries:
+                before = old.lines[name, reduce] if is_same else None
+                new.lines[name, reduce] = _line(tree, name, reduce, before, new.story)
+        return new
+
+    def _trouble(self, sentence: str) -> bool:
+        if self.problem == sentence:
+            return False
+        self.problem = sentence
+        return True
+
+    def _stamp_now(self) -> tuple[int, int, int] | None:
+        """What changes with each commit; None: nothing is there."""
+        if self.path is None:
+            return None
+        try:
+            at = os.stat(self.path / "zarr.json" if self.path.is_dir() else self.path)
+        except OSError:
+            return None
+        return at.st_mtime_ns, at.st_ino, at.st_size
+
+
+def _is_continued(old: _Snapshot, new: _Snapshot) -> bool:
+    """Whether the rows read before are still those of the store: not if it was made anew, or resumed meanwhile."""
+    if old.tree.attrs.get("created") != new.tree.attrs.get("created"):
+        return False
+    counts = [sum(event.kind in ("resumed", "action") for event in snapshot.story.events) for snapshot in (old, new)]
+    if counts[0] != counts[1]:
+        return False
+    for part in old.tree.children:
+        if part == "events" or "step" not in old.tree[part].dims:
+            continue
+        before = old.tree[part]["step"].values
+        after = new.tree[part]["step"].values if part in new.tree.children else before[:0]
+        if len(after) < len(before) or (len(before) and before[-1] != after[len(before) - 1]):
+            return False
+    return True
+
+
+def _line(tree: xr.DataTree, name: str, reduce: str, before: Line | None, story: Story) -> Line:
+    """A signal as a line; of one that was read before, only the new rows are read."""
+    first_row = 0 if before is None else before.n_rows
+    found = sig.read(tree, name, reduce=reduce, first_row=first_row)
+    step, value = found.finite
+    n_rows = first_row + len(found.step)
+    remarks = [] if before is None or not before.remark.startswith("infinite") else [before.remark]
+    if not remarks and np.isinf(found.value).any():
+        remarks.append(f"infinite from step {found.step[np.isinf(found.value)][0]}")
+    if before is not None:
+        if not len(found.step):
+            return before
+        step, value = np.concatenate([before.step, step]), np.concatenate([before.value, value])
+    if not len(step):
+        remarks.append("undefined so far" if n_rows else "not recorded yet")
+    elif story.diverged is not None and len(found.value) and np.isnan(found.value[-1]):
+        remarks.append(f"undefined after step {step[-1]}")
+    title = found.long_name + (f" ({found.unit})" if found.unit not in ("1", "") else "")
+    return Line(step, value, title, found.variable, "; ".join(remarks), n_rows)
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"

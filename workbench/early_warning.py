@@ -1,0 +1,170 @@
+"""How early and how rightly the alarms warned, over many runs: shares, lead times and confusions of a recorded study.
+
+Every function takes the table of `workbench.samples.early_warning`, or one made like it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: What shows in the loss, the gradients, or the end of the run.
+_OUTCOMES = ("loss_step", "grad_norm_step", "spike_score_step")
+
+
+def harmful(runs: xr.Dataset, *, margin: float = 0.05) -> xr.DataArray:
+    """Which faulted runs diverged, or ended less accurate than the same run without the fault; bool, dim ``run``.
+
+    Args:
+        runs: The table.
+        margin: Accuracy that a run may lose; of 1,024 questions, two standard errors of a difference are .044.
+
+    Raises:
+        SchemaError: If the table lacks a column.
+        ThresholdError: If the margin is negative.
+    """
+    if margin < 0:
+        raise ThresholdError(f"margin is {margin}, expected a share of at least 0.")
+    _need(runs, "fault", "has_diverged", "accuracy", "healthy_accuracy")
+    has_fault = runs["fault"] != ""
+    return has_fault & (runs["has_diverged"] | (runs["accuracy"] < runs["healthy_accuracy"] - margin))
+
+
+def shown_at(runs: xr.Dataset) -> xr.DataArray:
+    """The first step at which loss, gradient norm, spike score or a divergence showed anything; dim ``run``.
+
+    Args:
+        runs: The table.
+
+    Returns:
+        Steps; NaN where nothing ever showed.
+
+    Raises:
+        SchemaError: If the table lacks a column.
+    """
+    _need(runs, *_OUTCOMES, "has_diverged", "step")
+    ends = [runs[name] for name in _OUTCOMES] + [runs["step"].where(runs["has_diverged"])]
+    first = np.fmin.reduce([np.asarray(end, dtype=float) for end in ends])
+    return runs["step"].astype(float).copy(data=first)
+
+
+def lead_times(runs: xr.Dataset) -> xr.DataArray:
+    """Steps from the first alarm of a mechanism monitor to the first sign of anything else; dim ``run``.
+
+    Args:
+        runs: The table.
+
+    Returns:
+        Steps; negative where the mechanism came later, infinite where nothing else ever showed, NaN where the mechanism
+        raised no alarm.
+
+    Raises:
+        SchemaError: If the table lacks a column.
+    """
+    _need(runs, "mechanism_step")
+    shown = shown_at(runs)
+    return shown.fillna(np.inf) - runs["mechanism_step"]
+
+
+def warned_first(runs: xr.Dataset) -> xr.DataArray:
+    """Whether a mechanism monitor raised its alarm strictly before anything else showed; bool, dim ``run``."""
+    return lead_times(runs) > 0
+
+
+def false_alarms(runs: xr.Dataset) -> xr.Dataset:
+    """How many healthy runs raised an alarm.
+
+    Args:
+        runs: The table.
+
+    Returns:
+        Dataset of numbers: ``n_runs``; ``any`` (runs with an alarm of either group), ``mechanism``, ``outcome``.
+
+    Raises:
+        SchemaError: If the table lacks a column or has no healthy run.
+    """
+    import xarray as xr
+
+    _need(runs, "fault", "mechanism_step", *_OUTCOMES)
+    healthy = runs.isel(run=np.flatnonzero(runs["fault"].values == ""))
+    if not healthy.sizes["run"]:
+        raise SchemaError("The table has no healthy run; add runs whose fault is empty.")
+    mechanism = healthy["mechanism_step"].notnull().values
+    outcome = np.any([healthy[name].notnull().values for name in _OUTCOMES], axis=0)
+    counts = {"any": mechanism | outcome, "mechanism": mechanism, "outcome": outcome}
+    return xr.Dataset({"n_runs": healthy.sizes["run"], **{name: int(found.sum()) for name, found in counts.items()}})
+
+
+def confusion(runs: xr.Dataset, *, cause: str = "cause_later") -> xr.DataArray:
+    """What the alarmed runs with one fault were put down to, against what it was.
+
+    Args:
+        runs: The table.
+        cause: Column of the attribution: ``"cause_at_once"``, ``"cause_later"`` or ``"cause_later_without_settings"``.
+
+    Returns:
+        Runs, int, dims ``fault`` and ``attributed``.
+
+    Raises:
+        SchemaError: If the table lacks a column.
+    """
+    import xarray as xr
+
+    _need(runs, "fault", cause)
+    pairs = [
+        (fault, found)
+        for fault, found in zip(runs["fault"].values.tolist(), runs[cause].values.tolist(), strict=True)
+        if fault and found and " + " not in fault
+    ]
+    faults = sorted({fault for fault, _ in pairs})
+    attributed = sorted({found for _, found in pairs} | set(faults))
+    counts = np.zeros((len(faults), len(attributed)), dtype=int)
+    for fault, found in pairs:
+        counts[faults.index(fault), attributed.index(found)] += 1
+    return xr.DataArray(counts, coords={"fault": faults, "attributed": attributed}, name="runs")
+
+
+def attributed_rightly(runs: xr.Dataset, *, cause: str = "cause_later") -> tuple[int, int]:
+    """How many alarmed runs were put down to their fault, or to one of several, and how many were alarmed.
+
+    Args:
+        runs: The table.
+        cause: See `confusion`.
+
+    Raises:
+        SchemaError: If the table lacks a column.
+    """
+    _need(runs, "fault", cause)
+    pairs = zip(runs["fault"].values.tolist(), runs[cause].values.tolist(), strict=True)
+    right = [found in fault.split(" + ") for fault, found in pairs if fault and found]
+    return sum(right), len(right)
+
+
+def saved(runs: xr.Dataset, *, margin: float = 0.05) -> xr.DataArray:
+    """Which harmful runs automatic actions have saved: alive, and as accurate as the healthy twin; bool, dim ``run``.
+
+    Args:
+        runs: The table.
+        margin: As in `harmful`.
+
+    Raises:
+        SchemaError: If the table lacks a column.
+        ThresholdError: If the margin is negative.
+    """
+    _need(runs, "acted_has_diverged", "acted_accuracy")
+    is_well = ~runs["acted_has_diverged"] & (runs["acted_accuracy"] >= runs["healthy_accuracy"] - margin)
+    return harmful(runs, margin=margin) & is_well
+
+
+def _need(runs: xr.Dataset, *names: str) -> None:
+    missing = [name for name in names if name not in runs.variables]
+    if missing:
+        raise SchemaError(
+            f"This table of runs lacks {', '.join(missing)}; take samples.early_warning(), or one made like it."
+        )

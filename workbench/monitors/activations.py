@@ -1,0 +1,80 @@
+"""Outliers in the residual stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workbench.monitors.matrices import widened
+
+
+def activation_max(states: Tensor) -> Tensor:
+    """Largest magnitude of any entry.
+
+    Args:
+        states: Shape (..., token, feature).
+
+    Returns:
+        Shape (...), in the unit of the states; NaN where a state is NaN.
+    """
+    return widened(states).abs().amax((-2, -1))
+
+
+def outlier_ratio(states: Tensor) -> Tensor:
+    """Largest over median magnitude of all entries of all tokens (Sun et al. 2024, arXiv:2402.17762).
+
+    Args:
+        states: Shape (..., token, feature).
+
+    Returns:
+        Shape (...), at least 1; of an even number of entries the median is the lower of the two in the middle. inf
+        where the median is 0; NaN where all is 0, and where a state is NaN.
+    """
+    size = widened(states).abs().flatten(-2)
+    return size.amax(-1) / size.median(-1).values
+
+
+def massive_activations(states: Tensor, *, least: float = 100.0, ratio: float = 1000.0) -> Tensor:
+    """Number of entries above 100 and above 1,000 times the median in magnitude (Sun et al. 2024, arXiv:2402.17762).
+
+    Args:
+        states: Shape (..., token, feature).
+        least: Magnitude that an entry must exceed, in the unit of the states.
+        ratio: How many times the median magnitude of all entries it must exceed.
+
+    Returns:
+        Shape (...), a count; NaN where a state is NaN.
+    """
+    size = widened(states).abs().flatten(-2)
+    median = size.median(-1, keepdim=True).values
+    count = ((size > least) & (size > ratio * median)).sum(-1)
+    return count.to(size.dtype).masked_fill(median.squeeze(-1).isnan(), float("nan"))
+
+
+def kurtosis(states: Tensor) -> Tensor:
+    """Pearson's kurtosis mean((h - mean)^4) / mean((h - mean)^2)^2 of all entries of all tokens taken together.
+
+    Args:
+        states: Shape (..., token, feature).
+
+    Returns:
+        Shape (...), a number: 3 for a normal distribution (nothing is subtracted), the number of entries if a single
+        one sticks out. NaN for constant states, and where a state is not finite.
+    """
+    entries = widened(states).flatten(-2)
+    centred = entries - entries.mean(-1, keepdim=True)
+    centred = centred / centred.abs().amax(-1, keepdim=True)  # the fourth power of large states would overflow
+    squares = centred.square()
+    return squares.square().mean(-1) / squares.mean(-1).square()
+
+
+def state_norm(states: Tensor) -> Tensor:
+    """Mean over tokens of the Euclidean norm of a token's state.
+
+    Args:
+        states: Shape (..., token, feature).
+
+    Returns:
+        Shape (...), in the unit of the states; NaN where a state is NaN.
+    """
+    return torch.linalg.vector_norm(widened(states), dim=-1).mean(-1)

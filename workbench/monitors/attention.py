@@ -1,0 +1,294 @@
+"""Health of attention: how its query-key products move, how large its logits are, how sharply it looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import ThresholdError
+from workbench.monitors.matrices import singular_values, upper_factor, widened, without_rounding
+
+#: Scores to hold at a time: on the host what its caches hold, elsewhere enough to keep the device busy.
+_SCORES_ON_HOST, _SCORES_ON_DEVICE = 2**17, 2**23
+#: Scores of what a mask hides, in models that add no larger number.
+_CUSTOMARY_MASK = -1e4
+
+
+def qk_update_spectrum(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> dict[str, Tensor]:
+    """Singular values of what happened to the query-key products between two states of the weights.
+
+    With dWq = wq1 - wq0 and dWk = wk1 - wk0 the product moves by D2 + D3 (Huang et al. 2026, arXiv:2606.28116). No
+    matrix of feature x feature is formed: with R_q and R_k the triangular factors of [dWq, wq0] and [dWk, wk0],
+    each product is a small matrix between orthonormal columns. Only products are compared, so that a change of basis
+    within a head (wq R, wk R^-T at both states) leaves D2, D3 and W as they are.
+
+    Args:
+        wq0: Query weights at the base point, shape (..., query head, feature, head_dim); layers of one shape can be
+            stacked in front.
+        wk0: Key weights at the base point, shape (..., key head, feature, head_dim). With fewer key than query heads,
+            each serves as many query heads in a row.
+        wq1: Query weights now.
+        wk1: Key weights now.
+
+    Returns:
+        Singular values in the unit of the weights (squared for the products), falling, shape (..., query head, n):
+
+        - ``D2``: of dWq wk0' + wq0 dWk', n = min(2 head_dim, feature);
+        - ``D3``: of dWq dWk'; ``dWq``; ``dWk``; ``W``: of wq1 wk1'; each n = min(head_dim, feature).
+
+        Those that are zero within rounding are 0, as in `singular_values`: a head that did not move gives zeros, so
+        norm 0 and effective rank NaN. NaN for a head of which a query or key weight is not finite.
+
+    Raises:
+        ThresholdError: If shapes do not fit, or the query heads cannot be shared out among the key heads.
+    """
+    _check_heads(wq0, wk0, wq1, wk1)
+    n_shares = wq0.shape[-3] // wk0.shape[-3]
+    n_features, head_dim = wq0.shape[-2:]
+    r_q, r_k = upper_factor(_moved_and_base(wq0, wq1)), upper_factor(_moved_and_base(wk0, wk1))
+    n = min(n_features, head_dim)
+    of_dwk = singular_values(r_k[..., :n, :head_dim])
+    # A head is judged as a whole: its dWk is not known if its queries are not.
+    unknown = ~torch.isfinite(r_q).flatten(-2).all(-1) | ~torch.isfinite(_spread(r_k, n_shares)).flatten(-2).all(-1)
+    # Both factors begin with what moved, so that the first rows of R are its own factor.
+    (dq, q0), (dk, k0) = r_q.split(head_dim, -1), r_k.split(head_dim, -1)
+    q1, k1 = upper_factor(dq + q0), upper_factor(dk + k0)
+    dk, k0, k1 = (_spread(part, n_shares) for part in (dk, k0, k1))
+    parts = dq @ k0.mT, q0 @ dk.mT
+    size = sum(torch.linalg.matrix_norm(part) for part in parts)  # of which little is left where the two cancel
+    spectra = {
+        "D2": without_rounding(singular_values(parts[0] + parts[1]), n_features, largest=size),
+        "D3": singular_values(dq[..., :n, :] @ dk[..., :n, :].mT),
+        "dWq": singular_values(dq[..., :n, :]),
+        "dWk": of_dwk.repeat_interleave(n_shares, -2),
+        "W": singular_values(q1 @ k1.mT),
+    }
+    return {
+        term: without_rounding(s, n_features).masked_fill(unknown[..., None], float("nan"))
+        for term, s in spectra.items()
+    }
+
+
+@dataclass(frozen=True)
+class AttentionLook:
+    """What the attention of one layer does on some tokens; NaN for a head with a score that is not finite.
+
+    Attributes:
+        logit_max: Largest score before the softmax of what may be seen, shape (..., head).
+        entropy: Mean over tokens of the entropy of where they look, in nat, shape (..., head).
+        entropy_share: Mean over tokens of that entropy over its largest value, log(number of tokens seen), between 0
+            and 1; tokens that see but one are left out. Shape (..., head).
+    """
+
+    logit_max: Tensor
+    entropy: Tensor
+    entropy_share: Tensor
+
+
+def look_at_attention(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    mask: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> AttentionLook:
+    """Scores and entropy of the attention softmax(scale q k' + mask), as `scaled_dot_product_attention` defines it.
+
+    Computed in the precision of the queries, at least float32, a few rows of scores at a time.
+
+    Args:
+        q: Queries, shape (batch, query head, token, head_dim), as they enter the scores.
+        k: Keys, shape (batch, key head, token, head_dim); fewer heads serve several query heads in a row each.
+        scale: Of the products; None: 1 / sqrt(head_dim).
+        is_causal: Whether a token sees only itself and those before it.
+        mask: Boolean, True for what may be seen, or added to the scores; shaped like them, (batch, head, token,
+            token), or broadcast to it.
+        rows: Tokens that look, boolean, shape (batch, token); None: all. Tokens that see nothing never count.
+
+    Returns:
+        One number per query head, over all rows of the batch; NaN where no token counts.
+
+    Raises:
+        ThresholdError: If the query heads cannot be shared out among the key heads.
+    """
+    if q.shape[-3] % k.shape[-3]:
+        raise ThresholdError(
+            f"{q.shape[-3]} query heads cannot be shared out among {k.shape[-3]} key heads; their number must be a "
+            "multiple."
+        )
+    q, k = _at_least_float32(q), _at_least_float32(k)
+    k = _spread(k, q.shape[-3] // k.shape[-3])
+    (n_rows, n_heads, n_queries), n_keys = q.shape[:3], k.shape[-2]
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        mask = mask.expand(*torch.broadcast_shapes(mask.shape, (n_rows, 1, n_queries, n_keys)))
+    tally = _Tally(n_heads, q.device)
+    for row, part in _parts(n_rows, n_heads, n_queries, n_keys, q.device):
+        end = min(part.stop, n_keys) if is_causal else n_keys
+        logits = q[row, :, part] @ k[row, :, :end].mT
+        is_visible = None
+        if is_causal:
+            is_visible = (
+                torch.arange(end, device=q.device) <= torch.arange(part.start, part.stop, device=q.device)[:, None]
+            )
+        if mask is not None:
+            here = mask[row, :, part, :end]
+            logits, is_open = (logits, here) if here.dtype == torch.bool else _added(logits, here)
+            is_visible = is_open if is_visible is None else is_visible & is_open
+        tally.add(logits, is_visible, None if rows is None else rows[row, None, part].to(q.device))
+    return tally.look()
+
+
+def look_at_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionLook:
+    """The same from what enters the softmax, the mask added.
+
+    Args:
+        logits: Shape (batch, head, token, token). What is as low as its precision goes is not seen; as masks of -1e4
+            are about as well, what is there or lower does not count among the tokens that could be seen.
+        rows: As in `look_at_attention`.
+
+    Returns:
+        As `look_at_attention`.
+    """
+    lowest = torch.finfo(logits.dtype).min / 2
+    n_rows, n_heads, n_queries, n_keys = logits.shape
+    tally = _Tally(n_heads, logits.device)
+    for row, part in _parts(n_rows, n_heads, n_queries, n_keys, logits.device):
+        here = _at_least_float32(logits[row, :, part])
+        n_choices = (~(here <= _CUSTOMARY_MASK)).sum(-1)
+        tally.add(here, ~(here < lowest), None if rows is None else rows[row, None, part].to(here.device), n_choices)
+    return tally.look()
+
+
+def attention_logit_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
+    """Largest attention logit; training worsens near 1e3, and above 1e4 it always diverged (arXiv:2309.14322).
+
+    Args:
+        q: As in `look_at_attention`, like the key and all options.
+        k: Keys.
+        **options: See there.
+
+    Returns:
+        Shape (query head,); see `AttentionLook`.
+    """
+    return look_at_attention(q, k, **options).logit_max
+
+
+def attention_entropy(q: Tensor, k: Tensor, **options: Any) -> Tensor:
+    """Mean entropy of where tokens look, in nat; its collapse to 0 precedes divergence (arXiv:2303.06296).
+
+    Args:
+        q: As in `look_at_attention`, like the key and all options.
+        k: Keys.
+        **options: See there.
+
+    Returns:
+        Shape (query head,); see `AttentionLook`.
+    """
+    return look_at_attention(q, k, **options).entropy
+
+
+class _Tally:
+    """Adds up a layer's rows of scores, part by part."""
+
+    def __init__(self, n_heads: int, device: torch.device) -> None:
+        zeros = widened(torch.zeros(4, n_heads, device=device))
+        self.entropy, self.share, self.n_entropies, self.n_shares = zeros
+        self.largest = torch.full_like(self.entropy, -torch.inf)
+
+    def add(
+        self, logits: Tensor, is_visible: Tensor | None, rows: Tensor | None, n_choices: Tensor | None = None
+    ) -> None:
+        """Take some rows of scores.
+
+        Args:
+            logits: Shape (row, head, token, token).
+            is_visible: What may be seen, broadcast to it; None: all.
+            rows: Tokens that look, shape (row, 1, token); None: all.
+            n_choices: Tokens that could be seen, shape (row, head, token); None: as many as are visible.
+        """
+        if is_visible is None:
+            n_seen = torch.full_like(logits[..., 0], logits.shape[-1])
+        else:
+            # Finite, and still nothing after the exponential: 0 * inf would be NaN.
+            logits = logits.masked_fill(~is_visible, torch.finfo(logits.dtype).min / 4)
+            n_seen = is_visible.sum(-1).to(logits.dtype).expand(logits.shape[:-1])
+        n_choices = n_seen if n_choices is None else n_choices.to(logits.dtype)
+        largest = logits.amax(-1, keepdim=True)
+        below = logits - largest
+        weight = below.exp()
+        total = weight.sum(-1)
+        entropy = widened(total.log() - (weight * below).sum(-1) / total)
+        counts = n_seen > 0 if rows is None else (n_seen > 0) & rows
+        is_choice = counts & (n_choices > 1)
+        highest = widened(largest.squeeze(-1)).masked_fill(~counts, -torch.inf).amax((0, -1))
+        self.largest = torch.maximum(self.largest, highest)
+        self.entropy += entropy.masked_fill(~counts, 0).sum((0, -1))
+        self.share += (entropy / n_choices.log()).masked_fill(~is_choice, 0).sum((0, -1))
+        self.n_entropies += counts.sum((0, -1))
+        self.n_shares += is_choice.sum((0, -1))
+
+    def look(self) -> AttentionLook:
+        """What was added up; 0 / 0 is NaN."""
+        largest = self.largest.masked_fill(self.n_entropies == 0, torch.nan)
+        return AttentionLook(largest, self.entropy / self.n_entropies, self.share / self.n_shares)
+
+
+def _parts(
+    n_rows: int, n_heads: int, n_queries: int, n_keys: int, device: torch.device
+) -> Iterator[tuple[slice, slice]]:
+    """Rows of the batch, and their queries, to take together: whole rows where they fit, else pieces of one."""
+    at_a_time = _SCORES_ON_HOST if device.type == "cpu" else _SCORES_ON_DEVICE
+    rows_at_a_time = max(1, at_a_time // max(1, n_heads * n_queries * n_keys))
+    queries_at_a_time = max(1, at_a_time // max(1, n_heads * n_keys))
+    for row in range(0, n_rows, rows_at_a_time):
+        for start in range(0, n_queries, queries_at_a_time):
+            yield slice(row, row + rows_at_a_time), slice(start, min(start + queries_at_a_time, n_queries))
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _added(logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores with a mask added, and what may be seen."""
+    return logits + mask, ~(mask < torch.finfo(mask.dtype).min / 2)
+
+
+def _moved_and_base(before: Tensor, after: Tensor) -> Tensor:
+    """[after - before, before], (..., head, feature, 2 head_dim), filled in place: the matrices are large."""
+    head_dim = before.shape[-1]
+    both = widened(before[..., :0]).new_empty(*before.shape[:-1], 2 * head_dim)
+    both[..., :head_dim] = after.detach()
+    both[..., head_dim:] = before.detach()
+    both[..., :head_dim] -= both[..., head_dim:]
+    return both
+
+
+def _spread(per_key_head: Tensor, n_shares: int) -> Tensor:
+    """(..., key head, ., .) -> (..., query head, ., .)."""
+    return per_key_head.repeat_interleave(n_shares, dim=-3) if n_shares > 1 else per_key_head
+
+
+def _check_heads(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> None:
+    if wq0.shape != wq1.shape or wk0.shape != wk1.shape:
+        raise ThresholdError(
+            f"The weights at the base point have shapes {tuple(wq0.shape)} and {tuple(wk0.shape)}, those now "
+            f"{tuple(wq1.shape)} and {tuple(wk1.shape)}; pass the same heads twice."
+        )
+    if wq0.ndim < 3 or wq0.shape[-2:] != wk0.shape[-2:] or wq0.shape[:-3] != wk0.shape[:-3]:
+        raise ThresholdError(
+            f"Query weights of shape {tuple(wq0.shape)} and key weights of shape {tuple(wk0.shape)} have no product; "
+            "expected (..., head, feature, head_dim) with the same feature and head_dim."
+        )
+    if wk0.shape[-3] == 0 or wq0.shape[-3] % wk0.shape[-3]:
+        raise ThresholdError(
+            f"{wq0.shape[-3]} query heads cannot be shared out among {wk0.shape[-3]} key heads; their number must be a "
+            "multiple."
+        )

@@ -1,0 +1,102 @@
+"""Health of an update: how large it is, whether the optimizer's memory still fits, whether epsilon takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from workbench.errors import ThresholdError
+from workbench.monitors.matrices import widened
+
+#: One tensor, or all those of a module.
+Tensors = Tensor | Iterable[Tensor]
+
+
+def gradient_rms(gradients: Tensors) -> Tensor:
+    """Root mean square of all entries of the gradients.
+
+    Near Adam's eps (1e-8) updates no longer depend on the gradient's direction alone (Wortsman et al. 2023,
+    arXiv:2309.14322).
+
+    Args:
+        gradients: One tensor or several, of any shapes and devices.
+
+    Returns:
+        0-dim, in the unit of the gradient; NaN for no entries, and where a gradient is NaN.
+    """
+    gradients = _listed(gradients)
+    return _norm(gradients) / _count(gradients) ** 0.5
+
+
+def update_ratio(before: Tensors, after: Tensors) -> Tensor:
+    """RMS(dw) / RMS(w) of what happened between two states of the same weights; about 1e-3 a step is customary.
+
+    Args:
+        before: One weight or several.
+        after: The same, later.
+
+    Returns:
+        0-dim, a number, with w the weights before; inf if they were all 0 and changed, NaN if they stayed 0, for no
+        entries, and where a weight is NaN.
+
+    Raises:
+        ThresholdError: If the two do not have the same shapes.
+    """
+    before, after = _same_shapes(before, after, "Weights before and after")
+    # The difference of neighbouring numbers is exact in float32, whatever the precision of the weights.
+    change = (_at_least_float32(b) - _at_least_float32(a) for a, b in zip(before, after, strict=True))
+    return _norm(change) / _norm(before)
+
+
+def adam_staleness(gradients: Tensors, second_moments: Tensors, eps: float = 1e-8) -> Tensor:
+    """RMS_t = sqrt(mean(g^2 / max(v, eps^2))): about 1 while Adam's second moment knows the gradients.
+
+    Spikes above it come a few steps before spikes of the loss (Wortsman et al. 2023, arXiv:2304.13013).
+
+    Args:
+        gradients: Gradients of this step, one tensor or several.
+        second_moments: v, what the optimizer divides by under a root; with Adam's bias correction if it has one.
+        eps: Adam's, at least 0.
+
+    Returns:
+        0-dim, a number; NaN for no entries, and where a gradient or moment is NaN.
+
+    Raises:
+        ThresholdError: If the two do not have the same shapes, or ``eps`` is negative.
+    """
+    if not eps >= 0:
+        raise ThresholdError(f"eps is {eps}, expected a number of at least 0 such as 1e-8.")
+    gradients, second_moments = _same_shapes(gradients, second_moments, "Gradients and second moments")
+    pairs = zip(gradients, second_moments, strict=True)
+    ratios = (widened(g) / widened(v).clamp_min(eps**2).sqrt() for g, v in pairs)
+    return _norm(ratios) / _count(gradients) ** 0.5
+
+
+def _listed(tensors: Tensors) -> list[Tensor]:
+    return [tensors.detach()] if isinstance(tensors, Tensor) else [tensor.detach() for tensor in tensors]
+
+
+def _same_shapes(first: Tensors, second: Tensors, what: str) -> tuple[list[Tensor], list[Tensor]]:
+    first, second = _listed(first), _listed(second)
+    shapes = [tuple(t.shape) for t in first], [tuple(t.shape) for t in second]
+    if shapes[0] != shapes[1]:
+        raise ThresholdError(
+            f"{what} have shapes {shapes[0]} and {shapes[1]}; pass the same tensors in the same order."
+        )
+    return first, second
+
+
+def _norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm of all entries together."""
+    norms = [torch.linalg.vector_norm(t, dtype=widened(t[:0] if t.ndim else t).dtype) for t in tensors]
+    return torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms])) if norms else torch.tensor(torch.nan)
+
+
+def _count(tensors: list[Tensor]) -> int | float:
+    return sum(t.numel() for t in tensors) or float("nan")
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,143 @@
+"""Health of a router: are its experts told apart, are its choices sharp, is the load shared, do choices flip."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from workbench.errors import ThresholdError
+from workbench.monitors.matrices import widened
+
+
+def router_similarity(weight: Tensor) -> Tensor:
+    """Mean cosine between the rows of two experts, (E |mean w_i/|w_i||^2 - 1) / (E - 1).
+
+    It rises towards 1 where experts become alike (Huang et al. 2026, arXiv:2606.28116).
+
+    Args:
+        weight: Router weights, shape (..., expert, feature).
+
+    Returns:
+        Shape (...), between -1 / (E - 1) and 1; NaN for one expert, for a row of zeros, and where a weight is not
+        finite.
+    """
+    weight = widened(weight)
+    n_experts = weight.shape[-2]
+    direction = weight / torch.linalg.vector_norm(weight, dim=-1, keepdim=True)
+    squared = direction.mean(-2).square().sum(-1)
+    if n_experts == 1:
+        return torch.full_like(squared, float("nan"))
+    return (n_experts * squared - 1) / (n_experts - 1)
+
+
+def router_conditioning(weight: Tensor) -> Tensor:
+    """How far rows reach from their mean, max_i |w_i - mean| / |mean| (Huang et al. 2026, arXiv:2606.28116).
+
+    Args:
+        weight: Router weights, shape (..., expert, feature).
+
+    Returns:
+        Shape (...), a number from 0 (all experts alike, or one expert) to inf (mean zero); NaN for weights that are
+        all zero, and where a weight is not finite.
+    """
+    weight = widened(weight)
+    mean = weight.mean(-2, keepdim=True)
+    reach = torch.linalg.vector_norm(weight - mean, dim=-1).amax(-1)
+    return reach / torch.linalg.vector_norm(mean, dim=-1).squeeze(-1)
+
+
+def routing_entropy(logits: Tensor) -> Tensor:
+    """Mean over tokens of the entropy of the full softmax over all experts, not only the chosen ones.
+
+    Args:
+        logits: Shape (..., token, expert); -inf rules an expert out.
+
+    Returns:
+        Shape (...), in nat, between 0 and log(expert); NaN where a token has no expert left or a logit is NaN or +inf.
+    """
+    return torch.special.entr(widened(logits).softmax(-1)).sum(-1).mean(-1)
+
+
+def routing_entropy_share(logits: Tensor) -> Tensor:
+    """`routing_entropy` over its largest value, log(number of experts).
+
+    Args:
+        logits: Shape (..., token, expert).
+
+    Returns:
+        Shape (...), between 0 (one expert each) and 1 (undecided); NaN as in `routing_entropy`, and for one expert.
+    """
+    entropy, n_experts = routing_entropy(logits), logits.shape[-1]
+    return entropy / math.log(n_experts) if n_experts > 1 else torch.full_like(entropy, float("nan"))
+
+
+def expert_load(choices: Tensor, n_experts: int) -> Tensor:
+    """Share of the choices that each expert got.
+
+    Args:
+        choices: Indices of the experts that each token goes to, shape (..., token, k).
+        n_experts: Experts to choose from.
+
+    Returns:
+        Shape (..., expert), adding up to 1; NaN where there are no tokens.
+
+    Raises:
+        ThresholdError: If an index is not one of the experts.
+    """
+    if choices.numel() and not (int(choices.min()) >= 0 and int(choices.max()) < n_experts):
+        raise ThresholdError(
+            f"Choices range from {int(choices.min())} to {int(choices.max())}, expected indices of {n_experts} experts."
+        )
+    flat = choices.flatten(-2).long()
+    ones = widened(torch.ones_like(flat))
+    count = ones.new_zeros(*flat.shape[:-1], n_experts).scatter_add(-1, flat, ones)
+    return count / count.sum(-1, keepdim=True)
+
+
+def max_violation(load: Tensor) -> Tensor:
+    """MaxVio, (max - mean) / mean of the load of the experts (Wang et al. 2024, arXiv:2408.15664).
+
+    Args:
+        load: Shares or counts, shape (..., expert).
+
+    Returns:
+        Shape (...), from 0 (all alike) to expert - 1 (one gets everything); NaN where there is no load.
+    """
+    load = widened(load)
+    return load.amax(-1) / load.mean(-1) - 1
+
+
+def dead_experts(load: Tensor) -> Tensor:
+    """Number of experts that got nothing.
+
+    Args:
+        load: Shares or counts, shape (..., expert).
+
+    Returns:
+        Shape (...), a count; NaN where the load is NaN.
+    """
+    load = widened(load)
+    return (load == 0).sum(-1).to(load.dtype).masked_fill(load.isnan().any(-1), float("nan"))
+
+
+def routing_change(before: Tensor, after: Tensor) -> Tensor:
+    """Share of the choices that are new; the order among the choices of a token does not matter.
+
+    Args:
+        before: Indices of the experts that each token went to, shape (..., token, k).
+        after: The same tokens later, the same shape.
+
+    Returns:
+        Shape (...), between 0 (every token goes where it went) and 1; NaN where there are no tokens.
+
+    Raises:
+        ThresholdError: If the shapes differ.
+    """
+    if before.shape != after.shape:
+        raise ThresholdError(
+            f"Choices of shape {tuple(before.shape)} and {tuple(after.shape)} cannot be compared; pass the same tokens."
+        )
+    is_kept = (after[..., :, None] == before[..., None, :]).any(-1)
+    return widened(~is_kept).mean((-2, -1))

@@ -1,0 +1,358 @@
+"""The panels of the timeline as holoviews elements, for both backends: one lane a run, one panel a signal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.plots import style
+from workbench.signals import decimate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from workbench.plots.timeline import SignalPanel, Story
+    from workbench.plots.timeline_events import Event
+    from workbench.plots.traces import Trace
+
+#: Lines are drawn as their envelope of so many buckets, about two a pixel.
+_N_BUCKETS = 1200
+_WIDTH, _HEIGHT, _ROW = 660, 112, 54
+_RATIO = 5.6
+_LONGEST_NAME = 24
+_BACKENDS = {
+    "bokeh": {"width": "line_width", "dash": "line_dash"},
+    "matplotlib": {"width": "linewidth", "dash": "linestyle"},
+}
+
+
+class Drawing:
+    """Draws panels on one axis of steps.
+
+    Args:
+        hv: The holoviews module.
+        backend: ``"bokeh"`` or ``"matplotlib"``.
+        span: Steps in view.
+        stories: What happened, in the order of the runs.
+    """
+
+    def __init__(self, hv: Any, backend: str, span: tuple[float, float], stories: Sequence[Story]) -> None:
+        self.hv, self.backend, self.span, self.stories = hv, backend, span, list(stories)
+        self.is_bokeh = backend == "bokeh"
+        self._words = _BACKENDS[backend]
+        self._cursor: Any = None
+
+    def lane(self, band: str = "") -> Any:
+        """What happened, a row a run."""
+        hv, n = self.hv, len(self.stories)
+        dims = [hv.Dimension("step"), hv.Dimension("row", label="run")]
+        parts = []
+        for index, story in enumerate(self.stories):
+            row, color = n - 1 - index, style.model_style(story.place)["color"]
+            spans = [
+                (fault.start, row - 0.26, story.last_step if fault.stop is None else fault.stop, row + 0.26, fault.name)
+                for fault in story.faults
+            ]
+            if spans:
+                boxes = hv.Rectangles(spans, kdims=self._corners("row"), vdims=["fault"])
+                parts.append(self._opts(boxes, **self._fill(color, 0.22), **self._hover([("fault", "@fault")])))
+            end = story.diverged.step if story.diverged is not None else story.last_step
+            line = hv.Curve({"step": [story.first_step, end], "row": [row, row]}, *dims)
+            parts.append(self._opts(line, **self._line(story.place, 2.0)))
+            parts += self._marks(story, row, color, dims)
+        for index, story in enumerate(self.stories):  # on top of all
+            parts += self._lead(story, n - 1 - index, dims)
+        ticks = [(n - 1 - index, _short(story.run)) for index, story in enumerate(self.stories)]
+        note = "\n".join(filter(None, [_marks_in_words(self.stories), band]))
+        has_lead = any(story.lead is not None for story in self.stories)
+        view = (-0.45, n - 0.15 if has_lead else n - 0.55)
+        height = round(_ROW * (view[1] - view[0]))
+        return self._framed(parts, "What happened", note, view=view, height=height, ticks=ticks)
+
+    def panel(self, signal: SignalPanel, *, is_last: bool) -> Any:
+        """One signal of all runs."""
+        hv, panel = self.hv, signal.panel
+        dims = [hv.Dimension("step"), hv.Dimension("value", label=panel.title)]
+        low, high = panel.view
+        parts = []
+        for story in self.stories:
+            color = style.model_style(story.place)["color"]
+            spans = [(s.start, low, story.last_step if s.stop is None else s.stop, high) for s in story.faults]
+            if spans:
+                boxes = hv.Rectangles(spans, kdims=self._corners(panel.title))
+                parts.append(self._opts(boxes, **self._fill(color, 0.09)))
+        for place, band in signal.bands:
+            if len(band["step"]):
+                columns = (band["step"], band["lower"], band["upper"])
+                edges = [hv.Dimension(edge, label=f"{edge} {panel.title}") for edge in ("lower", "upper")]
+                area = hv.Area(columns, kdims=dims[:1], vdims=edges)
+                color = style.NEUTRAL if place is None else style.model_style(place)["color"]
+                parts.append(self._opts(area, **self._fill(color, 0.28 if place is None else 0.16)))
+        for story in self.stories:
+            for event, dash in _landmarks(story):
+                line = hv.Curve({"step": [event.step] * 2, "value": [low, high]}, *dims)
+                look = self._line(story.place, 1.0) | {self._words["dash"]: dash}
+                parts.append(self._opts(line, **look, alpha=0.75))
+        for line, story in zip(panel.lines, self.stories, strict=True):
+            parts += self._drawn(line, story, panel, dims)
+        for line, onset, story in zip(panel.lines, signal.onsets, self.stories, strict=True):
+            if onset is not None:
+                event, value = onset
+                columns = _columns([event]) | {"value": [value]}
+                parts.append(self._alarm(columns, dims, style.model_style(story.place)["color"], event.is_established))
+            if line.cross is not None:
+                step, value = line.cross
+                parts.append(self._cross(step, float(np.clip(value, *panel.limits)), story, dims))
+        look = {"view": panel.view, "height": _HEIGHT, "is_log": panel.is_logarithmic, "is_last": is_last}
+        return self._framed(parts, panel.title, panel.note, **look)
+
+    def _drawn(self, line: Trace, story: Story, panel: Any, dims: list[Any]) -> list[Any]:
+        step, value = decimate(line.step, line.value, _N_BUCKETS)
+        columns = {"step": step, "value": value}
+        hover = self._hover([("", story.run), ("step", "@step"), (panel.title, "@value")])
+        curve = self.hv.Curve(columns, *dims, label=story.run)
+        parts = [self._opts(curve, **self._line(story.place, 1.5), **({} if line.has_markers else hover))]
+        if line.has_markers:
+            look = style.model_style(story.place)
+            dots = self.hv.Scatter(columns, *dims)
+            marker = {"marker": look["marker"], "size": 6}
+            if not self.is_bokeh:
+                marker = {"marker": style.MATPLOTLIB_MARKERS[look["marker"]], "s": 18, "edgecolors": "none"}
+            parts.append(self._opts(dots, color=look["color"], **marker, **hover))
+        return parts
+
+    def _marks(self, story: Story, row: int, color: str, dims: list[Any]) -> list[Any]:
+        """Later alarms, first alarms, actions and the divergence, in a row of the lane."""
+        onsets = story.onsets
+        later = [event for event in story.events if event.kind == "alarm" and event not in onsets]
+        parts = []
+        if later:
+            ends = [(event.step, row - 0.14, event.step, row + 0.14) for event in later]
+            segments = self.hv.Segments(ends, kdims=self._corners("row"))
+            parts.append(self._opts(segments, color=color, alpha=0.7, **{self._words["width"]: 1.2}))
+        for is_established in (False, True):
+            if own := [event for event in onsets if event.is_established is is_established]:
+                columns = _columns(own) | {"row": [row] * len(own)}
+                parts.append(self._alarm(columns, dims, color, is_established))
+        if actions := [event for event in story.events if event.kind == "action"]:
+            columns = _columns(actions) | {"row": [row] * len(actions)}
+            points = self._points(columns, dims)
+            size = {"marker": "diamond", "size": 10} if self.is_bokeh else {"marker": "D", "s": 36}
+            parts.append(self._opts(points, color=color, **size, **self._hover(_TIPS)))
+        if story.diverged is not None:
+            parts.append(self._cross(story.diverged.step, row, story, dims))
+        return parts
+
+    def _lead(self, story: Story, row: int, dims: list[Any]) -> list[Any]:
+        """An arrow from the first mechanism's alarm to the first established sign, and its length in words."""
+        lead = story.lead
+        if lead is None:
+            return []
+        hv, height = self.hv, row + 0.4
+        start, stop = lead.first.step, lead.then.step
+        ends = [(start, height, stop, height), (start, height - 0.09, start, height + 0.09)]
+        segments = hv.Segments(ends, kdims=self._corners("row"))
+        ink = style.NEUTRAL if self.is_bokeh else style.INK
+        parts = [self._opts(segments, color=ink, **{self._words["width"]: 1.6})]
+        head = self._points({"step": [stop], "row": [height]}, dims)
+        is_ahead = stop >= start
+        if self.is_bokeh:
+            shape = {"marker": "triangle", "size": 8, "angle": -90 if is_ahead else 90}
+        else:
+            shape = {"marker": ">" if is_ahead else "<", "s": 26, "edgecolors": "none"}
+        parts.append(self._opts(head, color=ink, **shape))
+        # Above the arrow, as near to its middle as the frame allows.
+        width = self.span[1] - self.span[0]
+        x = float(np.clip((start + stop) / 2, self.span[0] + 0.22 * width, self.span[1] - 0.22 * width))
+        label = hv.Labels({("step", "row"): [(x, height + 0.08)], "text": [lead_in_words(lead)]}, dims, "text")
+        if self.is_bokeh:
+            text = {"text_align": "center", "text_baseline": "bottom", "text_color": ink, "text_font_size": "9pt"}
+        else:
+            text = {"horizontalalignment": "center", "verticalalignment": "bottom", "color": ink, "size": 8}
+        return [*parts, self._opts(label, **text)]
+
+    def _alarm(self, columns: dict[str, Any], dims: list[Any], color: str, is_established: bool) -> Any:
+        if self.is_bokeh:
+            fill = {"fill_alpha": 0.0} if is_established else {}
+            look = {"marker": "inverted_triangle", "size": 11, "line_width": 1.8, "color": color, **fill}
+        else:
+            face = {"facecolors": "white"} if is_established else {"color": color}
+            look = {"marker": "v", "s": 46, "edgecolors": color, "linewidth": 1.4, **face}
+        return self._opts(self._points(columns, dims), **look, **self._hover(_TIPS))
+
+    def _cross(self, step: int, value: float, story: Story, dims: list[Any]) -> Any:
+        color = style.model_style(story.place)["color"]
+        points = self._points({"step": [step], dims[1].name: [value]}, dims)
+        if self.is_bokeh:
+            return self._opts(points, color=color, marker="x", size=12, line_width=2.4)
+        # A filled shape: holoviews gives every marker an edge colour, and matplotlib warns if it has no face.
+        return self._opts(points, marker="X", s=70, color=color, edgecolors="none")
+
+    def _points(self, columns: dict[str, Any], dims: list[Any]) -> Any:
+        others = [name for name in columns if name not in (dims[0].name, dims[1].name)]
+        return self.hv.Scatter(columns, dims[0], [dims[1], *others])
+
+    def _framed(
+        self,
+        parts: list[Any],
+        title: str,
+        note: str,
+        *,
+        view: tuple[float, float],
+        height: int,
+        is_log: bool = False,
+        is_last: bool = False,
+        ticks: list[tuple[int, str]] | None = None,
+    ) -> Any:
+        common = {
+            "xlim": self.span,
+            "ylim": view,
+            "logy": is_log,
+            "xlabel": "step",
+            "ylabel": "",
+            "show_legend": False,
+            "backend": self.backend,
+        }
+        if ticks is not None:
+            common |= {"yticks": ticks, "yaxis": "right"}
+        if self.is_bokeh:
+            hooks = [style.dress_bokeh, style.bare_bokeh((is_last, True)), self._linked_cursor]
+            hooks += [_lane_axis_bokeh if ticks else style.log_ticks_bokeh if is_log else _plain_ticks_bokeh]
+            hooks += [style.note_bokeh(note)] if note else []
+            look = {"title": title, "frame_width": _WIDTH, "frame_height": height, "show_grid": ticks is None}
+            look |= {"default_tools": [], "tools": ["xpan", "xwheel_zoom", "xbox_zoom", "reset", "save"]}
+            look |= {"active_tools": [], "hooks": hooks}
+            return self.hv.Overlay(parts).opts(**look, **common)
+        ratio = _RATIO if ticks is None else _RATIO * _HEIGHT / height
+        hooks = [style.dress_matplotlib, _head_matplotlib(title, note)]
+        hooks += [style.log_ticks_matplotlib(ratio), _few_ticks_matplotlib] if is_log else []
+        hooks += [_lane_axis_matplotlib] if ticks is not None else []
+        look = {"title": "", "aspect": ratio, "fig_inches": (6.8, 6.8 / ratio), "hooks": hooks}
+        return self.hv.Overlay(parts).opts(**look, **common, xaxis="bottom" if is_last else "bare")
+
+    def _linked_cursor(self, plot: Any, element: Any) -> None:
+        """A holoviews hook: one upright line under the pointer, in all panels."""
+        from bokeh.models import CrosshairTool, Span
+
+        if plot.state.select({"type": CrosshairTool}):
+            return
+        if self._cursor is None:
+            self._cursor = Span(dimension="height", line_color=style.NEUTRAL, line_width=1)
+        plot.state.add_tools(CrosshairTool(overlay=self._cursor, visible=False))
+
+    def _corners(self, panel: str) -> list[Any]:
+        """Dimensions of boxes and segments; holoviews links axes of equal dimensions, as those of steps must be."""
+        up = [self.hv.Dimension(name, label=f"{name} {panel}") for name in ("low", "high")]
+        return [self.hv.Dimension("step"), up[0], self.hv.Dimension("stop"), up[1]]
+
+    def _opts(self, element: Any, **options: Any) -> Any:
+        return element.opts(**options, backend=self.backend)
+
+    def _line(self, place: int, width: float) -> dict[str, Any]:
+        look = style.model_style(place)
+        return {"color": look["color"], self._words["width"]: width, self._words["dash"]: look["dash"]}
+
+    def _fill(self, color: str, alpha: float) -> dict[str, Any]:
+        if self.is_bokeh:
+            return {"color": color, "fill_alpha": alpha, "line_alpha": 0.0}
+        return {"facecolor": color, "alpha": alpha, "linewidth": 0}
+
+    def _hover(self, tips: list[tuple[str, str]]) -> dict[str, Any]:
+        return {"tools": ["hover"], "hover_tooltips": tips} if self.is_bokeh else {}
+
+
+_TIPS = [("", "@what"), ("step", "@step"), ("score", "@score"), ("", "@message")]
+
+
+def lead_in_words(lead: Any) -> str:
+    """Such as "effective_rank D2, 620 steps before grad_norm"."""
+    first, then = lead.first.source, "divergence" if lead.then.kind == "divergence" else lead.then.source
+    n = abs(lead.n_steps)
+    if n == 0:
+        return f"{first} together with {then}"
+    return f"{first}, {n:,} step{'s' if n > 1 else ''} {'before' if lead.n_steps > 0 else 'after'} {then}"
+
+
+def _columns(events: Sequence[Event]) -> dict[str, list[Any]]:
+    return {
+        "step": [event.step for event in events],
+        "what": [", ".join(filter(None, [f"{event.kind} {event.source}", event.place])) for event in events],
+        "score": ["" if np.isnan(event.score) else f"{event.score:.3g}" for event in events],
+        "message": [event.message for event in events],
+    }
+
+
+def _landmarks(story: Story) -> list[tuple[Event, str]]:
+    """Upright lines through all panels: where the lead begins and ends; or the first alarm and the divergence."""
+    if story.lead is not None:
+        return [(story.lead.first, "dashed"), (story.lead.then, "dotted")]
+    first = story.onsets[:1]
+    return [(first[0], "dashed")] if first else []
+
+
+def _marks_in_words(stories: Sequence[Story]) -> str:
+    """What the marks mean; of those that occur."""
+    onsets = [event for story in stories for event in story.onsets]
+    alarms = [event for story in stories for event in story.events if event.kind == "alarm"]
+    words = {
+        "shaded: fault on": any(story.faults for story in stories),
+        "▼ first alarm of a mechanism": any(not event.is_established for event in onsets),
+        "▽ of loss, gradient norm, spikes": any(event.is_established for event in onsets),
+        "| later alarm": len(alarms) > len(onsets),
+        "◆ action": any(event.kind == "action" for story in stories for event in story.events),
+        "× divergence": any(story.diverged is not None for story in stories),
+    }
+    return "   ".join(word for word, occurs in words.items() if occurs) or "no alarms, faults or actions recorded"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]}…{name[1 - _LONGEST_NAME // 2 :]}"
+
+
+def _plain_ticks_bokeh(plot: Any, element: Any) -> None:
+    """A holoviews hook for a linear axis: few ticks, plain numbers."""
+    from bokeh.models import BasicTickFormatter
+
+    for axis in plot.state.yaxis:
+        axis.ticker.desired_num_ticks = 4
+        axis.formatter = BasicTickFormatter(power_limit_high=6, power_limit_low=-4)
+
+
+def _lane_axis_bokeh(plot: Any, element: Any) -> None:
+    """A holoviews hook: names of runs to the right, no line beside them."""
+    longest = max(len(name) for axis in plot.state.yaxis for name in axis.major_label_overrides.values())
+    plot.state.min_border_right = 30 + 9 * longest  # bokeh measures the names before they have their size
+    for axis in plot.state.yaxis:
+        axis.axis_line_color = axis.major_tick_line_color = None
+        axis.major_label_text_font_size = f"{style.LABEL_SIZE}pt"
+
+
+def _head_matplotlib(title: str, note: str) -> Any:
+    """A holoviews hook: a title and, above the frame, as many small lines as the note has."""
+
+    def hook(plot: Any, element: Any) -> None:
+        style.title_matplotlib(title, note=note)(plot, element)
+        pad = 6 + 10 * (note.count("\n") + 1 if note else 0)
+        axis = plot.handles["axis"]
+        axis.set_title(title, loc="left", fontsize=style.TITLE_SIZE, fontweight="bold", color=style.INK, pad=pad)
+
+    return hook
+
+
+def _few_ticks_matplotlib(plot: Any, element: Any) -> None:
+    """A holoviews hook for a logarithmic axis of less than a decade, where matplotlib would crowd the ticks."""
+    from matplotlib.ticker import FixedLocator, MaxNLocator
+
+    axis = plot.handles["axis"]
+    low, high = axis.get_ylim()
+    if high < 10 * low:
+        axis.yaxis.set_major_locator(FixedLocator([at for at in MaxNLocator(3).tick_values(low, high) if at > 0]))
+
+
+def _lane_axis_matplotlib(plot: Any, element: Any) -> None:
+    axis = plot.handles["axis"]
+    axis.grid(visible=False)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    axis.tick_params(left=False, right=False, bottom=False)

@@ -1,0 +1,167 @@
+"""What happened in a run, as the timeline shows it: alarms, faults, actions, and the lead of the first alarm."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import xarray as xr
+
+#: Signals that anyone watches: a mechanism is seen early if its alarm comes before theirs.
+ESTABLISHED = ("loss", "grad_norm", "spike_score")
+#: Kinds of events that the timeline marks.
+MARKED = ("alarm", "action", "divergence", "gap", "resumed")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        step: Updates before it.
+        kind: Such as ``"alarm"``.
+        source: What showed it; of an alarm the signal, of a fault its name.
+        score: Of an alarm, how many times the threshold; NaN: none.
+        message: In plain words.
+        layer: Where; None: nowhere in particular.
+        head: Where; None: nowhere in particular.
+    """
+
+    step: int
+    kind: str
+    source: str = ""
+    score: float = math.nan
+    message: str = ""
+    layer: int | None = None
+    head: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Layer and head in words; empty if there are none."""
+        found = [f"{name} {at}" for name, at in (("layer", self.layer), ("head", self.head)) if at is not None]
+        return ", ".join(found)
+
+    @property
+    def is_established(self) -> bool:
+        """Whether it is an alarm of what anyone watches: loss, gradient norm, spike score."""
+        return self.kind == "alarm" and self.source.split(" ")[0] in ESTABLISHED
+
+
+@dataclass(frozen=True)
+class FaultSpan:
+    """A stretch of steps with a fault switched on.
+
+    Attributes:
+        name: Of the fault.
+        start: First step with it.
+        stop: First step without it again; None: it stayed on.
+    """
+
+    name: str
+    start: int
+    stop: int | None
+
+
+@dataclass(frozen=True)
+class LeadTime:
+    """From the first alarm of a mechanism to the first sign that anyone would have seen.
+
+    Attributes:
+        first: The alarm of the mechanism.
+        then: The first alarm of loss, gradient norm or spike score, or the divergence.
+    """
+
+    first: Event
+    then: Event
+
+    @property
+    def n_steps(self) -> int:
+        """Steps gained; negative if the mechanism's alarm came late."""
+        return self.then.step - self.first.step
+
+
+def events_of(run: xr.DataTree) -> list[Event]:
+    """The events of a run by rising step; none if it has none. Runs of earlier versions name no layer and head."""
+    if "events" not in run.children:
+        return []
+    data = run["events"].to_dataset(inherit=False)
+    if "step" not in data.variables:
+        return []
+    n = data["step"].size
+    columns = {name: data[name].values.tolist() if name in data.variables else [None] * n for name in _COLUMNS}
+    found = [
+        Event(
+            int(step), str(kind), str(source or ""), math.nan if score is None else float(score), str(message or ""),
+            _place(layer), _place(head),
+        )
+        for step, kind, source, score, message, layer, head in zip(*columns.values(), strict=True)
+    ]  # fmt: skip
+    return sorted(found, key=lambda event: event.step)
+
+
+def alarms_of(events: Iterable[Event]) -> list[Event]:
+    """The alarms among events."""
+    return [event for event in events if event.kind == "alarm"]
+
+
+def onsets_of(events: Iterable[Event]) -> list[Event]:
+    """The first alarm of each signal."""
+    first: dict[str, Event] = {}
+    for event in alarms_of(events):
+        first.setdefault(event.source, event)
+    return list(first.values())
+
+
+def divergence_of(events: Iterable[Event]) -> Event | None:
+    """The first event that is a divergence."""
+    return next((event for event in events if event.kind == "divergence"), None)
+
+
+def fault_spans(events: Iterable[Event]) -> list[FaultSpan]:
+    """The stretches with a fault on: each event of a fault switches it; a first one whose message says off does not."""
+    spans: list[FaultSpan] = []
+    since: dict[str, int] = {}
+    for event in events:
+        if event.kind != "fault":
+            continue
+        if event.source in since:
+            spans.append(FaultSpan(event.source, since.pop(event.source), event.step))
+        elif not re.fullmatch(rf"({re.escape(event.source)} )?((is )?switched )?off\.?", event.message):
+            since[event.source] = event.step
+    spans += [FaultSpan(name, start, None) for name, start in since.items()]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def lead_time(events: Sequence[Event]) -> LeadTime | None:
+    """How long before loss, gradient norm and spike score the first mechanism alarmed; None unless both happened.
+
+    Where a fault was switched on, alarms before it are not counted: they are false alarms, not warnings.
+    """
+    since = min((span.start for span in fault_spans(events)), default=-1)
+    alarms = [event for event in alarms_of(events) if event.step >= since]
+    first = next((event for event in alarms if not event.is_established), None)
+    signs = [event for event in alarms if event.is_established]
+    if (diverged := divergence_of(events)) is not None and diverged.step >= since:
+        signs.append(diverged)
+    then = min(signs, key=lambda event: event.step, default=None)
+    return None if first is None or then is None else LeadTime(first, then)
+
+
+def signal_of(event: Event, names: Iterable[str]) -> str | None:
+    """The signal that an alarm is about: its source, or the first signal of the variable that the source names."""
+    names = list(names)
+    if event.source in names:
+        return event.source
+    return next((name for name in names if event.source and name.split(" ")[0] == event.source.split(" ")[0]), None)
+
+
+_COLUMNS = ("step", "kind", "source", "score", "message", "layer", "head")
+
+
+def _place(value: float | None) -> int | None:
+    return None if value is None or value != value or value < 0 else int(value)

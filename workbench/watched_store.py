@@ -1,0 +1,57 @@
+"""Reading a Zarr store that may go away while a run from it is open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zarr.storage import LocalStore
+
+from workbench.errors import StoreError
+
+if TYPE_CHECKING:
+    from zarr.abc.store import ByteRequest
+    from zarr.core.buffer import Buffer, BufferPrototype
+
+
+class WatchedStore(LocalStore):
+    """A folder, for reading, that says when it has gone.
+
+    To Zarr a chunk that is not there is one full of the fill value, so a run that was removed while it was open would
+    read as zeros, and one that was replaced as a mixture of both.
+
+    Args:
+        root: Of the store.
+    """
+
+    def __init__(self, root: Path | str, *, read_only: bool = True) -> None:
+        super().__init__(root, read_only=read_only)
+        self._folder = self.root.stat().st_ino
+
+    async def get(
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """The bytes at a key, as `zarr.storage.LocalStore` gives them; None: none were written there.
+
+        Raises:
+            StoreError: If the store is not there any more, or another one is in its place.
+        """
+        found = await super().get(key, prototype, byte_range)
+        # Looked at after reading: what was read before the store went is right.
+        if not self._is_there() or (found is None and self._is_array_gone(key)):
+            raise StoreError(
+                f"The run at {self.root} was removed or replaced after it had been opened; open it again if there is "
+                "one, and load() a run whose store is about to go."
+            )
+        return found
+
+    def _is_there(self) -> bool:
+        try:
+            return self.root.stat().st_ino == self._folder
+        except FileNotFoundError:
+            return False
+
+    def _is_array_gone(self, key: str) -> bool:
+        """Whether a chunk is missing with its whole array; one full of the fill value is never written."""
+        *array, last = key.rstrip("/0123456789").split("/")
+        return last == "c" and not self.root.joinpath(*array, "zarr.json").exists()
