@@ -4,9 +4,9 @@
     python data/make_early_warning.py --only record    # one stage
 
 Stages: `record` trains every run with a recorder and no alarms, into `--work`; `fit` measures from the runs with
-tuning seeds what healthy runs do and what faults look like (workbench/monitors/alarms/shipped/); `act` trains the other
-faulted runs again with automatic actions; `collect` replays those other runs through the alarms and writes
-data/early_warning.nc.
+tuning seeds what healthy runs do and what faults look like (workbench/monitors/alarms/shipped/); `act` trains those of
+the other runs that a fault has harmed again, with automatic actions; `collect` replays the other runs through the alarms
+and writes data/early_warning.nc.
 
 Every run: a small transformer on associative recall, AdamW (betas .9, .95), clipping at 1, warm-up 50, a recorder that
 looks every 10 steps (at updates every 5), one thread. A fault begins between steps 250 and 300, drawn from the seed.
@@ -58,6 +58,8 @@ BUDGET = 0.05
 ATTRIBUTED_AFTER = (20, 50, 100, 200)
 #: ... and named so many steps after the first alarm.
 CONFIRM = 50
+#: Accuracy that a run may lose without being called harmed.
+MARGIN = 0.05
 OUT = Path(__file__).parent
 SHIPPED = Path(alarms_room.__file__).parent / "shipped"
 #: Where alarms are listened to before there is anything to attribute with.
@@ -339,6 +341,13 @@ def judge(case: Case, work: Path) -> dict[str, Any]:
     }
 
 
+def was_harmed(case: Case, work: Path) -> bool:
+    """Whether a faulted run diverged, or ended less accurate than its healthy twin; as `early_warning.harmful`."""
+    result, twin = recorded(case, work)[1], recorded(case.healthy(), work)[1]
+    lost = twin["accuracy"] - result["accuracy"]
+    return bool(case.dose) and (result["has_diverged"] or lost > MARGIN)
+
+
 def act(case: Case, work: Path) -> str:
     """Train a faulted run again, with alarms that act; nothing if it was done."""
     file = work / "acted" / f"{case.name}.json"
@@ -431,7 +440,7 @@ def main() -> None:
     if args.only in (None, "fit"):
         fit(args.work)
     if args.only in (None, "act"):
-        todo = [(case, args.work) for case in cases() if case.split == "reported" and case.dose]
+        todo = [(case, args.work) for case in cases() if case.split == "reported" and was_harmed(case, args.work)]
         for line in side_by_side(act, todo, args.processes):
             print(line, flush=True)
     if args.only in (None, "collect"):

@@ -155,7 +155,7 @@ def test_decimation_keeps_order_ends_and_every_extreme(n_rows, n, seed, view, is
     value[draws.random(n_rows) < 0.1] = np.nan
     start, stop = (None, None) if is_whole else (view[0], view[0] + view[1])
     kept, found = signals.decimate(step, value, n, start, stop)
-    assert len(kept) <= 2 * (n + 4)
+    assert len(kept) <= 2 * (2**0.5 * n + 4)
     assert (np.diff(kept) > 0).all()
     known = dict(zip(step.tolist(), value.tolist(), strict=True))
     assert all(known[s] == v for s, v in zip(kept.tolist(), found.tolist(), strict=True))

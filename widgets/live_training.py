@@ -1,4 +1,4 @@
-"""Train with the hand on the switch: turn KSS on and off, and see the eigenvalues move and the run survive, or not."""
+"""Train with the hand on the switches: turn KSS and faults on and off, and see whether the run survives."""
 
 from __future__ import annotations
 
@@ -15,30 +15,37 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from widgets.base import WorkbenchWidget
+from widgets.live.alarm_list import AlarmList
 from widgets.live.branches import Branches, SavedStep
 from widgets.live.canvas import LiveCanvas
+from widgets.live.fault_panel import FaultPanel
 from widgets.live.history import RunHistory
 from widgets.live.kss_panel import KSSPanel
 from widgets.live.setup import Setup
 from widgets.live.trainer import Trainer
+from widgets.live.twins import WITH_KSS, WITHOUT_KSS, Twins
 from workbench.errors import StoreError, ThresholdError, WorkbenchError
 from workbench.store import open_run
-from workbench.training.kss import KSS
 from workbench.training.loop import train
 from workbench.training.plan import TrainingPlan
 from workbench.training.recording import Recording
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import xarray as xr
     from torch import nn
 
+    from workbench.monitors.alarms import Alarms
+    from workbench.monitors.recorder import Recorder
     from workbench.subjects.zoo import ArchitectureConfig
+    from workbench.training.actions import Action, Actions
+    from workbench.training.faults import Fault
+    from workbench.training.kss import KSS
     from workbench.training.step_record import StepRecord
 
-WITH, WITHOUT = "with KSS", "without KSS"
+WITH, WITHOUT = WITH_KSS, WITHOUT_KSS
 #: Settings of a run that are not on the page, unless the caller has set them.
 _SETTINGS = {"warmup": 20, "flush_every": 25, "profile_options": {"n_snapshots": 512}}
 #: Given by the controls.
@@ -46,11 +53,12 @@ _TAKEN = ("n_steps", "learning_rate", "seed", "spectra_every", "store", "checkpo
 
 
 class LiveTraining(WorkbenchWidget):
-    """A model in training, with KSS under your hand and, beside it, the same run without.
+    """A model in training, with KSS and faults under your hand and, beside it, the same run without.
 
-    Both runs have the same weights, data and seed, and take turns in one thread, so that they differ in KSS alone; as
-    long as it is switched off, they are the same to the bit. The kernel stays free meanwhile: run other cells, turn
-    ``kss`` from one of them, open ``runs``. In a script, or where a cell has to see the end, ``await live.finished()``.
+    Both runs have the same weights, data and seed, and take turns in one thread, so that they differ in what is
+    switched on alone; as long as nothing is, they are the same to the bit. The kernel stays free meanwhile: run other
+    cells, turn ``kss`` or a fault from one of them, open ``runs``. In a script, or where a cell has to see the end,
+    ``await live.finished()``.
 
     Every start and restart records its runs, with checkpoints, in a folder of its own; a restart from a checkpoint goes
     on with copies, so nothing is ever written over.
@@ -62,17 +70,25 @@ class LiveTraining(WorkbenchWidget):
         learning_rate: Peak rate.
         n_steps: Updates of a run.
         seed: Of fresh weights, of training, and of the data of a task chosen by name.
-        kss: What to switch; None: the recommended one.
-        compare: Whether the same run without KSS trains beside it.
+        kss: What to switch; None: the recommended one, switched off where there are faults.
+        compare: Whether the same run with nothing switched on trains beside it.
         spectra_every: Steps between two pictures of the eigenvalues.
         folder: Where the runs are recorded; None: a temporary one, which is removed when the kernel ends.
+        faults: From ``wb.faults``, each with a switch on the page; the runs are then called "with faults" and "without
+            faults".
+        recorder: Looks at the mechanism of the run under your hand; the other has one of its kind.
+        alarms: Listen to the recorder, and to that of the other run; the newest are told under the picture.
+        actions: What alarms may trigger, in the run under your hand alone.
         **settings: Further settings of ``wb.train``, such as ``optimizer``, ``warmup`` or ``checkpoint_every``.
 
     Attributes:
-        kss: The `workbench.KSS` of the run "with KSS"; change it here or on the page, it acts from the next step on.
+        kss: The `workbench.KSS` of the run under your hand; change it here or on the page, it acts from the next step
+            on.
+        faults: Those of the run under your hand; ``live.faults[0].enabled = True``, here or on the page.
         folder: Where the runs are recorded.
         setup: The controls of what is trained, by name.
         canvas: The picture.
+        alarm_list: What the alarms said last.
 
     Raises:
         ThresholdError: If a setting is unknown or impossible.
@@ -90,6 +106,10 @@ class LiveTraining(WorkbenchWidget):
         compare: bool = True,
         spectra_every: int = 1,
         folder: str | os.PathLike[str] | None = None,
+        faults: Sequence[Fault] = (),
+        recorder: Recorder | None = None,
+        alarms: Alarms | None = None,
+        actions: Actions | None = None,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -99,10 +119,11 @@ class LiveTraining(WorkbenchWidget):
             raise ThresholdError(
                 f"LiveTraining knows no setting '{unknown[0]}'; beside its own it takes {', '.join(known)}."
             )
-        self.kss = KSS.recommended() if kss is None else kss
+        self._twins = Twins(kss, faults, recorder, alarms, actions)
+        self.kss, self.faults, self._names = self._twins.kss, self._twins.faults, self._twins.names
         self.setup = Setup(
             architecture, task, learning_rate=learning_rate, seed=seed, n_steps=n_steps, spectra_every=spectra_every,
-            compare=compare,
+            compare=compare, twin=self._names[1],
         )  # fmt: skip
         self._settings = {**_SETTINGS, **settings}
         if folder is None:
@@ -117,11 +138,18 @@ class LiveTraining(WorkbenchWidget):
         self._pace = _Pace()
         self._sentences: list[str] = []
         self._state = "ready"
-        self.canvas = LiveCanvas(lambda: self.status, self._note)
+        self._alarms: dict[str, Alarms | None] = {}
+        self._n_acted = 0
+        self.canvas = LiveCanvas(lambda: self.status, self._twins.note)
+        self.alarm_list = AlarmList()
+        self.at_close(self.alarm_list.close)
         self._panel = KSSPanel(self.kss, self.guarded)
-        self.at_close(self.kss.observe(lambda name, before, after: self.canvas.refresh()))
+        panels = [self._panel, *([FaultPanel(self.faults, self.guarded)] if self.faults else [])]
+        for switched in (self.kss, *self.faults):
+            self.at_close(switched.observe(lambda name, before, after: self.canvas.refresh()))
         self._make_buttons()
-        self.fill([self.setup.box, self._buttons, self._panel, self.canvas])
+        told = [self.alarm_list] if alarms is not None else []
+        self.fill([self.setup.box, self._buttons, *panels, self.canvas, *told])
         for control in (self.setup.family, self.setup.task):
             self.watch(control, lambda _: self.setup.adapt())
         self._offer()
@@ -161,7 +189,7 @@ class LiveTraining(WorkbenchWidget):
         self._after_stop(self._begin)
 
     def restart(self, checkpoint: SavedStep | None = None) -> None:
-        """Go on from a checkpoint, in a new branch: the run "with KSS" under the switch as it stands now.
+        """Go on from a checkpoint, in a new branch: the run under your hand with the switches as they stand now.
 
         Args:
             checkpoint: One of `checkpoints`; None: the latest.
@@ -222,15 +250,11 @@ class LiveTraining(WorkbenchWidget):
             self.wait()
         super().close()
 
-    def _note(self, name: str) -> str:
-        """A few words on a run that is not over."""
-        return "" if name == WITHOUT else "switched on" if self.kss.enabled else "switched off"
-
     def _begin(self, saved: SavedStep | None = None) -> None:
         """Start the runs, in a new folder; afresh or from a checkpoint."""
         place, setup = self._branches.new(), self.setup
         task = setup.build_task()
-        stores = {name: place / f"{name}.zarr" for name in ((WITH, WITHOUT) if setup.compare.value else (WITH,))}
+        stores = {name: place / f"{name}.zarr" for name in self._names[: 1 + setup.compare.value]}
         n_steps = setup.n_steps.value
         settings = {
             "checkpoint_every": max(20, n_steps // 20),
@@ -240,25 +264,23 @@ class LiveTraining(WorkbenchWidget):
             "seed": setup.seed.value,
             "spectra_every": setup.spectra_every.value,
         }
-        control = self.kss.state_dict()
-        idle = KSS(enabled=False, options=self.kss.options, controller=self.kss.controller)
         models = {name: setup.build_model(task) for name in stores}
         if saved is not None:
             self._branches.branch(saved, list(stores.values()))
         try:
-            runs = {}
-            for name, store in stores.items():
-                kss = self.kss if name == WITH else idle
-                runs[name] = train(models[name], task, kss=kss, store=store, resume=saved is not None, **settings)
+            with self._twins.arguments(resume=saved is not None) as arguments:
+                runs = {
+                    name: train(
+                        models[name], task, store=store, resume=saved is not None, **arguments[name], **settings
+                    )
+                    for name, store in stores.items()
+                }
         except BaseException:
             if saved is not None:
                 self._branches.drop(place)
             raise
-        finally:
-            if saved is not None:  # the switch is where the hand has put it, not where the checkpoint says
-                self.kss.load_state_dict(control)
-                idle.enabled = False
         self._place, self._n_steps = place, n_steps
+        self._listen({name: arguments[name]["alarms"] for name in runs}, stores if saved is not None else {})
         self._sentences.clear()
         self._show("")
         self._pace = _Pace()
@@ -270,6 +292,20 @@ class LiveTraining(WorkbenchWidget):
         self._trainer = Trainer(runs, on_record=self._take, on_end=self._end, on_stop=self._finish)
         self._trainer.start()
         self._show_state("training")
+
+    def _listen(self, alarms: dict[str, Alarms | None], recorded: dict[str, Path]) -> None:
+        """Forget what alarms of other runs said, and learn what the runs that go on have recorded."""
+        self._alarms = alarms
+        self._n_acted = len(self._done)
+        self.alarm_list.clear()
+        for name, store in recorded.items():
+            self.alarm_list.learn(name, open_run(store))
+        self.alarm_list.refresh()
+
+    @property
+    def _done(self) -> list[Action]:
+        """Everything that alarms have triggered."""
+        return [] if self._twins.actions is None else self._twins.actions.done
 
     def _after_stop(self, action: Callable[[], None]) -> None:
         """Run an action when no run goes on any more: now, or when the present ones are closed."""
@@ -287,6 +323,9 @@ class LiveTraining(WorkbenchWidget):
         if record.diverged and not history.is_broken:
             history.verdict, history.is_broken = f"diverged at step {record.step}", True
             self._sentences.append(f"The run {name} diverged at step {record.step}: {_evidence(record)}.")
+        acted = self._done[self._n_acted :]
+        self._n_acted += len(acted)
+        self.alarm_list.hear(name, record, self._alarms.get(name), acted)
         self._pace.count()
         self.canvas.refresh()
         if self._state == "paused":  # this was the last step before the pause: it may have written a checkpoint

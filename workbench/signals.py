@@ -226,7 +226,7 @@ def decimate(
     Args:
         step: Rising, shape (row,).
         value: Shape (row,); what is NaN or infinite is left out.
-        n: About as many buckets, such as the pixels of the picture; there are at most ``n + 2``.
+        n: About as many buckets, such as the pixels of the picture: from 0.7 to 1.4 times as many.
         start: First step in view; the last row before it is kept, so that the line enters the picture. None: all.
         stop: Last step in view; likewise.
 
@@ -244,7 +244,7 @@ def decimate(
     first, last = _rows_in_view(step, start, stop)
     if last - first <= 2 * n:
         return step[first:last], value[first:last]
-    size = 1 << int(np.ceil(np.log2((last - first) / n)))
+    size = 1 << int(np.round(np.log2((last - first) / n)))
     begin = min(-(-first // size) * size, last)
     end = max(last - last % size, begin)
     whole = value[begin:end].reshape(-1, size)

@@ -16,7 +16,7 @@ from workbench.monitors.alarms import (
 from workbench.monitors.recorder import Observation
 
 TERMS = np.array(["D2", "D3", "dWq", "dWk", "W"])
-OPTIONS = DetectorOptions(settle=20, start=30, smooth=10, lag=10, past=40)
+OPTIONS = DetectorOptions(settle=20, start=30, smooth=10, smooth_attention=10, lag=10, past=40)
 
 
 @pytest.fixture

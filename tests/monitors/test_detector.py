@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from workbench.errors import ThresholdError
 from workbench.monitors.alarms import Detector, DetectorOptions, Watched
 
-OPTIONS = DetectorOptions(settle=20, start=30, smooth=5, lag=10, past=40)
+OPTIONS = DetectorOptions(settle=20, start=30, smooth=5, smooth_attention=20, lag=10, past=40)
 
 
 def plain_departure(steps, values, options):
@@ -40,6 +40,14 @@ def test_departures_are_what_the_definition_says(every, n, seed, units):
         level, change = plain_departure(steps[: i + 1], values[: i + 1], OPTIONS)
         np.testing.assert_allclose(found.level, level, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(found.change, change, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_is_smoothed_over_its_own_window():
+    fast, slow = Detector(OPTIONS), Detector(OPTIONS, part="attention")
+    for step in range(210):
+        of_fast, of_slow = (one.update(step, np.array(float(step >= 200))) for one in (fast, slow))
+    assert of_fast.level == 1
+    assert of_slow.level == 10 / OPTIONS.smooth_attention
 
 
 def test_a_level_that_never_moves_departs_by_nothing():

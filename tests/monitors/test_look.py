@@ -107,11 +107,11 @@ PAD = {
 
 @pytest.mark.parametrize("padding", PAD)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "bert", "llama", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "mixtral"])
 def test_attention_of_families_is_what_the_model_returns(name, implementation, padding):
-    """transformers hands out the eager probabilities."""
+    """transformers hands out the eager probabilities, rounded to float32."""
     family = BY_NAME[name]
-    model = build(family).double()
+    model = build(family)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)  # else attention is all but even
@@ -130,11 +130,10 @@ def test_attention_of_families_is_what_the_model_returns(name, implementation, p
         n_seen = (visible & rows[:, None, :]).sum(-1)[:, None].expand_as(entropy)
         counts = rows[:, None].expand_as(entropy)
         wanted = (entropy * counts).sum((0, 2)) / counts.sum((0, 2))
-        np.testing.assert_allclose(taken["attention_entropy"][layer], wanted, rtol=1e-9)
+        np.testing.assert_allclose(taken["attention_entropy"][layer], wanted, rtol=1e-5)
         share, counts = (entropy / n_seen.log()).masked_fill(~(counts & (n_seen > 1)), 0), counts & (n_seen > 1)
-        np.testing.assert_allclose(
-            taken["attention_entropy_share"][layer], share.sum((0, 2)) / counts.sum((0, 2)), rtol=1e-9
-        )
+        wanted = share.sum((0, 2)) / counts.sum((0, 2))
+        np.testing.assert_allclose(taken["attention_entropy_share"][layer], wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -152,28 +151,32 @@ def test_largest_logit_of_llama(implementation):
         np.testing.assert_allclose(taken[layer], wanted, rtol=1e-4)  # the model's rotations are in float32
 
 
-def test_scores_are_those_that_enter_the_softmax_caps_and_sinks_included():
+class SoftmaxWatch(torch.overrides.TorchFunctionMode):
+    """Keeps what enters each softmax of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.entering = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.softmax and args[0].ndim == 4:
+            self.entering.append(args[0].double())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "n_sinks"), [("gemma2", 0), ("gpt_oss", 1)])
+def test_scores_are_those_that_enter_the_softmax(name, n_sinks):
     """gemma2 caps its logits; gpt_oss lets every token look at a sink as well."""
-    for name, n_sinks in (("gemma2", 0), ("gpt_oss", 1)):
-        family = BY_NAME[name]
-        model, tokens = build(family, attn_implementation="eager"), make_inputs(family)
-        entering = []
-        softmax = torch.nn.functional.softmax
-
-        class Watch(torch.overrides.TorchFunctionMode):
-            def __torch_function__(self, func, types, args=(), kwargs=None):
-                if func is softmax and args[0].ndim == 4:
-                    entering.append(args[0].double())  # noqa: B023
-                return func(*args, **(kwargs or {}))
-
-        with torch.no_grad(), Watch():
-            model(tokens)
-        taken = look_at(model, tokens).take(["attention"])["attention"]
-        for layer, logits in enumerate(entering):
-            assert logits.shape[-1] == 7 + n_sinks
-            np.testing.assert_allclose(taken["attention_logit_max"][layer], logits.amax((0, 2, 3)), rtol=1e-5)
-            entropy = torch.special.entr(logits.softmax(-1)).sum(-1).mean((0, 2))
-            np.testing.assert_allclose(taken["attention_entropy"][layer], entropy, rtol=1e-4, atol=1e-6)
+    family = BY_NAME[name]
+    model, tokens = build(family, attn_implementation="eager"), make_inputs(family)
+    with torch.no_grad(), SoftmaxWatch() as watch:
+        model(tokens)
+    taken = look_at(model, tokens).take(["attention"])["attention"]
+    for layer, logits in enumerate(watch.entering):
+        assert logits.shape[-1] == 7 + n_sinks
+        np.testing.assert_allclose(taken["attention_logit_max"][layer], logits.amax((0, 2, 3)), rtol=1e-5)
+        entropy = torch.special.entr(logits.softmax(-1)).sum(-1).mean((0, 2))
+        np.testing.assert_allclose(taken["attention_entropy"][layer], entropy, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -261,7 +264,7 @@ def test_routing_of_families(name, dtype):
             torch.special.entr(p).sum(-1).mean().item(), abs=1e-5 if dtype == torch.float32 else 2e-3
         )
         if dtype == torch.float32 and name != "deepseek_v3":  # which rules experts out by group
-            top_k = int(round(1 / taken["expert_load"][row].sum())) and family.config["num_experts_per_tok"]
+            top_k = family.config["num_experts_per_tok"]
             count = np.bincount(logits.topk(top_k, dim=-1).indices.flatten(), minlength=logits.shape[-1])
             np.testing.assert_allclose(taken["expert_load"][row], count / count.sum())
         assert taken["expert_load"][row].sum() == pytest.approx(1)
@@ -403,6 +406,11 @@ def test_an_unknown_part():
 # --- nothing is disturbed --------------------------------------------------------------------------------------------
 
 
+def random_states():
+    legacy = np.random.get_state()[1].tolist()  # noqa: NPY002 (the legacy state is the global one)
+    return random.getstate(), legacy, torch.get_rng_state().tolist()
+
+
 def test_nothing_is_disturbed():
     model = MAKERS["moe"](0)
     model.train()
@@ -415,10 +423,10 @@ def test_nothing_is_disturbed():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     modes = [m.training for m in model.modules()]
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    states = random_states()
     first = look.take()
     second = look.take()
-    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    assert states == random_states()
     assert modes == [m.training for m in model.modules()]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

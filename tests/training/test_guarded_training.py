@@ -10,7 +10,7 @@ import workbench as wb
 from workbench.monitors.alarms import WATCHED, Alarms, Attributor, Calibration, DetectorOptions, recorded_alarms, replay
 from workbench.training.actions import Actions
 
-OPTIONS = DetectorOptions(settle=4, start=8, smooth=4, lag=4, past=20)
+OPTIONS = DetectorOptions(settle=4, start=8, smooth=4, smooth_attention=4, lag=4, past=20)
 SETTINGS = {"n_steps": 40, "learning_rate": 1e-3, "warmup": 2, "seed": 0}
 
 

@@ -26,6 +26,8 @@ function themeOf(element) {
     faint: "rgba(122, 122, 122, 0.32)",
     band: "rgba(122, 122, 122, 0.24)",
     kss: "rgba(31, 119, 212, 0.16)",
+    fault: "rgba(211, 47, 47, 0.1)",
+    faultEdge: "rgba(211, 47, 47, 0.8)",
   };
 }
 
@@ -35,8 +37,10 @@ function legendOf(runs) {
   const swatch = (run) => `<span class="workbench-live-key"><svg width="26" height="8" aria-hidden="true"><path d="M0 4H26"
     stroke="${run.color}" stroke-width="2.2" stroke-dasharray="${run.dash.join(" ")}"/></svg>${run.name}</span>`;
   const shade = '<span class="workbench-live-key"><i class="workbench-live-shade"></i>KSS on</span>';
+  const hasFault = runs.some((run) => run.fault_spans.length);
+  const fault = hasFault ? '<span class="workbench-live-key"><i class="workbench-live-fault"></i>fault on</span>' : "";
   const end = runs.some((run) => run.is_broken) ? '<span class="workbench-live-key"><b>×</b> diverged or failed</span>' : "";
-  return runs.map(swatch).join("") + shade + end;
+  return runs.map(swatch).join("") + shade + fault + end;
 }
 
 function depthKeyOf(run, isNear) {

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.plots.timeline_events import events_of, fault_spans
+
 if TYPE_CHECKING:
     import xarray as xr
 
@@ -78,7 +80,7 @@ class RunHistory:
         self.modes: Modes | None = None
         self.verdict, self.is_broken = "", False
         self._values = np.full((len(TRACES), n_steps), np.nan, np.float32)
-        self._has_kss = np.zeros(n_steps, bool)
+        self._has_kss, self._has_fault = np.zeros(n_steps, bool), np.zeros(n_steps, bool)
 
     @classmethod
     def of(cls, run: xr.DataTree, n_steps: int) -> RunHistory:
@@ -93,6 +95,8 @@ class RunHistory:
         if "kss_enabled" in monitors:
             history._has_kss[step] = monitors["kss_enabled"].values.astype(bool)
         history.n_done = int(step[-1]) + 1 if len(step) else 0
+        for span in fault_spans(events_of(run)):
+            history._has_fault[span.start : history.n_done if span.stop is None else span.stop] = True
         if "spectra" in run.children:
             spectra = run["spectra"].to_dataset()
             history._values[2, spectra["step"]] = spectra["near_unit_mass"].mean("layer").values
@@ -104,6 +108,7 @@ class RunHistory:
         """Take in one step."""
         self._values[:2, record.step] = record.loss, record.grad_norm
         self._has_kss[record.step] = record.kss_enabled
+        self._has_fault[record.step] = bool(record.active_faults)
         if record.spectra is not None:
             self._take(record.spectra)
             self._values[2:, record.step] = self.modes.near_unit_mass, self.modes.spectral_radius
@@ -117,11 +122,11 @@ class RunHistory:
 
     def kss_spans(self) -> list[tuple[int, int]]:
         """First step, and first step after, of each stretch with KSS on; gaps too short to be seen are left out."""
-        on = np.diff(self._has_kss[: self.n_done].astype(np.int8), prepend=0, append=0)
-        starts, ends = np.flatnonzero(on == 1), np.flatnonzero(on == -1)
-        is_gap = starts[1:] - ends[:-1] > self.n_done // (2 * _N_PARTS)
-        starts, ends = np.append(starts[:1], starts[1:][is_gap]), np.append(ends[:-1][is_gap], ends[-1:])
-        return list(zip(starts.tolist(), ends.tolist(), strict=True))
+        return _spans(self._has_kss[: self.n_done])
+
+    def fault_spans(self) -> list[tuple[int, int]]:
+        """The same of stretches with any fault on."""
+        return _spans(self._has_fault[: self.n_done])
 
     def latest(self, name: str) -> float:
         """The last value of a trace; NaN if it is not finite or there is none."""
@@ -150,6 +155,7 @@ def pack(histories: dict[str, RunHistory]) -> tuple[list[dict[str, Any]], list[b
                 "verdict": history.verdict,
                 "is_broken": history.is_broken,
                 "kss_spans": history.kss_spans(),
+                "fault_spans": history.fault_spans(),
                 "modes_step": None if modes is None else modes.step,
                 "near_unit_mass": None if modes is None else _plain(modes.near_unit_mass),
                 "spectral_radius": None if modes is None else _plain(modes.spectral_radius),
@@ -161,6 +167,14 @@ def pack(histories: dict[str, RunHistory]) -> tuple[list[dict[str, Any]], list[b
         for trace in TRACES:
             buffers += [array.tobytes() for array in history.trace(trace)]
     return runs, buffers
+
+
+def _spans(is_on: np.ndarray) -> list[tuple[int, int]]:
+    turns = np.diff(is_on.astype(np.int8), prepend=0, append=0)
+    starts, ends = np.flatnonzero(turns == 1), np.flatnonzero(turns == -1)
+    is_gap = starts[1:] - ends[:-1] > len(is_on) // (2 * _N_PARTS)
+    starts, ends = np.append(starts[:1], starts[1:][is_gap]), np.append(ends[:-1][is_gap], ends[-1:])
+    return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
 def _thinned(step: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

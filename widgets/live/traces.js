@@ -92,6 +92,14 @@ function drawTrace(canvas, theme, trace, runs, nSteps) {
 
   context.fillStyle = theme.kss;
   for (const [from, to] of runs[0]?.kss_spans ?? []) context.fillRect(x(from), TOP, Math.max(x(to) - x(from), 1), bottom - TOP);
+  // A fault: paler than KSS, with a solid edge, so that the two can be told apart where both are on.
+  for (const [from, to] of runs[0]?.fault_spans ?? []) {
+    const wide = Math.max(x(to) - x(from), 1);
+    context.fillStyle = theme.fault;
+    context.fillRect(x(from), TOP, wide, bottom - TOP);
+    context.fillStyle = theme.faultEdge;
+    context.fillRect(x(from), TOP, wide, 3);
+  }
 
   context.save();
   context.beginPath();

@@ -178,7 +178,7 @@ class _Follow:
     is_broken: bool = False
 
     def __post_init__(self) -> None:
-        self.detector = Detector(self.options, has_pair=self.has_pair)
+        self.detector = Detector(self.options, part=self.watched.part, has_pair=self.has_pair)
 
     def update(
         self, step: int, compared: np.ndarray, values: np.ndarray, layers: np.ndarray | None, calibration: Calibration

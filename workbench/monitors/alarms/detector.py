@@ -18,13 +18,15 @@ class DetectorOptions:
         settle: Steps at the start that are not looked at: the warm-up.
         start: Steps after these that count as the run's healthy start.
         smooth: Steps over which the latest values are averaged.
+        smooth_attention: The same for the part ``attention``, whose ranks of single heads jump from look to look.
         lag: Steps between the latest values and the past that they are compared with.
         past: Length of that past in steps.
     """
 
     settle: int = 100
     start: int = 100
-    smooth: int = 30
+    smooth: int = 10
+    smooth_attention: int = 50
     lag: int = 50
     past: int = 150
 
@@ -32,6 +34,10 @@ class DetectorOptions:
         for name, value in vars(self).items():
             if value < (0 if name in ("settle", "lag") else 1):
                 raise ThresholdError(f"{name} is {value} steps, expected a positive number.")
+
+    def smooth_of(self, part: str) -> int:
+        """Steps over which the latest values of a part of the run are averaged."""
+        return self.smooth_attention if part == "attention" else self.smooth
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,13 @@ class Detector:
 
     Args:
         options: See `DetectorOptions`.
+        part: Of the run, that holds the signal.
         has_pair: Whether values come as differences from a paired healthy run, so that 0 is healthy.
     """
 
-    def __init__(self, options: DetectorOptions, *, has_pair: bool = False) -> None:
+    def __init__(self, options: DetectorOptions, *, part: str = "monitors", has_pair: bool = False) -> None:
         self.options = options
+        self._smooth = options.smooth_of(part)
         self._has_pair = has_pair
         self._start: list[np.ndarray] = []
         self._start_level: np.ndarray | None = None
@@ -87,8 +95,8 @@ class Detector:
             self._start_level = _middle(np.stack(self._start)) if self._start else np.zeros_like(values)
             self._start.clear()
         steps, remembered = self.past()
-        n_past = int(np.searchsorted(steps, step - options.smooth - options.lag, side="right"))
-        n_before = int(np.searchsorted(steps, step - options.smooth, side="right"))
+        n_past = int(np.searchsorted(steps, step - self._smooth - options.lag, side="right"))
+        n_before = int(np.searchsorted(steps, step - self._smooth, side="right"))
         latest = _mean(remembered[n_before:])
         level = latest - self._start_level
         change = latest - _middle(remembered[:n_past]) if n_past > 1 else np.full_like(level, np.nan)
@@ -113,7 +121,7 @@ class Detector:
             self._first, self._end = 0, n
         self._steps[self._end], self._values[self._end] = step, values
         self._end += 1
-        oldest = step - options.smooth - options.lag - options.past
+        oldest = step - self._smooth - options.lag - options.past
         while self._steps[self._first] <= oldest:
             self._first += 1
 

@@ -82,7 +82,7 @@ def departures(
     for look in observations(run):
         for watched, values, _ in looks_at(look.part, look.values, look.coords):
             if watched.name not in detectors:
-                detectors[watched.name] = Detector(options, has_pair=pair is not None)
+                detectors[watched.name] = Detector(options, part=watched.part, has_pair=pair is not None)
             compared = watched.badness(values)
             if compared_with is not None:
                 compared = compared - compared_with.badness(watched, look.step, compared.shape)

@@ -275,14 +275,15 @@ class AttachedRecorder:
 
     def _prepare(self) -> None:
         """Read the model, once there is a probe; a model that cannot be read has fewer parts."""
-        probe = of_first_rank(self.batches.settle_probe())
+        probe, subjects = self.batches.settle_probe()
+        probe = of_first_rank(probe)
         self._is_ready = True
         if (plain := self.recorder.keep_probe(probe)) is not None:
             self.output.commit(probe=plain)
         with self.batches_paused():
             self._looks = Looks(
                 self.recorder.options,
-                self.model,
+                subjects,
                 self.optimizer,
                 self._weights,
                 probe,

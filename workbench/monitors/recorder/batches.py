@@ -88,13 +88,18 @@ class BatchWatch:
         self._handles.clear()
         self._entrances, self._seen, self._first, self.probe = [], {}, {}, None
 
-    def settle_probe(self) -> Any:
-        """The probe: what was given, else rows of the first batch, from now on; None before there was one."""
-        if self.probe is None:
-            first = next((self._first[module] for module in self._entrances if module in self._first), None)
-            self.probe = first
+    def settle_probe(self) -> tuple[Any, list[nn.Module]]:
+        """The probe: what was given, else rows of the first batch, from now on; None before there was one.
+
+        Returns:
+            It, and the modules that it may be for, out of what wraps them: the one that got it, or all entrances.
+        """
+        modules = self._entrances
+        if self.probe is None and self._first:
+            modules = [module for module in self._entrances if module in self._first][:1]
+            self.probe = self._first[modules[0]]
         self._first = {}
-        return self.probe
+        return self.probe, list(dict.fromkeys(bare(module) for module in modules))
 
     def take(self) -> Seen:
         """What was seen since the last call, by the outermost entrance that was used."""

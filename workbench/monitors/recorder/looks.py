@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,8 @@ class Looks:
 
     Args:
         options: Of the recorder.
-        model: Out of what wraps it.
+        subjects: Modules that the probe may be for, the outermost first, each with all weights: the first that can be
+            read is the model.
         optimizer: Innermost.
         weights: As the optimizer has them.
         probe: A few rows that stay the same; None: there are none, and only the updates can be looked at.
@@ -94,31 +95,28 @@ class Looks:
     def __init__(
         self,
         options: Options,
-        model: nn.Module,
+        subjects: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
         weights: Weights,
         probe: Any,
         event: Callable[..., None],
         reading: Reading | None = None,
     ) -> None:
-        self.options, self.model, self.optimizer, self.weights = options, model, optimizer, weights
+        self.options, self.optimizer, self.weights = options, optimizer, weights
+        self.model = self._outermost = subjects[0]
         self._event = event
         self._off = {part for part, every in options.every.items() if every is None}
         self._told: set[int] = set()
         self._window_begins = 0
         self.n_heads = 0
         self._had_attention: np.ndarray | None = None
-        self.probe = None if probe is None else on_device_of(model, probe)
-        if reading is None:
-            reading = Reading(None, troubles={"anatomy": "no batch went through it before its first update."})
-            if self.probe is not None:
-                reading = read_model(model, self.probe)
-                reshard(model)
-        self.reading = reading
+        self.probe = None if probe is None else on_device_of(self.model, probe)
+        self.reading = self._read(subjects) if reading is None else reading
+        reading, weights.model = self.reading, self.model
         self.names = [site.name for site in reading.anatomy.sites] if reading.anatomy is not None else []
         self.routers = [router for router in reading.routers if isinstance(router, Router)]
         self.query_keys = QueryKeyWindow(reading.query_keys, weights, options.alpha)
-        self._update = UpdateLook(model, optimizer, weights, reading.anatomy)
+        self._update = UpdateLook(optimizer, weights, reading.anatomy)
         self._probe_look: ProbeLook | None = None
         self._taker: SpectraTaker | None = None
         self.after_update: dict[str, Callable[[int, dict[str, np.ndarray]], dict[str, np.ndarray]]] = {
@@ -186,7 +184,7 @@ class Looks:
             with as_written(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
                 return self._probe_look.take(wanted)
         finally:
-            reshard(self.model)
+            reshard(self._outermost)
 
     def attention(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Query-key updates, and attention on the probe."""
@@ -280,7 +278,20 @@ class Looks:
             self._event("no spectra", message=str(error))
             return None
         finally:
-            reshard(self.model)
+            reshard(self._outermost)
+
+    def _read(self, subjects: Sequence[nn.Module]) -> Reading:
+        """Read the first module that can be read; a LightningModule is often a shell without a forward."""
+        if self.probe is None:
+            return Reading(None, troubles={"anatomy": "no batch went through it before its first update."})
+        readings = []
+        for subject in subjects:
+            readings.append(read_model(subject, self.probe))
+            reshard(self._outermost)
+            if readings[-1].anatomy is not None:
+                self.model = subject
+                return readings[-1]
+        return readings[0]
 
     def _begin_attention(self, probed: Mapping[str, np.ndarray]) -> None:
         unreadable = [reading for reading in self.reading.query_keys if isinstance(reading, Unreadable)]

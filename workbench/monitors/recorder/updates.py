@@ -15,8 +15,6 @@ from workbench.monitors.recorder.ranks import added_up
 from workbench.monitors.recorder.weights import Weights, own_part
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from workbench.subjects.anatomy import Anatomy
 
 #: Entries of a row of sums: gradients, weights, changes, staleness, each as sum of squares and count; eps.
@@ -29,15 +27,12 @@ class UpdateLook:
     Sums of squares are taken tensor by tensor and added up over ranks that hold shards, so that no weight is gathered.
 
     Args:
-        model: Out of what wraps it.
         optimizer: Innermost.
         weights: Which tensors of the optimizer stand for which of the model.
         anatomy: The blocks; None: unknown, all weights are "outside".
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Weights, anatomy: Anatomy | None
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: Weights, anatomy: Anatomy | None) -> None:
         self.optimizer = optimizer
         sites = () if anatomy is None else anatomy.sites
         blocks = {}

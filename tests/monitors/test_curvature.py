@@ -1,0 +1,184 @@
+"""Sharpness against the dense Hessian of a tiny model."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import workbench as wb
+from workbench.errors import ThresholdError
+from workbench.monitors.curvature import preconditioned_sharpness, sharpness
+
+TOKENS = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(0))
+
+
+def tiny(dtype=torch.float64):
+    return wb.zoo.transformer(d_model=4, n_layers=1, n_heads=2, vocab_size=7, max_length=5, seed=0).to(dtype)
+
+
+def cross_entropy(model):
+    return functional.cross_entropy(model(TOKENS[:, :-1]).flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
+def hessian(model, loss_of):
+    """Row by row, by autograd's own double backward."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    sizes = [model.get_parameter(name).numel() for name in names]
+
+    class Given(nn.Module):
+        def __init__(self, flat):
+            super().__init__()
+            self.flat = flat
+
+        def forward(self, *args):
+            parts = self.flat.split(sizes)
+            weights = {n: p.view_as(model.get_parameter(n)) for n, p in zip(names, parts, strict=True)}
+            return functional_call(model, weights, args)
+
+    flat = torch.cat([model.get_parameter(name).detach().flatten() for name in names])
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.autograd.functional.hessian(lambda x: loss_of(lambda *args: Given(x)(*args)), flat)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return hessian(tiny(), cross_entropy)
+
+
+def test_the_largest_eigenvalue(dense):
+    wanted = torch.linalg.eigvalsh(dense)
+    assert wanted[-1] > 0 > wanted[0]  # the largest, not the largest in magnitude
+    assert sharpness(tiny(), cross_entropy, tolerance=1e-8) == pytest.approx(wanted[-1].item(), rel=1e-6)
+    assert sharpness(tiny(), lambda m: -cross_entropy(m), tolerance=1e-8) == pytest.approx(-wanted[0].item(), rel=1e-6)
+    assert sharpness(tiny(torch.float32), cross_entropy) == pytest.approx(wanted[-1].item(), rel=1e-3)
+
+
+def test_preconditioned_by_adam():
+    model = tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-6)
+    for _ in range(3):
+        optimizer.zero_grad()
+        cross_entropy(model).backward()
+        optimizer.step()
+    moments = torch.cat([optimizer.state[p]["exp_avg_sq"].flatten() for p in model.parameters()])
+    p = (moments / (1 - 0.99**3)).sqrt() + 1e-6
+    wanted = torch.linalg.eigvalsh(hessian(model, cross_entropy) / p.sqrt()[:, None] / p.sqrt())[-1].item()
+    got = preconditioned_sharpness(model, cross_entropy, optimizer, tolerance=1e-8)
+    assert got == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("n_weights", [1, 2, 3, 5])
+def test_a_bowl(n_weights):
+    model = nn.Linear(n_weights, 1, bias=False).double()
+    curvature = torch.linspace(0.5, 3, n_weights, dtype=torch.float64)
+    bowl = lambda m: 0.5 * (curvature * m.weight.square()).sum()  # noqa: E731
+    assert sharpness(model, bowl, tolerance=0) == pytest.approx(curvature[-1].item())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-9)
+    bowl(model).backward()
+    optimizer.step()
+    scaled = (curvature / (model.weight.grad.abs() + 1e-8)).max().item()
+    assert preconditioned_sharpness(model, bowl, optimizer, tolerance=0) == pytest.approx(scaled, rel=1e-6)
+
+
+def test_gradient_descent_leaves_a_bowl_beyond_two_over_sharpness():
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 6, dtype=torch.float64), torch.randn(40, 1, dtype=torch.float64)
+    squares = lambda m: functional.mse_loss(m(x), y)  # noqa: E731
+    limit = 2 / sharpness(nn.Linear(6, 1).double(), squares, tolerance=0)
+    for factor, is_stable in ((0.98, True), (1.02, False)):
+        model = nn.Linear(6, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=factor * limit)
+        losses = []
+        for _ in range(600):
+            optimizer.zero_grad()
+            loss = squares(model)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert (losses[-1] < losses[0]) == is_stable
+
+
+def test_frozen_and_unused_weights_have_no_curvature(dense):
+    model = tiny()
+    model.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    wanted = torch.linalg.eigvalsh(dense)[-1].item()
+    assert sharpness(model, cross_entropy, tolerance=1e-8) == pytest.approx(wanted, rel=1e-6)
+    frozen = tiny()
+    for p in frozen.blocks.parameters():
+        p.requires_grad_(False)
+    wanted = torch.linalg.eigvalsh(hessian(frozen, cross_entropy))[-1].item()
+    assert sharpness(frozen, cross_entropy, tolerance=1e-8) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_loss_without_curvature():
+    model = nn.Linear(4, 3)
+    assert sharpness(model, lambda m: m.weight.sum()) == pytest.approx(0, abs=1e-6)
+
+
+def test_what_is_not_finite_is_unknown():
+    model = tiny()
+    assert math.isnan(sharpness(model, lambda m: cross_entropy(m) / 0))
+    assert math.isnan(sharpness(nn.Linear(4, 1), lambda m: (m.weight * 0).sqrt().sum()))
+    with torch.no_grad():
+        model.blocks[0].attention.query.weight[0, 0] = math.nan
+    assert math.isnan(sharpness(model, cross_entropy))
+
+
+def test_too_few_products_to_converge_give_nan():
+    torch.manual_seed(0)
+    model = nn.Linear(400, 1, bias=False)
+    curvature = torch.linspace(0.9999, 1, 400)
+    bowl = lambda m: 0.5 * (curvature * m.weight.square()).sum()  # noqa: E731
+    assert math.isnan(sharpness(model, bowl, tolerance=1e-9, n_vectors=3, n_products=4))
+
+
+def random_states():
+    legacy = np.random.get_state()[1].tolist()  # noqa: NPY002 (the legacy state is the global one)
+    return random.getstate(), legacy, torch.get_rng_state().tolist()
+
+
+def test_nothing_is_disturbed_and_the_answer_is_the_same_every_time():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, 1)).train()
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    loss_of = lambda m: m(x).square().mean()  # noqa: E731
+    loss_of(model).backward()
+    before = [(p.detach().clone(), p.grad, p.grad.clone()) for p in model.parameters()]
+    states = random_states()
+    first = sharpness(model, loss_of)
+    with torch.no_grad():
+        assert sharpness(model, loss_of) == first
+    assert states == random_states()
+    assert all(m.training for m in model.modules())
+    for p, (value, gradient, copy) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, value)
+        assert p.grad is gradient
+        assert torch.equal(gradient, copy)
+        assert p.requires_grad
+
+
+def test_refusals():
+    model = nn.Linear(4, 1)
+    loss_of = lambda m: m.weight.square().sum()  # noqa: E731
+    for options, sentence in (
+        ({"tolerance": -1}, "tolerance is -1, expected a number of at least 0 such as 1e-3"),
+        ({"n_vectors": 2}, "n_vectors is 2, expected at least 3"),
+        ({"n_products": 0}, "n_products is 0, expected at least 1"),
+    ):
+        with pytest.raises(ThresholdError, match=sentence):
+            sharpness(model, loss_of, **options)
+    with pytest.raises(ThresholdError, match="loss_of must return the loss as a 0-dim tensor with a graph"):
+        sharpness(model, lambda m: m.weight.square())
+    with pytest.raises(ThresholdError, match="loss_of must return the loss as a 0-dim tensor with a graph"):
+        sharpness(model, lambda m: loss_of(m).detach())
+    with pytest.raises(ThresholdError, match="SGD holds no second moment of a weight of shape"):
+        preconditioned_sharpness(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ThresholdError, match="The model has no weights to train"):
+        sharpness(nn.Identity(), loss_of)

@@ -1,0 +1,264 @@
+"""Faults in the live room: switched by a click, by code and by schedule; alarms told in words; nothing left behind."""
+
+import gc
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from widgets import LiveTraining
+from widgets.live.alarm_list import AlarmList
+from widgets.live.fault_panel import FaultPanel
+from widgets.live.history import RunHistory
+from widgets.live.twins import WITH_FAULTS, WITHOUT_FAULTS
+from workbench.errors import ThresholdError
+from workbench.monitors.alarms import WATCHED, Alarm, Alarms, Attributor, Calibration, DetectorOptions
+from workbench.training.actions import Action
+from workbench.training.step_record import StepRecord
+
+SMALL = wb.zoo.ArchitectureConfig(
+    family="transformer", norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=12
+)
+TASK = wb.tasks.associative_recall(length=12, vocab_size=32, n_pairs=2, batch_size=8, seed=3)
+N_STEPS = 24
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Rooms over a small transformer, closed after the test."""
+    made = []
+
+    def live_training(*faults, **options):
+        options = {
+            "learning_rate": 1e-2,
+            "seed": 1,
+            "n_steps": N_STEPS,
+            "spectra_every": 100,
+            "profile_options": {"n_snapshots": 96},
+            "folder": tmp_path / "live",
+            "checkpoint_every": 8,
+        } | options
+        made.append(LiveTraining(SMALL, TASK, faults=faults, **options))
+        return made[-1]
+
+    yield live_training
+    for live in made:
+        live.close()
+
+
+def alarms_on_the_rate():
+    """Alarms with a planted threshold: an update three times as large as at the start is too large."""
+    options = DetectorOptions(settle=0, start=6, smooth=2, lag=0, past=4)
+    scale = {watched.name: {"level": 1e9, "change": 1e9} for watched in WATCHED}
+    scale["update_ratio"] = {"level": 1.0, "change": 1e9}
+    tails = tuple(np.linspace(0.5, 1.0, 39))
+    calibration = Calibration(options, scale, {"mechanism": tails, "outcome": tails})
+    attributor = Attributor.fit([({"update_ratio": 2.0}, "large_rate"), ({"loss": 2.0}, "corrupted_data")] * 5)
+    return Alarms(calibration=calibration, attributor=attributor)
+
+
+def panel_of(live):
+    return next(child for child in live.children if isinstance(child, FaultPanel))
+
+
+def turn_at(live, step, action):
+    """Do something right after a step of the run with faults, in the thread that trains; call it before the start."""
+    take = live._take
+
+    def take_and_act(name, record):
+        take(name, record)
+        if (name, record.step) == (WITH_FAULTS, step):
+            action()
+
+    live._take = take_and_act
+
+
+def losses(live, name):
+    return live.runs[name]["monitors"]["loss"].values
+
+
+def fault_events(live, name):
+    events = live.runs[name]["events"].to_dataset()
+    events = events.isel(event=events["kind"].values == "fault")
+    return list(zip(events["step"].values.tolist(), events["source"].values.tolist(), strict=True))
+
+
+def test_with_every_fault_off_both_runs_are_the_same_to_the_bit_and_kss_is_off(make):
+    live = make(wb.faults.low_precision_attention(), wb.faults.large_rate(factor=3))
+    assert not live.kss.enabled
+    live.start()
+    live.wait(60)
+    assert live.error == ""
+    assert list(live.runs) == [WITH_FAULTS, WITHOUT_FAULTS]
+    assert (losses(live, WITH_FAULTS) == losses(live, WITHOUT_FAULTS)).all()
+    assert fault_events(live, WITH_FAULTS) == []
+    assert not live.canvas.histories[WITH_FAULTS].fault_spans()
+
+
+def test_a_click_switches_the_fault_from_the_next_step_on_in_one_run_alone(make):
+    fault = wb.faults.large_rate(factor=3)
+    live = make(fault)
+    panel = panel_of(live)
+    turn_at(live, 7, lambda: panel._receive(panel, {"turn": {"large_rate": True}}, []))
+    turn_at(live, 15, lambda: setattr(live.faults[0], "enabled", False))
+    live.start()
+    live.wait(60)
+    assert live.error == ""
+    assert fault_events(live, WITH_FAULTS) == [(8, "large_rate"), (16, "large_rate")]
+    assert fault_events(live, WITHOUT_FAULTS) == []
+    rates = [live.runs[name]["monitors"]["learning_rate"].values for name in live.runs]
+    is_on = (np.arange(N_STEPS) >= 8) & (np.arange(N_STEPS) < 16)
+    np.testing.assert_allclose(rates[0] / rates[1], np.where(is_on, 3, 1), rtol=1e-12)
+    one, other = losses(live, WITH_FAULTS), losses(live, WITHOUT_FAULTS)
+    assert (one[:9] == other[:9]).all()
+    assert (one[9:] != other[9:]).all()
+    run, twin = live.canvas.state()[0]["runs"]
+    assert (run["fault_spans"], twin["fault_spans"]) == ([(8, 16)], [])
+
+
+def test_the_panel_says_what_each_fault_does_and_follows_code_and_schedule():
+    attention, rate = wb.faults.low_precision_attention(n_bits=8), wb.faults.large_rate(start=5, stop=7)
+    panel = FaultPanel([attention, rate], lambda callback: callback)
+    sent = []
+    panel.send = lambda content, buffers=None: sent.append(content["faults"])
+    panel._receive(panel, {"painted": 0}, [])
+    assert sent == [
+        [
+            {
+                "name": "low_precision_attention",
+                "effect": "8 bits of O and dO are cut in the backward pass",
+                "enabled": False,
+            },
+            {"name": "large_rate", "effect": "the learning rate is multiplied by 10", "enabled": False},
+        ]
+    ]
+    attention.enabled = True
+    panel._receive(panel, {"painted": 1}, [])
+    for step in (4, 5, 6, 7):
+        rate.begin_step(step)
+        panel._receive(panel, {"painted": panel.n_sent}, [])
+    assert [[fault["enabled"] for fault in faults] for faults in sent] == [
+        [False, False], [True, False], [True, True], [True, False],
+    ]  # fmt: skip
+    panel.close()
+    attention.enabled = False
+    assert len(sent) == 4
+    assert (attention._observers, rate._observers) == ([], [])
+
+
+def test_notes_beside_the_picture_name_what_is_on(make):
+    live = make(wb.faults.low_precision_attention(), wb.faults.large_rate(factor=3))
+    notes = [live._twins.note(name) for name in (WITH_FAULTS, WITHOUT_FAULTS)]
+    assert notes == ["no fault on", ""]
+    live.faults[1].enabled = live.kss.enabled = True
+    assert live._twins.note(WITH_FAULTS) == "KSS on · large rate on"
+    assert live.setup.compare.description == "compare: without faults"
+
+
+def test_alarms_are_told_in_words_with_what_they_point_to_and_what_was_done(make):
+    fault = wb.faults.large_rate(factor=20, start=12)
+    actions = wb.Actions(policy={"large_rate": ("cut_rate",)}, otherwise=("cut_rate",))
+    live = make(fault, recorder=wb.Recorder(every={"optimizer": 2}), alarms=alarms_on_the_rate(), actions=actions)
+    live.start()
+    live.wait(60)
+    assert live.error == ""
+    *_, cause, alarm = [
+        line for line in live.alarm_list.lines if line["run"] == WITH_FAULTS and line["kind"] != "action"
+    ]
+    assert alarm["kind"] == "alarm"
+    assert 12 <= alarm["step"] <= 16
+    assert alarm["text"].startswith("update_ratio is too high (")
+    assert "updates are large against the weights" in alarm["text"]
+    assert cause["text"].startswith("This looks like large rate (")
+    (acted, *_) = [line for line in live.alarm_list.lines if line["kind"] == "action"]
+    assert acted["text"] == "The learning rate is 0.1 of the plan from here on."
+    assert {line["run"] for line in live.alarm_list.lines} == {WITH_FAULTS}
+    assert live.alarm_list.state()[0]["lines"] == live.alarm_list.lines
+    for name in live.runs:
+        kinds = set(live.runs[name]["events"]["kind"].values.tolist())
+        assert ({"alarm", "action"} <= kinds) == (name == WITH_FAULTS)
+        assert "optimizer" in live.runs[name].children  # both are looked at
+
+
+def test_lines_are_the_newest_numbered_on_and_a_cause_is_told_once():
+    said, alarms = AlarmList(), alarms_on_the_rate()
+    for step in range(9):
+        alarm = Alarm(step, "loss", -1, -1, 2.0, 1.0, True, f"loss {step}.")
+        values = {"loss": 1.0, "auxiliary_loss": np.nan, "accuracy": 0.1, "grad_norm": 1.0, "learning_rate": 1e-3}
+        record = StepRecord(step=step, alarms=(alarm,), **values)
+        said.hear("a", record, alarms, [Action("stop", step, "Stopped.")] if step == 8 else [])
+    assert [line["kind"] for line in said.lines] == ["action", *["alarm"] * 5]
+    assert [line["number"] for line in said.lines] == [11, 10, 9, 8, 7, 6]
+    said.clear()
+    said.hear("a", StepRecord(step=9, alarms=(alarm,), **values), alarms, [])
+    assert [(line["number"], line["kind"]) for line in said.lines] == [(13, "attribution"), (12, "alarm")]
+    said.close()
+
+
+def test_a_restart_keeps_the_switches_where_the_hand_put_them_and_the_lines_of_the_record(make):
+    fault = wb.faults.large_rate(factor=20)
+    live = make(fault, recorder=wb.Recorder(every=10), alarms=alarms_on_the_rate(), n_steps=16)
+    live.start()
+    live.wait(60)
+    fault.enabled = True
+    live.restart(next(saved for saved in live.checkpoints if saved.step == 8))
+    live.wait(60)
+    assert live.error == ""
+    assert fault.enabled
+    assert fault_events(live, WITH_FAULTS) == [(8, "large_rate")]
+    assert fault_events(live, WITHOUT_FAULTS) == []
+    assert live.canvas.histories[WITH_FAULTS].fault_spans() == [(8, 16)]
+    again = RunHistory.of(live.runs[WITH_FAULTS], 16)
+    assert again.fault_spans() == [(8, 16)]
+    said = AlarmList()
+    for name, run in live.runs.items():
+        said.learn(name, run)
+    recorded = [(line["step"], line["run"], line["kind"], line["text"]) for line in said.lines]
+    told = [(line["step"], line["run"], line["kind"], line["text"]) for line in live.alarm_list.lines]
+    assert sorted(recorded) == sorted(told)
+    said.close()
+
+
+def test_what_does_not_go_together_is_refused_at_once():
+    rate = wb.faults.large_rate
+    for options, sentence in (
+        ({"faults": [rate(), rate()]}, "faults holds large_rate twice"),
+        ({"faults": rate()}, "expected a sequence"),
+        ({"alarms": alarms_on_the_rate()}, "alarms= listen to a recorder"),
+        ({"recorder": wb.Recorder(), "actions": wb.Actions()}, "actions= need alarms to act on"),
+    ):
+        with pytest.raises(ThresholdError, match=sentence):
+            LiveTraining(SMALL, TASK, **options)
+
+
+def test_a_fault_that_cannot_act_is_said_and_the_room_stays_usable(make):
+    live = make(wb.faults.no_auxiliary_loss())
+    live.start()
+    live.wait(60)
+    assert "no_auxiliary_loss needs a model with an auxiliary loss" in live.error
+    assert not live._start.disabled
+
+
+def test_close_lets_go_of_faults_alarms_and_page(tmp_path):
+    fault = wb.faults.large_rate()
+
+    def live_and_closed():
+        live = LiveTraining(
+            SMALL, TASK, faults=[fault], n_steps=10**6, folder=tmp_path, spectra_every=10**6,
+            recorder=wb.Recorder(every=10), alarms=alarms_on_the_rate(),
+        )  # fmt: skip
+        panel = panel_of(live)
+        live.start()
+        end = time.monotonic() + 60
+        while live.canvas.histories[WITH_FAULTS].n_done < 2 and time.monotonic() < end:
+            time.sleep(0.005)
+        live.close()
+        assert {run.attrs["state"] for run in live.runs.values()} == {"stopped"}
+        assert (panel.comm, live.alarm_list.comm, fault._observers) == (None, None, [])
+        return weakref.ref(live)
+
+    forgotten = live_and_closed()
+    gc.collect()
+    assert forgotten() is None

@@ -1,0 +1,60 @@
+"""The switches of faults on the page, each bound to its fault both ways."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from widgets.live.latest_state import LatestState, script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from workbench.training.faults import Fault
+
+
+class FaultPanel(LatestState):
+    """One switch a fault, with what the fault does in words.
+
+    Like `KSSPanel`, the page sends what a hand did and shows what the kernel says: a switch follows its fault, whoever
+    turns it, a schedule included.
+
+    Args:
+        faults: Whose switches to show, at most one of a kind.
+        guarded: Wraps what the page asks for, so that an error is shown to people.
+    """
+
+    _esm = script("latest_state.js", "fault_panel.js")
+    _css = script("fault_panel.css")
+
+    def __init__(self, faults: Sequence[Fault], guarded: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        self.faults = {fault.name: fault for fault in faults}
+        self._turn = guarded(self._turn_as_asked)
+        super().__init__()
+        self._undo = [fault.observe(partial(_refresh, self)) for fault in faults]
+
+    def state(self) -> tuple[dict[str, Any], list[bytes]]:
+        """The switches as they are."""
+        faults = [
+            {"name": fault.name, "effect": fault.effect, "enabled": fault.enabled} for fault in self.faults.values()
+        ]
+        return {"faults": faults}, []
+
+    def close(self) -> None:
+        """Remove the panel; the faults stay as they are."""
+        while getattr(self, "_undo", None):
+            self._undo.pop()()
+        super().close()
+
+    def _receive(self, _: Any, content: dict[str, Any], buffers: list[Any]) -> None:
+        if "turn" in content:
+            self._turn(content["turn"])
+        super()._receive(_, content, buffers)
+
+    def _turn_as_asked(self, asked: dict[str, bool]) -> None:
+        for name, is_on in asked.items():
+            self.faults[name].enabled = is_on
+
+
+def _refresh(panel: FaultPanel, name: str, before: Any, after: Any) -> None:
+    panel.refresh()
