@@ -4,8 +4,8 @@
     python data/make_early_warning.py --only record    # one stage
 
 Stages: `record` trains every run with a recorder and no alarms, into `--work`; `fit` measures from the runs with
-tuning seeds what healthy runs do and what faults look like (workbench/monitors/alarms/shipped/); `act` trains those of
-the other runs that a fault has harmed again, with automatic actions; `collect` replays the other runs through the alarms
+tuning seeds what healthy runs do and what faults look like (workbench/monitors/alarms/shipped/); `act` trains those
+of the other runs that a fault has harmed again, with automatic actions; `collect` replays the others through the alarms
 and writes data/early_warning.nc.
 
 Every run: a small transformer on associative recall, AdamW (betas .9, .95), clipping at 1, warm-up 50, a recorder that

@@ -247,7 +247,7 @@ EVENTS: dict[str, Variable] = {
         "UT",
         "kind",
         "",
-        "what happened: divergence, started, finished, stopped, resumed, no spectra, kss, fault, alarm, action, "
+        "what happened: divergence, started, finished, stopped, resumed, no spectra, kss, fault, alarm, attribution, action, "
         "not recorded, not finite, gap",
     ),
     "source": Variable(("event",), "UT", "source", "", "what showed it: loss, grad_norm, non-finite; or empty"),

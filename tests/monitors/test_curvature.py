@@ -45,7 +45,7 @@ def hessian(model, loss_of):
 
     flat = torch.cat([model.get_parameter(name).detach().flatten() for name in names])
     with sdpa_kernel(SDPBackend.MATH):
-        return torch.autograd.functional.hessian(lambda x: loss_of(lambda *args: Given(x)(*args)), flat)
+        return torch.autograd.functional.hessian(lambda x: loss_of(Given(x)), flat, vectorize=True)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,16 @@ from workbench.plots import save, timeline
 from workbench.plots.files import bokeh_plot
 from workbench.plots.timeline import Axis, Story
 from workbench.plots.timeline_drawing import lead_in_words
-from workbench.plots.timeline_events import Event, FaultSpan, events_of, fault_spans, lead_time, onsets_of, signal_of
+from workbench.plots.timeline_events import (
+    ESTABLISHED,
+    Event,
+    FaultSpan,
+    events_of,
+    fault_spans,
+    lead_time,
+    onsets_of,
+    signal_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +94,15 @@ def test_the_lead_goes_from_the_mechanism_to_what_anyone_would_have_seen():
         lead_in_words(lead_time([rank, Event(10, "divergence", "loss")]))
         == "effective_rank D2 together with divergence"
     )
+
+
+def test_the_lead_is_the_one_that_the_alarms_count(pair):
+    from workbench.monitors import alarms
+
+    run = pair["faulted"]
+    theirs = alarms.lead_time(alarms.recorded_alarms(run), divergence=299, since=80)
+    assert lead_time(events_of(run)).n_steps == theirs.steps == 70
+    assert {watched.name for watched in alarms.WATCHED if watched.is_outcome} == set(ESTABLISHED)
 
 
 def test_an_alarm_finds_its_signal():

@@ -127,19 +127,24 @@ def _largest_eigenvalue(
     if product is None:
         return float("nan")
     n_held = min(n_vectors, n_weights)
+    rng = np.random.default_rng(0)
+    start = rng.standard_normal(n_weights).astype(dtype)
     try:
         if n_weights <= 3:  # too small for Lanczos
             rows = np.stack([product(row) for row in np.eye(n_weights)])
             return float(np.linalg.eigvalsh((rows + rows.T) / 2)[-1])
+        if not product(start).any():  # no curvature at all, which ARPACK refuses
+            return 0.0
         value = eigsh(
             LinearOperator((n_weights, n_weights), matvec=product, dtype=dtype),
             k=1,
             which="LA",
-            v0=np.random.default_rng(0).standard_normal(n_weights).astype(dtype),
+            v0=start,
             ncv=n_held,
             tol=tolerance,
             maxiter=max(1, n_products // (n_held - 1)),  # a restart costs at most that many products
             return_eigenvectors=False,
+            rng=rng,
         )
     except (ArpackNoConvergence, _NotFiniteError):
         return float("nan")

@@ -141,11 +141,12 @@ def early_warning() -> xr.Dataset:
 
     Returns:
         Dataset with dim ``run`` and coordinates ``setup``, ``rate``, ``dose``, ``fault`` (kinds joined by " + "; empty:
-        healthy) and ``seed``: ``start`` of the fault; how the run ended (``has_diverged``, ``step``, ``accuracy`` on
+        none) and ``seed``: ``start`` of the fault; how the run ended (``has_diverged``, ``step``, ``accuracy`` on
         held-out questions, ``healthy_accuracy`` of its twin); the first alarms after the start (``mechanism_step``,
         ``mechanism_signal``, ``layer``, ``head``, ``loss_step``, ``grad_norm_step``, ``spike_score_step``; NaN: none);
-        ``cause_at_once`` and ``cause_later``, what it was put down to (empty: no alarm); and how it ended with automatic
-        actions (``acted_has_diverged``, ``acted_accuracy``, ``actions``). `workbench.early_warning` makes tables of it.
+        ``cause_at_once`` and ``cause_later``, what it was put down to (empty: no alarm); and how the harmed ones ended
+        with automatic actions (``acted_has_diverged``, ``acted_accuracy``, ``actions``). `workbench.early_warning`
+        makes tables of it.
 
     Raises:
         StoreError: If it is not there.

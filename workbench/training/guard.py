@@ -40,6 +40,10 @@ class Guard:
     """
 
     def __init__(self, recorder: Recorder | None, alarms: Alarms | None, actions: Actions | None) -> None:
+        if recorder is not None and recorder.alarms is not None:
+            if alarms is not None:
+                raise ThresholdError("The recorder has alarms already; leave out alarms=, or give the recorder none.")
+            alarms = recorder.alarms
         if alarms is not None and recorder is None:
             raise ThresholdError("alarms= listen to a recorder; pass recorder=wb.Recorder() too.")
         if actions is not None and alarms is None:
@@ -58,7 +62,6 @@ class Guard:
         self._stop_observing: Any = None
         self._fresh: list[Alarm] = []
         self._waiting: Alarm | None = None
-        self._told: str = ""
 
     @property
     def is_on(self) -> bool:
@@ -92,7 +95,9 @@ class Guard:
             return
         probe = self.recorder.probe
         probe = probe_of(self.recorder.n_probe_tokens) if probe is None else probe
-        self._attached = self.recorder.attach(model, optimizer, writer=writer, probe=probe, step=step)
+        self._attached = self.recorder.attach(
+            model, optimizer, writer=writer, probe=probe, step=step, raises_alarms=False
+        )
         if self.alarms is not None:
             self._stop_observing = self.recorder.observe(self._hear)
 
@@ -131,13 +136,7 @@ class Guard:
 
     def attribution(self, alarms: tuple[Alarm, ...]) -> Attribution | None:
         """What the signals point to, where there are fresh alarms and it is not what was said last."""
-        if not alarms:
-            return None
-        found = self.alarms.attribute()
-        if found.cause == self._told:
-            return None
-        self._told = found.cause
-        return found
+        return None if self.alarms is None else self.alarms.new_attribution(alarms)
 
     def request(self, step: int, alarms: tuple[Alarm, ...]) -> Request | None:
         """What is to be done now."""
@@ -190,7 +189,6 @@ class Guard:
         }
         done = [Action(kind, step, ways[kind]()) for kind in KINDS if kind in request.kinds]
         self._n_answered += 1
-        self._told = ""
         self.actions.done += done
         self.alarms.rest(step, n_steps=self.actions.rest)
         return done

@@ -397,11 +397,9 @@ class _Run:
 
     def _tell_alarms(self, record: StepRecord, ledger: RunRecorder | BackgroundRunRecorder) -> None:
         for alarm in record.alarms:
-            where = {"layer": alarm.layer, "head": alarm.head}
-            ledger.event(alarm.step, "alarm", source=alarm.signal, score=alarm.score, message=alarm.message, **where)
+            ledger.event(alarm.step, "alarm", **alarm.as_event())
         if (found := self.guard.attribution(record.alarms)) is not None:
-            score = found.probability[found.cause]
-            ledger.event(record.step, "attribution", source=found.cause, score=score, message=found.message)
+            ledger.event(record.step, "attribution", **found.as_event())
 
     def _carry_out(self, request: Request, batches: Iterator[Any], ledger: RunRecorder | BackgroundRunRecorder) -> None:
         """Do what an alarm asked for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,16 @@ class Alarm:
     is_outcome: bool
     message: str
 
+    def as_event(self) -> dict[str, Any]:
+        """For a run's events: everything but step and kind."""
+        return {
+            "source": self.signal,
+            "score": self.score,
+            "message": self.message,
+            "layer": self.layer,
+            "head": self.head,
+        }
+
 
 class Alarms:
     """Listens to a `workbench.Recorder` and raises alarms; causal, so a replay of the record gives the same ones.
@@ -63,6 +73,7 @@ class Alarms:
         paired: A healthy run of the same model to compare with, step by step, instead of the run's own start.
         options: Of the detectors; None: those of the calibration.
         attributor: Names the fault; None: the one that ships.
+        on_alarm: Called with each `Alarm` as it is raised; what it raises goes through to the training loop.
 
     Raises:
         ThresholdError: If the budget is out of range.
@@ -77,6 +88,7 @@ class Alarms:
         paired: xr.DataTree | None = None,
         options: DetectorOptions | None = None,
         attributor: Attributor | None = None,
+        on_alarm: Callable[[Alarm], None] | None = None,
     ) -> None:
         if calibration is None:
             calibration = Calibration.shipped(paired=paired is not None)
@@ -84,6 +96,7 @@ class Alarms:
         self.options = options or calibration.options
         self.budget = budget
         self.attributor = attributor or Attributor.shipped()
+        self.on_alarm = on_alarm
         self._pair = None if paired is None else Pair(paired)
         self.reset()
 
@@ -104,11 +117,17 @@ class Alarms:
         self._follows: dict[str, _Follow] = {}
         self._settings = SettingsFollower(self.options)
         self._silent_until = -1
+        self._told = ""
         self.raised: list[Alarm] = []
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has heard nothing yet."""
+        return not self._follows
 
     def rest(self, step: int, *, n_steps: int) -> None:
         """Raise nothing for a while and forget the recent past, but not the healthy start: after an action."""
-        self._silent_until = step + n_steps
+        self._silent_until, self._told = step + n_steps, ""
         for follow in self._follows.values():
             follow.forget_past()
 
@@ -136,6 +155,9 @@ class Alarms:
             if observation.step >= self._silent_until and (alarm := follow.alarm(observation.step, threshold)):
                 fresh.append(alarm)
         self.raised += fresh
+        if self.on_alarm is not None:
+            for alarm in fresh:
+                self.on_alarm(alarm)
         return fresh
 
     def scores(self) -> dict[str, float]:
@@ -149,6 +171,13 @@ class Alarms:
     def attribute(self) -> Attribution:
         """Which fault the signals point to now, with the evidence."""
         return self.attributor.attribute(self.features())
+
+    def new_attribution(self, fresh: Sequence[Alarm]) -> Attribution | None:
+        """What the signals point to, where alarms are fresh and it is another fault than was said last."""
+        if not fresh or (found := self.attribute()).cause == self._told:
+            return None
+        self._told = found.cause
+        return found
 
     def features(self) -> dict[str, float]:
         """What `attribute` goes by: the latest signed score of each signal, and how the run's settings have changed."""

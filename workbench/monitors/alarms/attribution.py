@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +47,10 @@ class Attribution:
         """One sentence."""
         because = "; ".join(self.evidence)
         return f"This looks like {self.cause.replace('_', ' ')} ({self.probability[self.cause]:.0%}): {because}."
+
+    def as_event(self) -> dict[str, Any]:
+        """For a run's events: everything but step and kind."""
+        return {"source": self.cause, "score": self.probability[self.cause], "message": self.message}
 
 
 @dataclass(frozen=True)

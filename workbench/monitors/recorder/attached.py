@@ -73,12 +73,14 @@ class AttachedRecorder:
         step: int,
         spikes: SpikeScore,
         reading: Reading | None = None,
+        raises_alarms: bool = True,
     ) -> None:
         self.recorder, self.output = recorder, output
         self.model, self.optimizer = bare(model), innermost(optimizer)
         self.step = step
         self.numbers: dict[str, float] = {}
         self._every = recorder.every
+        self._alarms = recorder.alarms if raises_alarms else None
         self._weights, self._reading = weights, reading
         self._looks: Looks | None = None
         self._pending: dict[str, float | Tensor] = {}  # what was logged
@@ -353,7 +355,17 @@ class AttachedRecorder:
     def _tell(self, observation: Observation) -> None:
         """Observers last: what they raise is the caller's."""
         self.output.add(observation)
+        if self._alarms is not None:
+            self._hear(observation)
         self.recorder.tell(observation)
+
+    def _hear(self, observation: Observation) -> None:
+        """What the alarms say of an observation, as events."""
+        fresh = self._alarms.observe(observation)
+        for alarm in fresh:
+            self.event("alarm", step=alarm.step, **alarm.as_event())
+        if (found := self._alarms.new_attribution(fresh)) is not None:
+            self.event("attribution", step=observation.step, **found.as_event())
 
 
 class _Paused:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainerCallback
 
+    from workbench.monitors.alarms import Alarms
+
 
 @dataclass(frozen=True)
 class Options:
@@ -80,6 +82,7 @@ class Recorder:
         loss_of: From the model and the probe to a loss; for ``curvature``.
         profile_options: Further arguments of `workbench.profile`, for ``spectra``.
         log: Mirrors of the scalars: a TensorBoard writer, or callables that take a dictionary; one or several.
+        alarms: Hear everything; what they say is among the run's events, and goes to their ``on_alarm``.
         rows_per_block: Rows of a part that are written at once, in a thread of their own.
         overwrite: Replace the run at ``path``.
         resume: Go on with the run at ``path``, from the step given to `attach`: rows from then on are dropped. Where
@@ -101,6 +104,7 @@ class Recorder:
         loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None,
         profile_options: Mapping[str, Any] | None = None,
         log: Any = None,
+        alarms: Alarms | None = None,
         rows_per_block: int = 200,
         overwrite: bool = False,
         resume: bool = False,
@@ -116,6 +120,7 @@ class Recorder:
                 "curvature needs the loss as a function; pass loss_of=, from model and probe to a loss."
             )
         self.path = None if path is None else Path(path)
+        self.alarms = alarms
         self.probe, self.n_probe_tokens = probe, n_probe_tokens
         self.options = Options(self.every, float(alpha), loss_of, dict(profile_options or {}))
         self._mirrors = [] if log is None else [mirror_to(each) for each in (log if isinstance(log, list) else [log])]
@@ -138,6 +143,7 @@ class Recorder:
         writer: BackgroundWriter | None = None,
         probe: Any = None,
         step: int | None = None,
+        raises_alarms: bool = True,
     ) -> AttachedRecorder:
         """Watch a model that a loop trains: one line before it.
 
@@ -147,6 +153,7 @@ class Recorder:
             writer: Of another's store, where the parts go beside the numbers of each update, which are its owner's.
             probe: Instead of the recorder's own.
             step: Updates done; None: 0, or, on the model that it was attached to last, where it was detached.
+            raises_alarms: Whether ``alarms`` hear this run; a loop that hands them everything itself says no.
 
         Returns:
             The recorder at work; leaving its context, or ``detach()``, ends it.
@@ -164,6 +171,10 @@ class Recorder:
         step = self._step if step is None else int(step)
         goes_on |= self._resumes
         output = Output(writer, is_hosted=True) if writer is not None else self._output(model, step, goes_on=goes_on)
+        if raises_alarms and self.alarms is not None and self.alarms.is_new and output.path is not None and step:
+            from workbench.monitors.alarms import replay
+
+            replay(open_run(output.path), self.alarms)
         self._last_model, self._is_loaded = weakref.ref(bare(model)), False
         probe = next((p for p in (probe, self.probe, self._kept_probe) if p is not None), None)
         self._attached = AttachedRecorder(
@@ -176,6 +187,7 @@ class Recorder:
             step=step,
             spikes=_spikes_before(step, output.path),
             reading=self._reading,
+            raises_alarms=raises_alarms,
         )
         return self._attached
 
