@@ -40,6 +40,10 @@ def test_harm_is_divergence_or_lost_accuracy(runs):
 def test_lead_times_count_to_whatever_shows_first(runs):
     np.testing.assert_array_equal(early_warning.shown_at(runs), [NAN, NAN, 60, 60, 55, NAN])
     np.testing.assert_array_equal(early_warning.lead_times(runs), [NAN, np.inf, 10, -10, NAN, np.inf])
+    np.testing.assert_array_equal(early_warning.shown_at(runs, signs=["divergence"]), [NAN, NAN, 80, NAN, NAN, NAN])
+    assert early_warning.lead_times(runs, signs=["divergence"]).values[2] == 30
+    with pytest.raises(ThresholdError, match="There is no sign 'acc'"):
+        early_warning.shown_at(runs, signs=["acc"])
     assert early_warning.warned_first(runs).values.tolist() == [False, True, True, False, False, True]
 
 

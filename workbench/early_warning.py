@@ -5,6 +5,7 @@ Every function takes the table of `workbench.samples.early_warning`, or one made
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,8 @@ from workbench.errors import SchemaError, ThresholdError
 if TYPE_CHECKING:
     import xarray as xr
 
-#: What shows in the loss, the gradients, or the end of the run.
+#: What everybody watches, each with its alarm, and the end of the run.
+SIGNS = ("loss", "grad_norm", "spike_score", "divergence")
 _OUTCOMES = ("loss_step", "grad_norm_step", "spike_score_step")
 
 
@@ -36,29 +38,37 @@ def harmful(runs: xr.Dataset, *, margin: float = 0.05) -> xr.DataArray:
     return has_fault & (runs["has_diverged"] | (runs["accuracy"] < runs["healthy_accuracy"] - margin))
 
 
-def shown_at(runs: xr.Dataset) -> xr.DataArray:
+def shown_at(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArray:
     """The first step at which loss, gradient norm, spike score or a divergence showed anything; dim ``run``.
 
     Args:
         runs: The table.
+        signs: Which of these four to look at.
 
     Returns:
         Steps; NaN where nothing ever showed.
 
     Raises:
         SchemaError: If the table lacks a column.
+        ThresholdError: If a sign is unknown.
     """
+    for sign in signs:
+        if sign not in SIGNS:
+            raise ThresholdError(f"There is no sign '{sign}', expected some of {', '.join(SIGNS)}.")
     _need(runs, *_OUTCOMES, "has_diverged", "step")
-    ends = [runs[name] for name in _OUTCOMES] + [runs["step"].where(runs["has_diverged"])]
+    steps = {name.removesuffix("_step"): runs[name] for name in _OUTCOMES}
+    steps["divergence"] = runs["step"].where(runs["has_diverged"])
+    ends = [steps[sign] for sign in signs]
     first = np.fmin.reduce([np.asarray(end, dtype=float) for end in ends])
     return runs["step"].astype(float).copy(data=first)
 
 
-def lead_times(runs: xr.Dataset) -> xr.DataArray:
+def lead_times(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArray:
     """Steps from the first alarm of a mechanism monitor to the first sign of anything else; dim ``run``.
 
     Args:
         runs: The table.
+        signs: As in `shown_at`.
 
     Returns:
         Steps; negative where the mechanism came later, infinite where nothing else ever showed, NaN where the mechanism
@@ -68,13 +78,18 @@ def lead_times(runs: xr.Dataset) -> xr.DataArray:
         SchemaError: If the table lacks a column.
     """
     _need(runs, "mechanism_step")
-    shown = shown_at(runs)
+    shown = shown_at(runs, signs=signs)
     return shown.fillna(np.inf) - runs["mechanism_step"]
 
 
-def warned_first(runs: xr.Dataset) -> xr.DataArray:
-    """Whether a mechanism monitor raised its alarm strictly before anything else showed; bool, dim ``run``."""
-    return lead_times(runs) > 0
+def warned_first(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArray:
+    """Whether a mechanism monitor raised its alarm strictly before any of the signs; bool, dim ``run``.
+
+    Args:
+        runs: The table.
+        signs: As in `shown_at`.
+    """
+    return lead_times(runs, signs=signs) > 0
 
 
 def false_alarms(runs: xr.Dataset) -> xr.Dataset:

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import workbench as wb
 from workbench.errors import ThresholdError
@@ -28,24 +26,21 @@ def cross_entropy(model):
     return functional.cross_entropy(model(TOKENS[:, :-1]).flatten(0, 1), TOKENS[:, 1:].flatten())
 
 
-def hessian(model, loss_of):
-    """Row by row, by autograd's own double backward."""
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    sizes = [model.get_parameter(name).numel() for name in names]
-
-    class Given(nn.Module):
-        def __init__(self, flat):
-            super().__init__()
-            self.flat = flat
-
-        def forward(self, *args):
-            parts = self.flat.split(sizes)
-            weights = {n: p.view_as(model.get_parameter(n)) for n, p in zip(names, parts, strict=True)}
-            return functional_call(model, weights, args)
-
-    flat = torch.cat([model.get_parameter(name).detach().flatten() for name in names])
-    with sdpa_kernel(SDPBackend.MATH):
-        return torch.autograd.functional.hessian(lambda x: loss_of(Given(x)), flat, vectorize=True)
+def hessian(model, loss_of, h=1e-5):
+    """Central differences of gradients: no second derivative is taken; in the order of the model's parameters."""
+    weights = list(model.parameters())
+    rows = []
+    for weight in weights:
+        flat = weight.detach().view(-1)
+        for i in range(len(flat)):
+            sides = []
+            for shift in (h, -2 * h):
+                flat[i] += shift
+                parts = torch.autograd.grad(loss_of(model), weights)
+                sides.append(torch.cat([part.flatten() for part in parts]))
+            flat[i] += h
+            rows.append((sides[0] - sides[1]) / (2 * h))
+    return torch.stack(rows)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +49,7 @@ def dense():
 
 
 def test_the_largest_eigenvalue(dense):
+    torch.testing.assert_close(dense, dense.T, rtol=0, atol=1e-8)
     wanted = torch.linalg.eigvalsh(dense)
     assert wanted[-1] > 0 > wanted[0]  # the largest, not the largest in magnitude
     assert sharpness(tiny(), cross_entropy, tolerance=1e-8) == pytest.approx(wanted[-1].item(), rel=1e-6)
@@ -93,11 +89,11 @@ def test_gradient_descent_leaves_a_bowl_beyond_two_over_sharpness():
     x, y = torch.randn(40, 6, dtype=torch.float64), torch.randn(40, 1, dtype=torch.float64)
     squares = lambda m: functional.mse_loss(m(x), y)  # noqa: E731
     limit = 2 / sharpness(nn.Linear(6, 1).double(), squares, tolerance=0)
-    for factor, is_stable in ((0.98, True), (1.02, False)):
+    for factor, is_stable in ((0.95, True), (1.05, False)):
         model = nn.Linear(6, 1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=factor * limit)
         losses = []
-        for _ in range(600):
+        for _ in range(150):
             optimizer.zero_grad()
             loss = squares(model)
             loss.backward()
@@ -114,7 +110,8 @@ def test_frozen_and_unused_weights_have_no_curvature(dense):
     frozen = tiny()
     for p in frozen.blocks.parameters():
         p.requires_grad_(False)
-    wanted = torch.linalg.eigvalsh(hessian(frozen, cross_entropy))[-1].item()
+    is_free = torch.cat([torch.full((p.numel(),), p.requires_grad) for p in frozen.parameters()])
+    wanted = torch.linalg.eigvalsh(dense[is_free][:, is_free])[-1].item()
     assert sharpness(frozen, cross_entropy, tolerance=1e-8) == pytest.approx(wanted, rel=1e-6)
 
 

@@ -16,7 +16,7 @@ from workbench.errors import ThresholdError, WorkbenchError
 from workbench.monitors.recorder.batches import BatchWatch
 from workbench.monitors.recorder.looks import Looks, Reading
 from workbench.monitors.recorder.options import Observation, is_due, plain, say
-from workbench.monitors.recorder.ranks import of_all_ranks, of_first_rank
+from workbench.monitors.recorder.ranks import is_shared, of_all_ranks, of_first_rank
 from workbench.monitors.recorder.updates import total_gradient_norm, was_skipped
 from workbench.monitors.recorder.weights import Weights
 from workbench.monitors.scalars import SpikeScore
@@ -230,7 +230,8 @@ class AttachedRecorder:
                 self._guarded("optimizer", self._looks.begin_update)
 
     def _note_update(self) -> None:
-        if "grad_norm" not in self._pending and not self._is_told_norm:
+        # Sharded gradients need every rank, and what has been logged need not be the same on all.
+        if is_shared() or ("grad_norm" not in self._pending and not self._is_told_norm):
             self._noted["grad_norm"] = total_gradient_norm(self.optimizer)
         self._noted["learning_rate"] = max(float(group["lr"]) for group in self.optimizer.param_groups)
 

@@ -138,9 +138,7 @@ class Looks:
         for source in ("attention", "router"):
             if (reason := self.reading.troubles.get(source)) is not None and self.is_on(source):
                 self._event("not recorded", source=source, message=reason)
-        if self.probe is not None and any(self.is_on(part) for part in ("attention", "router", "activations")):
-            self._probe_look = ProbeLook(self.model, self.reading.anatomy, self.probe, routers=self.reading.routers)
-        taken = self.probed(tuple(self.after_update))
+        taken = self._first_pass()
         if self.is_on("attention"):
             self._begin_attention(taken.get("attention", {}))
         if self.is_on("router"):
@@ -151,6 +149,18 @@ class Looks:
                 self.switch_off("router")  # a dense model has none: nothing is amiss
         self.begin_window(step)
         self._tell_unreadable()
+
+    def _first_pass(self) -> dict[str, dict[str, np.ndarray]]:
+        """What the probe shows at first; it says what it will ever show."""
+        if self.probe is None or not any(self.is_on(part) for part in PROBED):
+            return {}
+        try:
+            self._probe_look = ProbeLook(self.model, self.reading.anatomy, self.probe, routers=self.reading.routers)
+            return self.probed(PROBED)
+        except Exception as error:  # noqa: BLE001  (a foreign model may fail in any way; it is told)
+            self._miss("activations", f"The probe does not pass through the model: {_reason(error)}")
+            self.switch_off("probe")
+            return {}
 
     def is_on(self, part: str) -> bool:
         """Whether a part is recorded."""
@@ -193,7 +203,7 @@ class Looks:
             values[name] = np.full((len(self.names), self.n_heads), np.nan)
             if name in probed:
                 values[name][:, : probed[name].shape[1]] = probed[name]
-        is_lost = self._had_attention & np.isnan(values["attention_entropy"]).any(1) if probed else []
+        is_lost = (self._had_attention & np.isnan(values["attention_entropy"])).any(1) if probed else []
         self._tell_broken(step, {int(layer): "attention scores" for layer in np.flatnonzero(is_lost)} | broken)
         is_full, self._window_begins = step + 1 - self._window_begins == self.options.every["attention"], step + 1
         if not is_full:  # over fewer updates the numbers would mean something else
@@ -303,8 +313,8 @@ class Looks:
             self._event("not recorded", source="attention", message=reading.reason, layer=reading.layer)
         n_seen = probed["attention_entropy"].shape[1] if probed else 0
         self.n_heads = max(self.query_keys.n_heads, n_seen)
-        entropy = probed.get("attention_entropy", np.full((len(self.names), 1), np.nan))
-        self._had_attention = ~np.isnan(entropy).all(1)
+        self._had_attention = np.zeros((len(self.names), self.n_heads), dtype=bool)
+        self._had_attention[:, :n_seen] = ~np.isnan(probed["attention_entropy"]) if probed else False
 
     def _miss(self, part: str, reason: str) -> None:
         if self.is_on(part):
