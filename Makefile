@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help venv lab test lint unit notebooks browser sample bench checkpoints runs clean
+.PHONY: help venv lab test lint unit notebooks browser sample bench checkpoints runs warnings clean
 
 help:  ## This list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -49,14 +49,19 @@ bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 	$(BIN)/python -m benchmarks.spectra
 	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m benchmarks.recording
+	$(BIN)/python -m benchmarks.monitors
 	$(BIN)/python -m benchmarks.shaping
 	$(BIN)/python -m benchmarks.live
+	$(BIN)/python -m benchmarks.timeline
 
 checkpoints: venv  ## Train the checkpoints in data/ again
 	$(BIN)/python data/make_checkpoints.py
 
 runs: venv  ## Record the training runs and tables in data/ again, where their files are missing
 	$(BIN)/python data/make_runs.py
+
+warnings: venv  ## Record the study of injected faults again, and fit the alarms to it
+	$(BIN)/python data/make_early_warning.py
 
 clean:  ## Remove what was built here
 	rm -rf $(VENV) build dist *.egg-info artifacts .pytest_cache .ruff_cache .hypothesis
