@@ -123,6 +123,8 @@ def test_it_zooms_shows_where_and_follows_a_run_elsewhere(lab, page, artifacts, 
     # The same mark on its line, by the mouse: from another selection back to it.
     ask_kernel(page, "timeline.select(None)")
     wait(lambda: heat.count() == 0, "an empty side")
+    page.locator(".workbench-timeline").evaluate("element => element.scrollIntoView()")
+    page.wait_for_timeout(500)  # the page has got shorter
     box = rank.bounding_box()
     (first, last), inset = (-6.0, 406.0), (58, 14)
     x = box["x"] + inset[0] + (140 - first) / (last - first) * (box["width"] - sum(inset))

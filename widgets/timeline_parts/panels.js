@@ -47,13 +47,14 @@ function verticalAxis(panel, top, bottom) {
     low /= room;
     high *= room;
     const span = Math.log(high / low), y = (value) => bottom - (Math.log(Math.max(value, low * 1e-6) / low) / span) * (bottom - top);
-    let ticks = [];
-    const decades = Math.log10(high / low), every = Math.max(1, Math.ceil(decades / 3));
-    for (let k = Math.ceil(Math.log10(low)); k <= Math.log10(high); k++) if (k % every === 0) ticks.push(10 ** k);
-    const texts = ticks.map(short);
-    if (ticks.length >= 2) return { y, ticks, texts };
-    ticks = roundTicks(low, high, 3);
-    return { y, ticks, texts: ticks.map((tick) => tickText(tick, ticks)) };
+    const texts = (ticks) => ticks.map((tick) => (high < 100 * low ? tickText(tick, ticks) : short(tick)));
+    // Powers of ten, not too many; over less than two of them 1, 2 and 5 times these; else round numbers.
+    const powers = Array.from({ length: 80 }, (_, k) => 10 ** (k - 40)), inside = (ticks) => ticks.filter((tick) => tick >= low && tick <= high);
+    let ticks = inside(powers);
+    if (ticks.length > 4) ticks = ticks.filter((_, k) => (ticks.length - 1 - k) % Math.ceil(ticks.length / 4) === 0);
+    if (ticks.length < 2) ticks = inside(powers.flatMap((power) => [power, 2 * power, 5 * power]));
+    if (ticks.length < 2) ticks = roundTicks(low, high, 3);
+    return { y, ticks, texts: texts(ticks) };
   }
   const room = 0.07 * (high - low) || 0.5 * Math.abs(high) || 0.5;
   low -= room;
@@ -231,7 +232,7 @@ function drawLane(canvas, theme, runs, view, chosen) {
         drawCross(context, theme, at, y);
       });
     }
-    if (run.lead) drawLead(context, theme, run.lead, x, y - 12, width);
+    if (run.lead) drawLead(context, theme, run.lead, x, y - 11, width);
   });
   context.restore();
   drawChosen(context, theme, chosen, x, view, bottom);
@@ -249,5 +250,5 @@ function drawLead(context, theme, [start, stop, words], x, y, width) {
   if (Math.max(from, to) < INSET.left || Math.min(from, to) > width) return;
   context.textAlign = "center";
   context.textBaseline = "alphabetic";
-  writtenOn(context, theme, words, Math.min(Math.max(middle, INSET.left + half + 4), width - INSET.right - half - 4), y - 4);
+  writtenOn(context, theme, words, Math.min(Math.max(middle, INSET.left + half + 4), width - INSET.right - half - 4), y - 6);
 }

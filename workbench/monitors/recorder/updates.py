@@ -17,7 +17,7 @@ from workbench.monitors.recorder.weights import Weights, own_part
 if TYPE_CHECKING:
     from workbench.subjects.anatomy import Anatomy
 
-#: Entries of a row of sums: gradients, weights, changes, staleness, each as sum of squares and count; eps.
+#: What is summed of each module, as a sum of squares and a count.
 _GRADIENT, _WEIGHT, _CHANGE, _STALENESS = range(4)
 
 
