@@ -93,6 +93,7 @@ def main() -> None:
         cost = look / (DELTA * step)
         wanted = "under +2 %" if parts == MECHANISM else ""
         took = f"{look:.2f} s a look, {step:.1f} s a step"
+        took = f"{look:.2f} s a look, {step:.1f} s a step"
         rows.append(f"| {name}, every {DELTA} steps | {wanted} | **{cost:+.2%}** | {took} |")
     waits = blocked_milliseconds(args.steps)
     rows.append(

@@ -176,7 +176,7 @@ class TimelineCanvas(LatestState):
         if self.wishes.seen is not None and name not in self.wishes.seen:
             return {"name": name, "is_seen": False}
         margin = _MARGIN * (view[1] - view[0])
-        n = max(50, int(self.wishes.width * (1 + 2 * _MARGIN)))
+        n = max(50, int(0.75 * self.wishes.width * (1 + 2 * _MARGIN)))  # lines are thicker than a pixel
         found = [(run, line) for run in shown if (line := run.line(name, reduce)) is not None]
         lines, values, remarks = [], [np.zeros(0)], []
         for run, line in found:

@@ -119,6 +119,20 @@ function drawDiamond(context, theme, color, x, y) {
 
 const isSame = (one, other) => Boolean(one && other && one.run === other.run && one.step === other.step && one.source === other.source);
 
+// The first row of rising steps that is not before a step.
+function rowAt(steps, step) {
+  let low = 0, high = steps.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] < step) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+// The rows in view, and one more on either side.
+const inView = (steps, view) => [Math.max(0, rowAt(steps, view[0]) - 1), Math.min(steps.length, rowAt(steps, view[1]) + 2)];
+
 function clipToFrame(context, width, height) {
   context.save();
   context.beginPath();
@@ -157,15 +171,18 @@ function drawPanel(canvas, theme, panel, runs, view, chosen) {
   for (const run of runs) drawLandmarks(context, run, x, 0, height);
   for (const { run, step, value } of panel.lines) {
     if (!named[run]) continue;
+    const [first, last] = inView(step, view), isDense = last - first > width;
     context.strokeStyle = context.fillStyle = named[run].color;
-    context.lineWidth = 1.5;
-    context.setLineDash(named[run].dash);
+    // Of a dense line nobody sees joints and dashes, which cost most.
+    context.lineWidth = isDense ? 1.2 : 1.5;
+    context.lineJoin = isDense ? "bevel" : "round";
+    context.setLineDash(isDense ? [] : named[run].dash);
     context.beginPath();
-    for (let i = 0; i < step.length; i++) context.lineTo(x(step[i]), axis.y(value[i]));
+    for (let i = first; i < last; i++) context.lineTo(x(step[i]), axis.y(value[i]));
     context.stroke();
     context.setLineDash([]);
-    if (step.length && step.length < width / 40) {
-      for (let i = 0; i < step.length; i++) {
+    if (last - first < width / 40) {
+      for (let i = first; i < last; i++) {
         ring(context, x(step[i]), axis.y(value[i]), 2.4);
         context.fill();
       }

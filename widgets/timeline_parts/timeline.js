@@ -102,7 +102,7 @@ function render({ model, el, signal }) {
     lanePlaces = drawLane(lane, theme, runs, view, chosen);
     for (const one of panels) {
       const { top, bottom } = one.canvas.getBoundingClientRect();
-      one.isOut = bottom < -300 || top > window.innerHeight + 300; // drawn when it comes into sight
+      one.isOut = bottom < -120 || top > window.innerHeight + 120; // drawn when it comes into sight
       if (!one.isOut && one.panel) one.places = drawPanel(one.canvas, theme, one.panel, runs, view, chosen);
     }
     tellSeen();
@@ -273,13 +273,8 @@ function render({ model, el, signal }) {
 
   // The cursor runs through all panels and reads the lines.
   const nearest = (steps, step) => {
-    let low = 0, high = steps.length - 1;
-    while (high - low > 1) {
-      const middle = (low + high) >> 1;
-      if (steps[middle] <= step) low = middle;
-      else high = middle;
-    }
-    return Math.abs(steps[high] - step) < Math.abs(steps[low] - step) ? high : low;
+    const row = Math.min(rowAt(steps, step), steps.length - 1);
+    return row > 0 && step - steps[row - 1] < steps[row] - step ? row - 1 : row;
   };
   const read = (step) => {
     for (const one of panels) {

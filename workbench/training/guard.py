@@ -118,6 +118,11 @@ class Guard:
             self._attached.detach()
             self._attached = None
 
+    def begin_step(self, step: int) -> None:
+        """Keep the recorder's count: float16 may leave out updates that the loop counts."""
+        if self._attached is not None:
+            self._attached.step = step
+
     def finish_step(self, numbers: Mapping[str, Any]) -> dict[str, float]:
         """Hand over the numbers of a step.
 

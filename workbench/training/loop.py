@@ -290,6 +290,7 @@ class _Run:
         if self.shaper is not None:
             self.shaper.begin_step(self.step)
         self.faults.begin_step(self.step)
+        self.guard.begin_step(self.step)
         factor = self.plan.rate_factor(self.step) * self.faults.rate_factor * self.guard.rate_factor
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * factor
