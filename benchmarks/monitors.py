@@ -93,7 +93,6 @@ def main() -> None:
         cost = look / (DELTA * step)
         wanted = "under +2 %" if parts == MECHANISM else ""
         took = f"{look:.2f} s a look, {step:.1f} s a step"
-        took = f"{look:.2f} s a look, {step:.1f} s a step"
         rows.append(f"| {name}, every {DELTA} steps | {wanted} | **{cost:+.2%}** | {took} |")
     waits = blocked_milliseconds(args.steps)
     rows.append(
@@ -101,8 +100,8 @@ def main() -> None:
         f"{np.quantile(waits, 0.99):.2f} ms at 99 % |"
     )
     about = (
-        f"Pre-LN, d = {WIDTH}, L = {DEPTH}, 8 heads, batches of {args.rows} x {LENGTH} tokens, float32, AdamW. A look is "
-        f"timed against the plain step before it, and spread over the {DELTA} steps between two looks. Waiting: 50 "
+        f"Pre-LN, d = {WIDTH}, L = {DEPTH}, 8 heads, batches of {args.rows} x {LENGTH} tokens, float32, AdamW. A look "
+        f"is timed against the plain step before it, and spread over the {DELTA} steps between two looks. Waiting: 50 "
         f"scalars a step and four arrays of {DEPTH} x 8 x 5 every {DELTA}, while blocks are being written. Made by "
         f"`make bench` on {os.cpu_count()} cores ({platform.machine()}), {versions()}."
     )

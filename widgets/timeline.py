@@ -222,9 +222,14 @@ class Timeline(WorkbenchWidget):
         if isinstance(healthy, str | os.PathLike | Mapping):
             healthy = {name: run.tree for name, run in _followed(healthy).items()}
         return timeline(
-            runs, signals=self.signals, reduce=self._wishes.reduce, healthy=healthy, band=self._arguments["band"],
-            places=places, backend=backend,
-        )  # fmt: skip
+            runs,
+            signals=self.signals,
+            reduce=self._wishes.reduce,
+            healthy=healthy,
+            band=self._arguments["band"],
+            places=places,
+            backend=backend,
+        )
 
     def close(self) -> None:
         """Stop following the runs and remove the widget; the stores stay as they are."""
@@ -254,9 +259,7 @@ class Timeline(WorkbenchWidget):
 
     def _mapped(self, step: int, signal: str | None, run: str | None) -> str:
         """The signal whose layers are shown: the one asked for, or the last that alarmed, or the first that has any."""
-        has_layers = {
-            name for each in self.runs.values() for name, entry in each.entries.items() if entry.places
-        }  # fmt: skip
+        has_layers = {name for each in self.runs.values() for name, entry in each.entries.items() if entry.places}
         if signal in has_layers:
             return signal
         stories = [self.runs[run].story] if run is not None else self._stories()

@@ -222,9 +222,7 @@ class TimelineCanvas(LatestState):
         if self._healthy is None:
             return []
         if isinstance(self._healthy, int):
-            return [
-                (run.name, own_band(line.step, line.value, self._healthy, self._quantiles)) for run, line in found
-            ]  # fmt: skip
+            return [(run.name, own_band(line.step, line.value, self._healthy, self._quantiles)) for run, line in found]
         lines = [line for run in self._healthy if (line := run.line(name, reduce)) is not None]
         key = name, reduce, tuple(line.n_rows for line in lines)
         if key not in self._bands:

@@ -131,9 +131,7 @@ class Story:
         found = [run[part]["step"].values for part in run.children if "step" in run[part].to_dataset().variables]
         steps = np.concatenate([np.atleast_1d(step) for step in found] or [np.zeros(0)])
         first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
-        return cls(
-            name, place, events, fault_spans(events), lead_time(events), divergence_of(events), first, last
-        )  # fmt: skip
+        return cls(name, place, events, fault_spans(events), lead_time(events), divergence_of(events), first, last)
 
     @property
     def onsets(self) -> list[Event]:
@@ -223,9 +221,7 @@ class Axis:
 
 def panel_of(lines: list[Trace], *, shows_all: bool = False) -> Panel:
     """The lines of one signal on the axis of the timeline, and what is not drawn of them."""
-    axis = Axis.of(
-        lines[0].variable, np.concatenate([line.columns["value"] for line in lines]), shows_all=shows_all
-    )  # fmt: skip
+    axis = Axis.of(lines[0].variable, np.concatenate([line.columns["value"] for line in lines]), shows_all=shows_all)
     note = Panel.of(lines, shows_all=True).note
     beyond = [
         (f"{line.run} " if len(lines) > 1 else "") + f"up to {top:.3g}, above the view"
@@ -282,9 +278,7 @@ def _line(run: xr.DataTree, name: str, story: Story, reduce: str | None) -> Trac
         return Trace(story.run, name, name, np.zeros(0, int), np.zeros(0), diverged=diverged)
     found = sig.read(run, name, reduce=reduce)
     title = found.long_name + (f" ({found.unit})" if found.unit not in ("1", "") else "")
-    return Trace(
-        story.run, title, found.variable, found.step, found.value, found.part == "spectra", diverged=diverged
-    )  # fmt: skip
+    return Trace(story.run, title, found.variable, found.step, found.value, found.part == "spectra", diverged=diverged)
 
 
 def _bands(

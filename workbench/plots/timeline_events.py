@@ -96,11 +96,16 @@ def events_of(run: xr.DataTree) -> list[Event]:
     columns = {name: data[name].values.tolist() if name in data.variables else [None] * n for name in _COLUMNS}
     found = [
         Event(
-            int(step), str(kind), str(source or ""), math.nan if score is None else float(score), str(message or ""),
-            _place(layer), _place(head),
+            int(step),
+            str(kind),
+            str(source or ""),
+            math.nan if score is None else float(score),
+            str(message or ""),
+            _place(layer),
+            _place(head),
         )
         for step, kind, source, score, message, layer, head in zip(*columns.values(), strict=True)
-    ]  # fmt: skip
+    ]
     return sorted(found, key=lambda event: event.step)
 
 
