@@ -28,18 +28,20 @@ WIDTH, DEPTH, LENGTH, DELTA = 512, 8, 256, 10
 MECHANISM = ("attention", "router", "optimizer", "activations")
 
 
-def timed_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
-    """Seconds of one training step."""
+def timed_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> tuple[float, float]:
+    """Seconds of one training step, and of its update, around which a recorder looks."""
     start = time.perf_counter()
     logits = model(batch)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten()).backward()
+    before = time.perf_counter()
     optimizer.step()
+    update = time.perf_counter() - before
     optimizer.zero_grad()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, update
 
 
 def look_seconds(parts: tuple[str, ...], n_rows: int, n_pairs: int) -> tuple[float, float]:
-    """Medians of a plain step and of what a step in which these parts look takes longer, in seconds."""
+    """Medians of a plain step and of what an update around which these parts look takes longer, in seconds."""
     model = wb.zoo.transformer("pre_ln", d_model=WIDTH, n_layers=DEPTH, n_heads=8, max_length=LENGTH, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = torch.randint(0, 256, (n_rows, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -55,7 +57,8 @@ def look_seconds(parts: tuple[str, ...], n_rows: int, n_pairs: int) -> tuple[flo
             with recorder.attach(model, optimizer):
                 timed_step(model, optimizer, batch[:1])  # the base point
                 watched.append(timed_step(model, optimizer, batch))
-    return statistics.median(plain), statistics.median(b - a for a, b in zip(plain, watched, strict=True))
+    looks = (b - a for (_, a), (_, b) in zip(plain, watched, strict=True))
+    return statistics.median(step for step, _ in plain), statistics.median(looks)
 
 
 def blocked_milliseconds(n_steps: int) -> np.ndarray:
@@ -100,10 +103,10 @@ def main() -> None:
         f"{np.quantile(waits, 0.99):.2f} ms at 99 % |"
     )
     about = (
-        f"Pre-LN, d = {WIDTH}, L = {DEPTH}, 8 heads, batches of {args.rows} x {LENGTH} tokens, float32, AdamW. A look "
-        f"is timed against the plain step before it, and spread over the {DELTA} steps between two looks. Waiting: 50 "
-        f"scalars a step and four arrays of {DEPTH} x 8 x 5 every {DELTA}, while blocks are being written. Made by "
-        f"`make bench` on {os.cpu_count()} cores ({platform.machine()}), {versions()}."
+        f"Pre-LN, d = {WIDTH}, L = {DEPTH}, 8 heads, batches of {args.rows} x {LENGTH} tokens, float32, AdamW. A look is "
+        f"timed around the update, against the plain update before it, and spread over the {DELTA} steps between two "
+        f"looks. Waiting: 50 scalars a step and four arrays of {DEPTH} x 8 x 5 every {DELTA}, while blocks are being "
+        f"written. Made by `make bench` on {os.cpu_count()} cores ({platform.machine()}), {versions()}."
     )
     write_report("monitors", "Cost of the monitors", about, ("what", "wanted", "measured", "time"), rows)
 

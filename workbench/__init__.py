@@ -20,6 +20,7 @@ _PUBLIC = {
     "early_warning": "workbench.early_warning",
     "monitors": "workbench.monitors",
     "schema": "workbench.schema",
+    "signals": "workbench.signals",
     "errors": "workbench.errors",
     "open_checkpoint": "workbench.subjects.checkpoint:open_checkpoint",
     "save_checkpoint": "workbench.subjects.checkpoint:save_checkpoint",
