@@ -103,8 +103,8 @@ def main() -> None:
         f"{np.quantile(waits, 0.99):.2f} ms at 99 % |"
     )
     about = (
-        f"Pre-LN, d = {WIDTH}, L = {DEPTH}, 8 heads, batches of {args.rows} x {LENGTH} tokens, float32, AdamW. A look is "
-        f"timed around the update, against the plain update before it, and spread over the {DELTA} steps between two "
+        f"Pre-LN, d = {WIDTH}, L = {DEPTH}, 8 heads, batches of {args.rows} x {LENGTH} tokens, float32, AdamW. A look "
+        f"is timed around the update, against the plain update before it, and spread over the {DELTA} steps between two "
         f"looks. Waiting: 50 scalars a step and four arrays of {DEPTH} x 8 x 5 every {DELTA}, while blocks are being "
         f"written. Made by `make bench` on {os.cpu_count()} cores ({platform.machine()}), {versions()}."
     )
