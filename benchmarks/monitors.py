@@ -104,9 +104,9 @@ def main() -> None:
     )
     about = (
         f"Pre-LN, d = {WIDTH}, L = {DEPTH}, 8 heads, batches of {args.rows} x {LENGTH} tokens, float32, AdamW. A look "
-        f"is timed around the update, against the plain update before it, and spread over the {DELTA} steps between two "
-        f"looks. Waiting: 50 scalars a step and four arrays of {DEPTH} x 8 x 5 every {DELTA}, while blocks are being "
-        f"written. Made by `make bench` on {os.cpu_count()} cores ({platform.machine()}), {versions()}."
+        f"is timed around the update, against the plain update before it, and spread over the {DELTA} steps between "
+        f"two looks. Waiting: 50 scalars a step and four arrays of {DEPTH} x 8 x 5 every {DELTA}, while blocks are "
+        f"being written. Made by `make bench` on {os.cpu_count()} cores ({platform.machine()}), {versions()}."
     )
     write_report("monitors", "Cost of the monitors", about, ("what", "wanted", "measured", "time"), rows)
 
