@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from workbench.errors import CheckpointError, StoreError, ThresholdError, WorkbenchError
 from workbench.run_writer import RunWriter
@@ -26,6 +25,7 @@ from workbench.training.configuration import describe_run, first_difference
 from workbench.training.faults import Fault, Injection, Pass
 from workbench.training.guard import Guard
 from workbench.training.kss import KSS, Shaper
+from workbench.training.losses import accuracy_of, auxiliary_loss, token_loss
 from workbench.training.plan import PRECISIONS, TrainingPlan
 from workbench.training.random_stream import RandomStream
 from workbench.training.recording import (
@@ -46,16 +46,6 @@ if TYPE_CHECKING:
     from workbench.monitors.recorder import Recorder
     from workbench.training.actions import Actions, Request
     from workbench.training.baselines.penalties import Penalty
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over the targets, in nats.
-
-    Args:
-        logits: Shape (..., class).
-        targets: Class numbers, shape (...); -100 is left out.
-    """
-    return cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
 def train(
@@ -206,7 +196,7 @@ class _Run:
         if self.faults.looks_at_the_model:
             probe = on_device_of(self.model, self.task.probe(2))
             self.faults.attach_to_model(
-                self.model, probe, lambda output: _auxiliary_loss(self.model, output) is not None
+                self.model, probe, lambda output: auxiliary_loss(self.model, output) is not None
             )
         if self.kss is not None:
             self.shaper = self._attached()
@@ -307,7 +297,7 @@ class _Run:
             step=self.step,
             loss=given.loss,
             auxiliary_loss=given.auxiliary_loss,
-            accuracy=_accuracy(given.logits, targets),
+            accuracy=accuracy_of(given.logits, targets),
             grad_norm=grad_norm,
             learning_rate=max(group["lr"] for group in self.optimizer.param_groups),
             cause=cause,
@@ -333,7 +323,7 @@ class _Run:
         with autocast, self.penalties.watch(self.step) as penalty_of:
             output = call_model(self.model, inputs)
             logits = output if isinstance(output, Tensor) else output.logits
-            task_loss, auxiliary = self.loss(logits, targets), _auxiliary_loss(self.model, output)
+            task_loss, auxiliary = self.loss(logits, targets), auxiliary_loss(self.model, output)
             if auxiliary is not None and not self.faults.keeps_auxiliary_loss:
                 auxiliary = torch.zeros_like(auxiliary)
             if (penalty := penalty_of(task_loss)) is not None:
@@ -457,24 +447,6 @@ def _looks_again(optimizer: torch.optim.Optimizer) -> bool:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def _auxiliary_loss(model: nn.Module, output: Any) -> Tensor | None:
-    """Weighted terms beside the task's loss: the zoo's own method, or what Hugging Face routers return."""
-    if callable(own := getattr(model, "auxiliary_loss", None)):
-        return own()
-    term = None if isinstance(output, Tensor) else getattr(output, "aux_loss", None)
-    if not isinstance(term, Tensor):
-        return None
-    return term * getattr(model.config, "router_aux_loss_coef", 1.0)
-
-
-def _accuracy(logits: Tensor, targets: Tensor) -> float:
-    if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
-        return math.nan
-    is_target = targets != -100
-    right = (logits.detach().argmax(-1) == targets) & is_target
-    return float(right.sum() / is_target.sum())
 
 
 def _evidence(record: StepRecord, plan: TrainingPlan) -> dict[str, Any]:

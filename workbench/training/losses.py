@@ -1,0 +1,38 @@
+"""What one forward pass says: the task's loss, terms beside it, and how often it is right."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy over the targets, in nats.
+
+    Args:
+        logits: Shape (..., class).
+        targets: Class numbers, shape (...); -100 is left out.
+    """
+    return cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def auxiliary_loss(model: nn.Module, output: Any) -> Tensor | None:
+    """Weighted terms beside the task's loss: the zoo's own method, or what Hugging Face routers return."""
+    if callable(own := getattr(model, "auxiliary_loss", None)):
+        return own()
+    term = None if isinstance(output, Tensor) else getattr(output, "aux_loss", None)
+    if not isinstance(term, Tensor):
+        return None
+    return term * getattr(model.config, "router_aux_loss_coef", 1.0)
+
+
+def accuracy_of(logits: Tensor, targets: Tensor) -> float:
+    """Share of the targets that were most likely; NaN where that means nothing."""
+    if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
+        return math.nan
+    is_target = targets != -100
+    right = (logits.detach().argmax(-1) == targets) & is_target
+    return float(right.sum() / is_target.sum())
