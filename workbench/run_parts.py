@@ -94,10 +94,7 @@ def events_part(present: Sequence[str] | None = None) -> Part:
     names = ["kind", "source", "score", "message", "layer", "head"]
     if present is not None:
         names = [name for name in names if name in present or name not in ("layer", "head")]
-    attrs = {
-        name: {"long_name": rule.long_name, "units": rule.units, "meaning": rule.meaning}
-        for name, rule in EVENTS.items()
-    }
+    attrs = {name: rule.attrs for name, rule in EVENTS.items()}
     own = {
         "layer": {"long_name": "layer", "units": "1", "meaning": "layer that the event is about; -1: none"},
         "head": {"long_name": "head", "units": "1", "meaning": "attention head that the event is about; -1: none"},

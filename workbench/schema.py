@@ -405,11 +405,6 @@ def _check_variables(data: xr.Dataset, rules: Mapping[str, Variable], extra_dims
             )
 
 
-def about(rule: Variable) -> dict[str, str]:
-    """A variable's attributes: ``long_name``, ``units``, ``meaning``."""
-    return {"long_name": rule.long_name, "units": rule.units, "meaning": rule.meaning}
-
-
 def check_version(data: xr.Dataset | xr.DataTree) -> None:
     """Refuse data that a newer version of the workbench wrote.
 

@@ -99,7 +99,6 @@ def test_an_object_with_add_scalar_gets_each_number():
 
 
 def test_tensorboard_reads_back_what_was_sent(tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import StoreError
 from workbench.monitors.recorder.options import Observation, say
 from workbench.run_parts import Part
-from workbench.schema import MONITORS, PARTS, about
+from workbench.schema import MONITORS, PARTS
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -114,5 +114,5 @@ def _declared(observation: Observation) -> Part:
         along = _ALONG.get(name, "module" if observation.part == "optimizer" and name == "layer" else name)
         if along in used:
             coords[name] = values.tolist() if along == name else (along, values.tolist())
-    attrs = {name: about(rules[name]) for name in observation.values if name in rules}
+    attrs = {name: rules[name].attrs for name in observation.values if name in rules}
     return Part(observation.part, dims, coords=coords, attrs=attrs)
