@@ -31,5 +31,9 @@ class StoreError(WorkbenchError):
     """A run cannot be written to or read from disk."""
 
 
+class SweepError(WorkbenchError):
+    """A sweep cannot reach its cluster, or some of its runs failed."""
+
+
 class MissingPackageError(WorkbenchError, ImportError):
     """Something was asked for that an optional package does."""

