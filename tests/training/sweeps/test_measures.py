@@ -32,7 +32,7 @@ def test_a_case_holds_all_settings_and_measures():
     assert (case.sizes["run"], case.sizes["layer"], case.sizes["mode"]) == (1, 2, 16)
     assert case["n_tokens"].item() == 4 * 8
     assert (case["norm"].item(), case["optimizer"].item(), case["momentum"].item()) == ("pre_ln", "AdamW", 0.9)
-    assert case["mean_rate_share"].item() == pytest.approx((0.2 + 0.4 + 0.6 + 0.8 + 16) / 20)
+    assert case["mean_rate_factor"].item() == pytest.approx((0.2 + 0.4 + 0.6 + 0.8 + 16) / 20)
 
 
 def test_its_spectra_are_those_of_profile():

@@ -6,8 +6,9 @@ outcomes = wb.sweep(runs, "sweeps/norms.zarr")
 """
 
 from workbench.training.sweeps.execution import sweep
-from workbench.training.sweeps.measures import measure_case, replan
+from workbench.training.sweeps.measures import measure_case
 from workbench.training.sweeps.one_run import count_spikes, make_run
+from workbench.training.sweeps.planned import replan
 from workbench.training.sweeps.settings import TASKS, RunSettings, grid
 from workbench.training.sweeps.store import SweepStore, open_sweep
 

@@ -7,14 +7,13 @@ import json
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.errors import ThresholdError
 from workbench.spectral.profile import profile
 from workbench.spectral.spectra import RankWarning
 from workbench.subjects.anatomy import Anatomy, read_anatomy
@@ -24,7 +23,8 @@ from workbench.subjects.checkpoint import Subject
 from workbench.subjects.probing import call_model, on_device_of, undisturbed, watch
 from workbench.sweep_schema import MEASURES, SETTINGS, dtype_of
 from workbench.training.losses import accuracy_of, auxiliary_loss, token_loss
-from workbench.training.plan import DEFAULT_RATE, SCHEDULES, TrainingPlan
+from workbench.training.plan import TrainingPlan
+from workbench.training.sweeps.planned import describe_plan, plan_of
 from workbench.training.tasks import as_task
 
 if TYPE_CHECKING:
@@ -79,64 +79,9 @@ def measure_case(
     )
     config = getattr(module, "config", None)
     known = config.as_dict() if hasattr(config, "as_dict") else {}
-    row |= describe_settings(plan, known) | {"architecture": architecture or type(module).__name__}
+    row |= describe_plan(plan, known) | {"architecture": architecture or type(module).__name__}
     row |= {"study": "", "configuration": "", "cell": "", "settings": json.dumps(plan.as_dict(), default=str)}
     return as_cases([row]).assign_attrs(subject=architecture or type(module).__name__)
-
-
-def plan_of(training: dict[str, Any]) -> TrainingPlan:
-    """The plan that settings of a call describe.
-
-    Raises:
-        ThresholdError: If one is unknown or impossible.
-    """
-    known = [item.name for item in fields(TrainingPlan)]
-    for name in training:
-        if name not in known:
-            raise ThresholdError(f"'{name}' is no setting of a training run, expected one of {', '.join(known)}.")
-    if "n_steps" not in training:
-        raise ThresholdError("A planned run needs n_steps, the number of updates; pass n_steps=.")
-    return TrainingPlan(**training)
-
-
-def describe_settings(plan: TrainingPlan, config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run by the names of ``sweep_schema.SETTINGS``, as far as plan and configuration say them."""
-    optimizer = plan.optimizer if isinstance(plan.optimizer, str) else ""
-    if isinstance(plan.optimizer, torch.optim.Optimizer):
-        optimizer = type(plan.optimizer).__name__
-        defaults = dict(plan.optimizer.defaults)
-    elif optimizer:
-        weights = [nn.Parameter(torch.zeros(1))]
-        ready = replace(plan, learning_rate=plan.learning_rate or DEFAULT_RATE).optimizer_for(_Weights(weights))
-        optimizer, defaults = type(ready).__name__, dict(ready.defaults)
-    else:
-        defaults = {}
-    betas = defaults.get("betas")
-    rate = defaults.get("lr", DEFAULT_RATE) if plan.learning_rate is None else plan.learning_rate
-    return {
-        "family": config.get("family", ""),
-        "norm": config.get("norm", ""),
-        "initialization": config.get("initialization") or ("normal" if config.get("family") else ""),
-        "init_std": float(config.get("init_std", math.nan)),
-        "learning_rate": float(rate),
-        "warmup": plan.warmup,
-        "schedule": plan.schedule if isinstance(plan.schedule, str) else "custom",
-        "mean_rate_share": float(np.mean([plan.rate_factor(step) for step in range(plan.n_steps)])),
-        "optimizer": optimizer,
-        "momentum": float(betas[0]) if betas else float(defaults.get("momentum", 0.0)),
-        "weight_decay": float(defaults.get("weight_decay", 0.0) or 0.0),
-        "clip_norm": math.nan if plan.clip_norm is None else float(plan.clip_norm),
-        "n_steps": plan.n_steps,
-        "seed": plan.seed,
-    }
-
-
-class _Weights(nn.Module):
-    """A module of given weights, to read an optimizer's defaults off."""
-
-    def __init__(self, weights: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(weights)
 
 
 def measure_row(
@@ -317,55 +262,3 @@ def padded(values: list[np.ndarray]) -> np.ndarray:
     for i, value in enumerate(values):
         result[(i, *(slice(n) for n in value.shape))] = value
     return result
-
-
-def replan(case: xr.Dataset, **changes: Any) -> xr.Dataset:
-    """Cases under other settings, with nothing measured again.
-
-    Args:
-        case: From `measure_case`, or rows of a sweep.
-        **changes: Fields of `TrainingPlan` by name: ``n_steps``, ``learning_rate``, ``warmup``, ``schedule``,
-            ``clip_norm``, ``optimizer``, ``optimizer_options``; those left out stay as each case has them.
-
-    Returns:
-        The same cases with the settings changed. With another optimizer or clipping ``overshoot_rate`` and
-        ``breaking_rate`` are NaN, for they were found with the old one.
-
-    Raises:
-        ThresholdError: If a setting is unknown or impossible, or the case's own schedule is a function or its optimizer
-            not one of torch's, which only its maker knows.
-    """
-    import xarray as xr
-
-    rows = []
-    for i in range(case.sizes["run"]):
-        one = case.isel(run=[i])
-        text = json.loads(str(one["settings"].values[0]))
-        before = dict(text.get("training", text))
-        before.pop("seed", None)
-        if "optimizer" in changes and "optimizer_options" not in changes:
-            before.pop("optimizer_options", None)
-        for name, known in (("schedule", SCHEDULES), ("optimizer", vars(torch.optim))):
-            value = before.get(name, known[0] if name == "schedule" else "AdamW")
-            if name not in changes and value not in known:
-                raise ThresholdError(
-                    f"The {name} of the case is '{value}', which cannot be planned anew; pass {name}=."
-                )
-        plan = plan_of({**before, **changes})
-        settings = describe_settings(plan, {})
-        for name in ("family", "norm", "initialization", "init_std", "seed"):
-            settings.pop(name)
-        one = one.assign_coords(
-            {
-                name: (("run",), np.array([value], dtype=dtype_of(name, SETTINGS[name].kind)), SETTINGS[name].attrs)
-                for name, value in settings.items()
-            }
-        )
-        inner = {**before, **{name: getattr(plan, name) for name in changes}}
-        outer = json.dumps({**text, "training": inner} if "training" in text else inner, default=str, sort_keys=True)
-        one = one.assign_coords(settings=("run", np.array([outer]), SETTINGS["settings"].attrs))
-        if {"optimizer", "optimizer_options", "clip_norm"} & set(changes):
-            for name in ("overshoot_rate", "breaking_rate"):
-                one[name] = one[name] * np.nan
-        rows.append(one)
-    return xr.concat(rows, "run", combine_attrs="override") if len(rows) > 1 else rows[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from workbench.training.loop import train
 from workbench.training.step_record import StepRecord
-from workbench.training.sweeps.measures import describe_settings, measure_row
+from workbench.training.sweeps.measures import measure_row
 from workbench.training.sweeps.settings import RunSettings
 
 #: Steps over which the predictors of RKSP Table 2 are taken.
@@ -41,14 +40,11 @@ def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
     plan = run.plan()
     with _one_thread():
         model, task = run.make_model(), run.make_task()
-        config = getattr(model, "config", None)
         row = measure_row(model, task, plan, n_snapshots=run.n_snapshots)
         training = {name: getattr(plan, name) for name in settings["training"] if name != "optimizer_options"}
         options = {"optimizer_options": plan.optimizer_options, "seed": run.seed}
         records = list(train(model, task, **training, **options))
-    row |= describe_settings(plan, config.as_dict() if hasattr(config, "as_dict") else {})
-    row |= {"study": run.study, "architecture": run.architecture, "configuration": run.configuration, "cell": run.cell}
-    row |= {"settings": json.dumps(run.as_dict(), sort_keys=True)} | outcome(records)
+    row |= run.describe() | outcome(records)
     return row | {"seconds": time.monotonic() - start}
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import ThresholdError
 from workbench.subjects.zoo import ArchitectureConfig, build
 from workbench.training.plan import TrainingPlan
+from workbench.training.sweeps.planned import describe_plan
 from workbench.training.tasks.base import require_seed, require_whole
 
 if TYPE_CHECKING:
@@ -102,6 +103,17 @@ class RunSettings:
         """12 hexadecimal digits that stand for all settings but the learning rate and the seed."""
         training = {name: value for name, value in self._plain["training"].items() if name != "learning_rate"}
         return _digest({"model": self.configuration, "task": self._plain["task"], "training": training})
+
+    def describe(self) -> dict[str, Any]:
+        """What is known of the row before anything is made, by the names of ``sweep_schema.SETTINGS``."""
+        config = {} if "make" in self.model else self._config().as_dict()
+        names = {name: getattr(self, name) for name in ("study", "architecture", "configuration", "cell")}
+        return {
+            **describe_plan(self.plan(), config),
+            **names,
+            "task": str(self.make_task().describe()["task"]),
+            "settings": json.dumps(self._plain, sort_keys=True),
+        }
 
     def make_model(self) -> nn.Module:
         """The fresh model."""

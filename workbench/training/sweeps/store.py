@@ -1,7 +1,8 @@
 """A sweep on disk: one Zarr store, a row a run, in the order of the design; finished rows are marked last.
 
-Rows are written one by one, by one process. Zarr replaces each of its files in one step, and a row counts only once its
-mark is there, so a sweep that is killed at any moment opens with every row that was finished before.
+What the design says of a row is there from the beginning; the rest is written row by row, by one process. Zarr
+replaces each of its files in one step, and a row counts only once its mark is there, so a sweep that is killed at any
+moment opens with every row that was finished before.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class SweepStore:
         else:
             _check_design(self.path, runs)
         self._group = zarr.open_group(self.path, mode="r+", use_consolidated=False)
-        self._arrays: dict[str, zarr.Array] = {name: self._group[name] for name in {**SETTINGS, **MEASURES, **OUTCOMES}}
+        designed = runs[0].describe()
+        names = [name for name in {**SETTINGS, **MEASURES, **OUTCOMES} if name not in designed]
+        self._arrays: dict[str, zarr.Array] = {name: self._group[name] for name in names}
         self._mark = self._group[_MARK]
 
     def missing(self) -> list[int]:
@@ -111,16 +114,17 @@ def open_sweep(path: str | os.PathLike[str]) -> xr.Dataset:
 
 
 def _lay_out(path: Path, runs: Sequence[RunSettings]) -> None:
-    """An empty store: every array has its full length, nothing is written into it."""
+    """A store without rows: every array has its full length, and what the design says is in it."""
     import zarr
 
+    designed = [run.describe() for run in runs]
     group = zarr.create_group(path)
     extents = {"layer": 1, "mode": 1}
     for name, rule in {**SETTINGS, **MEASURES, **OUTCOMES}.items():
         shape = tuple(len(runs) if dim == "run" else extents[dim] for dim in rule.dims)
         chunks = tuple(min(_ROWS_PER_CHUNK, len(runs)) if dim == "run" else 64 for dim in rule.dims)
         dtype = dtype_of(name, rule.kind)
-        group.create_array(
+        array = group.create_array(
             name,
             shape=shape,
             chunks=chunks,
@@ -129,6 +133,8 @@ def _lay_out(path: Path, runs: Sequence[RunSettings]) -> None:
             attributes=rule.attrs,
             dimension_names=rule.dims,
         )
+        if name in designed[0]:
+            array[:] = np.array([row[name] for row in designed], dtype=array.dtype)
     group.create_array(
         _MARK, shape=(len(runs),), chunks=(len(runs),), dtype=bool, fill_value=False, dimension_names=("run",)
     )

@@ -1,0 +1,131 @@
+"""Throughput of sweeps with one and with two workers, side by side in one process; and what a finished sweep costs.
+
+Call: python -m benchmarks.sweep [--rounds 4]; writes benchmarks/sweep.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import torch
+import zarr
+
+import workbench as wb
+from benchmarks.report import write_report
+from workbench.spectral.spectra import versions
+
+N_RUNS = 8
+TASK = {"name": "associative_recall", "length": 16, "vocab_size": 64, "n_pairs": 3, "batch_size": 16}
+#: Runs of the recorded sweep, all of which are borne, so that each takes as long.
+DESIGN = {
+    "task": TASK, "n_steps": 120, "d_model": 64, "n_layers": 4, "n_heads": 4, "vocab_size": 64, "max_length": 16,
+    "learning_rate": [1e-3], "optimizer_options": [{"fused": True}],
+}  # fmt: skip
+#: A fresh process opens a finished sweep of this many runs.
+N_FINISHED = 2000
+FINISHED = """
+import time, sys, workbench as wb
+start = time.perf_counter()
+runs = wb.sweeps.grid({"Pre-LN": {"norm": "pre_ln"}}, learning_rate=[1e-3], n_steps=1, seed=range(%d), task=%r)
+sweep = wb.sweep(runs, sys.argv[1], progress=False)
+assert sweep.sizes["run"] == %d
+print(time.perf_counter() - start)
+"""
+
+
+def throughput(n_rounds: int, folder: Path) -> dict[int, list[float]]:
+    """Runs per second with one and with two workers; clusters stay up and take turns."""
+    from distributed import Client, LocalCluster
+
+    found: dict[int, list[float]] = {1: [], 2: []}
+    options = {"threads_per_worker": 1, "dashboard_address": "127.0.0.1:0", "silence_logs": "ERROR"}
+    with LocalCluster(n_workers=1, **options) as one, LocalCluster(n_workers=2, **options) as two:
+        for number in range(n_rounds + 1):
+            for n_workers, cluster in ((1, one), (2, two)):
+                seeds = range(number * N_RUNS, (number + 1) * N_RUNS)
+                runs = wb.sweeps.grid({"Pre-LN": {"norm": "pre_ln"}}, seed=seeds, **DESIGN)
+                with Client(cluster, set_as_default=False) as client:
+                    start = time.perf_counter()
+                    wb.sweep(runs, folder / f"{n_workers}-{number}.zarr", scheduler=client, progress=False)
+                    if number:  # the first round imports what a run needs
+                        found[n_workers].append(N_RUNS / (time.perf_counter() - start))
+    return found
+
+
+def bare(n_processes: int, seconds: float = 6.0) -> float:
+    """Training steps per second of that many processes that share nothing: what this machine gives at best."""
+    with get_context("spawn").Pool(n_processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        pool.map(_steps, [2.0] * n_processes)  # imports
+        return sum(pool.map(_steps, [seconds] * n_processes, chunksize=1))
+
+
+def _steps(seconds: float) -> float:
+    run = wb.sweeps.grid({"Pre-LN": {"norm": "pre_ln"}}, **{**DESIGN, "n_steps": 100_000})[0]
+    records = wb.train(run.make_model(), run.make_task(), **run.training)
+    next(records)
+    start, n_steps = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
+        next(records)
+        n_steps += 1
+    records.close()
+    return n_steps / (time.perf_counter() - start)
+
+
+def finished(folder: Path) -> float:
+    """Seconds of a fresh process in which a finished sweep is asked for again."""
+    task = {"name": "random_tokens"}
+    runs = wb.sweeps.grid(
+        {"Pre-LN": {"norm": "pre_ln"}}, learning_rate=[1e-3], n_steps=1, seed=range(N_FINISHED), task=task
+    )
+    small = wb.sweeps.grid(
+        {"Pre-LN": {"norm": "pre_ln"}}, learning_rate=[1e-3], n_steps=1, task={**task, "length": 8}, n_snapshots=256
+    )
+    row = wb.sweeps.make_run(small[0].as_dict())  # any row will do, and is written once for all
+    path = folder / "finished.zarr"
+    wb.sweeps.SweepStore(path, runs).write(0, row)
+    group = zarr.open_group(path, mode="r+")
+    for _, array in group.arrays():
+        array[1:] = np.broadcast_to(array[:1], (N_FINISHED - 1, *array.shape[1:]))
+    code = FINISHED % (N_FINISHED, task, N_FINISHED)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def main() -> None:
+    """Measure, print the table and save it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4)
+    n_rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as folder:
+        rates = throughput(n_rounds, Path(folder))
+        steps = {n: bare(n) for n in (1, 2)}
+        seconds = finished(Path(folder))
+    ratios = [two / one for one, two in zip(rates[1], rates[2], strict=True)]
+    rows = [
+        f"| sweep, runs a minute | {60 * statistics.median(rates[1]):.1f} | {60 * statistics.median(rates[2]):.1f} "
+        f"| {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) |",
+        f"| bare training loop, steps a second | {steps[1]:.1f} | {steps[2]:.1f} | {steps[2] / steps[1]:.2f} |",
+    ]
+    write_report(
+        "sweep",
+        "Sweeps",
+        f"{n_rounds} rounds of {N_RUNS} runs of 120 steps (Pre-LN, d = 64, L = 4) with one and with two worker "
+        f"processes; both clusters stay up and take turns. {platform.processor() or platform.machine()}, "
+        f"{torch.get_num_threads()} threads by default; {versions()}.",
+        ("", "1 worker", "2 workers", "ratio"),
+        rows,
+        f"A finished sweep of {N_FINISHED} runs, asked for again in a fresh process: {seconds:.1f} s, design included.",
+    )
+
+
+if __name__ == "__main__":
+    main()
