@@ -49,7 +49,7 @@ SETTINGS: dict[str, Variable] = {
     "learning_rate": _number("learning rate", "peak rate"),
     "warmup": _number("warm-up", "steps in which the rate rises", "step", kind="i"),
     "schedule": _text("schedule", "what follows the warm-up"),
-    "mean_rate_factor": _number("mean rate factor", "mean over the steps of the rate over its peak"),
+    "mean_rate_share": _number("mean share of the rate", "mean over the steps of the rate over its peak"),
     "optimizer": _text("optimizer", "name of its class; empty: not known"),
     "momentum": _number("momentum", "of SGD or RMSprop, beta1 of Adam; 0: none"),
     "weight_decay": _number("weight decay", "of the optimizer; 0: none"),
@@ -83,6 +83,9 @@ MEASURES: dict[str, Variable] = {
     ),
     "breaking_rate": _number(
         "breaking rate", "rate at which the first update alone counts as divergence; inf: none; NaN: unknown"
+    ),
+    "rehearsed_rate": _number(
+        "rehearsed rate", "constant rate at which a copy diverges within ten updates; inf: none; NaN: not rehearsed"
     ),
 }
 

@@ -4,12 +4,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from pytorch_optimizer import SAM
 from torch import nn
 
 import workbench as wb
 from tests.training.sweeps.small_sweeps import SIZE, TASK, my_model
 from workbench.errors import AnatomyError, ThresholdError
 from workbench.sweep_schema import MEASURES, SETTINGS
+from workbench.training.plan import TrainingPlan
+from workbench.training.sweeps.trials import rehearsed_rate
 
 PLAN = {"n_steps": 20, "learning_rate": 0.01, "warmup": 5}
 
@@ -32,7 +35,7 @@ def test_a_case_holds_all_settings_and_measures():
     assert (case.sizes["run"], case.sizes["layer"], case.sizes["mode"]) == (1, 2, 16)
     assert case["n_tokens"].item() == 4 * 8
     assert (case["norm"].item(), case["optimizer"].item(), case["momentum"].item()) == ("pre_ln", "AdamW", 0.9)
-    assert case["mean_rate_factor"].item() == pytest.approx((0.2 + 0.4 + 0.6 + 0.8 + 16) / 20)
+    assert case["mean_rate_share"].item() == pytest.approx((0.2 + 0.4 + 0.6 + 0.8 + 16) / 20)
 
 
 def test_its_spectra_are_those_of_profile():
@@ -84,6 +87,33 @@ def test_rates_of_the_trial_update_against_a_parabola():
     assert case["breaking_rate"].item() == pytest.approx(3, rel=0.06)
 
 
+def test_the_rehearsal_against_a_parabola():
+    # Each update multiplies w by 1 - r; ten of them bring 25/2 above 50 where (r - 1)^20 > 4.
+    options = {"n_snapshots": 32, "loss": quadratic, "n_steps": 5, "learning_rate": 0.1, "optimizer": "SGD"}
+    case = wb.sweeps.measure_case(Parabola(), task(), **options)
+    assert case["rehearsed_rate"].item() == pytest.approx(1 + 4**0.05, rel=0.06)
+    # Clipped to norm 1 the ninth of these updates no longer grows: from 5 it goes by steps of r, back and forth.
+    clipped = wb.sweeps.measure_case(Parabola(), task(), clip_norm=1.0, **options)["rehearsed_rate"].item()
+    assert clipped == pytest.approx(15, rel=0.06)  # the first update alone breaks it, as |5 - r| > 10
+    short = [next(task().stream())] * 3
+    rate = rehearsed_rate(Parabola(), short, TrainingPlan(n_steps=5, optimizer="SGD"), quadratic)
+    assert rate == pytest.approx(1 + 4**0.25, rel=0.06)
+
+
+@pytest.mark.parametrize("optimizer", ["LBFGS", lambda weights: SAM(weights, torch.optim.SGD, rho=0.05, lr=0.1)])
+def test_an_optimizer_of_several_gradients_cannot_be_tried(optimizer):
+    case = wb.sweeps.measure_case(Parabola(), task(), n_snapshots=32, loss=quadratic, n_steps=5, optimizer=optimizer)
+    for name in ("overshoot_rate", "breaking_rate", "rehearsed_rate"):
+        assert math.isnan(case[name].item())
+    assert case["initial_grad_norm"].item() == pytest.approx(5)
+
+
+def test_without_a_rehearsal_its_rate_is_nan():
+    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, rehearses=False, **PLAN)
+    assert math.isnan(case["rehearsed_rate"].item())
+    assert math.isfinite(case["breaking_rate"].item())
+
+
 def test_clipping_and_other_optimizers_take_part_in_the_trial():
     def rates(**plan):
         case = wb.sweeps.measure_case(
@@ -100,7 +130,7 @@ def test_clipping_and_other_optimizers_take_part_in_the_trial():
 
 def test_without_gradients_what_needs_them_is_nan():
     case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, takes_gradients=False, **PLAN)
-    for name in ("initial_grad_norm", "overshoot_rate", "breaking_rate"):
+    for name in ("initial_grad_norm", "overshoot_rate", "breaking_rate", "rehearsed_rate"):
         assert math.isnan(case[name].item())
     assert math.isfinite(case["initial_loss"].item())
 
@@ -141,6 +171,7 @@ def test_replanning_with_another_optimizer_forgets_the_trial_update():
     assert case["optimizer"].item() == "SGD"
     assert np.isnan(case["breaking_rate"].item())
     assert np.isnan(case["overshoot_rate"].item())
+    assert np.isnan(case["rehearsed_rate"].item())
     assert np.isfinite(case["initial_grad_norm"].item())
 
 

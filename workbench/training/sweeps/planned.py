@@ -57,7 +57,7 @@ def describe_plan(plan: TrainingPlan, config: Mapping[str, Any]) -> dict[str, An
         "learning_rate": float(rate),
         "warmup": plan.warmup,
         "schedule": plan.schedule if isinstance(plan.schedule, str) else "custom",
-        "mean_rate_factor": float(np.mean([plan.rate_factor(step) for step in range(plan.n_steps)])),
+        "mean_rate_share": float(np.mean([plan.rate_factor(step) for step in range(plan.n_steps)])),
         "optimizer": optimizer,
         "momentum": float(betas[0]) if betas else float(defaults.get("momentum", 0.0)),
         "weight_decay": float(defaults.get("weight_decay", 0.0) or 0.0),
@@ -76,8 +76,8 @@ def replan(case: xr.Dataset, **changes: Any) -> xr.Dataset:
             ``clip_norm``, ``optimizer``, ``optimizer_options``; those left out stay as each case has them.
 
     Returns:
-        The same cases with the settings changed. With another optimizer or clipping ``overshoot_rate`` and
-        ``breaking_rate`` are NaN, for they were found with the old one.
+        The same cases with the settings changed. With another optimizer or clipping ``overshoot_rate``,
+        ``breaking_rate`` and ``rehearsed_rate`` are NaN, for they were found with the old one.
 
     Raises:
         ThresholdError: If a setting is unknown or impossible, or the case's own schedule is a function or its optimizer
@@ -113,7 +113,7 @@ def replan(case: xr.Dataset, **changes: Any) -> xr.Dataset:
         outer = json.dumps({**text, "training": inner} if "training" in text else inner, default=str, sort_keys=True)
         one = one.assign_coords(settings=("run", np.array([outer]), SETTINGS["settings"].attrs))
         if {"optimizer", "optimizer_options", "clip_norm"} & set(changes):
-            for name in ("overshoot_rate", "breaking_rate"):
+            for name in ("overshoot_rate", "breaking_rate", "rehearsed_rate"):
                 one[name] = one[name] * np.nan
         rows.append(one)
     return xr.concat(rows, "run", combine_attrs="override") if len(rows) > 1 else rows[0]
