@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from workbench.errors import ThresholdError
 from workbench.schema import SPECTRA
 
 
@@ -98,3 +99,68 @@ def test_largest_stable_rates():
     assert rates.sel(norm="none").values.tolist() == [0.002, 0.005]
     assert rates.sel(norm="pre_ln", control="KSS .15, published") == 0.008
     assert (rates.sel(control="KSS .15, published") > rates.sel(control="none")).all()
+
+
+def test_predictor_table():
+    table = wb.published.predictor_table()
+    assert table.sizes["predictor"] == 8
+    mass = table.sel(predictor="M")
+    assert [float(mass[name]) for name in ("auroc", "low", "high")] == [0.995, 0.986, 1.0]
+    others = table.drop_sel(predictor="M")
+    assert np.isnan(others.low).all()
+    assert np.isnan(others.high).all()
+    found = {name: float(table.auroc.sel(predictor=name)) for name in ("rho", "initial grad norm", "loss spikes")}
+    assert found == {"rho": 0.845, "initial grad norm": 0.621, "loss spikes": 0.758}
+    assert table.auroc.values.argsort()[::-1].tolist() == [0, 1, 2, 7, 6, 3, 5, 4]  # as the paper ranks them
+    assert table.attrs["ece_of_mass"] == 0.283
+
+
+def test_decision_chart_has_numbers_for_the_mass_and_none_for_kappa():
+    chart = wb.published.decision_chart()
+    assert chart.near_unit_mass.values.tolist() == [0.3, 0.5]
+    assert chart["zone"].values.tolist() == ["proceed", "high risk"]
+    assert np.isnan(chart.eigenvector_condition).all()
+    assert "no number for the eigenvector condition" in chart.attrs["note"]
+    with_numbers = wb.published.decision_chart(modest_condition=10, large_condition=100)
+    assert with_numbers.eigenvector_condition.values.tolist() == [10, 100]
+
+
+@pytest.mark.parametrize(
+    ("mass", "condition", "by_mass_alone", "by_both"),
+    [
+        (0.1, 5, "proceed", "proceed"),
+        (0.1, 50, "proceed", "caution"),
+        (0.1, 500, "proceed", "high risk"),
+        (0.1, np.inf, "proceed", "high risk"),
+        (0.4, 5, "caution", "caution"),
+        (0.8, 5, "high risk", "high risk"),
+        (0.3, 5, "caution", "caution"),  # the borders belong to neither side
+        (0.5, 5, "caution", "caution"),
+        (0.1, 10, "proceed", "caution"),
+        (0.1, 100, "proceed", "caution"),
+        (np.nan, 5, "", ""),
+        (0.1, np.nan, "proceed", ""),
+        (0.8, np.nan, "high risk", "high risk"),
+        (np.nan, 500, "", "high risk"),
+    ],
+)
+def test_decision_zones(mass, condition, by_mass_alone, by_both):
+    chart = wb.published.decision_chart(modest_condition=10, large_condition=100)
+    assert wb.published.decision_zones(mass, condition) == by_mass_alone
+    assert wb.published.decision_zones([mass] * 2, condition, chart=chart).tolist() == [by_both] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"modest_condition": 0.5}, "modest_condition is 0.5, expected a finite number of at least 1"),
+        ({"large_condition": np.inf}, "large_condition is inf, expected a finite number"),
+        (
+            {"modest_condition": 9, "large_condition": 3},
+            "modest_condition is 9, expected at most large_condition, which",
+        ),
+    ],
+)
+def test_impossible_limits_of_kappa_are_refused(options, sentence):
+    with pytest.raises(ThresholdError, match=sentence):
+        wb.published.decision_chart(**options)

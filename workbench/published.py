@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from workbench.errors import ThresholdError
 from workbench.schema import SPECTRA
 from workbench.spectral.measures import THIRDS
 
 if TYPE_CHECKING:
+    import numpy as np
     import xarray as xr
+    from numpy.typing import ArrayLike, NDArray
 
 _SOURCE = "RKSP, arXiv:2602.22988"
 
@@ -127,6 +130,24 @@ _SHAPING = {
 #: Norm -> largest rate at which less than 20 % of the runs diverge, without and with KSS (RKSP).
 _STABLE_RATES = {"pre_ln": (0.005, 0.008), "rms_norm": (0.003, 0.005), "none": (0.002, 0.005)}
 
+#: Predictor of divergence -> AUROC and its 95 % interval (RKSP Table 2; the interval is given for M alone). M, rho and
+#: kappa are those of the fresh model.
+_PREDICTORS = {
+    "M": (0.995, 0.986, 1.00),
+    "M log10(kappa)": (0.873, None, None),
+    "rho": (0.845, None, None),
+    "kappa": (0.687, None, None),
+    "initial grad norm": (0.621, None, None),
+    "grad norm at step 100": (0.685, None, None),
+    "grad norm variance": (0.702, None, None),
+    "loss spikes": (0.758, None, None),
+}
+_ECE_OF_MASS = 0.283
+
+#: Near-unit mass below which training may proceed, and above which the risk is high (RKSP, Fig. 7).
+_DECISION_MASS = (0.3, 0.5)
+DECISION_ZONES = ("proceed", "caution", "high risk")
+
 
 def architectures() -> xr.Dataset:
     """Published spectra of architectures at initialization (RKSP, Table 1 and the architecture tables).
@@ -234,3 +255,92 @@ def shaping_table() -> xr.Dataset:
         for name, (values, long_name, meaning) in columns.items()
     }
     return xr.Dataset(variables, {"control": list(_SHAPING)}, {"source": _SOURCE, "n_runs": _N_SHAPING_RUNS})
+
+
+def predictor_table() -> xr.Dataset:
+    """Published AUROC of predictors of divergence (RKSP Table 2).
+
+    "grad norm variance" is over steps 1 to 100, "loss spikes" their number over steps 1 to 500; M, rho, kappa and the
+    initial gradient norm are known before training.
+
+    Returns:
+        Dataset with dim ``predictor``: auroc, low and high (of the 95 % interval); NaN where nothing is published. The
+        attribute ``ece_of_mass`` is the expected calibration error of M read as a probability.
+    """
+    import numpy as np
+    import xarray as xr
+
+    columns = zip(("auroc", "low", "high"), np.array([*_PREDICTORS.values()], dtype=float).T, strict=True)
+    meanings = {
+        "auroc": ("AUROC", "chance that a run which diverged scores higher than one which did not"),
+        "low": ("lower bound", "of the 95 % interval; NaN: not published"),
+        "high": ("upper bound", "of the 95 % interval; NaN: not published"),
+    }
+    variables = {
+        name: ("predictor", values, {"long_name": meanings[name][0], "units": "1", "meaning": meanings[name][1]})
+        for name, values in columns
+    }
+    attrs = {"source": f"{_SOURCE}, Table 2", "ece_of_mass": _ECE_OF_MASS}
+    return xr.Dataset(variables, {"predictor": list(_PREDICTORS)}, attrs)
+
+
+def decision_chart(*, modest_condition: float | None = None, large_condition: float | None = None) -> xr.Dataset:
+    """Published chart of what to do with a fresh model (RKSP, Fig. 7).
+
+    Proceed where M < 0.3 and kappa is modest; the risk is high where M > 0.5 or kappa is large: use KSS; between the
+    two, caution. The paper gives no number for "modest" and "large" kappa; without one, M alone decides.
+
+    Args:
+        modest_condition: Eigenvector condition kappa below which it counts as modest; None: no number, as published.
+        large_condition: Kappa above which it counts as large; None: no number, as published.
+
+    Returns:
+        Dataset with dim ``zone`` ("proceed", "high risk"): near_unit_mass and eigenvector_condition, below which all
+        must lie to proceed and above which either is a high risk; NaN: no number.
+
+    Raises:
+        ThresholdError: If a condition is less than 1, as none can be, or modest is more than large.
+    """
+    import numpy as np
+    import xarray as xr
+
+    condition = np.array([modest_condition, large_condition], dtype=float)
+    for name, value in zip(("modest_condition", "large_condition"), condition, strict=True):
+        if value < 1 or np.isinf(value):
+            raise ThresholdError(f"{name} is {value:g}, expected a finite number of at least 1.")
+    if condition[0] > condition[1]:
+        raise ThresholdError(
+            f"modest_condition is {condition[0]:g}, expected at most large_condition, which is {condition[1]:g}."
+        )
+    variables = {
+        name: ("zone", np.array(values), {"long_name": SPECTRA[name].long_name, "units": "1"})
+        for name, values in (("near_unit_mass", _DECISION_MASS), ("eigenvector_condition", condition))
+    }
+    note = "thresholds of the near-unit mass are the paper's; it gives no number for the eigenvector condition"
+    return xr.Dataset(variables, {"zone": ["proceed", "high risk"]}, {"source": f"{_SOURCE}, Fig. 7", "note": note})
+
+
+def decision_zones(
+    near_unit_mass: ArrayLike, eigenvector_condition: ArrayLike, *, chart: xr.Dataset | None = None
+) -> NDArray[np.str_]:
+    """The zone of the published decision chart in which models lie.
+
+    Args:
+        near_unit_mass: M of each fresh model.
+        eigenvector_condition: Its kappa; may be infinite.
+        chart: From `decision_chart`; None: the published one, in which M alone decides.
+
+    Returns:
+        Names out of `DECISION_ZONES`, of the common shape of the two; empty where what decides is NaN.
+    """
+    import numpy as np
+
+    chart = decision_chart() if chart is None else chart
+    mass, condition = np.broadcast_arrays(np.asarray(near_unit_mass, float), np.asarray(eigenvector_condition, float))
+    (low, high), (modest, large) = chart["near_unit_mass"].values, chart["eigenvector_condition"].values
+    is_high = (mass > high) | (condition > large)
+    is_modest = condition < modest if np.isfinite(modest) else np.ones(mass.shape, bool)
+    uses_condition = np.isfinite([modest, large]).any()
+    is_unknown = np.isnan(mass) | (np.isnan(condition) & uses_condition)
+    decided = [is_unknown & ~is_high, is_high, (mass < low) & is_modest]
+    return np.select(decided, ["", "high risk", "proceed"], default="caution")

@@ -1,11 +1,18 @@
 """Figures: spectra in, holoviews objects out, for bokeh or matplotlib; nothing is styled or loaded at import."""
 
+from workbench.plots.decision_chart import decision_chart
 from workbench.plots.doses import dose_response
+from workbench.plots.drivers import drivers
 from workbench.plots.edges import stability_edge
 from workbench.plots.eigenvalues import eigenvalue_map
 from workbench.plots.files import save
 from workbench.plots.layers import layer_profile
+from workbench.plots.predictors import predictor_frame, predictor_table
 from workbench.plots.radar import radar
+from workbench.plots.reliability import reliability
+from workbench.plots.risk_curve import risk_curve
+from workbench.plots.risk_map import risk_map
+from workbench.plots.roc import roc
 from workbench.plots.steps import step_grid
 from workbench.plots.tables import comparison_table
 from workbench.plots.timeline import timeline
@@ -13,10 +20,18 @@ from workbench.plots.traces import traces
 
 __all__ = [
     "comparison_table",
+    "decision_chart",
     "dose_response",
+    "drivers",
     "eigenvalue_map",
     "layer_profile",
+    "predictor_frame",
+    "predictor_table",
     "radar",
+    "reliability",
+    "risk_curve",
+    "risk_map",
+    "roc",
     "save",
     "stability_edge",
     "step_grid",

@@ -1,0 +1,243 @@
+"""Decision charts without pixels: zones, points, intervals, names that cover nothing, and what is said of the rest."""
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
+
+import workbench as wb
+from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots import decision_chart
+from workbench.plots.decision_chart import KINDS
+from workbench.plots.label_places import Box, place_labels
+from workbench.plots.outcome_looks import DIVERGED, SURVIVED
+
+NAN = np.nan
+
+
+@pytest.fixture
+def models():
+    return xr.Dataset(
+        {
+            "near_unit_mass": ("model", [0.1, 0.4, 0.8, 0.9, NAN]),
+            "eigenvector_condition": ("model", [10.0, 20.0, 30.0, np.inf, 5.0]),
+            "has_diverged": ("model", [0.0, 1.0, 0.0, 1.0, 1.0]),
+        },
+        {"model": ["Pre-LN", "MoE", "Post-LN", "No-Norm", "lost"]},
+    )
+
+
+@pytest.fixture
+def plans():
+    return xr.Dataset(
+        {
+            "probability": ("run", [0.1, 0.5, 0.9, NAN]),
+            "low": ("run", [0.05, 0.2, 0.7, NAN]),
+            "high": ("run", [0.3, 0.8, 0.95, NAN]),
+            "learning_rate": ("run", [1e-3, 4e-3, 1e-1, 1e-3]),
+            "largest_stable_rate": ("run", [2e-3, 2e-3, 1e-2, NAN]),
+            "largest_stable_rate_low": ("run", [1e-3, 1e-3, 5e-3, NAN]),
+            "largest_stable_rate_high": ("run", [4e-3, 4e-3, 2e-2, NAN]),
+            "is_familiar": ("run", [True, True, False, False]),
+        },
+        {"name": ("run", ["a", "b", "c", "d"])},
+        {"level": 0.9},
+    )
+
+
+def grounds(panel):
+    """Zones as (left, bottom, right, top, colour), with the colour that bokeh fills them with."""
+    return [tuple(ends(part)[0].tolist()) for part in elements(panel, "Rectangles")]
+
+
+# ---- the paper's
+
+
+def test_without_numbers_for_kappa_the_zones_are_those_of_the_mass(models):
+    (panel,) = figure = decision_chart(models)
+    assert [(left, right) for left, _, right, _ in grounds(panel)] == [(-0.03, 0.3), (0.3, 0.5), (0.5, 1.03)]
+    (frame,) = bokeh_panels(figure)
+    assert "zones: Fig. 7" in note(frame)
+    assert "the paper gives no number for κ: M alone decides" in note(frame)
+    fills = [part.glyph.fill_color for part in frame.renderers if type(part.glyph).__name__ == "Quad"]
+    assert (fills[0], fills[2]) == (SURVIVED, DIVERGED)
+
+
+def test_the_zones_fill_the_view_and_follow_the_rule(models):
+    limits = wb.published.decision_chart(modest_condition=15, large_condition=50)
+    (panel,) = figure = decision_chart(models, limits=limits)
+    boxes = grounds(panel)
+    assert len(boxes) == 9
+    (frame,) = bokeh_panels(figure)
+    fills = [part.glyph.fill_color for part in frame.renderers if type(part.glyph).__name__ == "Quad"]
+    random = np.random.default_rng(0)
+    mass, condition = random.random(300), np.exp(random.uniform(0, np.log(frame.y_range.end), 300))
+    zone_of = {SURVIVED: "proceed", DIVERGED: "high risk"}
+    for m, k, expected in zip(mass, condition, wb.published.decision_zones(mass, condition, chart=limits), strict=True):
+        inside = [
+            zone_of.get(fill, "caution")
+            for (left, bottom, right, top), fill in zip(boxes, fills, strict=True)
+            if left <= m < right and bottom <= k < top
+        ]
+        assert inside == [expected]
+    assert "κ below 15 is modest, above 50 large (our numbers; the paper gives none)" in note(frame)
+
+
+def test_points_stand_at_mass_and_kappa_and_look_like_their_outcome(models):
+    (panel,) = figure = decision_chart(models)
+    diverged, survived = elements(panel, "Points")
+    np.testing.assert_allclose(places(survived), [[0.1, 10], [0.8, 30]])
+    np.testing.assert_allclose(places(diverged), [[0.4, 20], [0.9, 100]])  # an infinite one at the top
+    assert diverged["name"].tolist() == ["MoE", "No-Norm"]
+    (frame,) = bokeh_panels(figure)
+    assert legend(frame) == {"survived": {SURVIVED}, "diverged": {DIVERGED}}
+    assert "1 with infinite κ at the top" in note(frame)
+    assert "1 point without a value not shown" in note(frame)
+
+
+def test_each_zone_says_how_many_of_its_runs_diverged(models):
+    (panel,) = decision_chart(models)
+    joined = " ".join(words(panel))
+    assert "0/1 diverged" in joined
+    assert "1/1 diverged" in joined
+    assert "1/2 diverged" in joined
+    (panel,) = decision_chart(models.drop_vars("has_diverged"))
+    assert not any("diverged" in word for word in words(panel))
+
+
+def test_shares_of_several_runs_are_some_none_or_all(models):
+    shares = models.drop_vars("has_diverged").assign(divergence_rate=("model", [0.0, 0.3, 1.0, NAN, 0.0]))
+    (frame,) = bokeh_panels(decision_chart(shares))
+    assert set(legend(frame)) == {"survived", "some runs diverged", "diverged", "outcome not known"}
+
+
+def test_names_of_many_points_are_left_to_the_pointer():
+    n = 30
+    many = xr.Dataset(
+        {"near_unit_mass": ("run", np.linspace(0, 1, n)), "eigenvector_condition": ("run", np.full(n, 9.0))},
+        {"name": ("run", [f"run {i}" for i in range(n)])},
+    )
+    (panel,) = decision_chart(many)
+    assert not any(word.startswith("run ") for word in words(panel))
+    assert len(elements(panel, "Points")[0]) == n
+
+
+# ---- ours
+
+
+def test_plans_stand_at_their_distance_from_the_edge(plans):
+    (panel,) = decision_chart(plans, kind="risk")
+    np.testing.assert_allclose(places(elements(panel, "Points")[0]), [[0.5, 0.1], [2, 0.5]])
+    np.testing.assert_allclose(places(elements(panel, "Points")[1]), [[10, 0.9]])  # pale: not familiar
+    bars = ends(elements(panel, "Segments")[0])
+    np.testing.assert_allclose(bars[:3], [[0.5, 0.05, 0.5, 0.3], [2, 0.2, 2, 0.8], [10, 0.7, 10, 0.95]])
+    # Across: rate over the interval of the edge, cut where the view ends.
+    np.testing.assert_allclose(bars[3:], [[0.25, 0.1, 1, 0.1], [1, 0.5, 4, 0.5], [5, 0.9, 15, 0.9]])
+    (edge,) = elements(panel, "Curve")
+    assert places(edge)[:, 0].tolist() == [1, 1]
+    assert {"proceed", "caution", "stop", "a", "b", "c"} == set(words(panel))
+
+
+def test_the_zones_are_those_asked_for(plans):
+    (panel,) = decision_chart(plans, kind="risk", proceed_below=0.1, stop_above=0.6)
+    assert [(bottom, top) for _, bottom, _, top in grounds(panel)] == [(-0.05, 0.1), (0.1, 0.6), (0.6, 1.05)]
+    (frame,) = bokeh_panels(decision_chart(plans, kind="risk"))
+    assert frame.yaxis[0].ticker.ticks == [0, 0.2, 0.5, 0.8, 1]
+    assert frame.x_range.start == pytest.approx(1 / frame.x_range.end)
+    assert "bars: 90 % intervals" in note(frame)
+    assert "pale: unlike the runs that the model has seen" in note(frame)
+    assert "1 point without a value not shown" in note(frame)
+
+
+def test_intervals_of_many_points_do_not_hide_them(plans):
+    many = plans.isel(run=np.resize([0, 1, 2], 45))
+    (panel,) = figure = decision_chart(many, kind="risk")
+    assert not elements(panel, "Segments")
+    assert sum(len(part) for part in elements(panel, "Points")) == 45
+    (frame,) = bokeh_panels(figure)
+    assert "intervals of so many points not shown" in note(frame)
+
+
+def test_ours_counts_what_became_of_the_runs_in_a_zone(plans):
+    known = plans.assign(has_diverged=("run", [False, True, True, True]))
+    (panel,) = decision_chart(known, kind="risk")
+    shown = " ".join(words(panel))
+    assert "proceed  0/1 diverged" in shown
+    assert "stop  1/1 diverged" in shown
+
+
+# ---- names
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 200), st.integers(0, 12)), max_size=25))
+def test_labels_cover_neither_each_other_nor_points_and_stay_inside(items):
+    points = [(x, y) for x, y, _ in items]
+    labels = ["x" * n for _, _, n in items]
+    words_of_zone = Box(0, 180, 80, 200)
+    boxes = place_labels(points, labels, (300, 200), [words_of_zone])
+    placed = [box for box in boxes if box is not None]
+    assert all(box is None for box, label in zip(boxes, labels, strict=True) if not label)
+    for i, box in enumerate(placed):
+        assert box.left >= 0
+        assert box.bottom >= 0
+        assert box.right <= 300
+        assert box.top <= 200
+        assert not box.meets(words_of_zone)
+        assert not any(box.meets(other) for other in placed[:i])
+        assert not any(box.left < x < box.right and box.bottom < y < box.top for x, y in points)
+
+
+def test_a_lonely_label_stands_to_the_right_and_at_the_edge_to_the_left():
+    right, left = place_labels([(50, 100), (295, 100)], ["one", "two"], (300, 200))
+    assert right.left > 50
+    assert left.right < 295
+    assert right.bottom < 100 < right.top
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (
+            lambda m, p: decision_chart(m, kind="mine"),
+            ThresholdError,
+            "chart is 'mine', expected one of published, risk",
+        ),
+        (
+            lambda m, p: decision_chart(p),
+            SchemaError,
+            "no set of points: it lacks near_unit_mass, eigenvector_condition",
+        ),
+        (lambda m, p: decision_chart(m, kind="risk"), SchemaError, "it lacks probability, learning_rate, largest_sta"),
+        (lambda m, p: decision_chart(m.isel(model=[4])), SchemaError, "No point has a finite near_unit_mass"),
+        (
+            lambda m, p: decision_chart(m.expand_dims(layer=2)),
+            SchemaError,
+            "expected .* alone; select or average first",
+        ),
+        (lambda m, p: decision_chart(p.isel(run=[3]), kind="risk"), SchemaError, "No point has a finite probability"),
+        (lambda m, p: decision_chart(p.assign(probability=p.low + 1), kind="risk"), SchemaError, "outside 0 to 1"),
+        (
+            lambda m, p: decision_chart(p.assign(learning_rate=-p.low), kind="risk"),
+            SchemaError,
+            "not a positive number",
+        ),
+        (
+            lambda m, p: decision_chart(p, kind="risk", proceed_below=0.9),
+            ThresholdError,
+            "proceed_below is 0.9 and stop",
+        ),
+        (lambda m, p: decision_chart(m, backend="plotly"), ThresholdError, "plotly"),
+    ],
+)
+def test_wrong_input_says_what_to_do(models, plans, call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call(models, plans)
+
+
+def test_there_are_two_kinds():
+    assert KINDS == ("published", "risk")

@@ -1,0 +1,86 @@
+"""Figures of prediction as files: both backends draw them, without a warning, a link or a pyplot figure left open."""
+
+import io
+
+import numpy as np
+import pytest
+import xarray as xr
+from PIL import Image
+
+from tests.plots.test_reliability import ONE
+from tests.plots.test_roc import GOOD
+from workbench.plots import decision_chart, drivers, predictor_table, reliability, risk_curve, risk_map, roc, save
+
+RATES = [1e-3, 1e-2, 1e-1]
+RISK = xr.Dataset(
+    {
+        "probability": ("learning_rate", [0.1, 0.5, np.nan]),
+        "low": ("learning_rate", [0.0, 0.3, np.nan]),
+        "high": ("learning_rate", [0.3, 0.8, np.nan]),
+        "is_familiar": ("learning_rate", [True, False, False]),
+        "largest_stable_rate": 2e-3,
+        "largest_stable_rate_low": 1e-3,
+        "largest_stable_rate_high": 4e-3,
+    },
+    {"learning_rate": RATES, "architecture": "Pre-LN"},
+)
+RUNS = xr.Dataset(
+    {"has_diverged": ("run", [False, True])},
+    {"learning_rate": ("run", RATES[:2]), "architecture": ("run", ["Pre-LN"] * 2)},
+)
+PREDICTORS = xr.Dataset(
+    {
+        "auroc": ("predictor", [0.8, 0.4]),
+        "low": ("predictor", [0.7, np.nan]),
+        "high": ("predictor", [0.9, np.nan]),
+        "published_auroc": ("predictor", [0.9, np.nan]),
+    },
+    {"predictor": ["M", "rho"]},
+)
+MODELS = xr.Dataset(
+    {
+        "near_unit_mass": ("model", [0.1, 0.8]),
+        "eigenvector_condition": ("model", [10.0, np.inf]),
+        "has_diverged": ("model", [0.0, 1.0]),
+    },
+    {"model": ["Pre-LN", "No-Norm"]},
+)
+PLANS = xr.Dataset(
+    {
+        "probability": ("run", [0.1, 0.9]),
+        "low": ("run", [0.0, 0.7]),
+        "high": ("run", [0.3, 1.0]),
+        "learning_rate": ("run", [1e-3, 1e-2]),
+        "largest_stable_rate": ("run", [2e-3, 2e-3]),
+        "is_familiar": ("run", [True, False]),
+        "has_diverged": ("run", [False, True]),
+    }
+)
+DRIVERS = xr.DataArray([[1.0, -2.0, 0.1], [0.5, 1.0, 0.0]], dims=["run", "feature"])
+
+FIGURES = {
+    "roc": lambda backend: roc({"M": GOOD}, backend=backend),
+    "reliability": lambda backend: reliability(ONE, backend=backend),
+    "predictor_table": lambda backend: predictor_table(PREDICTORS, backend=backend),
+    "risk_map": lambda backend: risk_map(RISK, runs=RUNS, backend=backend),
+    "risk_curve": lambda backend: risk_curve(RISK, runs=RUNS, backend=backend),
+    "decision_chart": lambda backend: decision_chart(MODELS, backend=backend),
+    "decision_chart, risk": lambda backend: decision_chart(PLANS, kind="risk", backend=backend),
+    "drivers": lambda backend: drivers(DRIVERS, n=1, backend=backend),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_both_backends_draw_it_without_a_warning(name, tmp_path, recwarn):
+    from matplotlib import pyplot as plt
+
+    before = plt.get_fignums()
+    path = save(FIGURES[name]("matplotlib"), tmp_path / "figure.png", dpi=60)
+    assert plt.get_fignums() == before
+    pixels = np.asarray(Image.open(io.BytesIO(path.read_bytes())).convert("RGB")).astype(int)
+    assert (np.ptp(pixels, axis=-1) > 60).sum() > 50
+    assert min(pixels.shape[:2]) > 80
+    text = save(FIGURES[name]("bokeh"), tmp_path / "figure.html").read_text()
+    assert "Bokeh.embed.embed_item" in text
+    assert "<script src" not in text
+    assert not [str(item.message) for item in recwarn if "dateutil" not in str(item.message)]

@@ -1,0 +1,88 @@
+"""What the figures of divergence prediction take out of a dataset, and what they say where it is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.errors import SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import xarray as xr
+
+
+def columns_of(
+    data: xr.Dataset,
+    needed: Sequence[str],
+    *,
+    what: str,
+    source: str,
+    optional: Sequence[str] = (),
+    dim: str | None = None,
+) -> dict[str, np.ndarray]:
+    """Variables along one dimension, as arrays.
+
+    Args:
+        data: Any dataset.
+        needed: Names that must be there.
+        what: What the dataset should be, such as "ROC curve", for the sentence of the error.
+        source: Where to get one from, such as "wb.profile()".
+        optional: Names that are taken where they are there.
+        dim: Their dimension; None: any one that they share.
+
+    Raises:
+        SchemaError: If it is no dataset, lacks a variable, or one of them has another shape, or there is no row.
+    """
+    import xarray as xr
+
+    if not isinstance(data, xr.Dataset):
+        raise SchemaError(f"The {what} is {_described(data)}, expected a dataset of {source}.")
+    if missing := [name for name in needed if name not in data.variables]:
+        raise SchemaError(f"The dataset is no {what}: it lacks {', '.join(missing)}; make it with {source}.")
+    names = [*needed, *(name for name in optional if name in data.variables)]
+    dim = dim or next((str(d) for d in data[needed[0]].dims), "run")
+    for name in names:
+        if data[name].dims != (dim,):
+            has = ", ".join(map(str, data[name].dims)) or "no dimension"
+            raise SchemaError(f"In the {what}, {name} runs over {has}, expected {dim} alone; select or average first.")
+    if not data.sizes[dim]:
+        raise SchemaError(f"The {what} has no {dim}; select less narrowly.")
+    return {name: data[name].values for name in names}
+
+
+def by_name(
+    data: xr.Dataset | Mapping[str, xr.Dataset], *, what: str, source: str, name: str = ""
+) -> dict[str, xr.Dataset]:
+    """Datasets by name; a single one is given the name.
+
+    Raises:
+        SchemaError: If there is none.
+    """
+    import xarray as xr
+
+    if isinstance(data, xr.Dataset):
+        return {name: data}
+    if not isinstance(data, Mapping) or not data:
+        raise SchemaError(
+            f"The {what} is {_described(data)}, expected a dataset of {source} or a dict of name: dataset."
+        )
+    return {str(key): value for key, value in data.items()}
+
+
+def names_along(data: xr.Dataset | xr.DataArray, dim: str) -> list[str]:
+    """Texts to show for the rows: the coordinate ``long_name`` or else the dimension's own; numbers if it has none."""
+    if "long_name" in data.coords and data["long_name"].dims == (dim,):
+        return [str(name) for name in data["long_name"].values]
+    if dim in data.coords:
+        return [str(name) for name in data[dim].values]
+    return [str(i) for i in range(data.sizes[dim])]
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Mapping) and not value:
+        return "an empty dict"
+    return f"of type {type(value).__name__}"

@@ -1,0 +1,154 @@
+"""Axes, frames, titles and legends of the panels that `workbench.plots.pen` draws, as holoviews hooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.plots import style
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+#: One inch of a matplotlib figure for so many pixels of a bokeh frame.
+PIXELS_AN_INCH = 100
+
+
+def axes_bokeh(formats: tuple[str, str], is_log: tuple[bool, bool]) -> Callable[..., None]:
+    """A holoviews hook: percent or plain numbers where the ticks were left to bokeh."""
+
+    def hook(plot: Any, element: Any) -> None:
+        from bokeh.models import BasicTickFormatter, FixedTicker, NumeralTickFormatter
+
+        for axes, form, is_logarithmic in zip((plot.state.xaxis, plot.state.yaxis), formats, is_log, strict=True):
+            for axis in axes:
+                if isinstance(axis.ticker, FixedTicker):
+                    continue
+                if form == "percent":
+                    axis.formatter = NumeralTickFormatter(format="0%")
+                elif is_logarithmic:
+                    axis.formatter = BasicTickFormatter(power_limit_high=6, power_limit_low=-6)
+
+    return hook
+
+
+def frame_bokeh(grid: bool, bounds: tuple[float, float] | None) -> Callable[..., None]:
+    """A holoviews hook: rules or none, the length of the horizontal axis, and the legend beside the frame's top."""
+
+    def hook(plot: Any, element: Any) -> None:
+        figure = plot.state
+        figure.min_border_right = 24  # or the last number is moved to the left of its tick
+        for rules in figure.grid:
+            rules.visible = grid
+        for axis in figure.xaxis:
+            axis.bounds = bounds or "auto"
+        for legend in figure.legend:
+            legend.location = "top_left"
+
+    return hook
+
+
+def axes_matplotlib(ticks: tuple[Any, Any], formats: tuple[str, str]) -> Callable[..., None]:
+    """A holoviews hook: percent or plain numbers, and no minor ticks beside given ones."""
+
+    def hook(plot: Any, element: Any) -> None:
+        from matplotlib.ticker import NullFormatter, NullLocator, PercentFormatter, StrMethodFormatter
+
+        frame = plot.handles["axis"]
+        for axis, at, form in zip((frame.xaxis, frame.yaxis), ticks, formats, strict=True):
+            axis.set_minor_formatter(NullFormatter())
+            if at is not None:
+                axis.set_minor_locator(NullLocator())
+            elif form == "percent":
+                axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            else:
+                axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+
+    return hook
+
+
+def frame_matplotlib(
+    grid: bool, bounds: tuple[float, float] | None, box: tuple[int, int, int, int]
+) -> Callable[..., None]:
+    """A holoviews hook: rules or none, the length of the horizontal axis, and the frame's place on the figure.
+
+    The place may lie beyond the figure, which is cut to what is drawn when it is rendered.
+    """
+
+    def hook(plot: Any, element: Any) -> None:
+        from matplotlib.transforms import Bbox
+
+        frame = plot.handles["axis"]
+        if not grid:
+            frame.grid(visible=False)
+        if bounds is not None:
+            frame.spines["bottom"].set_bounds(*bounds)
+        frame.set_aspect("auto")
+        frame.set_box_aspect(None)
+        inches = Bbox.from_bounds(*(side / PIXELS_AN_INCH for side in box))
+        # When it is drawn: holoviews changes the figure's size after the hooks.
+        frame.set_axes_locator(
+            lambda axes, renderer: inches.transformed(axes.figure.dpi_scale_trans + axes.figure.transFigure.inverted())
+        )
+
+    return hook
+
+
+def bare_matplotlib(bare: tuple[bool, bool]) -> Callable[..., None]:
+    """A holoviews hook: no name and no numbers along the x axis, the y axis or both."""
+
+    def hook(plot: Any, element: Any) -> None:
+        frame = plot.handles["axis"]
+        for axis, is_bare, word in zip((frame.xaxis, frame.yaxis), bare, ("bottom", "left"), strict=True):
+            if is_bare:
+                axis.label.set_text("")
+                frame.tick_params(**{f"label{word}": False})
+
+    return hook
+
+
+def head_matplotlib(title: str, note: str) -> Callable[..., None]:
+    """A holoviews hook: a title and, between it and the frame, as many small lines as the note has."""
+
+    def hook(plot: Any, element: Any) -> None:
+        style.title_matplotlib(title, note=note)(plot, element)
+        pad = 6 + 11 * (note.count("\n") + 1 if note else 0)
+        look = {"fontsize": style.TITLE_SIZE, "fontweight": "bold", "color": style.INK}
+        plot.handles["axis"].set_title(title, loc="left", pad=pad, **look)
+
+    return hook
+
+
+def weight_matplotlib(weight: str) -> Callable[..., None]:
+    """A holoviews hook: words in bold, or not."""
+
+    def hook(plot: Any, element: Any) -> None:
+        for artist in np.ravel(plot.handles.get("artist", [])):
+            artist.set_fontweight(weight)
+
+    return hook
+
+
+def legend_matplotlib(entries: Sequence[Mapping[str, Any]]) -> Callable[..., None]:
+    """A holoviews hook: the labels to the right of the frame; entries of the same label are one."""
+
+    def hook(plot: Any, element: Any) -> None:
+        from matplotlib.lines import Line2D
+
+        looks: dict[str, dict[str, Any]] = {}
+        for entry in entries:
+            look = looks.setdefault(entry["label"], {"linestyle": "none", "color": entry["color"]})
+            if "dash" in entry:
+                look |= {"linestyle": entry["dash"], "linewidth": 0.8 * entry["width"]}
+            else:
+                look |= {"marker": style.MATPLOTLIB_MARKERS[entry["marker"]], "markersize": 6}
+                look |= {"markeredgecolor": entry["edge"]}
+                look |= {"markerfacecolor": "none" if entry["hollow"] else entry["color"]}
+        handles = [Line2D([], [], label=label, **look) for label, look in looks.items()]
+        place = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0), "frameon": False}
+        plot.handles["axis"].legend(
+            handles=handles, fontsize=style.TICK_SIZE, labelcolor=style.INK, handlelength=2.8, **place
+        )
+
+    return hook

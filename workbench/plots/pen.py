@@ -1,0 +1,300 @@
+"""Lines, dots, bars and words of one panel, described once and drawn by both backends."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.plots import frames, style
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+#: Width of a letter of the notes, with what the legend and the margins leave them beyond the frame.
+_PIXELS_A_LETTER = 5.4
+_TICK_FORMATS = {"plain": "{:g}", "percent": "{:.0%}"}
+
+
+class Pen:
+    """Draws on one panel whose axes have names, so that panels of equal names are linked.
+
+    Args:
+        hv: The holoviews module, as `style.drawing` gives it.
+        backend: ``"bokeh"`` or ``"matplotlib"``.
+        x: Name of the horizontal axis.
+        y: Name of the vertical axis.
+    """
+
+    def __init__(self, hv: Any, backend: str, x: str, y: str) -> None:
+        self.hv, self.backend = hv, backend
+        self.is_bokeh = backend == "bokeh"
+        self.x, self.y = hv.Dimension(x), hv.Dimension(y)
+        self.parts: list[Any] = []
+        self._legend: list[dict[str, Any]] = []
+
+    @property
+    def ink(self) -> str:
+        """Colour of words and rules."""
+        return style.NEUTRAL if self.is_bokeh else style.INK
+
+    def line(
+        self,
+        x: Any,
+        y: Any,
+        *,
+        color: str,
+        dash: str = "solid",
+        width: float = 1.6,
+        alpha: float = 1.0,
+        label: str = "",
+        is_step: bool = False,
+    ) -> None:
+        """A line through the points; NaN interrupts it."""
+        curve = self.hv.Curve((np.asarray(x, float), np.asarray(y, float)), self.x, self.y, label=label)
+        stroke = self._stroke(color, width, dash) | {"alpha": alpha}
+        self._add(curve, **stroke, **({"interpolation": "steps-post"} if is_step else {}))
+        if label:
+            self._legend.append({"label": label, "color": color, "dash": dash, "width": width})
+
+    def band(self, x: Any, low: Any, high: Any, *, color: str, alpha: float = 0.18) -> None:
+        """A filled strip between two lines; where either is NaN there is none."""
+        x, low, high = (np.asarray(column, float) for column in (x, low, high))
+        for piece in stretches(np.isfinite(low) & np.isfinite(high)):
+            columns = (x[piece], low[piece], high[piece])
+            area = self.hv.Area(columns, self.x, [self.hv.Dimension("low"), self.hv.Dimension("high")])
+            self._add(area, **self._fill(color, alpha))
+
+    def bars(
+        self,
+        x0: Any,
+        y0: Any,
+        x1: Any,
+        y1: Any,
+        *,
+        color: str,
+        width: float = 1.6,
+        dash: str = "solid",
+        alpha: float = 1.0,
+    ) -> None:
+        """Straight strokes from one end each to the other, such as intervals; those with a NaN are left out."""
+        ends = np.array(np.broadcast_arrays(*(np.atleast_1d(np.asarray(v, float)) for v in (x0, y0, x1, y1))))
+        ends = ends[:, np.isfinite(ends).all(0)]
+        if ends.size:
+            corners = [self.x, self.y, self.hv.Dimension(f"{self.x} to"), self.hv.Dimension(f"{self.y} to")]
+            self._add(self.hv.Segments(tuple(ends), corners), **self._stroke(color, width, dash), alpha=alpha)
+
+    def boxes(
+        self,
+        x0: Any,
+        y0: Any,
+        x1: Any,
+        y1: Any,
+        *,
+        colors: str | Sequence[str],
+        alpha: float = 1.0,
+        columns: Mapping[str, Any] | None = None,
+        tips: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        """Filled boxes without a border, with columns to show under the pointer."""
+        corners = [self.x, self.y, self.hv.Dimension(f"{self.x} to"), self.hv.Dimension(f"{self.y} to")]
+        ends = np.broadcast_arrays(*(np.atleast_1d(np.asarray(v, float)) for v in (x0, y0, x1, y1)))
+        columns = dict(columns or {})
+        if isinstance(colors, str):
+            fill = self._fill(colors, alpha)
+        else:
+            columns["fill"] = np.asarray(colors)
+            fill = self._fill(self.hv.dim("fill"), alpha)
+            if self.is_bokeh:  # or neighbours are a hair's breadth apart
+                fill |= {"line_color": self.hv.dim("fill"), "line_alpha": alpha}
+        data = dict(zip([str(corner) for corner in corners], ends, strict=True)) | columns
+        self._add(self.hv.Rectangles(data, corners, list(columns)), **fill, **self._hover(tips))
+
+    def dots(
+        self,
+        x: Any,
+        y: Any,
+        *,
+        color: str,
+        edge: str | None = None,
+        marker: str = "circle",
+        size: float = 8,
+        alpha: float = 1.0,
+        is_hollow: bool = False,
+        columns: Mapping[str, Any] | None = None,
+        tips: Sequence[tuple[str, str]] = (),
+        label: str = "",
+    ) -> None:
+        """Markers, with columns to show under the pointer.
+
+        Args:
+            x: Horizontal places.
+            y: Vertical places.
+            color: Of the marker.
+            edge: Colour of its rim; None: that of the marker.
+            marker: A name of `style.MODEL_MARKERS`.
+            size: Diameter in pixels.
+            alpha: Opacity.
+            is_hollow: Only the rim is drawn.
+            columns: Further columns.
+            tips: Of the pointer; empty: none.
+            label: Entry of the legend.
+        """
+        columns = dict(columns or {})
+        data = {str(self.x): np.asarray(x, float), str(self.y): np.asarray(y, float)} | columns
+        points = self.hv.Points(data, [self.x, self.y], list(columns), label=label)
+        rim = edge or color
+        if self.is_bokeh:
+            size *= 1.35 if marker == "diamond" else 1.0  # bokeh's are narrow
+            look = {"fill_color": color, "line_color": rim, "marker": marker, "size": size, "line_width": 1.5}
+            look |= {"fill_alpha": 0.0 if is_hollow else alpha, "line_alpha": alpha}
+        else:
+            look = {"marker": style.MATPLOTLIB_MARKERS[marker], "s": (0.62 * size) ** 2, "linewidth": 1.1}
+            look |= {"facecolors": "none" if is_hollow else color, "edgecolors": rim, "alpha": alpha}
+        self._add(points, **look, **self._hover(tips))
+        if label:
+            self._legend.append({"label": label, "color": color, "marker": marker, "edge": rim, "hollow": is_hollow})
+
+    def words(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        color: str | None = None,
+        align: str = "left",
+        valign: str = "center",
+        size: float = style.TICK_SIZE - 0.5,
+        is_bold: bool = False,
+    ) -> None:
+        """A text whose ``align`` and ``valign`` edge stands at the point."""
+        word = self.hv.Labels(
+            {(str(self.x), str(self.y)): [(float(x), float(y))], "text": [text]}, [self.x, self.y], "text"
+        )
+        color, weight = color or self.ink, "bold" if is_bold else "normal"
+        if self.is_bokeh:
+            baseline = {"center": "middle"}.get(valign, valign)
+            look = {"text_align": align, "text_baseline": baseline, "text_color": color, "text_font_size": f"{size}pt"}
+            self._add(word, **look, text_font_style=weight)
+        else:
+            look = {"horizontalalignment": align, "verticalalignment": valign, "color": color, "size": size}
+            hook = frames.weight_matplotlib(weight)
+            self._add(word, **look, hooks=[hook])
+
+    def panel(
+        self,
+        *,
+        title: str,
+        note: Sequence[str] = (),
+        view: tuple[tuple[float, float], tuple[float, float]],
+        size: tuple[int, int],
+        names: tuple[str, str],
+        ticks: tuple[Any, Any] = (None, None),
+        formats: tuple[str, str] = ("plain", "plain"),
+        is_log: tuple[bool, bool] = (False, False),
+        legend: bool = False,
+        grid: bool = True,
+        bare: tuple[bool, bool] = (False, False),
+        bounds: tuple[float, float] | None = None,
+        at: tuple[int, int] = (0, 0),
+    ) -> Any:
+        """Everything drawn so far as one holoviews Overlay with options for this backend only.
+
+        Args:
+            title: Above the frame.
+            note: Phrases for the small lines under the title, as many on a line as the frame is wide.
+            view: Ranges of the axes, x then y, as are the pairs below.
+            size: Of the frame in bokeh's pixels.
+            names: Of the axes.
+            ticks: Places, or pairs of place and text; None: chosen by the backend.
+            formats: ``"plain"`` or ``"percent"``.
+            is_log: Whether the axis is logarithmic.
+            legend: Whether the labels given stand to the right.
+            grid: Whether rules are drawn.
+            bare: Whether the axis has neither name nor numbers.
+            bounds: Ends of the horizontal axis line; None: the whole frame.
+            at: Left and lower edge of the frame on a matplotlib figure, in the same pixels; bokeh lays out by itself.
+        """
+        note = flowed(note, n_characters=size[0] // _PIXELS_A_LETTER)
+        ticks = tuple(_worded(at, form) for at, form in zip(ticks, formats, strict=True))
+        look = {"xlim": view[0], "ylim": view[1], "xlabel": names[0], "ylabel": names[1]}
+        look |= {"logx": is_log[0], "logy": is_log[1], "backend": self.backend}
+        look |= {key: at for key, at in zip(("xticks", "yticks"), ticks, strict=True) if at is not None}
+        overlay = self.hv.Overlay(self.parts)
+        if self.is_bokeh:
+            hooks = [
+                style.dress_bokeh,
+                style.bare_bokeh((not bare[0], not bare[1])),
+                frames.axes_bokeh(formats, is_log),
+            ]
+            hooks += [frames.frame_bokeh(grid, bounds)] + ([style.note_bokeh(note)] if note else [])
+            look |= {"title": title, "frame_width": size[0], "frame_height": size[1], "show_grid": grid}
+            look |= {"show_legend": legend, "default_tools": [], "active_tools": [], "hooks": hooks}
+            look |= {"legend_position": "right"} if legend else {}
+            return overlay.opts(tools=["pan", "xwheel_zoom", "box_zoom", "reset", "save"], **look)
+        hooks = [style.dress_matplotlib, frames.head_matplotlib(title, note), frames.axes_matplotlib(ticks, formats)]
+        hooks += [frames.frame_matplotlib(grid, bounds, (*at, *size)), frames.bare_matplotlib(bare)]
+        hooks += [frames.legend_matplotlib(self._legend)] if legend else []
+        look |= {"title": "", "show_legend": False, "aspect": size[0] / size[1]}
+        return overlay.opts(hooks=hooks, **look)
+
+    def _add(self, element: Any, **options: Any) -> None:
+        self.parts.append(element.opts(**options, backend=self.backend))
+
+    def _stroke(self, color: str, width: float, dash: str) -> dict[str, Any]:
+        if self.is_bokeh:
+            return {"color": color, "line_width": width, "line_dash": dash}
+        return {"color": color, "linewidth": 0.8 * width, "linestyle": dash}
+
+    def _fill(self, color: Any, alpha: float) -> dict[str, Any]:
+        if self.is_bokeh:
+            return {"fill_color": color, "fill_alpha": alpha, "line_alpha": 0.0}
+        return {"facecolor": color, "alpha": alpha, "linewidth": 0}
+
+    def _hover(self, tips: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        return {"tools": ["hover"], "hover_tooltips": list(tips)} if self.is_bokeh and tips else {}
+
+
+def stretches(is_in: np.ndarray) -> list[slice]:
+    """The runs of True in a row, as slices."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(is_in, int), [0]])))
+    return [slice(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
+
+
+def flowed(phrases: Sequence[str], *, n_characters: float) -> str:
+    """Phrases side by side, on a new line where the next would not fit."""
+    lines: list[str] = []
+    for phrase in filter(None, phrases):
+        longer = f"{lines[-1]}   {phrase}" if lines else phrase
+        if lines and len(longer) <= n_characters:
+            lines[-1] = longer
+        else:
+            lines.append(phrase)
+    return "\n".join(lines)
+
+
+def decades(low: float, high: float, *, n_most: int = 7) -> list[float]:
+    """Ticks of a logarithmic axis: 1, 2 and 5 of each decade, or fewer where these are more than ``n_most``."""
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    for mantissas, every in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2), ((1,), 4), ((1,), 8), ((1,), 64)):
+        ticks = [float(f"{m}e{power}") for power in powers if power % every == 0 for m in mantissas]
+        ticks = [at for at in ticks if low * (1 - 1e-9) <= at <= high * (1 + 1e-9)]
+        if len(ticks) <= n_most:
+            break
+    return ticks
+
+
+def laid_out(hv: Any, panels: Sequence[Any], backend: str, *, n_columns: int = 1) -> Any:
+    """The panels as one holoviews Layout; on a matplotlib figure each stands where its ``at`` says."""
+    layout = hv.Layout(list(panels)).cols(n_columns)
+    if backend == "matplotlib":
+        return layout.opts(sublabel_format="", backend=backend)
+    return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
+
+
+def _worded(places: Any, form: str) -> Any:
+    """Ticks as pairs of place and text."""
+    if places is None or (len(places) and isinstance(places[0], tuple)):
+        return places
+    return [(float(at), _TICK_FORMATS[form].format(at)) for at in places]
