@@ -27,7 +27,6 @@ import xarray as xr
 
 import workbench as wb
 from workbench.atomic import replacing
-from workbench.sweep_schema import SETTINGS
 
 N_STEPS = 120
 VOCABULARY, LENGTH = 64, 16
@@ -192,7 +191,7 @@ def make(folder: Path, only: str | None, n_workers: int) -> list[xr.Dataset]:
 
 def collect(sweeps: list[xr.Dataset], file: Path, minutes: float) -> None:
     """One file of all studies, and how it was made."""
-    runs = xr.concat(sweeps, "run", combine_attrs="drop_conflicts").set_coords(list(SETTINGS))
+    runs = wb.sweeps.join(sweeps)
     eigenvalue = runs["eigenvalue"]
     runs = runs.drop_vars("eigenvalue")
     for part in ("real", "imag"):  # netCDF has no complex numbers

@@ -10,7 +10,7 @@ from workbench.training.sweeps.measures import measure_case
 from workbench.training.sweeps.one_run import count_spikes, make_run
 from workbench.training.sweeps.planned import replan
 from workbench.training.sweeps.settings import TASKS, RunSettings, grid
-from workbench.training.sweeps.store import SweepStore, open_sweep
+from workbench.training.sweeps.store import SweepStore, join, open_sweep
 
 __all__ = [
     "TASKS",
@@ -18,6 +18,7 @@ __all__ = [
     "SweepStore",
     "count_spikes",
     "grid",
+    "join",
     "make_run",
     "measure_case",
     "open_sweep",

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.atomic import check_free, replacing
-from workbench.errors import StoreError
+from workbench.errors import SchemaError, StoreError
 from workbench.spectral.spectra import versions
-from workbench.sweep_schema import MEASURES, OUTCOMES, SETTINGS, SWEEP_VERSION, dtype_of
+from workbench.sweep_schema import MEASURES, OUTCOMES, SETTINGS, SWEEP_VERSION, dtype_of, require
 from workbench.training.sweeps.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -111,6 +111,26 @@ def open_sweep(path: str | os.PathLike[str]) -> xr.Dataset:
     data = data.drop_encoding()
     data.attrs = kept | {"n_missing": int((~is_done).sum())}
     return data
+
+
+def join(sweeps: Sequence[xr.Dataset]) -> xr.Dataset:
+    """Several sweeps as one, in the order given; layers and modes that a run lacks are NaN.
+
+    Args:
+        sweeps: From `open_sweep`; attributes in which they differ are dropped.
+
+    Raises:
+        SchemaError: If there is none, or one is no sweep.
+    """
+    import xarray as xr
+
+    if not sweeps:
+        raise SchemaError("There is no sweep to join; pass at least one.")
+    for part in sweeps:
+        require(part, [*SETTINGS, *OUTCOMES])
+    extents = {dim: max(part.sizes[dim] for part in sweeps) for dim in ("layer", "mode")}
+    padded = [part.pad({dim: (0, n - part.sizes[dim]) for dim, n in extents.items()}) for part in sweeps]
+    return xr.concat(padded, "run", combine_attrs="drop_conflicts").set_coords(list(SETTINGS))
 
 
 def _lay_out(path: Path, runs: Sequence[RunSettings]) -> None:
