@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help venv lab test lint unit notebooks browser sample bench checkpoints runs warnings clean
+.PHONY: help venv lab test lint unit notebooks browser sample bench checkpoints runs warnings sweep clean
 
 help:  ## This list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -53,6 +53,7 @@ bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 	$(BIN)/python -m benchmarks.shaping
 	$(BIN)/python -m benchmarks.live
 	$(BIN)/python -m benchmarks.timeline
+	$(BIN)/python -m benchmarks.sweep
 
 checkpoints: venv  ## Train the checkpoints in data/ again
 	$(BIN)/python data/make_checkpoints.py
@@ -62,6 +63,10 @@ runs: venv  ## Record the training runs and tables in data/ again, where their f
 
 warnings: venv  ## Record the study of injected faults again, and fit the alarms to it
 	$(BIN)/python data/make_early_warning.py
+
+sweep: venv  ## Record the sweep behind the risk model again, and fit the model to it
+	$(BIN)/python data/make_sweep.py
+	$(BIN)/python data/fit_risk.py
 
 clean:  ## Remove what was built here
 	rm -rf $(VENV) build dist *.egg-info artifacts .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,92 @@
+"""The risk models that ship: what the script makes of the recorded sweep, and as good as their cards say."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from workbench.errors import SchemaError, ThresholdError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("fit_risk", ROOT / "data" / "fit_risk.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def held_out():
+    return wb.samples.divergence_sweep("held out")
+
+
+@pytest.mark.parametrize("features", ["forward", "gradient", "rehearsal"])
+def test_fitting_again_gives_the_shipped_model(script, features):
+    shipped, again = wb.risk.shipped(features), script.fitted(features, n_bootstrap=0)
+    assert shipped.features == again.features
+    np.testing.assert_allclose(shipped.weights[0], again.weights[0], rtol=1e-4, atol=1e-5)
+    assert shipped.about["n_runs"] == again.about["n_runs"]
+    assert len(shipped.weights) == 201
+
+
+@pytest.mark.parametrize("features", ["forward", "gradient", "rehearsal"])
+def test_it_is_as_good_as_its_card_says(features, held_out):
+    model = wb.risk.shipped(features)
+    probability = model.predict(held_out, extrapolate=True)["probability"].values
+    label = held_out["has_diverged"].values
+    figures = model.validation["configuration"]["all"]
+    assert wb.risk.auroc(probability, label, n_bootstrap=0).value == pytest.approx(figures["auroc"][0], abs=1e-6)
+    assert wb.risk.calibration_error(probability, label) == pytest.approx(figures["ece"], abs=1e-6)
+    rates = model.largest_stable_rate(held_out, extrapolate=True)["expected_stable_rate"]
+    ratio = wb.risk.stable_rate_accuracy(held_out, rates)["ratio"]
+    assert wb.risk.share_within(ratio, 1.5) == pytest.approx(figures["stable_rates"]["share_within_1.5"], abs=1e-6)
+    assert f"{figures['auroc'][0]:.3f}" in model.card()
+
+
+def test_the_published_figures_hold_in_the_readme(held_out):
+    readme = (ROOT / "README.md").read_text()
+    for features in ("forward", "gradient", "rehearsal"):
+        for by in ("configuration", "architecture"):
+            value, low, high = wb.risk.shipped(features).validation[by]["all"]["auroc"]
+            assert f"{value:.3f}"[1:] in readme
+            assert f"[{low:.3f}, {high:.3f}]".replace("0.", ".") in readme
+
+
+def test_its_file_is_small_text_without_code():
+    for file in (Path(wb.risk.__file__).parent / "shipped").glob("*.json"):
+        assert file.stat().st_size < 300_000
+        assert json.loads(file.read_text())["kind"] == "stability-workbench risk model"
+
+
+def test_a_longer_run_is_told_how_far_the_model_sees(held_out):
+    case = wb.sweeps.replan(held_out.isel(run=[3]), n_steps=5000)
+    assert "first 120" in wb.risk.shipped("rehearsal").predict(case, extrapolate=True).attrs["note"]
+    assert "120" not in wb.risk.shipped("rehearsal").predict(held_out.isel(run=[3])).attrs["note"]
+
+
+def test_risk_over_rates_is_the_risk_at_each_of_them(held_out):
+    model, cases = wb.risk.shipped("rehearsal"), held_out.isel(run=[0, 200])
+    rates = [0.001, 0.1, 1.0]
+    found = wb.risk.over_rates(model, cases, rates, names=["a", "b"], extrapolate=True)
+    assert found["probability"].dims == ("architecture", "learning_rate")
+    for i, name in enumerate(("a", "b")):
+        for rate in rates:
+            case = cases.isel(run=[i]).assign_coords(learning_rate=("run", [rate]))
+            expected = model.predict(case, extrapolate=True)["probability"].item()
+            assert found["probability"].sel(architecture=name, learning_rate=rate).item() == pytest.approx(expected)
+    assert (found["probability"].diff("learning_rate") >= 0).all()
+    with pytest.raises(SchemaError, match="2 cases need as many different names"):
+        wb.risk.over_rates(model, cases, rates, names=["a", "a"])
+    with pytest.raises(ThresholdError, match="There is no learning rate"):
+        wb.risk.over_rates(model, cases, [], names=["a", "b"])
+    with pytest.raises(ThresholdError, match="learning rate is 0"):
+        wb.risk.over_rates(model, cases, [0.0], names=["a", "b"])

@@ -1,0 +1,267 @@
+"""How good a score or a probability is: AUROC, calibration, and intervals that know which runs belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: Entries of one block of resamples; keeps the memory of a bootstrap small whatever the number of runs.
+_BLOCK = 2_000_000
+
+
+class Auroc(NamedTuple):
+    """An area under the ROC curve and its interval; NaN bounds without a bootstrap."""
+
+    value: float
+    low: float
+    high: float
+
+
+def auroc(
+    score: Sequence[float], label: Sequence[bool], *, n_bootstrap: int = 1000, seed: int = 0,
+    groups: Sequence[str] | None = None, level: float = 0.95,
+) -> Auroc:  # fmt: skip
+    """Chance that a run which diverged scores higher than one which did not; ties count half.
+
+    Args:
+        score: Of each run, higher is more dangerous; may be infinite.
+        label: Whether it diverged.
+        n_bootstrap: Resamples behind the interval; 0: none.
+        seed: Of the resamples.
+        groups: Runs of a group are drawn together (cluster bootstrap); None: every run is its own.
+        level: Of the percentile interval.
+
+    Returns:
+        Value and interval. Resamples in which all runs end alike are left out. A perfect score has the interval
+        [1, 1]: a bootstrap cannot see what did not happen.
+
+    Raises:
+        ThresholdError: If a score is NaN, lengths differ, or an option is out of range.
+        SchemaError: If all runs ended alike.
+    """
+    return auroc_within(
+        score, label, np.zeros(len(score), int), n_bootstrap=n_bootstrap, seed=seed, groups=groups, level=level
+    )
+
+
+def roc_curve(
+    score: Sequence[float], label: Sequence[bool], *, n_bootstrap: int = 1000, seed: int = 0,
+    groups: Sequence[str] | None = None, level: float = 0.95,
+) -> xr.Dataset:  # fmt: skip
+    """What every threshold on a score catches, and what it costs.
+
+    Args:
+        score: As in `auroc`.
+        label: As in `auroc`.
+        n_bootstrap: As in `auroc`.
+        seed: As in `auroc`.
+        groups: As in `auroc`.
+        level: As in `auroc`.
+
+    Returns:
+        Dataset with dim ``point``: ``false_positive_rate``, ``true_positive_rate`` and ``threshold`` (at or above it a
+        run is called dangerous; the first, infinite, calls none). Attributes: ``auroc``, ``low``, ``high``, ``level``,
+        ``n_runs``, ``n_diverged``.
+
+    Raises:
+        ThresholdError: As in `auroc`.
+        SchemaError: If all runs ended alike.
+    """
+    import xarray as xr
+
+    found = auroc(score, label, n_bootstrap=n_bootstrap, seed=seed, groups=groups, level=level)
+    score, label = _pair(score, label)
+    order = np.argsort(-score, kind="stable")
+    score, label = score[order], label[order]
+    last = np.flatnonzero(np.concatenate([score[1:] != score[:-1], [True]]))  # of the runs that tie
+    columns = {
+        "false_positive_rate": np.concatenate([[0.0], np.cumsum(~label)[last] / (~label).sum()]),
+        "true_positive_rate": np.concatenate([[0.0], np.cumsum(label)[last] / label.sum()]),
+        "threshold": np.concatenate([[np.inf], score[last]]),
+    }
+    attrs = {"auroc": found.value, "low": found.low, "high": found.high, "level": level}
+    attrs |= {"n_runs": len(label), "n_diverged": int(label.sum())}
+    return xr.Dataset({name: ("point", values) for name, values in columns.items()}, attrs=attrs)
+
+
+def auroc_within(
+    score: Sequence[float], label: Sequence[bool], within: Sequence[str], *, n_bootstrap: int = 1000, seed: int = 0,
+    groups: Sequence[str] | None = None, level: float = 0.95,
+) -> Auroc:  # fmt: skip
+    """The same among runs of one kind: only pairs that share ``within`` are compared, and every such pair counts once.
+
+    Within cells (everything but learning rate and seed the same) this asks whether a score sees the learning rate.
+
+    Args:
+        score: As in `auroc`.
+        label: As in `auroc`.
+        within: What two runs must share to be compared.
+        n_bootstrap: As in `auroc`.
+        seed: As in `auroc`.
+        groups: As in `auroc`.
+        level: As in `auroc`.
+
+    Raises:
+        ThresholdError: As in `auroc`.
+        SchemaError: If all runs ended alike wherever they may be compared.
+    """
+    score, label = _pair(score, label)
+    if n_bootstrap < 0 or not 0 < level < 1:
+        raise ThresholdError("n_bootstrap must not be negative, and level lies between 0 and 1.")
+    _, strata = np.unique(np.asarray(within), return_inverse=True)
+    members = [np.flatnonzero(strata == i) for i in range(strata.max(initial=-1) + 1)]
+    members = [of for of in members if 0 < label[of].sum() < len(of)]
+    if not members:
+        raise SchemaError(
+            "All runs ended alike, so no AUROC says anything; take some that diverged and some that did not."
+        )
+
+    def value(weight: np.ndarray) -> np.ndarray:
+        parts = [_concordance(score[of], label[of], weight[:, of]) for of in members]
+        right, n_pairs = np.sum(parts, axis=0)
+        with np.errstate(invalid="ignore"):
+            return right / n_pairs
+
+    found = float(value(np.ones((1, len(score))))[0])
+    if not n_bootstrap:
+        return Auroc(found, np.nan, np.nan)
+    values = np.concatenate([value(weight) for weight in resamples(groups, len(score), n_bootstrap, seed)])
+    low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return Auroc(found, float(low), float(high))
+
+
+def resamples(
+    groups: Sequence[str] | None, n_runs: int, n_bootstrap: int, seed: int, *, block: int = _BLOCK
+) -> Iterator[np.ndarray]:
+    """How often each run is drawn when whole groups are drawn with replacement.
+
+    Yields:
+        Blocks of shape (resample, run).
+
+    Raises:
+        ThresholdError: If there is not one group a run.
+    """
+    if groups is not None and len(groups) != n_runs:
+        raise ThresholdError(f"There are {len(groups)} groups for {n_runs} runs, expected one a run.")
+    _, index = np.unique(np.arange(n_runs) if groups is None else np.asarray(groups), return_inverse=True)
+    n_groups = int(index.max()) + 1
+    random = np.random.default_rng(seed)
+    n_block = max(1, block // n_runs)
+    for start in range(0, n_bootstrap, n_block):
+        n = min(n_block, n_bootstrap - start)
+        yield random.multinomial(n_groups, np.full(n_groups, 1 / n_groups), size=n)[:, index].astype(float)
+
+
+def reliability(
+    probability: Sequence[float], label: Sequence[bool], *, n_bins: int = 10, level: float = 0.95
+) -> xr.Dataset:
+    """What was predicted against what happened, in bins of equal width.
+
+    Args:
+        probability: Of divergence, for each run; NaN (refused) is left out and counted.
+        label: Whether the run diverged.
+        n_bins: Bins of equal width between 0 and 1, each with its lower bound, the last also with 1.
+        level: Of the Wilson score intervals (Wilson 1927).
+
+    Returns:
+        Dataset with dim ``bin``: ``mean_probability``, ``rate`` (share that diverged), ``low`` and ``high`` (of the
+        rate), ``n_runs``, and the coordinates ``lower`` and ``upper``; NaN where a bin is empty. Attributes: ``ece``,
+        the expected calibration error, the mean of |rate - mean_probability| weighted by runs; ``n_runs``,
+        ``n_left_out``, ``level``.
+
+    Raises:
+        ThresholdError: If a probability is none, lengths differ, or an option is out of range.
+        SchemaError: If no run has a probability.
+    """
+    import xarray as xr
+    from scipy.stats import binomtest
+
+    probability, label = _pair(probability, label, allows_nan=True)
+    if n_bins < 1 or not 0 < level < 1:
+        raise ThresholdError("n_bins must be at least 1, and level lies between 0 and 1.")
+    is_there = ~np.isnan(probability)
+    probability, label = probability[is_there], label[is_there]
+    if not len(probability):
+        raise SchemaError("No run has a probability; ask for them with extrapolate=True, or take other runs.")
+    if probability.min() < 0 or probability.max() > 1:
+        raise ThresholdError(
+            f"A probability is {probability[np.argmax(np.abs(probability - 0.5))]:g}, expected 0 to 1."
+        )
+    edges = np.linspace(0, 1, n_bins + 1)
+    index = np.clip(np.searchsorted(edges, probability, side="right") - 1, 0, n_bins - 1)
+    n_runs = np.bincount(index, minlength=n_bins)
+    n_diverged = np.bincount(index, weights=label, minlength=n_bins).astype(int)
+    with np.errstate(invalid="ignore"):
+        mean = np.bincount(index, weights=probability, minlength=n_bins) / n_runs
+        rate = n_diverged / n_runs
+    intervals = [
+        tuple(binomtest(k, n).proportion_ci(level, method="wilson")) if n else (np.nan, np.nan)
+        for k, n in zip(n_diverged.tolist(), n_runs.tolist(), strict=True)
+    ]
+    columns = {
+        "mean_probability": (mean, "predicted probability", "mean over the bin; NaN: empty"),
+        "rate": (rate, "divergence rate", "share of the bin's runs that diverged; NaN: empty"),
+        "low": ([low for low, _ in intervals], "lower bound", "of the Wilson interval of the rate; NaN: empty"),
+        "high": ([high for _, high in intervals], "upper bound", "of the Wilson interval of the rate; NaN: empty"),
+        "n_runs": (n_runs, "runs", "number of runs"),
+    }
+    variables = {
+        name: ("bin", np.asarray(values), {"long_name": long_name, "units": "1", "meaning": meaning})
+        for name, (values, long_name, meaning) in columns.items()
+    }
+    ece = float(np.nansum(n_runs * np.abs(rate - mean)) / n_runs.sum())
+    attrs = {"ece": ece, "n_runs": int(n_runs.sum()), "n_left_out": int((~is_there).sum()), "level": level}
+    return xr.Dataset(variables, {"lower": ("bin", edges[:-1]), "upper": ("bin", edges[1:])}, attrs)
+
+
+def calibration_error(probability: Sequence[float], label: Sequence[bool], *, n_bins: int = 10) -> float:
+    """Expected calibration error; see `reliability`."""
+    return float(reliability(probability, label, n_bins=n_bins).attrs["ece"])
+
+
+def brier(probability: Sequence[float], label: Sequence[bool]) -> float:
+    """Mean squared error of the probabilities (Brier 1950); lower is better, 0.25 is what 0.5 everywhere gets.
+
+    Raises:
+        ThresholdError: If a probability is NaN, or lengths differ.
+    """
+    probability, label = _pair(probability, label)
+    return float(np.mean((probability - label) ** 2))
+
+
+def log_loss(probability: Sequence[float], label: Sequence[bool]) -> float:
+    """Mean negative log-likelihood in nats; probabilities of 0 and 1 count as 1e-12 away from them.
+
+    Raises:
+        ThresholdError: If a probability is NaN, or lengths differ.
+    """
+    probability, label = _pair(probability, label)
+    probability = np.clip(probability, 1e-12, 1 - 1e-12)
+    return float(-np.mean(np.where(label, np.log(probability), np.log1p(-probability))))
+
+
+def _concordance(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Weighted pairs in the right order (ties half), and all pairs, of each row of weights."""
+    order = np.argsort(score, kind="stable")
+    starts = np.flatnonzero(np.concatenate([[True], score[order][1:] != score[order][:-1]]))
+    weight, label = weight[:, order], label[order]
+    n_diverged = np.add.reduceat(weight * label, starts, axis=1)
+    n_alive = np.add.reduceat(weight * ~label, starts, axis=1)
+    n_below = np.cumsum(n_alive, axis=1) - n_alive
+    return (n_diverged * (n_below + n_alive / 2)).sum(axis=1), n_diverged.sum(axis=1) * n_alive.sum(axis=1)
+
+
+def _pair(score: Sequence[float], label: Sequence[bool], *, allows_nan: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    score, label = np.asarray(score, dtype=float), np.asarray(label).astype(bool)
+    if score.shape != label.shape or score.ndim != 1:
+        raise ThresholdError(f"There are {score.size} scores for {label.size} runs, expected one a run.")
+    if not allows_nan and np.isnan(score).any():
+        raise ThresholdError(f"{int(np.isnan(score).sum())} scores are NaN; leave those runs out.")
+    return score, label
