@@ -113,7 +113,7 @@ def head_matplotlib(title: str, note: str) -> Callable[..., None]:
 
     def hook(plot: Any, element: Any) -> None:
         style.title_matplotlib(title, note=note)(plot, element)
-        pad = 6 + 11 * (note.count("\n") + 1 if note else 0)
+        pad = 8 + 13 * (note.count("\n") + 1 if note else 0)  # some signs of the notes are taller than letters
         look = {"fontsize": style.TITLE_SIZE, "fontweight": "bold", "color": style.INK}
         plot.handles["axis"].set_title(title, loc="left", pad=pad, **look)
 
