@@ -9,6 +9,7 @@ from typing import Any
 _PUBLIC = {
     "ArchitectureComparison": "widgets.architecture_comparison:ArchitectureComparison",
     "LiveTraining": "widgets.live_training:LiveTraining",
+    "RiskExplorer": "widgets.risk_explorer:RiskExplorer",
     "SpectrumExplorer": "widgets.spectrum_explorer:SpectrumExplorer",
     "Timeline": "widgets.timeline:Timeline",
     "show": "widgets.figure:show",

@@ -95,7 +95,7 @@ def test_figures_are_those_of_the_predictions(sweep, predicted):
     rates = everything["stable_rates"]
     assert rates["n_cells"] == 48
     assert rates["share_within_2"] > 0.75  # one run a rate: what is measured is noisy itself
-    assert 0.8 < rates["median_ratio"] < 1.25
+    assert 0.7 < rates["median_ratio"] < 1.4
     # Runs of one outcome have counts and no figures.
     assert wb.risk.figures_of(predicted.isel(run=label), sweep.isel(run=label))["all"] == {
         "n_runs": label.sum(), "n_diverged": label.sum()
@@ -106,8 +106,9 @@ def grid_of(shares, *, n=10, rates=None, cell="a"):
     """A cell whose runs diverge at the given shares of its rates."""
     rates = rates or [10.0 ** (-4 + i) for i in range(len(shares))]
     label = [i < round(share * n) for share in shares for i in range(n)]
-    coords = {"learning_rate": ("run", np.repeat(rates, n)), "cell": ("run", [cell] * len(label)),
-              "architecture": ("run", ["Pre-LN"] * len(label)), "configuration": ("run", ["c"] * len(label))}  # fmt: skip
+    names = {"cell": cell, "architecture": "Pre-LN", "configuration": "c"}
+    coords = {key: ("run", [name] * len(label)) for key, name in names.items()}
+    coords["learning_rate"] = ("run", np.repeat(rates, n))
     return xr.Dataset({"has_diverged": ("run", label)}, coords)
 
 

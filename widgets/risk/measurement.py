@@ -1,0 +1,71 @@
+"""One look at a model before training, and what plans it is good for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from workbench.training.sweeps import measure_case, replan
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from widgets.risk.model_choice import Choice
+    from workbench.assess.model import RiskModel
+
+#: What trial updates find, and so belongs to optimizer and clipping.
+_OF_A_TRIAL = ("overshoot_rate", "breaking_rate", "rehearsed_rate")
+_OF_AN_UPDATE = ("optimizer", "optimizer_options", "clip_norm")
+
+
+class Efforts(NamedTuple):
+    """How closely a model is looked at, as `measure_case` takes it."""
+
+    takes_gradients: bool
+    rehearses: bool
+
+    @classmethod
+    def of(cls, risk: RiskModel) -> Efforts:
+        """What a risk model asks for."""
+        takes_gradients = bool({"initial_grad_norm", *_OF_A_TRIAL} & set(risk.features))
+        return cls(takes_gradients, "rehearsed_rate" in risk.features)
+
+
+class Measured(NamedTuple):
+    """A case, and how it was measured."""
+
+    case: xr.Dataset
+    settings: dict[str, Any]
+    efforts: Efforts
+
+    def suits(self, risk: RiskModel, settings: dict[str, Any]) -> bool:
+        """Whether a risk model can judge a plan by it, with nothing measured again."""
+        wanted = Efforts.of(risk)
+        if any(asked and not done for asked, done in zip(wanted, self.efforts, strict=True)):
+            return False
+        return not is_trial_asked(risk) or update_of(settings) == update_of(self.settings)
+
+    def planned(self, settings: dict[str, Any]) -> xr.Dataset:
+        """The case under another plan."""
+        changes = {name: value for name, value in settings.items() if value != self.settings[name]}
+        return replan(self.case, **changes) if changes else self.case
+
+
+def measure(choice: Choice, settings: dict[str, Any], efforts: Efforts) -> Measured:
+    """Build or open what was chosen, and look at it.
+
+    Raises:
+        WorkbenchError: If there is no such checkpoint, the task does not fit, or the model cannot be read.
+    """
+    model, task, name = choice.make()
+    case = measure_case(model, task, architecture=name, seed=choice.seed, **efforts._asdict(), **settings)
+    return Measured(case, settings, efforts)
+
+
+def is_trial_asked(risk: RiskModel) -> bool:
+    """Whether optimizer and clipping decide what has to be measured."""
+    return bool(set(_OF_A_TRIAL) & set(risk.features))
+
+
+def update_of(settings: dict[str, Any]) -> list[Any]:
+    """The settings that decide a trial update."""
+    return [settings[name] for name in _OF_AN_UPDATE]

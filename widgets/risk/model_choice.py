@@ -1,0 +1,314 @@
+"""The controls that say what would be trained: a model of the zoo, a checkpoint or a module, and its task."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+from torch import nn
+
+from workbench.errors import ThresholdError
+from workbench.subjects import zoo
+from workbench.subjects.checkpoint import Subject, open_checkpoint
+from workbench.training import tasks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from workbench.training.tasks import Task
+
+#: The recorded runs are of this vocabulary.
+_VOCABULARY = 64
+#: Name -> task of some length, batch size, vocabulary and seed.
+_TASKS: dict[str, Callable[..., Task]] = {
+    "associative recall": lambda length, batch_size, vocab_size, seed: tasks.associative_recall(
+        length=length, batch_size=batch_size, vocab_size=vocab_size, n_pairs=3, seed=seed
+    ),
+    "synthetic language": lambda length, batch_size, vocab_size, seed: tasks.synthetic_lm(
+        length=length, batch_size=batch_size, vocab_size=vocab_size, seed=seed
+    ),
+    "random tokens": lambda length, batch_size, vocab_size, seed: tasks.random_tokens(
+        length=length, batch_size=batch_size, vocab_size=vocab_size, seed=seed
+    ),
+    "bytes of English": lambda length, batch_size, vocab_size, seed: tasks.text_bytes(
+        length=length, batch_size=batch_size, seed=seed
+    ),
+}
+_DIGITS, _BYTES, _RANDOM, _ENGLISH = "digits", "bytes of English", "random tokens", "English, its tokenizer"
+#: For a model that brings its own vocabulary.
+_OWN_TASKS = (_RANDOM, _BYTES, _ENGLISH)
+#: What passages are at least long enough for, in letters a token.
+_LETTERS_PER_TOKEN = 10
+_FAMILIES = {
+    "transformer": "transformer", "mixture of experts": "moe", "Mamba": "mamba", "KAN": "kan",
+    "vision transformer": "vit",
+}  # fmt: skip
+_NORMS = {
+    "Pre-LN": "pre_ln", "Post-LN": "post_ln", "RMSNorm": "rms_norm", "DeepNorm": "deep_norm",
+    "DeepNorm, DeepNet's": "deep_norm_post", "SubLN": "sub_ln", "No-Norm": "none",
+}  # fmt: skip
+_DEFAULT = zoo.ArchitectureConfig(d_model=64, n_layers=4)
+ZOO, CHECKPOINT, GIVEN = "zoo", "checkpoint", "given"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the controls said at one moment, for a thread that must not read them.
+
+    Attributes:
+        source: A configuration of the zoo, a path or hub name, or a model.
+        task: Name of a task, or a task.
+        length: Tokens of a row.
+        batch_size: Rows of a batch.
+        seed: Of the task; that of the weights is in the configuration.
+    """
+
+    source: zoo.ArchitectureConfig | str | nn.Module | Subject
+    task: str | Task
+    length: int
+    batch_size: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of the model, as far as it is known before it is opened."""
+        if isinstance(self.source, zoo.ArchitectureConfig):
+            return title(self.source)
+        return self.source if isinstance(self.source, str) else _name_of(self.source)
+
+    def make(self) -> tuple[nn.Module | Subject, Task, str]:
+        """Build or open the model, and make its task; and what tables call it.
+
+        Raises:
+            WorkbenchError: If there is no such checkpoint, or the task does not fit the model.
+        """
+        if isinstance(self.source, zoo.ArchitectureConfig):
+            task = self._named_task(_VOCABULARY) if isinstance(self.task, str) else self.task
+            return zoo.build(_fitted(self.source, task)), task, self.name
+        subject = self.source if isinstance(self.source, Subject) else open_checkpoint(self.source)
+        task = self._fitting_task(subject) if isinstance(self.task, str) else self.task
+        return subject, task, subject.name
+
+    def _named_task(self, vocab_size: int, length: int | None = None) -> Task:
+        if self.task == _DIGITS:
+            return tasks.digits(batch_size=self.batch_size, seed=self.seed)
+        return _TASKS[self.task](
+            length=length or self.length, batch_size=self.batch_size, vocab_size=vocab_size, seed=self.seed
+        )
+
+    def _fitting_task(self, subject: Subject) -> Task:
+        """The task in the model's own vocabulary, no longer than the model can read."""
+        vocab_size, longest = vocabulary_of(subject.model), longest_of(subject.model)
+        length = min(self.length, longest or self.length)
+        if vocab_size is None:
+            raise ThresholdError(f"{subject.name} does not say what it reads; pass its data as task=.")
+        if self.task == _ENGLISH:
+            n_rows = max(4 * self.batch_size, 2048 // length)
+            passages = tasks.reference_passages(n_rows, n_characters=_LETTERS_PER_TOKEN * length)
+            rows = subject.tokenize(passages, max_length=length)["input_ids"]
+            return tasks.as_task(rows, batch_size=self.batch_size, seed=self.seed)
+        if self.task == _BYTES and vocab_size < 256:
+            raise ThresholdError(
+                f"{subject.name} knows {vocab_size} tokens, but bytes need 256; choose random tokens or pass task=."
+            )
+        return self._named_task(vocab_size, length)
+
+
+class ModelChoice:
+    """Controls for model and task.
+
+    Args:
+        model: A configuration of the zoo, which the controls then change; a path or hub name of a checkpoint; an opened
+            one; any module; or None: a small Pre-LN transformer.
+        task: Name of one of the choices, a task, or any data that ``wb.train`` takes; None: associative recall, or for
+            a model that is not of the zoo random tokens.
+
+    Attributes:
+        controls: Every control, to be watched.
+        of_zoo: Those of a model of the zoo.
+        shown: What to show, in order.
+
+    Raises:
+        ThresholdError: If there is no such task, or the model is none of these.
+    """
+
+    def __init__(self, model: Any, task: Any) -> None:
+        if model is not None and not isinstance(
+            model, zoo.ArchitectureConfig | nn.Module | Subject | str | os.PathLike
+        ):
+            raise ThresholdError(
+                f"The model is a {type(model).__name__}, expected a wb.zoo.ArchitectureConfig, a path, a checkpoint "
+                "or a module."
+            )
+        known = (*_TASKS, _DIGITS, _ENGLISH)
+        if isinstance(task, str) and task not in known:
+            raise ThresholdError(f"There is no task '{task}'; choose from {', '.join(known)}, or pass a task.")
+        self._config = model if isinstance(model, zoo.ArchitectureConfig) else _DEFAULT
+        self._given = model if isinstance(model, nn.Module | Subject) else None
+        self._task = None if task is None or isinstance(task, str) else tasks.as_task(task)
+        self._make_controls("" if not isinstance(model, str | os.PathLike) else os.fspath(model))
+        if isinstance(model, str | os.PathLike):
+            self.source.value = CHECKPOINT
+        elif self._given is not None:
+            self.source.value = GIVEN
+        self.adapt()
+        if isinstance(task, str):
+            offered = [name for name, _ in self.task.options]
+            if task not in offered:
+                raise ThresholdError(f"The task '{task}' does not fit the model; choose from {', '.join(offered)}.")
+            self.task.value = task
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the model is so small that a change may be measured unasked."""
+        return self.source.value == ZOO
+
+    def adapt(self) -> None:
+        """Let the controls agree, and show those that matter."""
+        is_zoo, family = self.source.value == ZOO, self.family.value
+        for control in self.of_zoo:
+            control.layout.display = None if is_zoo else "none"
+        self.path.layout.display = None if self.source.value == CHECKPOINT else "none"
+        norms = ("RMSNorm",) if family == "mamba" else tuple(_NORMS)
+        _offer(self.norm, [(name, _NORMS[name]) for name in norms])
+        starts = zoo.INITIALIZATIONS if self.norm.value == "none" else ("normal", "xavier")
+        _offer(self.initialization, _plain(("normal",) if family == "mamba" else starts))
+        _offer(self.task, _plain(((_DIGITS,) if family == "vit" else _TASKS) if is_zoo else _OWN_TASKS))
+        self.length.disabled = self.task.value == _DIGITS
+
+    def choice(self) -> Choice:
+        """What the controls say.
+
+        Raises:
+            ThresholdError: If the architecture is impossible, or there is no path.
+        """
+        task = self.task.value if self._task is None else self._task
+        rest = (task, self.length.value, self.batch_size.value, self.seed.value)
+        if self.source.value == ZOO:
+            return Choice(self._configured(), *rest)
+        if self.source.value != CHECKPOINT:
+            return Choice(self._given, *rest)
+        path = self.path.value.strip()
+        if not path:
+            raise ThresholdError("There is no path; write that of a checkpoint, a folder or a file.")
+        return Choice(path, *rest)
+
+    def _configured(self) -> zoo.ArchitectureConfig:
+        family = self.family.value
+        options = {
+            "norm": self.norm.value, "d_model": self.d_model.value, "n_layers": self.n_layers.value,
+            "init_std": self.init_std.value, "seed": self.seed.value,
+        }  # fmt: skip
+        if family != "mamba":
+            options["initialization"] = self.initialization.value
+        if family == self._config.family:
+            return replace(self._config, **options)
+        return zoo.ArchitectureConfig(family=family, **options)
+
+    def _make_controls(self, path: str) -> None:
+        config, label = self._config, {"description_width": "initial"}
+
+        def whole(value: int, name: str, lowest: int, highest: int, width: int, tip: str = "") -> Any:
+            return ipywidgets.BoundedIntText(
+                value,
+                min=lowest,
+                max=highest,
+                description=name,
+                style=label,
+                tooltip=tip,
+                layout={"width": f"{width}px"},
+            )
+
+        def choose(options: Any, value: Any, name: str, width: int) -> Any:
+            return ipywidgets.Dropdown(
+                options=options, value=value, description=name, style=label, layout={"width": f"{width}px"}
+            )
+
+        given = [] if self._given is None else [(f"passed in: {_name_of(self._given)}", GIVEN)]
+        self.source = choose([("of the zoo", ZOO), ("a checkpoint", CHECKPOINT), *given], ZOO, "model", 220)
+        self.path = ipywidgets.Text(
+            path, description="path", placeholder="folder, file or hub name", continuous_update=False, style=label,
+            layout={"width": "340px"},
+        )  # fmt: skip
+        self.family = choose(tuple(_FAMILIES.items()), config.family, "family", 215)
+        self.norm = choose(tuple(_NORMS.items()), config.norm, "norm", 190)
+        start = config.initialization or "normal"
+        self.initialization = choose(_plain(zoo.INITIALIZATIONS), start, "start", 125)
+        self.init_std = ipywidgets.BoundedFloatText(
+            config.init_std, min=1e-4, max=10.0, step=0.01, description="init scale", style=label,
+            layout={"width": "140px"}, tooltip="Standard deviation of the initial weights",
+        )  # fmt: skip
+        self.d_model = whole(config.d_model, "width", 1, 1024, 115)
+        self.n_layers = whole(config.n_layers, "layers", 1, 64, 105)
+        self.seed = whole(config.seed or 0, "seed", 0, 2**31, 100, "Of weights, data and training")
+        self.task = choose(_plain(_TASKS), next(iter(_TASKS)), "task", 215)
+        self.length = whole(16, "length", 1, 4096, 112, "Tokens of a row")
+        self.batch_size = whole(16, "batch", 1, 4096, 110, "Rows of a batch")
+        self.of_zoo = [self.family, self.norm, self.initialization, self.init_std, self.d_model, self.n_layers]
+        data = [self.task, self.length, self.batch_size]
+        self.controls = [self.source, self.path, *self.of_zoo, *data, self.seed]
+        shown = data if self._task is None else [ipywidgets.Label(f"task: {self._task.describe()['task']}")]
+        self.shown = [self.source, self.path, *self.of_zoo, *shown, self.seed]
+
+
+def title(config: zoo.ArchitectureConfig) -> str:
+    """What people call an architecture of the zoo, such as "No-Norm, rezero"."""
+    norm = next(name for name, value in _NORMS.items() if value == config.norm)
+    family = next(name for name, value in _FAMILIES.items() if value == config.family)
+    parts = [] if config.family == "transformer" else [family]
+    parts += [norm] if config.family != "mamba" else []
+    parts += [config.initialization] if config.initialization not in (None, "normal") else []
+    return ", ".join(parts)
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """Tokens that a model knows; None where it does not say."""
+    config = getattr(model, "config", None)
+    for place in (config, getattr(config, "text_config", None)):
+        if isinstance(size := getattr(place, "vocab_size", None), int):
+            return size
+    embeddings = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return embeddings[0] if embeddings else None
+
+
+def longest_of(model: nn.Module) -> int | None:
+    """Tokens in the longest row that a model reads; None where it does not say."""
+    config = getattr(model, "config", None)
+    # transformers has a max_length too, which is about generation.
+    names = (
+        ("max_length",) if isinstance(config, zoo.ArchitectureConfig) else ("max_position_embeddings", "n_positions")
+    )
+    lengths = [getattr(config, name, None) for name in names]
+    return next((length for length in lengths if isinstance(length, int)), None)
+
+
+def _fitted(config: zoo.ArchitectureConfig, task: Any) -> zoo.ArchitectureConfig:
+    """The configuration with the vocabulary, or the images, of a task."""
+    if config.family == "vit":
+        if not hasattr(task, "image_size"):
+            return config
+        sizes = {"image_size": task.image_size, "n_channels": 1, "n_classes": task.n_classes, "patch_size": 2}
+        return replace(config, **sizes)
+    if hasattr(task, "vocab_size") and hasattr(task, "length"):
+        return replace(config, vocab_size=task.vocab_size, max_length=task.length)
+    return config
+
+
+def _name_of(model: nn.Module | Subject) -> str:
+    return model.name if isinstance(model, Subject) else type(model).__name__
+
+
+def _plain(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Options that are what they are called."""
+    return [(name, name) for name in names]
+
+
+def _offer(control: ipywidgets.Dropdown, options: list[tuple[str, Any]]) -> None:
+    """Change what can be chosen; a choice that is still there stays."""
+    if list(control.options) == options:
+        return
+    value, offered = control.value, [option for _, option in options]
+    control.options = options
+    control.value = value if value in offered else offered[0]

@@ -1,0 +1,59 @@
+"""The controls that say how it would be trained: rate, warm-up, schedule, steps, clipping, optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ipywidgets
+
+from workbench.training.plan import SCHEDULES
+
+#: Name -> optimizer and its options; those of the recorded runs, and plain SGD.
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW": ("AdamW", {}),
+    "AdamW, β₂ .95, decay .1": ("AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.1}),
+    "RMSprop": ("RMSprop", {}),
+    "SGD, momentum .9": ("SGD", {"momentum": 0.9}),
+    "SGD": ("SGD", {}),
+}
+#: A slider needs a number where there is no clipping.
+_CLIPPING = (("none", 0.0), *((f"{norm:g}", norm) for norm in (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)))
+
+
+class PlanControls:
+    """Controls for the settings of a planned run.
+
+    Attributes:
+        learning_rate, warmup, n_steps, schedule, clip_norm, optimizer: The controls; set their ``value`` from code.
+        controls: All of them, to be watched.
+        box: All of them, in a grid.
+    """
+
+    def __init__(self) -> None:
+        wide = {"style": {"description_width": "92px"}, "layout": {"width": "auto"}}
+        self.learning_rate = ipywidgets.FloatLogSlider(
+            1e-2, min=-5, max=3, step=0.02, description="learning rate", readout_format=".3g", **wide
+        )
+        self.warmup = ipywidgets.IntSlider(20, min=0, max=200, step=5, description="warm-up", **wide)
+        self.n_steps = ipywidgets.IntSlider(120, min=20, max=2000, step=20, description="steps", **wide)
+        self.schedule = ipywidgets.Dropdown(options=SCHEDULES, description="schedule", **wide)
+        self.clip_norm = ipywidgets.SelectionSlider(options=_CLIPPING, value=0.0, description="clip norm", **wide)
+        self.optimizer = ipywidgets.Dropdown(options=tuple(OPTIMIZERS), description="optimizer", **wide)
+        self.controls = [self.learning_rate, self.warmup, self.n_steps, self.clip_norm, self.schedule, self.optimizer]
+        self.box = ipywidgets.GridBox(
+            self.controls,
+            layout={"grid_template_columns": "repeat(auto-fit, minmax(290px, 1fr))", "max_width": "980px"},
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """What the controls say, as fields of `workbench.training.plan.TrainingPlan`."""
+        optimizer, options = OPTIMIZERS[self.optimizer.value]
+        return {
+            "learning_rate": float(self.learning_rate.value),
+            "warmup": self.warmup.value,
+            "n_steps": self.n_steps.value,
+            "schedule": self.schedule.value,
+            "clip_norm": self.clip_norm.value or None,
+            "optimizer": optimizer,
+            "optimizer_options": dict(options),
+        }

@@ -1,0 +1,82 @@
+"""One thread beside the page, for what takes longer than a slider may wait."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Worker:
+    """Does jobs one after the other; of those that wait only the newest, and an older one's result is dropped.
+
+    Args:
+        on_done: Called with result and error, one of them None, in the worker's thread; not for jobs that `is_latest`
+            says are out of date.
+    """
+
+    def __init__(self, on_done: Callable[[int, Any, Exception | None], None]) -> None:
+        self._on_done = on_done
+        self._number = 0
+        self._future: Future[None] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="RiskExplorer")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job runs or waits."""
+        return self._future is not None and not self._future.done()
+
+    def is_latest(self, number: int) -> bool:
+        """Whether no newer job was given since the one of this number, and the worker is not closed."""
+        return number == self._number
+
+    def drop(self) -> None:
+        """Forget the present job: it runs to its end, and what it finds is not wanted."""
+        self._number += 1
+        if self._future is not None:
+            self._future.cancel()
+            self._future = None
+
+    def submit(self, job: Callable[[], Any]) -> None:
+        """Do a job as soon as the present one is over."""
+        self.drop()
+        self._future = self._pool.submit(self._work, self._number, job)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until no job runs or waits.
+
+        Raises:
+            TimeoutError: If it takes longer than so many seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while (future := self._future) is not None and not future.done():
+            try:
+                future.result(None if end is None else max(0.0, end - time.monotonic()))
+            except CancelledError:  # a newer one is there
+                continue
+            except TimeoutError:
+                raise TimeoutError(f"The measurement was not over after {timeout:g} s.") from None
+
+    def close(self) -> None:
+        """Take no more jobs and drop what the present one finds; does not wait for it."""
+        self.drop()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _work(self, number: int, job: Callable[[], Any]) -> None:
+        if not self.is_latest(number):
+            return
+        n_threads = torch.get_num_threads()
+        # For this thread alone: one core is left to the page and the kernel, which the sliders need.
+        torch.set_num_threads(max(1, n_threads - 1))
+        try:
+            found, error = job(), None
+        except Exception as failure:  # noqa: BLE001  (shown under the widget)
+            found, error = None, failure
+        finally:
+            torch.set_num_threads(n_threads)  # which new threads begin with
+        self._on_done(number, found, error)
