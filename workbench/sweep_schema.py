@@ -75,6 +75,9 @@ MEASURES: dict[str, Variable] = {
     "initial_loss": _number("initial loss", "of the first batch", "nat"),
     "initial_accuracy": _number("initial accuracy", "on the first batch; NaN: means nothing"),
     "logit_std": _number("spread of the logits", "standard deviation over classes, mean over tokens"),
+    "scale_response": _number(
+        "scale response", "powers of two by which the logits spread as the stream entering the first block doubles"
+    ),
     "stream_rms_first": _number("stream RMS, first", "of the states that enter the first block"),
     "stream_rms_last": _number("stream RMS, last", "of the states that leave the last block"),
     "initial_grad_norm": _number("initial gradient norm", "of all gradients together; NaN: not measured"),

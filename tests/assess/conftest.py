@@ -3,7 +3,7 @@
 import pytest
 
 import workbench as wb
-from tests.assess.made_sweep import made_sweep
+from tests.assess.made_sweep import PLANTED, made_sweep
 
 
 @pytest.fixture(scope="session")
@@ -13,4 +13,4 @@ def planted():
 
 @pytest.fixture(scope="session")
 def model(planted):
-    return wb.risk.fit(planted[0], penalty=1.0, n_bootstrap=40)
+    return wb.risk.fit(planted[0], features=PLANTED, penalty=1.0, n_bootstrap=40)

@@ -8,6 +8,16 @@ SLOPE = 12.0
 _N_PADDED = 6
 
 
+#: Features of a planted sweep: all that its edge depends on, and more.
+PLANTED = (
+    "near_unit_mass mean", "near_unit_mass change", "expansive_mass mean", "contractive_mass mean",
+    "spectral_radius mean", "spectral_radius max", "eigenvector_condition mean", "nonlinearity_ratio mean",
+    "energy_gain mean", "energy_gain change", "update_norm mean", "update_norm change", "is_informative mean",
+    "initial_loss", "logit_std", "stream_rms_first", "stream_growth", "d_model", "n_layers", "n_weights", "n_tokens",
+    "warmup", "mean_rate_share", "weight_decay", "momentum", "momentum_gain", "is_clipped", "clip_norm", "optimizer",
+)  # fmt: skip
+
+
 def made_sweep(
     *, n_configurations=40, n_cells=2, n_rates=8, n_seeds=2, seed=0, slope=SLOPE, noise=0.0, edge_of=None, spread=0.6
 ):  # fmt: skip
@@ -59,7 +69,7 @@ def made_sweep(
 
 
 def edge(cell):
-    """log10 of the edge: linear in features of the default sets."""
+    """log10 of the edge: linear in some of ``PLANTED``."""
     return (
         -1.5
         - 0.8 * (cell["mass"] - 0.5)
@@ -117,6 +127,7 @@ def _row(cell, i, j, k, rate, has_diverged, random):
             "initial_loss": 4.2 + 0.1 * random.normal(),
             "initial_accuracy": 0.02,
             "logit_std": 10 ** (0.1 * random.normal()),
+            "scale_response": 0.05 * (cell["mass"] - 0.5),
             "stream_rms_first": 0.03 * 10 ** (0.05 * random.normal()),
             "stream_rms_last": 0.1 * 10 ** (0.1 * random.normal()),
             "initial_grad_norm": cell["grad_norm"],

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.assess.made_sweep import made_sweep
+from tests.assess.made_sweep import PLANTED, made_sweep
 from workbench.assess.design import Design, read
 from workbench.assess.features import FEATURE_SETS, FEATURES, OPTIMIZER, counts_as_diverged, features_of
 from workbench.errors import SchemaError, ThresholdError
@@ -115,12 +115,12 @@ def test_an_impossible_learning_rate_is_refused_before_anything_else(rate, said)
 )
 def test_cases_that_lack_something_are_refused_by_name(sweep, change, sentence):
     with pytest.raises(SchemaError, match=sentence):
-        read(change(sweep), FEATURE_SETS["forward"])
+        read(change(sweep), PLANTED)
 
 
 def test_complete_cases_are_found(sweep):
     holes = sweep.assign(logit_std=sweep.logit_std.where(sweep.logit_std > 1))
-    found = wb.risk.is_complete(holes, FEATURE_SETS["forward"])
+    found = wb.risk.is_complete(holes, PLANTED)
     np.testing.assert_array_equal(found, sweep.logit_std > 1)
     wb.risk.feature_table(holes.isel(run=found.values), ["logit_std"])
 

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from scipy.special import expit
 
 import workbench as wb
-from tests.assess.made_sweep import SLOPE, made_sweep
+from tests.assess.made_sweep import PLANTED, SLOPE, made_sweep
 from workbench.assess import model_file
 from workbench.assess.calibration import edge_spread
 from workbench.errors import SchemaError, StoreError, ThresholdError
 
-FORWARD = wb.risk.FEATURE_SETS["forward"]
+FORWARD = PLANTED
 
 
 def at(cases, **changes):
@@ -197,7 +197,7 @@ def test_a_model_that_counts_as_diverged_at_the_start_is_no_case_of_rates(model,
     )
     import xarray as xr
 
-    again = wb.risk.fit(xr.concat([sweep, worse], "run"), penalty=1.0, n_bootstrap=0)
+    again = wb.risk.fit(xr.concat([sweep, worse], "run"), features=PLANTED, penalty=1.0, n_bootstrap=0)
     np.testing.assert_array_equal(again.weights[0], model.weights[0])
     assert again.about["n_started_diverged"] == 20
 
@@ -246,7 +246,7 @@ def test_squares_and_interactions_are_found_when_they_are_there():
 
 
 def test_the_two_step_form_finds_the_planted_edge(planted, unseen):
-    model = wb.risk.fit(planted[0], method="edge", penalty=1.0, n_bootstrap=3)
+    model = wb.risk.fit(planted[0], features=PLANTED, method="edge", penalty=1.0, n_bootstrap=3)
     edges = model.largest_stable_rate(unseen[0], extrapolate=True)["edge"]
     error = float(np.sqrt(np.mean((np.log10(edges) - unseen[1].log_edge) ** 2)))
     assert error < 0.4 * float(unseen[1].log_edge.std())  # of edges that one run a rate shows to a tenth of a decade

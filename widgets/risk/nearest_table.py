@@ -19,17 +19,18 @@ NEEDS = (
     "cell", "learning_rate", "has_diverged", "divergence_step", "architecture", "init_std", "d_model", "n_layers",
     "task", "batch_size", "optimizer", "schedule", "warmup", "clip_norm", "n_steps",
 )  # fmt: skip
-_WRAPPED = NAME.replace("nowrap", "normal") + ";min-width:90px"
+_CELL, _NAME = (style.replace("12px", "9px") for style in (CELL, NAME))
+_WRAPPED = _NAME.replace("nowrap", "normal") + ";min-width:84px"
 _HEADS = (
-    ("architecture", NAME, ""),
-    ("width × layers", CELL, ""),
-    ("init scale", CELL, ""),
+    ("architecture", _NAME, ""),
+    ("width × layers", _CELL, ""),
+    ("init scale", _CELL, ""),
     ("task, batch", _WRAPPED, ""),
     ("trained with", _WRAPPED, ""),
-    ("run at", CELL, "The recorded rate that is nearest to the planned one"),
-    ("how it ended", NAME, "The runs at that rate, one a seed"),
-    ("stable to", CELL, "Largest rate up to which less than 20 % of the cell's runs diverged"),
-    ("distance", CELL, "In the features of the risk model; 1: as far as cells that are familiar to each other"),
+    ("run at", _CELL, "The recorded rate that is nearest to the planned one"),
+    ("how it ended", _NAME, "The runs at that rate, one a seed"),
+    ("stable to", _CELL, "Largest rate up to which less than 20 % of the cell's runs diverged"),
+    ("distance", _CELL, "In the features of the risk model; 1: as far as cells that are familiar to each other"),
 )
 
 

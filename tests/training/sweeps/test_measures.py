@@ -154,6 +154,25 @@ def test_stream_rms_is_that_of_the_states():
     assert case["stream_rms_last"].item() == pytest.approx(leaving.square().mean().sqrt().item(), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"norm": "pre_ln"}, 0), ({"norm": "post_ln"}, 0), ({"norm": "none", "initialization": "rezero"}, 1)],
+)
+def test_the_scale_response_says_whether_a_norm_takes_the_scale_out(options, expected):
+    fresh = model(**options)
+    case = wb.sweeps.measure_case(fresh, task(), n_snapshots=64, rehearses=False, **PLAN)
+    assert case["scale_response"].item() == pytest.approx(expected, abs=0.1)
+    assert not any(module._forward_pre_hooks for module in fresh.modules())
+
+
+def test_where_the_output_begins_at_zero_the_stream_answers():
+    case = wb.sweeps.measure_case(
+        model("none", initialization="fixup"), task(), n_snapshots=64, rehearses=False, **PLAN
+    )
+    assert case["logit_std"].item() == 0
+    assert case["scale_response"].item() == pytest.approx(1)
+
+
 def test_replanning_is_measuring_under_the_other_plan():
     case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, **PLAN)
     other = {"n_steps": 30, "learning_rate": 0.5, "warmup": 2, "schedule": "cosine"}

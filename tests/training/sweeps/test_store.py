@@ -7,7 +7,7 @@ import zarr
 
 import workbench as wb
 from tests.training.sweeps.small_sweeps import made_alone, small_grid
-from workbench.errors import StoreError
+from workbench.errors import SchemaError, StoreError
 from workbench.sweep_schema import MEASURES, OUTCOMES, SETTINGS
 
 
@@ -58,6 +58,22 @@ def test_models_of_different_depth_and_width_share_a_store(tmp_path):
     assert (sweep.sizes["layer"], sweep.sizes["mode"]) == (3, 16)
     assert np.isfinite(sweep["spectral_radius"].values).tolist() == [[True, True, False], [True, True, True]]
     assert np.isfinite(sweep["eigenvalue"].values).sum(-1).tolist() == [[16, 16, 0], [8, 8, 8]]
+
+
+def test_joined_sweeps_keep_every_row(tmp_path):
+    small = made_alone(small_grid(seed=[0])[:1], tmp_path / "a.zarr")
+    deep = made_alone(small_grid(seed=[0], n_layers=3, d_model=8)[:2], tmp_path / "b.zarr")
+    joined = wb.sweeps.join([small, deep])
+    assert joined["settings"].values.tolist() == [*small["settings"].values, *deep["settings"].values]
+    assert (joined.sizes["layer"], joined.sizes["mode"]) == (3, 16)
+    np.testing.assert_array_equal(joined["eigenvalue"].values[1:, :, :8], deep["eigenvalue"].values)
+    assert np.isnan(joined["eigenvalue"].values[1:, :, 8:]).all()
+    assert np.isnan(joined["spectral_radius"].values[0, 2])
+    assert set(joined.coords) == set(SETTINGS)
+    with pytest.raises(SchemaError, match="There is no sweep to join"):
+        wb.sweeps.join([])
+    with pytest.raises(SchemaError, match="The dataset is no sweep: it lacks"):
+        wb.sweeps.join([small.drop_vars("learning_rate")])
 
 
 def test_a_row_that_fails_halfway_does_not_count(runs, rows, tmp_path, monkeypatch):

@@ -96,8 +96,11 @@ def measure_row(
 ) -> dict[str, Any]:
     """What `measure_case` measures, by name; per-layer measures as arrays (layer,), eigenvalues as (layer, mode)."""
     module = model.model if isinstance(model, Subject) else model
-    batch = next(iter(task.stream(0)))
-    inputs, targets = (on_device_of(module, part) for part in batch)
+    n_batches = N_REHEARSED + 1 if takes_gradients and rehearses else 1
+    batches = [
+        tuple(on_device_of(module, part) for part in batch) for batch in itertools.islice(task.stream(0), n_batches)
+    ]
+    inputs, targets = batches[0]
     anatomy = read_anatomy(module, inputs, stack=stack)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RankWarning)  # the rank is in the data
@@ -111,10 +114,6 @@ def measure_row(
     if takes_gradients:
         gradient |= trial_update(module, (inputs, targets), plan, loss)
     if takes_gradients and rehearses:
-        batches = [
-            tuple(on_device_of(module, part) for part in batch)
-            for batch in itertools.islice(task.stream(0), N_REHEARSED + 1)
-        ]
         gradient["rehearsed_rate"] = rehearsed_rate(module, batches, plan, loss)
     first = inputs if isinstance(inputs, Tensor) else targets
     return (
@@ -134,27 +133,50 @@ def measure_row(
 def _forward(
     model: nn.Module, anatomy: Anatomy, inputs: Any, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, float]:
-    """What one forward pass over the first batch says."""
-    squares: dict[str, Tensor] = {}
-    last = len(anatomy.sites) - 1
+    """What two forward passes over the first batch say."""
+    plain, rms = _passes(model, anatomy, inputs, factor=1.0)
+    louder, louder_rms = _passes(model, anatomy, inputs, factor=2.0)
+    spread, louder_spread = (float(logits.double().std(-1).mean()) for logits in (plain, louder))
+    # Where the output begins at zero, the stream itself says whether a later norm takes the factor out again.
+    ratio = louder_spread / spread if spread > 0 else louder_rms["last"] / rms["last"] if rms["last"] > 0 else math.nan
+    return {
+        "initial_loss": float(loss(plain, targets)),
+        "initial_accuracy": accuracy_of(plain, targets),
+        "logit_std": spread,
+        "scale_response": math.log2(ratio) if 0 < ratio < math.inf else math.nan,
+        "stream_rms_first": rms["first"],
+        "stream_rms_last": rms["last"],
+    }
+
+
+def _passes(model: nn.Module, anatomy: Anatomy, inputs: Any, *, factor: float) -> tuple[Tensor, dict[str, float]]:
+    """Logits of a forward pass with the stream multiplied before the first block, and its rms there and at the end."""
+    site, last = anatomy.sites[0], len(anatomy.sites) - 1
+    rms: dict[str, float] = {}
+    calls = itertools.count()
+
+    def enlarge(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        if next(calls) != site.call or factor == 1:
+            return None
+        if isinstance(site.input_slot, str):
+            return args, {**kwargs, site.input_slot: kwargs[site.input_slot] * factor}
+        changed = list(args)
+        changed[site.input_slot] = changed[site.input_slot] * factor
+        return tuple(changed), kwargs
 
     def take(layer: int, x: Tensor, y: Tensor) -> None:
-        if layer == 0:
-            squares["stream_rms_first"] = x.detach().double().square().mean()
-        if layer == last:
-            squares["stream_rms_last"] = y.detach().double().square().mean()
+        for name, of, state in (("first", 0, x), ("last", last, y)):
+            if layer == of:
+                rms[name] = math.sqrt(float(state.detach().double().square().mean()))
 
-    selection = TokenSelection(None)
-    watcher = StreamWatcher(anatomy, selection, take, layers={0, last})
-    with undisturbed(model), watch(watcher.hooks()), torch.no_grad():
-        watcher.begin(inputs)
-        logits = _logits(call_model(model, inputs))
-    return {
-        "initial_loss": float(loss(logits, targets)),
-        "initial_accuracy": accuracy_of(logits, targets),
-        "logit_std": float(logits.double().std(-1).mean()),
-        **{name: math.sqrt(float(square)) for name, square in squares.items()},
-    }
+    watcher = StreamWatcher(anatomy, TokenSelection(None), take, layers={0, last})
+    handle = site.module.register_forward_pre_hook(enlarge, with_kwargs=True)
+    try:
+        with undisturbed(model), watch(watcher.hooks()), torch.no_grad():
+            watcher.begin(inputs)
+            return _logits(call_model(model, inputs)), rms
+    finally:
+        handle.remove()
 
 
 def _logits(output: Any) -> Tensor:
