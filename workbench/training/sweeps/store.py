@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import zarr
 
 #: Rows in a chunk: it is read and written again with each of its rows, and empty chunks take no room.
-_ROWS_PER_CHUNK = 64
+_ROWS_PER_CHUNK = 256
 _MARK = "is_done"
 _KIND = "sweep"
 
@@ -100,7 +100,7 @@ def open_sweep(path: str | os.PathLike[str]) -> xr.Dataset:
     import xarray as xr
 
     attrs = _attrs_of(Path(path))
-    with xr.open_zarr(path, consolidated=False) as data:
+    with xr.open_zarr(path, consolidated=False, chunks=None) as data:  # dask is slower at this size
         is_done = data[_MARK].values
         data = data.drop_vars(_MARK).isel(run=is_done).load()
     data = data.set_coords(list(SETTINGS))
