@@ -127,8 +127,8 @@ def main() -> None:
         f"{torch.get_num_threads()} threads by default; {versions()}.",
         ("", "1 worker", "2 workers", "ratio"),
         rows,
-        f"A finished sweep of {N_FINISHED} runs, asked for again in a fresh process: {call:.1f} s, design included, after "
-        f"{imports:.1f} s of imports.",
+        f"A finished sweep of {N_FINISHED} runs, asked for again in a fresh process: {call:.1f} s, design included, "
+        f"after {imports:.1f} s of imports.",
     )
 
 
