@@ -1,5 +1,4 @@
 import hashlib
-import importlib.util
 import json
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.data_scripts import load_script
 from workbench.errors import CheckpointError, StoreError
 
 ROOT = Path(__file__).parent.parent
@@ -16,13 +16,6 @@ NAMES = ("pre_ln", "no_norm")
 
 def record_of(name):
     return json.loads((wb.samples.embedded(name) / "record.json").read_text())
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "data" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

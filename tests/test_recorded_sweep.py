@@ -1,14 +1,13 @@
 """The recorded sweep: consistent with the script that made it, with itself, and with a re-run of a part."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import workbench as wb
+from tests.data_scripts import load_script
 from workbench.sweep_schema import MEASURES, OUTCOMES, SETTINGS
 
 ROOT = Path(__file__).parents[1]
@@ -17,12 +16,7 @@ LADDERS = ("fit", "held out")
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("make_sweep", ROOT / "data" / "make_sweep.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return load_script("make_sweep")
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,13 @@
 """The recorded study of injected faults: consistent with the script that made it, and with a re-run of a part."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import workbench as wb
+from tests.data_scripts import load_script
 from workbench.monitors.alarms import WATCHED, Attributor, Calibration
 
 ROOT = Path(__file__).parents[1]
@@ -16,12 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("make_early_warning", ROOT / "data" / "make_early_warning.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return load_script("make_early_warning")
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,13 @@
 """The risk models that ship: what the script makes of the recorded sweep, and as good as their cards say."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import workbench as wb
+from tests.data_scripts import load_script
 from workbench.errors import SchemaError, ThresholdError
 
 ROOT = Path(__file__).parents[2]
@@ -16,12 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("fit_risk", ROOT / "data" / "fit_risk.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return load_script("fit_risk")
 
 
 @pytest.fixture(scope="module")

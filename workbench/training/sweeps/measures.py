@@ -1,4 +1,4 @@
-"""What is known of a run before its first update: spectra, a forward pass, a gradient, and one trial update."""
+"""What is known of a run before its first update: spectra, forward passes, a gradient, and updates tried on a copy."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def _forward(
     model: nn.Module, anatomy: Anatomy, inputs: Any, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, float]:
     """What two forward passes over the first batch say."""
-    plain, rms = _passes(model, anatomy, inputs, factor=1.0)
-    louder, louder_rms = _passes(model, anatomy, inputs, factor=2.0)
+    plain, rms = _forward_pass(model, anatomy, inputs, factor=1.0)
+    louder, louder_rms = _forward_pass(model, anatomy, inputs, factor=2.0)
     spread, louder_spread = (float(logits.double().std(-1).mean()) for logits in (plain, louder))
     # Where the output begins at zero, the stream itself says whether a later norm takes the factor out again.
     ratio = louder_spread / spread if spread > 0 else louder_rms["last"] / rms["last"] if rms["last"] > 0 else math.nan
@@ -149,7 +149,7 @@ def _forward(
     }
 
 
-def _passes(model: nn.Module, anatomy: Anatomy, inputs: Any, *, factor: float) -> tuple[Tensor, dict[str, float]]:
+def _forward_pass(model: nn.Module, anatomy: Anatomy, inputs: Any, *, factor: float) -> tuple[Tensor, dict[str, float]]:
     """Logits of a forward pass with the stream multiplied before the first block, and its rms there and at the end."""
     site, last = anatomy.sites[0], len(anatomy.sites) - 1
     rms: dict[str, float] = {}

@@ -42,8 +42,8 @@ def describe_plan(plan: TrainingPlan, config: Mapping[str, Any]) -> dict[str, An
         optimizer = type(plan.optimizer).__name__
         defaults = dict(plan.optimizer.defaults)
     elif optimizer:
-        weights = [nn.Parameter(torch.zeros(1))]
-        ready = replace(plan, learning_rate=plan.learning_rate or DEFAULT_RATE).optimizer_for(_Weights(weights))
+        any_weight = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+        ready = replace(plan, learning_rate=plan.learning_rate or DEFAULT_RATE).optimizer_for(any_weight)
         optimizer, defaults = type(ready).__name__, dict(ready.defaults)
     else:
         defaults = {}
@@ -117,11 +117,3 @@ def replan(case: xr.Dataset, **changes: Any) -> xr.Dataset:
                 one[name] = one[name] * np.nan
         rows.append(one)
     return xr.concat(rows, "run", combine_attrs="override") if len(rows) > 1 else rows[0]
-
-
-class _Weights(nn.Module):
-    """A module of given weights, to read an optimizer's defaults off."""
-
-    def __init__(self, weights: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(weights)
