@@ -542,6 +542,16 @@ def test_writers_that_nobody_closes_are_closed_at_the_end(tmp_path):
     assert wb.open_run(paths[0]).attrs["state"] == "left"
 
 
+def test_what_is_written_only_at_the_end_is_written(path):
+    """Not one block before it: whatever writing imports, it imports while the interpreter ends."""
+    done = in_new_process(
+        "writer = begin(Path(sys.argv[1]), rows_per_block=10_000, seconds_per_block=1e4)\nadd(writer, range(60))\n",
+        path,
+    )
+    assert done.stderr == ""
+    check_rows(wb.open_run(path), range(60), range(0, 60, EVERY))
+
+
 def test_a_forked_child_leaves_the_run_to_its_parent(path):
     in_new_process(
         "writer = begin(Path(sys.argv[1]), rows_per_block=10)\n"

@@ -442,8 +442,10 @@ def _close_at_exit(writer: BackgroundWriter) -> None:
     if not _exit["is_registered"]:
         _exit["is_registered"] = True
         # Zarr works in the threads of concurrent.futures, which stop taking work before `atexit` functions are called.
-        # What is registered here after them is called before them.
-        importlib.import_module("concurrent.futures.thread")
+        # What is registered here after them is called before them. The first block that is written may import dask and
+        # with it the processes, which cannot register their own end any more once the interpreter's has begun.
+        for kind in ("thread", "process"):
+            importlib.import_module(f"concurrent.futures.{kind}")
         getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
