@@ -110,6 +110,7 @@ class RiskExplorer(WorkbenchWidget):
         self.watch(self.look, lambda _: self._change_look())
         self.watch(self.extrapolate, lambda _: self._draw())
         self.on_click(self._button, lambda _: self.measure())
+        self.on_click(self._stop, lambda _: self.stop())
         with self.attempt():
             self._change_model()
 
@@ -147,8 +148,16 @@ class RiskExplorer(WorkbenchWidget):
             self._mark_stale("")
             choice, settings, efforts = self.setup.choice(), self.plan.settings(), Efforts.of(self.risk)
             self._submitted = update_of(settings)
-            self._worker.submit(lambda: measure(choice, settings, efforts))
+            self._worker.submit(lambda check: measure(choice, settings, efforts, check))
             self._mark_stale(f'<progress aria-label="measuring"></progress> measuring {html.escape(choice.name)} …')
+            self._stop.layout.display = None
+
+    def stop(self) -> None:
+        """End a measurement that goes on; what is shown stays that of the model before."""
+        with self.turn:
+            if self.is_measuring:
+                self._worker.drop()
+                self._mark_stale("stopped; press Measure to look at this model")
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until nothing is being measured. The page stands still meanwhile; in a notebook use `finished`.
@@ -198,6 +207,9 @@ class RiskExplorer(WorkbenchWidget):
             description="Measure", button_style="primary", layout={"width": "104px"},
             tooltip="Look at the model as training would begin with it",
         )  # fmt: skip
+        self._stop = ipywidgets.Button(
+            description="Stop", tooltip="End the measurement", layout={"width": "70px", "display": "none"}
+        )
         self._status = ipywidgets.HTML()
         self._cards = ipywidgets.HTML()
         self._banner_words = ipywidgets.HTML()
@@ -215,7 +227,7 @@ class RiskExplorer(WorkbenchWidget):
         self._bars.layout = {"flex": "1 1 320px", "min_width": "280px"}
         figures = ipywidgets.HBox([curve, self._bars], layout={"flex_flow": "row wrap", "grid_gap": "4px 20px"})
         row = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 12px"}
-        setup = ipywidgets.HBox([*self.setup.shown, self.look, self._button, self._status], layout=row)
+        setup = ipywidgets.HBox([*self.setup.shown, self.look, self._button, self._stop, self._status], layout=row)
         self._shown = ipywidgets.VBox([self._cards, self._banner, figures, self._table], layout={"display": "none"})
         look = ipywidgets.HTML(f"<style>{_CSS}</style>", layout={"display": "none"})
         self.fill([look, setup, self.plan.box, self._shown])
@@ -269,6 +281,7 @@ class RiskExplorer(WorkbenchWidget):
                     raise error
                 self._measured, self._asked = found, {}
                 self._status.value = ""
+                self._stop.layout.display = "none"
                 self._shown.remove_class(_STALE)
                 self._draw()
 
@@ -299,6 +312,7 @@ class RiskExplorer(WorkbenchWidget):
         style = "color:var(--jp-ui-font-color2,#616161);line-height:28px"
         self._status.value = f'<div role="status" style="{style}">{status}</div>' if status else ""
         self._shown.add_class(_STALE)
+        self._stop.layout.display = "none"
 
 
 def _shipped_model(features: str) -> RiskModel:

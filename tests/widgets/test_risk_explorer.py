@@ -19,6 +19,7 @@ from widgets.risk.model_choice import title
 from widgets.risk.verdict import percent, verdict_of
 from workbench.assess.neighbours import Neighbours
 from workbench.errors import SchemaError, ThresholdError
+from workbench.training.losses import token_loss
 from workbench.training.sweeps import measure_case, replan
 
 SMALL = wb.zoo.ArchitectureConfig(d_model=16, n_layers=2)
@@ -465,6 +466,40 @@ def test_a_closed_widget_drops_what_is_being_measured(make, monkeypatch):
     assert explorer.case is case
     assert explorer._canvas.comm is None
     explorer.close()
+
+
+def test_a_measurement_ends_where_it_is_stopped_or_another_one_is_asked_for(make, monkeypatch):
+    explorer = make(risk="rehearsal")
+    n_looks, begun, go = [0], threading.Event(), threading.Event()
+
+    def look(*args):
+        n_looks[0] += 1
+        if n_looks[0] == 5:
+            begun.set()
+            assert go.wait(60)
+        return token_loss(*args)
+
+    monkeypatch.setattr(widgets.risk.measurement, "token_loss", look)
+    case = explorer.case
+    explorer.setup.seed.value = 1
+    assert begun.wait(60)
+    assert explorer._stop.layout.display is None
+    explorer._stop.click()
+    assert "stopped" in explorer._status.value
+    assert not explorer.is_measuring
+    go.set()
+    explorer._worker._pool.submit(lambda: None).result(60)
+    assert n_looks == [5]
+    assert explorer.error == ""
+    assert explorer.case is case
+    assert is_pale(explorer)
+    assert explorer._stop.layout.display == "none"
+    explorer.stop()
+    explorer._button.click()
+    explorer.wait(60)
+    assert n_looks[0] > 20
+    assert explorer.case["seed"].values.tolist() == [1]
+    assert explorer._stop.layout.display == "none"
 
 
 def test_a_module_is_measured_when_asked_and_left_as_it_was(make, n_measured):

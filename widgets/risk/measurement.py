@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from workbench.training.losses import token_loss
 from workbench.training.sweeps import measure_case, replan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import xarray as xr
+    from torch import Tensor
 
     from widgets.risk.model_choice import Choice
     from workbench.assess.model import RiskModel
@@ -50,14 +54,26 @@ class Measured(NamedTuple):
         return replan(self.case, **changes) if changes else self.case
 
 
-def measure(choice: Choice, settings: dict[str, Any], efforts: Efforts) -> Measured:
+def measure(choice: Choice, settings: dict[str, Any], efforts: Efforts, check: Callable[[], None]) -> Measured:
     """Build or open what was chosen, and look at it.
+
+    Args:
+        choice: Model and task.
+        settings: Of the plan.
+        efforts: How closely to look.
+        check: Called at every look at the loss, of which a rehearsal takes a hundred; what it raises ends it all.
 
     Raises:
         WorkbenchError: If there is no such checkpoint, the task does not fit, or the model cannot be read.
     """
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        check()
+        return token_loss(logits, targets)
+
     model, task, name = choice.make()
-    case = measure_case(model, task, architecture=name, seed=choice.seed, **efforts._asdict(), **settings)
+    check()
+    case = measure_case(model, task, architecture=name, seed=choice.seed, loss=loss, **efforts._asdict(), **settings)
     return Measured(case, settings, efforts)
 
 

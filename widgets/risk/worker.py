@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+class Dropped(Exception):  # noqa: N818  (no error: nobody wants the result any more)
+    """Ends a job that was dropped."""
+
+
 class Worker:
     """Does jobs one after the other; of those that wait only the newest, and an older one's result is dropped.
 
@@ -36,14 +40,18 @@ class Worker:
         return number == self._number
 
     def drop(self) -> None:
-        """Forget the present job: it runs to its end, and what it finds is not wanted."""
+        """Forget the present job: it ends where it next checks, and what it finds is not wanted."""
         self._number += 1
         if self._future is not None:
             self._future.cancel()
             self._future = None
 
-    def submit(self, job: Callable[[], Any]) -> None:
-        """Do a job as soon as the present one is over."""
+    def submit(self, job: Callable[[Callable[[], None]], Any]) -> None:
+        """Do a job as soon as the present one is over.
+
+        Args:
+            job: Gets a function to call now and then, which ends the job by an exception once it was dropped.
+        """
         self.drop()
         self._future = self._pool.submit(self._work, self._number, job)
 
@@ -67,14 +75,20 @@ class Worker:
         self.drop()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, number: int, job: Callable[[], Any]) -> None:
+    def _work(self, number: int, job: Callable[[Callable[[], None]], Any]) -> None:
+        def check() -> None:
+            if not self.is_latest(number):
+                raise Dropped
+
         if not self.is_latest(number):
             return
         n_threads = torch.get_num_threads()
         # For this thread alone: one core is left to the page and the kernel, which the sliders need.
         torch.set_num_threads(max(1, n_threads - 1))
         try:
-            found, error = job(), None
+            found, error = job(check), None
+        except Dropped:
+            return
         except Exception as failure:  # noqa: BLE001  (shown under the widget)
             found, error = None, failure
         finally:
