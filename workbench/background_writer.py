@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
-import importlib
 import math
 import os
-import sys
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from workbench.at_exit import close_at_exit, is_exiting
 from workbench.errors import StoreError, ThresholdError
 from workbench.run_parts import Lost, Part, Row, WaitingRows, check_layout, events_part
 from workbench.run_writer import RunWriter
@@ -23,8 +20,6 @@ from workbench.run_writer import RunWriter
 if TYPE_CHECKING:
     import xarray as xr
 
-#: At the interpreter's end a disk that hangs is waited for no longer.
-_SECONDS_AT_EXIT = 30.0
 #: What a dataset needs beside its numbers, about.
 _BYTES_PER_DATASET = 10_000
 
@@ -88,7 +83,7 @@ class BackgroundWriter:
         self._warning: str | None = None
         self._is_gone = self._is_closed = self._is_uncommitted = False
         self._process = os.getpid()
-        _close_at_exit(self)
+        close_at_exit(self)
 
     def __enter__(self) -> BackgroundWriter:
         return self
@@ -233,6 +228,10 @@ class BackgroundWriter:
         """
         return self._close(attrs, timeout=None)
 
+    def close_within(self, seconds: float) -> bool:
+        """As `close`, but a disk that hangs is waited for no longer than so many seconds."""
+        return self._close({}, timeout=seconds)
+
     def _close(self, attrs: Mapping[str, Any], timeout: float | None) -> bool:
         if os.getpid() != self._process:
             return False
@@ -294,7 +293,7 @@ class BackgroundWriter:
 
     def _start(self) -> None:
         is_running = self._thread is not None and self._thread.is_alive()
-        if not is_running and not self._is_gone and not _is_exiting():
+        if not is_running and not self._is_gone and not is_exiting():
             self._tried_at = time.monotonic()
             self._thread = threading.Thread(target=self._run, name=f"writer of {self.path.name}", daemon=True)
             self._thread.start()
@@ -304,7 +303,7 @@ class BackgroundWriter:
         self._changed.notify_all()
         while self._n_answered < request and not self._is_gone:
             # A thread that the interpreter's end has stopped never answers.
-            if time.monotonic() > deadline or _is_exiting() or self._thread is None or not self._thread.is_alive():
+            if time.monotonic() > deadline or is_exiting() or self._thread is None or not self._thread.is_alive():
                 return False
             self._changed.wait(0.2)
         return self._trouble is None
@@ -430,30 +429,3 @@ def _reason(error: BaseException) -> str:
             return cause.strerror
         cause = cause.__cause__
     return str(error).strip().rstrip(".") or type(error).__name__
-
-
-_open_writers: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
-_exit = {"is_registered": False, "is_over": False}
-
-
-def _close_at_exit(writer: BackgroundWriter) -> None:
-    """Close a writer that nobody closed before the interpreter ends."""
-    _open_writers.add(writer)
-    if not _exit["is_registered"]:
-        _exit["is_registered"] = True
-        # Zarr works in the threads of concurrent.futures, which stop taking work before `atexit` functions are called.
-        # What is registered here after them is called before them. The first block that is written may import dask and
-        # with it the processes, which cannot register their own end any more once the interpreter's has begun.
-        for kind in ("thread", "process"):
-            importlib.import_module(f"concurrent.futures.{kind}")
-        getattr(threading, "_register_atexit", atexit.register)(_close_all)
-
-
-def _close_all() -> None:
-    for writer in list(_open_writers):
-        writer._close({}, timeout=_SECONDS_AT_EXIT)
-    _exit["is_over"] = True
-
-
-def _is_exiting() -> bool:
-    return _exit["is_over"] or sys.is_finalizing()

@@ -101,7 +101,7 @@ def layer_spectra(
     Raises:
         SnapshotError: See `layer_spectrum`; the first layer without a spectrum ends the work.
     """
-    n_workers = min(n_workers or _n_cores(), len(moments)) or 1
+    n_workers = min(n_workers or n_cores(), len(moments)) or 1
     bar = progress_bar(progress, total=len(moments), label="spectra", unit="layer")
     with bar, _single_threaded_workers(n_workers) as pool:
         futures = [pool.submit(layer_spectrum, m, options) for m in moments]
@@ -266,7 +266,8 @@ def progress_bar(is_on: bool, *, total: int | None, label: str, unit: str) -> An
     return tqdm(total=total, desc=label, unit=unit, disable=not is_on, leave=False)
 
 
-def _n_cores() -> int:
+def n_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import SweepError, ThresholdError
-from workbench.spectral.spectra import progress_bar
+from workbench.spectral.spectra import n_cores, progress_bar
 from workbench.training.sweeps.one_run import make_run
 from workbench.training.sweeps.settings import RunSettings
 from workbench.training.sweeps.store import SweepStore, open_sweep
@@ -59,7 +59,7 @@ def sweep(
     store = SweepStore(path, runs, overwrite=overwrite)
     missing = store.missing()
     if missing:
-        with _cluster(scheduler, min(n_workers or _n_cores(), len(missing))) as client:
+        with _cluster(scheduler, min(n_workers or n_cores(), len(missing))) as client:
             failed = _make(client, runs, missing, store, progress)
         if failed:
             index, error = next(iter(failed.items()))
@@ -149,7 +149,3 @@ def _check(runs: list[RunSettings], scheduler: Any, n_workers: int | None) -> No
                 f"Runs {seen[run.identity]} and {i} of the sweep are the same; give each its own seed."
             )
         seen[run.identity] = i
-
-
-def _n_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

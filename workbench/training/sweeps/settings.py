@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import ThresholdError
 from workbench.subjects.zoo import ArchitectureConfig, build
 from workbench.training.plan import TrainingPlan
-from workbench.training.sweeps.planned import describe_plan
+from workbench.training.sweeps.planned import describe_plan, plan_of
 from workbench.training.tasks.base import require_seed, require_whole
 
 if TYPE_CHECKING:
@@ -148,18 +148,13 @@ class RunSettings:
             ThresholdError: If a setting is unknown or impossible.
         """
         training = self._plain["training"]
-        known = [item.name for item in fields(TrainingPlan) if item.name != "seed"]
-        for name in training:
-            if name not in known:
-                raise ThresholdError(f"'{name}' is no setting of a training run, expected one of {', '.join(known)}.")
-        for name in ("n_steps", "learning_rate"):
-            if name not in training:
-                raise ThresholdError(
-                    f"The training of '{self.architecture}' has no {name}; every run of a sweep needs one."
-                )
+        if "learning_rate" not in training:
+            raise ThresholdError(
+                f"The training of '{self.architecture}' has no learning_rate; every run of a sweep needs one."
+            )
         options = training.get("optimizer_options", {})
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-        return TrainingPlan(**{**training, "optimizer_options": options}, seed=self.seed)
+        return plan_of({**training, "optimizer_options": options, "seed": self.seed})
 
     def _config(self) -> ArchitectureConfig:
         return ArchitectureConfig.from_dict({**self._plain["model"], "seed": self.seed})
