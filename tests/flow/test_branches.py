@@ -1,0 +1,220 @@
+"""Additions to the residual stream: found, named and measured, however a block is written."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from tests.subjects.model_families import BY_NAME, build, make_inputs
+from tests.subjects.zoo_models import TEXT, inputs_for, unsettled
+from workbench.flow import measure
+from workbench.flow.branches import short_names
+
+WIDTH = 12
+
+
+def size(x):
+    return x.detach().square().mean().sqrt().item()
+
+
+def first_state(model, tokens):
+    return (model.token_embedding(tokens) + model.position_embedding(torch.arange(tokens.shape[1]))).detach()
+
+
+@pytest.mark.parametrize("norm", wb.zoo.NORMS)
+def test_every_place_of_the_norm(norm):
+    model = unsettled(wb.zoo.transformer(norm, **TEXT)).double()
+    tokens = inputs_for(model)
+    flow = measure(model, tokens, jacobian=False)
+    assert flow["sublayer_name"].values.tolist() == [["attention", "mlp"]] * 2
+    block, x = model.blocks[0], first_state(model, tokens)
+    sizes, ratios = [size(x)], []
+    for branch, normalize in ((block.attention, block.attention_norm), (block.mlp, block.mlp_norm)):
+        is_after = norm in ("post_ln", "deep_norm_post")
+        added = branch(x if is_after else normalize(x))
+        ratios.append(size(added) / size(block.alpha * x))
+        x = block.alpha * x + added
+        x = normalize(x) if is_after else x
+        sizes.append(size(x))
+    np.testing.assert_allclose(flow["branch_ratio"][0], ratios, rtol=1e-10)
+    np.testing.assert_allclose(flow["sublayer_signal_gain"][0], np.divide(sizes[1:], sizes[:-1]), rtol=1e-10)
+    for kind in ("signal", "gradient"):
+        np.testing.assert_allclose(flow[f"sublayer_{kind}_gain"].prod("sublayer"), flow[f"{kind}_gain"], rtol=1e-10)
+
+
+def test_gradients_between_sublayers_are_those_of_autograd():
+    model = unsettled(wb.zoo.transformer(**TEXT)).double()
+    tokens = inputs_for(model)
+    flow = measure(model, tokens, jacobian=False)
+    block, x = model.blocks[0], first_state(model, tokens).requires_grad_()
+    middle = x + block.attention(block.attention_norm(x))
+    logits = model.head(model.final_norm(model.blocks[1](middle + block.mlp(block.mlp_norm(middle)))))
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    into, between = (g.norm().item() for g in torch.autograd.grad(loss, (x, middle)))
+    assert float(flow["sublayer_gradient_gain"][0, 0]) == pytest.approx(into / between, rel=1e-6)
+
+
+class Net(nn.Module):
+    """Two blocks of one kind."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, x):
+        x = x.clone()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mixer, self.mlp = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+
+
+class Straight(Block):
+    def forward(self, x):
+        x = x + self.mixer(self.norm(x))
+        return torch.add(x, self.mlp(self.norm(x)), alpha=0.5)
+
+
+class InPlace(Block):
+    """The branch is overwritten."""
+
+    def forward(self, x):
+        y = self.mixer(self.norm(x))
+        y += x
+        return y.add(0.5 * self.mlp(self.norm(y)))
+
+
+class Overwriting(Block):
+    """The stream is overwritten, which no gradient survives."""
+
+    def forward(self, x):
+        x += self.mixer(self.norm(x))
+        return x.add_(self.mlp(self.norm(x)), alpha=0.5)
+
+
+class SummedFirst(Block):
+    def forward(self, x):
+        n = self.norm(x)
+        return self.mixer(n) + self.mlp(n) + x
+
+
+class SummedInPlace(Block):
+    def forward(self, x):
+        n = self.norm(x)
+        branch = self.mixer(n)
+        branch += self.mlp(n)
+        return x + branch
+
+
+class OneByOne(Block):
+    def forward(self, x):
+        n = self.norm(x)
+        return x + self.mixer(n) + self.mlp(n)
+
+
+class Nested(Block):
+    """An addition inside a branch is none of the stream that leaves."""
+
+    def forward(self, x):
+        return x + self.mlp(x + self.mixer(x))
+
+
+class Nameless(Block):
+    def forward(self, x):
+        return x + torch.tanh(x @ self.mixer.weight)
+
+
+class Hidden(Block):
+    """What happens after the addition is not a mere scale or norm."""
+
+    def forward(self, x):
+        return (x + self.mixer(x)).roll(1, dims=0)
+
+
+def flow_of(kind):
+    model = Net(kind).double()
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    before = x.clone()
+    flow = measure(model, x, jacobian=False)
+    assert torch.equal(x, before)
+    return flow
+
+
+def test_in_place_is_as_good_as_not():
+    here, there = flow_of(InPlace), flow_of(Straight)
+    assert here["sublayer_name"].values.tolist() == [["mixer", "mlp"]] * 2
+    for name in ("branch_ratio", "sublayer_signal_gain", "sublayer_gradient_gain", "gradient_norm", "state_rms"):
+        np.testing.assert_allclose(here[name], there[name], rtol=1e-12)
+    assert np.isfinite(here["sublayer_gradient_gain"]).all()
+
+
+def test_a_stream_that_is_overwritten_has_signals_and_no_gradients():
+    here, there = flow_of(Overwriting), flow_of(Straight)
+    for name in ("branch_ratio", "sublayer_signal_gain", "state_rms"):
+        np.testing.assert_allclose(here[name], there[name], rtol=1e-12)
+    assert np.isnan(here["gradient_norm"][:-1]).all()  # the last one is no block's
+    assert "The model cannot be differentiated: one of the variables" in here.attrs["unseen"]
+
+
+@pytest.mark.parametrize("kind", [SummedFirst, SummedInPlace])
+def test_branches_that_are_added_up_first_are_told_apart(kind):
+    flow, reference = flow_of(kind), flow_of(OneByOne)
+    assert flow["sublayer_name"].values.tolist() == [["mixer", "mlp"]] * 2
+    for name in ("branch_ratio", "sublayer_signal_gain", "sublayer_gradient_gain"):
+        np.testing.assert_allclose(flow[name], reference[name], rtol=1e-12)
+
+
+def test_what_is_added_inside_a_branch_does_not_count():
+    flow = flow_of(Nested)
+    assert flow["sublayer_name"].values.tolist() == [["mlp"]] * 2
+    np.testing.assert_allclose(flow["sublayer_signal_gain"][:, 0], flow["signal_gain"])
+
+
+def test_a_branch_without_a_module_has_no_name_of_its_own():
+    assert flow_of(Nameless)["sublayer_name"].values.tolist() == [["branch"]] * 2
+
+
+def test_what_cannot_be_followed_to_the_end_is_said():
+    flow = flow_of(Hidden)
+    assert np.isfinite(flow["branch_ratio"]).all()
+    assert np.isnan(flow["sublayer_signal_gain"]).all()
+    assert "after the last addition to the residual stream was not seen in any block" in flow.attrs["unseen"]
+
+
+NAMES = {
+    "gpt2": "attn mlp",
+    "llama": "self_attn mlp",
+    "mixtral": "self_attn mlp",
+    "mamba": "mixer",
+    "gptj": "attn mlp",
+    "falcon": "mlp self_attention",
+    "bert": "attention output",
+    "beit": "attention mlp",
+    "granite": "self_attn mlp",
+    "t5": "layer.0.SelfAttention layer.1.EncDecAttention layer.2.DenseReluDense",
+}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_families(family):
+    flow = measure(build(BY_NAME[family]), make_inputs(BY_NAME[family]), jacobian=False)
+    assert [" ".join(names) for names in flow["sublayer_name"].values] == [NAMES[family]] * 3
+    for kind in ("signal", "gradient"):
+        assert np.isfinite(flow[f"sublayer_{kind}_gain"]).all()
+        np.testing.assert_allclose(flow[f"sublayer_{kind}_gain"].prod("sublayer"), flow[f"{kind}_gain"], rtol=1e-5)
+
+
+def test_short_names_tell_apart_and_name_no_container():
+    assert short_names(["attention.out", "mlp.out"]) == ["attention", "mlp"]
+    assert short_names(["layer.0.attn", "layer.1.mlp"]) == ["layer.0.attn", "layer.1.mlp"]
+    assert short_names(["a.b.c", "a.b.d"]) == ["a.b.c", "a.b.d"]
+    assert short_names(["", "mlp"]) == ["branch", "mlp"]
+    assert short_names(["mixer.out", "mixer.out"]) == ["mixer", "mixer"]

@@ -1,0 +1,166 @@
+"""The dataset as a whole: what it says about itself, and that a model is left as it was found."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from tests.flow.nets import deep_net
+from tests.subjects.model_families import BY_NAME, build, make_inputs
+from tests.subjects.zoo_models import MAKERS, TEXT, inputs_for
+from workbench.errors import AnatomyError, SnapshotError, ThresholdError
+from workbench.flow import FLOW, measure
+from workbench.flow.cut import first_rows, one_sequence
+
+
+@pytest.fixture(scope="module")
+def model():
+    return wb.zoo.transformer(**TEXT)
+
+
+@pytest.mark.parametrize("name", ["transformer", "parallel", "switch", "mamba tied", "kan xavier", "vit sub_ln"])
+def test_the_zoo(name):
+    model = MAKERS[name](0)
+    flow = measure(model, inputs_for(model, n_tokens=4), n_jacobian_tokens=4)
+    for variable, rule in FLOW.items():
+        assert flow[variable].dims == rule.dims
+        assert flow[variable].attrs == rule.attrs
+        assert flow[variable].dtype == np.float64
+    of_routing = ["routing_entropy_share", "max_violation", "routing_margin"]
+    of_attention = ["attention_entropy_share", "attention_logit_std", "attention_logit_max", "sink_share"]
+    absent = [*(of_attention if "mamba" in name else []), *([] if name == "switch" else of_routing)]
+    for variable in FLOW:
+        assert np.isnan(flow[variable]).all() == (variable in absent), variable
+    says = "No attention was seen in any block" in flow.attrs["unseen"]
+    assert says == ("mamba" in name)
+    assert list(flow["layer_name"].values) == ["blocks.0", "blocks.1"]
+    assert flow.attrs["n_tokens"] == (48 if "vit" in name else 12)
+    assert flow.attrs["cotangent"] == (
+        "random direction at the output, seed 0" if "vit" in name else "loss on next tokens"
+    )
+
+
+def described(model):
+    """All that may be changed in a model by looking at it."""
+    return (
+        {name: (tensor.clone(), tensor.requires_grad) for name, tensor in model.state_dict(keep_vars=True).items()},
+        [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks), set(m.__dict__)) for m in model.modules()],
+        [parameter.grad for parameter in model.parameters()],
+        getattr(model.config, "use_cache", None),
+        torch.get_rng_state(),
+        np.random.get_state()[1].tolist(),  # noqa: NPY002
+        torch.is_grad_enabled(),
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "mamba", "moe"])
+def test_the_model_is_left_as_it_was(name):
+    model = MAKERS[name](0) if name == "moe" else build(BY_NAME[name])
+    tokens = inputs_for(model, n_tokens=6) if name == "moe" else make_inputs(BY_NAME[name])
+    model.train()
+    next(model.parameters()).requires_grad_(False)
+    before, given = described(model), tokens.clone()
+    flow = measure(model, tokens, n_jacobian_tokens=2)
+    after = described(model)
+    assert torch.equal(tokens, given)
+    assert before[0].keys() == after[0].keys()
+    for key, (tensor, needs) in before[0].items():
+        assert torch.equal(tensor, after[0][key][0])
+        assert needs == after[0][key][1]
+    assert torch.equal(before[4], after[4])
+    for i in (1, 2, 3, 5, 6):
+        assert before[i] == after[i]
+    again = measure(model, tokens, n_jacobian_tokens=2)
+    for variable in FLOW:
+        np.testing.assert_array_equal(flow[variable], again[variable])
+
+
+def test_double_precision_works_on_a_copy(model):
+    tokens = inputs_for(model)
+    flow, exact = measure(model, tokens, jacobian=False), measure(model, tokens, jacobian=False, dtype=torch.float64)
+    assert model.head.weight.dtype == torch.float32
+    assert (flow.attrs["dtype"], exact.attrs["dtype"]) == ("float32", "float64")
+    np.testing.assert_allclose(flow["gradient_norm"], exact["gradient_norm"], rtol=1e-4)
+    assert not np.array_equal(flow["gradient_norm"], exact["gradient_norm"])
+
+
+def test_padding_does_not_count():
+    model = build(BY_NAME["llama"])
+    tokens = make_inputs(BY_NAME["llama"])
+    plain = measure(model, tokens, dtype=torch.float64)
+    padded = {
+        "input_ids": torch.cat([tokens, torch.zeros_like(tokens)], 1),
+        "attention_mask": torch.cat([torch.ones_like(tokens), torch.zeros_like(tokens)], 1),
+    }
+    flow = measure(model, padded, dtype=torch.float64)
+    assert flow.attrs["n_tokens"] == plain.attrs["n_tokens"] == tokens.numel()
+    for variable in FLOW:
+        np.testing.assert_allclose(flow[variable], plain[variable], rtol=1e-6, atol=1e-12, err_msg=variable)
+
+
+def test_no_more_tokens_than_asked_for(model):
+    tokens = inputs_for(model, n_rows=8)
+    flow = measure(model, tokens, n_tokens=60, jacobian=False)
+    assert flow.attrs["n_tokens"] == 60
+    first = measure(model, [tokens[:3], tokens[3:]], jacobian=False)
+    np.testing.assert_array_equal(flow["gradient_norm"], first["gradient_norm"])
+    short = measure(model, tokens, n_tokens=6, n_jacobian_tokens=3)
+    assert (short.attrs["n_tokens"], short.attrs["n_jacobian_entries"]) == (6, 48)
+
+
+def test_cutting_keeps_what_belongs_together():
+    tokens, targets = torch.arange(40).view(4, 10), torch.arange(40, 80).view(4, 10)
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "scale": 2}
+    cut, kept = first_rows(batch, targets, 25)
+    assert cut["input_ids"].shape == cut["attention_mask"].shape == kept.shape == (2, 10)
+    cut, kept = first_rows(batch, targets, 5)
+    assert cut["input_ids"].tolist() == [[0, 1, 2, 3, 4]]
+    assert kept.tolist() == [[40, 41, 42, 43, 44]]
+    states = torch.randn(4, 10, 3)
+    assert first_rows(states, torch.arange(4), 5)[0].shape == (1, 10, 3)  # states are not cut within a sequence
+    batch["attention_mask"][:, :4] = 0
+    batch["attention_mask"][2, 2:4] = 1  # padded in front, the third the least
+    assert one_sequence(batch, 3)["input_ids"].tolist() == [[22, 23, 24]]
+
+
+def test_tokens_that_are_all_alike_have_collapsed(model):
+    tokens = torch.full((2, 6), 5)
+    plain = copy.deepcopy(model)
+    with torch.no_grad():
+        plain.position_embedding.weight.zero_()
+    flow = measure(plain, tokens, jacobian=False)
+    np.testing.assert_allclose(flow["token_cosine"], 1.0, rtol=1e-5)
+    np.testing.assert_allclose(flow["effective_rank"], 1 / 12, rtol=1e-3)
+    spread = measure(deep_net(8, 2, 1.0), torch.eye(8), jacobian=False)
+    assert float(spread["effective_rank"][0]) == pytest.approx(1.0)
+    assert float(spread["token_cosine"][0]) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n_singular": 0}, "n_singular is 0, expected a whole number of at least 1."),
+        ({"n_tokens": True}, "n_tokens is True"),
+        ({"n_jacobian_tokens": 2.5}, "n_jacobian_tokens is 2.5"),
+        ({"dtype": torch.int64}, "dtype is torch.int64, expected a floating-point type"),
+    ],
+)
+def test_options_out_of_range_are_refused(model, options, words):
+    with pytest.raises(ThresholdError, match=words):
+        measure(model, inputs_for(model), **options)
+
+
+def test_targets_that_do_not_fit_are_refused(model):
+    tokens = inputs_for(model)
+    with pytest.raises(SnapshotError, match=r"on targets of shape \(3, 5\) failed .*; pass targets for these inputs"):
+        measure(model, tokens, targets=tokens[:, :5])
+    with pytest.raises(SnapshotError, match="expected a single number; return its mean"):
+        measure(model, tokens, targets=tokens, loss=lambda logits, targets: logits[..., 0])
+
+
+def test_models_without_blocks_are_refused():
+    with pytest.raises(AnatomyError, match="no stack of residual blocks"):
+        measure(nn.Linear(4, 4), torch.randn(3, 4))

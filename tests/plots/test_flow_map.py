@@ -1,0 +1,126 @@
+"""The flow map without pixels: boxes that are gains, equal scales side by side, and nothing that vanishes silently."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots.files import save
+from workbench.plots.flow_map import AMPLIFIED, ATTENUATED, flow_map, paths_of
+
+
+def made_flow(signal, gradient, *, subject="made"):
+    """A flow whose sub-layers have the given gains, shape (layer, sublayer)."""
+    signal, gradient = np.asarray(signal, float), np.asarray(gradient, float)
+    block = signal.prod(1), gradient.prod(1)
+    rms = 3 * np.append(1, np.cumprod(block[0]))
+    norm = 5 * np.append(np.cumprod(block[1][::-1])[::-1], 1)
+    names = np.full(signal.shape, "mlp", dtype="<U9")
+    names[:, 0] = "attention"
+    return xr.Dataset(
+        {
+            "state_rms": ("boundary", rms),
+            "gradient_norm": ("boundary", norm),
+            "signal_gain": ("layer", block[0]),
+            "gradient_gain": ("layer", block[1]),
+            "sublayer_signal_gain": (("layer", "sublayer"), signal),
+            "sublayer_gradient_gain": (("layer", "sublayer"), gradient),
+        },
+        {
+            "layer_name": ("layer", [f"h.{i}" for i in range(len(signal))]),
+            "sublayer_name": (("layer", "sublayer"), names),
+        },
+        {"subject": subject},
+    )
+
+
+@pytest.fixture
+def calm():
+    return made_flow([[1.2, 0.5], [2.0, 1.0]], [[1.0, 3.0], [0.5, 0.25]])
+
+
+def test_boxes_are_the_gains_from_their_beginning_on(calm):
+    (path,) = paths_of(calm)
+    np.testing.assert_allclose(path.forward.before, [1, 1.2, 0.6, 1.2])
+    np.testing.assert_allclose(path.forward.after, [1.2, 0.6, 1.2, 1.2])
+    np.testing.assert_allclose(path.forward.left, [0, 0.5, 1, 1.5])
+    np.testing.assert_allclose(path.backward.before, [0.375, 0.125, 0.25, 1])  # the last block comes first
+    np.testing.assert_allclose(path.backward.after, [0.375, 0.375, 0.125, 0.25])
+    np.testing.assert_allclose(path.backward.gain, [1.0, 3.0, 0.5, 0.25])
+    assert list(path.backward.name) == ["h.0: attention", "h.0: mlp", "h.1: attention", "h.1: mlp"]
+    assert (path.forward.note, path.parts) == (["in all ×1.20", "a block ×1.10"], "in a block: attention, mlp")
+    figure = flow_map(calm)
+    assert note(bokeh_panels(figure)[0]) == "in all ×1.20   a block ×1.10   in a block: attention, mlp"
+    above, _ = figure
+    (boxes,) = elements(above, "Rectangles")
+    np.testing.assert_allclose(
+        ends(boxes), [[0, 1, 0.5, 1.2], [0.5, 0.6, 1, 1.2], [1, 0.6, 1.5, 1.2], [1.5, 1.2, 2, 1.2]]
+    )
+    assert list(boxes["fill"]) == [AMPLIFIED, ATTENUATED, AMPLIFIED, AMPLIFIED]
+    line = places(elements(above, "Curve")[0])
+    np.testing.assert_allclose(line[[0, -1]], [[0, 1], [2, 1.2]])
+
+
+def test_models_side_by_side_share_their_scales(calm):
+    wild = made_flow([[10, 10], [10, 10]], [[0.1, 0.1], [1, 1]], subject="wild")
+    frames = bokeh_panels(flow_map({"calm": calm, "wild": wild}))
+    assert [frame.title.text for frame in frames] == ["calm", "wild", "", ""]
+    for row in (frames[:2], frames[2:]):
+        assert row[0].y_range.start == pytest.approx(row[1].y_range.start)
+        assert row[0].y_range.end == pytest.approx(row[1].y_range.end)
+    assert frames[0].y_range.start < 0.6
+    assert frames[0].y_range.end > 1e4
+    assert "in all ×1.0e+04" in note(frames[1])
+    assert set(legend(frames[1])) == {"amplifies", "attenuates"}
+    assert frames[0].frame_width == frames[1].frame_width
+
+
+def test_blocks_whose_sublayers_were_not_seen_have_one_box(calm):
+    calm["sublayer_signal_gain"][0, 1] = np.nan
+    (path,) = paths_of(calm)
+    assert list(path.forward.name) == ["h.0: whole block", "h.1: attention", "h.1: mlp"]
+    np.testing.assert_allclose(path.forward.gain, [0.6, 2, 1])
+    bare = calm.drop_vars("sublayer_name").assign(
+        sublayer_signal_gain=calm["sublayer_signal_gain"] * np.nan,
+        sublayer_gradient_gain=calm["sublayer_gradient_gain"] * np.nan,
+    )
+    assert list(paths_of(bare)[0].forward.name) == ["h.0: whole block", "h.1: whole block"]
+
+
+def test_what_is_missing_is_said(calm):
+    calm["gradient_norm"][0] = 0.0
+    calm["gradient_gain"][0] = np.nan
+    calm["sublayer_gradient_gain"][0] = np.nan
+    below = bokeh_panels(flow_map(calm))[1]
+    assert note(below) == "1 of 3 states not seen or zero"
+    calm["gradient_norm"][:] = np.nan
+    assert note(bokeh_panels(flow_map(calm))[1]) == "not seen"
+
+
+def test_equal_states_have_an_axis_too():
+    frame = bokeh_panels(flow_map(made_flow(np.ones((3, 2)), np.ones((3, 2)))))[0]
+    assert frame.y_range.start < 0.72
+    assert frame.y_range.end > 1.4
+
+
+@pytest.mark.parametrize("n_layers", [1, 40])
+def test_both_backends_draw_any_depth(n_layers, tmp_path, recwarn):
+    gains = np.exp(np.random.default_rng(0).normal(size=(n_layers, 2)))
+    flows = {"one": made_flow(gains, 1 / gains), "other": made_flow(gains**2, gains)}
+    assert save(flow_map(flows, backend="matplotlib"), tmp_path / "figure.png", dpi=50).stat().st_size > 5000
+    assert "Bokeh.embed" in save(flow_map(flows), tmp_path / "figure.html").read_text()
+    assert not [str(item.message) for item in recwarn if "dateutil" not in str(item.message)]
+
+
+def test_what_cannot_be_drawn_is_refused(calm):
+    with pytest.raises(SchemaError, match=r"lacks signal_gain; make it with wb.flow.measure\(\)"):
+        flow_map({"x": calm.drop_vars("signal_gain")})
+    with pytest.raises(SchemaError, match=r"several steps; select one, for example flow.isel\(step=-1\)"):
+        flow_map(calm.expand_dims("step"))
+    with pytest.raises(SchemaError, match="There are 7 flows, expected at most 6"):
+        flow_map({str(i): calm for i in range(7)})
+    with pytest.raises(SchemaError, match="an empty dict"):
+        flow_map({})
+    with pytest.raises(ThresholdError, match="expected one of bokeh, matplotlib"):
+        flow_map(calm, backend="plotly")

@@ -1,0 +1,327 @@
+"""Follow the residual stream through a block: what is added to it, and what it was before and after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from workbench.flow.collapse import norm_of, rms
+
+_ADDITIONS = frozenset({"add", "radd", "iadd"})
+#: What changes a state's scale, precision or shape, and nothing else.
+_SCALINGS = frozenset({"mul", "rmul", "imul", "multiply", "div", "truediv", "itruediv", "divide"})
+_RESHAPINGS = frozenset(
+    {
+        *("to", "type", "float", "half", "bfloat16", "double", "type_as", "contiguous", "clone", "dropout"),
+        *("view", "view_as", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "flatten", "unflatten"),
+        *("movedim", "swapaxes"),
+    }
+)
+_NORMS = frozenset({"layer_norm", "rms_norm"})
+
+
+class WatchedState:
+    """The size of a state, and of the loss's gradient with respect to it once the backward pass has come through.
+
+    Args:
+        state: Part of a graph; the values that it has now count, also if it is written to later.
+        rows: Which tokens count, boolean; None: all.
+
+    Attributes:
+        rms: Root mean square of the state.
+        gradient_norm: NaN as long as no gradient has come.
+    """
+
+    def __init__(self, state: Tensor, rows: Tensor | None) -> None:
+        self.rms, self.gradient_norm = rms(state, rows), math.nan
+        self._rows = rows
+        if state.requires_grad:
+            state.register_hook(self._take)
+
+    def _take(self, gradient: Tensor) -> None:
+        self.gradient_norm = norm_of(gradient, self._rows)
+
+
+@dataclass(frozen=True)
+class _PartialSum:
+    """A state that was never formed: the stream with some of several branches that are added at once.
+
+    The gradient with respect to it is that of the whole sum.
+    """
+
+    rms: float
+    whole: WatchedState
+
+    @property
+    def gradient_norm(self) -> float:
+        return self.whole.gradient_norm
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """One addition to the residual stream.
+
+    Attributes:
+        name: Path, within the block, of the module that made the branch; empty: no module did.
+        before: The stream before it, after a normalization that the stream itself passes.
+        branch_rms: Of what was added.
+        stream_rms: Of what it was added to, a scaling included.
+    """
+
+    name: str
+    before: WatchedState | _PartialSum
+    branch_rms: float
+    stream_rms: float
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A tensor that is the residual stream, perhaps scaled or normalized.
+
+    Attributes:
+        tensor: Itself; kept, lest its address be used again.
+        n_before: Sub-layers before it.
+        state: Of the stream, without the scaling.
+    """
+
+    tensor: Tensor
+    n_before: int
+    state: WatchedState
+
+
+@dataclass(frozen=True)
+class _Part:
+    name: str
+    tensor: Tensor
+
+
+@dataclass
+class BlockStream:
+    """What is known of the stream inside one call of a block.
+
+    Attributes:
+        paths: Module -> its path within the block.
+        rows: Which tokens count; None: all.
+        sublayers: Additions so far, in order.
+        reaches_output: Whether what left the block is what the last addition gave, scaled or normalized at most.
+    """
+
+    paths: Mapping[nn.Module, str]
+    rows: Tensor | None
+    size: int
+    sublayers: list[Sublayer] = field(default_factory=list)
+    reaches_output: bool = True
+    members: dict[int, _Member] = field(default_factory=dict)
+    labels: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    parts: dict[int, tuple[Tensor, list[_Part]]] = field(default_factory=dict)
+
+    def label(self, tensor: Any) -> str:
+        """Name of the module that made a tensor; empty: none is known."""
+        return self.labels.get(id(tensor), (None, ""))[1]
+
+    def parts_of(self, tensor: Tensor) -> list[_Part]:
+        """The branches that a tensor is the sum of; mostly itself alone."""
+        return self.parts.get(id(tensor), (tensor, [_Part(self.label(tensor), tensor)]))[1]
+
+
+class BranchReader(TorchFunctionMode):
+    """While active, follows the stream through the block that is running; changes nothing.
+
+    A branch is what is added to the stream: to the very tensor that entered, or to what became of it by a scaling
+    (DeepNorm), a normalization (Post-LN) or an earlier addition. Several branches that are added up first (GPT-J) are
+    taken one by one. Additions inside a branch do not count.
+
+    Attributes:
+        block: The block that is running; None between blocks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block: BlockStream | None = None
+
+    def begin(self, module: nn.Module, state: Tensor, watched: WatchedState, rows: Tensor | None) -> BlockStream:
+        """A block starts, with the tensor that it really gets."""
+        paths = {part: path for path, part in module.named_modules() if path}
+        self.block = BlockStream(paths, rows, state.numel())
+        self.block.members[id(state)] = _Member(state, 0, watched)
+        return self.block
+
+    def end(self, state: Tensor) -> None:
+        """The block that is running hands on this state."""
+        block, self.block = self.block, None
+        member = block.members.get(id(state))
+        if member is not None:
+            del block.sublayers[member.n_before :]
+        block.reaches_output = member is not None
+        block.members, block.labels, block.parts = {}, {}, {}  # they hold the graph
+
+    def leave(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
+        """Hook after every module inside a block: what it returns is its work."""
+        block = self.block
+        if block is None or module not in block.paths:
+            return
+        tensors = output if isinstance(output, tuple | list) else [output]
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        for tensor in tensors:
+            if not _is_of_size(tensor, block.size) or id(tensor) in block.members:
+                continue
+            if _is_plain(module):
+                source = next((t for t in given if id(t) in block.members or id(t) in block.labels), None)
+                if source is not None and source is not tensor:
+                    self._derive(block, source, tensor, is_new_state=True)
+            else:
+                block.labels[id(tensor)] = tensor, block.paths[module]
+                block.parts.pop(id(tensor), None)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        block = self.block
+        if block is None:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "").strip("_")
+        if name in _ADDITIONS and (addition := _addition(block, args, kwargs)) is not None:
+            stream, branch, factor = addition
+            with torch._C.DisableTorchFunction():
+                note = self._note_sum if stream is None else self._note_addition
+                finish = note(block, stream, branch, factor)
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor):
+                with torch._C.DisableTorchFunction():
+                    finish(result)
+            return result
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and (source := _source(block, name, args, kwargs)) is not None:
+            with torch._C.DisableTorchFunction():
+                self._derive(block, source, result, is_new_state=name in _NORMS)
+        return result
+
+    def _note_addition(
+        self, block: BlockStream, stream: Tensor, branch: Tensor, factor: float
+    ) -> Callable[[Tensor], None]:
+        """Sizes before the sum is formed, which may be in place; returns what is left to do after it."""
+        member = block.members[id(stream)]
+        stream_rms = rms(stream, block.rows)
+        parts = block.parts_of(branch)
+        names = [part.name for part in parts]
+        sizes = [abs(factor) * rms(part.tensor, block.rows) for part in parts]
+        sums = [stream_rms]
+        total = stream
+        for part in parts[:-1]:
+            total = total.detach() + factor * part.tensor.detach()
+            sums.append(rms(total, block.rows))
+
+        def finish(result: Tensor) -> None:
+            del block.sublayers[member.n_before :]  # those were inside this branch
+            after = WatchedState(result, block.rows)
+            before = [member.state, *(_PartialSum(size, after) for size in sums[1:])]
+            block.sublayers += [
+                Sublayer(name, state, size, added_to)
+                for name, state, size, added_to in zip(names, before, sizes, sums, strict=True)
+            ]
+            block.members[id(result)] = _Member(result, len(block.sublayers), after)
+
+        return finish
+
+    def _note_sum(
+        self, block: BlockStream, stream: None, operands: Sequence[Tensor], factor: float
+    ) -> Callable[[Tensor], None]:
+        """Two branches are added up before they reach the stream."""
+        del stream
+        parts = [part for t in operands for part in block.parts_of(t)]
+        # What is added in place overwrites the first.
+        parts = [replace(part, tensor=part.tensor.detach().clone()) for part in parts] if factor == 1 else []
+
+        def finish(result: Tensor) -> None:
+            if parts and all(part.name for part in parts):
+                block.parts[id(result)] = result, parts
+                block.labels[id(result)] = result, "+".join(part.name for part in parts)
+
+        return finish
+
+    @staticmethod
+    def _derive(block: BlockStream, source: Tensor, result: Tensor, *, is_new_state: bool) -> None:
+        """The result is what became of the source without a map of its own."""
+        if not _is_of_size(result, block.size):
+            return
+        member = block.members.get(id(source))
+        if member is not None:
+            state = WatchedState(result, block.rows) if is_new_state else member.state
+            block.members[id(result)] = _Member(result, member.n_before, state)
+        elif label := block.label(source):
+            block.labels[id(result)] = result, label
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """The shortest leading part of each path that tells it from the others; the whole path rather than an index.
+
+    Args:
+        names: Paths of modules within a block; empty ones become "branch".
+    """
+    split = [name.split(".") for name in names]
+    short = []
+    for i, path in enumerate(split):
+        for n in range(1, len(path) + 1):
+            is_unique = all(other[:n] != path[:n] or other == path for j, other in enumerate(split) if j != i)
+            if is_unique and not path[n - 1].isdigit():
+                break
+        short.append(".".join(path[:n]) or "branch")
+    return short
+
+
+def _addition(block: BlockStream, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Any, float] | None:
+    """Stream, branch and the branch's factor; for a sum of two branches None and both; for any other sum None."""
+    operands = [*args, *(kwargs[name] for name in ("input", "other") if name in kwargs)][:2]
+    if len(operands) < 2 or not all(_is_of_size(t, block.size) for t in operands):
+        return None
+    if operands[0].shape != operands[1].shape:
+        return None
+    factor = kwargs.get("alpha", 1)
+    is_member = [id(t) in block.members for t in operands]
+    if is_member == [False, False]:
+        return None, operands, factor
+    if all(is_member):  # the stream and its own normalization, say: what is further on was made by the branch
+        order = [block.members[id(t)].n_before for t in operands]
+        is_member[0] = order[0] <= order[1]
+    stream, branch = operands if is_member[0] else operands[::-1]
+    return stream, branch, factor if is_member[0] else 1
+
+
+def _source(block: BlockStream, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The stream or branch of which a call gives the same in another scale, precision, shape or norm."""
+    operands = [*args, *(kwargs[key] for key in ("input", "other") if key in kwargs)]
+    known = next((t for t in operands if id(t) in block.members or id(t) in block.labels), None)
+    if known is None:
+        return None
+    if name in _RESHAPINGS or name in _NORMS:
+        return known if known is operands[0] else None
+    if name in _SCALINGS or name in _ADDITIONS:
+        others = [t for t in operands if t is not known]
+        is_branch = name in _SCALINGS and id(known) not in block.members
+        return known if all(_is_scalar(t) or (is_branch and _is_gain(t)) for t in others) else None
+    return None
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Number) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _is_gain(value: Any) -> bool:
+    """Whether a factor is one per feature, as in LayerScale."""
+    return isinstance(value, Tensor) and value.ndim == 1
+
+
+def _is_of_size(value: Any, size: int) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() == size
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module only rescales: a norm, a dropout, a gain per feature, nothing."""
+    is_activation = type(module).__module__ == "torch.nn.modules.activation"
+    return not is_activation and all(parameter.ndim < 2 for parameter in module.parameters())

@@ -1,0 +1,209 @@
+"""One pass forward and one backward through a model, and everything that its blocks show on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import SnapshotError
+from workbench.flow.attention import FlowCalls, Sharpness
+from workbench.flow.branches import BlockStream, BranchReader, WatchedState
+from workbench.flow.collapse import effective_rank_share, token_cosine
+from workbench.flow.targets import Loss, end_of
+from workbench.monitors.calls import BlockNotes
+from workbench.subjects.anatomy import Anatomy, Site
+from workbench.subjects.batches import TokenSelection
+from workbench.subjects.probing import call_model, undisturbed, watch
+from workbench.subjects.routers import Router
+
+#: Options of a Hugging Face config: no keys, values or states are kept for tokens to come, and experts are called one
+#: by one (their fused kernel has no second derivative, nor float64).
+PLAIN = {"use_cache": False, "_experts_implementation": "eager"}
+
+
+@dataclass
+class BlockRecord:
+    """What one call of a block showed.
+
+    Attributes:
+        entering: The state that it got.
+        leaving: The state that it handed on; None until it is through.
+        cosine: `token_cosine` of the two.
+        rank: `effective_rank_share` of the two.
+        stream: The additions inside.
+        notes: Of attention and routing.
+        sharpness: Of its attention; None: not seen.
+    """
+
+    entering: WatchedState
+    stream: BlockStream
+    notes: BlockNotes
+    cosine: list[float]
+    rank: list[float]
+    leaving: WatchedState | None = None
+    sharpness: Sharpness | None = None
+
+
+class FlowPass:
+    """Runs a model on one batch, forward and back to the state that enters its first block.
+
+    The model runs in eval mode; weights get no gradients, and all is left as it was.
+
+    Args:
+        model: Any module.
+        anatomy: Its blocks.
+        batch: As `call_model` takes it.
+        targets: As for `end_of`.
+        loss: As for `end_of`.
+        routers: Layer -> router.
+        seed: As for `end_of`.
+
+    Attributes:
+        blocks: One record a layer.
+        cotangent: What the gradient is of. Where the loss has none, as with an output head of zeros, it is a random
+            direction at the states that leave the last block.
+        n_tokens: Token states that count at each boundary.
+        failure: Why there are no gradients; empty: there are.
+
+    Raises:
+        SnapshotError: If a block is not reached, or the output gives no gradient.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        batch: Any,
+        *,
+        targets: Any = None,
+        loss: Loss | None = None,
+        routers: Mapping[int, Router] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.sites, self.batch, self.routers = model, anatomy.sites, batch, routers or {}
+        self.n_tokens, self.failure = 0, ""
+        self._records: dict[int, BlockRecord] = {}
+        self._layers = {(site.module, site.call): layer for layer, site in enumerate(self.sites)}
+        self._n_calls: dict[nn.Module, int] = {}
+        self._calls, self._branches = FlowCalls(), BranchReader()
+        self._start: Tensor | None = None
+        self._end: Tensor | None = None
+        with undisturbed(model), plainly_run(model), torch.enable_grad():
+            with self._hooks(), self._calls, self._branches:
+                output = call_model(model, batch)
+            silent = [site.name for layer, site in enumerate(self.sites) if layer not in self._records]
+            if silent:
+                raise SnapshotError(f"No states passed {silent[0]}; pass inputs that reach every block.")
+            end, self.cotangent = end_of(output, batch, targets, loss, seed=seed)
+            try:
+                self._walk_back(end, seed)
+            except (RuntimeError, NotImplementedError) as error:  # such as a state that is overwritten
+                self.failure = str(error).strip().splitlines()[0].rstrip(".")
+            self._start = self._end = None
+        self.blocks = [self._records[layer] for layer in range(len(self.sites))]
+
+    def _walk_back(self, end: Tensor, seed: int) -> None:
+        """Let the gradient pass all watched states."""
+        torch.autograd.grad(end, self._start, allow_unused=True, retain_graph=True)
+        last = self._records[len(self.sites) - 1].leaving
+        if last.gradient_norm > 0 or not self._end.requires_grad:
+            return
+        generator = torch.Generator().manual_seed(seed)
+        direction = torch.randn(self._end.shape, generator=generator).to(self._end)
+        torch.autograd.grad(self._end, self._start, direction, allow_unused=True)
+        self.cotangent = f"random direction at the last block, seed {seed} (no gradient of {self.cotangent})"
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        blocks = dict.fromkeys(site.module for site in self.sites)
+        parts = dict.fromkeys(part for block in blocks for part in block.modules() if part not in blocks)
+        requests = [(part, self._branches.leave, False) for part in parts]
+        requests += [(block, self._leave, False) for block in blocks]
+        # Those that give a block its input anew return it, which `watch` has no place for.
+        handles = [block.register_forward_pre_hook(self._enter, with_kwargs=True) for block in blocks]
+        try:
+            with watch(requests):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        layer = self._layers.get((module, self._n_calls.get(module, 0)))
+        if layer is None:
+            return None
+        site = self.sites[layer]
+        state = site.state_in(args, kwargs)
+        if self._start is None:  # the first block that runs: nothing before it needs a gradient
+            self._start = state.detach().requires_grad_()
+            state = self._start
+        with torch._C.DisableTorchFunction():
+            rows = self._rows_of(state.shape[:-1])
+            entering = WatchedState(state, rows)
+            # A tensor of the block's own: it may write into it, and its alias can be told from the state before.
+            state = state.clone()
+            router = self.routers.get(layer)
+            weight = self.model.get_parameter(router.name) if router else None
+            notes = BlockNotes(state.shape[:-1], rows, True, router, weight)
+            stream = self._branches.begin(module, state, entering, rows)
+            shape = [token_cosine(state, rows)], [effective_rank_share(state, rows)]
+        self._records[layer] = BlockRecord(entering, stream, notes, *shape)
+        self._calls.block = notes
+        return replaced(args, kwargs, site, state)
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
+        layer = self._layers.get((module, self._n_calls.get(module, 0)))
+        self._n_calls[module] = self._n_calls.get(module, 0) + 1
+        self._calls.block = None
+        if layer is None:
+            return
+        record, state = self._records[layer], self.sites[layer].state_out(output)
+        with torch._C.DisableTorchFunction():
+            self._branches.end(state)
+            record.leaving = WatchedState(state, record.stream.rows)
+            record.sharpness = self._calls.sharpness.pop(id(record.notes), None)
+            if layer == len(self.sites) - 1:
+                self._end = state
+                record.cosine.append(token_cosine(state, record.stream.rows))
+                record.rank.append(effective_rank_share(state, record.stream.rows))
+
+    def _rows_of(self, leading: torch.Size) -> Tensor | None:
+        """Which tokens are no padding, boolean, of that shape; None: all."""
+        chosen = TokenSelection(None).choose(leading, self.batch)
+        self.n_tokens = len(chosen)
+        if len(chosen) == leading.numel():
+            return None
+        rows = torch.zeros(leading.numel(), dtype=torch.bool)
+        rows[chosen] = True
+        return rows.view(leading)
+
+
+def replaced(
+    args: tuple, kwargs: Mapping[str, Any], site: Site, state: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block with another state."""
+    slot = site.input_slot
+    if isinstance(slot, str):
+        return args, {**kwargs, slot: state}
+    return (*args[:slot], state, *args[slot + 1 :]), dict(kwargs)
+
+
+@contextmanager
+def plainly_run(model: nn.Module) -> Iterator[None]:
+    """Keep Hugging Face models from what is made for speed, see `PLAIN`; their options are put back."""
+    undo = []
+    try:
+        for config in {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}.values():
+            for name, value in PLAIN.items():
+                if getattr(config, name, None) is not None:
+                    undo.append((config, name, getattr(config, name)))
+                    setattr(config, name, value)
+        yield
+    finally:
+        for config, name, value in undo:
+            setattr(config, name, value)

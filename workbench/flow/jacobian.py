@@ -1,0 +1,333 @@
+"""Singular values of the Jacobian of a block, or of all blocks together, at the states of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from workbench.errors import SnapshotError
+from workbench.flow.gains import plainly_run, replaced
+from workbench.subjects.anatomy import Anatomy, Site
+from workbench.subjects.probing import call_model, undisturbed
+
+#: Up to this many entries of a state every singular value is computed.
+EXACT_UP_TO = 768
+#: Rows of a Jacobian that are made together, and random vectors for its mean square.
+_ROWS_AT_A_TIME, _N_PROBES = 128, 16
+#: Of Lanczos: relative size of the residual at which the square of a singular value counts as found.
+_TOLERANCE = 1e-4
+_N_RESTARTS = 12
+#: Share of the largest below which a singular value is not taken from the Gram matrix: its square is mostly rounding.
+_LEAST_SHARE = 1e-4
+#: Largest relative difference of two ways to the same product of Jacobians.
+_ROUNDING = 1e-3
+
+
+@dataclass(frozen=True)
+class SingularValues:
+    """Of one Jacobian.
+
+    Attributes:
+        largest: As many as were asked for, falling; NaN where there are fewer or they did not converge.
+        mean: Root of the mean of all squared singular values.
+        is_exact: Whether all were computed; otherwise `largest` comes from Lanczos and `mean` from random vectors.
+        reason: Why there is none; empty: there is.
+    """
+
+    largest: np.ndarray
+    mean: float
+    is_exact: bool = False
+    reason: str = ""
+
+
+class Jacobian:
+    """The Jacobian of a function at one point, as a linear map of flattened states.
+
+    Products with it come from reverse mode twice, so that any operation of a block with a second derivative will do.
+
+    Args:
+        function: From a state to a state of as many entries.
+        point: The state.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], point: Tensor) -> None:
+        self.point = point.detach().requires_grad_()
+        # Nothing is added, but what leaves then depends on the state also where the function does not.
+        self.value = function(self.point) + 0 * self.point.sum()
+        self.size = point.numel()
+        if self.value.numel() != self.size:
+            raise SnapshotError("What leaves has another shape than the state that enters.")
+        self._cotangent = torch.zeros_like(self.value, requires_grad=True)
+        self._pulled: Tensor | None = None
+
+    def pull(self, v: np.ndarray) -> np.ndarray:
+        """J' v."""
+        return _flat(self._pulled_back(self._as(v, self.value)))
+
+    def push(self, v: np.ndarray) -> np.ndarray:
+        """J v, as the derivative of the linear map u -> J' u."""
+        if self._pulled is None:
+            self._pulled = self._pulled_back(self._cotangent, create_graph=True)
+        if not self._pulled.requires_grad:
+            return np.zeros(self.size)
+        (product,) = torch.autograd.grad(
+            self._pulled, self._cotangent, self._as(v, self.point), retain_graph=True, allow_unused=True
+        )
+        return np.zeros(self.size) if product is None else _flat(product)
+
+    def dense(self) -> np.ndarray:
+        """The matrix, shape (entry leaving, entry entering), float64."""
+        rows, is_batched = [], True
+        for start in range(0, self.size, _ROWS_AT_A_TIME):
+            which = torch.arange(start, min(start + _ROWS_AT_A_TIME, self.size), device=self.value.device)
+            units = torch.zeros(len(which), self.size, dtype=self.value.dtype, device=self.value.device)
+            units[torch.arange(len(which)), which] = 1
+            units = units.view(len(which), *self.value.shape)
+            if is_batched:
+                try:
+                    rows.append(self._pulled_back(units, is_grads_batched=True))
+                    continue
+                except RuntimeError:  # an operation that cannot be batched
+                    is_batched = False
+            rows.append(torch.stack([self._pulled_back(unit) for unit in units]))
+        return torch.cat(rows).flatten(1).to("cpu", torch.float64).numpy()
+
+    def _pulled_back(self, cotangent: Tensor, **options: Any) -> Tensor:
+        return torch.autograd.grad(self.value, self.point, cotangent, retain_graph=True, **options)[0]
+
+    @staticmethod
+    def _as(v: np.ndarray, like: Tensor) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(v)).to(like).view(like.shape)
+
+
+def singular_values(
+    jacobian: Jacobian, n_largest: int, *, exact_up_to: int = EXACT_UP_TO, tolerance: float = _TOLERANCE, seed: int = 0
+) -> SingularValues:
+    """The largest singular values of a Jacobian, and the root of their mean square.
+
+    Small ones come from the matrix itself. The others come from the Lanczos process on J'J (ARPACK), and the mean from
+    |J v|^2 of random signs v (Hutchinson 1990).
+
+    Args:
+        jacobian: The linear map.
+        n_largest: How many.
+        exact_up_to: Entries of a state up to which the matrix is formed.
+        tolerance: Relative size of Lanczos' residual; the relative error is at most that, and mostly far smaller.
+        seed: Of the start of Lanczos and of the random signs.
+    """
+    largest = np.full(n_largest, np.nan)
+    if jacobian.size <= exact_up_to or n_largest >= jacobian.size:
+        return of_matrix(jacobian.dense(), n_largest)
+    largest = np.full(n_largest, np.nan)
+    random = np.random.default_rng(seed)
+    probes = random.choice([-1.0, 1.0], size=(_N_PROBES, jacobian.size))
+    mean = float(np.sqrt(np.mean([np.mean(jacobian.push(v) ** 2) for v in probes])))
+    if not np.isfinite(mean):
+        return _none_of("the Jacobian is not finite", n_largest)
+    found = _lanczos(jacobian, n_largest, tolerance, random.standard_normal(jacobian.size))
+    largest[: len(found)] = found
+    reason = "" if len(found) == n_largest else "Lanczos did not find all singular values asked for"
+    return SingularValues(largest, mean, reason=reason)
+
+
+def of_matrix(matrix: np.ndarray, n_largest: int) -> SingularValues:
+    """The same of a Jacobian that is at hand."""
+    if not np.isfinite(matrix).all():
+        return _none_of("the Jacobian is not finite", n_largest)
+    largest = np.full(n_largest, np.nan)
+    n = min(n_largest, len(matrix))
+    found = np.sqrt(np.clip(np.linalg.eigvalsh(matrix @ matrix.T)[::-1], 0, None))[:n]
+    if found[-1] < _LEAST_SHARE * found[0]:
+        found = np.linalg.svd(matrix, compute_uv=False)[:n]
+    largest[:n] = found
+    return SingularValues(largest, float(np.linalg.norm(matrix) / np.sqrt(len(matrix))), is_exact=True)
+
+
+def _lanczos(jacobian: Jacobian, n: int, tolerance: float, start: np.ndarray) -> np.ndarray:
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+
+    n_entries = jacobian.size
+    squared = LinearOperator((n_entries, n_entries), matvec=lambda v: jacobian.pull(jacobian.push(v)), dtype=np.float64)
+    basis = min(n_entries, max(4 * n, 32))
+    options = {"v0": start, "ncv": basis, "maxiter": _N_RESTARTS, "return_eigenvectors": False}
+    try:
+        squares = eigsh(squared, n, tol=tolerance, **options)
+    except ArpackNoConvergence:  # many lie close together, so that rough ones are good ones
+        try:
+            squares = eigsh(squared, n, tol=100 * tolerance, **options)
+        except ArpackNoConvergence as unfinished:
+            squares = unfinished.eigenvalues
+    return np.sqrt(np.clip(np.sort(squares)[::-1], 0, None))
+
+
+class SequenceJacobians:
+    """Jacobians of a model's blocks at the states of one sequence.
+
+    The Jacobian of a block takes all states of the sequence that enter to all that leave, so that it holds what
+    attention carries from token to token. A block is called again as the model called it, with all its other arguments.
+
+    Args:
+        model: Any module.
+        anatomy: Its blocks.
+        sequence: One sequence, as `call_model` takes it.
+        exact_up_to: As for `singular_values`.
+        seed: As for `singular_values`.
+
+    Attributes:
+        blocks: One a layer.
+        end_to_end: Of all blocks together.
+        n_entries: Of a state.
+    """
+
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, sequence: Any, *, exact_up_to: int = EXACT_UP_TO, seed: int = 0
+    ) -> None:
+        self.model, self.sites, self.sequence = model, anatomy.sites, sequence
+        self.exact_up_to, self.seed = exact_up_to, seed
+        self.blocks: list[SingularValues] = []
+        self.end_to_end: SingularValues | None = None
+        self.n_entries = 0
+
+    def measure(self, n_largest: int) -> None:
+        """Fill in `blocks`, `end_to_end` and `n_entries`."""
+        with (
+            undisturbed(self.model),
+            plainly_run(self.model),
+            sdpa_kernel(SDPBackend.MATH),  # the fused kernels have no second derivative
+        ):
+            calls = self._recorded_calls()
+            states = [site.state_in(*call) for site, call in zip(self.sites, calls, strict=True)]
+            self.n_entries = states[0].numel()
+            with torch.enable_grad():
+                maps = [
+                    _linearized(_replay(site, *call), state)
+                    for site, call, state in zip(self.sites, calls, states, strict=True)
+                ]
+                maps.append(_linearized(self._all_blocks, states[0]))
+        # The graphs are there; walking them neither calls the model nor is slowed by what watches over it.
+        *blocks, whole = maps
+        if self.n_entries > self.exact_up_to:
+            self.blocks = [self._values(linear, n_largest) for linear in blocks]
+            self.end_to_end = self._values(whole, n_largest)
+            return
+        matrices = [_matrix(linear) for linear in blocks]
+        self.blocks = [_values_of(matrix, n_largest) for matrix in matrices]
+        self.end_to_end = _values_of(self._chained(matrices, whole), n_largest)
+
+    def _chained(self, matrices: Sequence[np.ndarray | str], whole: Jacobian | str) -> np.ndarray | str:
+        """The blocks' Jacobians multiplied, unless the states also pass from block to block by another way."""
+        if isinstance(whole, str) or any(isinstance(matrix, str) for matrix in matrices):
+            return _matrix(whole)
+        product = reduce(lambda before, matrix: matrix @ before, matrices)
+        v = np.random.default_rng(self.seed).standard_normal(len(product))
+        direct, chained = whole.pull(v), v @ product
+        is_same = np.linalg.norm(direct - chained) <= _ROUNDING * np.linalg.norm(direct)
+        return product if is_same else _matrix(whole)
+
+    def _values(self, linear: Jacobian | str, n_largest: int) -> SingularValues:
+        if isinstance(linear, str):
+            return _none_of(linear, n_largest)
+        try:
+            return singular_values(linear, n_largest, exact_up_to=self.exact_up_to, seed=self.seed)
+        except (RuntimeError, NotImplementedError) as error:
+            return _none_of(_first_line(error), n_largest)
+
+    def _recorded_calls(self) -> list[tuple[tuple, dict[str, Any]]]:
+        layers = {(site.module, site.call): layer for layer, site in enumerate(self.sites)}
+        n_calls: dict[nn.Module, int] = {}
+        calls: dict[int, tuple[tuple, dict[str, Any]]] = {}
+
+        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            layer = layers.get((module, n_calls.get(module, 0)))
+            n_calls[module] = n_calls.get(module, 0) + 1
+            if layer is not None:  # copies: the block may write into its arguments
+                site = self.sites[layer]
+                calls[layer] = replaced(args, kwargs, site, site.state_in(args, kwargs).detach().clone())
+
+        handles = [
+            module.register_forward_pre_hook(enter, with_kwargs=True)
+            for module in dict.fromkeys(site.module for site in self.sites)
+        ]
+        try:
+            call_model(self.model, self.sequence)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [calls[layer] for layer in range(len(self.sites))]
+
+    def _all_blocks(self, state: Tensor) -> Tensor:
+        """From the state that enters the first block to that which leaves the last, in a run of the whole model."""
+        first, last = self.sites[0], self.sites[-1]
+        left: list[Tensor] = []
+        n_entered = n_left = 0
+
+        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+            nonlocal n_entered
+            n_entered += 1
+            return replaced(args, kwargs, first, state.clone()) if n_entered == first.call + 1 else None
+
+        def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            nonlocal n_left
+            n_left += 1
+            if n_left == last.call + 1:
+                left.append(last.state_out(output).clone())
+
+        handles = [
+            first.module.register_forward_pre_hook(enter, with_kwargs=True),
+            last.module.register_forward_hook(leave, with_kwargs=True),
+        ]
+        try:
+            call_model(self.model, self.sequence)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return left[0]
+
+
+def _linearized(function: Callable[[Tensor], Tensor], point: Tensor) -> Jacobian | str:
+    """The Jacobian, or why there is none."""
+    try:
+        return Jacobian(function, point)
+    except (RuntimeError, NotImplementedError, SnapshotError) as error:
+        return _first_line(error)
+
+
+def _matrix(linear: Jacobian | str) -> np.ndarray | str:
+    """The Jacobian as a matrix, or why there is none."""
+    if isinstance(linear, str):
+        return linear
+    try:
+        return linear.dense()
+    except (RuntimeError, NotImplementedError) as error:
+        return _first_line(error)
+
+
+def _values_of(matrix: np.ndarray | str, n_largest: int) -> SingularValues:
+    return _none_of(matrix, n_largest) if isinstance(matrix, str) else of_matrix(matrix, n_largest)
+
+
+def _none_of(reason: str, n_largest: int) -> SingularValues:
+    return SingularValues(np.full(n_largest, np.nan), np.nan, reason=reason)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")
+
+
+def _replay(site: Site, args: tuple, kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    def function(state: Tensor) -> Tensor:
+        given, named = replaced(args, kwargs, site, state.clone())
+        return site.state_out(site.module(*given, **named))
+
+    return function
+
+
+def _flat(x: Tensor) -> np.ndarray:
+    return x.detach().flatten().to("cpu", torch.float64).numpy()
