@@ -1,0 +1,143 @@
+"""The coordinate check: what it looks at, and that it tells muP from the standard parametrization."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from workbench.errors import ThresholdError
+from workbench.scaling import Rung, Workshop, coordinate_check, design
+from workbench.scaling.coordinate_check import LARGEST_EXPONENT, coordinate_sizes, layer_outputs
+from workbench.subjects.anatomy import read_anatomy
+
+OPTIONS = {"d_model": 128, "n_heads": 8, "n_layers": 2, "vocab_size": 64, "max_length": 16}
+RUNGS = [Rung(width, 2) for width in (16, 32, 64)]
+RATE, SEEDS = 3e-3, (1, 2)
+
+
+def task(seed):
+    return wb.tasks.associative_recall(length=16, vocab_size=64, n_pairs=3, batch_size=8, seed=seed)
+
+
+def workshop(parametrization=None, **options):
+    return Workshop(design({**OPTIONS, **options}), task, parametrization=parametrization)
+
+
+@pytest.fixture(scope="module")
+def standard():
+    return coordinate_check(workshop(), RUNGS, SEEDS, learning_rate=RATE)
+
+
+@pytest.fixture(scope="module")
+def mup():
+    return coordinate_check(workshop(wb.baselines.MuP(base_width=16, base_heads=1)), RUNGS, SEEDS, learning_rate=RATE)
+
+
+def test_the_standard_parametrization_is_flagged(standard):
+    assert standard["coordinate_state"] == "grows"
+    assert not standard["passes_coordinate_check"]
+    assert standard["coordinate_reason"].item().startswith("Updates grow with the width in ")
+    grows = standard["layer_group"].values[standard["coordinate_exponent_low"].values > LARGEST_EXPONENT]
+    assert {"logits", "block 1 mlp", "block 0 attention scores"} <= set(grows.tolist())
+    assert "embedding" not in grows  # a lookup, whose every entry Adam moves by the rate
+
+
+def test_mup_passes(mup):
+    assert mup["coordinate_state"] == "passes"
+    assert mup["passes_coordinate_check"]
+    assert np.abs(mup["coordinate_exponent"]).max() < 0.4
+    assert mup["coordinate_reason"].item().startswith("Updates are of one size at every width")
+
+
+def test_at_the_base_width_the_two_are_the_same(standard, mup):
+    np.testing.assert_allclose(standard["update_size"][0], mup["update_size"][0], rtol=1e-5)
+
+
+def test_initial_outputs_grow_in_the_standard_one_alone(standard, mup):
+    """With one standard deviation at every width the branches are larger in wide models; in muP they are not."""
+    of_mlp = standard["layer_group"].values == "block 0 mlp"
+    assert standard["initial_exponent"].values[of_mlp].item() == pytest.approx(
+        1, abs=0.25
+    )  # two maps, each by width^(1/2)
+    assert abs(mup["initial_exponent"].values[of_mlp].item()) < 0.25
+
+
+def test_the_exponent_is_the_slope_of_the_mean_logarithm(standard):
+    logarithm = np.log(standard["update_size_of_seed"]).mean(("step", "seed"))
+    x = np.log(standard["width"].values)
+    slopes = np.polyfit(x, logarithm.transpose("rung", "layer_group").values, 1)[0]
+    np.testing.assert_allclose(standard["coordinate_exponent"], slopes, rtol=1e-8)
+    np.testing.assert_allclose(
+        standard["update_size"], np.exp(np.log(standard["update_size_of_seed"]).mean("seed")), rtol=1e-12
+    )
+
+
+def test_the_first_update_of_adam_moves_the_embedding_by_the_rate():
+    """An oracle: |change| of every entry that has a gradient is the rate; token and position add up."""
+    frozen = workshop()
+    _, changes = coordinate_sizes(frozen, Rung(16, 2), 1, learning_rate=1e-4, n_steps=1)
+    assert changes["embedding"][0] == pytest.approx(math.sqrt(2) * 1e-4, rel=0.25)
+
+
+def test_outputs_are_what_the_parts_put_out_and_leave_no_trace():
+    model = wb.zoo.transformer(norm="pre_ln", **{**OPTIONS, "d_model": 32, "n_heads": 2})
+    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
+    anatomy = read_anatomy(model, tokens)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    outputs = layer_outputs(model, tokens, anatomy)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert model.training
+    with torch.no_grad():
+        block = model.blocks[0]
+        x = outputs["embedding"]
+        normed = block.attention_norm(x)
+        torch.testing.assert_close(outputs["block 0 attention"], block.attention(normed))
+        torch.testing.assert_close(outputs["block 0 stream"], block(x))
+        q, k = (
+            linear(normed).unflatten(-1, (2, 16)).transpose(1, 2)
+            for linear in (block.attention.query, block.attention.key)
+        )
+        torch.testing.assert_close(outputs["block 0 attention scores"], q @ k.mT / 4)
+        torch.testing.assert_close(outputs["logits"], model(tokens))
+    assert len(outputs) == 2 + 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("gpt2", {"attention scores", "attn", "mlp", "stream"}),
+        ("llama-3-8b", {"attention scores", "self_attn", "mlp", "stream"}),
+        ("mixtral-8x7b", {"attention scores", "self_attn", "mlp", "stream"}),
+        ("mamba-130m", {"mixer", "stream"}),
+    ],
+)
+def test_other_libraries_models_have_the_same_groups(name, parts):
+    of = design(name)
+    model = of.build(of.nearest_width(64), 2, vocabulary=32)
+    tokens = torch.arange(8)[None]
+    outputs = layer_outputs(model, tokens, read_anatomy(model, tokens))
+    expected = {f"block {i} {part}" for i in (0, 1) for part in parts}
+    assert set(outputs) == {"embedding", "logits", *expected}
+
+
+def test_a_run_that_diverges_is_told():
+    check = coordinate_check(workshop(norm="none"), RUNGS[:1], (1,), learning_rate=30.0, n_steps=4)
+    assert check["coordinate_state"] == "diverged"
+    assert check["coordinate_reason"].item().startswith("At width 16 the run diverged at update ")
+    assert np.isnan(check["update_size"].values[0, -1]).all()
+
+
+def test_too_few_widths_decide_nothing():
+    check = coordinate_check(workshop(), RUNGS[:2], (1,), learning_rate=RATE, n_steps=1)
+    assert check["coordinate_state"] == "too few widths"
+    assert not check["passes_coordinate_check"]
+
+
+def test_widths_of_several_depths_and_no_steps_are_refused():
+    with pytest.raises(ThresholdError, match="compares widths at one depth"):
+        coordinate_check(workshop(), [Rung(16, 2), Rung(32, 3)], (1,), learning_rate=RATE)
+    with pytest.raises(ThresholdError, match="n_coordinate_steps is 0, expected a whole number of at least 1"):
+        coordinate_check(workshop(), RUNGS, (1,), learning_rate=RATE, n_steps=0)

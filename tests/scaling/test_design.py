@@ -1,0 +1,247 @@
+"""Designs: known sizes, thin builds that keep what they should, and sentences for what cannot be built."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.errors import CheckpointError, ThresholdError
+from workbench.scaling import design
+from workbench.scaling.known_designs import ALIASES, KNOWN
+from workbench.subjects.anatomy import read_anatomy
+
+#: Weights of the published checkpoints, tied ones once.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "tinyllama-1.1b": 1_100_048_384,
+    "smollm2-135m": 134_515_008,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-0.5b": 494_032_768,
+    "mamba-130m": 129_135_360,
+    "mamba-370m": 371_516_416,
+    "mamba-790m": 793_204_224,
+    "mamba-1.4b": 1_372_178_432,
+    "mamba-2.8b": 2_768_345_600,
+}
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_every_known_design_has_its_published_number_of_weights():
+    assert set(PUBLISHED) == set(KNOWN)
+    assert {name: design(name).n_weights() for name in KNOWN} == PUBLISHED
+
+
+def test_aliases_lead_to_known_designs():
+    assert set(ALIASES.values()) <= set(KNOWN)
+    assert design("EleutherAI/pythia-160m").describe() == design("pythia-160m").describe()
+    assert design("state-spaces/mamba-130m-hf").width == 768
+    assert design("TinyLlama").depth == 22
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "pythia-160m", "llama-2-7b", "llama-3-8b", "mixtral-8x7b", "qwen2.5-0.5b", "mamba-130m"]
+)
+def test_a_thin_build_runs_and_has_the_size_asked_for(name):
+    of = design(name)
+    width = of.nearest_width(64)
+    state = torch.get_rng_state()
+    model = of.build(width, 3, seed=1, vocabulary=32)
+    assert torch.equal(torch.get_rng_state(), state)
+    anatomy = read_anatomy(model, torch.arange(8)[None])
+    assert (anatomy.width, len(anatomy.sites)) == (width, 3)
+    assert model(torch.arange(8)[None]).logits.shape == (1, 8, 32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert of.n_weights(width, 3, vocabulary=32) == sum(p.numel() for p in model.parameters())
+    assert same(model, of.build(width, 3, seed=1, vocabulary=32))
+    assert not same(model, of.build(width, 3, seed=2, vocabulary=32))
+
+
+def test_a_thin_build_keeps_heads_ratios_and_experts():
+    config = design("mixtral-8x7b").build(512, 2, vocabulary=16).config  # heads of 128, one key-value head for four
+    assert (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == (4, 1, 1792)
+    assert (config.num_local_experts, config.num_experts_per_tok) == (8, 2)
+    config = design("gpt2").build(128, 2, vocabulary=16).config
+    assert (config.n_head, config.n_embd // config.n_head, config.vocab_size) == (2, 64, 16)
+    config = design("mamba-130m").build(64, 2, vocabulary=16).config
+    assert (config.time_step_rank, config.state_size) == (4, 16)
+    mixer = design("mamba-130m").build(64, 2, vocabulary=16).backbone.layers[0].mixer
+    assert mixer.in_proj.weight.shape == (2 * 2 * 64, 64)
+
+
+def test_a_wider_build_has_more_heads():
+    assert design("gpt2").resized(1536).source.at(1536, 12, None).n_head == 24
+
+
+def test_the_zoo_keeps_heads_and_ratios_too():
+    options = {"d_model": 256, "n_heads": 8, "n_kv_heads": 2, "n_layers": 4, "mlp_width": 640, "vocab_size": 64}
+    of = design({"family": "moe", **options})
+    thin = of.build(64, 2, seed=5).config
+    assert (thin.n_heads, thin.n_kv_heads, thin.mlp_width, thin.n_layers, thin.n_experts) == (2, 1, 160, 2, 8)
+    assert (of.width, of.depth, of.vocabulary) == (256, 4, 64)
+    whole = of.build(seed=5)
+    assert same(whole, wb.zoo.moe(**options, seed=5))
+    assert of.n_weights() == sum(p.numel() for p in whole.parameters())
+
+
+def test_below_one_head_there_is_one_narrower_head():
+    of = design({"d_model": 256, "n_heads": 4})
+    assert [of.nearest_width(w) for w in (1, 8, 30, 64, 96, 97, 200)] == [8, 8, 32, 64, 64, 128, 192]
+    assert of.build(32, 1).config.n_heads == 1
+    with pytest.raises(
+        ThresholdError, match="transformer cannot be 100 wide, for each of its heads takes 64; choose 128"
+    ):
+        of.build(100)
+
+
+def test_nearest_widths_are_fixed_points_and_rise():
+    for name in ("gpt2", "llama-3-8b", "smollm2-135m", "mamba-130m"):
+        of = design(name)
+        nearest = [of.nearest_width(w) for w in range(1, 300, 7)]
+        assert [of.nearest_width(w) for w in nearest] == nearest
+        assert all(a <= b for a, b in pairwise(nearest))
+
+
+def test_configurations_models_folders_and_files_say_the_same(tmp_path):
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=32,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(tmp_path)
+    of = [
+        design(config),
+        design(tmp_path),
+        design(tmp_path / "config.json"),
+        design(transformers.LlamaForCausalLM(config)),
+    ]
+    models = [one.build(32, 3, seed=4) for one in of]
+    assert all(same(models[0], other) for other in models[1:])
+    assert models[0].lm_head.weight.dtype == torch.float32
+    assert of[1].name == tmp_path.name
+    assert config.hidden_size == 64  # left as it was
+
+
+def test_a_checkpoint_of_the_zoo_is_a_design():
+    folder = wb.samples.embedded("pre_ln")
+    options = json.loads((folder / "config.json").read_text())
+    of = design(folder)
+    assert (of.name, of.width, of.depth) == ("pre_ln", options["d_model"], options["n_layers"])
+    subject = wb.open_checkpoint(folder)
+    assert design(subject).describe() | {"name": ""} == of.describe() | {"name": ""}
+    assert not same(of.build(), subject.model)  # fresh weights
+
+
+def test_lists_with_one_entry_a_block_follow_the_depth():
+    import transformers
+
+    config = transformers.Gemma2Config(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=32,
+    )  # fmt: skip
+    assert len(design(config).build(32, 6).config.layer_types) == 6
+    assert len(design(config).build(32, 2).config.layer_types) == 2
+
+
+def make(width, depth, seed):
+    return wb.zoo.transformer(d_model=width, n_layers=depth, n_heads=1, vocab_size=16, seed=seed)
+
+
+def test_a_function_is_a_design_of_the_size_given():
+    of = design(make, width=64, depth=2)
+    assert (of.name, of.width, of.depth, of.vocabulary) == ("make", 64, 2, None)
+    assert same(of.build(seed=3), make(64, 2, 3))
+    assert of.build(16, 1).config.n_layers == 1
+    assert of.n_weights() == sum(p.numel() for p in make(64, 2, 0).parameters())
+    assert of.nearest_width(17) == 17
+    with pytest.raises(ThresholdError, match="pass the target's width= and depth="):
+        design(make)
+
+
+def test_a_function_may_use_the_global_random_state_which_is_put_back():
+    def draw(width, depth, seed):
+        return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
+
+    of = design(draw, width=8, depth=2)
+    state = torch.get_rng_state()
+    assert same(of.build(seed=1), of.build(seed=1))
+    assert not same(of.build(seed=1), of.build(seed=2))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_target_size_may_be_chosen():
+    of = design("gpt2", width=256, depth=6, name="small one")
+    assert (of.name, of.width, of.depth) == ("small one", 256, 6)
+    assert design(of).describe() == of.describe()
+    assert of.n_weights() == sum(p.numel() for p in of.build().parameters())
+    assert design({"d_model": 64}, width=32, depth=3).describe()["d_model"] == 32
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "says"),
+    [
+        (
+            "gpt2-xxl",
+            CheckpointError,
+            "'gpt2-xxl' is neither a file here nor a design known by name; the nearest name is 'gpt2-xl'",
+        ),
+        ({"family": "transformer", "n_head": 4}, ThresholdError, "'n_head' is no option of an architecture"),
+        ({"model_type": "no such"}, ThresholdError, "transformers has no architecture 'no such'"),
+        (3, ThresholdError, "A int describes no architecture"),
+        (torch.nn.Linear(2, 2), ThresholdError, "Linear has no configuration that says how to build it"),
+    ],
+)
+def test_what_is_no_design_is_refused(source, error, says):
+    with pytest.raises(error, match=says):
+        design(source)
+
+
+def test_damaged_files_and_empty_folders_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        design(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="is no valid configuration"):
+        design(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        ({"width": 0}, "width is 0, expected a whole number of at least 1"),
+        ({"depth": 1.5}, "depth is 1.5, expected"),
+        ({"vocabulary": -1}, "vocabulary is -1, expected"),
+    ],
+)
+def test_impossible_sizes_are_refused(size, says):
+    with pytest.raises(ThresholdError, match=says):
+        design("gpt2").build(**{"width": 64, "depth": 1, **size})
+
+
+def test_a_function_that_returns_no_module_is_refused():
+    with pytest.raises(ThresholdError, match="The function returned a int, expected a torch module of width 4"):
+        design(lambda width, depth, seed: 3, width=4, depth=1).build()

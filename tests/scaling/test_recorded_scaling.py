@@ -1,0 +1,123 @@
+"""The recorded study of scaling: what it claims, that it is the script's, and that a part of it comes out again."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests.data_scripts import load_script
+from workbench.scaling import Rung, Workshop, design, foretold
+
+FILE = Path(__file__).parents[2] / "data" / "scaling.nc"
+#: Two values apart by less are taken to be the same: the edges of single seeds scatter by as much.
+SAME = 1.25
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script("make_scaling")
+
+
+@pytest.fixture(scope="module")
+def record():
+    return xr.load_dataset(FILE, engine="netcdf4")
+
+
+def edges(record):
+    return record.sel(quantity="stable_rate_edge")
+
+
+def test_it_is_small_and_says_how_it_was_made(record, script):
+    assert FILE.stat().st_size < 300_000
+    assert {"call", "seeds", "versions", "core_minutes", "created"} <= set(record.attrs)
+    assert record["architecture"].values.tolist() == list(script.STUDIES)
+    assert json.loads(record.attrs["seeds"]) == list(script.SEEDS)
+    assert record.attrs["n_steps"] == script.N_STEPS
+    for name, (options, _) in script.STUDIES.items():
+        told = json.loads(record["design"].sel(architecture=name).item())
+        assert {key: told[key] for key in options} == options
+
+
+def test_no_ladder_reaches_beyond_a_quarter_of_its_target(record):
+    for along in ("width", "depth"):
+        sizes, target = record[along], record[f"target_{along}"]
+        varies = np.ptp(sizes.values, axis=1) > 0
+        assert (4 * sizes.values.max(1) <= target.values)[varies].all()
+        assert (sizes.values == target.values[:, None])[~varies].all()
+
+
+def test_at_least_four_architectures_were_foretold_within_a_factor_of_two(record):
+    """The claim that the study was made for: direction, and the edge within a factor of 2."""
+    of = edges(record)
+    factor = np.exp(np.abs(np.log(of["at_target"] / of["measured_at_target"])))
+    last = record["stable_rate_edge"].isel(rung=-1)
+    foretold_change, change = np.log(of["at_target"] / last), np.log(of["measured_at_target"] / last)
+    is_flat = np.maximum(np.abs(foretold_change), np.abs(change)) < np.log(SAME)
+    is_right = ((factor < 2) & (is_flat | (foretold_change * change > 0))).values
+    assert is_right.sum() >= 4
+    falls = is_right & (change.values < -np.log(SAME))  # of those, enough that really change
+    assert falls.sum() >= 4
+
+
+def test_intervals_of_the_stable_rate_held_and_those_of_fresh_models_did_not(record):
+    """Why nothing but the stable rate is claimed beyond a ladder."""
+    value = record["measured_at_target"]
+    is_inside = ((record["at_target_low"] <= value) & (value <= record["at_target_high"])).where(value.notnull())
+    share = is_inside.mean("architecture")
+    assert float(share.sel(quantity="stable_rate_edge")) >= 0.9
+    of_fresh_models = share.drop_sel(quantity="stable_rate_edge")
+    assert float(of_fresh_models.mean()) < 0.8
+    is_claimed = record["is_supported"].any("architecture")
+    assert record["quantity"].values[is_claimed.values].tolist() == ["stable_rate_edge"]
+
+
+def test_the_standard_parametrization_is_flagged_wherever_it_was_checked_and_mup_passes(record):
+    was_checked = record["n_coordinate_steps"].values > 0
+    state = dict(zip(record["architecture"].values, record["coordinate_state"].values, strict=True))
+    checked = {name: state[name] for name in record["architecture"].values[was_checked]}
+    assert checked.pop("Pre-LN in muP") == "passes"
+    assert set(checked.values()) == {"grows"}
+    assert len(checked) >= 4
+
+
+def test_the_trends_follow_from_what_was_measured(record):
+    for name in record["architecture"].values:
+        one = record.sel(architecture=name)
+        again = foretold(one, (int(one["target_width"]), int(one["target_depth"])))
+        for column in ("slope", "at_target", "at_target_low", "at_target_high", "curve"):
+            np.testing.assert_allclose(again[column], one[column], rtol=1e-5, err_msg=f"{name}: {column}")
+        for column in ("is_supported", "reason", "scale"):
+            np.testing.assert_array_equal(again[column], one[column])
+
+
+def test_edges_do_not_contradict_the_runs_of_the_seeds(record):
+    low, high = record["edge_low_of_seed"], record["edge_high_of_seed"]
+    assert (low < high).all()
+    np.testing.assert_allclose(edges(record)["measured"], np.sqrt(low * high))
+    np.testing.assert_allclose(record["edge_low"], low.min("seed"))
+    np.testing.assert_allclose(record["edge_high"], high.max("seed"))
+
+
+def test_the_smallest_rung_comes_out_again(record, script):
+    seed = script.SEEDS[0]
+    again = script.study("Pre-LN", widths=(16,), seeds=(seed,), measures_target=False, n_coordinate_steps=2)
+    before = record.sel(architecture="Pre-LN", seed=seed).isel(rung=0)
+    for end in ("low", "high"):
+        np.testing.assert_allclose(again[f"edge_{end}_of_seed"].item(), before[f"edge_{end}_of_seed"])
+    for name in ("near_unit_mass", "spectral_radius", "total_gradient_gain"):
+        np.testing.assert_allclose(again[name].item(), before["measured"].sel(quantity=name), rtol=1e-3)
+    groups = again["layer_group"].values
+    expected = before["update_size_of_seed"].sel(layer_group=groups).isel(step=slice(2))
+    np.testing.assert_allclose(again["update_size_of_seed"][0, 0], expected, rtol=1e-2)
+
+
+def test_a_run_of_another_rung_ends_as_recorded(record, script):
+    name, seed = "No-Norm", script.SEEDS[1]
+    model, _ = script.STUDIES[name]
+    of = design({"d_model": script.TARGET_WIDTH, **script.TEXT, **model})
+    workshop = Workshop(of, script.task, {"optimizer_options": {"fused": True}})
+    before = record.sel(architecture=name, seed=seed).isel(rung=1)
+    rate = float(before["edge_high_of_seed"])
+    assert workshop.cause_of_divergence(Rung(32, 4), seed, rate, script.N_STEPS)

@@ -1,0 +1,91 @@
+"""What a scaling study foretells of a size that it did not measure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.scaling.quantities import CARRIED_ON, rule_of
+from workbench.scaling.trend import Trend, along_trend, fit_trend
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_N_CURVE = 13
+_ENDS = ("", "_low", "_high")
+#: What is said of the trend of each quantity.
+_COLUMNS = (
+    "scale", *(f"{name}{end}" for name in ("slope", "depth_slope", "at_target") for end in _ENDS), "is_supported",
+    "reason",
+)  # fmt: skip
+
+
+def foretold(
+    study: xr.Dataset, target: tuple[int, int], *, largest_reach: float = 4.0, level: float = 0.95
+) -> xr.Dataset:
+    """The trends of a study, carried on to any size; nothing is measured again.
+
+    Beyond the ladder a claim is made of the stable rate alone. Spectra and flow of fresh models level off or turn in
+    ways that a ladder does not show: in the recorded study their values at the target lay within the intervals too
+    seldom. They need no training, so a fresh model of the target size tells them better.
+
+    Args:
+        study: From `scaling_study`.
+        target: Width and depth asked about.
+        largest_reach: Of the stable rate; see `fit_trend`.
+        level: Of the intervals.
+
+    Returns:
+        Dataset with dim ``quantity``, as `scaling_study` says, and the trend from the smallest rung on, ``curve``
+        with ``_low`` and ``_high`` (quantity, curve_point) at ``curve_width`` and ``curve_depth``: with ``curve_along``
+        "width" to the target's width at the smallest depth, with "depth" to its depth at the largest width.
+    """
+    import xarray as xr
+
+    goals, along = _path(study["width"].values, study["depth"].values, target)
+    columns, curves = [], []
+    for name in study["quantity"].values.tolist():
+        scale, bounds = rule_of(name)
+        rungs = (study["measured"].sel(quantity=name).values, study["width"].values, study["depth"].values)
+        options = {"scale": scale, "bounds": bounds, "level": level}
+        reach = largest_reach if name in CARRIED_ON else 1.0
+        columns.append(_columns(fit_trend(*rungs, target, largest_reach=reach, **options)))
+        curves.append(along_trend(*rungs, goals, **options))
+    found = {key: ("quantity", [column[key] for column in columns]) for key in _COLUMNS}
+    for i, end in enumerate(_ENDS):
+        found[f"curve{end}"] = (("quantity", "curve_point"), np.array([curve[i] for curve in curves], dtype=np.float32))
+    coords = {
+        "quantity": study["quantity"].values,
+        "curve_width": ("curve_point", goals[:, 0]),
+        "curve_depth": ("curve_point", goals[:, 1]),
+        "curve_along": ("curve_point", along),
+    }
+    return xr.Dataset(found, coords=coords)
+
+
+def _path(widths: np.ndarray, depths: np.ndarray, target: tuple[int, int]) -> tuple[np.ndarray, list[str]]:
+    """Sizes from the smallest rung to the target's width at the smallest depth, then to its depth at the largest width.
+
+    Where the ladder has one width or one depth alone, that part is left out.
+    """
+    shallow, wide = depths.min(), widths.max()
+    goals, along = [], []
+    if len(np.unique(widths)) > 1:
+        steps = np.geomspace(widths.min(), max(target[0], wide), _N_CURVE)
+        goals += [(width, shallow) for width in steps]
+        along += ["width"] * _N_CURVE
+    if len(np.unique(depths)) > 1:
+        steps = np.geomspace(shallow, max(target[1], depths.max()), _N_CURVE)
+        goals += [(wide, depth) for depth in steps]
+        along += ["depth"] * _N_CURVE
+    return np.array(goals, float).reshape(-1, 2), along
+
+
+def _columns(trend: Trend) -> dict[str, Any]:
+    found: dict[str, Any] = {"scale": trend.scale}
+    for name, line in (("slope", trend.width), ("depth_slope", trend.depth)):
+        found |= {f"{name}{end}": value for end, value in zip(_ENDS, asdict(line).values(), strict=True)}
+    found |= {key: getattr(trend, key) for key in ("at_target", "at_target_low", "at_target_high")}
+    return found | {"is_supported": trend.is_supported, "reason": trend.reason}

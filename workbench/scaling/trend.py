@@ -1,0 +1,285 @@
+"""Trends over a ladder of sizes: a line in logarithms, its uncertainty, and whether it may be carried on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+#: Sizes of one kind (widths or depths) that a claim about another takes.
+N_SIZES = 3
+#: A claim is too vague if the ends of its interval are further apart than this factor (for a share: this difference).
+LARGEST_FACTOR, LARGEST_SHARE = 10.0, 0.5
+#: A bend counts if it is significant at this level and moves the value at the target by more than this factor (share).
+_BEND_LEVEL, _BEND_FACTOR, _BEND_SHARE = 0.05, 2.0, 0.2
+_SMALLEST_SPREAD = 1e-9
+
+
+@dataclass(frozen=True)
+class Line:
+    """A straight line through values against one coordinate.
+
+    Attributes:
+        slope: NaN if it cannot be fitted.
+        slope_low: Lower end of its interval; NaN: no degrees of freedom are left.
+        slope_high: Upper end.
+    """
+
+    slope: float
+    slope_low: float
+    slope_high: float
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How a quantity goes with the size, and what it should be at the target.
+
+    Attributes:
+        scale: ``"log"``: the quantity's logarithm is taken to be linear in the logarithms of width and depth, and the
+            slopes are exponents; ``"linear"``: it is itself, and the slopes are its change per factor e.
+        width: Slope against the width.
+        depth: Slope against the depth.
+        at_target: Value at the target size; NaN: not known.
+        at_target_low: Lower end of the prediction interval of a mean over as many seeds as each rung has.
+        at_target_high: Upper end.
+        is_supported: Whether the ladder supports the value at the target.
+        reason: Why not; empty if it does.
+    """
+
+    scale: str
+    width: Line
+    depth: Line
+    at_target: float
+    at_target_low: float
+    at_target_high: float
+    is_supported: bool
+    reason: str
+
+
+_NO_LINE = Line(math.nan, math.nan, math.nan)
+
+
+def line_through(x: np.ndarray, values: np.ndarray, *, level: float = 0.95) -> Line:
+    """The least-squares line through values of several seeds, with a t-interval of its slope.
+
+    Args:
+        x: Coordinate of each rung, shape (rung,).
+        values: Shape (rung, seed); NaN is left out.
+        level: Of the interval.
+    """
+    fit = _Fit.of(np.asarray(x, float)[:, None], np.asarray(values, float))
+    return _NO_LINE if fit is None or not np.ptp(fit.x[:, 1]) else fit.line(1, level)
+
+
+def fit_trend(
+    values: np.ndarray,
+    widths: np.ndarray,
+    depths: np.ndarray,
+    target: tuple[int, int],
+    *,
+    scale: str = "log",
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+    largest_reach: float = 4.0,
+    level: float = 0.95,
+) -> Trend:
+    """The trend of a quantity over a ladder, carried on to the target size.
+
+    Least squares over all rungs and seeds; the interval at the target follows from Student's t with the scatter about
+    the line, of seeds and of rungs together. Where the rungs significantly bend, it reaches as far as a parabola
+    through them does. Width and depth are taken to act independently of each other.
+
+    Args:
+        values: Shape (rung, seed); NaN: not measured; infinite or, in logarithms, not positive: outside of what was
+            tried, and then nothing is claimed.
+        widths: Of each rung.
+        depths: Of each rung.
+        target: Width and depth asked about.
+        scale: See `Trend`.
+        bounds: What the quantity can be; the value at the target is cut to them.
+        largest_reach: Largest factor between the target and the largest rung, in width and in depth, at which a claim
+            is made; 1: none beyond the ladder.
+        level: Of the intervals.
+    """
+    values = np.asarray(values, float)
+    is_censored = _is_censored(values, scale)
+    sizes = np.log(np.column_stack([widths, depths]).astype(float))
+    goal = np.log(np.asarray(target, float))
+    y = _uncensored(values, scale)
+    fit = _Fit.of(sizes, y)
+    if fit is None:
+        what = "lies outside of what was tried" if is_censored.any() else "was not measured"
+        return Trend(scale, _NO_LINE, _NO_LINE, math.nan, math.nan, math.nan, False, f"It {what} on most rungs.")
+    lines = [fit.line(column, level) if np.ptp(fit.x[:, column]) else _NO_LINE for column in (1, 2)]
+    middle, _ = fit.at(goal, level, n_seeds=values.shape[1])
+    options = {"scale": scale, "bounds": bounds, "level": level}
+    at_target, low, high = along_trend(values, widths, depths, np.array([target]), **options)[:, 0].tolist()
+    reason = (
+        _censored(is_censored)
+        or _out_of_reach(np.exp(sizes), target, largest_reach)
+        or _bends(_parabolas(sizes, y, goal), middle, scale)
+        or _vague(low, high, scale, level, is_share=bounds == (0.0, 1.0))
+    )
+    return Trend(scale, lines[0], lines[1], at_target, low, high, not reason, reason)
+
+
+def along_trend(
+    values: np.ndarray,
+    widths: np.ndarray,
+    depths: np.ndarray,
+    goals: np.ndarray,
+    *,
+    scale: str = "log",
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+    level: float = 0.95,
+) -> np.ndarray:
+    """The trend at several sizes, whether or not it is supported there.
+
+    Args:
+        values: As for `fit_trend`, as are those not named here.
+        widths: Of each rung.
+        depths: Of each rung.
+        goals: Widths and depths asked about, shape (goal, 2).
+        scale: See `Trend`.
+        bounds: What the quantity can be.
+        level: Of the intervals.
+
+    Returns:
+        Value, lower and upper end of its prediction interval, shape (3, goal); NaN: there is no trend.
+    """
+    sizes, y = np.log(np.column_stack([widths, depths]).astype(float)), _uncensored(values, scale)
+    fit = _Fit.of(sizes, y)
+    if fit is None:
+        return np.full((3, len(goals)), np.nan)
+    ends = np.empty((3, len(goals)))
+    for i, goal in enumerate(np.log(np.asarray(goals, float))):
+        middle, half = fit.at(goal, level, n_seeds=y.shape[1])
+        others = list(_parabolas(sizes, y, goal).values())
+        ends[:, i] = middle, min([middle - half, *others]), max([middle + half, *others])
+    with np.errstate(over="ignore"):
+        return np.clip(np.exp(ends) if scale == "log" else ends, *bounds)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Least squares; columns that do not vary have the coefficient 0."""
+
+    x: np.ndarray  # (point, 1 + column), the first is 1
+    coefficients: np.ndarray
+    covariance: np.ndarray  # of the coefficients, in units of the variance of a point
+    variance: float  # NaN without degrees of freedom
+    n_free: int
+
+    @classmethod
+    def of(cls, sizes: np.ndarray, values: np.ndarray) -> _Fit | None:
+        """Through values (rung, seed) at sizes (rung, column); None: nothing is left to fit."""
+        values = values if values.ndim == 2 else values[:, None]
+        is_there = np.isfinite(values)
+        rows, _ = np.nonzero(is_there)
+        if len(np.unique(rows)) < 2:
+            return None
+        x = np.column_stack([np.ones(len(rows)), sizes[rows]])
+        used = [0, *(i for i in range(1, x.shape[1]) if np.ptp(x[:, i]) > _SMALLEST_SPREAD)]
+        inverse = np.linalg.pinv(x[:, used].T @ x[:, used])
+        y = values[is_there]
+        found = inverse @ x[:, used].T @ y
+        n_free = len(y) - len(used)
+        residual = y - x[:, used] @ found
+        coefficients, covariance = np.zeros(x.shape[1]), np.zeros((x.shape[1], x.shape[1]))
+        coefficients[used] = found
+        covariance[np.ix_(used, used)] = inverse
+        return cls(x, coefficients, covariance, float(residual @ residual / n_free) if n_free else math.nan, n_free)
+
+    def line(self, column: int, level: float) -> Line:
+        """Slope against one column."""
+        slope = float(self.coefficients[column])
+        half = self._quantile(level) * math.sqrt(self.variance * self.covariance[column, column])
+        return Line(slope, slope - half, slope + half)
+
+    def at(self, sizes: np.ndarray, level: float, n_seeds: int) -> tuple[float, float]:
+        """Value at a size, and half its prediction interval for a mean over seeds."""
+        x = np.concatenate([[1.0], sizes])
+        spread = math.sqrt(self.variance * (1 / n_seeds + x @ self.covariance @ x))
+        return float(x @ self.coefficients), self._quantile(level) * spread
+
+    def p_value(self, column: int) -> float:
+        """Of the coefficient being 0."""
+        error = math.sqrt(self.variance * self.covariance[column, column])
+        if not error > 0:
+            return math.nan if math.isnan(error) else 0.0
+        return float(2 * stats.t.sf(abs(self.coefficients[column]) / error, self.n_free))
+
+    def _quantile(self, level: float) -> float:
+        return float(stats.t.ppf((1 + level) / 2, self.n_free)) if self.n_free else math.nan
+
+
+def _is_censored(values: np.ndarray, scale: str) -> np.ndarray:
+    """Which values say no more than that they lie outside of what was tried."""
+    values = np.asarray(values, float)
+    return np.isinf(values) | ((values <= 0) if scale == "log" else False)
+
+
+def _uncensored(values: np.ndarray, scale: str) -> np.ndarray:
+    """The values, or their logarithms, NaN where they are not known."""
+    y = np.where(_is_censored(values, scale), np.nan, np.asarray(values, float))
+    return np.log(y) if scale == "log" else y
+
+
+def _censored(is_censored: np.ndarray) -> str:
+    n = int(is_censored.any(1).sum())
+    return f"It lies outside of what was tried on {n} of {len(is_censored)} rungs." if n else ""
+
+
+def _out_of_reach(sizes: np.ndarray, target: tuple[int, int], largest_reach: float) -> str:
+    for name, column, goal in zip(("width", "depth"), sizes.T, target, strict=True):
+        known = np.unique(column.round(6))
+        if np.isclose(known, goal).any():
+            continue
+        if len(known) < N_SIZES:
+            return f"The ladder has {len(known)} {name}{'s' * (len(known) > 1)}, a claim about another takes {N_SIZES}."
+        reach = max(goal / known[-1], known[0] / goal)
+        if reach > largest_reach * (1 + 1e-9) and largest_reach <= 1:
+            return (
+                f"The target's {name} lies beyond the ladder, where trends of this quantity have not held; look at a "
+                "fresh model of that size, which needs no training."
+            )
+        if reach > largest_reach * (1 + 1e-9):
+            return (
+                f"The target's {name} is {reach:.3g} times that of the last rung; no more than {largest_reach:g} is "
+                "claimed."
+            )
+    return ""
+
+
+def _parabolas(sizes: np.ndarray, values: np.ndarray, goal: np.ndarray) -> dict[str, float]:
+    """What a parabola in the width or in the depth says at a size, where the ladder significantly bends; by name."""
+    found = {}
+    for i, name in enumerate(("width", "depth")[: sizes.shape[1]]):
+        if len(np.unique(sizes[:, i].round(6))) < N_SIZES:
+            continue
+        center = sizes[:, i].mean()
+        curved = _Fit.of(np.column_stack([sizes, (sizes[:, i] - center) ** 2]), values)
+        if curved is not None and curved.n_free and curved.p_value(sizes.shape[1] + 1) < _BEND_LEVEL:
+            found[name], _ = curved.at(np.append(goal, (goal[i] - center) ** 2), 0.95, 1)
+    return found
+
+
+def _bends(parabolas: dict[str, float], middle: float, scale: str) -> str:
+    """Whether a parabola would say something quite different."""
+    limit = math.log(_BEND_FACTOR) if scale == "log" else _BEND_SHARE
+    for name, other in parabolas.items():
+        if abs(other - middle) > limit:
+            words = f"by a factor of {math.exp(abs(other - middle)):.3g}" if scale == "log" else "noticeably"
+            return f"The trend bends with the {name}, which would move the value at the target {words}."
+    return ""
+
+
+def _vague(low: float, high: float, scale: str, level: float, *, is_share: bool) -> str:
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return "Too few runs to say how certain the trend is; add rungs or seeds."
+    if scale == "log" and not high <= LARGEST_FACTOR * low:
+        return f"The {level:.0%} interval at the target spans a factor of {high / low:.3g}; add rungs or seeds."
+    if is_share and high - low > LARGEST_SHARE:
+        return f"The {level:.0%} interval at the target is {high - low:.2g} wide; add rungs or seeds."
+    return ""
