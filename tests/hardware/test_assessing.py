@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import workbench as wb
+from tests.hardware.planted import Known, batches, summed
+from workbench.errors import SnapshotError, ThresholdError
+from workbench.hardware import HAZARDS, assess_hardware, read_plan
+from workbench.hardware.hazards import STATES
+
+TINY = {"d_model": 16, "n_layers": 2, "vocab_size": 64, "max_length": 16}
+EVERYTHING = {
+    "training": {"n_steps": 100, "learning_rate": 1e-3, "precision": "fp16", "batch_size": 16, "clip_norm": 1.0},
+    "hardware": {
+        "data_parallel": 4, "tensor_parallel": 2, "pipeline_parallel": 2, "accumulation": 4, "gradient_dtype": "bf16",
+        "accumulation_dtype": "bf16", "weight_dtype": "float16", "master_weights": False, "loss_scale": 128,
+        "reduction": "stale",
+    },
+}  # fmt: skip
+NOT_LATE = [hazard.id for hazard in HAZARDS if hazard.id != "late_gradients"]
+
+
+@pytest.fixture(scope="module")
+def found() -> xr.Dataset:
+    return assess_hardware(wb.zoo.transformer(n_heads=2, **TINY), None, EVERYTHING, n_batches=1)
+
+
+def test_every_hazard_is_measured_and_judged_by_its_limits(found: xr.Dataset) -> None:
+    assert found["hazard"].values.tolist() == [hazard.id for hazard in HAZARDS]
+    assert found["applies"].values.all()
+    assert np.isfinite(found["effect"]).all()
+    assert set(found["state"].values.tolist()) <= set(STATES[:3])
+    for hazard in HAZARDS:
+        row = found.sel(hazard=hazard.id)
+        assert str(row["state"].values) == hazard.state_of(float(row["effect"]))
+        assert row["healthy_limit"] < row["failing_limit"]
+        for text in ("title", "setting", "meaning", "how", "limits_reason", "remedy_setting", "remedy_value", "unit"):
+            assert str(row[text].values)
+        assert row["n_trials"] >= 1
+    assert found.sizes["layer"] == 2
+    assert found["layer_name"].values.tolist() == ["blocks.0", "blocks.1"]
+    errors = found["layer_error"].sel(hazard="allreduce_error").values
+    assert found["worst_layer"].sel(hazard="allreduce_error") == int(errors.argmax())
+    assert found["growth"].sel(hazard="accumulation_error", n_terms=4) > 0
+
+
+def test_it_says_where_it_comes_from(found: xr.Dataset) -> None:
+    assert json.loads(found.attrs["plan"]) == read_plan(EVERYTHING).as_dict()
+    assert found.attrs["subject"] == "Transformer"
+    assert found.attrs["rows_per_micro_batch"] * found.attrs["n_micro_batches"] <= 32
+    for name in ("seed", "versions", "created", "duration", "n_weights", "sampling_noise", "gradient_norm"):
+        assert name in found.attrs
+    for variable in found.data_vars.values():
+        assert variable.attrs["long_name"]
+
+
+def test_settings_of_the_table_are_keys_of_a_plan() -> None:
+    from dataclasses import fields
+
+    from workbench.hardware.sections import HardwareSection, TrainingSection
+
+    known = {item.name for section in (HardwareSection, TrainingSection) for item in fields(section)}
+    for hazard in HAZARDS:
+        assert hazard.setting in known
+        assert hazard.remedy_setting in known
+
+
+def test_what_does_not_follow_from_a_plan_is_healthy_and_not_measured() -> None:
+    found = assess_hardware(Known(), batches(), None, loss=summed)
+    assert not found["applies"].values.any()
+    assert set(found["state"].values.tolist()) == {"healthy"}
+    assert np.isnan(found["effect"]).all()
+
+
+def test_what_cannot_be_measured_says_so() -> None:
+    found = assess_hardware(Known(), batches(), {"hardware": {"pipeline_parallel": 2}}, loss=summed)
+    row = found.sel(hazard="pipeline_boundaries")
+    assert str(row["state"].values) == "not measured"
+    assert str(row["meaning"].values) == "Not measured: the residual blocks of the model cannot be read."
+
+
+def test_a_planted_fault_fails_and_names_its_remedy() -> None:
+    plan = {"hardware": {"accumulation": 1024, "accumulation_dtype": "bf16"}}
+    row = assess_hardware(Known(), batches(), plan, loss=summed).sel(hazard="accumulation_shrinkage")
+    assert str(row["state"].values) == "failing"
+    assert float(row["effect"]) == pytest.approx(0.75)
+    assert (str(row["remedy_setting"].values), str(row["remedy_value"].values)) == ("accumulation_dtype", "float32")
+    remedied = {"hardware": {"accumulation": 1024, "accumulation_dtype": "float32"}}
+    row = assess_hardware(Known(), batches(), remedied, loss=summed).sel(hazard="accumulation_shrinkage")
+    assert str(row["state"].values) == "healthy"
+
+
+def test_the_model_and_all_random_states_are_left_as_they_were() -> None:
+    model = wb.zoo.transformer(n_heads=2, **TINY)
+    model.train()
+    model.blocks[0].eval()
+    next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    flags = [module.training for module in model.modules()]
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    task = read_plan(EVERYTHING).make_task(64, max_length=16, n_rows=8)
+    results = [assess_hardware(model, task, EVERYTHING, n_batches=1, seed=3, hazards=NOT_LATE) for _ in range(2)]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == flags
+    assert torch.equal(next(model.parameters()).grad, torch.ones_like(next(model.parameters())))
+    assert all(weight.grad is None for weight in list(model.parameters())[1:])
+    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.array_equal(np.random.get_state()[1], states[1])  # noqa: NPY002
+    assert random.getstate() == states[2]
+    xr.testing.assert_equal(*results)
+
+
+@pytest.mark.parametrize("family", ["moe", "mamba", "kan", "vit"])
+def test_other_families_are_measured_too(family: str) -> None:
+    options = {"d_model": 32, "n_layers": 2, "n_channels": 1, "image_size": 8} if family == "vit" else dict(TINY)
+    options |= {"n_experts": 2} if family == "moe" else {}
+    model = getattr(wb.zoo, family)(**options)
+    plan = {"training": {"precision": "bf16", "batch_size": 8}, "hardware": EVERYTHING["hardware"] | {
+        "weight_dtype": "bf16", "loss_scale": "dynamic", "reduction": "synchronous"}}  # fmt: skip
+    plan["hardware"] |= {"accumulation": 2}
+    chosen = ["allreduce_error", "activation_overflow", "tensor_parallel", "pipeline_boundaries"]
+    found = assess_hardware(model, None, plan, n_batches=1, hazards=chosen)
+    assert found["hazard"].values.tolist() == chosen
+    assert "not measured" not in found["state"].values.tolist()
+
+
+def test_batches_may_be_a_task_or_a_list() -> None:
+    model = wb.zoo.transformer(n_heads=2, **TINY)
+    task = wb.tasks.random_tokens(length=16, vocab_size=64, batch_size=8)
+    plan = {"hardware": {"data_parallel": 2, "gradient_dtype": "bf16"}, "training": {"batch_size": 16}}
+    a = assess_hardware(model, task, plan, n_batches=2, hazards=["allreduce_error"])
+    b = assess_hardware(model, list(itertools.islice(task.stream(), 2)), plan, n_batches=2, hazards=["allreduce_error"])
+    assert a["effect"].item() == b["effect"].item() > 0
+
+
+def test_bad_input_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ThresholdError, match="'allreduce' is no hazard; the nearest is 'allreduce_error'"):
+        assess_hardware(Known(), batches(), hazards=["allreduce"], loss=summed)
+    with pytest.raises(ThresholdError, match="knows no key 'acumulation'; the nearest is 'accumulation'"):
+        assess_hardware(Known(), batches(), {"hardware": {"acumulation": 2}})
+    with pytest.raises(ThresholdError, match="The batches hold 1 sequence, expected at least two"):
+        assess_hardware(Known(), batches(1, 1), loss=summed)
+    with pytest.raises(ThresholdError, match="n_batches is 0"):
+        assess_hardware(Known(), batches(), n_batches=0)
+    with pytest.raises(ThresholdError, match="no trainable weights"):
+        assess_hardware(Known().requires_grad_(False), batches())
+    with pytest.raises(SnapshotError, match="gradients of the model are not finite"):
+        assess_hardware(Known(scale=float("nan")), batches(), {"hardware": {"data_parallel": 2}}, loss=summed)

@@ -1,0 +1,183 @@
+"""What every emulation starts from: a model, batches cut into micro-batches, a plan; and what it hands back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from workbench.errors import AnatomyError, ThresholdError
+from workbench.hardware.gradients import Batch, Layout, Loss, ShareGradients, WorkingCopy
+from workbench.subjects.anatomy import Anatomy, read_anatomy
+from workbench.subjects.batches import count_rows, take_rows
+from workbench.training.tasks.base import mixed_seed
+
+if TYPE_CHECKING:
+    from workbench.hardware.plan import AssessmentPlan
+    from workbench.training.plan import TrainingPlan
+
+#: Micro-batches that gradients are measured of.
+MAX_SHARES = 32
+
+
+class NotMeasured(Exception):  # noqa: N818  (a result, caught by who asked; not an error of the user's)
+    """An emulation cannot be done on this model; the text says why, as part of a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What an emulation found.
+
+    Attributes:
+        effect: The number that is compared with the hazard's limits.
+        meaning: What it means for this plan, one sentence.
+        how: How it was emulated, one sentence.
+        n_trials: Emulations that it is the mean of.
+        relative_error: Norm of the change of the gradient (or update) over its norm; NaN: it does not apply.
+        error_over_noise: The same over the sampling noise of the plan's batch.
+        shrinkage: Share of the gradient (or update) that is missing along itself.
+        shrinkage_error: Standard error of it between draws; 0 where nothing is drawn.
+        cosine: Between the gradient with and without.
+        layer_errors: Relative error in each block.
+        growth: Terms that are added up -> relative error of their sum.
+        is_extrapolated: Whether the effect is beyond what was emulated.
+        remedy_value: Another remedy than the hazard's usual one.
+    """
+
+    effect: float
+    meaning: str
+    how: str
+    n_trials: int = 1
+    relative_error: float = math.nan
+    error_over_noise: float = math.nan
+    shrinkage: float = math.nan
+    shrinkage_error: float = 0.0
+    cosine: float = math.nan
+    layer_errors: np.ndarray | None = None
+    growth: Mapping[int, float] = field(default_factory=dict)
+    is_extrapolated: bool = False
+    remedy_value: str | None = None
+
+
+class Emulation:
+    """A model, micro-batches for it, and the plan that is emulated.
+
+    Args:
+        model: Any module; every emulation works on a copy of its own.
+        batches: Inputs and targets, where the model is.
+        plan: What is planned.
+        loss: From logits and targets.
+        seed: Of all draws.
+
+    Attributes:
+        rows: Sequences in a micro-batch: as in the plan, or fewer where the batches hold too few for all shares.
+        micro_batches: The batches cut into such, 32 at most.
+        known: Findings that several hazards are judged by.
+        measured: Other things that several hazards need, by name.
+
+    Raises:
+        ThresholdError: If the batches hold fewer than two sequences.
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Batch], plan: AssessmentPlan, *, loss: Loss, seed: int
+    ) -> None:
+        self.model, self.plan, self.loss, self.seed = model, plan, loss, seed
+        self.batches = list(batches)
+        n_rows = sum(count_rows(inputs) for inputs, _ in self.batches)
+        if n_rows < 2:
+            raise ThresholdError(
+                f"The batches hold {n_rows} {'sequence' if n_rows == 1 else 'sequences'}, expected at least two to see "
+                "their sampling noise; pass more."
+            )
+        wanted = min(max(plan.n_shares, 4), MAX_SHARES)
+        smallest = min(count_rows(inputs) for inputs, _ in self.batches)
+        self.rows = max(1, min(plan.rows_per_share, n_rows // wanted, smallest))
+        self.micro_batches = self._cut()[:MAX_SHARES]
+        self.known: dict[str, Finding] = {}
+        self.measured: dict[str, Any] = {}
+
+    @cached_property
+    def training(self) -> TrainingPlan:
+        """Settings of the run."""
+        return self.plan.training_plan()
+
+    @cached_property
+    def anatomy(self) -> Anatomy | None:
+        """The residual blocks, by name as in any copy; None: they cannot be read."""
+        try:
+            return read_anatomy(self.model, self.micro_batches[0][0])
+        except AnatomyError:
+            return None
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Module path of each block."""
+        return [] if self.anatomy is None else [site.name for site in self.anatomy.sites]
+
+    @cached_property
+    def shares(self) -> ShareGradients:
+        """Gradients of the micro-batches."""
+        copy = self.copy()
+        layout = self.layout_of(copy, n_shares=len(self.micro_batches))
+        rows = []
+        for batch in self.micro_batches:
+            copy.look(batch)
+            rows.append(layout.flat(copy.gradients()))
+        return ShareGradients(torch.stack(rows), self.rows, layout)
+
+    def layout_of(self, copy: WorkingCopy, *, n_shares: int) -> Layout:
+        """Which entries of the gradients are looked at."""
+        names = self.layer_names
+        layers = [next((i for i, n in enumerate(names) if name.startswith(f"{n}.")), -1) for name in copy.names]
+        return Layout.of(copy.weights, layers, len(names), n_shares=n_shares)
+
+    def copy(self) -> WorkingCopy:
+        """A copy to work on."""
+        return WorkingCopy(self.model, self.loss)
+
+    def generator(self, *key: str | int) -> torch.Generator:
+        """Random numbers of one emulation's own."""
+        return torch.Generator().manual_seed(mixed_seed("hardware", self.seed, *key))
+
+    @property
+    def noise(self) -> float:
+        """Sampling noise of the gradient of the plan's global batch."""
+        return self.shares.noise(self.plan.batch_size)
+
+    def over_noise(self, error_norm: float) -> float:
+        """An error of the gradient over the sampling noise of the plan's batch; infinite where there is no noise."""
+        if not error_norm:
+            return 0.0
+        return error_norm / self.noise if self.noise else math.inf
+
+    def worst_layer(self, errors: np.ndarray | None) -> str:
+        """Half a sentence that names the block with the largest relative error; empty if there is none."""
+        if errors is None or not len(errors) or np.isnan(errors).all():
+            return ""
+        worst = int(np.nanargmax(errors))
+        return f", most in {self.layer_names[worst]} ({percent(errors[worst])})"
+
+    def _cut(self) -> list[Batch]:
+        """The rows of all batches in micro-batches; what is left over at the end of a batch is dropped."""
+        found = []
+        for inputs, targets in self.batches:
+            for start in range(0, count_rows(inputs) - self.rows + 1, self.rows):
+                which = slice(start, start + self.rows)
+                found.append((take_rows(inputs, which), targets[which]))
+        return found
+
+
+def percent(share: float) -> str:
+    """A share as a text, with two digits."""
+    if not math.isfinite(share):
+        return "not finite"
+    if 0 < abs(share) < 1e-4:
+        return f"{share:.1e}"
+    return f"{100 * share:.{3 if abs(share) >= 0.995 else 2}g} %"

@@ -1,0 +1,183 @@
+"""The numerical hazards of a plan: what each follows from, how it is measured, what is too much, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from workbench.hardware.accumulation import accumulation_error, accumulation_shrinkage
+from workbench.hardware.loss_scale import (
+    activation_overflow,
+    gradient_overflow,
+    gradient_range,
+    gradient_underflow,
+)
+from workbench.hardware.parallel import compute_rounding, pipeline_boundaries, tensor_parallel
+from workbench.hardware.reduction import allreduce_error, allreduce_shrinkage, bucket_layout, reduction_order
+from workbench.hardware.staleness import late_gradients
+from workbench.hardware.weights import lost_updates
+
+if TYPE_CHECKING:
+    from workbench.hardware.emulation import Emulation, Finding
+    from workbench.hardware.plan import AssessmentPlan
+
+STATES = ("healthy", "at risk", "failing", "not measured")
+
+# The reasons of the limits.
+_NOISE = (
+    "An independent error of r times the sampling noise raises the variance of the gradient by r^2, as if the batch "
+    "were smaller by 1 / (1 + r^2): by a tenth at 1/3, by half at 1."
+)
+_SHRINKAGE = (
+    "What is missing along the gradient is missing in every update and does not average out; a hundredth is less than "
+    "rates are tuned to, a tenth is a rate cut that the plan does not know of, and not the same for all weights."
+)
+_LOST = (
+    "The share lost acts as a smaller rate: a twentieth is within what rates are tuned to; beyond a half the run "
+    "mostly stands still."
+)
+_UNDERFLOW = (
+    "Optimizers that divide by the size of each gradient, as Adam does, give small ones equal weight: entries that are "
+    "zero are weights that get no gradient. A hundredth is the tail, a tenth is a part of the model."
+)
+_ROOM = "Gradients and activations grow by tens in training; a factor of 64, six octaves, is kept for that."
+_RANGE = "Of the 40 octaves of float16 six, 0.15 of them, are kept for what changes while a dynamic scale adapts."
+_RATE = "A factor of two below the largest rate that is borne is the usual margin; above it the loss rises."
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """Something in a plan that may spoil the numbers.
+
+    Attributes:
+        id: Its name.
+        title: For people.
+        setting: The key of the plan that it follows from.
+        applies: Whether it follows from a plan.
+        measure: Measures its effect.
+        unit: Of the effect.
+        healthy_limit: An effect above it is at risk.
+        failing_limit: An effect above it is failing.
+        reason: Why these limits.
+        remedy_setting: The key to change.
+        remedy_value: To what.
+    """
+
+    id: str
+    title: str
+    setting: str
+    applies: Callable[[AssessmentPlan], bool]
+    measure: Callable[[Emulation], Finding]
+    unit: str
+    healthy_limit: float
+    failing_limit: float
+    reason: str
+    remedy_setting: str
+    remedy_value: str
+
+    def state_of(self, effect: float) -> str:
+        """One of ``STATES``; NaN is not measured."""
+        if math.isnan(effect):
+            return "not measured"
+        if effect <= self.healthy_limit:
+            return "healthy"
+        return "at risk" if effect <= self.failing_limit else "failing"
+
+
+def _has_ranks(plan: AssessmentPlan) -> bool:
+    return plan.hardware.data_parallel > 1
+
+
+def _accumulates(plan: AssessmentPlan) -> bool:
+    return plan.hardware.accumulation > 1
+
+
+def _computes_low(plan: AssessmentPlan) -> bool:
+    return plan.compute_dtype is not torch.float32
+
+
+def _has_low_gradients(plan: AssessmentPlan) -> bool:
+    hardware = plan.hardware
+    return _computes_low(plan) or {hardware.gradient_dtype, hardware.accumulation_dtype} != {"float32"}
+
+
+def _has_fixed_scale(plan: AssessmentPlan) -> bool:
+    hardware = plan.hardware
+    is_half = plan.compute_dtype is torch.float16 or "float16" in (hardware.gradient_dtype, hardware.accumulation_dtype)
+    return is_half and hardware.loss_scale != "dynamic"
+
+
+def _loses_updates(plan: AssessmentPlan) -> bool:
+    return plan.hardware.weight_dtype != "float32" and not plan.hardware.master_weights
+
+
+_OF_NOISE = "of the batch's sampling noise"
+
+HAZARDS: tuple[Hazard, ...] = (
+    Hazard(
+        "allreduce_error", "Rounding of the gradient reduction", "gradient_dtype", _has_ranks, allreduce_error,
+        _OF_NOISE, 1 / 3, 1.0, _NOISE, "gradient_dtype", "float32",
+    ),
+    Hazard(
+        "allreduce_shrinkage", "Gradient shortened in the reduction", "gradient_dtype", _has_ranks, allreduce_shrinkage,
+        "of the gradient", 0.01, 0.1, _SHRINKAGE, "gradient_dtype", "float32",
+    ),
+    Hazard(
+        "reduction_order", "Order of the gradient reduction", "reduction_order", _has_ranks, reduction_order,
+        _OF_NOISE, 1 / 3, 1.0, _NOISE, "gradient_dtype", "float32",
+    ),
+    Hazard(
+        "bucket_layout", "Buckets of the gradient reduction", "bucket_mb", _has_ranks, bucket_layout,
+        _OF_NOISE, 1 / 3, 1.0, _NOISE, "gradient_dtype", "float32",
+    ),
+    Hazard(
+        "accumulation_error", "Rounding of the gradient accumulation", "accumulation_dtype", _accumulates,
+        accumulation_error, _OF_NOISE, 1 / 3, 1.0, _NOISE, "accumulation_dtype", "float32",
+    ),
+    Hazard(
+        "accumulation_shrinkage", "Gradient shortened in the accumulation", "accumulation_dtype", _accumulates,
+        accumulation_shrinkage, "of the gradient", 0.01, 0.1, _SHRINKAGE, "accumulation_dtype", "float32",
+    ),
+    Hazard(
+        "lost_updates", "Updates lost in low-precision weights", "master_weights", _loses_updates, lost_updates,
+        "of the wanted movement", 0.05, 0.5, _LOST, "master_weights", "true",
+    ),
+    Hazard(
+        "compute_rounding", "Gradient computed in low precision", "precision", _computes_low, compute_rounding,
+        _OF_NOISE, 1 / 3, 1.0, _NOISE, "precision", "float32",
+    ),
+    Hazard(
+        "gradient_underflow", "Gradients that become zero", "loss_scale", _has_low_gradients, gradient_underflow,
+        "of nonzero entries", 0.01, 0.1, _UNDERFLOW, "precision", "bfloat16",
+    ),
+    Hazard(
+        "gradient_range", "Range of the gradients", "precision", _has_low_gradients, gradient_range,
+        "of the format's octaves", 0.85, 1.0, _RANGE, "precision", "bfloat16",
+    ),
+    Hazard(
+        "gradient_overflow", "Gradients near overflow", "loss_scale", _has_fixed_scale, gradient_overflow,
+        "of the largest number", 1 / 64, 1.0, _ROOM, "loss_scale", "dynamic",
+    ),
+    Hazard(
+        "activation_overflow", "Activations near overflow", "precision", _computes_low, activation_overflow,
+        "of the largest number", 1 / 64, 1.0, _ROOM, "precision", "bfloat16",
+    ),
+    Hazard(
+        "late_gradients", "Late gradients", "staleness", lambda plan: plan.hardware.delay > 0, late_gradients,
+        "of the largest rate borne", 0.5, 1.0, _RATE, "reduction", "synchronous",
+    ),
+    Hazard(
+        "tensor_parallel", "Partial sums of cut matrices", "tensor_parallel",
+        lambda plan: plan.hardware.tensor_parallel > 1, tensor_parallel,
+        _OF_NOISE, 1 / 3, 1.0, _NOISE, "tensor_parallel", "1",
+    ),
+    Hazard(
+        "pipeline_boundaries", "States sent between stages", "pipeline_parallel",
+        lambda plan: plan.hardware.pipeline_parallel > 1, pipeline_boundaries,
+        _OF_NOISE, 1 / 3, 1.0, _NOISE, "pipeline_parallel", "1",
+    ),
+)  # fmt: skip

@@ -1,0 +1,260 @@
+"""A forward and backward pass in low precision: computed so, cut over devices, or sent from stage to stage so."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from workbench.errors import WorkbenchError
+from workbench.hardware.emulation import Emulation, Finding, NotMeasured, percent
+from workbench.hardware.gradients import Batch, WorkingCopy, compare
+from workbench.subjects.anatomy import Site
+from workbench.training.faults.communication import LowPrecisionReduction, ring_sum
+
+#: Micro-batches whose gradients are taken with and without.
+_N_BATCHES = 4
+_FIRST_SCALE = 2.0**16
+#: The usual names of matrices whose columns are cut in tensor parallelism: they read the stream. The others that give
+#: something as wide as the stream are cut by rows, and their partial sums added up.
+_READS_STREAM = re.compile(
+    r"(^|[._])(q|k|v|qkv|query|key|value|c_attn|c_fc|gate|up|fc1|w1|w3|wi|expand)(_|$|[0-9])|query_key_value|h_to_4h"
+)
+#: From a copy and a batch to the gradient of each weight.
+Look = Callable[[WorkingCopy, Batch], list[Tensor]]
+
+
+def compute_rounding(emulation: Emulation) -> Finding:
+    """The error of the gradient where the model is computed in the plan's format instead of float32.
+
+    With low-precision weights the whole copy is in that format; otherwise torch's autocast decides what is.
+    """
+    plan, kind = emulation.plan, emulation.plan.compute_dtype
+    name = str(kind).removeprefix("torch.")
+    is_cast = plan.hardware.weight_dtype != "float32"
+    changed = emulation.copy()
+    if is_cast:
+        changed.model.to(kind)
+
+    def look(copy: WorkingCopy, batch: Batch) -> list[Tensor]:
+        scale = _FIRST_SCALE if kind is torch.float16 else 1.0
+        while True:
+            copy.look(_as_floats(batch, kind) if is_cast else batch, autocast=None if is_cast else kind, scale=scale)
+            gradients = [gradient.float() / scale for gradient in copy.gradients()]
+            if scale <= 1 or all(bool(g.isfinite().all()) for g in gradients):
+                return gradients
+            scale /= 2  # as a dynamic loss scale does
+
+    return _error_of_passes(
+        emulation,
+        changed,
+        look,
+        what=f"Computing in {name}",
+        how=f"{'A copy in' if is_cast else 'Autocast to'} {name} beside float32",
+    )
+
+
+def tensor_parallel(emulation: Emulation) -> Finding:
+    """The error of the gradient where partial sums of matrices cut over devices are added up in the plan's format.
+
+    Each matrix of a block that writes to the stream is cut by its inputs; the partial products are rounded and added
+    up in a ring. Each that reads the stream is cut by its outputs, and in the backward pass what the devices
+    have of the gradient of its input is added up in the same way (Shoeybi et al. 2019, arXiv:1909.08053). Which
+    reads and which writes is told by names and shapes. All else stays in float32.
+    """
+    plan, n = emulation.plan, emulation.plan.hardware.tensor_parallel
+    name = str(plan.compute_dtype).removeprefix("torch.")
+    if n < 2:
+        raise NotMeasured("nothing is cut over devices")
+    changed = emulation.copy()
+    split = cut_matrices(changed.model, emulation.layer_names, _width(emulation), n, name)
+    if not split:
+        raise NotMeasured("no matrix was found that reads or writes the residual stream")
+    return _error_of_passes(
+        emulation,
+        changed,
+        _plain_look,
+        what=f"Adding up partial sums of {n} devices in {name}",
+        how=f"{len(split)} matrices in {n} parts each, their sums in a ring",
+    )
+
+
+def pipeline_boundaries(emulation: Emulation) -> Finding:
+    """The error of the gradient where states and their gradients are sent between stages in the plan's format."""
+    plan, name = emulation.plan, str(emulation.plan.compute_dtype).removeprefix("torch.")
+    if plan.hardware.pipeline_parallel < 2:
+        raise NotMeasured("there is one stage, so nothing is sent")
+    if emulation.anatomy is None:
+        raise NotMeasured("the residual blocks of the model cannot be read")
+    depth = len(emulation.anatomy.sites)
+    n_stages = min(plan.hardware.pipeline_parallel, depth)
+    if n_stages < 2:
+        raise NotMeasured("the model that is measured has one block, so there is no boundary")
+    starts = [int(part[0]) for part in torch.arange(depth).tensor_split(n_stages)][1:]
+    changed = emulation.copy()
+    for start in starts:
+        _send(changed.model, emulation.anatomy.sites[start], plan.compute_dtype)
+    fewer = "" if n_stages == plan.hardware.pipeline_parallel else f" (this model has no more than {depth} blocks)"
+    return _error_of_passes(
+        emulation,
+        changed,
+        _plain_look,
+        what=f"Sending states between {plan.hardware.pipeline_parallel} stages in {name}",
+        how=f"States and their gradients rounded at {len(starts)} boundaries{fewer}",
+    )
+
+
+def cut_matrices(model: nn.Module, blocks: Iterable[str], width: int, n: int, dtype: str) -> list[str]:
+    """Make the matrices of some blocks multiply as ``n`` devices would that share them; for good.
+
+    Args:
+        model: Changed in place.
+        blocks: Module paths.
+        width: Of the residual stream.
+        n: Devices.
+        dtype: Of what they send each other.
+
+    Returns:
+        Paths of the matrices: those with ``n`` inputs or outputs at least.
+    """
+    fault = LowPrecisionReduction(n_ranks=n, dtype=dtype)
+    found = []
+    for block in blocks:
+        for path, module in model.get_submodule(block).named_modules():
+            weight = getattr(module, "weight", None)
+            is_conv = type(module).__name__ == "Conv1D"  # of transformers: (input, output)
+            if not (isinstance(module, nn.Linear) or is_conv) or not isinstance(weight, Tensor) or weight.ndim != 2:
+                continue
+            n_inputs, n_outputs = weight.shape if is_conv else weight.shape[::-1]
+            is_named_reader = bool(_READS_STREAM.search(path.rsplit(".", 1)[-1]))
+            is_reader = n_inputs == width and (is_named_reader or n_outputs != width)
+            is_writer = n_outputs == width and not is_reader
+            if not ((is_reader and n_outputs >= n) or (is_writer and n_inputs >= n)):
+                continue
+            product = _ReaderProduct.apply if is_reader else _writer_product
+
+            def forward(
+                x: Tensor, module: nn.Module = module, product: Any = product, is_conv: bool = is_conv
+            ) -> Tensor:
+                weight = module.weight.T if is_conv else module.weight
+                y = product(x, weight, fault)
+                return y if module.bias is None else y + module.bias
+
+            module.forward = forward
+            found.append(f"{block}.{path}")
+    return found
+
+
+def _writer_product(x: Tensor, weight: Tensor, fault: LowPrecisionReduction) -> Tensor:
+    """X weight^T with the inputs cut over ranks, added up as the fault says."""
+    parts = zip(x.tensor_split(fault.n_ranks, -1), weight.tensor_split(fault.n_ranks, 1), strict=True)
+    partial = [functional.linear(a, b) for a, b in parts]
+    return ring_sum([p.flatten() for p in partial], fault).view_as(partial[0])
+
+
+class _ReaderProduct(torch.autograd.Function):
+    """x weight^T, exact; the gradient of x is added up over ranks that have each a part of the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, fault: LowPrecisionReduction) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.fault = fault
+        return functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        n = ctx.fault.n_ranks
+        parts = zip(gradient.tensor_split(n, -1), weight.tensor_split(n, 0), strict=True)
+        of_x = ring_sum([(g @ w).flatten() for g, w in parts], ctx.fault).view_as(x)
+        return of_x, gradient.flatten(0, -2).T @ x.flatten(0, -2), None
+
+
+def _send(model: nn.Module, site: Site, kind: torch.dtype) -> None:
+    """Round the state that enters a block, and its gradient."""
+
+    def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def sent(state: Tensor) -> Tensor:
+            return state.to(kind).to(state.dtype)
+
+        slot = site.input_slot
+        if isinstance(slot, int):
+            return tuple(sent(a) if i == slot else a for i, a in enumerate(args)), kwargs
+        return args, {name: sent(a) if name == slot else a for name, a in kwargs.items()}
+
+    model.get_submodule(site.name.split("#")[0]).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _error_of_passes(emulation: Emulation, changed: WorkingCopy, look: Look, *, what: str, how: str) -> Finding:
+    """Compare the gradients of a changed copy with those of an unchanged one, on a few micro-batches.
+
+    The error of the plan's batch has a part that all micro-batches share, and one that averages out over its shares;
+    both are estimated from the micro-batches that are looked at.
+    """
+    plain, batches = emulation.copy(), emulation.micro_batches[:_N_BATCHES]
+    layout = emulation.layout_of(plain, n_shares=2 * len(batches))
+    found, exact = [], []
+    for batch in batches:
+        exact.append(layout.flat(_plain_look(plain, batch)).double())
+        try:
+            found.append(layout.flat(look(changed, batch)).double())
+        except WorkbenchError:
+            raise
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise NotMeasured(f"the model does not run so ({reason})") from error
+    factor, layer = layout.factor, layout.layer
+    mean = torch.stack(exact).mean(0)
+    whole = compare(torch.stack(found).mean(0), mean, factor, layer, layout.n_layers)
+    if not math.isfinite(whole.error_norm):
+        return Finding(
+            effect=math.inf,
+            meaning=f"{what} gives gradients that are not finite.",
+            how=f"{how}.",
+            n_trials=len(batches),
+        )
+    errors = torch.stack([f - e for f, e in zip(found, exact, strict=True)])
+    m, n = len(batches), emulation.plan.n_shares * emulation.plan.rows_per_share / emulation.rows
+    spread = float(((errors - errors.mean(0)).square() * factor).sum()) / max(m - 1, 1)
+    common = max(0.0, whole.error_norm**2 - spread / m)
+    over_noise = emulation.over_noise(math.sqrt(common + spread / max(n, 1)))
+    return Finding(
+        effect=over_noise,
+        meaning=f"{what} changes the gradient of a few sequences by {percent(whole.relative_error)}; over the plan's "
+        f"batch that is {percent(over_noise)} of its sampling noise{emulation.worst_layer(whole.layer_errors)}.",
+        how=f"{how}, on {m} micro-batches of {emulation.rows} rows.",
+        n_trials=m,
+        relative_error=whole.relative_error,
+        error_over_noise=over_noise,
+        shrinkage=whole.shrinkage,
+        cosine=whole.cosine,
+        layer_errors=whole.layer_errors,
+    )
+
+
+def _plain_look(copy: WorkingCopy, batch: Batch) -> list[Tensor]:
+    copy.look(batch)
+    return [gradient.clone() for gradient in copy.gradients()]
+
+
+def _width(emulation: Emulation) -> int:
+    return 0 if emulation.anatomy is None else emulation.anatomy.width
+
+
+def _as_floats(batch: Batch, kind: torch.dtype) -> Batch:
+    """A batch with its floating-point inputs in a format, such as images."""
+
+    def cast(value: Any) -> Any:
+        return value.to(kind) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    inputs, targets = batch
+    if isinstance(inputs, Tensor):
+        return cast(inputs), targets
+    if isinstance(inputs, tuple | list):
+        return tuple(cast(v) for v in inputs), targets
+    return {name: cast(v) for name, v in inputs.items()}, targets

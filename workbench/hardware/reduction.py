@@ -1,0 +1,310 @@
+"""Gradients of many ranks added up in a low precision, in another order, in buckets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.hardware.emulation import Emulation, Finding, NotMeasured, percent
+from workbench.hardware.gradients import Discrepancy, Terms
+from workbench.hardware.sections import DTYPES
+from workbench.training.faults.communication import LowPrecisionReduction, in_buckets, ring_sum
+
+#: Terms up to which their number is emulated as it is; beyond, the error is extrapolated.
+MAX_TERMS = 1024
+#: Ranks up to which a ring is emulated chunk by chunk.
+_MAX_RING = 32
+_N_ORDERS = 4
+#: Draws of terms at the plan's number of them.
+_N_DRAWS = 4
+#: A sum of terms, shape (term, entry), in a format.
+Sum = Callable[[Tensor, str], Tensor]
+
+
+def running_sum(terms: Tensor, dtype: str) -> Tensor:
+    """One term added after the other, rounded after each: what an accumulation buffer holds at the end.
+
+    It is also what one chunk of a ring goes through.
+
+    Args:
+        terms: Shape (term, entry).
+        dtype: Of the buffer.
+
+    Returns:
+        float32, shape (entry,).
+    """
+    kind = DTYPES[dtype]
+    total = terms[0].to(kind)
+    for term in terms[1:]:
+        total = total + term.to(kind)
+    return total.float()
+
+
+def tree_sum(terms: Tensor, dtype: str) -> Tensor:
+    """Neighbours added up, then their sums, and so on, rounded each time; see `running_sum`."""
+    kind = DTYPES[dtype]
+    level = list(terms.to(kind))
+    while len(level) > 1:
+        pairs = [a + b for a, b in zip(level[::2], level[1::2], strict=False)]
+        level = pairs + level[2 * len(pairs) :]
+    return level[0].float()
+
+
+def reduced(terms: Tensor, dtype: str, order: str) -> Tensor:
+    """The sum over ranks as an all-reduce makes it; see `running_sum`.
+
+    Up to 32 ranks a ring goes chunk by chunk, each from another rank on. With more, all entries go the way of the first
+    chunk: from which rank a chunk starts makes no difference between terms that are drawn alike.
+
+    Args:
+        terms: Shape (rank, entry).
+        dtype: Of what is sent.
+        order: ``"ring"`` or ``"tree"``.
+    """
+    if len(terms) == 1:
+        return terms[0].to(DTYPES[dtype]).float()
+    if order == "tree":
+        return tree_sum(terms, dtype)
+    if len(terms) > _MAX_RING:
+        return running_sum(terms, dtype)
+    return ring_sum(list(terms), LowPrecisionReduction(n_ranks=len(terms), dtype=dtype))
+
+
+def allreduce_error(emulation: Emulation) -> Finding:
+    """Rounding of an all-reduce in the plan's format, beside the sampling noise of the batch."""
+    hardware = emulation.plan.hardware
+    return error_of_sum(
+        emulation,
+        n_terms=hardware.data_parallel,
+        rows=emulation.plan.rows_per_share * hardware.accumulation,
+        dtype=hardware.gradient_dtype,
+        add=lambda terms, dtype: reduced(terms, dtype, hardware.reduction_order),
+        what=f"Adding up the gradients of {hardware.data_parallel} ranks in {hardware.gradient_dtype}",
+    )
+
+
+def allreduce_shrinkage(emulation: Emulation) -> Finding:
+    """What an all-reduce loses along the gradient itself."""
+    return as_shrinkage(allreduce_error(emulation))
+
+
+def reduction_order(emulation: Emulation) -> Finding:
+    """How far apart two reductions of the same gradients are when the ranks come in another order."""
+    hardware = emulation.plan.hardware
+    n = min(hardware.data_parallel, MAX_TERMS)
+    if n < 2:
+        raise NotMeasured("there is one rank, so nothing is added up")
+    generator = emulation.generator("order")
+    terms = emulation.shares.terms(n, emulation.plan.rows_per_share * hardware.accumulation, generator)
+    exact = terms.exact_sum
+    sums = []
+    for trial in range(_N_ORDERS):
+        order = torch.arange(n) if trial == 0 else torch.randperm(n, generator=generator)
+        values = scaled(terms, hardware.gradient_dtype, hardware.loss_scale)[order]
+        sums.append(reduced(values, hardware.gradient_dtype, hardware.reduction_order).double())
+    scale = float(scale_of(terms, hardware.gradient_dtype, hardware.loss_scale))
+    spread = torch.stack(sums).div(scale)
+    differences = [terms.compare(exact + found - spread[0], exact) for found in spread[1:]]
+    error = math.sqrt(sum(d.relative_error**2 for d in differences) / len(differences))
+    over_noise = emulation.over_noise(math.sqrt(sum(d.error_norm**2 for d in differences) / len(differences)) / n)
+    return Finding(
+        effect=over_noise,
+        meaning=f"The same gradients of {n} ranks in another order give a sum that differs by {percent(error)} in "
+        f"{hardware.gradient_dtype}, {percent(over_noise)} of the batch's sampling noise: two runs of one seed part "
+        f"from the first update on where the order is not fixed.",
+        how=f"{_N_ORDERS - 1} random orders of {_origin(terms, emulation)}.",
+        n_trials=_N_ORDERS - 1,
+        relative_error=error,
+        error_over_noise=over_noise,
+        layer_errors=differences[0].layer_errors,
+    )
+
+
+def bucket_layout(emulation: Emulation) -> Finding:
+    """How far the sum is from one in a single bucket when gradients are reduced bucket by bucket."""
+    hardware = emulation.plan.hardware
+    n_ranks = min(hardware.data_parallel, _MAX_RING)
+    if n_ranks < 2:
+        raise NotMeasured("there is one rank, so nothing is added up")
+    sizes = list(emulation.shares.layout.sizes)
+    buckets = plan_buckets(emulation)
+    terms = emulation.shares.terms(
+        n_ranks, emulation.plan.rows_per_share * hardware.accumulation, emulation.generator("buckets")
+    )
+    if terms.values.shape[1] != sum(sizes):
+        raise NotMeasured("the model is too large to keep whole gradients of every rank")
+    scale = float(scale_of(terms, hardware.gradient_dtype, hardware.loss_scale))
+    parts = (terms.values * scale).split(sizes, dim=1)
+    found = [torch.empty(0)] * len(sizes)
+    for bucket in buckets:
+        total = reduced(torch.cat([parts[i] for i in bucket], 1), hardware.gradient_dtype, hardware.reduction_order)
+        for i, part in zip(bucket, total.split([sizes[i] for i in bucket]), strict=True):
+            found[i] = part
+    whole = reduced(terms.values * scale, hardware.gradient_dtype, hardware.reduction_order)
+    exact = terms.exact_sum
+    difference = terms.compare(exact + (torch.cat(found).double() - whole.double()) / scale, exact)
+    over_noise = emulation.over_noise(difference.error_norm / n_ranks)
+    return Finding(
+        effect=over_noise,
+        meaning=f"Reducing in {len(buckets)} buckets instead of one changes the sum by "
+        f"{percent(difference.relative_error)}, {percent(over_noise)} of the batch's sampling noise: results depend on "
+        "bucket_mb to that degree.",
+        how=f"{hardware.reduction_order} over {_origin(terms, emulation)}, in buckets of {hardware.bucket_mb:g} MiB, "
+        "two at least.",
+        relative_error=difference.relative_error,
+        error_over_noise=over_noise,
+        layer_errors=difference.layer_errors,
+    )
+
+
+def plan_buckets(emulation: Emulation) -> list[list[int]]:
+    """The weights in the buckets of the plan, from the last weight to the first; two buckets at least.
+
+    A model that is measured in place of a larger one would fit into one bucket, which would hide what buckets do.
+    """
+    hardware, weights = emulation.plan.hardware, emulation.copy().weights
+    n_bytes = DTYPES[hardware.gradient_dtype].itemsize * sum(weight.numel() for weight in weights)
+    n_buckets = max(2, math.ceil(n_bytes / (hardware.bucket_mb * 2**20)))
+    return in_buckets([weight.numel() for weight in weights], min(n_buckets, len(weights)))
+
+
+def scale_of(terms: Terms, dtype: str, loss_scale: str | float) -> float:
+    """What gradients are multiplied by before they are added up: 1 but for float16.
+
+    A dynamic scale is the largest power of two at which neither a term nor their sum overflows, as a scaler finds it
+    by halving.
+    """
+    if dtype != "float16":
+        return 1.0
+    if loss_scale != "dynamic":
+        return float(loss_scale)
+    largest = max(float(terms.values.abs().max()), float(terms.exact_sum.abs().max()))
+    return 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / largest)) if largest else 1.0
+
+
+def scaled(terms: Terms, dtype: str, loss_scale: str | float) -> Tensor:
+    """Terms as they are sent, shape (term, entry)."""
+    scale = scale_of(terms, dtype, loss_scale)
+    return terms.values if scale == 1 else terms.values * scale
+
+
+def measure_sum(terms: Terms, dtype: str, loss_scale: str | float, add: Sum) -> Discrepancy:
+    """How far a low-precision sum of terms is from the float64 sum of those very terms."""
+    found = add(scaled(terms, dtype, loss_scale), dtype).double() / scale_of(terms, dtype, loss_scale)
+    return terms.compare(found, terms.exact_sum)
+
+
+def extrapolated(counts: Sequence[int], values: Sequence[float], n: int) -> float:
+    """A value at ``n`` from those at smaller counts, by a power law through the last three."""
+    known = [(c, v) for c, v in zip(counts, values, strict=True) if v > 0 and math.isfinite(v)][-3:]
+    if len(known) < 2:
+        return values[-1]
+    slope, offset = np.polyfit(*np.log(np.array(known)).T, 1)
+    return float(math.exp(offset + slope * math.log(n)))
+
+
+def error_of_sum(
+    emulation: Emulation, *, n_terms: int, rows: int, dtype: str, add: Sum, what: str, n_sums: int = 1
+) -> Finding:
+    """Errors of a sum of ``n_terms`` gradients, each of ``rows`` sequences, at several numbers of terms.
+
+    Args:
+        emulation: Whose gradients are added up.
+        n_terms: In the plan.
+        rows: Sequences behind each term.
+        dtype: Of the sum.
+        add: Makes it.
+        what: Begins the sentence.
+        n_sums: Such sums whose mean is taken, one a rank: what they do not have in common averages out.
+
+    Raises:
+        NotMeasured: If there is but one term.
+    """
+    if n_terms < 2:
+        raise NotMeasured("there is one term, so nothing is added up")
+    if what not in emulation.known:
+        emulation.known[what] = _error_of_sum(emulation, n_terms, rows, dtype, add, what, n_sums)
+    return emulation.known[what]
+
+
+def _error_of_sum(
+    emulation: Emulation, n_terms: int, rows: int, dtype: str, add: Sum, what: str, n_sums: int
+) -> Finding:
+    counts = sorted({n for n in (2**i for i in range(1, 11)) if n < n_terms} | {min(n_terms, MAX_TERMS)})
+    loss_scale = emulation.plan.hardware.loss_scale
+    found: dict[int, Discrepancy] = {}
+    trials: list[Discrepancy] = []
+    for n in counts:
+        for trial in range(_N_DRAWS if n == counts[-1] else 1):
+            terms = emulation.shares.terms(n, rows, emulation.generator("sum", what, n, trial))
+            trials.append(measure_sum(terms, dtype, loss_scale, add))
+            if terms.are_measured:  # no chance in it
+                break
+        found[n], trials, drawn = _mean(trials), [], trials
+    last, spread = found[counts[-1]], np.std([d.shrinkage for d in drawn], ddof=1) if len(drawn) > 1 else 0.0
+    growth = {n: d.relative_error for n, d in found.items()}
+    error, shrinkage = last.relative_error, last.shrinkage
+    along = abs(shrinkage) / error if error else 0.0  # share of the error that all sums have in common
+    over_noise = last.error_norm / counts[-1] * math.sqrt(along**2 + max(0.0, 1 - along**2) / n_sums)
+    is_extrapolated = n_terms > MAX_TERMS
+    if is_extrapolated:
+        error = extrapolated(counts, list(growth.values()), n_terms)
+        # The noise of the plan's batch is already that of all its rows; the error of the mean follows the relative one.
+        over_noise *= error / last.relative_error if last.relative_error else 1.0
+        lost = [d.shrinkage for d in found.values()]
+        shrinkage = min(1.0, extrapolated(counts, lost, n_terms)) if shrinkage > 0 else shrinkage
+    over_noise = emulation.over_noise(over_noise)
+    beyond = f", extrapolated from {counts[-3:]} terms by a power law" if is_extrapolated else ""
+    length = f"{'shortens' if shrinkage >= 0 else 'lengthens'} the gradient by {percent(abs(shrinkage))}"
+    return Finding(
+        effect=over_noise,
+        meaning=f"{what} makes an error of {percent(error)}, {percent(over_noise)} of the batch's sampling noise, and "
+        f"{length}{emulation.worst_layer(last.layer_errors)}.",
+        how=f"Against the float64 sum of {_origin(terms, emulation)}{beyond}.",
+        relative_error=error,
+        error_over_noise=over_noise,
+        n_trials=len(drawn),
+        shrinkage=shrinkage,
+        shrinkage_error=float(spread) / math.sqrt(len(drawn)),
+        cosine=last.cosine,
+        layer_errors=last.layer_errors,
+        growth=growth,
+        is_extrapolated=is_extrapolated,
+    )
+
+
+def as_shrinkage(finding: Finding) -> Finding:
+    """The same finding, judged by what is missing along the gradient, or too much.
+
+    Three standard errors are taken off first, so that chance among four draws is seldom mistaken for it.
+    """
+    return replace(finding, effect=max(0.0, abs(finding.shrinkage) - 3 * finding.shrinkage_error))
+
+
+def _mean(trials: Sequence[Discrepancy]) -> Discrepancy:
+    """Sums of equal kind as one: errors in the mean square, directions in the mean."""
+    if len(trials) == 1:
+        return trials[0]
+    return Discrepancy(
+        relative_error=math.sqrt(math.fsum(d.relative_error**2 for d in trials) / len(trials)),
+        error_norm=math.sqrt(math.fsum(d.error_norm**2 for d in trials) / len(trials)),
+        shrinkage=math.fsum(d.shrinkage for d in trials) / len(trials),
+        cosine=math.fsum(d.cosine for d in trials) / len(trials),
+        layer_errors=np.sqrt(np.mean([d.layer_errors**2 for d in trials], axis=0)),
+    )
+
+
+def _origin(terms: Terms, emulation: Emulation) -> str:
+    """Where terms come from, for the sentence that says how something was emulated."""
+    n_measured = len(emulation.micro_batches)
+    if terms.are_measured:
+        return f"the gradients of {len(terms.values)} shares of the measured rows"
+    return (
+        f"{len(terms.values)} terms drawn anew from the gradients of {n_measured} measured micro-batches of "
+        f"{emulation.rows} rows, their noise scaled to the plan's rows"
+    )

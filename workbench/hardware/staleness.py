@@ -1,0 +1,149 @@
+"""Gradients that come late: how their direction changes, and which rate training still bears."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from workbench.hardware.emulation import Emulation, Finding, NotMeasured, percent
+from workbench.hardware.gradients import Batch
+from workbench.hardware.reduction import plan_buckets
+from workbench.hardware.weights import updating
+from workbench.subjects.batches import count_rows, take_rows
+from workbench.training.faults.communication import StaleReduction
+
+N_UPDATES = 20
+_ROWS = 4
+#: The plan's rate times 2 to the power of these are tried.
+_LOWEST, _HIGHEST = -6, 10
+#: Half an octave: the edge is then known to a fifth.
+_RESOLUTION = 0.5
+
+
+def late_gradients(emulation: Emulation) -> Finding:
+    """The plan's rate as a share of the largest one that twenty updates with late gradients bear.
+
+    A rate is borne if no update diverges by the plan's label and the loss, over the last quarter of the updates, is
+    lower on average than that of the same batches before. Between rates the edge is found by halving, as if every
+    larger one were not borne either; warm-up and schedule play no part. Of SGD on a parabola this is known: with a
+    delay of k updates the largest stable rate shrinks to sin(pi / (4 k + 2)) of it, to a half for one update.
+    """
+    hardware = emulation.plan.hardware
+    delay = hardware.delay
+    if not delay:
+        raise NotMeasured("no gradient is late")
+    buckets = plan_buckets(emulation)
+    late = buckets if hardware.reduction == "stale" else buckets[-1:]
+    rate = max(group["lr"] for group in updating(emulation, emulation.copy()).param_groups)
+    is_borne, cosine = _run(emulation, 1.0, delay, late)
+    power_late = _edge(lambda power: is_borne if power == 0 else _run(emulation, 2.0**power, delay, late)[0], 0)
+    # The edge without delay is looked for from there on, as it is seldom far above.
+    start = min(max(power_late - _RESOLUTION / 2, _LOWEST), _HIGHEST)
+    power = _edge(lambda power: _run(emulation, 2.0**power, 0, late)[0], start)
+    edge_late, edge = rate * 2.0**power_late, rate * 2.0**power
+    which = "all gradients" if hardware.reduction == "stale" else "the gradients of the last bucket"
+    part = "" if hardware.reduction == "stale" else f", {percent(_share(emulation, late))} of the weights late"
+    updates = f"{delay} update{'' if delay == 1 else 's'}"
+    if edge_late == math.inf:
+        bears = f"every rate tried is borne, up to {rate * 2.0**_HIGHEST:.3g}"
+    elif edge == 0:
+        bears = f"no rate is borne, nor without delay, down to {rate * 2.0**_LOWEST:.3g}"
+    else:
+        shrinks = f"from {edge:.3g}" if math.isfinite(edge) else f"from more than {rate * 2.0**_HIGHEST:.3g}"
+        bears = f"the largest rate that {N_UPDATES} updates bear shrinks {shrinks} to {edge_late:.3g}"
+    return Finding(
+        effect=rate / edge_late if edge_late else math.inf,
+        meaning=f"With {which} {updates} late {bears}; the plan's rate is {rate:.3g}"
+        f"{'' if math.isnan(cosine) else f', at which the cosine of late and present gradient is {cosine:.2f}'}.",
+        how=f"{N_UPDATES} updates of copies at constant rates, batches of at most {_ROWS} rows, beside the same "
+        f"without delay{part}.",
+        n_trials=1,
+        shrinkage=1 - edge_late / edge if math.isfinite(edge) and edge else math.nan,
+        cosine=cosine,
+        remedy_value=f"synchronous, or learning_rate = {edge_late / 2:.2g}" if 0 < edge_late < 2 * rate else None,
+    )
+
+
+def _edge(is_borne: Callable[[float], bool], start: float) -> float:
+    """The largest power of two, as a multiple of the plan's rate, that is borne; to a quarter of an octave.
+
+    Args:
+        is_borne: From a power.
+        start: Where to begin; the steps from there double until the edge is passed.
+
+    Returns:
+        Minus infinity: none that was tried is borne; infinity: all are.
+    """
+    goes_up = is_borne(start)
+    low, high, step = start, start, 1.0
+    while True:
+        if goes_up and low >= _HIGHEST:
+            return math.inf
+        if not goes_up and high <= _LOWEST:
+            return -math.inf
+        power = min(low + step, _HIGHEST) if goes_up else max(high - step, _LOWEST)
+        is_fine = is_borne(power)
+        low, high = (power if is_fine else low), (high if is_fine else power)
+        if is_fine != goes_up:
+            break
+        step *= 2
+    while high - low > _RESOLUTION:
+        middle = math.floor((low + high) / 2 / _RESOLUTION) * _RESOLUTION
+        low, high = (middle, high) if is_borne(middle) else (low, middle)
+    return (low + high) / 2
+
+
+def _run(emulation: Emulation, factor: float, delay: int, late: list[list[int]]) -> tuple[bool, float]:
+    """Whether a few updates at a multiple of the rate are borne, and the mean cosine of late and present gradient."""
+    copy, plan = emulation.copy(), emulation.training
+    optimizer = updating(emulation, copy, factor)
+    fault = StaleReduction(delay=delay) if delay else None
+    generator = emulation.generator("late")
+    batches = _batches(emulation)
+    kept: list[list[Tensor]] = []
+    cosines = []
+    if "first losses" not in emulation.measured:
+        emulation.measured["first losses"] = [copy.look(batch) for batch in batches]
+    changes = []
+    for step in range(N_UPDATES):
+        loss = copy.look(batches[step % len(batches)])
+        changes.append(loss - emulation.measured["first losses"][step % len(batches)])
+        present = [g.clone() for g in copy.gradients()]
+        if plan.cause_of_divergence(loss, float(torch.nn.utils.get_total_norm(present))):
+            return False, _mean(cosines)
+        if fault is not None:
+            kept = [*kept[-delay:], present]
+            used = fault.late(kept, late, generator)
+            if step >= delay:
+                cosines.append(_cosine(used, present))
+            for weight, gradient in zip(copy.weights, used, strict=True):
+                weight.grad = gradient.clone()
+        if plan.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(copy.weights, plan.clip_norm)
+        optimizer.step()
+    return _mean(changes[-N_UPDATES // 4 :]) < 0, _mean(cosines)
+
+
+def _batches(emulation: Emulation) -> list[Batch]:
+    """Batches of a few rows, so that many rates can be tried."""
+    return [(take_rows(x, slice(0, min(_ROWS, count_rows(x)))), y[:_ROWS]) for x, y in emulation.batches]
+
+
+def _share(emulation: Emulation, buckets: list[list[int]]) -> float:
+    sizes = [weight.numel() for weight in emulation.copy().weights]
+    return sum(sizes[i] for bucket in buckets for i in bucket) / sum(sizes)
+
+
+def _cosine(a: list[Tensor], b: list[Tensor]) -> float:
+    def dot(u: list[Tensor], v: list[Tensor]) -> float:
+        return sum(float((x.double() * y.double()).sum()) for x, y in zip(u, v, strict=True))
+
+    lengths = math.sqrt(dot(a, a) * dot(b, b))
+    return dot(a, b) / lengths if lengths else math.nan
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
