@@ -1,0 +1,195 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import workbench as wb
+from workbench.diagnosis import CAUSES, diagnose, run_experiment
+from workbench.errors import CheckpointError, SchemaError, StoreError, ThresholdError
+
+SIZES = {"d_model": 16, "n_layers": 3, "n_heads": 2, "vocab_size": 10, "max_length": 5}
+N_STEPS, JUMP = 90, 55
+
+
+def fresh():
+    return wb.zoo.transformer(norm="none", initialization="xavier", **SIZES, seed=5), wb.tasks.associative_recall(
+        length=5, vocab_size=10, n_pairs=2, batch_size=16, seed=5
+    )
+
+
+def jump(step):
+    """The rate's course: thirty times what the model bears, from a step on."""
+    return 40.0 if step >= JUMP else 1.0
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A run whose schedule jumps: it diverges soon after."""
+    path = tmp_path_factory.mktemp("failed") / "run.zarr"
+    model, task = fresh()
+    recorder = wb.Recorder(every={"attention": 20, "optimizer": 5, "activations": 5}, n_probe_tokens=40)
+    *_, last = wb.train(
+        model, task, n_steps=N_STEPS, learning_rate=4e-3, schedule=jump, store=path, recorder=recorder,
+        checkpoint_every=20, spectra_every=40, profile_options={"n_snapshots": 128, "n_workers": 1},
+    )  # fmt: skip
+    assert last.diverged
+    assert last.step > JUMP
+    return path
+
+
+@pytest.fixture(scope="module")
+def tree(store):
+    return diagnose(store)
+
+
+def test_the_tree_is_as_agreed(store, tree):
+    assert tree.attrs["kind"] == "diagnosis"
+    assert tree.attrs["failure_kind"] == "diverged"
+    assert JUMP - 3 <= tree.attrs["failure_step"] <= N_STEPS
+    causes = tree["causes"].to_dataset()
+    assert sorted(causes["cause"].values.tolist()) == sorted(CAUSES)
+    assert float(causes["probability"].sum()) == pytest.approx(1)
+    assert (np.diff(causes["probability"].values) <= 0).all()
+    best = str(causes["cause"].values[0])
+    assert tree.attrs["fault"] == CAUSES[best].kind
+    assert CAUSES[best].title in tree.attrs["summary"]
+    assert sum(json.loads(tree.attrs["fault_probabilities"]).values()) == pytest.approx(1, abs=1e-3)
+    for name in causes.data_vars:
+        assert {"units", "long_name", "meaning"} <= set(causes[name].attrs)
+
+
+def test_a_jump_of_the_rate_is_put_down_to_the_schedule(tree):
+    assert str(tree["causes"]["cause"].values[0]) == "schedule"
+    assert tree.attrs["fault"] == "hyperparameter"
+
+
+def test_evidence_stands_where_it_says(store, tree):
+    run, evidence = wb.open_run(store).load(), tree["evidence"].to_dataset()
+    n_checked = 0
+    for i in range(evidence.sizes["evidence"]):
+        row = evidence.isel(evidence=i)
+        path, variable, selection = (
+            str(row["path"].values),
+            str(row["variable"].values),
+            json.loads(str(row["selection"].values)),
+        )
+        if not path:
+            continue
+        part = run[path]
+        assert variable in part.data_vars
+        chosen = part.to_dataset()[variable]
+        for dim, value in selection.items():
+            assert dim in chosen.dims
+            assert value in chosen[dim].values.tolist()
+            n_checked += 1
+    assert n_checked > 20
+    weight, cause = evidence["weight"].values, evidence["cause"].values
+    assert (weight > 0).any()
+    assert (weight < 0).any()
+    for one in set(cause.tolist()):
+        assert (np.diff(weight[cause == one]) <= 0).all()
+
+
+def test_a_tree_and_a_path_are_told_alike(store, tree):
+    again = diagnose(wb.open_run(store).load(), checkpoints=store.with_suffix(".checkpoints"))
+    xr.testing.assert_identical(again["causes"].to_dataset(), tree["causes"].to_dataset())
+
+
+def test_it_can_be_stored(tree, tmp_path):
+    opened = wb.open_run(wb.save(tree, tmp_path / "diagnosis.zarr")).load()
+    assert opened.attrs["summary"] == tree.attrs["summary"]
+    assert opened["evidence"]["sentence"].values.tolist() == tree["evidence"]["sentence"].values.tolist()
+
+
+def test_experiments_are_in_the_order_of_what_they_tell_for_their_cost(tree):
+    table = tree["experiments"].to_dataset()
+    gain = table["information"].values / (table["cost"].values + 0.05)
+    assert (np.diff(gain) <= 1e-12).all()
+    for text, cause in zip(table["change"].values, table["cause"].values, strict=True):
+        assert json.loads(str(text))["setting"] == str(cause)
+    own = table.isel(experiment=int(np.flatnonzero(table["cause"].values == "schedule")[0]))
+    change = json.loads(str(own["change"].values))
+    assert change["at"] == JUMP
+    assert change["hold"] == pytest.approx(4e-3)
+    assert int(own["from_step"]) in (40, 60)
+
+
+def test_the_experiment_decides_for_the_cause_and_touches_nothing(store, tree):
+    model, task = fresh()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    files = {path: path.stat().st_mtime_ns for path in store.parent.rglob("*")}
+    random = torch.random.get_rng_state()
+    done = run_experiment(tree, "schedule", model=model, task=task)
+    table = done["experiments"].to_dataset().set_index(experiment="cause")
+    row = table.sel(experiment="schedule")
+    assert bool(row["is_done"])
+    assert bool(row["supports"])
+    assert str(row["outcome"].values).startswith("For this cause")
+    assert np.isfinite(float(row["value"]))
+    assert np.isnan(float(row["twin_value"]))
+    assert int(table["is_done"].sum()) == 1
+    assert "outcome" not in tree["experiments"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert files == {path: path.stat().st_mtime_ns for path in store.parent.rglob("*")}
+    assert torch.equal(random, torch.random.get_rng_state())
+    again = run_experiment(tree, "schedule", model=model, task=task)
+    xr.testing.assert_identical(again["experiments"].to_dataset(), done["experiments"].to_dataset())
+
+
+def test_the_experiment_decides_against_another_cause(tree):
+    model, task = fresh()
+    at = [str(cause) for cause in tree["experiments"]["cause"].values]
+    if "optimizer_eps" not in at:
+        table = tree["experiments"].to_dataset().isel(experiment=[0])
+        other = tree.copy()
+        table["cause"] = ("experiment", ["optimizer_eps"])
+        table["change"] = ("experiment", [json.dumps({"setting": "optimizer_eps", "value": 1e-8})])
+        other["experiments"] = xr.DataTree(table)
+        tree = other
+    done = run_experiment(tree, "optimizer_eps", model=model, task=task)
+    row = done["experiments"].to_dataset().set_index(experiment="cause").sel(experiment="optimizer_eps")
+    assert not bool(row["supports"])
+    assert str(row["outcome"].values).startswith("Against this cause")
+
+
+def test_the_unchanged_replay_is_the_run(store, tree):
+    """From the checkpoint on, the twin's losses are those recorded."""
+    from workbench.diagnosis.record import read_record
+    from workbench.diagnosis.replay import _Replay
+
+    model, task = fresh()
+    replay = _Replay(read_record(store), store, model, task, 40, 20, (), None, {})
+    recorded = wb.open_run(store)["monitors"]["loss"].sel(step=slice(40, 59)).values
+    losses = replay.losses({})
+    n = len(recorded) - 1  # that of the step that diverged is not given
+    np.testing.assert_array_equal(losses[:n], recorded[:n])
+    assert np.isnan(losses[n:]).all()
+
+
+def test_impossible_experiments_are_refused(store, tree, tmp_path):
+    model, task = fresh()
+    with pytest.raises(ThresholdError, match="No experiment is about 'weather'; there are"):
+        run_experiment(tree, "weather", model=model, task=task)
+    with pytest.raises(ThresholdError, match="n_steps is 0, expected at least 1"):
+        run_experiment(tree, "schedule", model=model, task=task, n_steps=0)
+    with pytest.raises(CheckpointError, match="has the shape .* but the model says"):
+        run_experiment(tree, "schedule", model=wb.zoo.transformer(norm="none", **{**SIZES, "d_model": 24}), task=task)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        run_experiment(tree, "schedule", model=model, task=task, checkpoints=tmp_path)
+    with pytest.raises(ThresholdError, match="knows no setting 'speed'"):
+        run_experiment(tree, "schedule", model=model, task=task, speed=3)
+
+
+def test_what_cannot_be_diagnosed_is_refused(tmp_path):
+    with pytest.raises(StoreError, match="There is no run at"):
+        diagnose(tmp_path / "none.zarr")
+    with pytest.raises(SchemaError, match="no monitors with a loss"):
+        diagnose(xr.Dataset({"accuracy": ("step", [1.0])}, coords={"step": [0]}))
+    with pytest.raises(SchemaError, match="fewer than 5 recorded steps"):
+        diagnose(xr.Dataset({"loss": ("step", [1.0, 0.9])}, coords={"step": [0, 1]}))
+    with pytest.raises(StoreError, match="not a list; pass one of them"):
+        diagnose([1, 2])
+    with pytest.raises(ThresholdError, match="'weather' is no kind of sign"):
+        diagnose(tmp_path, uses=("weather",))

@@ -1,0 +1,93 @@
+"""What each experiment changes, on its own."""
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from tests.diagnosis.records import descent, monitors, record
+from workbench.diagnosis.changes import Course, Limit, ShiftedTask, shifted, steady_routers
+from workbench.diagnosis.experiments import propose
+from workbench.diagnosis.failure import find_failure
+from workbench.diagnosis.replay import _is_lower
+
+TASK = wb.tasks.associative_recall(length=5, vocab_size=10, n_pairs=2, batch_size=4, seed=1)
+
+
+def test_the_stream_begins_where_the_replay_does():
+    inputs, targets = next(ShiftedTask(TASK, 7, {}).stream(2))
+    assert torch.equal(inputs, TASK.batch(9)[0])
+    assert torch.equal(targets, TASK.batch(9)[1])
+
+
+def test_batches_are_left_out_and_others_move_up():
+    stream = ShiftedTask(TASK, 5, {"setting": "data", "first": 7, "last": 9}).stream()
+    seen = [next(stream)[0] for _ in range(4)]
+    assert all(torch.equal(one, TASK.batch(n)[0]) for one, n in zip(seen, (5, 6, 10, 11), strict=True))
+
+
+def test_several_batches_make_one():
+    inputs, targets = next(ShiftedTask(TASK, 3, {"setting": "batch", "factor": 4}).stream())
+    assert inputs.shape[0] == targets.shape[0] == 16
+    assert torch.equal(inputs[4:8], TASK.batch(4)[0])
+
+
+def test_the_course_of_the_rate():
+    rates = np.concatenate([np.full(10, 1e-3), np.full(10, 1e-2)])
+    assert Course(rates, 5, 1e-2, {})(6) == pytest.approx(1.0)
+    assert Course(rates, 5, 1e-2, {"setting": "learning_rate", "factor": 0.25})(6) == pytest.approx(0.25)
+    held = Course(rates, 5, 1e-2, {"setting": "schedule", "hold": 1e-3, "at": 10})
+    assert [held(4), held(5), held(14)] == pytest.approx([0.1, 0.1, 0.1])
+    warmed = Course(np.full(60, 1e-2), 0, 1e-2, {"setting": "schedule", "warmup": 20})
+    assert [warmed(0), warmed(9), warmed(40)] == pytest.approx([0.05, 0.5, 1.0])
+
+
+def test_faults_keep_their_clock():
+    moved = shifted(wb.faults.corrupted_data(start=30, stop=50), 40)
+    assert (moved.start, moved.stop) == (0, 10)
+    over = shifted(wb.faults.corrupted_data(start=30, stop=50), 60)
+    assert over.start is None
+    assert shifted(wb.faults.small_batch(n_rows=2, start=30), 10).start == 20
+
+
+def test_a_held_block_adds_no_more_than_the_stream():
+    module = torch.nn.Linear(8, 8, bias=False)
+    torch.nn.init.eye_(module.weight)
+    x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+    for factor, limit in ((11.0, 1.0), (1.2, 1.0), (4.0, 0.5)):
+        out = Limit(limit)(module, (x,), factor * x)
+        expected = x * (1 + min(factor - 1, limit))
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_routers_are_held_small_and_balanced():
+    model = wb.zoo.moe(
+        d_model=16, n_layers=2, n_heads=2, n_experts=4, vocab_size=10, max_length=5, balance_coefficient=50.0, seed=1
+    )
+    with torch.no_grad():
+        model.blocks[1].mlp.router.weight.mul_(1000)
+    other = model.blocks[0].attention.query.weight.clone() if hasattr(model.blocks[0].attention, "query") else None
+    steady_routers(model, ShiftedTask(TASK, 0, {}), {"balance": 0.01, "router_rms": 0.05})
+    assert float(model.blocks[1].mlp.router.weight.square().mean().sqrt()) == pytest.approx(0.05, rel=1e-3)
+    assert model.config.balance_coefficient == 0.01
+    if other is not None:
+        assert torch.equal(other, model.blocks[0].attention.query.weight)
+
+
+def test_lower_means_beyond_the_noise():
+    twin = 2 + 0.1 * np.random.default_rng(0).standard_normal(50)
+    assert not _is_lower(twin - 0.01, twin)
+    assert _is_lower(twin - 0.5, twin)
+    assert not _is_lower(np.full(50, np.nan), twin)
+
+
+def test_a_likely_cause_is_asked_about_before_an_unlikely_one_of_equal_cost():
+    loss = descent()
+    loss[100:] += 3
+    one = record({"monitors": monitors(loss)})
+    probability = {"learning_rate": 0.6, "data": 0.3, "precision": 0.09, "optimizer_eps": 0.005, "batch": 0.005}
+    found = propose(one, find_failure(one), probability, {}, checkpoints={40: None, 90: None, 180: None})
+    assert [experiment.cause for experiment in found] == ["learning_rate", "data", "precision"]
+    assert all(experiment.from_step == 90 for experiment in found)
+    assert all(0 < experiment.cost < 2 for experiment in found)
+    assert found[0].information == pytest.approx(-(0.6 * np.log2(0.6) + 0.4 * np.log2(0.4)))

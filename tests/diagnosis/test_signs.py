@@ -1,0 +1,152 @@
+import json
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.diagnosis.records import descent, monitors, optimizer, record, tree
+from workbench.diagnosis import CAUSES, diagnose, find_failure, read_record, read_signs
+from workbench.diagnosis.diagnose import block_at_fault
+from workbench.diagnosis.signs.blocks import odd_one
+from workbench.diagnosis.signs.sign import ramp
+
+
+def signs_of(parts, **options):
+    one = record(parts, **options)
+    return read_signs(one, find_failure(one))
+
+
+def test_a_jump_of_the_rate_is_seen_where_it_is_and_a_warm_up_is_none():
+    loss, rate = descent(), np.full(200, 1e-3)
+    loss[104:] += 4.0
+    rate[:30] = 1e-3 * (np.arange(30) + 1) / 30
+    assert signs_of({"monitors": monitors(loss, rate=rate)})["rate_jumps"].strength == 0
+    rate[100:] *= 12
+    sign = signs_of({"monitors": monitors(loss, rate=rate)})["rate_jumps"]
+    assert sign.strength > 1
+    assert sign.step == 100
+    assert sign.value == pytest.approx(12)
+    assert "12-fold" in sign.sentence
+
+
+def test_a_rate_that_is_spent_is_seen_only_where_the_loss_stalled():
+    rate = np.maximum(1 - np.arange(200) / 20, 1e-3) * 1e-2
+    stalled = signs_of({"monitors": monitors(descent(last=2.5), rate=rate)})
+    assert stalled["rate_is_spent"].strength > 1
+    loss = descent()
+    loss[150:] += 3
+    assert signs_of({"monitors": monitors(loss, rate=rate)})["rate_is_spent"].strength == 0
+
+
+def test_failing_while_the_rate_rises_is_seen():
+    loss = descent()
+    loss[40:] += 4.0
+    rising = np.minimum(np.arange(200) + 1, 80) / 80 * 1e-2
+    assert signs_of({"monitors": monitors(loss, rate=rising)})["fails_in_warm_up"].strength == 1
+    early = np.minimum(np.arange(200) + 1, 10) / 10 * 1e-2
+    assert signs_of({"monitors": monitors(loss, rate=early)})["fails_in_warm_up"].strength == 0
+
+
+def test_eps_that_rules_is_seen_and_told_from_updates_that_get_lost():
+    # Adam's own: a weight moves by one rate; here 1e-3 of weights of rms sqrt(25 / 1000).
+    rms = 5 / np.sqrt(1000)
+    ruled = signs_of({"monitors": monitors(descent(last=2.9)), "optimizer": optimizer(over_eps=0.01, ratio=1e-5 / rms)})
+    lost = signs_of({"monitors": monitors(descent(last=2.9)), "optimizer": optimizer(over_eps=1e5, ratio=1e-5 / rms)})
+    sound = signs_of({"monitors": monitors(descent(last=2.9)), "optimizer": optimizer(over_eps=1e5, ratio=7e-4 / rms)})
+    assert ruled["eps_rules"].strength > 1
+    assert ruled["updates_get_lost"].strength == 0
+    assert lost["updates_get_lost"].strength > 1
+    assert lost["updates_fall_short"].value == pytest.approx(0.01)
+    assert sound["updates_fall_short"].strength < 0.2
+    assert sound["updates_get_lost"].strength == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    factor=st.one_of(st.floats(0.02, 0.1), st.floats(10, 100)),
+    place=st.integers(0, 5),
+    others=st.lists(st.floats(0.8, 1.25), min_size=6, max_size=6),
+)
+def test_a_planted_block_is_the_odd_one(factor, place, others):
+    values = np.array(others)
+    values[place] = factor
+    found, log_ratio = odd_one(values)
+    assert found == place
+    assert log_ratio == pytest.approx(np.log10(factor / np.median(np.delete(values, place))))
+
+
+def test_the_block_at_fault_is_named():
+    weights = np.array([5.0, 5.2, 60.0, 4.9])
+    signs = signs_of({"monitors": monitors(descent(last=2.5)), "optimizer": optimizer(weight=weights)})
+    assert signs["odd_weights"].strength > 1
+    assert signs["odd_weights"].selection == {"step": 9, "module": 2}
+    assert block_at_fault(signs) == 2
+    alike = signs_of({"monitors": monitors(descent(last=2.5)), "optimizer": optimizer()})
+    assert block_at_fault(alike) == -1
+
+
+def test_two_blocks_have_no_odd_one():
+    assert odd_one(np.array([1.0, 100.0])) == (-1, 0.0)
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True), st.floats(-5, 5), st.floats(0.1, 5))
+def test_a_strength_is_always_a_number_in_its_bounds(value, zero, width):
+    assert -1 <= ramp(value, zero, zero + width, low=-1, high=2) <= 2
+    assert -1 <= ramp(value, zero, zero - width, low=-1, high=2) <= 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 999), kind=st.sampled_from(["spike", "divergence", "nothing", "flat"]))
+def test_signs_are_finite_whatever_the_run(seed, kind):
+    draw = np.random.default_rng(seed)
+    loss = descent(80, seed=seed) if kind != "flat" else np.full(80, 2.0)
+    if kind == "spike":
+        loss[40:50] += draw.uniform(1, 50)
+    if kind == "divergence":
+        loss[60:] = np.nan
+    norm = np.exp(draw.standard_normal(80))
+    norm[draw.integers(80)] = np.nan
+    parts = {"monitors": monitors(loss, grad_norm=norm, rate=np.abs(draw.standard_normal(80)) * 1e-3)}
+    for sign in signs_of(parts).values():
+        assert np.isfinite(sign.strength)
+        assert sign.sentence.endswith(".")
+
+
+def test_injected_faults_are_never_read():
+    """The answer stands in the run: an event and its configuration. Neither changes a letter of the diagnosis."""
+    loss = descent()
+    loss[120:150] += 3
+    plain = {"training": {"learning_rate": 1e-3, "schedule": "constant"}, "model": {"config": {"norm": "pre_ln"}}}
+    parts = {"monitors": monitors(loss), "optimizer": optimizer()}
+    clean = tree(parts, configuration=plain, events=[(200, "finished")])
+    told = tree(
+        parts,
+        configuration=plain | {"faults": {"corrupted_data": {"start": 120}}},
+        events=[(120, "fault"), (150, "fault"), (200, "finished")],
+    )
+    assert "faults" not in read_record(told).configuration
+    found, expected = diagnose(told), diagnose(clean)
+    for name in ("causes", "evidence", "experiments"):
+        xr.testing.assert_identical(found[name].to_dataset(), expected[name].to_dataset())
+    assert "fault" not in json.dumps([str(s) for s in found["evidence"]["sentence"].values])
+
+
+def test_evidence_can_be_kept_from_settings():
+    configuration = {"training": {"optimizer": "AdamW", "optimizer_options": {"eps": 0.5}, "warmup": 0}}
+    one = record({"monitors": monitors(descent(), rows=np.full(200, 2.0))}, configuration=configuration)
+    failure = find_failure(one)
+    everything = read_signs(one, failure)
+    assert everything["eps_setting"].strength > 1
+    without = read_signs(one, failure, kinds=("mechanism", "log"))
+    assert "eps_setting" not in without
+    assert "few_rows" in without
+    assert not {"few_rows", "rate_jumps", "eps_setting"} & set(read_signs(one, failure, kinds=("mechanism",)))
+
+
+def test_every_cause_has_words():
+    for cause in CAUSES.values():
+        assert cause.title
+        assert cause.meaning
+        assert cause.kind in ("hyperparameter", "architecture", "precision", "routing", "data")

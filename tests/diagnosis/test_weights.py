@@ -1,0 +1,105 @@
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from workbench.diagnosis import check_fits, diagnose, read_log
+from workbench.diagnosis.weights import find_checkpoints, look_at_weights
+from workbench.errors import CheckpointError
+
+SMALL = {"d_model": 16, "n_layers": 4, "n_heads": 2, "vocab_size": 16, "max_length": 8}
+
+
+def saved(folder, *, odd=None, **options):
+    model = wb.zoo.transformer(**{**SMALL, **options}, seed=3)
+    if odd is not None:
+        with torch.no_grad():
+            for weight in model.blocks[odd].parameters():
+                weight.mul_(20)
+    wb.save_checkpoint(model, folder)
+    return model
+
+
+def test_the_size_of_each_block_is_that_of_its_matrices(tmp_path):
+    model = saved(tmp_path / "step-00000010", odd=2)
+    look = look_at_weights(tmp_path / "step-00000010", step=10, model=model)
+    for block, norm in zip(model.blocks, look.norm, strict=True):
+        squares = sum(float(w.detach().double().square().sum()) for w in block.parameters() if w.ndim > 1)
+        assert norm == pytest.approx(squares**0.5)
+
+
+def test_a_log_with_checkpoints_names_the_odd_block(tmp_path):
+    (tmp_path / "log.csv").write_text("step,loss\n" + "\n".join(f"{i},{3 - 0.001 * i}" for i in range(60)) + "\n")
+    saved(tmp_path / "run" / "step-00000010", odd=2)
+    log = read_log(tmp_path / "log.csv")
+    without = diagnose(log)["causes"].to_dataset().set_index(cause="cause")["probability"]
+    tree = diagnose(log, checkpoints=tmp_path / "run")
+    causes = tree["causes"].to_dataset()
+    assert float(causes["probability"].sel(cause="architecture")) > float(without.sel(cause="architecture"))
+    assert int(causes["layer"].sel(cause="architecture")) == 2
+    evidence = tree["evidence"].to_dataset()
+    said = evidence["sentence"].values[
+        np.isin(evidence["sign"].values, ["odd_weights", "a_block_stands_out"])
+        & (evidence["cause"].values == "architecture")
+    ]
+    assert "block 2" in said[0]
+
+
+def test_a_checkpoint_that_does_not_fit_its_config_names_the_weight_and_both_shapes(tmp_path):
+    saved(tmp_path / "wide", d_model=32)
+    saved(tmp_path / "narrow")
+    (tmp_path / "narrow" / "model.safetensors").write_bytes((tmp_path / "wide" / "model.safetensors").read_bytes())
+    sentence = r"\.weight in .*narrow has the shape 16 x 32, but its config.json says 16 x 16; pass the checkpoint "
+    r"that belongs"
+    with pytest.raises(CheckpointError, match=sentence):
+        check_fits(tmp_path / "narrow")
+    with pytest.raises(CheckpointError, match="has the shape .*, but its config.json says"):
+        diagnose(read_log(log_at(tmp_path)), checkpoints=tmp_path / "narrow")
+
+
+def log_at(folder):
+    (folder / "log.csv").write_text("step,loss\n" + "\n".join(f"{i},{3 - 0.001 * i}" for i in range(20)) + "\n")
+    return folder / "log.csv"
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    saved(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="but the model says"):
+        check_fits(tmp_path / "a", model=wb.zoo.transformer(**{**SMALL, "d_model": 24}))
+    with pytest.raises(CheckpointError, match="holds blocks.3.* but the model has no such weight"):
+        check_fits(tmp_path / "a", model=wb.zoo.transformer(**{**SMALL, "n_layers": 3}))
+    with_more = wb.zoo.transformer(**SMALL)
+    with_more.blocks.append(torch.nn.Linear(7, 5))
+    with pytest.raises(CheckpointError, match="lacks blocks.4.weight of shape 5 x 7, which the model says it has"):
+        check_fits(tmp_path / "a", model=with_more)
+    check_fits(tmp_path / "a")
+
+
+def test_tied_weights_fit(tmp_path):
+    model = wb.zoo.gpt2_style(**SMALL)
+    wb.save_checkpoint(model, tmp_path / "tied")
+    check_fits(tmp_path / "tied")
+    check_fits(tmp_path / "tied", model=model)
+
+
+def test_a_hugging_face_checkpoint_is_checked_against_its_config(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=8)).save_pretrained(
+        tmp_path / "checkpoint-5"
+    )
+    check_fits(tmp_path / "checkpoint-5")
+    config = (tmp_path / "checkpoint-5" / "config.json").read_text()
+    (tmp_path / "checkpoint-5" / "config.json").write_text(config.replace('"n_embd": 16', '"n_embd": 32'))
+    with pytest.raises(CheckpointError, match="has the shape .* but its config.json says"):
+        check_fits(tmp_path / "checkpoint-5")
+
+
+def test_checkpoints_are_found_in_both_customs(tmp_path):
+    for name in ("checkpoint-20", "checkpoint-5"):
+        saved(tmp_path / "trainer" / name)
+    assert list(find_checkpoints(tmp_path / "trainer")) == [5, 20]
+    saved(tmp_path / "ours" / "step-00000007")
+    assert list(find_checkpoints(tmp_path / "ours")) == [7]
+    with pytest.raises(CheckpointError, match="holds no checkpoint; pass a folder of"):
+        find_checkpoints(tmp_path / "nothing")

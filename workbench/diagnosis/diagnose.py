@@ -1,0 +1,275 @@
+"""From a failed run to ranked causes, with the evidence for and against each, and the experiment that would decide."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.diagnosis.causes import CAUSES, KINDS
+from workbench.diagnosis.experiments import Experiment, propose
+from workbench.diagnosis.failure import Failure, find_failure
+from workbench.diagnosis.ranking import Rules
+from workbench.diagnosis.record import Record, read_record
+from workbench.diagnosis.signs import KINDS as SIGN_KINDS
+from workbench.diagnosis.signs import Sign, read_signs
+from workbench.diagnosis.weights import find_checkpoints, look_at_weights
+from workbench.errors import ThresholdError
+from workbench.schema import SCHEMA_VERSION
+from workbench.spectral.spectra import versions
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from torch import nn
+
+#: Signs that say which block it is, the most direct first.
+_OF_A_BLOCK = (
+    "block_blows_up",
+    "odd_weights",
+    "stream_jumps_at_a_block",
+    "block_forgets",
+    "odd_gradients",
+    "odd_updates",
+)
+#: Evidence of less than this many nats is not shown.
+_LEAST_EVIDENCE = 0.02
+
+
+def diagnose(
+    run: Any,
+    *,
+    model: nn.Module | None = None,
+    task: Any = None,
+    checkpoints: str | os.PathLike[str] | None = None,
+    rules: Rules | None = None,
+    uses: Collection[str] = SIGN_KINDS,
+) -> xr.DataTree:
+    """What made a run fail: causes ranked, the evidence for and against each, and what would decide.
+
+    Everything is read from the run's own record: nothing says what a healthy run would have done, and faults that a
+    study has
+    injected are not read. The rules were fitted to recorded failures of small models with one planted cause each, so
+    the
+    probabilities say how sure they are among these causes; they are no statement about causes that are not among them.
+
+    Args:
+        run: Path of a store, a tree from `workbench.open_run`, or a thinner record from `workbench.diagnosis.read_log`.
+        model: The run's model, to check that the checkpoints fit it.
+        task: What it was trained on; only noted, as `run_experiment` will need it.
+        checkpoints: Their folder; None: beside the store, ``run.zarr`` -> ``run.checkpoints``, if there are any.
+        rules: To rank by; None: those that ship.
+        uses: Which kinds of signs may be read: ``"mechanism"``, ``"log"`` (rate and rows as every step records them),
+            ``"configuration"``.
+
+    Returns:
+        A tree with attributes ``kind`` ("diagnosis"), ``fault`` (kind of the likeliest cause), ``failure_kind``,
+        ``failure_step``, ``summary``, and the children
+
+        - ``causes`` (``cause``, by falling probability): ``title``, ``kind``, ``probability`` (adds up to 1),
+          ``layer`` (the
+          block at fault; -1: none in particular);
+        - ``evidence`` (``evidence``, by cause and falling weight): ``cause``, ``sign``, ``weight`` (what it adds to
+          the log-odds of
+          the cause; below 0 it speaks against), ``value``, ``units``, ``reference``, ``step``, ``layer``,
+          ``sentence``, and where
+          the number stands in the run (``path``, ``variable``, ``selection``, JSON; empty: configuration or
+          checkpoint);
+        - ``experiments`` (``experiment``, what tells most for its cost first): see `workbench.diagnosis.experiments`.
+
+    Raises:
+        StoreError: If there is no run at the path.
+        SchemaError: If it has no monitors with a loss, or too few steps.
+        CheckpointError: If a checkpoint does not fit the model or its own configuration.
+        ThresholdError: If ``uses`` names something else.
+    """
+    for kind in uses:
+        if kind not in SIGN_KINDS:
+            raise ThresholdError(f"'{kind}' is no kind of sign, expected some of {', '.join(SIGN_KINDS)}.")
+    places = _checkpoints(run, checkpoints)
+    weights = None
+    if places:
+        first = min(places)
+        weights = look_at_weights(places[first], step=first, model=model)
+    record = read_record(run, weights=weights)
+    failure = find_failure(record)
+    signs = read_signs(record, failure, kinds=uses)
+    rules = Rules.shipped() if rules is None else rules
+    strengths = {name: sign.strength for name, sign in signs.items()}
+    probability = rules.probabilities(strengths)
+    layers = {cause: block_at_fault(signs) if cause in ("architecture",) else -1 for cause in probability}
+    experiments = propose(record, failure, probability, layers, checkpoints=places)
+    return _tree(record, failure, signs, rules, probability, layers, experiments, task)
+
+
+def block_at_fault(signs: Mapping[str, Sign]) -> int:
+    """The block that the signs point to; -1: none in particular."""
+    votes: dict[int, float] = {}
+    for place, name in enumerate(_OF_A_BLOCK):
+        sign = signs.get(name)
+        if sign is not None and sign.layer >= 0 and sign.strength > 0:
+            votes[sign.layer] = votes.get(sign.layer, 0.0) + sign.strength / (1 + 0.5 * place)
+    best = max(votes, key=lambda layer: votes[layer], default=-1)
+    return best if best >= 0 and votes[best] >= 0.3 else -1
+
+
+def _checkpoints(run: Any, folder: str | os.PathLike[str] | None) -> dict[int, Path]:
+    """Those that were given, or that lie beside the store."""
+    if folder is not None:
+        return find_checkpoints(folder)
+    if isinstance(run, str | os.PathLike):
+        beside = Path(run).with_suffix(".checkpoints")
+        if beside.is_dir() and any(beside.glob("step-*")):
+            return find_checkpoints(beside)
+    return {}
+
+
+def _tree(
+    record: Record,
+    failure: Failure,
+    signs: Mapping[str, Sign],
+    rules: Rules,
+    probability: Mapping[str, float],
+    layers: Mapping[str, int],
+    experiments: list[Experiment],
+    task: Any,
+) -> xr.DataTree:
+    import xarray as xr
+
+    best = next(iter(probability))
+    tree = xr.DataTree.from_dict(
+        {
+            "/causes": _causes(probability, layers),
+            "/evidence": _evidence(signs, rules, probability),
+            "/experiments": experiments_table(experiments),
+        }
+    )
+    by_kind = {kind: math.fsum(p for cause, p in probability.items() if CAUSES[cause].kind == kind) for kind in KINDS}
+    where = f" in block {layers[best]}" if layers[best] >= 0 else ""
+    described = task.describe() if hasattr(task, "describe") else {}
+    tree.attrs = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "diagnosis",
+        "subject": record.subject,
+        "run": record.source,
+        "fault": CAUSES[best].kind,
+        "fault_probabilities": json.dumps({kind: round(p, 4) for kind, p in by_kind.items()}),
+        "failure_kind": failure.kind,
+        "failure_step": failure.step,
+        "summary": (
+            f"{failure.words[0].upper()}{failure.words[1:]}; the likeliest cause is {CAUSES[best].title}{where} "
+            f"({100 * probability[best]:.0f} %)."
+        ),
+        "rules": rules.about,
+        "n_signs": len(signs),
+        "task": json.dumps(described, default=str),
+        "versions": versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return tree
+
+
+def _causes(probability: Mapping[str, float], layers: Mapping[str, int]) -> xr.Dataset:
+    import xarray as xr
+
+    names = list(probability)
+    return xr.Dataset(
+        {
+            "title": ("cause", [CAUSES[name].title for name in names], _about("cause", "", "what may have made it "
+            "fail")),
+            "kind": ("cause", [CAUSES[name].kind for name in names], _about("kind", "", "kind of the cause")),
+            "probability": (
+                "cause", [probability[name] for name in names], _about("probability", "1", "among these causes; adds "
+                "up to 1"),
+            ),
+            "layer": ("cause", [layers[name] for name in names], _about("block", "1", "block at fault; -1: none in "
+            "particular")),
+        },
+        coords={"cause": names},
+    )  # fmt: skip
+
+
+def _evidence(signs: Mapping[str, Sign], rules: Rules, probability: Mapping[str, float]) -> xr.Dataset:
+    """What each sign adds to the log-odds of each cause, largest first within a cause."""
+    import xarray as xr
+
+    given = rules.evidence({name: sign.strength for name, sign in signs.items()})
+    rows: list[tuple[str, Sign, float]] = []
+    for cause in probability:
+        of_cause = given[rules.causes.index(cause)]
+        found = [(cause, signs[name], float(of_cause[i])) for i, name in enumerate(rules.signs) if name in signs]
+        rows += sorted((row for row in found if abs(row[2]) >= _LEAST_EVIDENCE), key=lambda row: -row[2])
+
+    def column(values: list[Any], long_name: str, units: str, meaning: str) -> tuple[str, Any, dict[str, str]]:
+        kept = np.array(values, dtype=str) if values and isinstance(values[0], str) else np.array(values)
+        return ("evidence", kept, _about(long_name, units, meaning))
+
+    found = [sign for _, sign, _ in rows]
+    return xr.Dataset(
+        {
+            "cause": column([cause for cause, _, _ in rows], "cause", "", "that it speaks for or against"),
+            "sign": column([sign.name for sign in found], "sign", "", "name of the sign"),
+            "weight": column(
+                [weight for *_, weight in rows],
+                "weight",
+                "1",
+                "added to the log-odds of the cause; above 0 for it, below against it",
+            ),
+            "quantity": column([sign.variable or sign.name for sign in found], "quantity", "", "what was read"),
+            "value": column([float(sign.value) for sign in found], "value", "see units", "what was measured"),
+            "units": column([sign.units for sign in found], "units", "", "of value and reference"),
+            "reference": column(
+                [float(sign.reference) for sign in found],
+                "reference",
+                "see units",
+                "what runs usually have; NaN: nothing in particular",
+            ),
+            "strength": column([sign.strength for sign in found], "strength", "1", "0 nothing unusual, 1 striking"),
+            "kind": column([sign.kind for sign in found], "kind", "", "mechanism, log or configuration"),
+            "step": column([int(sign.step) for sign in found], "step", "1", "of the run; -1: none in particular"),
+            "layer": column([int(sign.layer) for sign in found], "block", "1", "-1: none in particular"),
+            "sentence": column([sign.sentence for sign in found], "sentence", "", "for people"),
+            "path": column(
+                [sign.path for sign in found], "path", "", "part of the run that holds the number; empty: none does"
+            ),
+            "variable": column([sign.variable for sign in found], "variable", "", "in that part"),
+            "selection": column(
+                [json.dumps(dict(sign.selection)) for sign in found], "selection", "", "JSON: dimension -> value"
+            ),
+        }
+    )
+
+
+def experiments_table(experiments: list[Experiment]) -> xr.Dataset:
+    """The proposed experiments as a dataset, dim ``experiment``, in their order."""
+    import xarray as xr
+
+    columns: dict[str, tuple[list[Any], str, str]] = {
+        "cause": ([e.cause for e in experiments], "", "that it would decide about"),
+        "title": ([e.title for e in experiments], "", "what is changed, in words"),
+        "change": ([json.dumps(dict(e.change)) for e in experiments], "", "JSON: the one change"),
+        "n_steps": ([e.n_steps for e in experiments], "step", "to replay, of each of the two runs"),
+        "from_step": ([e.from_step for e in experiments], "1", "updates made before it; 0: from fresh weights"),
+        "expected_if_right": ([e.if_right for e in experiments], "", "what is seen if it is this cause"),
+        "expected_if_wrong": ([e.if_wrong for e in experiments], "", "what is seen if it is another one"),
+        "cost": ([e.cost for e in experiments], "1", "relative to the steps of the run"),
+        "information": (
+            [e.information for e in experiments],
+            "bit",
+            "what its answer tells, from the cause's probability",
+        ),
+    }
+    variables = {
+        name: ("experiment", np.array(values), _about(name.replace("_", " "), units, meaning))
+        for name, (values, units, meaning) in columns.items()
+    }
+    return xr.Dataset(variables, coords={"order": ("experiment", np.arange(1, len(experiments) + 1))})
+
+
+def _about(long_name: str, units: str, meaning: str) -> dict[str, str]:
+    return {"long_name": long_name, "units": units, "meaning": meaning}

@@ -1,0 +1,171 @@
+"""The cheapest experiment that would decide: one change for each cause, where to begin, what to expect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench.diagnosis.failure import Failure
+from workbench.diagnosis.record import Record
+
+#: Causes less likely than this are not worth an experiment.
+_LEAST_PROBABILITY = 0.01
+#: Steps replayed beyond where the record shows the failure.
+_MARGIN = 15
+#: Of a run that stalled, so large a part is replayed, at least and at most so many steps.
+_STALLED_SHARE, _FEWEST, _MOST = 0.3, 30, 200
+#: A schedule warms up over this share of the run.
+_WARM_UP = 0.15
+#: The rate is taken to have jumped where it rises so much from one step to the next.
+_JUMP = 1.5
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A replay of a part of the run with one change, beside the same part without it.
+
+    Attributes:
+        cause: That it would decide about.
+        title: What is changed, in words.
+        change: The same as plain values, for `run_experiment`.
+        n_steps: To replay.
+        from_step: Of the checkpoint to begin from; 0: fresh weights.
+        if_right: What is seen if it is this cause.
+        if_wrong: What is seen if it is another one.
+        cost: Steps of both replays over the steps of the run.
+        information: Entropy of the answer, in bits: most where the cause is as likely as not.
+    """
+
+    cause: str
+    title: str
+    change: Mapping[str, Any]
+    n_steps: int
+    from_step: int
+    if_right: str
+    if_wrong: str
+    cost: float
+    information: float
+
+
+def propose(
+    record: Record,
+    failure: Failure,
+    probability: Mapping[str, float],
+    layers: Mapping[str, int],
+    *,
+    checkpoints: Mapping[int, Path],
+) -> list[Experiment]:
+    """Experiments that would decide, what tells most for its cost first.
+
+    Args:
+        record: Of the run.
+        failure: Of it.
+        probability: Of each cause.
+        layers: Block at fault by cause; -1: none in particular.
+        checkpoints: By step.
+    """
+    n_all = int(record.steps[-1] - record.steps[0]) + 1
+    found = []
+    for cause, p in probability.items():
+        if p < _LEAST_PROBABILITY:
+            continue
+        title, change, begins_anew = _change(cause, record, failure, layers.get(cause, -1))
+        from_step = 0 if begins_anew else max((step for step in checkpoints if step <= failure.step), default=0)
+        n_steps = _length(record, failure, from_step)
+        if failure.kind == "stalled":
+            if_right = "the loss goes on falling while the unchanged replay's does not, or falls slower"
+            if_wrong = "both replays end at about the same loss"
+        else:
+            if_right = "the loss stays down while the unchanged replay fails again"
+            if_wrong = "the changed replay fails like the unchanged one"
+        information = -sum(q * math.log2(q) for q in (p, 1 - p) if q > 0)
+        cost = 2 * n_steps * (change.get("factor", 1) if cause == "batch" else 1) / n_all
+        found.append(Experiment(cause, title, change, n_steps, from_step, if_right, if_wrong, cost, information))
+    return sorted(found, key=lambda e: -e.information / (e.cost + 0.05))
+
+
+def _length(record: Record, failure: Failure, from_step: int) -> int:
+    last = int(record.steps[-1])
+    if failure.kind == "stalled":
+        return int(np.clip(_STALLED_SHARE * (last + 1), _FEWEST, _MOST))
+    if failure.kind == "diverged":
+        end = record.diverged_at if record.diverged_at is not None else last
+        return max(end - from_step + _MARGIN, _MARGIN)
+    rises = failure.smooth - np.minimum.accumulate(failure.smooth)
+    peak = int(record.steps[int(np.argmax(rises))])
+    return max(peak - from_step + _MARGIN, _MARGIN)
+
+
+def _change(cause: str, record: Record, failure: Failure, layer: int) -> tuple[str, dict[str, Any], bool]:
+    """In words, as plain values, and whether it has to act from fresh weights on."""
+    if cause == "learning_rate":
+        return "a quarter of the learning rate", {"setting": "learning_rate", "factor": 0.25}, False
+    if cause == "schedule":
+        return _schedule_change(record, failure)
+    if cause == "batch":
+        return "four batches taken together", {"setting": "batch", "factor": 4}, False
+    if cause == "optimizer_eps":
+        return "the optimizer's eps at 1e-8", {"setting": "optimizer_eps", "value": 1e-8}, False
+    if cause == "architecture":
+        which = f"block {layer}" if layer >= 0 else "every block"
+        return (
+            f"what {which} adds to the stream held to the size of the stream",
+            {"setting": "architecture", "layer": layer, "limit": 1.0}, False,
+        )  # fmt: skip
+    if cause == "precision":
+        return (
+            "attention, sums over processes and weights in float32",
+            {"setting": "precision", "value": "float32"},
+            False,
+        )
+    if cause == "routing":
+        return (
+            "routers held to small weights, with a balance loss of the usual weight",
+            {"setting": "routing", "balance": 0.01, "router_rms": 0.05}, False,
+        )  # fmt: skip
+    first, last = failure.step - 5, _end_of_burst(record, failure)
+    return (
+        f"batches {max(first, 0)} to {last} left out",
+        {"setting": "data", "first": max(first, 0), "last": last},
+        False,
+    )
+
+
+def _schedule_change(record: Record, failure: Failure) -> tuple[str, dict[str, Any], bool]:
+    rate = record.monitor("learning_rate")
+    n_warm = max(20, round(_WARM_UP * (len(record.steps))))
+    if rate is not None:
+        near = slice(max(1, failure.row - 40), failure.row + 20) if failure.kind != "stalled" else slice(4, None)
+        before, after = rate[near.start - 1 : near.stop][:-1] if near.stop else rate[near.start - 1 : -1], rate[near]
+        n = min(len(before), len(after))
+        factors = after[:n] / np.maximum(before[:n], 1e-30)
+        if n and near.start >= 4 and np.nanmax(factors) >= _JUMP:
+            at = near.start + int(np.nanargmax(factors))
+            value = float(np.nanmax(rate[max(0, at - 40) : at]))
+            return (
+                f"the rate held at {value:.3g} where it jumped",
+                {"setting": "schedule", "hold": value, "at": int(record.steps[at])},
+                False,
+            )
+        if failure.kind == "stalled" and rate[-1] < 0.1 * np.nanmax(rate):
+            value = float(np.nanmax(rate)) / 2
+            return (
+                f"the rate held at {value:.3g} instead of coming down",
+                {"setting": "schedule", "hold": value, "at": 0},
+                False,
+            )
+    return f"a warm-up of {n_warm} steps", {"setting": "schedule", "warmup": n_warm}, True
+
+
+def _end_of_burst(record: Record, failure: Failure) -> int:
+    """The last batch that the loss saw badly: where it has come half way back, or the end."""
+    rises = failure.smooth - np.minimum.accumulate(failure.smooth)
+    peak = int(np.argmax(rises))
+    back = np.flatnonzero(rises[peak:] < 0.3 * rises[peak])
+    row = peak + int(back[0]) if len(back) else len(rises) - 1
+    return int(record.steps[row])

@@ -1,0 +1,91 @@
+"""When did it break, and how? Read from the loss alone, without a healthy run to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.diagnosis.record import Record
+
+#: Steps of the running median that noise is taken out with, at most; a tenth of short runs.
+_WINDOW = 15
+#: A rise counts as a failure where it undoes this share of what was learned, and exceeds so many times the noise.
+_SHARE, _NOISES = 0.3, 4.0
+#: Learning has ended where the loss has come down this share of the way.
+_MOST = 0.9
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a run failed.
+
+    Attributes:
+        kind: ``"diverged"``; ``"spike"``, the loss rose far above where it had been and stayed or came back; or
+            ``"stalled"``, it came down and no further.
+        step: Where it began: of a divergence or a spike the last step at which the loss was as low as it had been; of
+            a run
+            that stalled the step by which it had done most of what it ever did.
+        row: The row of the monitors of that step.
+        rise: Largest rise of the smoothed loss above where it had come down to, in nats.
+        smooth: Running median of the loss, shape (step,).
+        noise: Median distance of two successive losses over the root of two, in nats.
+        recovered: Share of the rise that was made good by the end; 0 where the run diverged.
+    """
+
+    kind: str
+    step: int
+    row: int
+    rise: float
+    smooth: np.ndarray
+    noise: float
+    recovered: float
+
+    @property
+    def words(self) -> str:
+        """Half a sentence."""
+        if self.kind == "diverged":
+            return f"the loss left its course at step {self.step} and the run diverged"
+        if self.kind == "spike":
+            return f"the loss rose by {self.rise:.3g} nats from step {self.step} on" + (
+                " and came back" if self.recovered > 0.7 else ""
+            )
+        return f"the loss came down until about step {self.step} and no further"
+
+
+def find_failure(record: Record) -> Failure:
+    """Where and how the loss of a run went wrong."""
+    steps, loss = record.steps, record.values("monitors", "loss")
+    known = np.isfinite(loss)
+    filled = np.interp(np.arange(len(loss)), np.flatnonzero(known), loss[known]) if known.any() else np.zeros(len(loss))
+    window = int(np.clip(len(loss) // 10, 1, _WINDOW))
+    smooth = running_median(filled, window)
+    noise = float(np.median(np.abs(np.diff(filled)))) / np.sqrt(2) * 1.48 if len(filled) > 2 else 0.0
+    best = np.minimum.accumulate(smooth)
+    rises = smooth - best
+    peak = int(np.argmax(rises))
+    rise = float(rises[peak])
+    if record.diverged_at is not None:
+        end = int(np.searchsorted(steps, record.diverged_at))
+        row = _last_good(filled, best, noise, min(end, len(loss) - 1))
+        return Failure("diverged", int(steps[row]), row, rise, smooth, noise, 0.0)
+    learned = float(smooth[0] - best[-1])
+    if rise > max(_SHARE * max(learned, 0.0), _NOISES * noise / np.sqrt(window), 1e-6):
+        row = _last_good(smooth, best, noise / np.sqrt(window), peak)
+        after = float(np.min(smooth[peak:]))
+        recovered = float(np.clip((smooth[peak] - after) / rise, 0, 1))
+        return Failure("spike", int(steps[row]), row, rise, smooth, noise, recovered)
+    row = int(np.argmax(smooth <= smooth[0] - _MOST * learned)) if learned > 0 else 0
+    return Failure("stalled", int(steps[row]), row, rise, smooth, noise, 0.0)
+
+
+def running_median(values: np.ndarray, window: int) -> np.ndarray:
+    """Median over the last ``window`` values (fewer at the start), same length."""
+    padded = np.concatenate([np.full(window - 1, np.nan), values])
+    return np.nanmedian(np.lib.stride_tricks.sliding_window_view(padded, window), axis=1)
+
+
+def _last_good(values: np.ndarray, best: np.ndarray, noise: float, end: int) -> int:
+    """The last row before ``end`` at which the loss was within its noise of the best so far."""
+    good = np.flatnonzero(values[: end + 1] <= best[: end + 1] + 2 * noise)
+    return int(good[-1]) if len(good) else 0
