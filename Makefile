@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help venv lab test lint unit notebooks browser sample bench checkpoints runs warnings sweep clean
+.PHONY: help venv lab test lint unit notebooks browser sample bench checkpoints runs warnings sweep scaling failures designs clean
 
 help:  ## This list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -68,6 +68,16 @@ warnings: venv  ## Record the study of injected faults again, and fit the alarms
 sweep: venv  ## Record the sweep behind the risk model again, and fit the model to it
 	$(BIN)/python data/make_sweep.py
 	$(BIN)/python data/fit_risk.py
+
+scaling: venv  ## Record the ladders of sizes again
+	$(BIN)/python data/make_scaling.py
+
+failures: venv  ## Record the failed runs of known cause again, and fit the rules of diagnosis to those for it
+	$(BIN)/python data/make_failures.py
+
+designs: venv  ## Record again what healthy designs show, how trials foretell outcomes, and the assessments of notebook 08
+	$(BIN)/python data/make_assessed_designs.py
+	$(BIN)/python data/make_assessments.py
 
 clean:  ## Remove what was built here
 	rm -rf $(VENV) build dist *.egg-info artifacts .pytest_cache .ruff_cache .hypothesis

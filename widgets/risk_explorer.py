@@ -20,14 +20,14 @@ from widgets.risk.plan_controls import PlanControls
 from widgets.risk.verdict import cards, warning
 from widgets.risk.worker import Worker
 from workbench import plots
-from workbench.assess.neighbours import Neighbours
+from workbench.assessment.neighbours import Neighbours
 from workbench.errors import ThresholdError
 from workbench.sweep_schema import require
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.assess.model import RiskModel
+    from workbench.assessment.model import RiskModel
 
 #: Name in the list -> set of features of a shipped risk model, the quickest first.
 _LOOKS = {
@@ -316,7 +316,7 @@ class RiskExplorer(WorkbenchWidget):
 
 
 def _shipped_model(features: str) -> RiskModel:
-    from workbench.assess.risk import shipped
+    from workbench.assessment.risk import shipped
 
     return shipped(features)
 

@@ -3,7 +3,7 @@
 import pytest
 
 import workbench as wb
-from tests.assess.made_sweep import PLANTED, made_sweep
+from tests.assessment.made_sweep import PLANTED, made_sweep
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.assess.made_sweep import PLANTED, made_sweep
-from workbench.assess.design import Design, read
-from workbench.assess.features import FEATURE_SETS, FEATURES, OPTIMIZER, counts_as_diverged, features_of
+from tests.assessment.made_sweep import PLANTED, made_sweep
+from workbench.assessment.design import Design, read
+from workbench.assessment.features import FEATURE_SETS, FEATURES, OPTIMIZER, counts_as_diverged, features_of
 from workbench.errors import SchemaError, ThresholdError
 
 NUMERIC = [name for name in FEATURES if name != OPTIMIZER]

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.assess.made_sweep import made_sweep
-from workbench.assess.design import Design
-from workbench.assess.familiarity import Familiarity
-from workbench.assess.model import RiskModel
-from workbench.assess.neighbours import Neighbours, nearest_runs
+from tests.assessment.made_sweep import made_sweep
+from workbench.assessment.design import Design
+from workbench.assessment.familiarity import Familiarity
+from workbench.assessment.model import RiskModel
+from workbench.assessment.neighbours import Neighbours, nearest_runs
 from workbench.errors import SchemaError, ThresholdError
 
 FEATURES = ("near_unit_mass mean", "spectral_radius max", "d_model", "warmup", "optimizer")

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from scipy.special import expit
 
 import workbench as wb
-from tests.assess.made_sweep import PLANTED, SLOPE, made_sweep
-from workbench.assess import model_file
-from workbench.assess.calibration import edge_spread
+from tests.assessment.made_sweep import PLANTED, SLOPE, made_sweep
+from workbench.assessment import model_file
+from workbench.assessment.calibration import edge_spread
 from workbench.errors import SchemaError, StoreError, ThresholdError
 
 FORWARD = PLANTED

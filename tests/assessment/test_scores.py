@@ -6,7 +6,7 @@ from scipy.stats import binomtest
 from sklearn.metrics import brier_score_loss, roc_auc_score
 from sklearn.metrics import log_loss as log_loss_of_sklearn
 
-from workbench.assess.scores import auroc, auroc_within, brier, calibration_error, log_loss, reliability, resamples
+from workbench.assessment.scores import auroc, auroc_within, brier, calibration_error, log_loss, reliability, resamples
 from workbench.errors import SchemaError, ThresholdError
 
 runs_of_both_kinds = st.lists(

@@ -7,8 +7,8 @@ from scipy.special import expit
 from sklearn.metrics import roc_auc_score
 
 import workbench as wb
-from tests.assess.made_sweep import made_sweep
-from workbench.assess.calibration import group_folds, platt
+from tests.assessment.made_sweep import made_sweep
+from workbench.assessment.calibration import group_folds, platt
 from workbench.errors import SchemaError, ThresholdError
 
 OPTIONS = {

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.plots.panels import bokeh_panels, elements, ends, note, words
-from workbench.assess.features import FEATURES
+from workbench.assessment.features import FEATURES
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import drivers
 from workbench.plots.drivers import Bars

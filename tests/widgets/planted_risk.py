@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from tests.assess.made_sweep import SLOPE
-from workbench.assess.design import Design
-from workbench.assess.familiarity import Familiarity
-from workbench.assess.features import FEATURES
-from workbench.assess.model import RiskModel
+from tests.assessment.made_sweep import SLOPE
+from workbench.assessment.design import Design
+from workbench.assessment.familiarity import Familiarity
+from workbench.assessment.features import FEATURES
+from workbench.assessment.model import RiskModel
 
-#: Feature -> what one unit of it adds to log10 of the edge; as `tests.assess.made_sweep.edge`.
+#: Feature -> what one unit of it adds to log10 of the edge; as `tests.assessment.made_sweep.edge`.
 COEFFICIENTS = {"near_unit_mass mean": -0.8, "d_model": -0.4, "n_layers": 0.0, "warmup": 0.15}
 #: log10 of the edge where these features are 0.
 INTERCEPT = -1.5 + 0.8 * 0.5 + 0.4 * 1.9

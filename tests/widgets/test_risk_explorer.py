@@ -11,13 +11,13 @@ from bokeh.models import FixedTicker
 import widgets.risk.measurement
 import widgets.risk_explorer
 import workbench as wb
-from tests.assess.made_sweep import made_sweep
+from tests.assessment.made_sweep import made_sweep
 from tests.widgets.planted_risk import planted_model, planted_probability
 from widgets import RiskExplorer
 from widgets.risk.forecast import rates_around
 from widgets.risk.model_choice import title
 from widgets.risk.verdict import percent, verdict_of
-from workbench.assess.neighbours import Neighbours
+from workbench.assessment.neighbours import Neighbours
 from workbench.errors import SchemaError, ThresholdError
 from workbench.training.losses import token_loss
 from workbench.training.sweeps import measure_case, replan

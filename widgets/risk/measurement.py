@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from widgets.risk.model_choice import Choice
-    from workbench.assess.model import RiskModel
+    from workbench.assessment.model import RiskModel
 
 #: What trial updates find, and so belongs to optimizer and clipping.
 _OF_A_TRIAL = ("overshoot_rate", "breaking_rate", "rehearsed_rate")

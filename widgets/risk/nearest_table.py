@@ -9,7 +9,7 @@ import numpy as np
 
 from widgets.risk.verdict import HEAD
 from widgets.tables import CELL, NAME, TABLE
-from workbench.assess.stable_rates import stable_rates
+from workbench.assessment.stable_rates import stable_rates
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -38,7 +38,7 @@ def nearest_table(nearest: xr.Dataset, rate: float) -> str:
     """What became of recorded runs at about the planned rate.
 
     Args:
-        nearest: Of `workbench.assess.neighbours.Neighbours.cells`.
+        nearest: Of `workbench.assessment.neighbours.Neighbours.cells`.
         rate: The planned learning rate.
     """
     stable = {

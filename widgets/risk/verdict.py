@@ -138,7 +138,7 @@ def _card(head: str, figure: str, lines: list[str]) -> str:
 
 def long_name(feature: str) -> str:
     """What people call a feature."""
-    from workbench.assess.features import FEATURES
+    from workbench.assessment.features import FEATURES
 
     return FEATURES[feature].long_name if feature in FEATURES else feature.replace("_", " ")
 

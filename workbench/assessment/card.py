@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from workbench.assess.features import FEATURES, OPTIMIZER
+from workbench.assessment.features import FEATURES, OPTIMIZER
 
 if TYPE_CHECKING:
-    from workbench.assess.model import RiskModel
+    from workbench.assessment.model import RiskModel
 
 _N_TELLING = 8
 

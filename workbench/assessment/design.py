@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from workbench.assess.features import FEATURES, OPTIMIZER, RATE, as_cases, column, feature_table
+from workbench.assessment.features import FEATURES, OPTIMIZER, RATE, as_cases, column, feature_table
 from workbench.errors import SchemaError, ThresholdError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.assess.design import Design, Known, in_words, rounded
-from workbench.assess.features import OPTIMIZER
+from workbench.assessment.design import Design, Known, in_words, rounded
+from workbench.assessment.features import OPTIMIZER
 
 #: Share of the training runs that are familiar to the others, their own configuration left out.
 _QUANTILE = 0.99

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.assess.calibration import edge_spread, group_folds, platt
-from workbench.assess.design import Design, rounded
-from workbench.assess.familiarity import Familiarity
-from workbench.assess.features import as_cases, counts_as_diverged, features_of
-from workbench.assess.model import RiskModel
-from workbench.assess.scores import log_loss, resamples
+from workbench.assessment.calibration import edge_spread, group_folds, platt
+from workbench.assessment.design import Design, rounded
+from workbench.assessment.familiarity import Familiarity
+from workbench.assessment.features import as_cases, counts_as_diverged, features_of
+from workbench.assessment.model import RiskModel
+from workbench.assessment.scores import log_loss, resamples
 from workbench.errors import SchemaError, ThresholdError
 
 if TYPE_CHECKING:

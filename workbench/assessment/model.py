@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.assess.design import Design
-from workbench.assess.familiarity import Familiarity, Look
-from workbench.assess.features import LIMITS, RATE, as_cases, counts_as_diverged
+from workbench.assessment.design import Design
+from workbench.assessment.familiarity import Familiarity, Look
+from workbench.assessment.features import LIMITS, RATE, as_cases, counts_as_diverged
 from workbench.errors import ThresholdError
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class RiskModel:
 
     def card(self) -> str:
         """Data, figures and limits, as Markdown."""
-        from workbench.assess.card import card
+        from workbench.assessment.card import card
 
         return card(self)
 
@@ -233,7 +233,7 @@ class RiskModel:
         Raises:
             StoreError: If there is something at the path, or it cannot be written.
         """
-        from workbench.assess.model_file import save
+        from workbench.assessment.model_file import save
 
         return save(self, Path(path), overwrite=overwrite)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.assess.design import Design
-from workbench.assess.familiarity import Familiarity
-from workbench.assess.features import FEATURE_SETS, FEATURES
-from workbench.assess.model import RiskModel
+from workbench.assessment.design import Design
+from workbench.assessment.familiarity import Familiarity
+from workbench.assessment.features import FEATURE_SETS, FEATURES
+from workbench.assessment.model import RiskModel
 from workbench.atomic import check_free, replacing
 from workbench.errors import StoreError, ThresholdError
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.assess.features import is_complete
+from workbench.assessment.features import is_complete
 from workbench.errors import SchemaError, ThresholdError
 from workbench.sweep_schema import require
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.assess.model import RiskModel
+    from workbench.assessment.model import RiskModel
 
 _DISTANCE = {
     "long_name": "distance",

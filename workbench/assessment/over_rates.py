@@ -12,7 +12,7 @@ from workbench.errors import SchemaError, ThresholdError
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.assess.model import RiskModel
+    from workbench.assessment.model import RiskModel
 
 
 def over_rates(

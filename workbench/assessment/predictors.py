@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.assess.calibration import group_folds, platt
-from workbench.assess.features import column
-from workbench.assess.scores import Auroc, auroc, auroc_within
+from workbench.assessment.calibration import group_folds, platt
+from workbench.assessment.features import column
+from workbench.assessment.scores import Auroc, auroc, auroc_within
 from workbench.errors import SchemaError
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ print(model.with_validation(wb.risk.validate(sweep)).card())
 
 from __future__ import annotations
 
-from workbench.assess.features import FEATURE_SETS, FEATURES, feature_table, is_complete
-from workbench.assess.fitting import fit
-from workbench.assess.model import RiskModel
-from workbench.assess.model_file import load, shipped
-from workbench.assess.neighbours import nearest_runs
-from workbench.assess.over_rates import over_rates
-from workbench.assess.predictors import calibrated_score, predictor_scores, predictor_table
-from workbench.assess.scores import (
+from workbench.assessment.features import FEATURE_SETS, FEATURES, feature_table, is_complete
+from workbench.assessment.fitting import fit
+from workbench.assessment.model import RiskModel
+from workbench.assessment.model_file import load, shipped
+from workbench.assessment.neighbours import nearest_runs
+from workbench.assessment.over_rates import over_rates
+from workbench.assessment.predictors import calibrated_score, predictor_scores, predictor_table
+from workbench.assessment.scores import (
     Auroc,
     auroc,
     auroc_within,
@@ -24,8 +24,8 @@ from workbench.assess.scores import (
     reliability,
     roc_curve,
 )
-from workbench.assess.stable_rates import share_within, stable_rate_accuracy, stable_rates
-from workbench.assess.validation import boosted_probability, cross_validate, figures_of, mass_figures, validate
+from workbench.assessment.stable_rates import share_within, stable_rate_accuracy, stable_rates
+from workbench.assessment.validation import boosted_probability, cross_validate, figures_of, mass_figures, validate
 
 __all__ = [
     "FEATURES",

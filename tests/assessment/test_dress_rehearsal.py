@@ -1,0 +1,106 @@
+"""Trials of a plan on copies: they break where training breaks, and leave the model alone."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from workbench.assessment.changes import possible_changes, try_changes
+from workbench.assessment.dress_rehearsal import LOOK_EVERY, dress_rehearsal
+from workbench.errors import ThresholdError
+
+SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 16, "max_length": 8}
+
+
+@pytest.fixture(scope="module")
+def task():
+    return wb.tasks.random_tokens(length=8, vocab_size=16, batch_size=4, seed=0)
+
+
+@pytest.fixture
+def model():
+    return wb.zoo.transformer(**SIZE, norm="pre_ln", seed=0)
+
+
+def plan(rate, **options):
+    return wb.TrainingPlan(n_steps=10_000, learning_rate=rate, **options)
+
+
+def test_a_rate_that_breaks_everything_breaks_every_trial(model, task):
+    found = dress_rehearsal(model, task, plan(1e3), n_updates=12)
+    assert found["has_diverged"].values.all()
+    for trial, step in enumerate(found["divergence_step"].values.astype(int)):
+        assert np.isnan(found["loss"].values[trial, step + 1 :]).all()
+        assert str(found["cause"].values[trial])
+
+
+def test_a_small_rate_breaks_none_and_the_model_is_left_alone(model, task):
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    found = dress_rehearsal(model, task, plan(1e-3), n_updates=12)
+    assert not found["has_diverged"].values.any()
+    assert np.isfinite(found["loss"].values).all()
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+    assert all(weight.grad is None for weight in model.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_trial_is_training_on_batches_of_its_own(model, task):
+    found = dress_rehearsal(model, task, plan(1e-2), n_updates=6, n_trials=2)
+
+    class Later:
+        def stream(self, start=0):
+            return task.stream(12 + start)  # the second trial's: after those of the run and of the first trial
+
+        probe, describe = task.probe, task.describe
+
+    records = list(wb.train(copy.deepcopy(model), Later(), n_steps=6, learning_rate=1e-2))
+    assert found["loss"].values[1].tolist() == [record.loss for record in records]
+
+
+def test_a_long_warmup_is_shortened_to_half_of_a_trial(model, task):
+    assert dress_rehearsal(model, task, plan(1e-3, warmup=2000), n_updates=6, n_trials=1).attrs["warmup"] == 3
+    assert dress_rehearsal(model, task, plan(1e-3, warmup=2), n_updates=6, n_trials=1).attrs["warmup"] == 2
+
+
+def test_attention_is_watched_and_a_dense_model_has_no_routing(model, task):
+    found = dress_rehearsal(model, task, plan(1e-3), n_updates=11, n_trials=1)
+    assert found["look_step"].values.tolist() == list(range(0, 11, LOOK_EVERY))
+    assert ((found["attention_entropy_share_min"] > 0) & (found["attention_entropy_share_min"] <= 1)).all()
+    assert np.isnan(found["max_violation"].values).all()
+
+
+def test_routing_is_watched(task):
+    moe = wb.zoo.moe(**SIZE, n_experts=4, top_k=1, seed=0)
+    found = dress_rehearsal(moe, task, plan(1e-2), n_updates=6, n_trials=1)
+    assert np.isnan(found["routing_change"].values[0])  # nothing to compare the first look with
+    assert np.isfinite(found["routing_change"].values[1:]).all()
+    assert (found["max_violation"] >= 0).all()
+
+
+def test_a_ready_optimizer_is_refused(model, task):
+    ready = plan(None, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ThresholdError, match="cannot be tried on a copy"):
+        dress_rehearsal(model, task, ready)
+
+
+def test_changes_are_single_and_name_both_values():
+    changes = possible_changes(plan(0.1, warmup=5), stable_rate=0.02)
+    assert [change.setting for change in changes] == ["clip_norm", "warmup", "kss", "learning_rate"]
+    assert changes[-1].plan.learning_rate == 0.02
+    assert (changes[1].current, changes[1].proposed) == ("5", "100")
+    assert [change.setting for change in possible_changes(plan(0.1, clip_norm=1.0), float("nan"))] == [
+        "warmup",
+        "kss",
+        "learning_rate",
+    ]
+
+
+def test_what_a_change_does_is_measured(model, task):
+    changes = [c for c in possible_changes(plan(1e3), stable_rate=1e-3) if c.setting in ("clip_norm", "learning_rate")]
+    found = try_changes(model, task, changes, n_updates=8)
+    assert found["setting"].values.tolist() == ["clip_norm", "learning_rate"]
+    assert found["n_broken"].values.tolist() == [2, 0]  # no clipping saves a rate of 1,000 under Adam
+    assert np.isnan(found["last_loss"].values[0])
+    assert np.isfinite(found["last_loss"].values[1])

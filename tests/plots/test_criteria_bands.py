@@ -1,0 +1,82 @@
+"""Criteria against their bands, without pixels: where marks stand, what they look like, what is said of each."""
+
+import math
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.plots.panels import elements
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots.criteria_bands import criteria_bands, place_in_band
+
+NAN = math.nan
+
+
+@pytest.fixture
+def criteria():
+    rows = [
+        ("in the middle", 2.0, 1.0, 3.0, "healthy"),
+        ("above its limit", 0.9, NAN, 0.5, "at risk"),
+        ("below its limit", 0.1, 0.4, NAN, "failing"),
+        ("far above", 1e9, 1.0, 2.0, "failing"),
+        ("not seen", NAN, 0.0, 1.0, "not measured"),
+        ("without a band", 7.0, NAN, NAN, "not measured"),
+    ]
+    title, value, low, high, state = zip(*rows, strict=True)
+    numbers = {"value": value, "low": low, "high": high}
+    data = {name: ("criterion", np.array(column, float)) for name, column in numbers.items()}
+    data |= {name: ("criterion", list(column)) for name, column in (("title", title), ("state", state))}
+    return xr.Dataset(data | {"units": ("criterion", ["1"] * 5 + ["s"])})
+
+
+def test_marks_stand_where_their_bands_put_them(criteria):
+    (panel,) = criteria_bands(criteria)
+    marks = {
+        str(name): (float(x), float(y))
+        for points in elements(panel, "Points")
+        for name, x, y in zip(points["name"], points["place"], points["criterion"], strict=True)
+    }
+    assert len(marks) == 6
+    assert [marks[str(title)][1] for title in criteria["title"].values] == [0, -1, -2, -3, -4, -5]
+    assert marks["in the middle"][0] == 0.5
+    assert marks["above its limit"][0] > 1
+    assert marks["below its limit"][0] < 0
+    assert marks["far above"][0] == 2.6
+
+
+def test_every_number_and_every_lack_is_said(criteria):
+    (panel,) = criteria_bands(criteria)
+    told = {str(text) for labels in elements(panel, "Labels") for text in labels["text"]}
+    assert {"2  (1 to 3)", "0.9  (≤ 0.5)", "0.1  (≥ 0.4)", "not measured", "7 s  (no band)", "›"} <= told
+
+
+def test_shape_alone_tells_the_states_apart(criteria):
+    from workbench.plots.criteria_bands import STATE_LOOKS
+
+    shown = {state: marker for state, (_, marker) in STATE_LOOKS.items() if state != "not measured"}
+    assert len(set(shown.values())) == len(shown) == 3
+
+
+@given(st.floats(-1e6, 1e6), st.floats(-1e3, 1e3), st.floats(1e-3, 1e3))
+def test_a_mark_is_inside_exactly_if_the_value_is(value, low, width):
+    high = low + width
+    inside = low <= value <= high
+    if min(abs(value - low), abs(value - high)) > 1e-9 * max(1, abs(value)):
+        assert (0 <= place_in_band(value, low, high) <= 1) == inside
+
+
+@given(st.floats(0, 1e9), st.floats(0, 1e9), st.floats(1e-3, 1e3))
+def test_what_is_larger_stands_further_right(a, b, limit):
+    a, b = sorted((a, b))
+    for band in ((limit, 3 * limit), (limit, 300 * limit), (NAN, limit), (limit, NAN)):
+        assert place_in_band(a, *band) <= place_in_band(b, *band) + 1e-12
+
+
+def test_what_is_no_table_or_backend_is_refused(criteria):
+    with pytest.raises(SchemaError, match=r"is no table of criteria: it lacks state; make it with wb.assess\(\)"):
+        criteria_bands(criteria.drop_vars("state"))
+    with pytest.raises(ThresholdError, match="The backend is 'paint'"):
+        criteria_bands(criteria, backend="paint")

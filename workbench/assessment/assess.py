@@ -1,0 +1,234 @@
+"""The assessment of an architecture and a plan before compute is committed: everything measured, judged and decided."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from workbench.assessment.changes import possible_changes, try_changes
+from workbench.assessment.decisions import decide
+from workbench.assessment.depth_flow import depth_flow
+from workbench.assessment.dress_rehearsal import N_UPDATES, dress_rehearsal
+from workbench.assessment.failure_modes import judged
+from workbench.assessment.flow_numbers import flow_numbers
+from workbench.assessment.ladder import ladder
+from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
+from workbench.assessment.model_file import shipped
+from workbench.assessment.over_rates import over_rates
+from workbench.assessment.plan_risk import STABLE_BELOW, plan_risk
+from workbench.assessment.verdict import summary_of, verdict_of
+from workbench.flow import measure
+from workbench.hardware import AssessmentPlan, assess_hardware, read_plan
+from workbench.schema import SCHEMA_VERSION
+from workbench.spectral.profile import profile
+from workbench.spectral.spectra import RankWarning, versions
+from workbench.subjects.probing import on_device_of
+from workbench.training.plan import DEFAULT_RATE, TrainingPlan
+from workbench.training.sweeps import measure_case
+from workbench.training.tasks import as_task
+from workbench.training.tasks.base import require_seed
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.training.tasks import Task
+
+#: Token states of the spectra, models of a design whose flow is averaged, and rows that flow is measured on.
+N_SNAPSHOTS, N_SEEDS, N_FLOW_ROWS = 1024, 3, 8
+#: Rates, as multiples of the planned one, of the curve of risk.
+RATE_SPAN, N_RATES = 100.0, 41
+
+
+def assess(
+    subject: Any,
+    task: Any = None,
+    *,
+    plan: Any = None,
+    seed: int = 0,
+    progress: bool | Callable[[str], None] = False,
+) -> xr.DataTree:
+    """Say before training whether an architecture will train under a plan, why, and what to do.
+
+    A model or an opened checkpoint is measured with its own weights. A design is built with fresh ones: whole, if it
+    has at most four million, else thin (64 wide, at most 8 blocks, 256 tokens), and once thin at its full depth; what
+    depends on width is extrapolated from a ladder of widths. The subject is left as it was.
+
+    Args:
+        subject: A module, an opened checkpoint, or whatever `workbench.design` takes.
+        task: What it will be trained on; see `workbench.tasks.as_task`. None: the plan's task, which by default is
+            synthetic text that fits the model.
+        plan: Path of a TOML file, its sections as a mapping, or from `workbench.hardware.read_plan`; None: AdamW at
+            1e-3 for 1,000 updates, on one device in float32.
+        seed: Of fresh weights and of data.
+        progress: Say on standard error what is measured; or a function that is told.
+
+    Returns:
+        DataTree of kind "assessment". Root attributes: ``verdict`` ("proceed", "at risk", "refuse"), ``exit_status``
+        (0, 1, 2), ``summary``, the plan as JSON, sizes, versions. Nodes: ``spectra``, ``flow``, ``flow_numbers``,
+        ``initialization``, ``case`` (what the risk model looks at), ``risk``, ``risk_over_rates``, ``rehearsal``,
+        ``hardware``, ``criteria``, ``failure_modes``, ``decisions``; where a design is known ``scaling``,
+        ``depth_flow``, ``flow_at_depth``; where the plan may break ``changes``.
+
+    Raises:
+        ThresholdError: If the plan has an unknown key or an impossible value, or does not fit the subject.
+        CheckpointError: If there is no such design.
+        AnatomyError: If the subject's residual stream cannot be read.
+    """
+    import xarray as xr
+
+    start = time.monotonic()
+    say = _say(progress)
+    require_seed(seed)
+    plan = read_plan(plan)
+    measured = measured_model(subject, seed=seed, width=plan.target.width, depth=plan.target.depth)
+    plan.check_against(measured.design or measured.model)
+    bench = _Bench.of(measured, task, plan, seed)
+    parts = _measured(bench, say)
+    say("failure modes")
+    tree = xr.DataTree.from_dict(parts)
+    criteria, modes = judged(tree)
+    tree["criteria"], tree["failure_modes"] = xr.DataTree(criteria), xr.DataTree(modes)
+    verdict = verdict_of(modes)
+    if float(tree["risk"]["tried_probability"][0]) >= STABLE_BELOW:
+        say("changes to the plan")
+        tree["changes"] = xr.DataTree(bench.changes(tree))
+    tree["decisions"] = xr.DataTree(decide(tree, plan))
+    tree.attrs = {
+        "kind": "assessment",
+        "subject": measured.name,
+        "verdict": verdict,
+        "exit_status": ("proceed", "at risk", "refuse").index(verdict),
+        "summary": summary_of(measured.name, verdict, criteria, modes),
+        "plan": json.dumps(plan.as_dict(), default=str),
+        "n_weights": measured.n_weights,
+        "width": measured.target_width or int(parts["/case"]["d_model"][0]),
+        "depth": measured.target_depth or int(parts["/case"]["n_layers"][0]),
+        "measured_width": int(parts["/case"]["d_model"][0]),
+        "measured_depth": int(parts["/case"]["n_layers"][0]),
+        "has_own_weights": int(measured.is_own),
+        "task": json.dumps(bench.task.describe(), default=str),
+        "seed": seed,
+        "versions": versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "duration": time.monotonic() - start,
+        "schema_version": SCHEMA_VERSION,
+    }
+    return tree
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What is measured, and on what."""
+
+    measured: MeasuredModel
+    task: Task
+    plan: AssessmentPlan
+    training: TrainingPlan
+    seed: int
+
+    @classmethod
+    def of(cls, measured: MeasuredModel, task: Any, plan: AssessmentPlan, seed: int) -> _Bench:
+        if task is None:
+            task = planned_task(measured.model, plan, seed=seed)
+        training = plan.training_plan()
+        return cls(
+            measured, as_task(task), plan, replace(training, learning_rate=training.learning_rate or DEFAULT_RATE), seed
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The training plan as keywords."""
+        return {item.name: getattr(self.training, item.name) for item in fields(TrainingPlan)}
+
+    def rows(self) -> tuple[Any, Any]:
+        """A few rows of the first batch, with targets."""
+        inputs, targets = next(iter(self.task.stream(0)))
+        if isinstance(inputs, torch.Tensor):
+            return inputs[:N_FLOW_ROWS], targets[:N_FLOW_ROWS]
+        return inputs, targets
+
+    def changes(self, tree: xr.DataTree) -> xr.Dataset:
+        """What single changes to the plan would do, tried out."""
+        stable = float(tree["risk"]["largest_stable_rate"][0])
+        return try_changes(self.measured.model, self.task, possible_changes(self.training, stable), n_updates=N_UPDATES)
+
+
+def _measured(bench: _Bench, say: Callable[[str], None]) -> dict[str, xr.Dataset]:
+    """Everything that is measured, by its place in the tree."""
+    measured, model = bench.measured, bench.measured.model
+    inputs, targets = (on_device_of(model, part) for part in bench.rows())
+    parts: dict[str, xr.Dataset] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RankWarning)  # the rank is in the data
+        say("spectra")
+        parts["/spectra"] = profile(
+            model, bench.task.probe(N_SNAPSHOTS), n_snapshots=N_SNAPSHOTS, seed=bench.seed, progress=False
+        )
+        say("information flow")
+        flows = [
+            measure(sibling, inputs, targets=targets, jacobian=i == 0)
+            for i, sibling in enumerate(measured.siblings(N_SEEDS))
+        ]
+        parts["/flow"], parts["/flow_numbers"] = flows[0], flow_numbers(flows)
+        if measured.design is not None and not measured.is_target_size:
+            say(f"information flow at {measured.target_depth} blocks")
+            parts["/depth_flow"], parts["/flow_at_depth"] = depth_flow(
+                lambda depth, seed: measured.at_depth(depth, bench.seed + seed), measured.target_depth, inputs, targets
+            )
+        say("risk")
+        case = measure_case(model, bench.task, architecture=measured.name, n_snapshots=N_SNAPSHOTS, **bench.settings)
+    parts["/case"] = case.drop_vars("eigenvalue")  # which is in the spectra
+    parts["/initialization"] = initialization(case, bench.task)
+    say("the first updates, tried out")
+    parts["/rehearsal"] = dress_rehearsal(model, bench.task, bench.training)
+    parts["/risk"] = plan_risk(case, parts["/rehearsal"])
+    rates = bench.training.learning_rate * np.geomspace(1 / RATE_SPAN, RATE_SPAN, N_RATES)
+    parts["/risk_over_rates"] = over_rates(shipped("rehearsal"), case, rates, names=[measured.name], extrapolate=True)
+    if measured.design is not None and not measured.is_target_size:
+        say("a ladder of sizes")
+        parts["/scaling"] = ladder(measured.design, bench.task, bench.training, bench.plan, seed=bench.seed)
+    say("number formats and devices")
+    parts["/hardware"] = assess_hardware(model, bench.task, bench.plan, seed=bench.seed)
+    return parts
+
+
+def initialization(case: xr.Dataset, task: Task) -> xr.Dataset:
+    """How a fresh model starts, 0-dim.
+
+    Args:
+        case: From `workbench.sweeps.measure_case`, one run.
+        task: Whose choices a guess is over, where it says them.
+    """
+    import xarray as xr
+
+    n_choices = getattr(task, "vocab_size", None) or getattr(task, "n_classes", None)
+    loss = float(case["initial_loss"][0])
+    data = {
+        "loss_over_guess": (
+            (),
+            loss / math.log(n_choices) if n_choices and n_choices > 1 else math.nan,
+            {"long_name": "initial loss over that of a guess", "units": "1"},
+        )
+    }
+    for name in ("logit_std", "scale_response", "stream_rms_first", "stream_rms_last", "initial_grad_norm"):
+        data[name] = ((), float(case[name][0]), case[name].attrs)
+    return xr.Dataset(data)
+
+
+def _say(progress: bool | Callable[[str], None]) -> Callable[[str], None]:
+    if callable(progress):
+        return progress
+    if not progress:
+        return lambda _: None
+    import sys
+
+    return lambda text: print(f"measuring {text} ...", file=sys.stderr, flush=True)

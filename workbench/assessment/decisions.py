@@ -1,0 +1,217 @@
+"""What to do after an assessment: go on, change which setting to what, watch what, shape the spectrum, stop when."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.assessment.failure_modes.criterion import STATES
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.hardware import AssessmentPlan
+
+KINDS = ("proceed", "change", "kss", "monitor", "stop rule")
+#: Failure mode -> what to watch while training, and why. The names are those of the recorder's parts.
+_WATCH = {
+    "gradient_flow_collapse": ("optimizer: module_grad_norm, update_ratio", "which block's gradients leave first"),
+    "attention_degeneracy": (
+        "attention: attention_logit_max, attention_entropy_share, effective_rank of D2",
+        "a head collapses long before the loss moves",
+    ),
+    "routing_oscillation": (
+        "router: routing_entropy_share, max_violation, routing_change",
+        "experts die or swap before the loss moves",
+    ),
+    "scale_dependent_divergence": ("spectra, curvature: sharpness_rate", "the edge of stability moves with size"),
+    "initialization_out_of_band": ("activations: state_norm, log_z", "the stream should come back to scale"),
+    "precision_headroom": ("optimizer: gradient_rms_over_eps, update_ratio", "updates shrink where formats lose them"),
+    "divergence_risk": ("monitors: grad_norm, loss; optimizer: adam_staleness", "spikes of staleness precede the loss"),
+}
+#: What a stop rule allows beyond the largest value of trials that did not break.
+_SLACK = 2.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One thing to do.
+
+    Attributes:
+        kind: One of ``KINDS``.
+        text: What to do; one clause.
+        setting: What it is about, such as ``learning_rate``; empty if nothing is set.
+        current, proposed: The setting now and then.
+        criterion: The evidence, by name; empty: all of them.
+        effect: What it did where it was tried, one clause; empty: it was not.
+        path, variable, selection: Where the effect's number stands in the tree; empty: there is none.
+    """
+
+    kind: str
+    text: str
+    setting: str = ""
+    current: str = ""
+    proposed: str = ""
+    criterion: str = ""
+    effect: str = ""
+    path: str = ""
+    variable: str = ""
+    selection: dict[str, int] = field(default_factory=dict)
+
+
+def decide(tree: xr.DataTree, plan: AssessmentPlan) -> xr.Dataset:
+    """The decisions that follow from an assessment.
+
+    Args:
+        tree: With ``criteria``, ``failure_modes``, ``rehearsal``, ``risk`` and, if they were tried, ``changes``.
+        plan: That was assessed.
+
+    Returns:
+        Dataset with dim ``decision``, in the order in which to act: the fields of `Decision`, ``selection`` as JSON.
+    """
+    import xarray as xr
+
+    modes, criteria = tree["failure_modes"].to_dataset(), tree["criteria"].to_dataset()
+    found = [*_proceed(modes), *_changes(tree, plan), *_monitors(modes), *_stop_rules(tree)]
+    found.sort(key=lambda decision: KINDS.index(decision.kind))
+    columns: dict[str, list[Any]] = {
+        item.name: [getattr(each, item.name) for each in found] for item in fields(Decision)
+    }
+    columns["selection"] = [json.dumps(selection) for selection in columns["selection"]]
+    known = set(criteria["criterion"].values.tolist())
+    assert all(not name or name in known for name in columns["criterion"])
+    return xr.Dataset(
+        {name: ("decision", np.array(values)) for name, values in columns.items()},
+        {"decision": np.arange(len(found))},
+    )
+
+
+def _proceed(modes: xr.Dataset) -> Iterator[Decision]:
+    if all(state not in STATES[1:] for state in modes["state"].values):
+        yield Decision("proceed", "start the run as planned, with the stop rules below")
+
+
+def _changes(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
+    criteria = tree["criteria"].to_dataset()
+    bad = {
+        str(name): criteria.sel(criterion=name)
+        for name, state in zip(criteria["criterion"].values, criteria["state"].values, strict=True)
+        if state in STATES[1:]
+    }
+    if "changes" in tree:
+        yield from _tried(
+            tree["changes"].to_dataset(), "divergence_probability" if "divergence_probability" in bad else ""
+        )
+    if "rate_over_edge" in bad:
+        rate = plan.training.learning_rate or math.nan
+        proposed = float(f"{rate / float(bad['rate_over_edge']['value']):.2g}")
+        yield Decision(
+            "change", "lower the peak rate to what the ladder foretells for the target size, or parametrize by muP and "
+            "carry the small model's rate over", "learning_rate", f"{rate:g}", f"{proposed:g}", "rate_over_edge",
+        )  # fmt: skip
+    if "hardware" in tree:
+        yield from _remedies(tree["hardware"].to_dataset(), bad)
+    gains = [name for name in bad if name.startswith(("gradient_gain", "signal_gain", "branch_ratio"))]
+    if gains:
+        yield Decision(
+            "change", "bring the gain of every block near 1: normalize what enters the branches, or scale the output "
+            "matrices of the branches by 1 / sqrt(2 blocks) at initialization", "initialization", "as it is",
+            "branches / sqrt(2 blocks)", gains[0],
+        )  # fmt: skip
+    start = [name for name, row in bad.items() if str(row["failure_mode"].values) == "initialization_out_of_band"]
+    if start and not gains:
+        row = bad[start[0]]
+        yield Decision(
+            "change", f"bring the {row['title'].values} of the fresh model into the healthy band",
+            "initialization", f"{float(row['value']):.3g}", f"{_band(row)}", start[0],
+        )  # fmt: skip
+    heads = [name for name, row in bad.items() if str(row["failure_mode"].values) == "attention_degeneracy"]
+    if heads:
+        yield Decision(
+            "change", "normalize queries and keys, which bounds the attention logits", "qk_norm", "off", "on", heads[0]
+        )
+    routes = [name for name, row in bad.items() if str(row["failure_mode"].values) == "routing_oscillation"]
+    if routes:
+        yield Decision(
+            "change", "raise the auxiliary balance loss or lower the router's rate until routing settles",
+            "balance_coefficient", "as it is", "twice as large", routes[0],
+        )  # fmt: skip
+
+
+def _tried(changes: xr.Dataset, criterion: str) -> Iterator[Decision]:
+    """The changes that kept every trial alive; if none did, those that helped most."""
+    n_broken, n_trials = changes["n_broken"].values, changes["n_trials"].values
+    best = n_broken.min() if len(n_broken) else 0
+    for i in np.flatnonzero(n_broken == best):
+        setting = str(changes["setting"].values[i])
+        kept = int(n_trials[i] - n_broken[i])
+        where = {"path": "/changes", "variable": "n_broken", "selection": {"change": int(i)}}
+        effect = f"{kept} of {int(n_trials[i])} trials of it did not break"
+        words = {
+            "learning_rate": "lower the peak rate",
+            "clip_norm": "clip the gradient norm",
+            "warmup": "warm up longer",
+            "kss": "switch on Koopman Spectral Shaping",
+        }
+        if kept:
+            yield Decision(
+                "kss" if setting == "kss" else "change", words[setting], setting, str(changes["current"].values[i]),
+                str(changes["proposed"].values[i]), criterion, effect, **where,
+            )  # fmt: skip
+
+
+def _remedies(hardware: xr.Dataset, bad: dict[str, xr.Dataset]) -> Iterator[Decision]:
+    for i, name in enumerate(hardware["hazard"].values):
+        if f"hazard_{name}" in bad and str(hardware["remedy_setting"].values[i]):
+            setting, value = str(hardware["remedy_setting"].values[i]), str(hardware["remedy_value"].values[i])
+            yield Decision(
+                "change", f"set {setting} to {value}", setting, "as planned", value, f"hazard_{name}",
+                path="/hardware", variable="effect", selection={"hazard": i},
+            )  # fmt: skip
+
+
+def _monitors(modes: xr.Dataset) -> Iterator[Decision]:
+    """What to watch: first of the modes that are near, and always gradients and loss."""
+    for name, state, worst in zip(
+        modes["failure_mode"].values, modes["state"].values, modes["worst_criterion"].values, strict=True
+    ):
+        if state in STATES[1:] or name == "divergence_risk":
+            what, why = _WATCH[str(name)]
+            yield Decision("monitor", f"record {what}: {why}", "wb.Recorder", "", what, str(worst))
+
+
+def _stop_rules(tree: xr.DataTree) -> Iterator[Decision]:
+    """Limits of the first updates, from the trials that did not break."""
+    rehearsal = tree["rehearsal"].to_dataset()
+    kept = ~rehearsal["has_diverged"].values
+    n = rehearsal.attrs["n_updates"]
+    if not kept.any():
+        first = int(np.nanmin(rehearsal["divergence_step"].values))
+        yield Decision(
+            "stop rule", f"it was started unchanged: all trials broke, the first after {first} updates", "", "", "",
+            "divergence_probability", path="/rehearsal", variable="divergence_step",
+            selection={"trial": int(np.nanargmin(rehearsal["divergence_step"].values))},
+        )  # fmt: skip
+        return
+    for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")):
+        values = np.where(kept[:, None], rehearsal[name].values, -np.inf)
+        trial, step = (int(i) for i in np.unravel_index(int(np.nanargmax(values)), values.shape))
+        limit = _SLACK * float(values[trial, step])
+        text = (
+            f"the {words} exceeds {limit:.3g} within the first {n} updates at the peak rate: twice the largest of the "
+            "trials"
+        )
+        yield Decision(
+            "stop rule", text, name, "", f"{limit:.3g}", "divergence_probability",
+            path="/rehearsal", variable=name, selection={"trial": trial, "step": step},
+        )  # fmt: skip
+
+
+def _band(row: xr.Dataset) -> str:
+    low, high = float(row["low"]), float(row["high"])
+    return f"{low:.3g} to {high:.3g}" if math.isfinite(low) and math.isfinite(high) else f"at most {high:.3g}"

@@ -1,0 +1,217 @@
+"""Several designs for one objective and budget: which is more stable, and at what price."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.assessment.assess import assess
+from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
+from workbench.assessment.verdict import VERDICTS
+from workbench.errors import ThresholdError
+from workbench.hardware import AssessmentPlan, read_plan
+from workbench.hardware.sizes import model_sizes
+from workbench.schema import SCHEMA_VERSION
+from workbench.spectral.spectra import versions
+from workbench.training.loop import train
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from torch import nn
+
+#: Updates that are timed of each design, in turns of one; the median is kept, so the first ones do no harm.
+N_TIMED = 12
+#: Names that a comparison's own parts have.
+_TAKEN = ("designs",)
+
+
+def compare_designs(
+    designs: Mapping[str, Any],
+    task: Any = None,
+    *,
+    plan: Any = None,
+    seed: int = 0,
+    progress: bool | Callable[[str], None] = False,
+) -> xr.DataTree:
+    """Assess several designs under one plan, and set stability against price.
+
+    Args:
+        designs: Name -> a subject as `assess` takes it, at least two.
+        task: As in `assess`; the same for all.
+        plan: As in `assess`; its ``[budget]`` says what may be spent.
+        seed: Of fresh weights and of data.
+        progress: As in `assess`.
+
+    Returns:
+        DataTree of kind "comparison": the assessment of each design under its name, and ``designs``, dim ``design``:
+        ``verdict``, ``probability`` (of divergence under the plan, trials included), ``largest_stable_rate`` with
+        ``_low`` and ``_high``, ``rate_margin`` (that rate over the planned one), ``loss_on_trial`` (nat, mean over the
+        last updates of trials that did not break; NaN: all did), ``n_weights``, ``flops_per_token`` (forward and
+        backward), ``relative_step_time`` (of an update of the measured models, over the quickest one),
+        ``steps_in_budget`` (NaN: no budget) and ``is_dominated`` (another design is at least as good in verdict, risk
+        and work, and better in one).
+
+    Raises:
+        ThresholdError: If there are fewer than two designs, a name cannot stand in a tree, or the plan does not fit.
+    """
+    import xarray as xr
+
+    start = time.monotonic()
+    if len(designs) < 2:
+        raise ThresholdError(f"A comparison needs at least two designs, this one has {len(designs)}; add another.")
+    for name in designs:
+        if not name or "/" in name or name in _TAKEN:
+            raise ThresholdError(f"A design cannot be called '{name}'; choose a name without '/', not 'designs'.")
+    plan = read_plan(plan)
+    size = {"width": plan.target.width, "depth": plan.target.depth}
+    found = {name: measured_model(subject, seed=seed, **size) for name, subject in designs.items()}
+    for each in found.values():  # all are refused before the first is measured
+        plan.check_against(each.design or each.model)
+    trees = {
+        name: assess(subject, task, plan=plan, seed=seed, progress=_named(progress, name))
+        for name, subject in designs.items()
+    }
+    times = step_times({name: each.model for name, each in found.items()}, task, plan, seed=seed)
+    rows = [_row(trees[name], found[name], plan) for name in designs]
+    data = {name: ("design", np.array([row[name] for row in rows])) for name in rows[0]}
+    data["relative_step_time"] = ("design", np.array([times[name] for name in designs]) / min(times.values()))
+    table = xr.Dataset(data, {"design": list(designs)})
+    table["is_dominated"] = ("design", dominated(table))
+    for name, (long_name, units) in _MEANING.items():
+        table[name].attrs = {"long_name": long_name, "units": units}
+    tree = xr.DataTree.from_dict({"designs": table, **trees})
+    tree.attrs = {
+        "kind": "comparison",
+        "subject": " or ".join(designs),
+        "plan": json.dumps(plan.as_dict(), default=str),
+        "seed": seed,
+        "versions": versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "duration": time.monotonic() - start,
+        "schema_version": SCHEMA_VERSION,
+    }
+    return tree
+
+
+_MEANING = {
+    "verdict": ("verdict", ""),
+    "probability": ("probability of divergence under the plan", "1"),
+    "largest_stable_rate": ("largest stable learning rate", "1"),
+    "largest_stable_rate_low": ("lower bound of the stable rate", "1"),
+    "largest_stable_rate_high": ("upper bound of the stable rate", "1"),
+    "rate_margin": ("stable rate over the planned one", "1"),
+    "loss_on_trial": ("loss at the end of the trials", "nat"),
+    "n_weights": ("weights", "1"),
+    "flops_per_token": ("work a token, forward and backward", "FLOP"),
+    "relative_step_time": ("time of an update over the quickest design's", "1"),
+    "steps_in_budget": ("updates in the budget", "1"),
+    "is_dominated": ("another design is as good and cheaper, or better at its price", ""),
+}
+
+
+def _row(tree: xr.DataTree, measured: MeasuredModel, plan: AssessmentPlan) -> dict[str, Any]:
+    risk = tree["risk"].to_dataset().isel(run=0)
+    rehearsal = tree["rehearsal"].to_dataset()
+    kept = rehearsal["loss"].values[~rehearsal["has_diverged"].values]
+    rate = float(tree["case"]["learning_rate"][0])
+    stable = float(risk["largest_stable_rate"])
+    flops = flops_per_token(measured, plan)
+    return {
+        "verdict": tree.attrs["verdict"],
+        "probability": float(risk["tried_probability"]),
+        "largest_stable_rate": stable,
+        "largest_stable_rate_low": float(risk["stable_rate_low"]),
+        "largest_stable_rate_high": float(risk["stable_rate_high"]),
+        "rate_margin": stable / rate,
+        "loss_on_trial": float(kept[:, -10:].mean()) if len(kept) else math.nan,
+        "n_weights": measured.n_weights,
+        "flops_per_token": flops,
+        "steps_in_budget": steps_in_budget(plan, flops),
+    }
+
+
+def flops_per_token(measured: MeasuredModel, plan: AssessmentPlan) -> float:
+    """Work of one token, forward and backward, in floating-point operations, by the usual count.
+
+    Six for each weight that a token meets, and 12 x blocks x width x length for the attention scores (PaLM,
+    arXiv:2204.02311, Appendix B). Of experts only those that a token goes to are counted.
+    """
+    sizes = model_sizes(measured.design or measured.model)
+    n_weights = measured.n_weights - _idle_weights(measured)
+    length = plan.training.sequence_length or 0
+    scores = 12 * (sizes.depth or 0) * (sizes.width or 0) * length if sizes.n_heads else 0
+    return float(6 * n_weights + scores)
+
+
+def _idle_weights(measured: MeasuredModel) -> int:
+    """Weights of the experts that a token does not go to, from a thin model's share of expert weights."""
+    sizes = model_sizes(measured.design or measured.model)
+    config = getattr(measured.model, "config", None)
+    top_k = next((getattr(config, n) for n in ("top_k", "num_experts_per_tok") if getattr(config, n, None)), None)
+    if not sizes.n_experts or not top_k:
+        return 0
+    own = sum(
+        weight.numel()
+        for name, weight in measured.model.named_parameters()
+        if "expert" in name and weight.numel() >= sizes.n_experts
+    )
+    whole = sum(weight.numel() for weight in measured.model.parameters())
+    return int(measured.n_weights * own / whole * (1 - top_k / sizes.n_experts))
+
+
+def steps_in_budget(plan: AssessmentPlan, flops: float) -> float:
+    """Updates that the budget of a plan allows; NaN: it sets none."""
+    length = plan.training.sequence_length
+    if length is None or (plan.budget.tokens is None and plan.budget.flops is None):
+        return math.nan
+    tokens = plan.batch_size * length
+    of_tokens = math.inf if plan.budget.tokens is None else plan.budget.tokens / tokens
+    of_flops = math.inf if plan.budget.flops is None else plan.budget.flops / (flops * tokens)
+    return float(math.floor(min(of_tokens, of_flops)))
+
+
+def step_times(models: Mapping[str, nn.Module], task: Any, plan: AssessmentPlan, *, seed: int) -> dict[str, float]:
+    """Seconds of an update of each model on copies, taken in turns so that a busy machine slows all of them alike."""
+    from workbench.training.tasks import as_task
+
+    runs = {}
+    for name, model in models.items():
+        own = planned_task(model, plan, seed=seed) if task is None else task
+        runs[name] = train(
+            copy.deepcopy(model), as_task(own), n_steps=N_TIMED + 1, learning_rate=1e-6, stops_at_divergence=False
+        )
+        next(runs[name])
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(N_TIMED):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            next(run)
+            taken[name].append(time.perf_counter() - start)
+    for run in runs.values():
+        run.close()
+    return {name: float(np.median(seconds)) for name, seconds in taken.items()}
+
+
+def dominated(table: xr.Dataset) -> np.ndarray:
+    """Which designs another one beats: as good in verdict, risk and work a token, and better in at least one."""
+    scores = np.column_stack(
+        [
+            [VERDICTS.index(verdict) for verdict in table["verdict"].values],
+            table["probability"].values,
+            table["flops_per_token"].values,
+        ]
+    )
+    return np.array([any((other <= own).all() and (other < own).any() for other in scores) for own in scores])
+
+
+def _named(progress: bool | Callable[[str], None], name: str) -> bool | Callable[[str], None]:
+    if not callable(progress):
+        return progress
+    return lambda text: progress(f"{name}: {text}")

@@ -1,0 +1,21 @@
+"""Ways in which training fails: for each, measured criteria, what healthy runs show, and how sure the verdict is."""
+
+from workbench.assessment.failure_modes.criterion import NOT_MEASURED, STATES, Band, Criterion, Reading, judge
+from workbench.assessment.failure_modes.modes import FAILURE_MODES, FailureMode
+from workbench.assessment.failure_modes.reference import band_of, healthy_bands
+from workbench.assessment.failure_modes.table import CRITERIA, judged
+
+__all__ = [
+    "CRITERIA",
+    "FAILURE_MODES",
+    "NOT_MEASURED",
+    "STATES",
+    "Band",
+    "Criterion",
+    "FailureMode",
+    "Reading",
+    "band_of",
+    "healthy_bands",
+    "judge",
+    "judged",
+]

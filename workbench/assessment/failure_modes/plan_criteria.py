@@ -1,0 +1,114 @@
+"""Criteria of the plan: risk and trial updates, scale, initialization, number formats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.assessment.failure_modes.criterion import Band, Criterion, Reading, number, worst_of
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: A risk above the first is at risk (half of such runs are lost), above the second failing.
+RISK_LIMIT, RISK_FAILING = 0.5, 0.9
+#: Standard errors that an interval of 95 % reaches to either side.
+_Z95 = 1.96
+_START = "initialization_out_of_band"
+
+
+def _risk(tree: xr.DataTree) -> Reading | str:
+    if "/risk" not in tree.groups:
+        return "the risk was not measured"
+    risk = tree["/risk"].to_dataset().isel(run=0)
+    low, high = float(risk["tried_low"]), float(risk["tried_high"])
+    spread = (high - low) / (2 * _Z95) if math.isfinite(high - low) else 0.0
+    return Reading(float(risk["tried_probability"]), spread, {"run": 0})
+
+
+def _of_start(name: str) -> Callable[[xr.DataTree], Reading | str]:
+    return lambda tree: number(tree["/initialization"].to_dataset(), name)
+
+
+def _of_spectra(name: str) -> Callable[[xr.DataTree], Reading | str]:
+    return lambda tree: worst_of(tree["/spectra"].to_dataset(), name, largest=True)
+
+
+def _of_rehearsal(name: str, *, largest: bool) -> Callable[[xr.DataTree], Reading | str]:
+    def read(tree: xr.DataTree) -> Reading | str:
+        if "/rehearsal" not in tree.groups:
+            return "the plan was not tried out"
+        return worst_of(tree["/rehearsal"].to_dataset(), name, largest=largest)
+
+    return read
+
+
+def _rate_against_edge(tree: xr.DataTree) -> Reading | str:
+    if "/scaling" not in tree.groups:
+        return "the subject was not built at other sizes"
+    data = tree["/scaling"].to_dataset()
+    if "rate_over_edge" not in data or not np.isfinite(float(data["rate_over_edge"])):
+        return str(data.attrs.get("unsupported", "")) or "the ladder does not support a claim about the stable rate"
+    return Reading(float(data["rate_over_edge"]), float(data["rate_over_edge_error"]))
+
+
+def _coordinate_exponent(tree: xr.DataTree) -> Reading | str:
+    if "/scaling" not in tree.groups or "coordinate_exponent" not in tree["/scaling"]:
+        return "updates were not compared over widths"
+    return worst_of(tree["/scaling"].to_dataset(), "coordinate_exponent", largest=True)
+
+
+PLAN = (
+    Criterion(
+        "divergence_probability", "divergence_risk", "probability of divergence under the plan", "1", "/risk",
+        "tried_probability", _risk, "the run is more likely lost than not",
+        Band(high=RISK_LIMIT, failing_high=RISK_FAILING, why="half of the runs with such a risk diverge"),
+    ),
+    Criterion(
+        "rate_over_edge", "scale_dependent_divergence", "planned rate over the stable rate at the target size", "1",
+        "/scaling", "rate_over_edge", _rate_against_edge, "the rate that small sizes bear breaks the target size",
+        Band(high=1.0, failing_high=2.0, why="above 1 the planned rate is beyond the edge, known to a factor 2"),
+        scale="log",
+    ),
+    Criterion(
+        "attention_entropy_share_rehearsed", "attention_degeneracy", "smallest attention entropy share on trial", "1",
+        "/rehearsal", "attention_entropy_share_min", _of_rehearsal("attention_entropy_share_min", largest=False),
+        "a head collapses onto one token within the first updates", scale="share", bad_side="low",
+    ),
+    Criterion(
+        "attention_logit_rehearsed", "attention_degeneracy", "largest attention logit on trial", "1", "/rehearsal",
+        "attention_logit_max", _of_rehearsal("attention_logit_max", largest=True),
+        "attention logits run away within the first updates", scale="log", bad_side="high",
+    ),
+    Criterion(
+        "routing_change_rehearsed", "routing_oscillation", "largest routing change on trial", "1", "/rehearsal",
+        "routing_change", _of_rehearsal("routing_change", largest=True),
+        "tokens keep changing experts from look to look", scale="share", bad_side="high",
+    ),
+    Criterion(
+        "max_violation_rehearsed", "routing_oscillation", "largest MaxVio on trial", "1", "/rehearsal",
+        "max_violation", _of_rehearsal("max_violation", largest=True), "one expert takes most of the tokens",
+        bad_side="high",
+    ),
+    *(
+        Criterion(
+            name, _START, title, "1", "/initialization", name, _of_start(name), meaning, scale="log", bad_side=bad_side
+        )
+        for name, title, meaning, bad_side in (
+            ("loss_over_guess", "initial loss over that of a guess", "the fresh model is worse than a guess", "high"),
+            ("logit_std", "spread of the output logits", "the fresh model is sure of what it cannot know", "high"),
+            ("stream_rms_last", "size of the stream after the last block", "the stream starts out of scale", "both"),
+            ("initial_grad_norm", "initial gradient norm", "the first gradient is out of scale", "both"),
+        )
+    ),
+    *(
+        Criterion(name, _START, title, "1", "/spectra", name, _of_spectra(name), meaning, scale="log", bad_side="high")
+        for name, title, meaning in (
+            ("spectral_radius", "largest spectral radius", "a block stretches some direction unlike any healthy one"),
+            ("energy_gain", "largest energy gain of a block", "a block adds energy unlike any healthy one"),
+        )
+    ),
+)  # fmt: skip

@@ -1,0 +1,63 @@
+"""What healthy runs show: the bands that shipped models were recorded to lie in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from workbench.assessment.failure_modes.criterion import EDGE_OF_SHARE, SCALES, Band
+
+#: A band reaches this share of its width beyond the healthy values on either side; chosen so that a healthy model of an
+#: architecture that was left out seldom falls outside (``false_alarms`` in the shipped reference).
+MARGIN = 0.25
+#: The narrowest width that healthy values are taken to have, on their scale.
+_NARROWEST = 0.2
+
+
+def _shipped() -> Mapping[str, Any]:
+    return json.loads((files("workbench.assessment") / "shipped" / "healthy.json").read_text())
+
+
+def healthy_bands() -> Mapping[str, Band]:
+    """Criterion -> band, from the recorded healthy models (``data/make_healthy_reference.py``)."""
+    return {name: Band(**band) for name, band in _shipped()["bands"].items()}
+
+
+def rehearsal_weights() -> tuple[float, float, float]:
+    """Intercept, weight of the model's log-odds, and weight of the share of broken trials; see `plan_risk`."""
+    weights = _shipped()["rehearsal"]
+    return weights["intercept"], weights["log_odds"], weights["share_broken"]
+
+
+def band_of(values: Sequence[float], *, scale: str, margin: float = MARGIN) -> Band:
+    """The band around healthy values.
+
+    Args:
+        values: One per healthy model, in the criterion's unit; what is not finite (or not positive, on the scale "log")
+            is left out.
+        scale: Of the margin: "linear", "log" or "share".
+        margin: Share of the values' range that is added at either end. A value is failing where it lies beyond the band
+            by as much as the band is wide.
+
+    Returns:
+        The band with its number of models; open, with none, if no value is left.
+    """
+    x = np.asarray(values, dtype=float)
+    x = x[np.isfinite(x) & ((x > 0) | (scale != "log"))]
+    if not len(x):
+        return Band()
+    there, back = SCALES[scale]
+    x = there(x)
+    width = max(float(np.ptp(x)), _NARROWEST)
+    low, high = float(x.min()) - margin * width, float(x.max()) + margin * width
+    ends = (low, high, low - (high - low), high + (high - low))
+    low, high, failing_low, failing_high = (float(back(np.array(end))) for end in ends)
+    if scale == "share":  # where the band reaches the end of what a share can be, that side is open
+        low, failing_low = (limit if limit > EDGE_OF_SHARE else -math.inf for limit in (low, failing_low))
+        high, failing_high = (limit if limit < 1 - EDGE_OF_SHARE else math.inf for limit in (high, failing_high))
+    return Band(low, high, failing_low, failing_high, len(x), "healthy recorded models")
