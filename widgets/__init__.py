@@ -8,6 +8,7 @@ from typing import Any
 #: Public name -> module:attribute.
 _PUBLIC = {
     "ArchitectureComparison": "widgets.architecture_comparison:ArchitectureComparison",
+    "AssessmentReport": "widgets.assessment_report:AssessmentReport",
     "LiveTraining": "widgets.live_training:LiveTraining",
     "RiskExplorer": "widgets.risk_explorer:RiskExplorer",
     "SpectrumExplorer": "widgets.spectrum_explorer:SpectrumExplorer",

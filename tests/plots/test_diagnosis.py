@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.plots.panels import elements, ends
-from tests.report import made_trees
+from tests.reports import made_trees
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import save
 from workbench.plots.diagnosis import cause_bars, evidence_bars, evidence_timeline

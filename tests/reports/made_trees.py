@@ -1,0 +1,304 @@
+"""Small trees of every kind that reports are made of: real spectra, other parts with the names of the library."""
+
+import functools
+import json
+
+import numpy as np
+import xarray as xr
+
+import workbench as wb
+from workbench.flow import measure
+
+STATES = ("healthy", "at risk", "failing", "not measured")
+
+
+def model_and_rows(seed=0):
+    """A real, small transformer without normalization, and what it reads."""
+    model = wb.zoo.transformer(norm="none", d_model=16, n_layers=3, n_heads=2, vocab_size=32, max_length=16, seed=seed)
+    return model, wb.tasks.random_tokens(vocab_size=32, length=16).batch(0)
+
+
+@functools.cache
+def spectra(seed=0):
+    model, (inputs, _) = model_and_rows(seed)
+    return wb.profile(model, inputs, progress=False)
+
+
+def text(dim, values):
+    return (dim, np.array([str(value) for value in values]))
+
+
+def columns_of(names, rows):
+    """Name -> column, of rows."""
+    return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def number(dim, values, long_name="", units="1"):
+    return (
+        dim,
+        np.array(values, dtype=float),
+        {"long_name": long_name, "units": units} if long_name else {"units": units},
+    )
+
+
+def risk(probability=0.62, rate=0.0021):
+    values = {
+        "probability": 0.55, "low": 0.31, "high": 0.77, "tried_probability": probability, "tried_low": 0.4,
+        "tried_high": 0.81, "share_broken": 1 / 3, "largest_stable_rate": rate, "stable_rate_low": rate / 2,
+        "stable_rate_high": rate * 2.2, "expected_stable_rate": rate * 1.3, "distance": 0.71,
+    }  # fmt: skip
+    data = {name: number("run", [value], name.replace("_", " ")) for name, value in values.items()}
+    return xr.Dataset(data | {"is_familiar": ("run", [True]), "farthest_feature": text("run", ["depth"])})
+
+
+def risk_over_rates(name, rate=0.0021):
+    rates = np.geomspace(1e-5, 0.1, 41)
+    odds = 2.2 * np.log(rates / rate) - 1.4
+    curves = {key: 1 / (1 + np.exp(-odds - shift)) for key, shift in (("probability", 0), ("low", -0.7), ("high", 0.7))}
+    dims = ("architecture", "learning_rate")
+    edges = {"": 1.0, "_low": 0.5, "_high": 2.2}
+    return xr.Dataset(
+        {key: (dims, curve[None]) for key, curve in curves.items()}
+        | {"is_familiar": (dims, (rates < 0.03)[None])}
+        | {f"largest_stable_rate{key}": ("architecture", [factor * rate]) for key, factor in edges.items()},
+        {"architecture": [name], "learning_rate": rates},
+        {"below": 0.2, "level": 0.95},
+    )
+
+
+@functools.cache
+def flow():
+    """Measured, but for a gradient that grows from block to block and heads that narrow."""
+    model, (inputs, targets) = model_and_rows()
+    measured = measure(model, inputs[:4], targets=targets[:4], jacobian=False)
+    planted = {"signal_gain": 1.1 + 0.2 * np.arange(3), "gradient_gain": 1.6 + 0.9 * np.arange(3)}
+    planted["attention_entropy_share"] = np.linspace(0.9, 0.35, 6).reshape(3, 2)
+    return measured.assign({name: measured[name].copy(data=values) for name, values in planted.items()})
+
+
+def hardware():
+    rows = [
+        ("weights", "updates lost in low-precision weights", True, 0.31, "share", 0.1, 0.5, "at risk"),
+        ("reduction", "error of the reduced gradient", True, 2e-4, "1", 1e-2, 0.1, "healthy"),
+        ("staleness", "stale gradients", False, np.nan, "1", 0.1, 0.5, "not measured"),
+    ]
+    names = ("hazard", "title", "applies", "effect", "unit", "healthy_limit", "failing_limit", "state")
+    columns = columns_of(names, rows)
+    data = {name: ("hazard", np.array(columns[name])) for name in names[1:]}
+    data |= {name: text("hazard", [""] * 3) for name in ("setting", "meaning", "remedy_setting", "remedy_value")}
+    return xr.Dataset(data, {"hazard": columns["hazard"]})
+
+
+_FIELDS = (
+    "criterion", "failure_mode", "title", "low", "high", "n_reference", "layer", "path", "variable", "selection",
+    "confidence", "reason",
+)  # fmt: skip
+_CRITERIA = [
+    ("divergence_probability", "divergence_risk", "probability of divergence under the plan", np.nan, 0.5, 0, -1,
+     "/risk", "tried_probability", {"run": 0}, 0.8, "the run is more likely lost than not"),
+    ("gradient_gain_worst", "gradient_flow_collapse", "largest gradient gain of a block", 0.6, 1.8, 37, 2,
+     "/flow", "gradient_gain", {"layer": 2}, 0.93, "the gradient grows from block to block"),
+    ("spectral_radius", "initialization_out_of_band", "largest spectral radius", np.nan, 40.0, 37, 1,
+     "/spectra", "spectral_radius", {"layer": 1}, 0.9, "a block stretches some direction unlike any healthy one"),
+    ("entropy", "attention_degeneracy", "smallest attention entropy share", 0.3, np.nan, 37, 2,
+     "/flow", "attention_entropy_share", {"layer": 2, "head": 1}, 0.88, "a head looks at one token only"),
+    ("hazard_weights", "precision_headroom", "updates lost in low-precision weights", np.nan, 0.1, 0, -1,
+     "/hardware", "effect", {"hazard": 0}, 1.0, "small updates are rounded away"),
+    ("routing", "routing_oscillation", "largest routing change on trial", np.nan, np.nan, 0, -1,
+     "", "", {}, 0.0, "the model has no router"),
+]  # fmt: skip
+_MODES = {
+    "gradient_flow_collapse": ("Gradient flow collapse", "gradients vanish or explode on their way through the depth"),
+    "attention_degeneracy": ("Attention degeneracy", "heads look at one token only, or all tokens become alike"),
+    "routing_oscillation": ("Routing oscillation", "tokens keep changing experts"),
+    "initialization_out_of_band": ("Initialization out of band", "the fresh model starts where no healthy one has"),
+    "precision_headroom": ("Precision headroom", "number formats lose what the updates need"),
+    "divergence_risk": ("Divergence under the plan", "the planned rate breaks the run"),
+}
+
+
+def _judged(value, low, high):
+    if np.isnan(value):
+        return "not measured"
+    if (np.isnan(low) or value >= low) and (np.isnan(high) or value <= high):
+        return "healthy"
+    return "failing" if high == high and value > 1.8 * high else "at risk"
+
+
+def criteria(parts):
+    columns = columns_of(_FIELDS, _CRITERIA)
+    values = [
+        float(parts[path.strip("/")][variable].isel(selection)) if path else np.nan
+        for path, variable, selection in zip(columns["path"], columns["variable"], columns["selection"], strict=True)
+    ]
+    states = [_judged(*row) for row in zip(values, columns["low"], columns["high"], strict=True)]
+    data = {name: number("criterion", columns[name]) for name in ("low", "high", "confidence")}
+    data |= {name: text("criterion", columns[name]) for name in ("failure_mode", "title", "path", "variable", "reason")}
+    data |= {name: ("criterion", np.array(columns[name])) for name in ("n_reference", "layer")}
+    data["value"] = number("criterion", values)
+    data["units"] = text("criterion", ["1"] * len(values))
+    data["state"] = text("criterion", states)
+    data["selection"] = text("criterion", [json.dumps(selection) for selection in columns["selection"]])
+    return xr.Dataset(data, {"criterion": columns["criterion"]})
+
+
+def failure_modes(judged):
+    rank = {"failing": 3, "at risk": 2, "healthy": 1, "not measured": 0}
+    worst = {}
+    for row, mode in enumerate(judged["failure_mode"].values):
+        if (
+            str(mode) not in worst
+            or rank[str(judged["state"].values[row])] > rank[str(judged["state"].values[worst[str(mode)]])]
+        ):
+            worst[str(mode)] = row
+    rows = [worst[mode] for mode in _MODES]
+    states = [str(judged["state"].values[row]) for row in rows]
+    ids = [
+        "" if state == "not measured" else judged["criterion"].values[row]
+        for row, state in zip(rows, states, strict=True)
+    ]
+    return xr.Dataset(
+        {
+            "title": text("failure_mode", [title for title, _ in _MODES.values()]),
+            "meaning": text("failure_mode", [meaning for _, meaning in _MODES.values()]),
+            "state": text("failure_mode", states),
+            "confidence": number("failure_mode", judged["confidence"].values[rows]),
+            "worst_criterion": text("failure_mode", ids),
+        },
+        {"failure_mode": list(_MODES)},
+    )
+
+
+def decisions(verdict):
+    rows = [
+        ("change", "learning_rate", "0.003", "0.0021", "divergence_probability", "lower the peak rate",
+         "3 of 3 trials did not break"),
+        ("kss", "kss", "off", "recommended", "gradient_gain_worst", "switch on Koopman Spectral Shaping", ""),
+        ("monitor", "wb.Recorder", "", "optimizer: module_grad_norm", "gradient_gain_worst",
+         "record the gradient of each block", ""),
+        ("stop rule", "loss", "", "9.3", "", "the loss exceeds 9.3 within the first 50 updates", ""),
+    ]  # fmt: skip
+    if verdict == "proceed":
+        rows = [("proceed", "", "", "", "", "start the run as planned, with the stop rules below", ""), *rows[2:]]
+    names = ("kind", "setting", "current", "proposed", "criterion", "text", "effect")
+    data = {name: text("decision", column) for name, column in columns_of(names, rows).items()}
+    return xr.Dataset(data, {"decision": np.arange(len(rows))})
+
+
+def assessment(verdict="at risk", *, subject="No-Norm, 3 blocks", probability=0.62, rate=0.0021, seed=0):
+    """The tree of `wb.assess`."""
+    parts = {
+        "spectra": spectra(seed),
+        "flow": flow(),
+        "risk": risk(probability, rate),
+        "risk_over_rates": risk_over_rates(subject, rate),
+        "hardware": hardware(),
+    }
+    parts["criteria"] = criteria(parts)
+    parts["failure_modes"] = failure_modes(parts["criteria"])
+    parts["decisions"] = decisions(verdict)
+    tree = xr.DataTree.from_dict(parts)
+    plan = {"training": {"learning_rate": 0.003, "n_steps": 1000}, "hardware": {"data_parallel": 4}}
+    tree.attrs = {
+        "kind": "assessment", "subject": subject, "verdict": verdict,
+        "exit_status": ("proceed", "at risk", "refuse").index(verdict),
+        "summary": f"{subject} is at risk as planned: the gradient grows from block to block.",
+        "plan": json.dumps(plan), "n_weights": 10_432, "width": 16, "depth": 3, "seed": seed,
+        "versions": json.dumps({"workbench": "0.1.0"}), "created": "2026-01-01T00:00:00+00:00", "duration": 12.3,
+        "schema_version": 1,
+    }  # fmt: skip
+    return tree
+
+
+def diagnosis(*, subject="run 17", failure_step=412, with_outcome=True):
+    """The tree of `wb.diagnose`."""
+    causes = [
+        ("learning_rate", "Learning rate too high", "hyperparameter", 0.81, -1),
+        ("architecture", "No normalization", "architecture", 0.15, 2),
+        ("precision", "Low precision", "precision", 0.03, -1),
+        ("data", "Bad data", "data", 0.01, -1),
+    ]
+    ids, titles, kinds, probability, layer = zip(*causes, strict=True)
+    evidence = [
+        (
+            "learning_rate",
+            2.1,
+            "sharpness_rate",
+            2.7,
+            "1",
+            2.0,
+            395.0,
+            -1,
+            "sharpness times rate passed 2 before the loss moved",
+        ),
+        ("learning_rate", 0.9, "update_ratio", 0.013, "1", 0.001, 380.0, -1, "updates were 13 times as large as usual"),
+        ("learning_rate", -0.4, "warmup", 200.0, "step", np.nan, -1.0, -1, "the warmup was long"),
+        ("architecture", -0.7, "gradient_gain", 1.02, "1", 1.0, 300.0, 2, "gradients passed every block unchanged"),
+        ("precision", -1.5, "gradient_underflow", 0.0, "1", 0.01, -1.0, -1, "no gradient was rounded to zero"),
+    ]
+    keys = ("cause", "weight", "quantity", "value", "units", "reference", "step", "layer", "sentence")
+    columns = columns_of(keys, evidence)
+    floats = {name: number("evidence", columns[name]) for name in ("weight", "value", "reference", "step")}
+    texts = {name: text("evidence", columns[name]) for name in ("cause", "quantity", "units", "sentence")}
+    texts["sign"] = text("evidence", [f"odd_{name}" for name in columns["quantity"]])
+    experiments = xr.Dataset(
+        {
+            "cause": text("experiment", ["learning_rate", "architecture"]),
+            "change": text("experiment", [json.dumps({"learning_rate": 0.001}), json.dumps({"norm": "pre"})]),
+            "title": text("experiment", ["A third of the rate", "The same with normalization"]),
+            "n_steps": ("experiment", [120, 500], {"units": "step"}), "from_step": ("experiment", [360, 0]),
+            "expected_if_right": text("experiment", ["the loss stays down", "the loss stays down"]),
+            "expected_if_wrong": text("experiment", ["it fails again", "it fails again"]),
+            "cost": number("experiment", [0.2, 1.0]),
+        },
+        {"order": ("experiment", [1, 2])},
+    )  # fmt: skip
+    if with_outcome:
+        experiments["outcome"] = text("experiment", ["the run survived", ""])
+        experiments["supports"] = ("experiment", [True, False])
+        experiments["value"], experiments["twin_value"] = (
+            number("experiment", v) for v in ([1.3, np.nan], [55.0, np.nan])
+        )
+    tree = xr.DataTree.from_dict(
+        {
+            "causes": xr.Dataset(
+                {
+                    "title": text("cause", titles), "kind": text("cause", kinds),
+                    "probability": number("cause", probability), "layer": ("cause", list(layer)),
+                },
+                {"cause": list(ids)},
+            ),
+            "evidence": xr.Dataset(floats | texts | {"layer": ("evidence", list(columns["layer"]))}),
+            "experiments": experiments,
+        }
+    )  # fmt: skip
+    tree.attrs = {
+        "kind": "diagnosis", "subject": subject, "fault": "hyperparameter", "failure_step": failure_step,
+        "summary": f"{subject} most likely failed because the learning rate was too high.", "schema_version": 1,
+        "created": "2026-01-01T00:00:00+00:00",
+    }  # fmt: skip
+    return tree
+
+
+def comparison():
+    """The tree of `wb.compare_designs`."""
+    trees = {
+        "wide": assessment("at risk", subject="wide", probability=0.62, rate=0.0021),
+        "deep": assessment("proceed", subject="deep", probability=0.07, rate=0.008, seed=1),
+    }
+    rows = {name: tree.attrs for name, tree in trees.items()}
+    designs = xr.Dataset(
+        {
+            "verdict": text("design", [attrs["verdict"] for attrs in rows.values()]),
+            "probability": number("design", [0.62, 0.07], "risk of divergence"),
+            "largest_stable_rate": number("design", [0.0021, 0.008], "largest stable rate"),
+            "n_weights": ("design", [attrs["n_weights"] for attrs in rows.values()]),
+            "flops_per_token": number("design", [6e4, 9e4], "work a token", "FLOP"),
+            "relative_step_time": number("design", [1.0, 1.4], "time of a step beside the first"),
+            "steps_in_budget": number("design", [1000, 700], "steps in the budget", "step"),
+        },
+        {"design": list(trees)},
+    )
+    tree = xr.DataTree.from_dict({"designs": designs} | trees)
+    tree.attrs = {"kind": "comparison", "schema_version": 1, "created": "2026-01-01T00:00:00+00:00"}
+    return tree

@@ -1,0 +1,129 @@
+"""References to numbers: found where they stand, said in words, and loud when they are not there."""
+
+import math
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.reports import made_trees
+from workbench.errors import SchemaError
+from workbench.reports.quantity import Numbers, _anchor
+from workbench.reports.words import band_in_words, listed, number_in_words
+
+PERCENT = "\N{NO-BREAK SPACE}%"
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    return Numbers(made_trees.assessment())
+
+
+def test_a_value_knows_its_place(numbers):
+    found = numbers.value("flow", "signal_gain", layer=1)
+    assert (found.value, found.text, found.where) == (1.3, "1.3", "/flow signal_gain, layer 1")
+    assert found.anchor == "n-flow-signal_gain-layer-1"
+    assert found.meaning == "signal gain"
+
+
+def test_what_a_criterion_judges_is_one_quantity_with_one_place(numbers):
+    judged = numbers.criterion("gradient_gain_worst")
+    assert (judged.band, judged.state, judged.where) == ("0.6 to 1.8", "failing", "/flow gradient_gain, layer 2")
+    assert numbers.value("flow", "gradient_gain", layer=2) == judged
+    assert numbers.value("flow", "gradient_gain", layer=-1) == judged
+    assert numbers.value("risk", "tried_probability") == numbers.criterion("divergence_probability")
+
+
+def test_an_attribute_is_found_inside_of_json(numbers):
+    assert numbers.attribute("plan", "training", "learning_rate").value == 0.003
+    assert numbers.has_attribute("plan", "hardware", "data_parallel")
+    assert not numbers.has_attribute("plan", "budget", "tokens")
+
+
+def test_counts_are_those_of_the_table(numbers):
+    states = numbers.texts("criteria", "state")
+    for state in set(states):
+        assert numbers.count("criteria", "state", state, meaning="").value == states.count(state)
+
+
+@pytest.mark.parametrize(
+    ("path", "variable", "selection", "sentence"),
+    [
+        ("nowhere", "x", {}, "The tree has no /nowhere, on which a sentence of its report rests; make it again."),
+        ("flow", "nothing", {}, "The tree has no 'nothing' at /flow, on which its report rests; make it again."),
+        ("flow", "signal_gain", {}, "/flow signal_gain is not one number: select along layer (3)."),
+        ("flow", "signal_gain", {"layer": 9}, "/flow signal_gain has no layer 9; it has 3."),
+        ("flow", "signal_gain", {"head": 0}, "/flow signal_gain has no dimension 'head'; it has layer."),
+    ],
+)
+def test_what_is_not_there_is_said_loudly(numbers, path, variable, selection, sentence):
+    with pytest.raises(SchemaError) as caught:
+        numbers.value(path, variable, **selection)
+    assert str(caught.value) == sentence
+
+
+def test_unknown_criteria_and_attributes_are_refused(numbers):
+    with pytest.raises(SchemaError, match="no criterion 'luck', which its report names"):
+        numbers.criterion("luck")
+    with pytest.raises(SchemaError, match="no attribute 'mood' at /"):
+        numbers.attribute("mood")
+
+
+def test_a_selection_that_is_no_json_is_refused():
+    tree = made_trees.assessment()
+    data = tree["criteria"].to_dataset()
+    data["selection"] = data["selection"].astype(object)
+    data["selection"][0] = "layer 2"
+    tree["criteria"] = xr.DataTree(data)
+    with pytest.raises(
+        SchemaError, match="selection of the criterion 'divergence_probability' is 'layer 2', expected JSON"
+    ):
+        Numbers(tree)
+
+
+@given(st.lists(st.tuples(st.text(max_size=6), st.text(max_size=6)), min_size=2, max_size=6, unique=True))
+def test_anchors_are_valid_for_links(parts):
+    for pair in parts:
+        anchor = _anchor(*pair)
+        assert anchor.startswith("n-")
+        assert all(sign.isascii() and (sign.isalnum() or sign in "-_") for sign in anchor)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_share", "words"),
+    [
+        (0.0021, False, "0.0021"), (3.2e-5, False, "3.2e-5"), (1.5e9, False, "1.5 billion"),
+        (124_439_808, False, "124 million"), (math.inf, False, "infinite"), (0.0, True, f"0{PERCENT}"),
+        (10_432, False, "10,432"), (2.0, False, "2"), (-0.4, False, "-0.4"), (6.02e23, False, "6.02e23"),
+        (math.nan, False, "not measured"), (True, False, "yes"), ("at risk", True, "at risk"),
+        (0.62, True, f"62{PERCENT}"), (0.071, True, f"7.1{PERCENT}"), (0.0002, True, f"below 0.1{PERCENT}"),
+        (1.0, True, f"100{PERCENT}"), (0.9996, True, f"above 99.9{PERCENT}"), (0.994, True, f"99.4{PERCENT}"),
+        (np.float32(0.5), False, "0.5"), (1 + 2j, False, "1 + 2i"),
+    ],
+)  # fmt: skip
+def test_numbers_in_words(value, is_share, words):
+    assert number_in_words(value, is_share=is_share) == words
+
+
+@given(st.floats(1e-3, 1 - 1e-3))
+def test_percent_is_near_the_share(share):
+    assert float(number_in_words(share, is_share=True).removesuffix(PERCENT)) == pytest.approx(100 * share, abs=0.51)
+
+
+@given(st.floats(1e-12, 1e12))
+def test_three_digits_are_kept(value):
+    words = number_in_words(value)
+    for scale, word in ((1e12, " trillion"), (1e9, " billion"), (1e6, " million")):
+        if words.endswith(word):
+            words = str(float(words.removesuffix(word)) * scale)
+    assert float(words.replace(",", "")) == pytest.approx(value, rel=6e-3)
+
+
+def test_bands_and_lists():
+    assert band_in_words(0.2, 1.5) == "0.2 to 1.5"
+    assert band_in_words(math.nan, 1.5) == "at most 1.5"
+    assert band_in_words(0.3, math.inf, is_share=True) == f"at least 30{PERCENT}"
+    assert band_in_words(math.nan, math.nan) == "none known"
+    assert [listed([]), listed("a"), listed("ab"), listed("abc")] == ["", "a", "a and b", "a, b and c"]

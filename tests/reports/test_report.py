@@ -1,0 +1,299 @@
+"""The files: every sentence links to a place that shows the same number, and nothing is written halfway."""
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+
+import nbformat
+import numpy as np
+import pytest
+import xarray as xr
+from markdown_it import MarkdownIt
+
+import workbench as wb
+from tests.reports import made_trees
+from workbench.errors import SchemaError, StoreError
+from workbench.reports import html as html_file
+from workbench.reports import report
+from workbench.reports.document import Lead, Paragraph, Picture, say
+from workbench.reports.report import document_of
+
+
+class Reader(HTMLParser):
+    """What a page says: sentences of V1, V2 and V4 with their links, and what stands at each anchor."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.sentences, self.shown, self.links, self.tags, self.section = [], {}, [], [], ""
+        self._open, self._link, self._sentence = [], None, None
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.append((tag, attrs))
+        if tag in ("img", "meta", "link"):
+            return
+        self._open.append((tag, attrs))
+        if tag == "section" and attrs.get("id"):
+            self.section = attrs["id"]
+        if attrs.get("class") == "s":
+            self._sentence = {"section": self.section, "text": "", "links": []}
+        if tag == "a" and attrs.get("class") == "n":
+            self._link = [attrs["href"].removeprefix("#"), ""]
+        if tag == "data":
+            self.shown[next(a["id"] for t, a in reversed(self._open) if t == "td")] = ["", attrs["value"]]
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if self._link is not None:
+            self._link[1] += data
+        if self._sentence is not None:
+            self._sentence["text"] += data
+        if self._open and self._open[-1][0] == "data":
+            list(self.shown.values())[-1][0] += data
+
+    def handle_endtag(self, tag):
+        started, attrs = self._open.pop()
+        assert started == tag
+        if self._link is not None and tag == "a":
+            self.links.append(tuple(self._link))
+            if self._sentence is not None:
+                self._sentence["links"].append(tuple(self._link))
+            self._link = None
+        if attrs.get("class") == "s":
+            self.sentences.append(self._sentence)
+            self._sentence = None
+
+
+def test_every_sentence_links_to_a_place_that_shows_the_same_number(written):
+    page = Reader(written.html)
+    told = {section: [s for s in page.sentences if s["section"] == section] for section in ("v1", "v2", "v4")}
+    assert all(told.values())
+    for sentences in told.values():
+        for sentence in sentences:
+            assert sentence["links"], sentence["text"]
+    assert len(page.links) > 20
+    for anchor, text in page.links:
+        assert page.shown[anchor][0] == text
+
+
+def test_what_is_said_is_in_sentences_that_rest_on_numbers(written):
+    """Nothing in V1, V2 and V4 but headings, the leads and such sentences."""
+    for section in written.document.sections:
+        if section.key == "v3":
+            continue
+        assert section.sentences
+        assert not list(section.each(Picture))
+        assert len(list(section.each(Lead))) == 1
+        for sentence in section.sentences:
+            assert sentence.quantities
+            assert re.search(r"[.:]$", sentence.text)
+            assert "{" not in sentence.text
+            assert "  " not in sentence.text
+
+
+def test_the_numbers_are_those_of_the_tree(written):
+    page = Reader(written.html)
+    quantities = {q.anchor: q for section in written.document.sections for q in section.cited}
+    assert quantities
+    checked = 0
+    for anchor, quantity in quantities.items():
+        if quantity.variable.startswith("@") or "==" in quantity.variable:
+            continue
+        stored = written.tree[quantity.path][quantity.variable].isel(dict(quantity.selection)).squeeze().item()
+        shown = page.shown[anchor][1]
+        if isinstance(stored, str):
+            assert shown == stored
+        else:
+            np.testing.assert_allclose(float(shown) if shown not in ("True", "False") else shown == "True", stored)
+        checked += 1
+    assert checked > 5
+
+
+def test_the_page_needs_nothing_else(written):
+    page = Reader(written.html)
+    assert not [tag for tag, _ in page.tags if tag in ("script", "iframe", "object")]
+    for tag, attrs in page.tags:
+        for key in ("src", "href"):
+            if key in attrs and tag != "use":
+                assert attrs[key].startswith(("#", "data:")), attrs[key][:60]
+    assert "@import" not in written.html
+    assert "url(" not in written.html
+    images = [attrs["src"] for tag, attrs in page.tags if tag == "img"]
+    assert len(images) == len(written.document.pictures) >= 3
+
+
+def test_pictures_are_inside_the_page_and_it_stays_small(tmp_path):
+    tree = made_trees.assessment()
+    html = report(tree, tmp_path / "a.html").read_text(encoding="utf-8")
+    assert len(html.encode()) < 3_000_000
+    sources = [attrs["src"] for tag, attrs in Reader(html).tags if tag == "img"]
+    assert len(sources) == len(document_of(tree).pictures)
+    for source in sources:
+        content = base64.b64decode(source.partition(",")[2])
+        assert content.startswith((b"\x89PNG", b"<?xml"))
+        assert len(content) > 3000
+
+
+def test_the_page_has_the_bones_that_readers_without_eyes_need(written):
+    page = Reader(written.html)
+    tags = [tag for tag, _ in page.tags]
+    assert ("html", {"lang": "en"}) in page.tags
+    assert tags.count("h1") == tags.count("main") == tags.count("title") == 1
+    assert tags.count("caption") == tags.count("table")
+    assert tags.count("figcaption") == tags.count("figure") == tags.count("img")
+    assert all(attrs["alt"] for tag, attrs in page.tags if tag == "img")
+    assert all(attrs.get("scope") in ("row", "col") for tag, attrs in page.tags if tag == "th")
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("kind", ["assessment", "diagnosis", "comparison"])
+def test_markdown_says_the_same_with_the_same_links(kind, tmp_path, without_pictures):
+    tree = getattr(made_trees, kind)()
+    document = document_of(tree)
+    text = report(tree, tmp_path / "a (1).md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r'<span id="(n-[^"]+)"></span>(.*?) \|', text))
+    links = re.findall(r"\[([^\]]+)\]\(#(n-[^)]+)\)", text)
+    assert {anchor for _, anchor in links} >= {q.anchor for section in document.sections for q in section.cited}
+    for words, anchor in links:
+        assert shown[anchor] == words
+    html = MarkdownIt("commonmark").enable("table").render(text)
+    plain = re.sub(r"<[^>]+>", "", html).replace("&quot;", '"').replace("&amp;", "&")
+    for section in document.sections:
+        for sentence in section.sentences:
+            assert sentence.text in plain
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert len(pictures) == len(document.pictures)
+    for address in pictures:
+        assert (tmp_path / address.replace("%20", " ").replace("%28", "(").replace("%29", ")")).is_file()
+
+
+def test_the_notebook_stands_alone_beside_its_data(tmp_path, without_pictures):
+    tree = made_trees.assessment()
+    path = report(tree, tmp_path / "report.ipynb")
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    shown = dict(re.findall(r'<span id="(n-[^"]+)"></span>(.*?) \|', text))
+    links = re.findall(r"\[([^\]]+)\]\(#(n-[^)]+)\)", text)
+    assert links
+    assert all(shown[anchor] == words for words, anchor in links)
+    xr.testing.assert_identical(
+        wb.open_run(tmp_path / "report.nc")["criteria"].to_dataset(), tree["criteria"].to_dataset()
+    )
+
+
+def test_the_cells_of_the_notebook_draw_what_they_show(tmp_path, monkeypatch, without_pictures):
+    """Each cell is run, with a display that keeps what it is given."""
+    import holoviews as hv
+
+    tree = made_trees.assessment()
+    notebook = nbformat.read(report(tree, tmp_path / "report.ipynb"), as_version=4)
+    monkeypatch.chdir(tmp_path)
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    names, shown = {}, []
+    exec(cells[0], names)
+    names["show"] = shown.append
+    for source in cells[1:]:
+        exec(source, names)
+    assert len(shown) == len(document_of(tree).pictures) == len(cells) - 1
+    assert all(isinstance(figure, hv.Layout) for figure in shown)
+
+
+def test_texts_of_the_tree_cannot_become_markup(tmp_path, without_pictures):
+    tree = made_trees.assessment(subject="<script>alert(1)</script> | [x](y) *b*")
+    html = report(tree, tmp_path / "a.html").read_text()
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
+    text = report(tree, tmp_path / "a.md").read_text()
+    assert text.startswith("# &lt;script>alert(1)&lt;/script> \\| \\[x\\](y) \\*b\\*\n")
+
+
+def test_files_are_written_whole_and_never_over_others(tmp_path, without_pictures, monkeypatch):
+    tree = made_trees.diagnosis()
+    path = report(tree, tmp_path / "a.html")
+    before = path.read_text()
+    with pytest.raises(StoreError, match="a.html exists already; pass overwrite=True"):
+        report(tree, path)
+    (tmp_path / "b.nc").write_text("mine")
+    with pytest.raises(StoreError, match="b.nc exists already"):
+        report(tree, tmp_path / "b.ipynb")
+    assert (tmp_path / "b.nc").read_text() == "mine"
+    assert not (tmp_path / "b.ipynb").exists()
+
+    def fail(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(html_file, "image", fail)
+    with pytest.raises(MemoryError):
+        report(tree, path, overwrite=True)
+    assert path.read_text() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.html", "b.nc"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda tree: tree["risk"].to_dataset(), "A report is of a DataTree, not of a Dataset"),
+        (lambda tree: xr.DataTree(), "The tree's kind is None, a report knows assessment, diagnosis, comparison"),
+        (
+            lambda tree: tree.drop_nodes("criteria"),
+            "The tree has no /criteria, on which a sentence of its report rests",
+        ),
+        (lambda tree: tree.drop_nodes("flow"), "The tree has no /flow, on which a sentence of its report rests"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_in_a_sentence(spoil, sentence, tmp_path):
+    with pytest.raises(SchemaError, match=re.escape(sentence)):
+        report(spoil(made_trees.assessment()), tmp_path / "a.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_ending_is_refused(tmp_path):
+    with pytest.raises(StoreError, match=r"'a.pdf' ends in '.pdf', a report in one of .html, .md, .ipynb; choose one."):
+        report(made_trees.diagnosis(), tmp_path / "a.pdf")
+
+
+def test_a_criterion_that_disagrees_with_its_place_is_refused(tmp_path):
+    tree = made_trees.assessment()
+    data = tree["criteria"].to_dataset()
+    data["value"][1] += 0.5
+    tree["criteria"] = xr.DataTree(data)
+    with pytest.raises(SchemaError, match="'gradient_gain_worst' judges 3.9, but /flow gradient_gain, layer 2 is 3.4"):
+        report(tree, tmp_path / "a.html")
+
+
+def test_a_sentence_without_a_number_cannot_be_made():
+    with pytest.raises(ValueError, match="rests on no number"):
+        say("All is {word}.", word="well")
+
+
+def test_every_verdict_and_state_is_told_in_words():
+    for verdict, state in (("proceed", "healthy"), ("at risk", "at risk"), ("refuse", "failing")):
+        document = document_of(made_trees.assessment(verdict))
+        assert (document.verdict, document.state) == (verdict, state)
+        assert document.facts
+        assert len(document.actions) == 3
+    kinds = {block.text for block in document.sections[3].blocks if hasattr(block, "text")}
+    assert {"Change", "Watch", "Koopman Spectral Shaping", "Stop the run when"} <= kinds
+
+
+def test_a_plan_or_risk_that_is_not_known_is_not_made_up():
+    tree = made_trees.assessment()
+    tree.attrs["plan"] = json.dumps({"training": {"learning_rate": None}})
+    tree = tree.drop_nodes(["risk_over_rates"])
+    text = " ".join(s.text for section in document_of(tree).sections for s in section.sentences)
+    assert "At the planned learning rate the risk that the run diverges is 62\N{NO-BREAK SPACE}%" in text
+
+
+def test_a_diagnosis_without_failure_or_experiments_is_told():
+    document = document_of(made_trees.diagnosis(failure_step=-1, with_outcome=False))
+    assert not any("failed at step" in s.text for s in document.sections[0].sentences)
+    tree = made_trees.diagnosis()
+    tree["experiments"] = xr.DataTree(tree["experiments"].to_dataset().isel(experiment=[]))
+    (said,) = next(document_of(tree).sections[3].each(Paragraph)).sentences
+    assert said.text == "Change what is at fault: learning rate too high (81\N{NO-BREAK SPACE}%)."

@@ -1,0 +1,155 @@
+"""The command line: its exit status is a gate, and wrong input is one sentence."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import workbench as wb
+from tests.reports import made_trees
+from workbench import cli
+from workbench.errors import ThresholdError
+
+
+@pytest.fixture
+def assessed(monkeypatch):
+    """The assessment replaced by made trees; keeps what it was called with."""
+    calls = []
+
+    def assess(subject, task=None, *, plan=None, seed=0, progress=False):
+        calls.append((subject, plan, seed))
+        if callable(progress):
+            progress("spectra")
+        return made_trees.assessment(assess.verdict)
+
+    assess.verdict = "proceed"
+    monkeypatch.setattr(importlib.import_module("workbench.assessment.assess"), "assess", assess)
+    room = importlib.import_module("workbench.reports")
+    monkeypatch.setattr(room, "report", lambda tree, path, overwrite=False: path.write_text(tree.attrs["verdict"]))
+    assess.calls = calls
+    return assess
+
+
+@pytest.mark.parametrize(("verdict", "status"), [("proceed", 0), ("at risk", 1), ("refuse", 2)])
+def test_the_verdict_is_the_exit_status(verdict, status, assessed, tmp_path, capsys):
+    assessed.verdict = verdict
+    paths = [tmp_path / "a.html", tmp_path / "a.md"]
+    words = ["assess", "gpt2", "--seed", "7", "--out", str(paths[0]), "--out", str(paths[1])]
+    assert cli.main([*words, "--tree", str(tmp_path / "a.nc")]) == status
+    out, err = capsys.readouterr()
+    assert out == f"{verdict}: {made_trees.assessment(verdict).attrs['summary']}\n"
+    assert err.splitlines()[0] == "measuring spectra ..."
+    assert [path.read_text() for path in paths] == [verdict] * 2
+    assert wb.open_run(tmp_path / "a.nc").attrs["verdict"] == verdict
+    ((subject, plan, seed),) = assessed.calls
+    assert (subject.name, plan, seed) == ("gpt2", None, 7)
+
+
+def test_quiet_says_nothing_but_the_verdict(assessed, capsys):
+    assert cli.main(["assess", "gpt2", "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_plans_and_options_are_read_from_files(assessed, tmp_path):
+    (tmp_path / "plan.toml").write_text("[training]\nlearning_rate = 0.01\n")
+    (tmp_path / "mine.toml").write_text('norm = "none"\nd_model = 32\nn_layers = 3\nn_heads = 2\n')
+    (tmp_path / "mine.json").write_text('{"norm": "none", "d_model": 32, "n_layers": 3, "n_heads": 2}')
+    for name in ("mine.toml", "mine.json"):
+        assert cli.main(["assess", str(tmp_path / name), "--plan", str(tmp_path / "plan.toml"), "--quiet"]) == 0
+    for subject, plan, _ in assessed.calls:
+        assert (subject.name, subject.width, subject.depth) == ("mine", 32, 3)
+        assert plan.training.learning_rate == 0.01
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["assess", "gpt2", "--out", "a.pdf"],
+            "'a.pdf' ends in '.pdf', a report in one of .html, .md, .ipynb; choose one.",
+        ),
+        (["assess", "gpt2", "--out", "there.html"], "there.html exists already; pass overwrite=True"),
+        (["assess", "gpt2", "--tree", "a.csv"], "'a.csv' ends in '.csv', data in one of .nc, .zarr; choose one."),
+        (["assess", "gpt2", "--plan", "nowhere.toml"], "nowhere.toml"),
+        (["assess", "gtp2"], "gtp2"),
+        (["assess", "broken.toml"], "broken.toml is no TOML"),
+        (["assess", "broken.json"], "broken.json is no JSON"),
+        (["assess", "weights.bin"], "weights.bin is no description of a design"),
+        (["diagnose", "nowhere.zarr"], "There is no run and no log at nowhere.zarr; check the path."),
+        (["profile", "./nowhere"], "There is no file or folder ./nowhere; check the path."),
+        (["lab", "notebooks/nothing.ipynb"], "There is no notebook notebooks/nothing.ipynb"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_status_3(words, sentence, assessed, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("there.html", "mine"), ("broken.toml", "norm ="), ("broken.json", "{"), ("weights.bin", "")):
+        (tmp_path / name).write_text(text)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert cli.main(words) == cli.BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("workbench: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert not assessed.calls
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("words", [[], ["assess"], ["asses", "gpt2"], ["assess", "gpt2", "--seed", "x"]])
+def test_wrong_words_are_not_taken_for_a_verdict(words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == cli.BAD_INPUT
+    assert "--help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(RuntimeError("x"), 4), (KeyboardInterrupt(), 130), (ThresholdError("bad"), 3)]
+)
+def test_what_breaks_is_not_taken_for_a_verdict(error, status, assessed, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("workbench.assessment.assess"), "assess", fail)
+    assert cli.main(["assess", "gpt2", "--quiet"]) == status
+
+
+def test_a_checkpoint_is_profiled(tmp_path, capsys):
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=256, max_length=64)
+    wb.save_checkpoint(model, tmp_path / "model")
+    (tmp_path / "text.txt").write_text("some words of a text\n" * 40)
+    words = ["profile", str(tmp_path / "model"), "--quiet", "--tree", str(tmp_path / "s.nc")]
+    status = cli.main([*words, "--text", str(tmp_path / "text.txt")])
+    out, err = capsys.readouterr()
+    # Models of the zoo have no tokenizer: a text is then refused in a sentence.
+    assert (status, out) == (cli.BAD_INPUT, "")
+    assert err.startswith("workbench: ")
+
+
+def test_help_is_quick_and_loads_nothing_heavy():
+    code = "import sys; from workbench import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print([name for name in ('torch', 'xarray', 'numpy', 'matplotlib', 'jinja2') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "assess" in done.stdout
+
+
+def test_from_a_design_and_a_plan_to_a_page(tmp_path):
+    """Nothing replaced: a tiny design is really assessed, in a process of its own."""
+    (tmp_path / "tiny.toml").write_text(
+        'norm = "none"\nd_model = 16\nn_layers = 2\nn_heads = 2\nvocab_size = 32\nmax_length = 16\n'
+    )
+    (tmp_path / "plan.toml").write_text("[training]\nlearning_rate = 3.0\nn_steps = 50\n")
+    words = ["assess", "tiny.toml", "--plan", "plan.toml", "--out", "report.html", "--tree", "tree.nc"]
+    done = subprocess.run(
+        [sys.executable, "-m", "workbench", *words], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    tree = wb.open_run(tmp_path / "tree.nc")
+    assert done.returncode == tree.attrs["exit_status"], done.stderr
+    assert done.returncode in (1, 2)  # no design bears a rate of 3
+    assert done.stdout == f"{tree.attrs['verdict']}: {tree.attrs['summary']}\n"
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert len(html.encode()) < 3_000_000
+    assert tree.attrs["summary"].replace("'", "&#39;") in html
+    assert "wrote report.html" in done.stderr

@@ -1,0 +1,399 @@
+"""AssessmentReport without a browser: what it shows of each kind of tree, measuring beside the page, and its files."""
+
+import re
+import threading
+
+import pytest
+import xarray as xr
+
+import widgets.report.page
+import widgets.report.save_bar
+import workbench as wb
+import workbench.assessment.assess
+import workbench.diagnosis
+from tests.reports import made_trees
+from widgets.assessment_report import AssessmentReport
+from widgets.report.experiments import WatchedTask
+from workbench.errors import SchemaError, StoreError, ThresholdError
+from workbench.reports.quantity import Numbers
+from workbench.training.tasks import as_task
+
+
+@pytest.fixture(scope="module")
+def assessment():
+    return made_trees.assessment()
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return made_trees.comparison()
+
+
+@pytest.fixture
+def make():
+    """Widgets that are closed after the test."""
+    made = []
+
+    def report(*args, **options):
+        made.append(AssessmentReport(*args, **options))
+        return made[-1]
+
+    yield report
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What `ReportPage` sends."""
+    sent = []
+    monkeypatch.setattr(
+        widgets.report.page.ReportPage, "send", lambda self, content, buffers=(): sent.append((content, list(buffers)))
+    )
+    return sent
+
+
+def rows(table):
+    return [row["id"] for row in table.rows]
+
+
+def texts(table, name):
+    return [cell["text"].replace("\xa0", " ") for row in table.rows if row["id"] == name for cell in row["cells"]]
+
+
+# The page
+
+
+def test_the_page_gets_its_text_at_once_and_each_picture_when_it_asks(make, assessment, answers, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        widgets.report.page, "image", lambda picture, tree: (drawn.append(picture.title), ("image/png", b"png"))[1]
+    )
+    report = make(assessment)
+    report.page._receive(None, {"question": "text", "id": "1"}, [])
+    content, _ = answers[-1]
+    titles = [picture.title for picture in report.page.document.pictures]
+    assert drawn == []
+    assert len(titles) >= 4
+    assert [frame["title"] for frame in content["frames"]] == titles
+    for frame in content["frames"]:
+        assert content["text"].count(f'<p class="lead">{frame["line"]}</p>') == 1
+    assert "data:image" not in content["text"].replace('href="data:,"', "")
+    report.page._receive(None, {"question": "picture", "number": 2, "id": "2"}, [])
+    assert answers[-1] == ({"answer": "2", "mime": "image/png"}, [b"png"])
+    assert drawn == [titles[2]]
+
+
+def test_a_picture_that_cannot_be_drawn_says_so_in_its_place(make, assessment, answers, monkeypatch):
+    def refuse(picture, tree):
+        raise SchemaError("The part lacks its depth.")
+
+    monkeypatch.setattr(widgets.report.page, "image", refuse)
+    report = make(assessment)
+    report.page._receive(None, {"question": "picture", "number": 0, "id": "7"}, [])
+    assert answers[-1][0] == {"answer": "7", "failure": "The part lacks its depth."}
+    assert report.error == ""
+
+
+def test_the_style_of_the_file_has_what_the_page_replaces(make, assessment):
+    style = re.search("<style>(.*?)</style>", make(assessment).page._text, re.DOTALL)[1]
+    for words in (":root", ":target", "@media (prefers-color-scheme: dark)", "@media (max-width", "body {", "rem"):
+        assert words in style
+
+
+# Criteria
+
+
+def test_criteria_are_filtered_by_failure_mode_and_state_worst_first(make, assessment):
+    report = make(assessment)
+    view = report.criteria
+    states = dict(zip(assessment["criteria"]["criterion"].values, assessment["criteria"]["state"].values, strict=True))
+    shown = rows(view.table)
+    assert set(shown) == set(states)
+    order = [("failing", "at risk", "healthy", "not measured").index(states[name]) for name in shown]
+    assert order == sorted(order)
+    view.states.value = ["at risk", "failing"]
+    assert set(rows(view.table)) == {name for name, state in states.items() if state in ("at risk", "failing")}
+    view.mode.value = "precision_headroom"
+    assert rows(view.table) == ["hazard_weights"]
+    assert texts(view.table, "hazard_weights")[1:] == ["failing", "0.31", "at most 0.1"]
+    view.states.value = ["healthy"]
+    assert rows(view.table) == []
+    assert view.table.value == ""
+    assert report.error == ""
+
+
+def test_a_chosen_criterion_shows_what_it_rests_on_and_nothing_is_drawn_unseen(make, assessment):
+    report = make(assessment)
+    evidence = report.criteria.evidence
+    assert evidence.key is None
+    report.view = "criteria"
+    report.criteria.table.choose("spectral_radius")
+    value = float(assessment["spectra"]["spectral_radius"][1])
+    assert f"{value:.3g}" in evidence.words.value
+    assert "block 1" in evidence.words.value
+    assert "37 healthy runs" in evidence.words.value
+    assert evidence.key == ("spectra", "spectral_radius")
+    report.criteria.table.choose("routing")
+    assert "The model has no router." in evidence.words.value
+    assert evidence.key == ("criteria", "routing_oscillation")
+    report.criteria.table.choose("divergence_probability")
+    assert evidence.key[0] == "risk_over_rates"
+    (picture,) = evidence._place.children
+    report.criteria.states.value = ["failing", "at risk"]  # the same row stays chosen, and its picture stays
+    assert evidence._place.children == (picture,)
+    assert report.error == ""
+
+
+def test_a_criterion_leads_to_its_row_in_the_report(make, assessment):
+    report = make(assessment)
+    report.view = "criteria"
+    report.criteria.table.choose("entropy")
+    report.criteria.evidence.button.click()
+    assert report.view == "report"
+    assert report.page.marked == Numbers(assessment).criterion("entropy").anchor
+    assert f'id="{report.page.marked}"' in report.page._text
+
+
+# Measuring
+
+
+@pytest.fixture
+def assess(monkeypatch, assessment):
+    """In the place of the measurement: three parts, the second of which waits to be let go on."""
+    calls, at_second, goes_on = [], threading.Event(), threading.Event()
+
+    def fake(subject, task=None, *, plan=None, seed=0, progress=False):
+        calls.append({"subject": subject, "task": task, "plan": plan, "seed": seed, "parts": []})
+        if subject == "broken":
+            raise ThresholdError("There is no design 'broken'; choose gpt2.")
+        for part in ("spectra", "risk", "hardware"):
+            progress(part)
+            calls[-1]["parts"].append(part)
+            if part == "risk":
+                at_second.set()
+                assert goes_on.wait(20)
+        return assessment
+
+    fake.calls, fake.at_second, fake.goes_on = calls, at_second, goes_on
+    monkeypatch.setattr(workbench.assessment.assess, "assess", fake)
+    yield fake
+    goes_on.set()
+
+
+def test_a_subject_is_measured_beside_the_page_part_by_part(make, assess, assessment):
+    report = make(subject="gpt2", plan={"training": {}}, seed=3)
+    assert assess.at_second.wait(20)
+    assert report.is_measuring
+    assert report.tree is None
+    assert "✓ spectra" in report._status.value
+    assert "risk …" in report._status.value
+    with pytest.raises(ThresholdError, match="Nothing has been measured yet"):
+        report.save("html", "x")
+    assess.goes_on.set()
+    report.wait(60)
+    assert report.tree is assessment
+    assert (assess.calls[0]["plan"], assess.calls[0]["seed"]) == ({"training": {}}, 3)
+    assert report.view == "report"
+    assert report._doing.layout.display == "none"
+
+
+def test_stop_ends_it_and_measure_begins_again(make, assess, assessment):
+    report = make(subject="gpt2")
+    assert assess.at_second.wait(20)
+    report._stop.click()
+    assert not report.is_measuring
+    assert "Stopped at risk" in report._status.value
+    assert report._button.layout.display is None
+    assess.goes_on.set()
+    report._button.click()
+    report.wait(60)
+    assert report.tree is assessment
+    assert [call["parts"] for call in assess.calls] == [["spectra", "risk"], ["spectra", "risk", "hardware"]]
+
+
+def test_what_cannot_be_measured_is_a_sentence_under_the_widget(make, assess):
+    report = make(subject="broken")
+    report.wait(20)
+    assert report.error == "There is no design 'broken'; choose gpt2."
+    assert report._stop.layout.display == "none"
+    assert report._button.layout.display is None
+
+
+# Experiments of a diagnosis
+
+
+@pytest.fixture
+def run_experiment(monkeypatch):
+    """In the place of the replays: reads batches until it has enough or is stopped, and fills in the row."""
+    read = []
+
+    def fake(tree, experiment=0, *, model, task, n_batches=3):
+        for number, batch in enumerate(task.stream()):
+            read.append(batch)
+            if number + 1 == n_batches:
+                break
+        done = tree.copy()
+        table = tree["experiments"].to_dataset()
+        columns = {
+            "outcome": ["it survived", ""],
+            "supports": [True, False],
+            "value": [1.5, float("nan")],
+            "twin_value": [9.0, float("nan")],
+        }
+        done["experiments"] = xr.DataTree(
+            table.assign({name: ("experiment", values) for name, values in columns.items()})
+        )
+        return done
+
+    fake.read = read
+    monkeypatch.setattr(workbench.diagnosis, "run_experiment", fake)
+    return fake
+
+
+TASK = wb.tasks.random_tokens(vocab_size=8, length=4, batch_size=2)
+
+
+def test_an_experiment_runs_and_its_outcome_is_in_the_tree_the_table_and_the_page(make, run_experiment):
+    tree = made_trees.diagnosis(with_outcome=False)
+    report = make(tree, model="the model", task=TASK)
+    report.view = "experiments"
+    assert texts(report.experiments.table, "0")[-1] == ""
+    report.experiments.button.click()
+    report.wait(60)
+    assert report.error == ""
+    assert report.tree["experiments"]["outcome"].values.tolist() == ["it survived", ""]
+    assert "outcome" not in tree["experiments"]
+    assert texts(report.experiments.table, "0")[-1] == "for the cause"
+    assert "Done: it survived. That speaks for the cause." in report.experiments.words.value
+    assert "It was done: it survived" in report.page._text
+    assert report.view == "experiments"
+    assert not report.experiments.button.disabled
+
+
+def test_an_experiment_ends_at_the_next_batch_when_it_is_stopped(make, run_experiment):
+    report = make(made_trees.diagnosis(), model="the model", task=TASK, replay={"n_batches": None})
+    report.run_experiment(0)
+    future = report._worker._future
+    while len(run_experiment.read) < 3:
+        assert not future.done()
+    report.stop()
+    future.result(20)  # the thread is free again
+    assert "Stopped at the two replays" in report._status.value
+    assert report.error == ""
+
+
+def test_without_model_and_task_experiments_are_shown_but_not_run(make):
+    report = make(made_trees.diagnosis())
+    assert report.experiments.button.disabled
+    assert "model=..., task=..." in report.experiments.words.value
+    with pytest.raises(ThresholdError, match="pass model= and task="):
+        report.run_experiment(0)
+
+
+def test_a_watched_task_is_the_same_task():
+    counts = []
+    task = WatchedTask(TASK, counts.append)
+    for _, ours, theirs in zip(range(3), task.stream(2), TASK.stream(2), strict=False):
+        assert (ours[0] == theirs[0]).all()
+    assert counts == [0, 1, 2]
+    assert (task.describe(), task.vocab_size) == (TASK.describe(), 8)
+    assert as_task(task) is task
+
+
+# Designs beside each other
+
+
+def test_two_designs_stand_side_by_side(make, comparison):
+    report = make(comparison)
+    view = report.side_by_side
+    assert (view.first.value, view.second.value) == ("wide", "deep")
+    assert view.table.columns == ["criterion", "state of wide", "wide", "state of deep", "deep", "healthy band"]
+    assert texts(view.table, "divergence_probability")[1:] == ["at risk", "62 %", "healthy", "7 %", "at most 50 %"]
+    view.only_different.value = True
+    assert rows(view.table) == ["divergence_probability"]
+    report.view = "side by side"
+    assert ["wide" in one.words.value for one in view.evidence] == [True, False]
+    assert ["62&nbsp;%" in one.words.value.replace("\xa0", "&nbsp;") for one in view.evidence] == [True, False]
+    view.evidence[1].button.click()
+    assert report.view == "report"
+    assert f'id="{report.page.marked}"' in report.page._text
+    assert "deep" in report.page.marked
+    view.first.value = "deep"
+    assert rows(view.table) == []
+    assert report.error == ""
+
+
+# Files
+
+
+def test_the_tree_is_written_and_nothing_is_replaced_unasked(make, assessment, tmp_path):
+    report = make(assessment)
+    assert report.save_bar.path.value == "reports/No-Norm_3_blocks"
+    report.save_bar.path.value = str(tmp_path / "new" / "mine")
+    report.save_bar.buttons["netcdf"].click()
+    written = tmp_path / "new" / "mine.nc"
+    assert str(written) in report.save_bar.note.value
+    again = wb.open_run(written)
+    assert again.attrs["verdict"] == "at risk"
+    xr.testing.assert_equal(again["criteria"].to_dataset(), assessment["criteria"].to_dataset())
+    before = written.read_bytes()
+    report.save_bar.buttons["netcdf"].click()
+    assert "exists already" in report.error
+    assert written.read_bytes() == before
+    report.save_bar.overwrite.value = True
+    report.save_bar.buttons["netcdf"].click()
+    assert report.error == ""
+
+
+def test_the_report_is_written_in_every_kind(make, tmp_path, monkeypatch):
+    report = make(made_trees.diagnosis())
+    written = report.save("notebook", tmp_path / "run")  # whose pictures are drawn when it runs
+    assert written == tmp_path / "run.ipynb"
+    assert "the learning rate was too high" in written.read_text()
+    assert (tmp_path / "run.nc").exists()
+    asked = []
+    monkeypatch.setattr(
+        widgets.report.save_bar, "report", lambda tree, path, overwrite: asked.append((path, overwrite))
+    )
+    report.save("html", tmp_path / "run")
+    report.save("markdown", tmp_path / "run.md", overwrite=True)
+    assert asked == [(tmp_path / "run.html", False), (tmp_path / "run.md", True)]
+    with pytest.raises(StoreError, match="There is no file name"):
+        report.save("html", " ")
+    with pytest.raises(ThresholdError, match="The kind of file is 'pdf'"):
+        report.save("pdf", tmp_path / "run")
+
+
+# Refusals
+
+
+def test_it_takes_either_a_tree_or_a_subject(assessment):
+    with pytest.raises(ThresholdError, match="neither a tree nor a subject"):
+        AssessmentReport()
+    with pytest.raises(ThresholdError, match="both a tree and a subject"):
+        AssessmentReport(assessment, subject="gpt2")
+    with pytest.raises(ThresholdError, match="A plan goes with subject="):
+        AssessmentReport(assessment, plan={})
+    with pytest.raises(SchemaError, match="kind"):
+        AssessmentReport(xr.DataTree())
+
+
+def test_only_a_diagnosis_has_experiments_and_only_a_subject_is_measured(make, assessment):
+    report = make(assessment)
+    with pytest.raises(ThresholdError, match="Only a diagnosis has experiments"):
+        report.run_experiment(0)
+    with pytest.raises(ThresholdError, match="There is nothing to measure"):
+        report.measure()
+    with pytest.raises(ThresholdError, match="There is no view 'experiments'"):
+        report.view = "experiments"
+
+
+def test_close_leaves_nothing(assessment):
+    report = AssessmentReport(assessment)
+    report.view = "criteria"
+    parts = [report.page, report.criteria.table, report.side_by_side.table, report.experiments.table, report.save_bar]
+    parts += report.criteria.evidence._place.children
+    report.close()
+    assert len(parts) == 6
+    assert [part.comm for part in parts] == [None] * 6

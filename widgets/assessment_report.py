@@ -1,0 +1,317 @@
+"""The report of an assessment, a diagnosis or a comparison of designs: read it, look into it, save it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from widgets.base import WorkbenchWidget
+from widgets.report.criteria import CriteriaView
+from widgets.report.experiments import ExperimentsView, WatchedTask
+from widgets.report.measuring import Progress, said
+from widgets.report.page import ReportPage
+from widgets.report.save_bar import SaveBar, as_file_name, save_tree
+from widgets.report.side_by_side import SideBySide
+from widgets.risk.worker import Worker
+from workbench.errors import ThresholdError
+
+if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
+    import xarray as xr
+
+#: Kind of tree -> name of the view beside the report.
+_SECOND_VIEW = {"assessment": "criteria", "diagnosis": "experiments", "comparison": "side by side"}
+
+
+class AssessmentReport(WorkbenchWidget):
+    """A report with its data under your hand: click a number to see where it stands, filter, look closer, and save.
+
+    Give a tree, or a subject to be measured beside the page. The kernel stays free meanwhile; where a cell has to see
+    the result, ``await report.finished()``.
+
+    Args:
+        tree: From ``wb.assess``, ``wb.diagnose`` or ``wb.compare_designs``.
+        subject: What to assess instead: a module, an opened checkpoint, or whatever ``wb.design`` takes.
+        plan: Of training, hardware and target, as ``wb.assess`` takes it; with ``subject``.
+        task: What the subject will be trained on; or, with a diagnosis, what its run was trained on.
+        seed: Of fresh weights and of data; with ``subject``.
+        model: Of the run that a diagnosis is about; with it and its task, experiments can be run here.
+        replay: Further arguments of ``wb.diagnosis.run_experiment``, such as ``run``, ``checkpoints`` and ``faults``.
+
+    Attributes:
+        page: The report's text.
+        criteria: Of an assessment: filters, table and pictures.
+        side_by_side: Of a comparison: two designs and their criteria.
+        experiments: Of a diagnosis: what would make sure.
+        save_bar: The buttons and fields for files.
+
+    Raises:
+        ThresholdError: If it is not either a tree or a subject that is given.
+        SchemaError: If the tree is none of these, or lacks what its report rests on.
+    """
+
+    def __init__(
+        self,
+        tree: xr.DataTree | None = None,
+        *,
+        subject: Any = None,
+        plan: Any = None,
+        task: Any = None,
+        seed: int = 0,
+        model: Any = None,
+        replay: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if (tree is None) == (subject is None):
+            what = "neither a tree nor a subject" if tree is None else "both a tree and a subject"
+            raise ThresholdError(
+                f"AssessmentReport() has {what}; pass one: AssessmentReport(wb.assess(...)) or subject=."
+            )
+        if subject is None and plan is not None:
+            raise ThresholdError("A plan goes with subject=; the plan of a tree is the one that it was made with.")
+        self._tree: xr.DataTree | None = None
+        self._subject, self._plan, self._task, self._seed = subject, plan, task, seed
+        self._model, self._replay = model, dict(replay or {})
+        self._progress: Progress | None = None
+        self._worker = Worker(self._take)
+        self.at_close(self._worker.close)
+        self.page = ReportPage(lock=self.turn)
+        self.criteria = CriteriaView(self, self.show_row)
+        self.side_by_side = SideBySide(self, self.show_row)
+        can_run = model is not None and task is not None
+        self.experiments = ExperimentsView(self, self.run_experiment, can_run=can_run)
+        self.save_bar = SaveBar(self, lambda kind, path, overwrite: self.save(kind, path, overwrite=overwrite))
+        self._make_parts()
+        self._views = {
+            "report": self.page,
+            "criteria": self.criteria.box,
+            "side by side": self.side_by_side.box,
+            "experiments": self.experiments.box,
+        }
+        self.watch(self._view, lambda _: self._show_view())
+        self.on_click(self._button, lambda _: self.measure())
+        self.on_click(self._stop, lambda _: self.stop())
+        if tree is not None:
+            self._tell(tree)
+        else:
+            with self.attempt():
+                self.measure()
+
+    @property
+    def tree(self) -> xr.DataTree | None:
+        """What is shown; None before the first measurement is over."""
+        return self._tree
+
+    @property
+    def view(self) -> str:
+        """What is visible: "report", or what goes with the tree's kind: "criteria", "side by side" or "experiments"."""
+        return self._view.value
+
+    @view.setter
+    def view(self, name: str) -> None:
+        if name not in self._view.options:
+            raise ThresholdError(f"There is no view '{name}'; choose from {', '.join(self._view.options)}.")
+        self._view.value = name
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether a measurement or an experiment goes on."""
+        return self._worker.is_busy
+
+    def measure(self) -> None:
+        """Assess the subject, beside the page; what goes on is dropped.
+
+        Raises:
+            ThresholdError: If there is no subject.
+        """
+        if self._subject is None:
+            raise ThresholdError(
+                "There is nothing to measure: this report was made of a tree; pass subject= for another."
+            )
+        subject, task, plan, seed = self._subject, self._task, self._plan, self._seed
+
+        def job(check: Callable[[], None], tell: Callable[[str], None]) -> xr.DataTree:
+            from workbench.assessment.assess import assess
+
+            def hear(part: str) -> None:
+                check()
+                tell(part)
+
+            return assess(subject, task, plan=plan, seed=seed, progress=hear)
+
+        self._begin("assessment", job)
+
+    def run_experiment(self, experiment: int | str) -> None:
+        """Run an experiment of the diagnosis beside the page; the outcome appears in `tree` and on the page.
+
+        Args:
+            experiment: Place in the tree's ``experiments``, or the cause that it is about.
+
+        Raises:
+            ThresholdError: If it is no diagnosis, or model or task was not given.
+        """
+        if self._tree is None or self._tree.attrs.get("kind") != "diagnosis":
+            raise ThresholdError("Only a diagnosis has experiments; pass a tree from wb.diagnose().")
+        if self._model is None or self._task is None:
+            raise ThresholdError("An experiment needs the run's model and task; pass model= and task= beside the tree.")
+        tree, model, task, replay = self._tree, self._model, self._task, self._replay
+
+        def job(check: Callable[[], None], tell: Callable[[str], None]) -> xr.DataTree:
+            from workbench.diagnosis import run_experiment
+
+            def watch(n_batches: int) -> None:
+                check()
+                if n_batches == 0:
+                    tell("the two replays")
+
+            return run_experiment(tree, experiment, model=model, task=WatchedTask(task, watch), **replay)
+
+        self._begin("experiment", job)
+
+    def stop(self) -> None:
+        """End what goes on, as soon as its present part is over; what is shown stays."""
+        with self.turn:
+            if self.is_measuring:
+                self._worker.drop()
+                at = f" at {self._progress.current}" if self._progress.current else ""
+                self._end(f"Stopped{at}; nothing of it is kept.")
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until nothing is being measured. The page stands still meanwhile; in a notebook use `finished`.
+
+        Args:
+            timeout: Seconds to wait at most; None: as long as it takes.
+
+        Raises:
+            TimeoutError: If it takes longer.
+        """
+        self._worker.wait(timeout)
+
+    async def finished(self) -> None:
+        """Wait until nothing is being measured, while the page goes on: ``await report.finished()``."""
+        while self.is_measuring:
+            await asyncio.sleep(0.05)
+
+    def show_row(self, anchor: str) -> None:
+        """Show the report, with a row of its V3 in view and marked.
+
+        Args:
+            anchor: Of the row, as `workbench.reports.quantity.Quantity` has it.
+        """
+        self.view = "report"
+        self.page.lead_to(anchor)
+
+    def save(self, kind: str, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> Path:
+        """Write the report, or the tree that it is of.
+
+        Args:
+            kind: ``"html"``, ``"markdown"``, ``"notebook"`` or ``"netcdf"``.
+            path: Of the file, the ending may be left out; None takes what the text field says. Its folder is made.
+            overwrite: Replace what is already there.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            ThresholdError: If there is no such kind, or nothing has been measured.
+            StoreError: If the file is there, or the disk is full.
+        """
+        with self.turn:
+            if self._tree is None:
+                raise ThresholdError("Nothing has been measured yet; wait for it, or call measure().")
+            return save_tree(self._tree, kind, self.save_bar.path.value if path is None else path, overwrite=overwrite)
+
+    def close(self) -> None:
+        """Remove the widget and everything in it, visible or not; what goes on is dropped."""
+        for view in getattr(self, "_views", {}).values():
+            if view not in self._body.children:
+                self._body.children = (*self._body.children, view)
+        super().close()
+
+    def _make_parts(self) -> None:
+        self._button = ipywidgets.Button(
+            description="Measure", button_style="primary", layout={"width": "104px", "display": "none"},
+            tooltip="Assess the subject",
+        )  # fmt: skip
+        self._stop = ipywidgets.Button(
+            description="Stop", tooltip="End what goes on", layout={"width": "70px", "display": "none"}
+        )
+        self._status = ipywidgets.HTML(layout={"flex": "1 1 260px", "min_width": "0"})
+        self._view = ipywidgets.ToggleButtons(
+            options=["report"], style={"button_width": "106px"}, layout={"display": "none"}
+        )
+        self._body = ipywidgets.VBox(layout={"display": "none", "overflow": "hidden"})
+        self.save_bar.layout.display = "none"
+        line = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 12px"}
+        self._doing = ipywidgets.HBox([self._stop, self._button, self._status], layout=line | {"display": "none"})
+        self.fill([self._doing, self._view, self._body, self.save_bar])
+
+    def _begin(self, title: str, job: Callable[[Callable[[], None], Callable[[str], None]], xr.DataTree]) -> None:
+        with self.turn:
+            self._worker.drop()
+            progress = self._progress = Progress(title, lambda words: self._say_progress(progress, words))
+            self._say_progress(progress, progress.html())
+            self._stop.layout.display, self._button.layout.display = None, "none"
+            self.experiments.button.disabled = True
+            self._worker.submit(lambda check: job(check, progress.tell))
+
+    def _say_progress(self, progress: Progress, words: str) -> None:
+        """Words of a job; nobody hears those of one that was dropped."""
+        with self.turn:
+            if progress is self._progress:
+                self._status.value, self._doing.layout.display = words, None
+
+    def _end(self, sentence: str) -> None:
+        """Nothing goes on any more."""
+        self._progress = None
+        self._status.value = said(sentence)
+        self._stop.layout.display = "none"
+        self._button.layout.display = None if self._subject is not None and self._tree is None else "none"
+        can_run = self._model is not None and self._task is not None
+        self.experiments.button.disabled = not can_run
+        is_empty = not sentence and self._button.layout.display == "none"
+        self._doing.layout.display = "none" if is_empty else None
+
+    def _take(self, number: int, found: xr.DataTree | None, error: Exception | None) -> None:
+        """What was measured, or why not; in the worker's thread."""
+        with self.turn:
+            if not self._worker.is_latest(number):  # nor does it touch what the line for errors says
+                return
+            with self.attempt():
+                try:
+                    if error is not None:
+                        raise error
+                    self._tell(found)
+                finally:
+                    self._end("")
+
+    def _tell(self, tree: xr.DataTree) -> None:
+        """Show another tree in all views."""
+        self.page.tell(tree)  # first: it refuses what is no such tree
+        kind = str(tree.attrs["kind"])
+        self._parts()[_SECOND_VIEW[kind]].tell(tree)
+        self._tree = tree
+        options = ("report", _SECOND_VIEW[kind])
+        if tuple(self._view.options) != options:  # which would go back to the first
+            self._view.options = options
+        self.save_bar.suggest(f"reports/{as_file_name(self.page.document.subject)}")
+        for part in (self._view, self._body, self.save_bar):
+            part.layout.display = None
+        self._show_view()
+
+    def _show_view(self) -> None:
+        """Put the chosen view on the page, and draw it if it was not."""
+        body = self._views[self._view.value]
+        if tuple(self._body.children) != (body,):
+            self._body.children = [body]
+        for name, part in self._parts().items():
+            part.is_visible = name == self._view.value
+            part.draw()
+
+    def _parts(self) -> dict[str, Any]:
+        return {"criteria": self.criteria, "side by side": self.side_by_side, "experiments": self.experiments}

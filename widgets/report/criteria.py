@@ -1,0 +1,115 @@
+"""The criteria of an assessment, by failure mode and state; choosing one shows what it rests on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import ipywidgets
+
+from widgets.report.choice_table import ChoiceTable, cell, row
+from widgets.report.evidence import Evidence
+from widgets.tags import Tags
+from workbench.reports.quantity import Numbers, Quantity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import xarray as xr
+
+    from widgets.base import WorkbenchWidget
+
+STATES = ("failing", "at risk", "healthy", "not measured")
+_ALL = "all failure modes"
+
+
+class CriteriaView:
+    """Filters, a table and the evidence for its chosen row.
+
+    Attributes:
+        mode: The id of the failure mode to show; empty: all.
+        states: The states to show.
+        table: The rows; its ``value`` is the id of the chosen criterion.
+        evidence: Words and picture of the chosen criterion.
+        box: All of it.
+    """
+
+    def __init__(self, owner: WorkbenchWidget, lead_to: Callable[[str], None]) -> None:
+        self._numbers: Numbers | None = None
+        self.mode = ipywidgets.Dropdown(
+            options=[(_ALL, "")], description="show", style={"description_width": "64px"}, layout={"width": "340px"}
+        )
+        self.states = Tags(label="states")
+        self.table = ChoiceTable(label="criteria", empty="No criterion is of this failure mode and state.")
+        self.table.columns = ["criterion", "state", "value", "healthy band"]
+        self.evidence = Evidence()
+        table = ipywidgets.VBox([self.table], layout={"flex": "1 1 430px", "min_width": "0", "max_width": "100%"})
+        row_layout = {"flex_flow": "row wrap", "grid_gap": "8px 18px", "align_items": "flex-start"}
+        self.box = ipywidgets.VBox([self.mode, self.states, ipywidgets.HBox([table, self.evidence], layout=row_layout)])
+        owner.watch(self.mode, lambda _: self._filter())
+        owner.watch(self.states, lambda _: self._filter())
+        owner.watch(self.table, lambda _: self.draw())
+        owner.on_click(self.evidence.button, lambda _: lead_to(self._numbers.criterion(self.table.value).anchor))
+        self.is_visible = False
+
+    def tell(self, tree: xr.DataTree) -> None:
+        """Show another assessment; nothing is drawn before `draw`."""
+        numbers = Numbers(tree)
+        found = numbers.texts("criteria", "state")
+        self.evidence.clear()
+        self._numbers = numbers
+        titles = dict(
+            zip(numbers.names("failure_modes", "failure_mode"), numbers.texts("failure_modes", "title"), strict=True)
+        )
+        owners = numbers.texts("criteria", "failure_mode")
+        options = [(f"{title} ({owners.count(mode)})", mode) for mode, title in titles.items() if mode in owners]
+        self.mode.options = [(f"{_ALL} ({len(owners)})", ""), *options]
+        self.states.options = [
+            {"name": state, "text": f"{state} {found.count(state)}"} for state in STATES if state in found
+        ]
+        self.states.value = self.states.names
+        self._filter()
+
+    def draw(self) -> None:
+        """Draw the evidence of the chosen row, if anybody sees it."""
+        if not self.is_visible or self._numbers is None:
+            return
+        if self.table.value:
+            self.evidence.tell(self._numbers, self.table.value)
+        else:
+            self.evidence.clear()
+
+    def _filter(self) -> None:
+        ids = self._numbers.names("criteria", "criterion")
+        owners, states = (self._numbers.texts("criteria", name) for name in ("failure_mode", "state"))
+        wanted = {
+            name
+            for name, owner, state in zip(ids, owners, states, strict=True)
+            if state in self.states.value and self.mode.value in ("", owner)
+        }
+        ranked = sorted(ids, key=ranking(self._numbers))
+        self.table.fill(row(name, _cells(self._numbers.criterion(name))) for name in ranked if name in wanted)
+        self.draw()
+
+
+def ranking(numbers: Numbers) -> Callable[[str], tuple[int, float]]:
+    """What sorts criteria: the worst state first, the surest first among those of one state."""
+    ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
+    confidence = numbers.node("criteria")["confidence"].values
+    places = {
+        name: (STATES.index(state), -float(sure)) for name, state, sure in zip(ids, states, confidence, strict=True)
+    }
+    return places.__getitem__
+
+
+def value_of(quantity: Quantity) -> str:
+    """Value and unit, as cells show them."""
+    return "" if quantity.state == "not measured" else " ".join(filter(None, [quantity.text, quantity.units]))
+
+
+def _cells(quantity: Quantity) -> list[dict]:
+    return [
+        cell(quantity.meaning),
+        cell(quantity.state, state=quantity.state),
+        cell(value_of(quantity), is_number=True),
+        cell(quantity.band),
+    ]

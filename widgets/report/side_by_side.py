@@ -1,0 +1,147 @@
+"""Two designs of a comparison beside each other: their figures, their criteria, and what a criterion rests on."""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from widgets.report.choice_table import ChoiceTable, cell, row
+from widgets.report.criteria import STATES, ranking, value_of
+from widgets.report.evidence import Evidence
+from widgets.tables import NAME, TABLE
+from workbench.reports.quantity import Numbers, Quantity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import xarray as xr
+
+    from widgets.base import WorkbenchWidget
+
+
+class SideBySide:
+    """Two designs, chosen by name.
+
+    Attributes:
+        first, second: The designs.
+        only_different: Whether criteria of the same state are left out.
+        table: A row a criterion; its ``value`` is the id of the chosen one.
+        evidence: Of the chosen criterion in either design.
+        box: All of it.
+    """
+
+    def __init__(self, owner: WorkbenchWidget, lead_to: Callable[[str], None]) -> None:
+        self._tree: xr.DataTree | None = None
+        style = {"style": {"description_width": "64px"}, "layout": {"width": "260px"}}
+        self.first = ipywidgets.Dropdown(description="design", **style)
+        self.second = ipywidgets.Dropdown(description="beside", **style)
+        self.only_different = ipywidgets.Checkbox(
+            False, description="only where the state differs", indent=False, layout={"width": "auto"}
+        )
+        self._figures = ipywidgets.HTML(layout={"overflow": "auto hidden"})
+        self.table = ChoiceTable(
+            label="criteria of both designs", empty="No criterion has another state in one of them."
+        )
+        self.evidence = (Evidence(), Evidence())
+        line = {"flex_flow": "row wrap", "grid_gap": "4px 12px", "align_items": "center"}
+        self.box = ipywidgets.VBox(
+            [
+                ipywidgets.HBox([self.first, self.second, self.only_different], layout=line),
+                self._figures,
+                self.table,
+                ipywidgets.HBox(self.evidence, layout=line | {"grid_gap": "8px 18px", "align_items": "flex-start"}),
+            ]
+        )
+        for control in (self.first, self.second, self.only_different):
+            owner.watch(control, lambda _: self._fill())
+        owner.watch(self.table, lambda _: self.draw())
+        for place, evidence in enumerate(self.evidence):
+            owner.on_click(
+                evidence.button, lambda _, place=place: lead_to(self._both[place].criterion(self.table.value).anchor)
+            )
+        self.is_visible = self._is_telling = False
+
+    def tell(self, tree: xr.DataTree) -> None:
+        """Show another comparison; nothing is drawn before `draw`."""
+        self._tree = tree
+        names = Numbers(tree).names("designs", "design")
+        self._is_telling = True
+        try:
+            for control, name in ((self.first, names[0]), (self.second, names[min(1, len(names) - 1)])):
+                control.options = names
+                control.value = name
+        finally:
+            self._is_telling = False
+        self._fill()
+
+    def draw(self) -> None:
+        """Draw the evidence of the chosen row, if anybody sees it."""
+        if not self.is_visible or self._tree is None:
+            return
+        for evidence, numbers, name in zip(self.evidence, self._both, self._names, strict=True):
+            evidence.head = name
+            if self.table.value in numbers.names("criteria", "criterion"):
+                evidence.tell(numbers, self.table.value)
+            else:
+                evidence.clear()
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        return self.first.value, self.second.value
+
+    @property
+    def _both(self) -> tuple[Numbers, Numbers]:
+        return tuple(Numbers(self._tree, at=f"/{name}") for name in self._names)
+
+    def _fill(self) -> None:
+        if self._is_telling:
+            return
+        both = self._both
+        for evidence in self.evidence:
+            evidence.clear()
+        self._figures.value = _figures(Numbers(self._tree), self._names)
+        ranks = [ranking(numbers) for numbers in both]
+        found = [{name: n.criterion(name) for name in n.names("criteria", "criterion")} for n in both]
+        worst = {
+            name: min(rank(name) for rank, of in zip(ranks, found, strict=True) if name in of)
+            for name in {**found[0], **found[1]}
+        }
+        rows = []
+        for name in sorted(worst, key=worst.get):
+            pair = [of.get(name) for of in found]
+            if self.only_different.value and _state(pair[0]) == _state(pair[1]):
+                continue
+            rows.append(row(name, _cells(pair)))
+        heads = [head for name in self._names for head in (f"state of {name}", name)]
+        self.table.columns = ["criterion", *heads, "healthy band"]
+        self.table.fill(rows)
+        self.draw()
+
+
+def _state(quantity: Quantity | None) -> str:
+    return STATES[-1] if quantity is None else quantity.state
+
+
+def _cells(pair: list[Quantity | None]) -> list[dict[str, Any]]:
+    known = [quantity for quantity in pair if quantity is not None]
+    cells = [cell(known[0].meaning)]
+    for quantity in pair:
+        cells.append(cell(_state(quantity), state=_state(quantity)))
+        cells.append(cell("" if quantity is None else value_of(quantity), is_number=True))
+    return [*cells, cell(", ".join(dict.fromkeys(quantity.band for quantity in known)))]
+
+
+def _figures(numbers: Numbers, names: tuple[str, str]) -> str:
+    """The two designs' own figures: verdict, risk, rate, size, price."""
+    data, all_names = numbers.node("designs"), numbers.names("designs", "design")
+    body = ""
+    for variable in (str(name) for name in data.data_vars if data[name].dims == ("design",)):
+        both = [numbers.value("designs", variable, design=all_names.index(name)) for name in names]
+        texts = [" ".join(filter(None, [quantity.text, quantity.units])) for quantity in both]
+        weight = ";font-weight:600" if texts[0] != texts[1] else ""
+        cells = "".join(f'<td style="{NAME}{weight}">{html.escape(text)}</td>' for text in texts)
+        body += f'<tr><th scope="row" style="{NAME};font-weight:400">{html.escape(both[0].meaning)}</th>{cells}</tr>'
+    heads = "".join(f'<th scope="col" style="{NAME};font-weight:600">{html.escape(name)}</th>' for name in names)
+    return f'<table style="{TABLE};font-size:13px;margin:6px 2px"><tr><td></td>{heads}</tr>{body}</table>'

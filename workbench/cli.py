@@ -1,0 +1,273 @@
+"""The command line: assess a design before it is trained, diagnose a run that failed, look at a checkpoint.
+
+Exit status of ``workbench assess``: 0 proceed, 1 at risk, 2 refuse, so that it can gate a pipeline. Of every command: 3
+where the input is wrong (one sentence says how), 4 where the workbench itself fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from workbench.atomic import check_free
+from workbench.errors import CheckpointError, StoreError, ThresholdError, WorkbenchError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+BAD_INPUT, BROKEN, INTERRUPTED = 3, 4, 130
+_TREE_SUFFIXES = (".nc", ".zarr")
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Words of the command line; None: those of this process.
+
+    Returns:
+        The exit status.
+    """
+    given = _parser().parse_args(arguments)
+    try:
+        return given.run(given)
+    except WorkbenchError as error:
+        print(f"workbench: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("workbench: stopped.", file=sys.stderr)
+        return INTERRUPTED
+    except Exception:  # noqa: BLE001  (Python's own status for it is 1, which a pipeline would read as "at risk")
+        traceback.print_exc()
+        return BROKEN
+
+
+def _assess(given: argparse.Namespace) -> int:
+    from workbench.reports.report import check_target
+
+    for path in given.out:
+        check_target(path, overwrite=given.overwrite)
+    _check_tree_path(given.tree, overwrite=given.overwrite)
+    import workbench as wb
+    from workbench.assessment.assess import assess
+
+    plan = wb.hardware.read_plan(given.plan) if given.plan is not None else None
+    subject = _subject(given.model, own_weights=given.own_weights)
+    tree = assess(subject, plan=plan, seed=given.seed, progress=_teller(given))
+    _write(tree, given)
+    print(f"{tree.attrs['verdict']}: {tree.attrs['summary']}")
+    return int(tree.attrs["exit_status"])
+
+
+def _diagnose(given: argparse.Namespace) -> int:
+    from workbench.reports.report import check_target
+
+    for path in given.out:
+        check_target(path, overwrite=given.overwrite)
+    _check_tree_path(given.tree, overwrite=given.overwrite)
+    from workbench.diagnosis import diagnose, read_log
+
+    run = given.run_path
+    if not run.exists():
+        raise StoreError(f"There is no run and no log at {run}; check the path.")
+    is_log = run.suffix == ".csv" or (run.is_dir() and not (run / "zarr.json").exists())
+    tree = diagnose(read_log(run) if is_log else run)
+    _write(tree, given)
+    print(tree.attrs["summary"])
+    return 0
+
+
+def _profile(given: argparse.Namespace) -> int:
+    _check_tree_path(given.tree, overwrite=given.overwrite)
+    import workbench as wb
+
+    subject = wb.open_checkpoint(given.model)
+    if given.text is not None:
+        try:
+            inputs = [line for line in given.text.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise StoreError(f"{given.text} cannot be read as text ({error}); pass a text file in UTF-8.") from error
+    else:
+        from workbench.training.tasks import reference_passages
+
+        inputs = reference_passages(64)
+    spectra = wb.profile(subject, inputs, n_snapshots=given.n_snapshots, seed=given.seed, progress=not given.quiet)
+    if given.tree is not None:
+        _save(spectra, given.tree, overwrite=given.overwrite)
+        _said(given, given.tree)
+    summary = wb.summarize(spectra)
+    for name in ("near_unit_mass", "spectral_radius", "eigenvector_condition", "nonlinearity_ratio"):
+        worst, mean = (float(summary[name].sel(statistic=which)) for which in ("max", "mean"))
+        print(f"{summary[name].attrs.get('long_name', name)}: mean {mean:.3g}, largest {worst:.3g}")
+    return 0
+
+
+def _lab(given: argparse.Namespace) -> int:
+    script = _ROOT / "tools" / "lab.py"
+    if not script.exists():
+        raise StoreError("The notebooks are not installed with the package; run 'make lab' in the repository.")
+    if not (_ROOT / given.notebook).exists():
+        raise StoreError(f"There is no notebook {given.notebook} in {_ROOT}; see the list in README.md.")
+    words = [sys.executable, str(script), given.notebook]
+    sys.stdout.flush()
+    os.execv(words[0], words)
+
+
+def _subject(model: str, *, own_weights: bool) -> Any:
+    """What to assess: a design by name or from a file, or a checkpoint with the weights that it has."""
+    import workbench as wb
+
+    path = Path(model).expanduser()
+    if own_weights:
+        return wb.open_checkpoint(model)
+    if path.is_file() and path.suffix == ".toml":
+        import tomllib
+
+        try:
+            return wb.design(tomllib.loads(path.read_text(encoding="utf-8")), name=path.stem)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ThresholdError(f"{path} is no TOML ({error}); write options of wb.zoo, one a line.") from error
+    if path.is_file() and path.suffix == ".json" and path.name != "config.json":
+        try:
+            options = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ThresholdError(f"{path} is no JSON ({error}); write options of wb.zoo or a config.json.") from error
+        # A configuration of transformers under another name says which model it is of.
+        is_of_transformers = isinstance(options, dict) and "model_type" in options
+        return wb.design(path if is_of_transformers else options, name=path.stem)
+    if path.is_file() and path.suffix not in (".json", ".toml"):
+        raise CheckpointError(
+            f"{path} is no description of a design; pass a known name, a config.json, a checkpoint folder or options "
+            "of wb.zoo as .toml or .json, or add --own-weights to assess a checkpoint with the weights that it has."
+        )
+    return wb.design(str(path) if path.exists() else model)
+
+
+def _teller(given: argparse.Namespace) -> Callable[[str], None] | bool:
+    if given.quiet:
+        return False
+    return lambda text: print(f"measuring {text} ...", file=sys.stderr, flush=True)
+
+
+def _write(tree: xr.DataTree, given: argparse.Namespace) -> None:
+    from workbench.reports import report
+
+    # The data first: they took the longest.
+    if given.tree is not None:
+        _save(tree, given.tree, overwrite=given.overwrite)
+        _said(given, given.tree)
+    for path in given.out:
+        report(tree, path, overwrite=given.overwrite)
+        _said(given, path)
+
+
+def _save(data: Any, path: Path, *, overwrite: bool) -> None:
+    import workbench as wb
+
+    write = wb.export_netcdf if path.suffix == ".nc" else wb.save
+    write(data, path, overwrite=overwrite)
+
+
+def _said(given: argparse.Namespace, path: Path) -> None:
+    if not given.quiet:
+        print(f"wrote {path}", file=sys.stderr, flush=True)
+
+
+def _check_tree_path(path: Path | None, *, overwrite: bool) -> None:
+    if path is None:
+        return
+    if path.suffix not in _TREE_SUFFIXES:
+        raise StoreError(
+            f"'{path.name}' ends in '{path.suffix}', data in one of {', '.join(_TREE_SUFFIXES)}; choose one."
+        )
+    check_free(path, overwrite=overwrite)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong words are bad input: argparse's own status for them is 2, which would read as "refuse"."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}; see {self.prog} --help.", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="workbench", description=__doc__.split("\n\n")[0])
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    assess = commands.add_parser(
+        "assess",
+        help="will this design train under this plan?",
+        description="Assess a design and a plan before compute is committed. Exit status: 0 proceed, 1 at risk, "
+        "2 refuse, 3 wrong input, 4 the workbench failed.",
+    )
+    assess.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a known name (gpt2, llama-2-7b, ...), a checkpoint folder, a config.json, or options of wb.zoo as .toml "
+        "or .json",
+    )
+    assess.add_argument(
+        "--plan", type=Path, metavar="PLAN.toml", help="training, hardware and target (default: AdamW at 1e-3)"
+    )
+    assess.add_argument(
+        "--own-weights", action="store_true", help="assess the weights of the checkpoint instead of fresh ones"
+    )
+    assess.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
+    _add_outputs(assess)
+    assess.set_defaults(run=_assess)
+
+    diagnose = commands.add_parser(
+        "diagnose",
+        help="why did this run fail?",
+        description="Rank the causes of a failure from what the run recorded. Exit status: 0 done, 3 wrong input.",
+    )
+    diagnose.add_argument(
+        "run_path", type=Path, metavar="RUN", help="a store of wb.train, a CSV log, or a folder of TensorBoard events"
+    )
+    _add_outputs(diagnose)
+    diagnose.set_defaults(run=_diagnose)
+
+    profile = commands.add_parser(
+        "profile", help="Koopman spectra of a checkpoint", description="Measure the Koopman spectra of a checkpoint."
+    )
+    profile.add_argument("model", metavar="MODEL", help="a checkpoint folder, hub name or .gguf file")
+    profile.add_argument("--text", type=Path, help="a text file, one sequence a line (default: reference passages)")
+    profile.add_argument("--n-snapshots", type=int, default=2048, metavar="N", help="token states (default 2048)")
+    profile.add_argument("--seed", type=int, default=0, help="of the choice of tokens (default 0)")
+    _add_data_output(profile)
+    profile.set_defaults(run=_profile)
+
+    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks", description="Open JupyterLab.")
+    lab.add_argument("notebook", nargs="?", default="notebooks/00_start.ipynb", metavar="NOTEBOOK")
+    lab.set_defaults(run=_lab)
+    return parser
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="REPORT",
+        help="report to write: .html, .md or .ipynb; may be given several times",
+    )
+    _add_data_output(parser)
+
+
+def _add_data_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tree", type=Path, metavar="DATA", help="everything measured, as .nc or .zarr")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""What a report consists of, whatever file it becomes: sentences that rest on numbers, tables, pictures, sections."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from workbench.reports.quantity import Quantity
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A statement: texts and the quantities between them, at least one."""
+
+    parts: tuple[str | Quantity, ...]
+
+    @property
+    def quantities(self) -> list[Quantity]:
+        """What it rests on."""
+        return [part for part in self.parts if isinstance(part, Quantity)]
+
+    @property
+    def text(self) -> str:
+        """The bare words."""
+        return "".join(part if isinstance(part, str) else _with_units(part) for part in self.parts)
+
+
+def say(template: str, **slots: str | Quantity) -> Sentence:
+    """A sentence from a text with slots, such as ``say("The risk is {risk}.", risk=quantity)``.
+
+    Raises:
+        ValueError: If no slot holds a quantity: a report says nothing that rests on no number.
+    """
+    parts: list[str | Quantity] = []
+    for text, slot, _, _ in string.Formatter().parse(template):
+        parts.append(text)
+        if slot is not None:
+            parts.append(slots[slot])
+    # Texts that meet become one.
+    joined: list[str | Quantity] = []
+    for part in parts:
+        if isinstance(part, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += part
+        elif part != "":
+            joined.append(part)
+    if not any(isinstance(part, Quantity) for part in joined):
+        raise ValueError(f"'{template}' rests on no number of the tree.")
+    return Sentence(tuple(joined))
+
+
+@dataclass(frozen=True)
+class Lead:
+    """One line that says what a section is about, and states nothing."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Heading:
+    """Of a part of a section."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Sentences in a row."""
+
+    sentences: tuple[Sentence, ...]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One entry of a list: a state, a title and sentences; ``change`` is a setting with its old and new value."""
+
+    title: str
+    sentences: tuple[Sentence, ...]
+    state: str = ""
+    change: tuple[str, Quantity, Quantity] | None = None
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list; ordered where the order says what comes first."""
+
+    items: tuple[Item, ...]
+    is_ordered: bool = False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Of a table; with a quantity it is the place that sentences link to."""
+
+    text: str
+    quantity: Quantity | None = None
+    state: str = ""
+    is_number: bool = False
+    link: Quantity | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a caption; the first cell of each row names it."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    is_folded: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of the tree.
+
+    Attributes:
+        title: What it shows.
+        caption: How to read it.
+        alternative: What it shows, for who cannot see it.
+        draw: Tree and backend -> figure.
+        code: The same in Python, for a notebook in which the tree is called ``tree``.
+        has_many_marks: Whether it is smaller as pixels than as lines.
+    """
+
+    title: str
+    caption: str
+    alternative: str
+    draw: Any
+    code: str
+    has_many_marks: bool = False
+
+
+Block = Lead | Heading | Paragraph | Items | Table | Picture
+
+
+@dataclass(frozen=True)
+class Section:
+    """One of the four parts."""
+
+    key: str
+    title: str
+    blocks: tuple[Block, ...]
+
+    def each(self, kind: type) -> Iterator[Any]:
+        """The blocks of one kind."""
+        return (block for block in self.blocks if isinstance(block, kind))
+
+    @property
+    def sentences(self) -> list[Sentence]:
+        """All statements."""
+        found: list[Sentence] = []
+        for block in self.blocks:
+            if isinstance(block, Paragraph):
+                found += block.sentences
+            if isinstance(block, Items):
+                found += [sentence for item in block.items for sentence in item.sentences]
+        return found
+
+    @property
+    def cited(self) -> list[Quantity]:
+        """The quantities that its statements and changes rest on."""
+        found = [quantity for sentence in self.sentences for quantity in sentence.quantities]
+        for items in self.each(Items):
+            found += [quantity for item in items.items if item.change for quantity in item.change[1:]]
+        return found
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One of the few numbers on the first screen."""
+
+    quantity: Quantity
+    label: str
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A whole report.
+
+    Attributes:
+        kind: Such as "Structural assessment".
+        subject: What it is about; the title.
+        verdict: In words; empty where there is none.
+        state: The state whose shape and colour the verdict has.
+        summary: One sentence.
+        facts: The most important numbers.
+        actions: What to do, in short.
+        sections: V1 to V4.
+        about: Label and text: where it comes from.
+    """
+
+    kind: str
+    subject: str
+    verdict: str
+    state: str
+    summary: str
+    facts: tuple[Fact, ...]
+    actions: tuple[Sentence, ...]
+    sections: tuple[Section, ...]
+    about: tuple[tuple[str, str], ...] = field(default=())
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """Of all sections."""
+        return [picture for section in self.sections for picture in section.each(Picture)]
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Anchor -> its number, counted through all tables; what paper has instead of links."""
+        anchors = [
+            cell.quantity.anchor
+            for section in self.sections
+            for table in section.each(Table)
+            for row in table.rows
+            for cell in row
+            if cell.quantity
+        ]
+        return {anchor: number for number, anchor in enumerate(dict.fromkeys(anchors), 1)}
+
+
+def unique(quantities: Iterable[Quantity]) -> list[Quantity]:
+    """Each place once, in the order met."""
+    return list({quantity.anchor: quantity for quantity in reversed(list(quantities))}.values())[::-1]
+
+
+def numbers_table(caption: str, quantities: Sequence[Quantity]) -> Table:
+    """Value, unit and place of each quantity: where the links of sentences lead."""
+    rows = tuple(
+        (
+            Cell(quantity.meaning),
+            Cell(quantity.text, quantity=quantity, is_number=True),
+            Cell(quantity.units),
+            Cell(quantity.band),
+            Cell(quantity.where),
+        )
+        for quantity in quantities
+    )
+    return without_empty_columns(Table(caption, ("number", "value", "unit", "healthy band", "where in the tree"), rows))
+
+
+def without_empty_columns(table: Table) -> Table:
+    """The same table without the columns in which nothing stands."""
+    kept = [place for place in range(len(table.columns)) if any(row[place].text for row in table.rows)]
+    rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
+    return replace(table, columns=tuple(table.columns[place] for place in kept), rows=rows)
+
+
+def _with_units(quantity: Quantity) -> str:
+    return f"{quantity.text} {quantity.units}".rstrip()

@@ -1,0 +1,224 @@
+"""V3 of every report: each number that a sentence rests on, and everything else that was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.reports import pictures
+from workbench.reports.document import (
+    Block,
+    Cell,
+    Heading,
+    Lead,
+    Section,
+    Table,
+    numbers_table,
+    unique,
+    without_empty_columns,
+)
+from workbench.reports.quantity import Numbers, Quantity
+from workbench.reports.words import NO_BAND, number_in_words, title_of
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: Longer dimensions are told by their extremes.
+_MOST_ROWS = 48
+#: Columns of values side by side, so that a table fits on paper.
+_MOST_COLUMNS = 5
+_LEAD = (
+    "Everything that was measured. Tables with numbered rows hold the numbers that the sentences of this report rest "
+    "on; the folded ones below each picture hold the rest."
+)
+_TITLES = {
+    "criteria": "Counts of criteria",
+    "failure_modes": "Failure modes",
+    "decisions": "Settings that decisions name",
+    "risk": "Risk of divergence",
+    "risk_over_rates": "Risk over the learning rate",
+    "rehearsal": "The first updates, tried out",
+    "changes": "Changes to the plan, tried out",
+    "initialization": "How it starts",
+    "spectra": "Koopman spectra of the blocks",
+    "flow": "Flow of signal and gradient",
+    "flow_numbers": "Flow in short",
+    "flow_at_depth": "Flow at the real depth",
+    "depth_flow": "Flow over the depth",
+    "scaling": "Growing towards the target size",
+    "case": "What the risk model looks at",
+    "hardware": "Precision, reduction and parallelism",
+    "monitors": "The run's signals",
+    "causes": "Causes",
+    "evidence": "Evidence",
+    "experiments": "Experiments",
+    "designs": "Designs",
+}
+#: Parts with tables of their own.
+_TOLD_APART = ("criteria", "failure_modes", "decisions")
+
+
+def assessment_section(numbers: Numbers, cited: Iterable[Quantity]) -> Section:
+    """V3 of an assessment."""
+    cited = unique(cited)
+    criteria = numbers.names("criteria", "criterion")
+    judged = [numbers.criterion(name) for name in criteria]
+    known = {quantity.anchor for quantity in judged}
+    rest = [quantity for quantity in cited if quantity.anchor not in known]
+    blocks: list[Block] = [Lead(_LEAD), Heading("Criteria and their healthy bands"), pictures.criteria()]
+    blocks.append(criteria_table(numbers, judged))
+    blocks += part_blocks(numbers, rest, leave_out=_TOLD_APART)
+    return Section("v3", "Effect space", tuple(blocks))
+
+
+def criteria_table(numbers: Numbers, judged: list[Quantity], *, of: str = "") -> Table:
+    """Every criterion, with the band that it is held against and where its number stands."""
+    n_reference = [numbers.value("criteria", "n_reference", criterion=row) for row in range(len(judged))]
+    rows = tuple(
+        (
+            Cell(quantity.meaning),
+            Cell(quantity.text, quantity=quantity, is_number=True),
+            Cell(quantity.units),
+            Cell(quantity.band),
+            Cell(n.text if n.value > 0 else "a rule" if quantity.band != NO_BAND else "", is_number=n.value > 0),
+            Cell(quantity.state, state=quantity.state),
+            Cell(quantity.where),
+        )
+        for quantity, n in zip(judged, n_reference, strict=True)
+    )
+    columns = ("criterion", "value", "unit", "healthy band", "healthy runs behind it", "state", "where in the tree")
+    return without_empty_columns(Table(f"Criteria{of and f' of {of}'}", columns, rows))
+
+
+def part_blocks(
+    numbers: Numbers, cited: Iterable[Quantity], *, leave_out: tuple[str, ...] = (), of: str = ""
+) -> list[Block]:
+    """Each part: the numbers cited from it, its pictures, and all of its values."""
+    cited = list(cited)
+    root = numbers.tree[numbers.at or "/"]
+    blocks: list[Block] = []
+    for name in sorted(root.children, key=_place_of_part):
+        path = f"{numbers.at.rstrip('/')}/{name}"
+        mine = [quantity for quantity in cited if quantity.path == path]
+        cited = [quantity for quantity in cited if quantity.path != path]
+        title = _TITLES.get(name, title_of(name).capitalize()) + (f": {of}" if of else "")
+        data = root[name].to_dataset()
+        if not (mine or data.data_vars) or (name in leave_out and not mine):
+            continue
+        blocks.append(Heading(title))
+        if mine:
+            blocks.append(numbers_table(f"Numbers cited: {title[:1].lower()}{title[1:]}", mine))
+        if name not in leave_out:
+            blocks += pictures.of_part(name, data, at=numbers.at)
+            blocks += whole_part(data, title)
+    if cited:
+        caption = "The model and the plan" + (f": {of}" if of else "")
+        blocks[:0] = [Heading(caption), numbers_table(f"Numbers cited: {caption[:1].lower()}{caption[1:]}", cited)]
+    return blocks
+
+
+def whole_part(data: xr.Dataset, title: str) -> list[Table]:
+    """Every variable of a dataset in folded tables: single values, one table a dimension, and extremes of the rest."""
+    by_dims: dict[tuple[str, ...], list[str]] = {}
+    for name, variable in data.data_vars.items():
+        long = variable.ndim > 1 or variable.size > _MOST_ROWS
+        dims = () if variable.size == 1 else tuple(map(str, variable.dims))
+        by_dims.setdefault(("…",) if long and dims else dims, []).append(str(name))
+    tables = []
+    for dims, names in by_dims.items():
+        if dims == ("…",):
+            tables.append(_extremes(data, names, f"{title}: extremes of what is too long for a table"))
+        elif not dims:
+            tables.append(_singles(data, names, f"{title}: single values"))
+        else:
+            for first in range(0, len(names), _MOST_COLUMNS):
+                part = names[first : first + _MOST_COLUMNS]
+                what = ", ".join(_name_of(data[name]) for name in part)
+                tables.append(_along(data, dims[0], part, f"{title} by {title_of(dims[0])}: {what}"))
+    return tables
+
+
+def about(tree: xr.DataTree) -> tuple[tuple[str, str], ...]:
+    """Where a tree comes from, as label and text."""
+    shown = ("created", "seed", "duration", "versions", "schema_version")
+    return tuple((title_of(name), _told(name, tree.attrs[name])) for name in shown if name in tree.attrs)
+
+
+def _told(name: str, value: object) -> str:
+    if name == "duration":
+        return f"{number_in_words(float(value))} s"
+    text = number_in_words(_plain(value))
+    if name == "versions" and text.startswith("{"):
+        return ", ".join(f"{key} {version}" for key, version in json.loads(text).items())
+    return text
+
+
+def _place_of_part(name: str) -> tuple[int, str]:
+    order = [*_TITLES]
+    return (order.index(name) if name in order else len(order), name)
+
+
+def _name_of(variable: xr.DataArray) -> str:
+    units = str(variable.attrs.get("units", ""))
+    name = str(variable.attrs.get("long_name") or title_of(str(variable.name)))
+    return f"{name} [{units}]" if units not in ("", "1") else name
+
+
+def _singles(data: xr.Dataset, names: list[str], caption: str) -> Table:
+    rows = tuple(
+        (
+            Cell(str(data[name].attrs.get("long_name") or title_of(name))),
+            _cell(data[name].values.reshape(())),
+            Cell(_units(data[name])),
+            Cell(str(data[name].attrs.get("meaning", ""))),
+        )
+        for name in names
+    )
+    return without_empty_columns(Table(caption, ("quantity", "value", "unit", "meaning"), rows, is_folded=True))
+
+
+def _along(data: xr.Dataset, dim: str, names: list[str], caption: str) -> Table:
+    labels = data[dim].values if dim in data.coords else np.arange(data.sizes[dim])
+    rows = tuple(
+        (Cell(number_in_words(_plain(label))), *(_cell(data[name].values[index]) for name in names))
+        for index, label in enumerate(labels)
+    )
+    return Table(caption, (title_of(dim), *(_name_of(data[name]) for name in names)), rows, is_folded=True)
+
+
+def _extremes(data: xr.Dataset, names: list[str], caption: str) -> Table:
+    columns = ("quantity", "runs over", "smallest", "median", "largest", "of them not measured")
+    rows = []
+    for name in names:
+        variable = data[name]
+        values = variable.values
+        over = ", ".join(f"{dim} ({size})" for dim, size in variable.sizes.items())
+        label = _name_of(variable)
+        if values.dtype.kind == "c":
+            label, values = f"modulus of {label}", np.abs(values)
+        if values.dtype.kind in "fiub":
+            known = values[~np.isnan(values)] if values.dtype.kind == "f" else values.astype(float)
+            ends = [known.min(), np.median(known), known.max()] if known.size else [np.nan] * 3
+            told = [Cell(number_in_words(float(end)), is_number=True) for end in ends]
+            rows.append((Cell(label), Cell(over), *told, _cell(values.size - known.size)))
+        else:
+            n = len({str(value) for value in values.ravel()})
+            rows.append((Cell(label), Cell(over), Cell(f"{n} different texts"), Cell(""), Cell(""), Cell("")))
+    return Table(caption, columns, tuple(rows), is_folded=True)
+
+
+def _cell(value: object) -> Cell:
+    value = _plain(value)
+    return Cell(number_in_words(value), is_number=isinstance(value, int | float | complex))
+
+
+def _units(variable: xr.DataArray) -> str:
+    units = str(variable.attrs.get("units", ""))
+    return "" if units == "1" else units
+
+
+def _plain(value: object) -> object:
+    return value.item() if isinstance(value, np.ndarray | np.generic) else value

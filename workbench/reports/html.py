@@ -1,0 +1,36 @@
+"""A report as one HTML file that needs nothing else: no script, no network, pictures inside."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from workbench.reports.document import Document, Picture
+from workbench.reports.pictures import as_address, image
+from workbench.reports.words import capitalized
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+def html(document: Document, tree: xr.DataTree) -> str:
+    """The page."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    room = files("workbench.reports")
+    environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    environment.filters["kind"] = lambda block: type(block).__name__
+    environment.filters["capital"] = capitalized
+    images = {
+        f"{index}{section.key}": as_address(*image(block, tree))
+        for section in document.sections
+        for index, block in enumerate(section.blocks)
+        if isinstance(block, Picture)
+    }
+    return environment.from_string(room.joinpath("page.html.jinja").read_text(encoding="utf-8")).render(
+        document=document,
+        places=document.places,
+        images=images,
+        css=Markup(room.joinpath("page.css").read_text(encoding="utf-8")),
+    )

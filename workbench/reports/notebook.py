@@ -1,0 +1,65 @@
+"""A report as a notebook: its text, and cells that draw its pictures again from the tree saved beside it."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any
+
+from workbench.reports.document import Document, Picture, Section
+from workbench.reports.markdown import foot, head, section_lines
+from workbench.reports.pictures import image
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_OPEN = """import workbench as wb
+from widgets import show
+from workbench.reports import pictures
+
+tree = wb.open_run({name!r})  # everything that was measured, saved beside this notebook
+tree"""
+
+
+def notebook(document: Document, tree: xr.DataTree, data_name: str) -> dict[str, Any]:
+    """The notebook, with the pictures that its cells draw already in them.
+
+    Args:
+        document: What to write.
+        tree: Where the data are.
+        data_name: Of the file beside the notebook that holds the tree.
+    """
+    from nbformat import v4
+
+    opening = f"The next cell opens `{data_name}`, from which the cells below draw the pictures again."
+    cells = [v4.new_markdown_cell(f"{head(document)}\n\n{opening}"), v4.new_code_cell(_OPEN.format(name=data_name))]
+    for section in document.sections:
+        cells += _section_cells(section, tree)
+    cells.append(v4.new_markdown_cell(foot(document)))
+    for place, cell in enumerate(cells):  # nbformat draws them at random
+        cell["id"] = f"cell-{place}"
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
+
+
+def _section_cells(section: Section, tree: xr.DataTree) -> list[Any]:
+    from nbformat import v4
+
+    found: list[Picture] = []
+
+    def mark(picture: Picture) -> str:
+        found.append(picture)
+        return f"\0{len(found) - 1}\0"
+
+    cells = []
+    # Text between the marks stays together; a picture becomes a cell with its code and, as output, what it drew.
+    for place, text in enumerate("\n\n".join(section_lines(section, mark)).split("\0")):
+        if place % 2 == 0:
+            if text.strip():
+                cells.append(v4.new_markdown_cell(text.strip()))
+            continue
+        picture = found[int(text)]
+        _, content = image(picture, tree, pixels=True)
+        drawn = {"image/png": base64.b64encode(content).decode(), "text/plain": picture.alternative}
+        output = v4.new_output("display_data", data=drawn)
+        cells.append(v4.new_code_cell(f"show({picture.code})", outputs=[output]))
+    return cells

@@ -1,0 +1,278 @@
+"""The pictures of a report: figures of `workbench.plots` of the parts of a tree, and the same as images in a text."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.reports.document import Picture
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import xarray as xr
+
+    from workbench.reports.document import Block
+
+#: More marks than this are smaller as pixels than as lines.
+_MOST_MARKS = 1500
+_DPI = 110
+
+
+def of_part(name: str, data: xr.Dataset, *, at: str = "") -> list[Block]:
+    """What there is to see of a part of a tree; empty where there is no figure for it."""
+    path = "/".join(filter(None, (at.strip("/"), name)))
+    makers = {
+        "risk_over_rates": _risk,
+        "spectra": _spectra,
+        "flow": _flow,
+        "flow_at_depth": _flow,
+        "scaling": _scaling,
+        "hardware": _hardware,
+    }
+    return makers[name](data, path) if name in makers else []
+
+
+def criteria(*, at: str = "") -> Picture:
+    """All criteria against their healthy bands."""
+    path = "/".join(filter(None, (at.strip("/"), "criteria")))
+    return _picture(
+        "criteria_bands",
+        path,
+        "Criteria against their healthy bands",
+        "Each mark is a criterion; the shaded column is its healthy band, whatever its unit. Outside of the band the "
+        "axis is compressed. A triangle is at risk, a square failing, a hollow mark has no band or was not measured.",
+        "Marks of all criteria beside a shaded healthy band; the table below holds the same numbers.",
+    )
+
+
+def causes() -> list[Block]:
+    """The causes of a diagnosis by probability."""
+    return [
+        _picture(
+            "cause_bars",
+            "causes",
+            "Causes by probability",
+            "The longer the bar, the more probable the cause.",
+            "One bar a cause, the most probable one above; the table below holds the same numbers.",
+        )
+    ]
+
+
+def evidence(evidence: xr.Dataset) -> list[Block]:
+    """What speaks for and against the causes, and when it was seen."""
+    if not evidence.sizes.get("evidence", 0):
+        return []
+    found = [
+        _picture(
+            "evidence_bars",
+            "evidence",
+            "What speaks for and against each cause",
+            "Bars to the right speak for the cause, bars to the left against it; +0.69 doubles the odds.",
+            "Diverging bars of the log-odds of every sign, grouped by cause.",
+        )
+    ]
+    if (np.asarray(evidence["step"].values, dtype=float) >= 0).any():
+        found.append(
+            _picture(
+                "evidence_timeline",
+                "evidence",
+                "When the signs were seen",
+                "Each mark is a sign at the step at which it was seen, the largest where it weighs most.",
+                "Marks of the signs along the steps of the run.",
+            )
+        )
+    return found
+
+
+def of_designs(tree: xr.DataTree, names: Sequence[str]) -> list[Block]:
+    """The risk curves of all designs on the same axes."""
+    with_risk = [name for name in names if "risk_over_rates" in tree[name].children]
+    if not with_risk:
+        return []
+
+    def draw(tree: xr.DataTree, backend: str) -> Any:
+        from workbench import plots
+
+        return plots.risk_curve(risks_of_designs(tree), backend=backend)
+
+    return [
+        Picture(
+            "Risk of all designs over the learning rate",
+            "One line a design: the predicted probability of divergence, with its interval; the large marks are the "
+            "largest rates that count as stable.",
+            f"Predicted probability of divergence over the learning rate, of {', '.join(with_risk)}.",
+            draw,
+            "wb.plots.risk_curve(pictures.risks_of_designs(tree))",
+        )
+    ]
+
+
+def risks_of_designs(tree: xr.DataTree) -> xr.Dataset:
+    """The risk of each design of a comparison over the rates, as `workbench.plots.risk_curve` reads it."""
+    import xarray as xr
+
+    names = [str(name) for name in tree["designs"]["design"].values]
+    named = {name: tree[name] for name in names if "risk_over_rates" in tree[name].children}
+    parts = [
+        node["risk_over_rates"].to_dataset().isel(architecture=[0]).assign_coords(architecture=[name])
+        for name, node in named.items()
+    ]
+    return xr.concat(parts, "architecture", join="outer", data_vars="all", combine_attrs="override")
+
+
+def image(picture: Picture, tree: xr.DataTree, *, pixels: bool = False) -> tuple[str, bytes]:
+    """A picture drawn for paper.
+
+    Args:
+        picture: What to draw.
+        tree: Where the data are.
+        pixels: Whether it must be a PNG; otherwise the smaller of the two.
+
+    Returns:
+        Its MIME type and content.
+    """
+    from workbench.plots import style
+
+    kind = "png" if pixels or picture.has_many_marks else "svg"
+    with style.drawing("matplotlib") as hv:
+        renderer = hv.renderer("matplotlib").instance(fig=kind, dpi=_DPI)
+        content, _ = renderer(picture.draw(tree, "matplotlib"), fmt=kind)
+    content = content if isinstance(content, bytes) else content.encode()
+    return ("image/png", _smaller(content)) if kind == "png" else ("image/svg+xml", content)
+
+
+def as_address(mime: str, content: bytes) -> str:
+    """An image as a data address."""
+    return f"data:{mime};base64,{base64.b64encode(content).decode()}"
+
+
+def hazards_as_criteria(hardware: xr.Dataset) -> xr.Dataset:
+    """The hazards of a part ``hardware`` that apply, as `workbench.plots.criteria_bands` reads criteria."""
+    import xarray as xr
+
+    data = hardware.isel(hazard=hardware["applies"].values.astype(bool))
+    renamed = {"title": "title", "value": "effect", "units": "unit", "high": "healthy_limit", "state": "state"}
+    columns = {new: ("criterion", data[old].values) for new, old in renamed.items()}
+    columns["low"] = ("criterion", np.full(data.sizes["hazard"], np.nan))
+    return xr.Dataset(columns, {"criterion": data["hazard"].values})
+
+
+def _picture(
+    figure: str,
+    path: str,
+    title: str,
+    caption: str,
+    alternative: str,
+    *,
+    prepare: str = "",
+    has_many_marks: bool = False,
+    **options: Any,
+) -> Picture:
+    """A figure of `workbench.plots` of one part, perhaps prepared by a function of this module."""
+    data = f'tree["{path}"].to_dataset()'
+    data = f"pictures.{prepare}({data})" if prepare else data
+    code = f"wb.plots.{figure}({', '.join([data, *(f'{key}={value!r}' for key, value in options.items())])})"
+
+    def draw(tree: xr.DataTree, backend: str) -> Any:
+        from workbench import plots
+
+        part = tree[f"/{path}"].to_dataset()
+        return getattr(plots, figure)(globals()[prepare](part) if prepare else part, **options, backend=backend)
+
+    return Picture(title, caption, alternative, draw, code, has_many_marks)
+
+
+def _risk(risk: xr.Dataset, path: str) -> list[Block]:
+    return [
+        _picture(
+            "risk_curve",
+            path,
+            "Risk over the learning rate",
+            "The line is the probability of divergence by the risk model, the strip its interval, the large mark the "
+            "largest rate that counts as stable; dotted where the model has seen nothing alike.",
+            f"Predicted probability of divergence at learning rates from {_ends(risk['learning_rate'].values)}.",
+        )
+    ]
+
+
+def _ends(values: np.ndarray) -> str:
+    return f"{values.min():.2g} to {values.max():.2g}"
+
+
+def _spectra(spectra: xr.Dataset, path: str) -> list[Block]:
+    n_modes = int(np.isfinite(spectra["eigenvalue"].values).sum())
+    return [
+        _picture(
+            "eigenvalue_map",
+            path,
+            "Eigenvalues of every block",
+            "Each dot is a mode of one block in the complex plane, coloured by depth. Outside of the unit circle it "
+            "grows from block to block, inside it fades.",
+            f"{n_modes} eigenvalues of {spectra.sizes['layer']} blocks around the unit circle of the complex plane.",
+            has_many_marks=n_modes > _MOST_MARKS,
+        ),
+        _picture(
+            "layer_profile",
+            path,
+            "Spectral measures by depth",
+            "One panel a measure, from the first block on the left to the last on the right. A hollow mark is a block "
+            "whose update is too small to say anything.",
+            "Near-unit mass, spectral radius, eigenvector condition and nonlinearity ratio of each block.",
+        ),
+    ]
+
+
+def _flow(flow: xr.Dataset, path: str) -> list[Block]:
+    n_marks = sum(int(np.isfinite(values).sum()) for values in flow.data_vars.values() if values.dtype.kind == "f")
+    return [
+        _picture(
+            "flow_map",
+            path,
+            "Flow of signal and gradient through the blocks",
+            "What enters and leaves each block on the way forward, and what of the gradient comes back.",
+            "Size of the signal and of the gradient, shares of the branches and attention of every block.",
+            has_many_marks=n_marks > _MOST_MARKS,
+        )
+    ]
+
+
+def _scaling(scaling: xr.Dataset, path: str) -> list[Block]:
+    return [
+        _picture(
+            "scaling_trend",
+            path,
+            "Measured rungs and the way to the target size",
+            "Marks are sizes that were built and measured; the line and its strip lead to the target, where they are "
+            "supported by the rungs.",
+            "Quantities measured at growing sizes with a trend to the target size and its interval.",
+        )
+    ]
+
+
+def _hardware(hardware: xr.Dataset, path: str) -> list[Block]:
+    if not hardware["applies"].values.astype(bool).any():
+        return []
+    return [
+        _picture(
+            "criteria_bands",
+            path,
+            "Hazards of precision and parallelism against their limits",
+            "Each mark is the emulated effect of one hazard; the shaded column is what does no harm.",
+            "Marks of the hazards that apply beside a shaded column of what is healthy.",
+            prepare="hazards_as_criteria",
+        )
+    ]
+
+
+def _smaller(png: bytes) -> bytes:
+    """The same picture in at most 256 colours, which figures hardly have more of."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    content = io.BytesIO()
+    picture.save(content, "PNG", optimize=True)
+    return min(content.getvalue(), png, key=len)

@@ -1,0 +1,340 @@
+"""References to numbers in a tree: what a sentence rests on, and the place where a reader can check it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError
+from workbench.reports.words import band_in_words, number_in_words, title_of, units_in_words
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: Words in the names of variables without a unit that are shares of 1, written in percent.
+_SHARES = {"probability", "share", "confidence", "mass"}
+#: Variables that are bounds of a probability where they stand.
+_BOUNDS_OF_SHARES = {
+    *(("risk", name) for name in ("low", "high", "tried_low", "tried_high")),
+    *(("designs", name) for name in ("low", "high")),
+}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One value of a tree, as a sentence names it.
+
+    Attributes:
+        path: Of the node, such as ``"/flow"``.
+        variable: Of the node; attributes begin with ``@``.
+        selection: Dimension -> index of the value.
+        value: Number, truth value or text.
+        units: Of the value; empty where it has none.
+        text: The value in words.
+        meaning: What it is.
+        where: Where it stands, in words.
+        anchor: Of the place in the report that shows it.
+        band: Its healthy band in words; empty where it has none.
+        state: Of the criterion; empty where it is none.
+    """
+
+    path: str
+    variable: str
+    selection: tuple[tuple[str, int], ...]
+    value: Any
+    units: str
+    text: str
+    meaning: str
+    where: str
+    anchor: str
+    band: str = ""
+    state: str = ""
+
+    @property
+    def exact(self) -> str:
+        """The value with every digit, for machines."""
+        return repr(self.value) if isinstance(self.value, int | float) else str(self.value)
+
+
+@dataclass
+class Numbers:
+    """Finds numbers in a tree, or below one of its nodes.
+
+    Attributes:
+        tree: The whole tree.
+        at: Path of the node that paths are relative to; empty: the root.
+    """
+
+    tree: xr.DataTree
+    at: str = ""
+    _criterion_at: dict[tuple, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.has("criteria"):
+            for name in self.names("criteria", "criterion"):
+                path, variable, selection = self._place_of(name)
+                if path:
+                    selection = self._canonical(path, variable, selection)
+                    self._criterion_at[self._absolute(path), variable, selection] = name
+
+    def has(self, path: str) -> bool:
+        """Whether there is such a node."""
+        try:
+            self.node(path)
+        except SchemaError:
+            return False
+        return True
+
+    def node(self, path: str) -> xr.Dataset:
+        """The dataset at a path.
+
+        Raises:
+            SchemaError: If there is none.
+        """
+        absolute = self._absolute(path)
+        try:
+            return self.tree[absolute].to_dataset()
+        except (KeyError, AttributeError, ValueError) as error:
+            raise SchemaError(
+                f"The tree has no {absolute}, on which a sentence of its report rests; make it again."
+            ) from error
+
+    def names(self, path: str, dim: str) -> list[str]:
+        """The ids along a dimension of a node.
+
+        Raises:
+            SchemaError: If the node or the dimension is not there.
+        """
+        data = self.node(path)
+        if dim not in data.coords:
+            raise SchemaError(f"{self._absolute(path)} has no ids along '{dim}'; make the tree again.")
+        return [str(name) for name in np.atleast_1d(data[dim].values)]
+
+    def texts(self, path: str, variable: str) -> list[str]:
+        """A variable of texts along its only dimension.
+
+        Raises:
+            SchemaError: If it is not there.
+        """
+        return [str(text) for text in np.atleast_1d(self._array(path, variable).values)]
+
+    def text(self, path: str, variable: str, **selection: int) -> str:
+        """One text."""
+        return str(self.value(path, variable, **selection).value)
+
+    def value(self, path: str, variable: str, *, meaning: str = "", **selection: int) -> Quantity:
+        """The value of a variable at an index of each of its dimensions; dimensions of length 1 need none.
+
+        Where a criterion judges this value it is the same quantity as `criterion` gives.
+
+        Args:
+            path: Of the node.
+            variable: Of the node.
+            meaning: What it is; empty: as the variable says.
+            **selection: Dimension and index.
+
+        Raises:
+            SchemaError: If the node, the variable or the index is not there, or it is not one value.
+        """
+        given = tuple(sorted((dim, int(index)) for dim, index in selection.items()))
+        given = self._canonical(path, variable, given)
+        judge = self._criterion_at.get((self._absolute(path), variable, given))
+        if judge:
+            return self.criterion(judge)
+        quantity = self._value(path, variable, given)
+        return replace(quantity, meaning=meaning) if meaning else quantity
+
+    def attribute(self, name: str, *keys: str, path: str = "", meaning: str = "") -> Quantity:
+        """An attribute of a node, or what stands below it where it is JSON.
+
+        Args:
+            name: Of the attribute.
+            *keys: Into the JSON.
+            path: Of the node; empty: the root.
+            meaning: What it is; empty: its name.
+
+        Raises:
+            SchemaError: If there is none.
+        """
+        where, attrs = self._absolute(path), self.node(path).attrs
+        if name not in attrs:
+            raise SchemaError(f"The tree has no attribute '{name}' at {where}, on which its report rests.")
+        value = attrs[name]
+        for key in keys:
+            value = json.loads(value) if isinstance(value, str) else value
+            if not isinstance(value, Mapping) or key not in value:
+                raise SchemaError(f"The attribute '{name}' at {where} has no '{'.'.join(keys)}'.")
+            value = value[key]
+        full = ".".join((name, *keys))
+        return Quantity(
+            path=where,
+            variable=f"@{full}",
+            selection=(),
+            value=_plain(value),
+            units="",
+            text=number_in_words(_plain(value)),
+            meaning=meaning or title_of(keys[-1] if keys else name),
+            where=f"{where} attribute {full}",
+            anchor=_anchor(where, "attribute", full),
+        )
+
+    def has_attribute(self, name: str, *keys: str) -> bool:
+        """Whether `attribute` finds something other than nothing."""
+        try:
+            return self.attribute(name, *keys).value not in (None, "")
+        except SchemaError:
+            return False
+
+    def count(self, path: str, variable: str, equals: str, *, meaning: str) -> Quantity:
+        """How many values of a variable of texts are equal to one.
+
+        Raises:
+            SchemaError: If the variable is not there.
+        """
+        where, n = self._absolute(path), self.texts(path, variable).count(equals)
+        return Quantity(
+            path=where,
+            variable=f"{variable} == '{equals}'",
+            selection=(),
+            value=n,
+            units="",
+            text=str(n),
+            meaning=meaning,
+            where=f"{where} rows whose {variable} is '{equals}'",
+            anchor=_anchor(where, variable, "is", equals),
+        )
+
+    def criterion(self, name: str) -> Quantity:
+        """The number that a criterion judges, with its band and state, read from where it was measured.
+
+        Raises:
+            SchemaError: If there is no such criterion, the place that it names does not exist, or holds another number.
+        """
+        ids = self.names("criteria", "criterion")
+        if name not in ids:
+            raise SchemaError(f"The tree has no criterion '{name}', which its report names; it has {', '.join(ids)}.")
+        row = ids.index(name)
+        data = self.node("criteria").isel(criterion=row)
+        path, variable, selection = self._place_of(name)
+        judged = float(data["value"])
+        units = str(data["units"].values)
+        is_share = units == "1" and _is_share(path, variable)
+        where = f"{self._absolute('criteria')} value, {name}"
+        if path:
+            selection = self._canonical(path, variable, selection)
+            source = self._value(path, variable, selection)
+            where = source.where
+            if not _agree(source.value, judged):
+                raise SchemaError(
+                    f"The criterion '{name}' judges {judged:g}, but {where} is {source.text}; make the tree again."
+                )
+        return Quantity(
+            path=self._absolute(path or "criteria"),
+            variable=variable or "value",
+            selection=selection if path else (("criterion", row),),
+            value=judged,
+            units=units_in_words(units, judged),
+            text=number_in_words(judged, is_share=is_share),
+            meaning=str(data["title"].values),
+            where=where,
+            anchor=_anchor(self._absolute("criteria"), name),
+            band=band_in_words(float(data["low"]), float(data["high"]), is_share=is_share),
+            state=str(data["state"].values),
+        )
+
+    def _value(self, path: str, variable: str, selection: tuple[tuple[str, int], ...]) -> Quantity:
+        array, where = self._array(path, variable), self._absolute(path)
+        chosen = dict(selection)
+        rest = [f"{dim} ({size})" for dim, size in array.sizes.items() if dim not in chosen and size > 1]
+        shape = dict(array.sizes)
+        if unknown := [dim for dim in chosen if dim not in shape]:
+            raise SchemaError(
+                f"{where} {variable} has no dimension '{unknown[0]}'; it has {', '.join(shape) or 'none'}."
+            )
+        for dim, index in chosen.items():
+            if not -shape[dim] <= index < shape[dim]:
+                raise SchemaError(f"{where} {variable} has no {dim} {index}; it has {shape[dim]}.")
+        if rest:
+            raise SchemaError(f"{where} {variable} is not one number: select along {', '.join(rest)}.")
+        picked = array.isel(chosen).squeeze(drop=False)
+        value = _plain(picked.values)
+        units = str(array.attrs.get("units", ""))
+        is_share = units in ("", "1") and _is_share(path, variable)
+        places = [f"{dim} {_label(array, dim, index)}" for dim, index in selection]
+        return Quantity(
+            path=where,
+            variable=variable,
+            selection=selection,
+            value=value,
+            units=units_in_words(units, value),
+            text=number_in_words(value, is_share=is_share),
+            meaning=str(array.attrs.get("long_name") or title_of(variable)),
+            where=", ".join([f"{where} {variable}", *places]),
+            anchor=_anchor(where, variable, *(f"{dim}-{index}" for dim, index in selection)),
+        )
+
+    def _canonical(
+        self, path: str, variable: str, selection: tuple[tuple[str, int], ...]
+    ) -> tuple[tuple[str, int], ...]:
+        """The same place, said in one way: counted from the front, without dimensions of length 1."""
+        sizes = self._array(path, variable).sizes
+        counted = ((dim, index + sizes.get(dim, 0) if index < 0 else index) for dim, index in selection)
+        return tuple((dim, index) for dim, index in counted if sizes.get(dim) != 1 or index != 0)
+
+    def _array(self, path: str, variable: str) -> xr.DataArray:
+        data = self.node(path)
+        if variable not in data.variables:
+            raise SchemaError(
+                f"The tree has no '{variable}' at {self._absolute(path)}, on which its report rests; make it again."
+            )
+        return data[variable]
+
+    def _place_of(self, criterion: str) -> tuple[str, str, tuple[tuple[str, int], ...]]:
+        data = self.node("criteria")
+        row = self.names("criteria", "criterion").index(criterion)
+        missing = [name for name in ("path", "variable", "selection") if name not in data]
+        if missing:
+            raise SchemaError(f"{self._absolute('criteria')} lacks {', '.join(missing)}; make the tree again.")
+        path, variable, selection = (str(data[name].values[row]) for name in ("path", "variable", "selection"))
+        try:
+            chosen = json.loads(selection) if selection else {}
+            return path, variable, tuple(sorted((dim, int(index)) for dim, index in chosen.items()))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise SchemaError(
+                f"The selection of the criterion '{criterion}' is {selection!r}, expected JSON of dimension and index."
+            ) from error
+
+    def _absolute(self, path: str) -> str:
+        return "/" + "/".join(part for part in (*self.at.split("/"), *path.split("/")) if part)
+
+
+def _anchor(*parts: str) -> str:
+    # What is no letter becomes its code, so that two places never share an anchor.
+    words = [re.sub(r"[^A-Za-z0-9_/.-]", lambda sign: f"~{ord(sign[0]):x}", part) for part in parts]
+    return re.sub(r"[/.]+", "-", f"n-{'-'.join(word.strip('/') for word in words)}").replace("~", "_")
+
+
+def _label(array: xr.DataArray, dim: str, index: int) -> str:
+    if dim in array.coords:
+        return number_in_words(_plain(array[dim].values[index]))
+    return str(index)
+
+
+def _plain(value: Any) -> Any:
+    value = value.item() if isinstance(value, np.ndarray | np.generic) else value
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def _is_share(path: str, variable: str) -> bool:
+    return bool(_SHARES & set(variable.split("_"))) or (path.split("/")[-1], variable) in _BOUNDS_OF_SHARES
+
+
+def _agree(source: Any, judged: float) -> bool:
+    if not isinstance(source, int | float):
+        return False
+    return bool(np.isclose(float(source), judged, rtol=1e-4, atol=0, equal_nan=True))
