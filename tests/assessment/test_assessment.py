@@ -114,7 +114,7 @@ def test_small_designs_are_measured_whole_and_large_ones_thin():
     assert small.is_target_size
     assert not small.is_own
     large = measured_model("gpt2")
-    assert (large.width, large.depth) == (THIN_WIDTH, 8)
+    assert (large.width, large.depth) == (THIN_WIDTH, 4)
     assert (large.target_width, large.target_depth) == (768, 12)
     assert 1.2e8 < large.n_weights < 1.3e8
     assert len(list(small.siblings(3))) == 3

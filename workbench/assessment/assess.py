@@ -59,7 +59,7 @@ def assess(
     """Say before training whether an architecture will train under a plan, why, and what to do.
 
     A model or an opened checkpoint is measured with its own weights. A design is built with fresh ones: whole, if it
-    has at most four million, else thin (64 wide, at most 8 blocks, 256 tokens), and once thin at its full depth; what
+    has at most four million, else thin (64 wide, at most 4 blocks, 256 tokens), and once thin at its full depth; what
     depends on width is extrapolated from a ladder of widths. The subject is left as it was.
 
     Args:

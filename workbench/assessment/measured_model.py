@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: A design is measured at full size up to so many weights; larger ones as a thin model.
 MOST_WEIGHTS = 4_000_000
 #: Width and vocabulary of a thin model, and the most blocks of the one that trains on trial.
-THIN_WIDTH, THIN_VOCABULARY, THIN_DEPTH = 64, 256, 8
+THIN_WIDTH, THIN_VOCABULARY, THIN_DEPTH = 64, 256, 4
 #: Batches that an assessment measures on: tokens of a sequence and rows, as many as the recorded runs had.
 LENGTH, N_ROWS = 64, 16
 

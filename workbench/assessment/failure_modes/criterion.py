@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 #: From best to worst; "not measured" stands beside them.
 STATES = ("healthy", "at risk", "failing")
 NOT_MEASURED = "not measured"
+#: Why there is no number where one was looked for.
+NOTHING_SEEN = "the model has no such part, or none that can be seen"
 
 
 #: Shares are kept this far from 0 and 1 when they are compared as log-odds.
@@ -172,7 +174,7 @@ def worst_of(
         return f"{variable.replace('_', ' ')} was not measured"
     values = np.asarray(data[variable].values, dtype=float)
     if not np.isfinite(values).any():
-        return f"the model has no {data[variable].attrs.get('long_name', variable)} that can be seen"
+        return NOTHING_SEEN
     flat = int(np.nanargmax(values) if largest else np.nanargmin(values))
     place = dict(zip(data[variable].dims, (int(i) for i in np.unravel_index(flat, values.shape)), strict=True))
     deviation = float(data[spread].values[tuple(place.values())]) if spread is not None else 0.0
@@ -181,6 +183,8 @@ def worst_of(
 
 def number(data: xr.Dataset, variable: str, *, spread: str | None = None) -> Reading | str:
     """A variable without dimensions as a reading; or why there is none."""
-    if variable not in data or not np.isfinite(float(data[variable])):
+    if variable not in data:
         return f"{variable.replace('_', ' ')} was not measured"
+    if not np.isfinite(float(data[variable])):
+        return NOTHING_SEEN
     return Reading(float(data[variable]), float(data[spread]) if spread is not None and spread in data else 0.0)

@@ -56,13 +56,17 @@ def _of_model(name: str) -> Callable[[xr.DataTree], Reading | str]:
 
 
 def _numbers(mode: str, names: dict[str, str], reads: Callable, *, path: str, suffix: str = "") -> list[Criterion]:
-    return [
-        Criterion(
-            f"{name}{suffix}", mode, NUMBERS[name][0], NUMBERS[name][1], path, f"{name}{suffix}", reads(name), meaning,
-            scale=SCALE_OF.get(name, "linear"), bad_side=_BAD_SIDE.get(name, "both"),
-        )
-        for name, meaning in names.items()
-    ]  # fmt: skip
+    found = []
+    for name, meaning in names.items():
+        title, units, _ = NUMBERS[name]
+        found.append(
+            Criterion(
+                f"{name}{suffix}", mode, f"{title}, extrapolated" if suffix else title, units, path,
+                f"{name}{suffix}", reads(name), meaning,
+                scale=SCALE_OF.get(name, "linear"), bad_side=_BAD_SIDE.get(name, "both"),
+            )
+        )  # fmt: skip
+    return found
 
 
 FLOW = (
