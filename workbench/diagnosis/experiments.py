@@ -75,6 +75,8 @@ def propose(
         if p < _LEAST_PROBABILITY:
             continue
         title, change, begins_anew = _change(cause, record, failure, layers.get(cause, -1))
+        if cause == "optimizer_eps" and _eps(record) <= change["value"]:
+            continue  # it would change nothing
         from_step = 0 if begins_anew else max((step for step in checkpoints if step <= failure.step), default=0)
         n_steps = _length(record, failure, from_step)
         if failure.kind == "stalled":
@@ -87,6 +89,14 @@ def propose(
         cost = 2 * n_steps * (change.get("factor", 1) if cause == "batch" else 1) / n_all
         found.append(Experiment(cause, title, change, n_steps, from_step, if_right, if_wrong, cost, information))
     return sorted(found, key=lambda e: -e.information / (e.cost + 0.05))
+
+
+def _eps(record: Record) -> float:
+    """That the run had; infinite where its optimizer is not known to have one."""
+    known = str(record.setting("training", "optimizer", default="")).lower()
+    if not known.startswith("adam"):
+        return math.inf
+    return float(record.setting("training", "optimizer_options", "eps", default=1e-8))
 
 
 def _length(record: Record, failure: Failure, from_step: int) -> int:
@@ -138,7 +148,8 @@ def _change(cause: str, record: Record, failure: Failure, layer: int) -> tuple[s
 
 def _schedule_change(record: Record, failure: Failure) -> tuple[str, dict[str, Any], bool]:
     rate = record.monitor("learning_rate")
-    n_warm = max(20, round(_WARM_UP * (len(record.steps))))
+    recorded = int(record.setting("training", "warmup", default=0) or 0)
+    n_warm = max(20, 3 * recorded, round(_WARM_UP * len(record.steps)))
     if rate is not None:
         near = slice(max(1, failure.row - 40), failure.row + 20) if failure.kind != "stalled" else slice(4, None)
         before, after = rate[near.start - 1 : near.stop][:-1] if near.stop else rate[near.start - 1 : -1], rate[near]

@@ -48,7 +48,10 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
         columns, tips = {"name": np.array(titles)}, [("", "@name")]
         ends = (np.zeros(len(titles)), height - 0.32, np.nan_to_num(probability), height + 0.32)
         pen.boxes(*ends, colors=colors, alpha=0.85, columns=columns, tips=tips)
-        told = ["not known" if np.isnan(value) else f"{value:.0%}" for value in probability]
+        told = [
+            "not known" if np.isnan(value) else "below 1%" if 0 < value < 0.005 else f"{value:.0%}"
+            for value in probability
+        ]
         column_of_words(pen, np.nan_to_num(probability) + 0.015, height, told)
         panel = pen.panel(
             title="Causes by probability",
@@ -101,7 +104,7 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
             align = "left" if side > 0 else "right"
             column_of_words(pen, weight[is_it] + 0.02 * side * reach, at[is_it], told, align=align)
         for name, up_here in heads.items():
-            pen.words(-reach, up_here, name.replace("_", " "), is_bold=True)
+            pen.words(-0.98 * reach, up_here, name.replace("_", " "), is_bold=True)
         pen.bars([0.0], [up + 0.5], [0.0], [0.5], color=pen.ink, width=1.2)
         step = decades(reach / 4, reach / 1.5)[0]
         ticks = [(k * step, f"{k * step:+g}" if k else "0") for k in range(-4, 5) if abs(k * step) <= 0.95 * reach]

@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.record import Record, finite_log10
-from workbench.diagnosis.signs.sign import Sign, ramp
+from workbench.diagnosis.signs.sign import Sign, fold, ramp
 
 #: Neighbours differ by less than this factor, as a power of ten.
 _ALIKE, _UNLIKE = 0.35, 1.0
@@ -106,7 +106,7 @@ def _of_modules(record: Record) -> Iterator[Sign]:
                 10**spread,
                 "1",
                 3.0,
-                f"At step {step} the gradients of two blocks differ {10**spread:.3g}-fold.",
+                f"At step {step} the gradients of two blocks differ {fold(10**spread)}.",
                 step=step,
                 path="/optimizer",
                 variable="module_grad_norm",
@@ -140,7 +140,7 @@ def _of_states(record: Record, failure: Failure) -> Iterator[Sign]:
             "1",
             1.5,
             f"At step {steps[0]} block {jump + 1} changes the size of the stream "
-            f"{first[jump + 1] / first[jump]:.3g}-fold.",
+            f"{fold(first[jump + 1] / first[jump])}.",
             step=int(steps[0]),
             layer=jump + 1 if gains[jump] > 0.5 else -1,
             selection={"step": int(steps[0]), "layer": jump + 1},
@@ -155,7 +155,7 @@ def _of_states(record: Record, failure: Failure) -> Iterator[Sign]:
             later,
             "1",
             5.0,
-            f"By step {steps[look]} the stream has grown {later:.3g}-fold since step {steps[0]}.",
+            f"By step {steps[look]} the stream has grown {fold(later)} since step {steps[0]}.",
             step=int(steps[look]),
             selection={"step": int(steps[look])},
             **place,
@@ -185,7 +185,7 @@ def _of_spectra(record: Record) -> Iterator[Sign]:
         float(radius[top]),
         "1",
         3.0,
-        f"At step {step} block {layers[top]} stretches its strongest mode {radius[top]:.3g}-fold.",
+        f"At step {step} block {layers[top]} stretches its strongest mode {fold(radius[top])}.",
         layer=int(layers[top]) if excess[top] > 0 else -1,
         selection={"step": step, "layer": int(layers[top])},
         **place,

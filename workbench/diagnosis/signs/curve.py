@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.diagnosis.failure import Failure, running_median
 from workbench.diagnosis.record import Record, finite_log10
-from workbench.diagnosis.signs.sign import Sign, ramp
+from workbench.diagnosis.signs.sign import Sign, fold, in_steps, ramp
 
 #: A rate that rises by this factor from one step to the next, after the first few, jumps.
 _JUMP, _FIRST = 1.5, 4
@@ -84,7 +84,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
             n_rising,
             "step",
             math.nan,
-            f"Half of the rise of the loss came within {n_rising} steps.",
+            f"Half of the rise of the loss came within {in_steps(max(n_rising, 1))}.",
             **place,
         )
     noise = _relative_noise(loss, failure)
@@ -221,8 +221,8 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
         factor,
         "1",
         1.0,
-        f"The learning rate rose {factor:.3g}-fold from one step to the next, at step {steps[at]}"
-        f"{'' if failure.kind == 'stalled' else f', {failure.step - steps[at]:+d} steps from the failure'}."
+        f"The learning rate rose {fold(factor)} from one step to the next, at step {steps[at]}"
+        f"{_distance(failure.step - int(steps[at])) if failure.kind != 'stalled' else ''}."
         if has_jumped
         else "The learning rate did not jump before the failure.",
         step=int(steps[at]),
@@ -291,3 +291,10 @@ def level_change(values: np.ndarray, window: int = 15) -> tuple[int, float]:
     change = smooth[window:] - smooth[:-window]
     at = int(np.nanargmax(np.abs(change)))
     return at + window // 2, float(change[at])
+
+
+def _distance(n: int) -> str:
+    """How far before the failure something was, as the end of a sentence."""
+    if n == 0:
+        return ", where it failed"
+    return f", {in_steps(abs(n))} {'before' if n > 0 else 'after'} the failure"

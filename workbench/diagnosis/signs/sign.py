@@ -53,3 +53,13 @@ def ramp(value: float, zero: float, one: float, *, low: float = 0.0, high: float
     if not math.isfinite(value):
         return high if value * (one - zero) > 0 else low if not math.isnan(value) else 0.0
     return float(min(max((value - zero) / (one - zero), low), high))
+
+
+def fold(factor: float) -> str:
+    """A factor in words, such as "12-fold" or "3,380-fold"."""
+    return f"{factor:,.0f}-fold" if factor >= 100 else f"{factor:.3g}-fold"
+
+
+def in_steps(n: int) -> str:
+    """A number of steps in words."""
+    return "one step" if n == 1 else f"{n} steps"

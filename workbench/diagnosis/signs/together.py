@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from workbench.diagnosis.signs.sign import Sign
+from workbench.diagnosis.signs.sign import Sign, in_steps
 
 #: Any one of these is enough to suspect a block, or the router.
 _OF_BLOCKS = ("block_blows_up", "odd_weights", "stream_jumps_at_a_block", "block_forgets")
@@ -33,7 +33,7 @@ def _burst(signs: Mapping[str, Sign]) -> Iterator[Sign]:
         signs["spike_recovers"],
         name="rise_out_of_nothing",
         strength=strength,
-        sentence=f"The loss rose within {signs['abrupt'].value:.0f} steps and "
+        sentence=f"The loss rose within {in_steps(max(int(signs['abrupt'].value), 1))} and "
         f"{100 * signs['spike_recovers'].value:.0f} % of it was made good, "
         + (
             "while rate, rows and gradients before it were as ever."
