@@ -52,7 +52,8 @@ def compare_designs(
     Returns:
         DataTree of kind "comparison": the assessment of each design under its name, and ``designs``, dim ``design``:
         ``verdict``, ``probability`` (of divergence under the plan, trials included), ``largest_stable_rate`` with
-        ``_low`` and ``_high``, ``rate_margin`` (that rate over the planned one), ``loss_on_trial`` (nat, mean over the
+        ``_low`` and ``_high`` (of the model that was run), ``rate_margin`` (that rate over the planned one; NaN for a
+        design that was run thin, for its own rate may be far lower), ``loss_on_trial`` (nat, mean over the
         last updates of trials that did not break; NaN: all did), ``n_weights``, ``flops_per_token`` (forward and
         backward), ``relative_step_time`` (of an update of the measured models, over the quickest one),
         ``steps_in_budget`` (NaN: no budget) and ``is_dominated`` (another design is at least as good in verdict, risk
@@ -103,7 +104,7 @@ def compare_designs(
 _MEANING = {
     "verdict": ("verdict", ""),
     "probability": ("probability of divergence under the plan", "1"),
-    "largest_stable_rate": ("largest stable learning rate", "1"),
+    "largest_stable_rate": ("largest stable learning rate of the model that was run", "1"),
     "largest_stable_rate_low": ("lower bound of the stable rate", "1"),
     "largest_stable_rate_high": ("upper bound of the stable rate", "1"),
     "rate_margin": ("stable rate over the planned one", "1"),
@@ -129,7 +130,7 @@ def _row(tree: xr.DataTree, measured: MeasuredModel, plan: AssessmentPlan) -> di
         "largest_stable_rate": stable,
         "largest_stable_rate_low": float(risk["stable_rate_low"]),
         "largest_stable_rate_high": float(risk["stable_rate_high"]),
-        "rate_margin": stable / rate,
+        "rate_margin": stable / rate if measured.is_target_size else math.nan,
         "loss_on_trial": float(kept[:, -10:].mean()) if len(kept) else math.nan,
         "n_weights": measured.n_weights,
         "flops_per_token": flops,

@@ -138,7 +138,9 @@ def most_important(numbers: Numbers) -> tuple[Fact, ...]:
         rate = _risk(numbers, "largest_stable_rate")
         if not math.isnan(rate.value):
             planned = _planned_rate(numbers)
-            facts.append(Fact(rate, "largest stable learning rate", f"planned: {planned.text}" if planned else ""))
+            notes = [f"planned: {planned.text}"] if planned else []
+            notes += ["of the thin model that was run"] if _is_thin(numbers) else []
+            facts.append(Fact(rate, "largest stable learning rate", "; ".join(notes)))
     shown = {fact.quantity.anchor for fact in facts}
     for quantity in worst_criteria(numbers):
         if quantity.anchor not in shown and len(facts) < 3:
@@ -179,13 +181,21 @@ def risk_sentences(numbers: Numbers) -> list[Sentence]:
             )
         )
     if not math.isnan(of["largest_stable_rate"].value):
-        said.append(
-            say(
-                "The largest rate that counts as stable is {largest_stable_rate} "
-                "({stable_rate_low} to {stable_rate_high}).",
-                **of,
-            )
+        text = (
+            "The largest rate that counts as stable is {largest_stable_rate} ({stable_rate_low} to {stable_rate_high})"
         )
+        if _is_thin(numbers):
+            said.append(
+                say(
+                    f"{text}; that is the rate of the thin model that was run, {{width}} wide with {{depth}} blocks, "
+                    "not of the target size.",
+                    **of,
+                    width=numbers.attribute("measured_width", meaning="width of the model that was run"),
+                    depth=numbers.attribute("measured_depth", meaning="blocks of the model that was run"),
+                )
+            )
+        else:
+            said.append(say(f"{text}.", **of))
     if "distance" in of and not math.isnan(of["distance"].value):
         like = "like" if of["is_familiar"].value else "unlike"
         said.append(
@@ -215,6 +225,16 @@ _RISK_NAMES = {
 
 def _risk(numbers: Numbers, name: str) -> Quantity:
     return numbers.value("risk", name, run=0, meaning=_RISK_NAMES.get(name, ""))
+
+
+def _is_thin(numbers: Numbers) -> bool:
+    """Whether what was run is smaller than what is assessed."""
+    sizes = ("width", "depth")
+    return any(
+        numbers.has_attribute(f"measured_{size}")
+        and numbers.attribute(f"measured_{size}").value < numbers.attribute(size).value
+        for size in sizes
+    )
 
 
 def _planned_rate(numbers: Numbers) -> Quantity | None:
