@@ -83,7 +83,7 @@ def test_what_cannot_be_measured_says_so() -> None:
     found = assess_hardware(Known(), batches(), {"hardware": {"pipeline_parallel": 2}}, loss=summed)
     row = found.sel(hazard="pipeline_boundaries")
     assert str(row["state"].values) == "not measured"
-    assert str(row["meaning"].values) == "Not measured: the residual blocks of the model cannot be read."
+    assert str(row["meaning"].values) == "The residual blocks of the model cannot be read."
 
 
 def test_a_planted_fault_fails_and_names_its_remedy() -> None:

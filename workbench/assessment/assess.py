@@ -107,7 +107,7 @@ def assess(
         "subject": measured.name,
         "verdict": verdict,
         "exit_status": ("proceed", "at risk", "refuse").index(verdict),
-        "summary": summary_of(measured.name, verdict, criteria, modes),
+        "summary": summary_of(measured.name, verdict, criteria, modes, thin=_thin(measured)),
         "plan": json.dumps(plan.as_dict(), default=str),
         "n_weights": measured.n_weights,
         "width": measured.target_width or int(parts["/case"]["d_model"][0]),
@@ -222,6 +222,15 @@ def initialization(case: xr.Dataset, task: Task) -> xr.Dataset:
     for name in ("logit_std", "scale_response", "stream_rms_first", "stream_rms_last", "initial_grad_norm"):
         data[name] = ((), float(case[name][0]), case[name].attrs)
     return xr.Dataset(data)
+
+
+def _thin(measured: MeasuredModel) -> str:
+    """What was not measured of a design that was run thin; empty if it was run whole."""
+    if measured.is_target_size:
+        return ""
+    return (
+        f"it was run {measured.width} wide, and how gains and rates change up to {measured.target_width} is not known"
+    )
 
 
 def _say(progress: bool | Callable[[str], None]) -> Callable[[str], None]:

@@ -201,10 +201,11 @@ def _stop_rules(tree: xr.DataTree) -> Iterator[Decision]:
     for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")):
         values = np.where(kept[:, None], rehearsal[name].values, -np.inf)
         trial, step = (int(i) for i in np.unravel_index(int(np.nanargmax(values)), values.shape))
-        limit = _SLACK * float(values[trial, step])
+        largest = float(values[trial, step])
+        limit = _SLACK * largest
         text = (
-            f"the {words} exceeds {limit:.3g} within the first {n} updates at the peak rate: twice the largest of the "
-            "trials"
+            f"the {words} exceeds {_SLACK:g} times its first value and {limit:.3g} (twice the largest of the trials) "
+            f"within the first {n} updates at the peak rate"
         )
         yield Decision(
             "stop rule", text, name, "", f"{limit:.3g}", "divergence_probability",

@@ -113,7 +113,10 @@ _MEANING = {
     "flops_per_token": ("work a token, forward and backward", "FLOP"),
     "relative_step_time": ("time of an update over the quickest design's", "1"),
     "steps_in_budget": ("updates in the budget", "1"),
-    "is_dominated": ("another design is as good and cheaper, or better at its price", ""),
+    "is_dominated": (
+        "another design is as good and cheaper, or better at its price; what it learns is not looked at",
+        "",
+    ),
 }
 
 

@@ -33,10 +33,19 @@ def verdict_of(modes: xr.Dataset) -> str:
     return verdict
 
 
-def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset) -> str:
-    """One sentence for a decision-maker."""
+def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset, *, thin: str = "") -> str:
+    """One sentence for a decision-maker.
+
+    Args:
+        name: Of the subject.
+        verdict: From `verdict_of`.
+        criteria: From `failure_modes.judged`.
+        modes: Likewise.
+        thin: What was not measured because a smaller model stood for the subject; one clause.
+    """
     if verdict == VERDICTS[0]:
-        return f"{name} may proceed: nothing that was measured lies where runs have failed."
+        but = f"; but {thin}" if thin else ""
+        return f"{name} may proceed: nothing that was measured lies where runs have failed{but}."
     bad = modes.isel(failure_mode=[i for i, s in enumerate(modes["state"].values) if s in STATES[1:]])
     order = sorted(
         range(bad.sizes["failure_mode"]),

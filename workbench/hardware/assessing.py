@@ -143,8 +143,9 @@ def _measured(hazard: Hazard, emulation: Emulation) -> Finding:
         return Finding(effect=math.nan, meaning="It does not follow from this plan.", how="", n_trials=0)
     try:
         finding = hazard.measure(emulation)
-    except NotMeasured as reason:
-        return Finding(effect=math.nan, meaning=f"Not measured: {reason}.", how="", n_trials=0)
+    except NotMeasured as error:
+        reason = str(error)
+        return Finding(effect=math.nan, meaning=f"{reason[:1].upper()}{reason[1:]}.", how="", n_trials=0)
     return finding if math.isfinite(finding.effect) else replace(finding, effect=math.inf)
 
 

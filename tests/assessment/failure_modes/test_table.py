@@ -105,6 +105,18 @@ def test_without_a_healthy_reference_nothing_is_judged():
     assert str(modes.sel(failure_mode="gradient_flow_collapse")["state"].values) == "not measured"
 
 
+def test_a_band_that_holds_everything_judges_nothing():
+    criteria, _ = judged(planted(), BANDS | {"attention_logit_rehearsed": Band(n_reference=50)})
+    row = of(criteria, "attention_logit_rehearsed")
+    assert str(row["state"].values) == "not measured"
+    assert "tells nothing" in str(row["reason"].values)
+
+
+def test_a_summary_says_what_a_thin_model_leaves_open():
+    criteria, modes = judged(planted(), BANDS)
+    assert summary_of("it", "proceed", criteria, modes, thin="it was run thin").endswith("; but it was run thin.")
+
+
 def test_hazards_are_judged_by_their_own_room():
     hazards = xr.Dataset(
         {

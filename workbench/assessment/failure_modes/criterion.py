@@ -59,6 +59,11 @@ class Band:
     n_reference: int = 0
     why: str = ""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether no finite value lies outside."""
+        return self.low == -math.inf and self.high == math.inf
+
     def open_but(self, bad_side: str) -> Band:
         """The band with the side open that is not bad."""
         low = {} if bad_side != "high" else {"low": -math.inf, "failing_low": -math.inf}

@@ -68,6 +68,8 @@ def _judged(criterion: Criterion, tree: xr.DataTree, bands: Mapping[str, Band]) 
     reading = criterion.reads(tree)
     if isinstance(reading, Reading) and band is None:
         reading = "no healthy recorded run shows this number"
+    if isinstance(reading, Reading) and band.is_open:
+        reading = "healthy recorded runs show every value of it, so it tells nothing"
     if isinstance(reading, str):
         reading, state, confidence, reason = Reading(math.nan), NOT_MEASURED, 0.0, reading
     else:
