@@ -87,25 +87,33 @@ def lab(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def page(lab, artifacts, tmp_path_factory):
+def playwright():
+    """The one driver of a process: a second one would find the first one's event loop running, and refuse."""
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as playwright:
-        context = playwright.chromium.launch_persistent_context(
-            str(tmp_path_factory.mktemp("chromium")),
-            executable_path=str(CHROMIUM),
-            headless=True,
-            args=[*CHROMIUM_FLAGS, OFFLINE],
-            viewport={"width": 1280, "height": 1000},
-        )
-        page = context.pages[0]
-        with (artifacts / "browser_console.log").open("w", buffering=1) as log:
-            page.on("console", lambda message: log.write(f"{message.type}: {message.text}\n"))
-            page.on("pageerror", lambda error: log.write(f"error: {error}\n"))
-            yield page
-        # What the page showed last; the picture to look at after a failure.
-        page.screenshot(path=artifacts / "last.png")
-        context.close()
+    if not CHROMIUM.exists():
+        pytest.skip(f"no browser at {CHROMIUM}: apt-get install chromium, or set WORKBENCH_CHROMIUM")
+    with sync_playwright() as driver:
+        yield driver
+
+
+@pytest.fixture(scope="session")
+def page(playwright, lab, artifacts, tmp_path_factory):
+    context = playwright.chromium.launch_persistent_context(
+        str(tmp_path_factory.mktemp("chromium")),
+        executable_path=str(CHROMIUM),
+        headless=True,
+        args=[*CHROMIUM_FLAGS, OFFLINE],
+        viewport={"width": 1280, "height": 1000},
+    )
+    page = context.pages[0]
+    with (artifacts / "browser_console.log").open("w", buffering=1) as log:
+        page.on("console", lambda message: log.write(f"{message.type}: {message.text}\n"))
+        page.on("pageerror", lambda error: log.write(f"error: {error}\n"))
+        yield page
+    # What the page showed last; the picture to look at after a failure.
+    page.screenshot(path=artifacts / "last.png")
+    context.close()
 
 
 def _write_settings(folder):

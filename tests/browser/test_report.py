@@ -11,17 +11,10 @@ OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND"
 
 
 @pytest.fixture(scope="module")
-def chromium():
-    from playwright.sync_api import sync_playwright
-
-    if not CHROMIUM.exists():
-        pytest.skip(f"no browser at {CHROMIUM}: apt-get install chromium, or set WORKBENCH_CHROMIUM")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=str(CHROMIUM), headless=True, args=[*CHROMIUM_FLAGS, OFFLINE]
-        )
-        yield browser
-        browser.close()
+def chromium(playwright):
+    browser = playwright.chromium.launch(executable_path=str(CHROMIUM), headless=True, args=[*CHROMIUM_FLAGS, OFFLINE])
+    yield browser
+    browser.close()
 
 
 @pytest.fixture(scope="module", params=["assessment", "diagnosis", "comparison"])
