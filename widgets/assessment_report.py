@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from widgets.base import WorkbenchWidget
+from widgets.export import ExportBar
 from widgets.report.criteria import CriteriaView
 from widgets.report.experiments import ExperimentsView, WatchedTask
 from widgets.report.measuring import Progress, said
 from widgets.report.page import ReportPage
-from widgets.report.save_bar import SaveBar, as_file_name, save_tree
+from widgets.report.saving import KINDS, as_file_name, save_tree
 from widgets.report.side_by_side import SideBySide
-from widgets.risk.worker import Worker
+from widgets.worker import MeasuringWidget
 from workbench.errors import ThresholdError
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 _SECOND_VIEW = {"assessment": "criteria", "diagnosis": "experiments", "comparison": "side by side"}
 
 
-class AssessmentReport(WorkbenchWidget):
+class AssessmentReport(MeasuringWidget):
     """A report with its data under your hand: click a number to see where it stands, filter, look closer, and save.
 
     Give a tree, or a subject to be measured beside the page. The kernel stays free meanwhile; where a cell has to see
@@ -78,14 +77,14 @@ class AssessmentReport(WorkbenchWidget):
         self._subject, self._plan, self._task, self._seed = subject, plan, task, seed
         self._model, self._replay = model, dict(replay or {})
         self._progress: Progress | None = None
-        self._worker = Worker(self._take)
-        self.at_close(self._worker.close)
         self.page = ReportPage(lock=self.turn)
         self.criteria = CriteriaView(self, self.show_row)
         self.side_by_side = SideBySide(self, self.show_row)
         can_run = model is not None and task is not None
         self.experiments = ExperimentsView(self, self.run_experiment, can_run=can_run)
-        self.save_bar = SaveBar(self, lambda kind, path, overwrite: self.save(kind, path, overwrite=overwrite))
+        self.save_bar = ExportBar(
+            self, lambda kind, path, overwrite: self.save(kind, path, overwrite=overwrite), kinds=KINDS
+        )
         self._make_parts()
         self._views = {
             "report": self.page,
@@ -117,11 +116,6 @@ class AssessmentReport(WorkbenchWidget):
         if name not in self._view.options:
             raise ThresholdError(f"There is no view '{name}'; choose from {', '.join(self._view.options)}.")
         self._view.value = name
-
-    @property
-    def is_measuring(self) -> bool:
-        """Whether a measurement or an experiment goes on."""
-        return self._worker.is_busy
 
     def measure(self) -> None:
         """Assess the subject, beside the page; what goes on is dropped.
@@ -172,30 +166,6 @@ class AssessmentReport(WorkbenchWidget):
             return run_experiment(tree, experiment, model=model, task=WatchedTask(task, watch), **replay)
 
         self._begin("experiment", job)
-
-    def stop(self) -> None:
-        """End what goes on, as soon as its present part is over; what is shown stays."""
-        with self.turn:
-            if self.is_measuring:
-                self._worker.drop()
-                at = f" at {self._progress.current}" if self._progress.current else ""
-                self._end(f"Stopped{at}; nothing of it is kept.")
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until nothing is being measured. The page stands still meanwhile; in a notebook use `finished`.
-
-        Args:
-            timeout: Seconds to wait at most; None: as long as it takes.
-
-        Raises:
-            TimeoutError: If it takes longer.
-        """
-        self._worker.wait(timeout)
-
-    async def finished(self) -> None:
-        """Wait until nothing is being measured, while the page goes on: ``await report.finished()``."""
-        while self.is_measuring:
-            await asyncio.sleep(0.05)
 
     def show_row(self, anchor: str) -> None:
         """Show the report, with a row of its V3 in view and marked.
@@ -277,18 +247,19 @@ class AssessmentReport(WorkbenchWidget):
         is_empty = not sentence and self._button.layout.display == "none"
         self._doing.layout.display = "none" if is_empty else None
 
-    def _take(self, number: int, found: xr.DataTree | None, error: Exception | None) -> None:
-        """What was measured, or why not; in the worker's thread."""
-        with self.turn:
-            if not self._worker.is_latest(number):  # nor does it touch what the line for errors says
-                return
-            with self.attempt():
-                try:
-                    if error is not None:
-                        raise error
-                    self._tell(found)
-                finally:
-                    self._end("")
+    def _take(self, found: xr.DataTree | None, error: Exception | None) -> None:
+        """Show what was measured, or raise why it was not."""
+        try:
+            if error is not None:
+                raise error
+            self._tell(found)
+        finally:
+            self._end("")
+
+    def _say_stopped(self) -> None:
+        """Show where it was stopped; the subject can be measured again."""
+        at = f" at {self._progress.current}" if self._progress.current else ""
+        self._end(f"Stopped{at}; nothing of it is kept.")
 
     def _tell(self, tree: xr.DataTree) -> None:
         """Show another tree in all views."""

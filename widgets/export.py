@@ -33,6 +33,7 @@ class ExportBar(ipywidgets.VBox):
     Args:
         owner: The widget; it shows the errors.
         export: Called with kind, path and overwrite when a button is clicked; returns the path of the file.
+        kinds: Kind -> ending, label and tip of its button.
 
     Attributes:
         path: The text field; without an ending.
@@ -41,12 +42,19 @@ class ExportBar(ipywidgets.VBox):
         note: What was written last.
     """
 
-    def __init__(self, owner: WorkbenchWidget, export: Callable[[str, str, bool], Path]) -> None:
+    def __init__(
+        self,
+        owner: WorkbenchWidget,
+        export: Callable[[str, str, bool], Path],
+        *,
+        kinds: Mapping[str, tuple[str, str, str]] = KINDS,
+    ) -> None:
         self._suggested = ""
+        self._kinds = kinds
         self.path = ipywidgets.Text(
             description="save as",
             style={"description_width": "64px"},
-            layout={"width": "340px"},
+            layout={"width": "300px", "max_width": "98%"},
             continuous_update=False,
         )
         self.overwrite = ipywidgets.Checkbox(
@@ -54,8 +62,8 @@ class ExportBar(ipywidgets.VBox):
         )
         self.overwrite.layout.width = "auto"
         self.buttons = {
-            kind: ipywidgets.Button(description=label, tooltip=tip, layout={"width": "72px"})
-            for kind, (_, label, tip) in KINDS.items()
+            kind: ipywidgets.Button(description=label, tooltip=tip, layout={"width": "88px"})
+            for kind, (_, label, tip) in kinds.items()
         }
         self.note = ipywidgets.HTML()
         row = ipywidgets.HBox(
@@ -81,7 +89,7 @@ class ExportBar(ipywidgets.VBox):
         """Enable every button but these; the sentences say why not."""
         for kind, button in self.buttons.items():
             button.disabled = kind in kinds
-            button.tooltip = kinds.get(kind) or KINDS[kind][2]
+            button.tooltip = kinds.get(kind) or self._kinds[kind][2]
 
     def say(self, sentence: str) -> None:
         """Show a line under the buttons."""
@@ -95,16 +103,16 @@ class ExportBar(ipywidgets.VBox):
         self.say(f"Wrote {path.resolve()} ({amount}).")
 
 
-def export_path(kind: str, path: str | os.PathLike[str]) -> Path:
-    """The path with the ending of its kind.
+def export_path(kind: str, path: str | os.PathLike[str], *, kinds: Mapping[str, tuple[str, str, str]] = KINDS) -> Path:
+    """The path with the ending of its kind, one of those that `ExportBar` has.
 
     Raises:
         ThresholdError: If there is no such kind.
         StoreError: If the path is empty.
     """
-    if kind not in KINDS:
-        raise ThresholdError(f"The kind of file is '{kind}', expected one of {', '.join(KINDS)}.")
-    ending = KINDS[kind][0]
+    if kind not in kinds:
+        raise ThresholdError(f"The kind of file is '{kind}', expected one of {', '.join(kinds)}.")
+    ending = kinds[kind][0]
     path = Path(str(path).strip()).expanduser()
     if not path.name:
         raise StoreError("There is no file name; write one, such as exports/figure.")

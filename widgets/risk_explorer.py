@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import html
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from widgets.base import WorkbenchWidget
 from widgets.figure import Figure
 from widgets.risk.curve import CurvePanel, head
 from widgets.risk.driver_bars import driver_bars
@@ -18,7 +16,7 @@ from widgets.risk.model_choice import ModelChoice
 from widgets.risk.nearest_table import NEEDS, nearest_table
 from widgets.risk.plan_controls import PlanControls
 from widgets.risk.verdict import cards, warning
-from widgets.risk.worker import Worker
+from widgets.worker import MeasuringWidget
 from workbench import plots
 from workbench.assessment.neighbours import Neighbours
 from workbench.errors import ThresholdError
@@ -41,7 +39,7 @@ _CSS = f"""
 """
 
 
-class RiskExplorer(WorkbenchWidget):
+class RiskExplorer(MeasuringWidget):
     """The risk of divergence of a planned run, with model, task and plan under your hand.
 
     A model is measured once, beside the page: spectra, one forward pass and, where the risk model asks for them,
@@ -98,8 +96,6 @@ class RiskExplorer(WorkbenchWidget):
         self._asked: dict[str, Any] = {}
         self._submitted: list[Any] = []
         self._is_adapting = False
-        self._worker = Worker(self._take)
-        self.at_close(self._worker.close)
         self._curve = CurvePanel()
         self._canvas = Figure(self._curve.figure, lock=self.turn)
         self._make_parts()
@@ -132,11 +128,6 @@ class RiskExplorer(WorkbenchWidget):
         """The recorded runs of the cells that are most like `case`, with ``distance``; None as in `case`."""
         return None if self._forecast is None else self._forecast.nearest
 
-    @property
-    def is_measuring(self) -> bool:
-        """Whether a measurement goes on, so that what is shown is of an older model."""
-        return self._worker.is_busy
-
     def measure(self) -> None:
         """Measure the model that the controls describe, beside the page; a measurement that goes on is dropped.
 
@@ -151,29 +142,6 @@ class RiskExplorer(WorkbenchWidget):
             self._worker.submit(lambda check: measure(choice, settings, efforts, check))
             self._mark_stale(f'<progress aria-label="measuring"></progress> measuring {html.escape(choice.name)} …')
             self._stop.layout.display = None
-
-    def stop(self) -> None:
-        """End a measurement that goes on; what is shown stays that of the model before."""
-        with self.turn:
-            if self.is_measuring:
-                self._worker.drop()
-                self._mark_stale("stopped; press Measure to look at this model")
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until nothing is being measured. The page stands still meanwhile; in a notebook use `finished`.
-
-        Args:
-            timeout: Seconds to wait at most; None: as long as it takes.
-
-        Raises:
-            TimeoutError: If it takes longer.
-        """
-        self._worker.wait(timeout)
-
-    async def finished(self) -> None:
-        """Wait until nothing is being measured, while the page goes on: ``await explorer.finished()``."""
-        while self.is_measuring:
-            await asyncio.sleep(0.05)
 
     def figure(self, kind: str = "curve", backend: str = "bokeh") -> Any:
         """What is shown as a figure of its own, to keep or to write with ``workbench.plots.save()``.
@@ -270,20 +238,20 @@ class RiskExplorer(WorkbenchWidget):
         self._worker.drop()
         self._mark_stale("press Measure to look at this model")
 
-    def _take(self, number: int, found: Measured | None, error: Exception | None) -> None:
-        """What was measured, or why not; in the worker's thread."""
-        with self.turn:
-            if not self._worker.is_latest(number):  # nor does it touch what the line for errors says
-                return
-            with self.attempt():
-                if error is not None:
-                    self._mark_stale("")
-                    raise error
-                self._measured, self._asked = found, {}
-                self._status.value = ""
-                self._stop.layout.display = "none"
-                self._shown.remove_class(_STALE)
-                self._draw()
+    def _take(self, found: Measured | None, error: Exception | None) -> None:
+        """Show the risk of the model that was measured, or raise why it was not."""
+        if error is not None:
+            self._mark_stale("")
+            raise error
+        self._measured, self._asked = found, {}
+        self._status.value = ""
+        self._stop.layout.display = "none"
+        self._shown.remove_class(_STALE)
+        self._draw()
+
+    def _say_stopped(self) -> None:
+        """Show that the figures are those of the model before."""
+        self._mark_stale("stopped; press Measure to look at this model")
 
     def _draw(self) -> None:
         """Show the planned run."""

@@ -8,7 +8,7 @@ import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plots.panels import elements
+from tests.plots.panels import bokeh_panels, elements, matplotlib_axes, words
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots.criteria_bands import criteria_bands, place_in_band
 
@@ -51,6 +51,41 @@ def test_every_number_and_every_lack_is_said(criteria):
     (panel,) = criteria_bands(criteria)
     told = {str(text) for labels in elements(panel, "Labels") for text in labels["text"]}
     assert {"2  (1 to 3)", "0.9  (≤ 0.5)", "0.1  (≥ 0.4)", "not measured", "7 s  (no band)", "›"} <= told
+
+
+def test_the_longest_text_has_room_beside_the_axis(criteria):
+    criteria["units"][1] = "of what the batch's sampling noise alone would do to it"
+    (shown,) = bokeh_panels(criteria_bands(criteria))
+    low, high = shown.x_range.start, shown.x_range.end
+    (panel,) = criteria_bands(criteria)
+    texts = next(part for part in elements(panel, "Labels") if len(part["text"]) == 6)
+    begins = (float(texts["place"][0]) - low) / (high - low) * shown.frame_width
+    assert begins + 6 * max(len(text) for text in texts["text"]) < shown.frame_width
+    assert begins == pytest.approx(372, abs=8)  # whatever the texts, the axis itself is as long as ever
+
+
+@pytest.mark.parametrize("n_rows", [1, 80])
+def test_the_note_keeps_off_the_title_and_the_rows_at_any_height(criteria, n_rows):
+    many = criteria.isel(criterion=np.zeros(n_rows, int))
+    (frame,) = matplotlib_axes(criteria_bands(many, backend="matplotlib"))
+    note = next(text for text in frame.texts if text.get_text().startswith("shaded"))
+    title = frame.title if frame.title.get_text() else frame._left_title
+    assert note.get_window_extent().y1 < title.get_window_extent().y0
+    assert note.get_window_extent().y0 > frame.transData.transform((0, 0.5))[1]
+    (panel,) = criteria_bands(many)
+    assert any(word.startswith("shaded: healthy") for word in words(panel))
+
+
+def test_the_legend_shows_a_hollow_mark_only_for_a_state_that_has_no_other(criteria):
+    criteria["state"][5] = "healthy"
+    (frame,) = matplotlib_axes(criteria_bands(criteria, backend="matplotlib"))
+    legend = frame.get_legend()
+    faces = {
+        text.get_text(): handle.get_markerfacecolor()
+        for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
+    }
+    assert faces["not measured"] == "none"
+    assert faces["healthy"] != "none"
 
 
 def test_shape_alone_tells_the_states_apart(criteria):

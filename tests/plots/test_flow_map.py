@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places
+from tests.plots.panels import bokeh_panels, elements, ends, legend, matplotlib_axes, note, places
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots.files import save
 from workbench.plots.flow_map import AMPLIFIED, ATTENUATED, flow_map, paths_of
@@ -74,6 +74,34 @@ def test_models_side_by_side_share_their_scales(calm):
     assert "in all ×1.0e+04" in note(frames[1])
     assert set(legend(frames[1])) == {"amplifies", "attenuates"}
     assert frames[0].frame_width == frames[1].frame_width
+
+
+@pytest.mark.parametrize(("n", "n_columns"), [(3, 3), (4, 4), (5, 3), (6, 3)])
+def test_a_figure_of_bokeh_is_never_wider_than_1200_pixels(calm, n, n_columns):
+    flows = {f"design {i} with a name that is long": calm for i in range(n)}
+    figure = flow_map(flows)
+    frames = bokeh_panels(figure)
+    assert len(frames) == 2 * n
+    width = frames[0].frame_width
+    assert n_columns * (width + 54) + 152 <= 1200
+    assert all(len(frame.title.text) * 9 <= width for frame in frames)
+    assert len({note(frame).count("\n") for frame in frames[:n_columns]}) == 1
+    assert [frame.title.text[:8] for frame in frames[:n_columns]] == [f"design {i}" for i in range(n_columns)]
+    has_legend = [bool(frame.legend and frame.legend[0].items) for frame in frames]
+    assert has_legend == [i == n_columns - 1 for i in range(2 * n)]
+
+
+def test_wrapped_frames_keep_off_each_other_on_paper(calm):
+    frames = matplotlib_axes(flow_map({f"design {i}": calm for i in range(5)}, backend="matplotlib"))
+    boxes = [frame.get_tightbbox() for frame in frames if frame.get_visible() and frame.lines]
+    assert len(boxes) == 10
+    for i, one in enumerate(boxes):
+        assert not any(one.overlaps(other) for other in boxes[i + 1 :])
+
+
+def test_gentle_gains_have_three_numbers_on_their_axis():
+    ticks = bokeh_panels(flow_map(made_flow([[1.1, 1.0], [1.1, 1.1]], np.ones((2, 2)))))[0].yaxis[0].ticker.ticks
+    assert len(ticks) > 2
 
 
 def test_blocks_whose_sublayers_were_not_seen_have_one_box(calm):

@@ -93,6 +93,30 @@ def test_several_studies_share_one_panel_and_keep_their_looks():
     assert len(elements(panels(scaling_trend(together))[0], "Curve")) == 2
 
 
+def test_many_studies_have_a_legend_and_no_line_of_the_note_is_longer_than_the_frame():
+    studies = {f"design number {i}": study_of(seed=i, target=(1024 + 512 * i, 4 + i)) for i in range(8)}
+    (shown,) = bokeh_panels(scaling_trend(studies))
+    assert set(legend(shown)) == set(studies)
+    lines = note(shown).split("\n")
+    assert len(lines) > 8
+    assert max(map(len, lines)) * 6.1 < shown.frame_width
+    assert "no more than 4 is claimed" in " ".join(lines)
+
+
+def test_panels_side_by_side_have_notes_of_the_same_height():
+    both = bokeh_panels(scaling_trend(study_of(target=(1024, 8))))
+    assert note(both[0]).count("\n") == note(both[1]).count("\n") > 1
+
+
+def test_a_ladder_without_a_line_has_its_mark_in_the_legend():
+    lineless = study_of(checked=False)
+    for end in ("", "_low", "_high"):
+        lineless[f"curve{end}"][:] = np.nan
+    (shown,) = bokeh_panels(scaling_trend({"whole": study_of(checked=False), "lineless": lineless}))
+    marks = {item.label.value: [type(r.glyph).__name__ for r in item.renderers] for item in shown.legend[0].items}
+    assert marks == {"whole": ["Line"], "lineless": ["Scatter"]}
+
+
 def test_what_a_ladder_does_not_support_is_hollow_and_said():
     study = study_of(target=(1024, 4))
     figure = scaling_trend(study)

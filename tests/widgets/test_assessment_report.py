@@ -7,13 +7,14 @@ import pytest
 import xarray as xr
 
 import widgets.report.page
-import widgets.report.save_bar
+import widgets.report.saving
 import workbench as wb
 import workbench.assessment.assess
 import workbench.diagnosis
 from tests.reports import made_trees
 from widgets.assessment_report import AssessmentReport
 from widgets.report.experiments import WatchedTask
+from widgets.report.measuring import Progress
 from workbench.errors import SchemaError, StoreError, ThresholdError
 from workbench.reports.quantity import Numbers
 from workbench.training.tasks import as_task
@@ -212,6 +213,20 @@ def test_stop_ends_it_and_measure_begins_again(make, assess, assessment):
     assert [call["parts"] for call in assess.calls] == [["spectra", "risk"], ["spectra", "risk", "hardware"]]
 
 
+def test_steps_of_a_part_are_one_part():
+    heard = []
+    progress = Progress("assessment", heard.append)
+    for words in ("risk", "devices", "devices: rounding", "devices: order"):
+        progress.tell(words)
+    assert progress.current == "devices: order"
+    assert [part for part, _ in progress.done] == ["risk"]
+    assert "devices: rounding …" in heard[-2]
+    assert heard[-1].count("✓") == 1
+    progress.tell("verdict")
+    assert progress.current == "verdict"
+    assert [part for part, _ in progress.done] == ["risk", "devices"]
+
+
 def test_what_cannot_be_measured_is_a_sentence_under_the_widget(make, assess):
     report = make(subject="broken")
     report.wait(20)
@@ -259,6 +274,7 @@ def test_an_experiment_runs_and_its_outcome_is_in_the_tree_the_table_and_the_pag
     report = make(tree, model="the model", task=TASK)
     report.view = "experiments"
     assert texts(report.experiments.table, "0")[-1] == ""
+    assert "it survived" not in report.page._text
     report.experiments.button.click()
     report.wait(60)
     assert report.error == ""
@@ -266,7 +282,7 @@ def test_an_experiment_runs_and_its_outcome_is_in_the_tree_the_table_and_the_pag
     assert "outcome" not in tree["experiments"]
     assert texts(report.experiments.table, "0")[-1] == "for the cause"
     assert "Done: it survived. That speaks for the cause." in report.experiments.words.value
-    assert "It was done: it survived" in report.page._text
+    assert "it survived" in report.page._text
     assert report.view == "experiments"
     assert not report.experiments.button.disabled
 
@@ -353,9 +369,7 @@ def test_the_report_is_written_in_every_kind(make, tmp_path, monkeypatch):
     assert "the learning rate was too high" in written.read_text()
     assert (tmp_path / "run.nc").exists()
     asked = []
-    monkeypatch.setattr(
-        widgets.report.save_bar, "report", lambda tree, path, overwrite: asked.append((path, overwrite))
-    )
+    monkeypatch.setattr(widgets.report.saving, "report", lambda tree, path, overwrite: asked.append((path, overwrite)))
     report.save("html", tmp_path / "run")
     report.save("markdown", tmp_path / "run.md", overwrite=True)
     assert asked == [(tmp_path / "run.html", False), (tmp_path / "run.md", True)]

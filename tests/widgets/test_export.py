@@ -9,7 +9,7 @@ import workbench as wb
 from tests.plots.conftest import spectra_of
 from tests.widgets.recorded_runs import run_of
 from widgets import ArchitectureComparison
-from widgets.export import export_path, export_runs
+from widgets.export import ExportBar, export_path, export_runs
 from workbench.errors import StoreError, ThresholdError
 from workbench.plots.style import INK, NEUTRAL, drawing
 
@@ -160,3 +160,29 @@ def test_names_that_would_fall_together_are_refused(runs, tmp_path):
     with pytest.raises(StoreError, match="Two runs have the same name"):
         export_runs({"a/b": tree, "a|b": tree}, tmp_path / "a.nc")
     assert not (tmp_path / "a.nc").exists()
+
+
+def test_a_bar_has_the_kinds_that_it_is_given(comparison):
+    kinds = {"text": (".txt", "Text", "Words alone"), "netcdf": (".nc", "netCDF", "Numbers")}
+    asked = []
+
+    def export(kind, path, overwrite):
+        asked.append((kind, path, overwrite))
+        raise StoreError("The disk is full.")
+
+    bar = ExportBar(comparison, export, kinds=kinds)
+    assert {kind: button.description for kind, button in bar.buttons.items()} == {"text": "Text", "netcdf": "netCDF"}
+    bar.offer({"text": "There are no words."})
+    assert [(button.disabled, button.tooltip) for button in bar.buttons.values()] == [
+        (True, "There are no words."),
+        (False, "Numbers"),
+    ]
+    bar.offer({})
+    assert bar.buttons["text"].tooltip == "Words alone"
+    bar.path.value = "mine"
+    bar.buttons["text"].click()
+    assert asked == [("text", "mine", False)]
+    assert comparison.error == "The disk is full."
+    assert export_path("text", "mine", kinds=kinds).name == "mine.txt"
+    with pytest.raises(ThresholdError, match="The kind of file is 'png', expected one of text, netcdf."):
+        export_path("png", "mine", kinds=kinds)

@@ -454,7 +454,7 @@ def test_what_fails_in_the_thread_is_said_under_the_widget(make, monkeypatch):
 def test_a_closed_widget_drops_what_is_being_measured(make, monkeypatch):
     explorer = make()
     gate = Gate(monkeypatch)
-    case, thread = explorer.case, next(t for t in threading.enumerate() if t.name.startswith("RiskExplorer"))
+    case, thread = explorer.case, next(t for t in threading.enumerate() if t.name.startswith("MeasuringWidget"))
     explorer.setup.seed.value = 1
     assert gate.begun.acquire(timeout=60)
     explorer.close()

@@ -21,10 +21,13 @@ class Progress:
         self.title = title
         self._on_change = on_change
         self._parts: list[tuple[str, float]] = []
+        self._step = ""
 
-    def tell(self, part: str) -> None:
-        """Begin with a part; the one before is done."""
-        self._parts.append((part, time.monotonic()))
+    def tell(self, words: str) -> None:
+        """Begin with a part, and the one before is done; or, with ``"part: step"``, with a step of a part."""
+        part, _, self._step = words.partition(": ")
+        if not self._parts or part != self._parts[-1][0]:
+            self._parts.append((part, time.monotonic()))
         self._on_change(self.html())
 
     @property
@@ -35,8 +38,8 @@ class Progress:
 
     @property
     def current(self) -> str:
-        """The part that goes on; empty before the first."""
-        return self._parts[-1][0] if self._parts else ""
+        """The part that goes on, with its step; empty before the first."""
+        return ": ".join(filter(None, [self._parts[-1][0], self._step])) if self._parts else ""
 
     def html(self) -> str:
         """The words: a bar without an end, for nobody knows how long a part takes, and the parts."""

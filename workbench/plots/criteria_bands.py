@@ -16,7 +16,8 @@ from workbench.plots.word_columns import column_of_words
 if TYPE_CHECKING:
     import xarray as xr
 
-_WIDTH, _ROW = 360, 24
+#: Of the axis and of a row, in bokeh's pixels, and the room that a letter beside it takes there.
+_WIDTH, _ROW, _LETTER = 360, 24, 6.3
 #: How far from the band a mark may stand; what lies further stands there.
 _REACH = 1.6
 #: State -> colour and marker; shape alone tells them apart too.
@@ -52,10 +53,13 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
     bands = [[float(rows[name][i]) for name in ("value", "low", "high")] for i in range(len(rows["title"]))]
     places = np.array([place_in_band(*band) for band in bands])
     height = -np.arange(len(places), dtype=float)
+    lowest = 0.5 - len(places)
     left, right = -_REACH - 0.15, 1 + _REACH + 0.15
+    told = [_told(rows, i) for i in range(len(places))]
+    beside = int(24 + _LETTER * max(map(len, told), default=0))
     with style.drawing(backend) as hv:
         pen = Pen(hv, backend, "place", "criterion")
-        pen.boxes(0, height[-1] - 0.5, 1, 0.5, colors=looks.SURVIVED, alpha=0.12)
+        pen.boxes(0, lowest, 1, 0.5, colors=looks.SURVIVED, alpha=0.12)
         pen.bars(left, height, right, height, color=style.NEUTRAL, width=0.6, alpha=0.5)
         for state, (color, marker) in STATE_LOOKS.items():
             is_it = np.array([str(its) == state for its in rows["state"]])
@@ -63,7 +67,7 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
             for is_hollow in (False, True):
                 chosen = is_it & (is_known != is_hollow)
                 if chosen.any():
-                    texts = {"name": rows["title"][chosen], "told": [_told(rows, i) for i in np.flatnonzero(chosen)]}
+                    texts = {"name": rows["title"][chosen], "told": [told[i] for i in np.flatnonzero(chosen)]}
                     pen.dots(
                         np.where(is_known, places, 0.5)[chosen],
                         height[chosen],
@@ -73,18 +77,19 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
                         is_hollow=is_hollow,
                         columns={key: np.array(value) for key, value in texts.items()},
                         tips=[("", "@name"), ("", "@told")],
-                        label=state,
+                        label="" if is_hollow and (is_it & is_known).any() else state,
                     )
         for end, sign in ((-_REACH, "‹"), (1 + _REACH, "›")):
             is_out = places == end
             column_of_words(pen, end + math.copysign(0.1, end), height[is_out], [sign] * is_out.sum(), align="center")
-        column_of_words(pen, right + 0.12, height, [_told(rows, i) for i in range(len(height))])
+        column_of_words(pen, right + 0.12, height, told)
+        # A row of its own: what stands above the frame of a matplotlib figure moves with the frame's height.
+        pen.words(left + 0.1, 1.0, "shaded: healthy   compressed outside   ‹ ›: further out than drawn")
         titles = [_short(str(title)) for title in rows["title"]]
         panel = pen.panel(
             title="Criteria against their healthy bands",
-            note=["shaded: healthy", "compressed outside", "‹ ›: further out than drawn"],
-            view=((left, right + 2.4), (height[-1] - 0.6, 0.6)),
-            size=(_WIDTH + 190, _ROW * len(titles) + 12),
+            view=((left, right + (right - left) * beside / _WIDTH), (lowest - 0.1, 1.5)),
+            size=(_WIDTH + beside, _ROW * (len(titles) + 1) + 14),
             names=("", ""),
             ticks=(
                 [(-_REACH / 2, "below"), (0.5, "healthy"), (1 + _REACH / 2, "above")],

@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.plots import style
 from workbench.plots.columns import by_name
-from workbench.plots.pen import Pen, decades, laid_out
+from workbench.plots.pen import Pen, decades, flowed, laid_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,9 +22,15 @@ AMPLIFIED, ATTENUATED = "#d55e00", "#1f77d4"
 _MOST_MODELS = 6
 #: Models up to which there is room to name their sub-layers.
 _MOST_NAMED = 3
-_TOTAL_WIDTH, _LEAST_WIDTH, _MOST_WIDTH, _HEIGHT, _GAP = 960, 210, 460, 190, 30
-#: Distance of the lower frame from the upper one on a matplotlib figure.
-_BETWEEN = 64
+#: Models up to which all stand in one row; more are wrapped.
+_MOST_COLUMNS, _WRAPPED_COLUMNS = 4, 3
+#: Of a figure of bokeh, and what axes and legend, and the gap beside each frame, take of it.
+_TOTAL_WIDTH, _BESIDE, _BETWEEN_COLUMNS = 1200, 152, 54
+_MOST_WIDTH, _HEIGHT, _GAP = 460, 190, 30
+#: Distance of the lower frame from the upper one on a matplotlib figure, and of a row of models from the next.
+_BETWEEN, _BETWEEN_ROWS = 64, 90
+#: Room that a letter of a note and of a title takes.
+_LETTER, _LETTER_OF_TITLE = 6.2, 9.0
 _NEEDED = (
     *("state_rms", "gradient_norm", "signal_gain", "gradient_gain"),
     *("sublayer_signal_gain", "sublayer_gradient_gain"),
@@ -47,39 +53,48 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
-        A holoviews Layout with one column a model and options for that backend only.
+        A holoviews Layout with one column a model, more than four in two rows of three, and options for that backend
+        only.
 
     Raises:
         SchemaError: If there is no flow, one lacks a variable or has several steps, or there are more than six.
         ThresholdError: If the backend does not exist.
     """
     paths = paths_of(flow)
-    n = len(paths)
-    width = int(np.clip(_TOTAL_WIDTH / n, _LEAST_WIDTH, _MOST_WIDTH))
+    n_columns = len(paths) if len(paths) <= _MOST_COLUMNS else _WRAPPED_COLUMNS
+    width = min(_MOST_WIDTH, int((_TOTAL_WIDTH - _BESIDE) / n_columns - _BETWEEN_COLUMNS))
     spans = [_span([getattr(path, way) for path in paths]) for way in ("forward", "backward")]
+    notes = [_notes(paths, way, width) for way in ("forward", "backward")]
+    # Frames of a matplotlib figure stand where they are told, and their notes need room between them.
+    above = [_HEIGHT + 13 * (1 + ways[0].count("\n")) for ways in notes]
+    height = sum(above) + _BETWEEN + _BETWEEN_ROWS
+    n_rows = -(-len(paths) // n_columns)
     with style.drawing(backend) as hv:
-        rows: tuple[list[Any], list[Any]] = [], []
-        for column, path in enumerate(paths):
-            left = column * (width + _GAP)
-            for row, (way, span) in enumerate(zip((path.forward, path.backward), spans, strict=True)):
-                pen = Pen(hv, backend, f"depth {path.name}", way.axis)
-                has_legend = row == 0 and column == n - 1
-                _draw(pen, way, has_legend=has_legend)
-                depth = f"← {way.axis}, block" if row else f"{way.axis}, block →"
-                panel = pen.panel(
-                    title=path.name if row == 0 else "",
-                    note=[*way.note, path.parts] if row == 0 and n <= _MOST_NAMED else way.note,
-                    view=((-0.15, path.n_layers + 0.15), span),
-                    size=(width, _HEIGHT),
-                    names=(depth, _UNITS[row]),
-                    ticks=(_depth_ticks(path.n_layers, width), decades(*span, n_most=6)),
-                    is_log=(False, True),
-                    legend=has_legend,
-                    bare=(False, column > 0),
-                    at=(left, 0 if row else _HEIGHT + _BETWEEN + 13 * _n_lines(paths, width)),
-                )
-                rows[row].append(panel)
-        return laid_out(hv, [*rows[0], *rows[1]], backend, n_columns=n)
+        panels: list[Any] = []
+        for first in range(0, len(paths), n_columns):
+            shown = range(first, min(first + n_columns, len(paths)))
+            for row, (axis, span) in enumerate(zip(("forward", "backward"), spans, strict=True)):
+                for i in shown:
+                    path, way, column = paths[i], getattr(paths[i], axis), i - first
+                    pen = Pen(hv, backend, f"depth {path.name}", axis)
+                    has_legend = row == 0 and i == n_columns - 1
+                    _draw(pen, way, has_legend=has_legend)
+                    bottom = (n_rows - 1 - first // n_columns) * height
+                    panel = pen.panel(
+                        title=_short(path.name, int(width / _LETTER_OF_TITLE)) if row == 0 else "",
+                        note=[notes[row][i]],
+                        view=((-0.15, path.n_layers + 0.15), span),
+                        size=(width, _HEIGHT),
+                        names=(f"← {axis}, block" if row else f"{axis}, block →", _UNITS[row]),
+                        ticks=(_depth_ticks(path.n_layers, width), _size_ticks(*span)),
+                        is_log=(False, True),
+                        legend=has_legend,
+                        bare=(False, column > 0),
+                        at=(column * (width + _GAP), bottom if row else bottom + _BETWEEN + above[1]),
+                    )
+                    panels.append(panel)
+                panels += [hv.Empty()] * (n_columns - len(shown))
+        return laid_out(hv, panels, backend, n_columns=n_columns)
 
 
 _UNITS = ("signal over entering", "gradient over leaving")
@@ -236,11 +251,27 @@ def _depth_ticks(n_layers: int, width: int) -> list[tuple[float, str]]:
     return [(layer + 0.5, str(layer)) for layer in range(0, n_layers, every)]
 
 
-def _n_lines(paths: Sequence[Path], width: int) -> int:
-    """Most lines that a note takes."""
-    return max(
-        1, *(1 + sum(map(len, way.note)) * 6 // width for path in paths for way in (path.forward, path.backward))
-    )
+def _size_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 of each decade, or fewer; more where there would be one or two."""
+    ticks = decades(low, high, n_most=6)
+    if len(ticks) > 2:
+        return ticks
+    powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    finer = [float(f"{mantissa}e{power}") for power in powers for mantissa in (1, 1.2, 1.5, 2, 3, 5, 7)]
+    return [at for at in finer if low <= at <= high]
+
+
+def _notes(paths: Sequence[Path], axis: str, width: int) -> list[str]:
+    """The small lines of each frame, as many for all: bokeh cuts off frames that it has to move down."""
+    named = axis == "forward" and len(paths) <= _MOST_NAMED
+    phrases = [[*getattr(path, axis).note, *([path.parts] if named else [])] for path in paths]
+    notes = [flowed(of_path, n_characters=width / _LETTER) for of_path in phrases]
+    n_breaks = max(note.count("\n") for note in notes)
+    return [note + "\n" * (n_breaks - note.count("\n")) for note in notes]
+
+
+def _short(name: str, n_letters: int) -> str:
+    return name if len(name) <= n_letters else f"{name[: n_letters - 1]}…"
 
 
 def _number(value: float) -> str:

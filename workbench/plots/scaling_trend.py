@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import outcome_looks as looks
 from workbench.plots import style
 from workbench.plots.columns import by_name
-from workbench.plots.pen import Pen, decades, laid_out
+from workbench.plots.pen import Pen, decades, flowed, laid_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +25,11 @@ _NEEDED = (
     "reason", "scale",
 )  # fmt: skip
 _SIZE, _CHECK_WIDTH, _ROW = (520, 320), 330, 17
+#: Room that a letter of a note takes.
+_LETTER = 6.2
+#: Glyphs up to which holoviews shows a legend; a study has nine at most.
+_MOST_GLYPHS = 1000
+_CHECK_NOTE = "shaded: no significant growth or vanishing of updates with the width"
 _STATES = {"grows": "updates grow", "vanishes": "updates vanish", "diverged": "a run diverged"}
 _TITLES = {
     "stable_rate_edge": "largest stable learning rate",
@@ -70,9 +76,13 @@ def scaling_trend(
     ladders = [Ladder.of(name, data, quantity, along) for name, data in studies.items()]
     order = style.model_places(list(studies), places)
     with style.drawing(backend) as hv:
-        panels = [_trend_panel(hv, backend, ladders, order, quantity, along)]
+        note = _note(ladders)
         if len(studies) == 1 and "coordinate_exponent" in first and np.isfinite(first["coordinate_exponent"]).any():
-            panels.append(_check_panel(hv, backend, first))
+            note, of_check = _equally_high(note, _wrapped(_CHECK_NOTE, _CHECK_WIDTH))
+            panels = [_check_panel(hv, backend, first, of_check)]
+        else:
+            panels = []
+        panels.insert(0, _trend_panel(hv, backend, ladders, order, quantity, along, note))
         return laid_out(hv, panels, backend, n_columns=2)
 
 
@@ -171,7 +181,9 @@ def _told(data: xr.Dataset, name: str) -> Any:
     return data[name].item() if name in data else data.attrs[name]
 
 
-def _trend_panel(hv: Any, backend: str, ladders: list[Ladder], order: list[int], quantity: str, along: str) -> Any:
+def _trend_panel(
+    hv: Any, backend: str, ladders: list[Ladder], order: list[int], quantity: str, along: str, note: str
+) -> Any:
     title = _TITLES.get(quantity, quantity.replace("_", " "))
     pen = Pen(hv, backend, along, title)
     is_log = all(ladder.is_log for ladder in ladders)
@@ -182,9 +194,9 @@ def _trend_panel(hv: Any, backend: str, ladders: list[Ladder], order: list[int],
     values = values[np.isfinite(values) & ((values > 0) | (not is_log))]
     view_x = (sizes.min() / 1.25, sizes.max() * 1.25)
     view_y = _view(values, is_log)
-    return pen.panel(
+    panel = pen.panel(
         title=f"{title[0].upper()}{title[1:]} and {along}",
-        note=_note(ladders),
+        note=[note],
         view=(view_x, view_y),
         size=_SIZE,
         names=(along, title),
@@ -192,13 +204,16 @@ def _trend_panel(hv: Any, backend: str, ladders: list[Ladder], order: list[int],
         is_log=(True, is_log),
         legend=True,
     )
+    return panel.opts(legend_limit=_MOST_GLYPHS, backend="bokeh") if pen.is_bokeh else panel
 
 
 def _draw_ladder(pen: Pen, ladder: Ladder, look: Mapping[str, str], *, is_named: bool) -> None:
     color, marker = look["color"], look["marker"]
     pen.band(ladder.curve_size, ladder.curve[1], ladder.curve[2], color=color, alpha=0.14)
     label = ladder.name if is_named or ladder.name else "trend"
-    pen.line(ladder.curve_size, ladder.curve[0], color=color, dash=look["dash"], width=2.0, label=label)
+    has_line = bool(np.isfinite(ladder.curve[0]).any())
+    if has_line:
+        pen.line(ladder.curve_size, ladder.curve[0], color=color, dash=look["dash"], width=2.0, label=label)
     is_there = np.isfinite(ladder.value) & (ladder.value > 0 if ladder.is_log else True)
     tips = [("", ladder.name), ("size", "$x"), ("value", "$y")]
     pen.dots(ladder.size[is_there], ladder.value[is_there], color=color, size=6, alpha=0.75, tips=tips)
@@ -207,7 +222,8 @@ def _draw_ladder(pen: Pen, ladder: Ladder, look: Mapping[str, str], *, is_named:
         pen.bars(ladder.goal, low, ladder.goal, high, color=color, width=2)
         tips = [("", ladder.name), ("foretold", "$y"), ("interval", f"{low:.3g} to {high:.3g}")]
         look = {"edge": looks.MARK_GROUND} if ladder.is_supported else {"is_hollow": True}
-        pen.dots([ladder.goal], [value], color=color, marker=marker, size=13, tips=tips, **look)
+        label = "" if has_line else label
+        pen.dots([ladder.goal], [value], color=color, marker=marker, size=13, tips=tips, label=label, **look)
     value, low, high = ladder.measured_at_target
     if np.isfinite(value):
         place = ladder.goal * 1.06  # beside the value foretold, or they hide each other
@@ -235,7 +251,8 @@ def _view(values: np.ndarray, is_log: bool) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _note(ladders: list[Ladder]) -> list[str]:
+def _note(ladders: list[Ladder]) -> str:
+    """The small lines: what the marks are, and then each sentence with the ladders that it holds for."""
     words = ["dots: seeds", "strip: prediction interval", "large mark: foretold at the target"]
     if any(np.isfinite(ladder.measured_at_target[0]) for ladder in ladders):
         words.append("× measured there")
@@ -243,7 +260,20 @@ def _note(ladders: list[Ladder]) -> list[str]:
     for ladder in ladders:
         for sentence in _sentences(ladder):
             said.setdefault(sentence, []).append(ladder.name)
-    return words + [f"{', '.join(names)}: {sentence}" for sentence, names in said.items()]
+    lines = [flowed(words, n_characters=_SIZE[0] / _LETTER)]
+    return "\n".join(
+        lines + [_wrapped(f"{', '.join(names)}: {sentence}", _SIZE[0]) for sentence, names in said.items()]
+    )
+
+
+def _wrapped(sentence: str, width: int) -> str:
+    return textwrap.fill(sentence, int(width / _LETTER), break_long_words=False, break_on_hyphens=False)
+
+
+def _equally_high(*notes: str) -> list[str]:
+    """The notes with as many lines each: bokeh cuts off a frame that it has to move down beside another."""
+    n_breaks = max(note.count("\n") for note in notes)
+    return [note + "\n" * (n_breaks - note.count("\n")) for note in notes]
 
 
 def _sentences(ladder: Ladder) -> list[str]:
@@ -254,7 +284,7 @@ def _sentences(ladder: Ladder) -> list[str]:
     return parts + (["the target differs from the line in width and depth."] if ladder.is_off else [])
 
 
-def _check_panel(hv: Any, backend: str, data: xr.Dataset) -> Any:
+def _check_panel(hv: Any, backend: str, data: xr.Dataset, note: str) -> Any:
     groups = data["layer_group"].values
     exponent, low, high = (data[f"coordinate_exponent{end}"].values for end in ("", "_low", "_high"))
     is_there = np.isfinite(exponent)
@@ -277,7 +307,7 @@ def _check_panel(hv: Any, backend: str, data: xr.Dataset) -> Any:
     state = str(data["coordinate_state"].values)
     return pen.panel(
         title=f"Coordinate check: {_STATES.get(state, state)}",
-        note=["shaded: no significant growth or vanishing of updates with the width"],
+        note=[note],
         view=((left, right), (-0.7, len(groups) - 0.3)),
         size=(_CHECK_WIDTH, max(_SIZE[1], _ROW * len(groups))),
         names=("updates ~ width^power", ""),

@@ -201,7 +201,11 @@ def title_matplotlib(title: str, *, note: str = "", key: str = "") -> Any:
         axis.set_title("", loc="center")
         axis.set_title(title, loc="left", fontsize=TITLE_SIZE, fontweight="bold", color=INK, pad=18 if note else 7)
         small = {"transform": axis.transAxes, "fontsize": TICK_SIZE - 1, "color": INK}
-        axis.text(0, 1.02, note, ha="left", va="bottom", **small)
+        # In points, not in shares of the height: on a tall panel those would reach into the title.
+        axis.annotate(
+            note, (0, 1), (0, 3), xycoords="axes fraction", textcoords="offset points", ha="left", va="bottom",
+            fontsize=TICK_SIZE - 1, color=INK,
+        )  # fmt: skip
         axis.text(0, -0.17, key, ha="left", va="top", **small)
 
     return hook

@@ -1,12 +1,15 @@
-"""One thread beside the page, for what takes longer than a slider may wait."""
+"""What takes longer than a slider may wait: one thread beside the page, and the widgets that have one."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from widgets.base import WorkbenchWidget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +31,7 @@ class Worker:
         self._on_done = on_done
         self._number = 0
         self._future: Future[None] | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="RiskExplorer")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="MeasuringWidget")
 
     @property
     def is_busy(self) -> bool:
@@ -94,3 +97,54 @@ class Worker:
         finally:
             torch.set_num_threads(n_threads)  # which new threads begin with
         self._on_done(number, found, error)
+
+
+class MeasuringWidget(WorkbenchWidget):
+    """A widget that measures beside the page: jobs are submitted to ``_worker``, and what they find goes to `_take`."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._worker = Worker(self._hear)
+        self.at_close(self._worker.close)
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether something is being measured, so that what is shown is older."""
+        return self._worker.is_busy
+
+    def stop(self) -> None:
+        """End what goes on, where it next looks whether it is still wanted; what is shown stays."""
+        with self.turn:
+            if self.is_measuring:
+                self._worker.drop()
+                self._say_stopped()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until nothing is being measured. The page stands still meanwhile; in a notebook use `finished`.
+
+        Args:
+            timeout: Seconds to wait at most; None: as long as it takes.
+
+        Raises:
+            TimeoutError: If it takes longer.
+        """
+        self._worker.wait(timeout)
+
+    async def finished(self) -> None:
+        """Wait until nothing is being measured, while the page goes on: ``await widget.finished()``."""
+        while self.is_measuring:
+            await asyncio.sleep(0.05)
+
+    def _take(self, found: Any, error: Exception | None) -> None:
+        """Show what a job found, or raise why it found nothing; in the worker's thread, in turn with the callbacks."""
+        raise NotImplementedError
+
+    def _say_stopped(self) -> None:
+        """Show that what went on was stopped."""
+        raise NotImplementedError
+
+    def _hear(self, number: int, found: Any, error: Exception | None) -> None:
+        with self.turn:
+            if self._worker.is_latest(number):  # else it must not touch what the line for errors says
+                with self.attempt():
+                    self._take(found, error)
