@@ -71,6 +71,7 @@ sweep: venv  ## Record the sweep behind the risk model again, and fit the model 
 
 scaling: venv  ## Record the ladders of sizes again
 	$(BIN)/python data/make_scaling.py
+	$(BIN)/python data/make_matched_width.py
 
 failures: venv  ## Record the failed runs of known cause again, and fit the rules of diagnosis to those for it
 	$(BIN)/python data/make_failures.py

@@ -3,6 +3,7 @@
 from workbench.scaling.coordinate_check import coordinate_check
 from workbench.scaling.design import Design, design
 from workbench.scaling.ladder import Parametrization, Rung, Workshop
+from workbench.scaling.matched_width import matched_width
 from workbench.scaling.outlook import foretold
 from workbench.scaling.stable_edge import Edge, find_edge, rehearsed_edge, stable_edge
 from workbench.scaling.study import scaling_study
@@ -20,6 +21,7 @@ __all__ = [
     "find_edge",
     "fit_trend",
     "foretold",
+    "matched_width",
     "rehearsed_edge",
     "scaling_study",
     "stable_edge",

@@ -170,6 +170,18 @@ def scaling() -> xr.Dataset:
     return _recorded("scaling.nc")
 
 
+def matched_width() -> xr.Dataset:
+    """Gains of fresh models as thin ones, thin ones with matched variances and real widths; see data/README.md.
+
+    Returns:
+        Dataset with dims ``design`` (coordinates ``width`` and ``depth``) and ``size``: "thin", "matched", "target".
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    return _recorded("matched_width.nc")
+
+
 def assessed_designs() -> xr.Dataset:
     """Designs of the recorded sweep as an assessment sees them before training, and how their runs ended.
 

@@ -1,0 +1,105 @@
+"""Record how well thin models stand in for wide ones before training: gains of both, side by side.
+
+    python data/make_matched_width.py
+
+For each design: a thin model as its library makes it, a thin one with matched variances
+(`workbench.scaling.matched_width`), and the design itself at its width; the same depth, tokens and seeds. Writes
+``data/matched_width.nc``. Designs beyond a billion weights are looked at at a smaller width than they are published
+with, which the coordinate ``width`` says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import nn
+
+import workbench as wb
+from workbench.assessment.flow_numbers import LOGARITHMIC, NUMBERS, flow_numbers
+from workbench.atomic import replacing
+from workbench.scaling import Design, matched_width
+from workbench.spectral.spectra import versions
+
+ROOT = Path(__file__).resolve().parents[1]
+THIN, VOCABULARY, N_ROWS, LENGTH, SEEDS = 64, 256, 8, 32, (0, 1)
+_WIDE = {"d_model": 512, "n_layers": 12, "n_heads": 8}
+#: Name -> what `workbench.design` takes, width and depth.
+DESIGNS: dict[str, tuple[Any, int, int]] = {
+    "gpt2": ("gpt2", 768, 12),
+    "pythia-160m": ("pythia-160m", 768, 12),
+    "smollm2-135m": ("smollm2-135m", 576, 30),
+    "qwen2.5-0.5b": ("qwen2.5-0.5b", 896, 24),
+    "llama-2-7b": ("llama-2-7b", 1024, 32),
+    "mixtral-8x7b": ("mixtral-8x7b", 512, 8),
+    "mamba-130m": ("mamba-130m", 768, 24),
+    "Pre-LN": ({"family": "transformer", "norm": "pre_ln", **_WIDE}, 512, 12),
+    "Post-LN": ({"family": "transformer", "norm": "post_ln", **_WIDE}, 512, 12),
+    "No-Norm": ({"family": "transformer", "norm": "none", **_WIDE}, 512, 12),
+    "Pre-LN, Xavier": ({"family": "transformer", "norm": "pre_ln", "initialization": "xavier", **_WIDE}, 512, 12),
+    "Mamba of the zoo": ({"family": "mamba", "d_model": 512, "n_layers": 8}, 512, 8),
+}
+SIZES = ("thin", "matched", "target")
+
+
+def design_of(name: str) -> Design:
+    """A design of the table, at the width and depth that are looked at."""
+    source, width, depth = DESIGNS[name]
+    return wb.design(source, width=width, depth=depth)
+
+
+def gains(make: Callable[[int], nn.Module]) -> xr.Dataset:
+    """Flow in numbers, over the seeds."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, VOCABULARY, (N_ROWS, LENGTH + 1), generator=generator)
+    flows = [wb.flow.measure(make(seed), tokens[:, :-1], targets=tokens[:, 1:], jacobian=False) for seed in SEEDS]
+    return flow_numbers(flows)
+
+
+def look(name: str, size: str) -> xr.Dataset:
+    """The numbers of a design at one of ``SIZES``."""
+    of = design_of(name)
+    makes = {
+        "thin": lambda seed: of.build(of.nearest_width(THIN), of.depth, seed, vocabulary=VOCABULARY),
+        "matched": lambda seed: matched_width(of, of.nearest_width(THIN), of.depth, seed, vocabulary=VOCABULARY),
+        "target": lambda seed: of.build(None, None, seed, vocabulary=VOCABULARY),
+    }
+    return gains(makes[size])
+
+
+def main() -> None:
+    """Look at all, write."""
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    rows = []
+    for name in DESIGNS:
+        rows.append(xr.concat([look(name, size) for size in SIZES], "size"))
+        print(f"{time.monotonic() - start:6.0f} s  {name}", flush=True)
+    data = xr.concat(rows, "design", combine_attrs="drop").assign_coords(design=list(DESIGNS), size=list(SIZES))
+    data = data.drop_vars([name for name in data if str(name).endswith("_error")])
+    data["width"] = ("design", [DESIGNS[name][1] for name in DESIGNS])
+    data["depth"] = ("design", [DESIGNS[name][2] for name in DESIGNS])
+    for size in SIZES[:2]:
+        logs = np.log([data[name].sel(size=size) / data[name].sel(size="target") for name in sorted(LOGARITHMIC)])
+        print(f"{size}: rms of the log ratio {np.sqrt(np.nanmean(logs**2)):.3f}, worst {np.nanmax(np.abs(logs)):.3f}")
+    data.attrs = {
+        "call": "python data/make_matched_width.py",
+        "seeds": str(list(SEEDS)),
+        "thin_width": THIN,
+        "versions": versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "duration": round(time.monotonic() - start, 1),
+    }
+    assert set(NUMBERS) <= set(data)
+    with replacing(ROOT / "data" / "matched_width.nc") as path:
+        data.to_netcdf(path, engine="netcdf4")
+
+
+if __name__ == "__main__":
+    main()
