@@ -61,6 +61,10 @@ def test_numbers_are_means_over_seeds_with_their_standard_error():
     assert set(found) == set(NUMBERS) | {f"{name}_error" for name in NUMBERS}
     assert set(NUMBERS) >= LOGARITHMIC
     assert float(flow_numbers([flow(2.0)])["signal_gain_total_error"]) == 0.0
+    besides = flow_numbers([flow(1.0), flow(4.0)], log_error=0.3)
+    for name in NUMBERS:
+        expected = math.hypot(float(found[f"{name}_error"]), 0.3 if name in LOGARITHMIC else 0.0)
+        assert float(besides[f"{name}_error"]) == pytest.approx(expected, nan_ok=True)
 
 
 def test_a_chain_that_doubles_is_foretold_and_built():

@@ -99,7 +99,9 @@ def test_changes_are_single_and_name_both_values():
 
 def test_what_a_change_does_is_measured(model, task):
     changes = [c for c in possible_changes(plan(1e3), stable_rate=1e-3) if c.setting in ("clip_norm", "learning_rate")]
-    found = try_changes(model, task, changes, n_updates=8)
+    said = []
+    found = try_changes(model, task, changes, n_updates=8, say=said.append)
+    assert said == ["clip_norm none → 1", "learning_rate 1000 → 0.001"]
     assert found["setting"].values.tolist() == ["clip_norm", "learning_rate"]
     assert found["n_broken"].values.tolist() == [2, 0]  # no clipping saves a rate of 1,000 under Adam
     assert np.isnan(found["last_loss"].values[0])

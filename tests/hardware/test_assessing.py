@@ -51,6 +51,24 @@ def test_every_hazard_is_measured_and_judged_by_its_limits(found: xr.Dataset) ->
     assert found["growth"].sel(hazard="accumulation_error", n_terms=4) > 0
 
 
+def test_it_says_which_hazard_is_next_and_ends_where_that_raises() -> None:
+    said: list[str] = []
+
+    def stop_at_second(title: str) -> None:
+        said.append(title)
+        if len(said) == 2:
+            raise InterruptedError
+
+    plan = {"hardware": {"data_parallel": 2}}
+    applying = [hazard.title for hazard in HAZARDS if hazard.applies(read_plan(plan))]
+    model, before = Known(), torch.random.get_rng_state()
+    with pytest.raises(InterruptedError):
+        assess_hardware(model, batches(), plan, loss=summed, say=stop_at_second)
+    assert said == applying[:2]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(weight.grad is None for weight in model.parameters())
+
+
 def test_it_says_where_it_comes_from(found: xr.Dataset) -> None:
     assert json.loads(found.attrs["plan"]) == read_plan(EVERYTHING).as_dict()
     assert found.attrs["subject"] == "Transformer"

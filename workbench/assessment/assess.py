@@ -25,9 +25,11 @@ from workbench.assessment.measured_model import MeasuredModel, measured_model, p
 from workbench.assessment.model_file import shipped
 from workbench.assessment.over_rates import over_rates
 from workbench.assessment.plan_risk import STABLE_BELOW, plan_risk
+from workbench.assessment.price import flops_per_token, steps_in_budget
 from workbench.assessment.verdict import summary_of, verdict_of
 from workbench.flow import measure
 from workbench.hardware import AssessmentPlan, assess_hardware, read_plan
+from workbench.scaling.matched_width import WIDTH_ERROR
 from workbench.schema import SCHEMA_VERSION
 from workbench.spectral.profile import profile
 from workbench.spectral.spectra import RankWarning, versions
@@ -59,8 +61,10 @@ def assess(
     """Say before training whether an architecture will train under a plan, why, and what to do.
 
     A model or an opened checkpoint is measured with its own weights. A design is built with fresh ones: whole, if it
-    has at most four million, else thin (64 wide, at most 4 blocks, 256 tokens), and once thin at its full depth; what
-    depends on width is extrapolated from a ladder of widths. The subject is left as it was.
+    has at most four million, else thin (64 wide, at most 4 blocks, 256 tokens). What is measured before training, once
+    also at the full depth, is measured on thin models whose matrices have the variances of the target's width
+    (`workbench.scaling.matched_width`); what is trained on trial is thin as its library makes it, and how rates change
+    with width is extrapolated from a ladder of widths. The subject is left as it was.
 
     Args:
         subject: A module, an opened checkpoint, or whatever `workbench.design` takes.
@@ -100,14 +104,15 @@ def assess(
     verdict = verdict_of(modes)
     if float(tree["risk"]["tried_probability"][0]) >= STABLE_BELOW:
         say("changes to the plan")
-        tree["changes"] = xr.DataTree(bench.changes(tree))
-    tree["decisions"] = xr.DataTree(decide(tree, plan))
+        tree["changes"] = xr.DataTree(bench.changes(tree, _part_of(say, "changes to the plan")))
+    affordable = steps_in_budget(plan, flops_per_token(measured, plan))
+    tree["decisions"] = xr.DataTree(decide(tree, plan, affordable=affordable))
     tree.attrs = {
         "kind": "assessment",
         "subject": measured.name,
         "verdict": verdict,
         "exit_status": ("proceed", "at risk", "refuse").index(verdict),
-        "summary": summary_of(measured.name, verdict, criteria, modes, thin=_thin(measured)),
+        "summary": summary_of(measured.name, verdict, criteria, modes, thin=_thin(measured, tree)),
         "plan": json.dumps(plan.as_dict(), default=str),
         "n_weights": measured.n_weights,
         "width": measured.target_width or int(parts["/case"]["d_model"][0]),
@@ -156,48 +161,60 @@ class _Bench:
             return inputs[:N_FLOW_ROWS], targets[:N_FLOW_ROWS]
         return inputs, targets
 
-    def changes(self, tree: xr.DataTree) -> xr.Dataset:
+    def changes(self, tree: xr.DataTree, say: Callable[[str], None]) -> xr.Dataset:
         """What single changes to the plan would do, tried out."""
-        stable = float(tree["risk"]["largest_stable_rate"][0])
-        return try_changes(self.measured.model, self.task, possible_changes(self.training, stable), n_updates=N_UPDATES)
+        possible = possible_changes(self.training, float(tree["risk"]["largest_stable_rate"][0]))
+        return try_changes(self.measured.model, self.task, possible, n_updates=N_UPDATES, say=say)
 
 
 def _measured(bench: _Bench, say: Callable[[str], None]) -> dict[str, xr.Dataset]:
     """Everything that is measured, by its place in the tree."""
     measured, model = bench.measured, bench.measured.model
     inputs, targets = (on_device_of(model, part) for part in bench.rows())
+    is_thin = not measured.is_target_size
+    log_error = WIDTH_ERROR if is_thin else 0.0
+    fresh = measured.fresh()
     parts: dict[str, xr.Dataset] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RankWarning)  # the rank is in the data
         say("spectra")
         parts["/spectra"] = profile(
-            model, bench.task.probe(N_SNAPSHOTS), n_snapshots=N_SNAPSHOTS, seed=bench.seed, progress=False
+            fresh, bench.task.probe(N_SNAPSHOTS), n_snapshots=N_SNAPSHOTS, seed=bench.seed, progress=False
         )
         say("information flow")
         flows = [
             measure(sibling, inputs, targets=targets, jacobian=i == 0)
             for i, sibling in enumerate(measured.siblings(N_SEEDS))
         ]
-        parts["/flow"], parts["/flow_numbers"] = flows[0], flow_numbers(flows)
-        if measured.design is not None and not measured.is_target_size:
+        parts["/flow"], parts["/flow_numbers"] = flows[0], flow_numbers(flows, log_error=log_error)
+        if is_thin:
             say(f"information flow at {measured.target_depth} blocks")
             parts["/depth_flow"], parts["/flow_at_depth"] = depth_flow(
-                lambda depth, seed: measured.at_depth(depth, bench.seed + seed), measured.target_depth, inputs, targets
+                lambda depth, seed: measured.fresh(seed, depth),
+                measured.target_depth,
+                inputs,
+                targets,
+                log_error=log_error,
             )
         say("risk")
         case = measure_case(model, bench.task, architecture=measured.name, n_snapshots=N_SNAPSHOTS, **bench.settings)
     parts["/case"] = case.drop_vars("eigenvalue")  # which is in the spectra
-    parts["/initialization"] = initialization(case, bench.task)
+    parts["/initialization"] = initialization(case, bench.task) if not is_thin else _start_of(fresh, bench)
     say("the first updates, tried out")
     parts["/rehearsal"] = dress_rehearsal(model, bench.task, bench.training)
     parts["/risk"] = plan_risk(case, parts["/rehearsal"])
     rates = bench.training.learning_rate * np.geomspace(1 / RATE_SPAN, RATE_SPAN, N_RATES)
     parts["/risk_over_rates"] = over_rates(shipped("rehearsal"), case, rates, names=[measured.name], extrapolate=True)
-    if measured.design is not None and not measured.is_target_size:
+    if is_thin:
         say("a ladder of sizes")
-        parts["/scaling"] = ladder(measured.design, bench.task, bench.training, bench.plan, seed=bench.seed)
+        parts["/scaling"] = ladder(
+            measured.design, bench.task, bench.training, bench.plan, seed=bench.seed,
+            progress=_part_of(say, "a ladder of sizes"),
+        )  # fmt: skip
     say("number formats and devices")
-    parts["/hardware"] = assess_hardware(model, bench.task, bench.plan, seed=bench.seed)
+    parts["/hardware"] = assess_hardware(
+        model, bench.task, bench.plan, seed=bench.seed, say=_part_of(say, "number formats and devices")
+    )
     return parts
 
 
@@ -224,13 +241,26 @@ def initialization(case: xr.Dataset, task: Task) -> xr.Dataset:
     return xr.Dataset(data)
 
 
-def _thin(measured: MeasuredModel) -> str:
-    """What was not measured of a design that was run thin; empty if it was run whole."""
-    if measured.is_target_size:
+def _start_of(fresh: torch.nn.Module, bench: _Bench) -> xr.Dataset:
+    """How a thin stand-in of the target's width starts; its gradients reach fewer weights than the target's."""
+    case = measure_case(fresh, bench.task, n_snapshots=N_SNAPSHOTS, rehearses=False, **bench.settings)
+    case["initial_grad_norm"][:] = math.nan
+    return initialization(case, bench.task)
+
+
+def _thin(measured: MeasuredModel, tree: xr.DataTree) -> str:
+    """What was not measured of a design whose rate was tried thin; empty if nothing was left open."""
+    if measured.is_target_size or np.isfinite(float(tree["scaling"]["rate_over_edge"])):
         return ""
     return (
-        f"it was run {measured.width} wide, and how gains and rates change up to {measured.target_width} is not known"
+        f"its rate was tried {measured.width} wide, and how the largest stable rate changes up to "
+        f"{measured.target_width} is not known"
     )
+
+
+def _part_of(say: Callable[[str], None], part: str) -> Callable[[str], None]:
+    """Say a step of a part. Whoever listens may raise, which ends the assessment there."""
+    return lambda step: say(f"{part}: {step}")
 
 
 def _say(progress: bool | Callable[[str], None]) -> Callable[[str], None]:

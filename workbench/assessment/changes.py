@@ -12,6 +12,8 @@ from workbench.assessment.dress_rehearsal import dress_rehearsal
 from workbench.training.kss import KSS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import xarray as xr
     from torch import nn
 
@@ -59,7 +61,14 @@ def possible_changes(plan: TrainingPlan, stable_rate: float) -> list[Change]:
     return changes
 
 
-def try_changes(model: nn.Module, task: Any, changes: list[Change], *, n_updates: int) -> xr.Dataset:
+def try_changes(
+    model: nn.Module,
+    task: Any,
+    changes: list[Change],
+    *,
+    n_updates: int,
+    say: Callable[[str], None] | None = None,
+) -> xr.Dataset:
     """Rehearse each change.
 
     Args:
@@ -67,6 +76,7 @@ def try_changes(model: nn.Module, task: Any, changes: list[Change], *, n_updates
         task: As in `dress_rehearsal`.
         changes: From `possible_changes`.
         n_updates: Of each trial.
+        say: Called with a few words before each change; what it raises ends it.
 
     Returns:
         Dataset with dim ``change``: ``setting``, ``current``, ``proposed``, ``n_trials``, ``n_broken``, ``first_loss``,
@@ -76,6 +86,8 @@ def try_changes(model: nn.Module, task: Any, changes: list[Change], *, n_updates
 
     rows = []
     for change in changes:
+        if say is not None:
+            say(f"{change.setting} {change.current} → {change.proposed}")
         tried = dress_rehearsal(
             model,
             task,

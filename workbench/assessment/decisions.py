@@ -34,7 +34,7 @@ _WATCH = {
     "precision_headroom": ("optimizer: gradient_rms_over_eps, update_ratio", "updates shrink where formats lose them"),
     "divergence_risk": ("monitors: grad_norm, loss; optimizer: adam_staleness", "spikes of staleness precede the loss"),
 }
-#: What a stop rule allows beyond the largest value of trials that did not break.
+#: What a stop rule allows beyond the most that trials showed that did not break.
 _SLACK = 2.0
 
 
@@ -64,12 +64,13 @@ class Decision:
     selection: dict[str, int] = field(default_factory=dict)
 
 
-def decide(tree: xr.DataTree, plan: AssessmentPlan) -> xr.Dataset:
+def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.nan) -> xr.Dataset:
     """The decisions that follow from an assessment.
 
     Args:
         tree: With ``criteria``, ``failure_modes``, ``rehearsal``, ``risk`` and, if they were tried, ``changes``.
         plan: That was assessed.
+        affordable: Updates that its budget pays for; NaN: it sets none.
 
     Returns:
         Dataset with dim ``decision``, in the order in which to act: the fields of `Decision`, ``selection`` as JSON.
@@ -77,7 +78,9 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan) -> xr.Dataset:
     import xarray as xr
 
     modes, criteria = tree["failure_modes"].to_dataset(), tree["criteria"].to_dataset()
-    found = [*_proceed(modes), *_changes(tree, plan), *_monitors(modes), *_stop_rules(tree)]
+    found = [
+        *_proceed(modes), *_changes(tree, plan), *_budget(plan, affordable), *_monitors(modes), *_stop_rules(tree)
+    ]  # fmt: skip
     found.sort(key=lambda decision: KINDS.index(decision.kind))
     columns: dict[str, list[Any]] = {
         item.name: [getattr(each, item.name) for each in found] for item in fields(Decision)
@@ -119,9 +122,9 @@ def _changes(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
     gains = [name for name in bad if name.startswith(("gradient_gain", "signal_gain", "branch_ratio"))]
     if gains:
         yield Decision(
-            "change", "bring the gain of every block near 1: normalize what enters the branches, or scale the output "
-            "matrices of the branches by 1 / sqrt(2 blocks) at initialization", "initialization", "as it is",
-            "branches / sqrt(2 blocks)", gains[0],
+            "change", "bring the gain of every block near 1: start the embeddings at a spread near 1, so that no "
+            "branch outweighs the stream, or scale the output matrices of the branches by 1 / sqrt(2 blocks)",
+            "initialization", "as it is", "larger embeddings, or branches / sqrt(2 blocks)", gains[0],
         )  # fmt: skip
     start = [name for name, row in bad.items() if str(row["failure_mode"].values) == "initialization_out_of_band"]
     if start and not gains:
@@ -140,6 +143,15 @@ def _changes(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
         yield Decision(
             "change", "raise the auxiliary balance loss or lower the router's rate until routing settles",
             "balance_coefficient", "as it is", "twice as large", routes[0],
+        )  # fmt: skip
+
+
+def _budget(plan: AssessmentPlan, affordable: float) -> Iterator[Decision]:
+    n_steps = plan.training.n_steps
+    if affordable < n_steps:
+        yield Decision(
+            "change", "end with what the budget pays for, or raise it: the schedule ends after more updates than that",
+            "n_steps", f"{n_steps:,}", f"{affordable:,.0f}",
         )  # fmt: skip
 
 
@@ -199,16 +211,17 @@ def _stop_rules(tree: xr.DataTree) -> Iterator[Decision]:
         )  # fmt: skip
         return
     for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")):
-        values = np.where(kept[:, None], rehearsal[name].values, -np.inf)
-        trial, step = (int(i) for i in np.unravel_index(int(np.nanargmax(values)), values.shape))
-        largest = float(values[trial, step])
-        limit = _SLACK * largest
+        # As a ratio, for a smaller model stood in for the planned one: its vocabulary and its gradients are smaller.
+        values = rehearsal[name].values / rehearsal[name].values[:, :1]
+        values = np.where(kept[:, None] & np.isfinite(values), values, -np.inf)
+        trial, step = (int(i) for i in np.unravel_index(int(np.argmax(values)), values.shape))
+        limit = f"{_SLACK * float(values[trial, step]):.2g}"
         text = (
-            f"the {words} exceeds {_SLACK:g} times its first value and {limit:.3g} (twice the largest of the trials) "
-            f"within the first {n} updates at the peak rate"
+            f"the {words} exceeds {limit} times its first value within the first {n} updates at the peak rate, twice "
+            "the most of the trials"
         )
         yield Decision(
-            "stop rule", text, name, "", f"{limit:.3g}", "divergence_probability",
+            "stop rule", text, name, "", f"{limit} x first", "divergence_probability",
             path="/rehearsal", variable=name, selection={"trial": trial, "step": step},
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""How signals and gradients get through the target depth: by building it thin, and by extrapolating from half of it."""
+"""How signals and gradients get through the target depth: by building it, and by extrapolating from half of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ def depths_below(target: int) -> list[int]:
 
 
 def depth_flow(
-    make: Callable[[int, int], nn.Module], target: int, inputs: Any, targets: Any, *, seeds: Sequence[int] = (0, 1)
+    make: Callable[[int, int], nn.Module],
+    target: int,
+    inputs: Any,
+    targets: Any,
+    *,
+    seeds: Sequence[int] = (0, 1),
+    log_error: float = 0.0,
 ) -> tuple[xr.Dataset, xr.Dataset]:
     """Signal and gradient gains of one architecture at growing depth.
 
@@ -36,6 +42,7 @@ def depth_flow(
         inputs: For all of them.
         targets: Of the loss whose gradients are followed; None: see `workbench.flow.measure`.
         seeds: Of the models.
+        log_error: As in `flow_numbers`.
 
     Returns:
         Dataset with dim ``depth``: the numbers of `flow_numbers` at each depth, the target last; and, 0-dim,
@@ -54,12 +61,13 @@ def depth_flow(
     rows, seen = [], {}
     for depth in depths:
         flows = [measure(make(depth, seed), inputs, targets=targets, jacobian=False) for seed in seeds]
-        rows.append(flow_numbers(flows))
+        rows.append(flow_numbers(flows, log_error=log_error))
         seen[depth] = flows[0]
     data = xr.concat(rows, "depth", combine_attrs="drop_conflicts").assign_coords(depth=depths)
     for name in EXTRAPOLATED:
         with np.errstate(divide="ignore", invalid="ignore"):
             value, error = _extrapolated(np.array(depths[:-1]), np.log(data[name].values[:-1]), target)
+        error = math.hypot(error, log_error)
         about = data[name].attrs
         data[f"{name}_extrapolated"] = (
             (),

@@ -14,10 +14,10 @@ import numpy as np
 
 from workbench.assessment.assess import assess
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
+from workbench.assessment.price import flops_per_token, steps_in_budget
 from workbench.assessment.verdict import VERDICTS
 from workbench.errors import ThresholdError
 from workbench.hardware import AssessmentPlan, read_plan
-from workbench.hardware.sizes import model_sizes
 from workbench.schema import SCHEMA_VERSION
 from workbench.spectral.spectra import versions
 from workbench.training.loop import train
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Updates that are timed of each design, in turns of one; the median is kept, so the first ones do no harm.
 N_TIMED = 12
+#: Losses on trial nearer than this are alike; nat.
+SAME_LOSS = 0.02
 #: Names that a comparison's own parts have.
 _TAKEN = ("designs",)
 
@@ -56,8 +58,8 @@ def compare_designs(
         design that was run thin, for its own rate may be far lower), ``loss_on_trial`` (nat, mean over the
         last updates of trials that did not break; NaN: all did), ``n_weights``, ``flops_per_token`` (forward and
         backward), ``relative_step_time`` (of an update of the measured models, over the quickest one),
-        ``steps_in_budget`` (NaN: no budget) and ``is_dominated`` (another design is at least as good in verdict, risk
-        and work, and better in one).
+        ``steps_in_budget`` (NaN: no budget) and ``is_dominated`` (another design is at least as good in verdict, risk,
+        work and loss on trial, and better in one).
 
     Raises:
         ThresholdError: If there are fewer than two designs, a name cannot stand in a tree, or the plan does not fit.
@@ -113,10 +115,7 @@ _MEANING = {
     "flops_per_token": ("work a token, forward and backward", "FLOP"),
     "relative_step_time": ("time of an update over the quickest design's", "1"),
     "steps_in_budget": ("updates in the budget", "1"),
-    "is_dominated": (
-        "another design is as good and cheaper, or better at its price; what it learns is not looked at",
-        "",
-    ),
+    "is_dominated": ("another design is nowhere worse in verdict, risk, work and loss on trial, and better in one", ""),
 }
 
 
@@ -139,46 +138,6 @@ def _row(tree: xr.DataTree, measured: MeasuredModel, plan: AssessmentPlan) -> di
         "flops_per_token": flops,
         "steps_in_budget": steps_in_budget(plan, flops),
     }
-
-
-def flops_per_token(measured: MeasuredModel, plan: AssessmentPlan) -> float:
-    """Work of one token, forward and backward, in floating-point operations, by the usual count.
-
-    Six for each weight that a token meets, and 12 x blocks x width x length for the attention scores (PaLM,
-    arXiv:2204.02311, Appendix B). Of experts only those that a token goes to are counted.
-    """
-    sizes = model_sizes(measured.design or measured.model)
-    n_weights = measured.n_weights - _idle_weights(measured)
-    length = plan.training.sequence_length or 0
-    scores = 12 * (sizes.depth or 0) * (sizes.width or 0) * length if sizes.n_heads else 0
-    return float(6 * n_weights + scores)
-
-
-def _idle_weights(measured: MeasuredModel) -> int:
-    """Weights of the experts that a token does not go to, from a thin model's share of expert weights."""
-    sizes = model_sizes(measured.design or measured.model)
-    config = getattr(measured.model, "config", None)
-    top_k = next((getattr(config, n) for n in ("top_k", "num_experts_per_tok") if getattr(config, n, None)), None)
-    if not sizes.n_experts or not top_k:
-        return 0
-    own = sum(
-        weight.numel()
-        for name, weight in measured.model.named_parameters()
-        if "expert" in name and weight.numel() >= sizes.n_experts
-    )
-    whole = sum(weight.numel() for weight in measured.model.parameters())
-    return int(measured.n_weights * own / whole * (1 - top_k / sizes.n_experts))
-
-
-def steps_in_budget(plan: AssessmentPlan, flops: float) -> float:
-    """Updates that the budget of a plan allows; NaN: it sets none."""
-    length = plan.training.sequence_length
-    if length is None or (plan.budget.tokens is None and plan.budget.flops is None):
-        return math.nan
-    tokens = plan.batch_size * length
-    of_tokens = math.inf if plan.budget.tokens is None else plan.budget.tokens / tokens
-    of_flops = math.inf if plan.budget.flops is None else plan.budget.flops / (flops * tokens)
-    return float(math.floor(min(of_tokens, of_flops)))
 
 
 def step_times(models: Mapping[str, nn.Module], task: Any, plan: AssessmentPlan, *, seed: int) -> dict[str, float]:
@@ -204,12 +163,17 @@ def step_times(models: Mapping[str, nn.Module], task: Any, plan: AssessmentPlan,
 
 
 def dominated(table: xr.Dataset) -> np.ndarray:
-    """Which designs another one beats: as good in verdict, risk and work a token, and better in at least one."""
+    """Which designs another one beats: as good in verdict, risk, work a token and loss on trial, and better in one.
+
+    Losses are rounded to ``SAME_LOSS``; a design whose trials all broke has none, which is the worst.
+    """
+    losses = np.nan_to_num(table["loss_on_trial"].values, nan=math.inf)
     scores = np.column_stack(
         [
             [VERDICTS.index(verdict) for verdict in table["verdict"].values],
             table["probability"].values,
             table["flops_per_token"].values,
+            np.round(losses / SAME_LOSS),
         ]
     )
     return np.array([any((other <= own).all() and (other < own).any() for other in scores) for own in scores])

@@ -76,16 +76,17 @@ SCALE_OF = dict.fromkeys(LOGARITHMIC, "log") | {
 }
 
 
-def flow_numbers(flows: Sequence[xr.Dataset]) -> xr.Dataset:
+def flow_numbers(flows: Sequence[xr.Dataset], *, log_error: float = 0.0) -> xr.Dataset:
     """The mean of each number over flows, and its standard error.
 
     Args:
         flows: From `workbench.flow.measure`, one a seed.
+        log_error: Standard error that every logarithm has besides, whatever the seed.
 
     Returns:
         Dataset of the numbers of ``NUMBERS``, 0-dim, geometric means of those in ``LOGARITHMIC``; NaN where the model
         has no such thing. ``<name>_error``: standard error over the seeds, of the logarithm where the mean is
-        geometric; 0 for a single flow. Attribute ``n_seeds``.
+        geometric; of a single flow that is what it has besides. Attribute ``n_seeds``.
     """
     import xarray as xr
 
@@ -99,6 +100,8 @@ def flow_numbers(flows: Sequence[xr.Dataset]) -> xr.Dataset:
             mean = float(np.mean(scaled))
             error = float(np.std(scaled, ddof=1) / math.sqrt(len(scaled))) if len(scaled) > 1 else 0.0
         about = {"long_name": long_name, "units": units}
+        if is_log:
+            error = math.hypot(error, log_error)
         data[name] = ((), math.exp(min(mean, 700.0)) if is_log else mean, about)
         data[f"{name}_error"] = ((), error, {"long_name": f"standard error of the {long_name}", "units": "1"})
     return xr.Dataset(data, attrs={"n_seeds": len(flows)})

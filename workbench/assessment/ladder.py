@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,15 @@ N_STEPS = 100
 _Z95 = 1.96
 
 
-def ladder(design: Design, task: Task, training: TrainingPlan, plan: AssessmentPlan, *, seed: int) -> xr.Dataset:
+def ladder(
+    design: Design,
+    task: Task,
+    training: TrainingPlan,
+    plan: AssessmentPlan,
+    *,
+    seed: int,
+    progress: bool | Callable[[str], None] = False,
+) -> xr.Dataset:
     """Study a ladder of sizes below the target, as `workbench.scaling_study` does.
 
     Args:
@@ -34,6 +43,7 @@ def ladder(design: Design, task: Task, training: TrainingPlan, plan: AssessmentP
         plan: Its ``[assessment]`` may say widths, depths, seeds and thoroughness; by default "quick": three widths up
             to 128, at most 4 blocks, two seeds, rates rehearsed for ten updates.
         seed: Of the first models.
+        progress: As in `workbench.scaling_study`.
 
     Returns:
         What `scaling_study` returns, and, 0-dim, ``rate_over_edge``: the planned rate over the stable rate foretold for
@@ -51,7 +61,8 @@ def ladder(design: Design, task: Task, training: TrainingPlan, plan: AssessmentP
     settings["warmup"] = min(training.warmup, N_STEPS // 2)
     study = scaling_study(
         design, widths, depths, task=task, learning_rate=training.learning_rate, n_steps=N_STEPS, seeds=seeds,
-        edge="trained" if wanted.thoroughness == "full" else "rehearsed", n_coordinate_steps=5, **settings,
+        edge="trained" if wanted.thoroughness == "full" else "rehearsed", n_coordinate_steps=5, progress=progress,
+        **settings,
     )  # fmt: skip
     return study.assign(_against(study, training.learning_rate)).assign_attrs(unsupported=_reason(study))
 

@@ -10,6 +10,7 @@ from torch import nn
 from workbench.errors import WorkbenchError
 from workbench.hardware.sizes import model_sizes
 from workbench.scaling.design import Design, design
+from workbench.scaling.matched_width import matched_width
 from workbench.subjects.checkpoint import Subject
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ MOST_WEIGHTS = 4_000_000
 THIN_WIDTH, THIN_VOCABULARY, THIN_DEPTH = 64, 256, 4
 #: Batches that an assessment measures on: tokens of a sequence and rows, as many as the recorded runs had.
 LENGTH, N_ROWS = 64, 16
+#: Tokens of a sequence for what scans it token by token, as transformers' state-space layers do without their own
+#: kernels: a backward pass through such a scan takes time by the square of the length.
+LENGTH_OF_SCANS = 32
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class MeasuredModel:
 
     Attributes:
         name: Of the subject.
-        model: What is run: the subject itself, or a model of the same design.
+        model: What is trained on trial: the subject itself, or a model of the same design.
         design: What the subject is one size of; None: it cannot be built at another size.
         is_own: Whether ``model`` has the subject's own weights.
         width, depth: Of ``model``; None for a model whose design is not known.
@@ -69,24 +73,28 @@ class MeasuredModel:
             return sum(weight.numel() for weight in self.model.parameters())
         return self.design.n_weights()
 
+    def fresh(self, seed: int = 0, depth: int | None = None) -> nn.Module:
+        """A model to look at before training, whose signals are those of the target's width.
+
+        The subject itself, if it has weights of its own or no known design; ``model``, or another seed of it, if that
+        is as large as the subject; otherwise thin with matched variances, see `workbench.scaling.matched_width`.
+
+        Args:
+            seed: Added to the seed of ``model``.
+            depth: Blocks; None: as many as ``model``.
+        """
+        if self.is_own or self.design is None or (self.is_target_size and not seed and depth is None):
+            return self.model
+        if self.is_target_size:
+            return self.design.build(self.width, depth or self.depth, self.seed + seed)
+        return matched_width(
+            self.design, self.width, depth or self.depth, self.seed + seed, vocabulary=_thin_vocabulary(self.design)
+        )
+
     def siblings(self, n: int) -> Iterator[nn.Module]:
-        """The measured model and others of its design and size with other seeds; itself alone if it has own weights."""
-        yield self.model
-        if self.is_own or self.design is None:
-            return
-        for seed in range(self.seed + 1, self.seed + n):
-            yield self.design.build(self.width, self.depth, seed, vocabulary=self._thin_vocabulary())
-
-    def at_depth(self, depth: int, seed: int, *, width: int | None = None) -> nn.Module:
-        """A thin model of the design at another depth."""
-        assert self.design is not None
-        thin = self.design.nearest_width(min(width or THIN_WIDTH, self.design.width))
-        return self.design.build(thin, depth, seed, vocabulary=_thin_vocabulary(self.design))
-
-    def _thin_vocabulary(self) -> int | None:
-        assert self.design is not None
-        is_whole = (self.width, self.depth) == (self.design.width, self.design.depth)
-        return None if is_whole else _thin_vocabulary(self.design)
+        """So many fresh models that differ in their seed; the subject alone, if it has weights of its own."""
+        for seed in range(n if self.design is not None and not self.is_own else 1):
+            yield self.fresh(seed)
 
 
 def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, depth: int | None = None) -> MeasuredModel:
@@ -133,7 +141,7 @@ def planned_task(model: nn.Module, plan: AssessmentPlan, *, seed: int) -> Task:
         ThresholdError: If the task does not fit the model.
     """
     sizes = model_sizes(model)
-    longest = min(sizes.max_length or LENGTH, LENGTH)
+    longest = min(sizes.max_length or LENGTH, LENGTH_OF_SCANS if _scans(model) else LENGTH)
     if "length" in plan.task.options:  # said for the task itself: it is the user's choice what that costs
         longest = sizes.max_length
     return plan.make_task(
@@ -143,6 +151,10 @@ def planned_task(model: nn.Module, plan: AssessmentPlan, *, seed: int) -> Task:
         seed=plan.training.seed + seed,
         n_rows=N_ROWS,
     )
+
+
+def _scans(model: nn.Module) -> bool:
+    return any(hasattr(module, "ssm_state_size") for module in model.modules())
 
 
 def _thin_vocabulary(whole: Design) -> int | None:

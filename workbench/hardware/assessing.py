@@ -27,7 +27,7 @@ from workbench.training.tasks import as_task
 from workbench.training.tasks.base import require_seed, require_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     import xarray as xr
 
@@ -50,6 +50,7 @@ def assess_hardware(
     seed: int = 0,
     hazards: Collection[str] | None = None,
     loss: Loss = token_loss,
+    say: Callable[[str], None] | None = None,
 ) -> xr.Dataset:
     """Which numerical hazards follow from a plan, and their effect, measured by emulating them on a model.
 
@@ -74,6 +75,7 @@ def assess_hardware(
         seed: Of all draws.
         hazards: Names of those to look at; None: all.
         loss: From logits and targets to a 0-dim tensor.
+        say: Called with the title of each hazard that applies, before it is emulated; what it raises ends it.
 
     Returns:
         Dataset with the dimensions ``hazard``, ``layer`` and ``n_terms``: ``effect``, which is compared with
@@ -105,7 +107,11 @@ def assess_hardware(
             for batch in itertools.islice(task.stream(), n_different)
         ]
         emulation = Emulation(module, batches, plan, loss=loss, seed=seed)
-        found = [_measured(hazard, emulation) for hazard in chosen]
+        found = []
+        for hazard in chosen:
+            if say is not None and hazard.applies(plan):
+                say(hazard.title)
+            found.append(_measured(hazard, emulation))
     name = model.name if isinstance(model, Subject) else type(module).__name__
     attrs = {
         "subject": name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import math
 import time
@@ -48,7 +49,7 @@ def scaling_study(
     n_snapshots: int = 1024,
     largest_reach: float = 4.0,
     level: float = 0.95,
-    progress: bool = False,
+    progress: bool | Callable[[str], None] = False,
     **training: Any,
 ) -> xr.Dataset:
     """Build an architecture at several sizes, measure each, and say what to expect at the size that is meant.
@@ -81,7 +82,7 @@ def scaling_study(
         n_snapshots: Token states that the spectra are taken from.
         largest_reach: See `foretold`; 4 is how far `data/make_scaling.py` has tried it.
         level: Of the intervals.
-        progress: Show a bar.
+        progress: Show a bar; or a function that is told how many parts are done.
         **training: Further fields of `TrainingPlan` (``optimizer``, ``warmup``, ``clip_norm``, ...) for the runs.
 
     Returns:
@@ -110,14 +111,21 @@ def scaling_study(
     workshop = Workshop(of, task, training, parametrization, vocabulary)
     places = [*rungs, *([target] if measures_target else [])]
     n_parts = len(places) * len(seeds) * 2 + bool(n_coordinate_steps)
-    with progress_bar(progress, total=n_parts, label="scaling", unit="part") as bar:
-        rows = [[_look(workshop, rung, seed, n_snapshots, bar.update) for seed in seeds] for rung in places]
-        edges = _edges(workshop, places, seeds, edge, n_steps, bar.update)
+    done = itertools.count(1)
+    with progress_bar(progress is True, total=n_parts, label="scaling", unit="part") as bar:
+
+        def tell() -> None:
+            bar.update(1)
+            if callable(progress):
+                progress(f"part {next(done)} of {n_parts}")
+
+        rows = [[_look(workshop, rung, seed, n_snapshots, tell) for seed in seeds] for rung in places]
+        edges = _edges(workshop, places, seeds, edge, n_steps, tell)
         coordinates = xr.Dataset()
         if n_coordinate_steps:
             check = {"learning_rate": learning_rate, "n_steps": n_coordinate_steps, "level": level}
             coordinates = coordinate_check(workshop, [r for r in rungs if r.depth == rungs[0].depth], seeds, **check)
-            bar.update(1)
+            tell()
     names = [EDGE, *_seen(rows)] if edge != "none" else _seen(rows)
     measured = np.array([_values(name, rows, edges) for name in names]).reshape(len(names), len(places), len(seeds))
     study = _assembled(workshop, rungs, seeds, names, measured[:, : len(rungs)], edges[: len(rungs)])
@@ -163,7 +171,7 @@ def _design_of(
     return design(make_model, width=width, depth=depth)
 
 
-def _look(workshop: Workshop, rung: Rung, seed: int, n_snapshots: int, tell: Callable[[int], Any]) -> dict[str, float]:
+def _look(workshop: Workshop, rung: Rung, seed: int, n_snapshots: int, tell: Callable[[], None]) -> dict[str, float]:
     """Spectra and flow of a fresh model, by quantity."""
     model, task = workshop.model(rung, seed), workshop.task_of(seed)
     with warnings.catch_warnings():
@@ -171,7 +179,7 @@ def _look(workshop: Workshop, rung: Rung, seed: int, n_snapshots: int, tell: Cal
         spectra = profile(model, task.probe(n_snapshots), n_snapshots=n_snapshots, n_workers=1, progress=False)
     found = {name: float(spectra[name].astype(float).mean()) for name in SPECTRAL}
     found |= _flow(model, task)
-    tell(1)
+    tell()
     return found
 
 
@@ -187,7 +195,7 @@ def _edges(
     seeds: Sequence[int],
     kind: str,
     n_steps: int,
-    tell: Callable[[int], Any],
+    tell: Callable[[], None],
 ) -> list[list[Edge]]:
     """The edge of each rung and seed; each search begins where the last one ended."""
     found: list[list[Edge]] = []
@@ -201,7 +209,7 @@ def _edges(
                 edge = rehearsed_edge(workshop, rung, seed, start=1.0 if start is None else start)
             start = edge.middle if 0 < edge.middle < math.inf else None
             row.append(edge)
-            tell(1)
+            tell()
         found.append(row)
     return found
 
