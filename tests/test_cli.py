@@ -1,7 +1,6 @@
 """The command line: its exit status is a gate, and wrong input is one sentence."""
 
 import importlib
-import os
 import subprocess
 import sys
 
@@ -136,26 +135,27 @@ def test_help_is_quick_and_loads_nothing_heavy():
     assert "assess" in done.stdout
 
 
-def test_from_a_design_and_a_plan_to_a_page(tmp_path):
-    """Nothing replaced: a tiny design is really assessed, in a process of its own."""
+def test_the_status_is_that_of_the_process():
+    done = subprocess.run([sys.executable, "-m", "workbench", "asses"], capture_output=True, text=True, check=False)
+    assert done.returncode == cli.BAD_INPUT
+    assert "--help" in done.stderr
+
+
+def test_from_a_design_and_a_plan_to_a_page(tmp_path, monkeypatch, capsys):
+    """Nothing replaced: a tiny design is really assessed."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(
         'norm = "none"\nd_model = 16\nn_layers = 2\nn_heads = 2\nvocab_size = 32\nmax_length = 16\n'
     )
     (tmp_path / "plan.toml").write_text("[training]\nlearning_rate = 3.0\nn_steps = 50\n")
     words = ["assess", "tiny.toml", "--plan", "plan.toml", "--out", "report.html", "--tree", "tree.nc"]
-    done = subprocess.run(
-        [sys.executable, "-m", "workbench", *words],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    status = cli.main(words)
+    out, err = capsys.readouterr()
     tree = wb.open_run(tmp_path / "tree.nc")
-    assert done.returncode == tree.attrs["exit_status"], done.stderr
-    assert done.returncode in (1, 2)  # no design bears a rate of 3
-    assert done.stdout == f"{tree.attrs['verdict']}: {tree.attrs['summary']}\n"
+    assert status == tree.attrs["exit_status"], err
+    assert status in (1, 2)  # no design bears a rate of 3
+    assert out == f"{tree.attrs['verdict']}: {tree.attrs['summary']}\n"
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert len(html.encode()) < 3_000_000
     assert tree.attrs["summary"].replace("'", "&#39;") in html
-    assert "wrote report.html" in done.stderr
+    assert "wrote report.html" in err

@@ -40,12 +40,13 @@ def test_no_group_is_on_both_sides_and_every_run_is_held_out_once(groups, seed):
 
 @pytest.mark.parametrize("by", ["configuration", "architecture", "cell"])
 def test_a_run_is_predicted_by_a_model_that_has_not_seen_its_group(sweep, by):
-    """Another outcome of the runs of one group changes no prediction for them."""
-    found = wb.risk.cross_validate(sweep, by=by, n_folds=4, **OPTIONS)
+    """Another outcome of some runs of one group changes no prediction for any of them."""
+    found = wb.risk.cross_validate(sweep, by=by, n_folds=2, **OPTIONS)
     own = found.fold.values == found.fold.values[0]
     assert set(sweep[by].values[own]).isdisjoint(sweep[by].values[~own])
-    other = sweep.assign(has_diverged=("run", np.where(own, ~sweep.has_diverged, sweep.has_diverged)))
-    changed = wb.risk.cross_validate(other, by=by, n_folds=4, **OPTIONS)
+    is_other = own & (np.arange(len(own)) % 4 == 0)
+    other = sweep.assign(has_diverged=("run", np.where(is_other, ~sweep.has_diverged, sweep.has_diverged)))
+    changed = wb.risk.cross_validate(other, by=by, n_folds=2, **OPTIONS)
     np.testing.assert_array_equal(changed.fold, found.fold)
     np.testing.assert_array_equal(changed.probability[own], found.probability[own])
     assert (changed.probability[~own] != found.probability[~own]).any()
@@ -68,7 +69,8 @@ def test_held_out_runs_are_predicted_in_the_order_of_the_sweep(sweep, predicted)
 def test_other_runs_are_predicted_without_their_own_group(sweep):
     other = made_sweep(n_configurations=6, n_cells=1, n_rates=3, n_seeds=1, seed=4)[0]
     names = np.where(other.architecture == "kind 5", "new", other.architecture)
-    other = other.assign_coords(architecture=("run", names))
+    other = other.assign_coords(architecture=("run", names)).isel(run=np.isin(names, ["new", "kind 2", "kind 4"]))
+    names = other.architecture.values
     found = wb.risk.cross_validate(sweep, by="architecture", test=other, **OPTIONS)
     np.testing.assert_array_equal(found.has_diverged, other.has_diverged)
     for name, keep in (("new", np.full(sweep.sizes["run"], True)), ("kind 2", sweep.architecture.values != "kind 2")):
@@ -154,7 +156,7 @@ def test_predicted_over_measured_is_one_a_cell_and_bounds_are_kept_or_not():
 
 
 def test_validation_goes_into_the_file_and_the_card(sweep, tmp_path):
-    figures = wb.risk.validate(sweep, n_bootstrap=20, n_folds=3, **OPTIONS)
+    figures = wb.risk.validate(sweep, n_bootstrap=20, n_folds=2, **OPTIONS)
     assert list(figures) == ["configuration", "architecture", "near_unit_mass"]
     model = wb.risk.fit(sweep, n_bootstrap=5, **OPTIONS)
     assert "Not validated: no figures are stored with this model." in model.card()

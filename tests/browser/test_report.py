@@ -71,6 +71,18 @@ def test_a_number_leads_to_its_row(chromium, address):
     page.context.close()
 
 
+def test_a_link_to_a_folded_row_opens_its_table(chromium, tmp_path):
+    path = report(made_trees.with_weak_signs(60), tmp_path / "folded.html")
+    page, _ = opened(chromium, path.as_uri(), viewport={"width": 1200, "height": 900})
+    anchor = page.locator("details td[id]").last.get_attribute("id")
+    assert not page.locator(f"[id='{anchor}']").is_visible()
+    page.context.close()
+    page, _ = opened(chromium, f"{path.as_uri()}#{anchor}", viewport={"width": 1200, "height": 900})
+    page.locator("tr:has(:target)").wait_for(state="visible")
+    assert 0 <= page.locator("tr:has(:target)").bounding_box()["y"] <= 900
+    page.context.close()
+
+
 def test_it_prints_without_clipping(chromium, address, tmp_path):
     page, _ = opened(chromium, address, viewport={"width": 680, "height": 960})  # about A4 less its margins
     page.emulate_media(media="print")

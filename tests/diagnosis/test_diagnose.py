@@ -8,6 +8,7 @@ import xarray as xr
 import workbench as wb
 from workbench.diagnosis import CAUSES, diagnose, run_experiment
 from workbench.errors import CheckpointError, SchemaError, StoreError, ThresholdError
+from workbench.subjects.checkpoint import save_checkpoint
 
 SIZES = {"d_model": 16, "n_layers": 3, "n_heads": 2, "vocab_size": 10, "max_length": 5}
 N_STEPS, JUMP = 90, 55
@@ -46,6 +47,7 @@ def tree(store):
 
 def test_the_tree_is_as_agreed(store, tree):
     assert tree.attrs["kind"] == "diagnosis"
+    assert tree.attrs["subject"] == "transformer without norm, 3 blocks of width 16"
     assert tree.attrs["failure_kind"] == "diverged"
     assert JUMP - 3 <= tree.attrs["failure_step"] <= N_STEPS
     causes = tree["causes"].to_dataset()
@@ -166,6 +168,41 @@ def test_the_unchanged_replay_is_the_run(store, tree):
     n = len(recorded) - 1  # that of the step that diverged is not given
     np.testing.assert_array_equal(losses[:n], recorded[:n])
     assert np.isnan(losses[n:]).all()
+
+
+def test_a_run_in_which_nothing_failed_is_told_so(store):
+    healthy = wb.open_run(store)["monitors"].to_dataset().isel(step=slice(0, JUMP - 5))
+    found = diagnose(healthy)
+    assert found.attrs["shows_failure"] == 0
+    assert found.attrs["summary"].startswith("No failure was seen: ")
+    assert "If the run should have learned more, the likeliest cause is " in found.attrs["summary"]
+    assert diagnose(store).attrs["shows_failure"] == 1
+
+
+def from_the_start(tree):
+    """The same diagnosis with an experiment that begins at step 0."""
+    table = tree["experiments"].to_dataset().isel(experiment=[0])
+    table["from_step"], table["n_steps"] = ("experiment", [0]), ("experiment", [6])
+    tree = tree.copy()
+    tree["experiments"] = xr.DataTree(table)
+    return tree
+
+
+def test_a_replay_from_the_start_needs_the_weights_of_the_start(store, tree, tmp_path):
+    tree = from_the_start(tree)
+    model, task = fresh()
+    assert run_experiment(tree, model=model, task=task)["experiments"]["is_done"].item()
+    later = wb.open_checkpoint(store.with_suffix(".checkpoints") / "step-00000040").model
+    with pytest.raises(ThresholdError, match="replay from step 0 begins with a loss of .*, the run began with"):
+        run_experiment(tree, model=later, task=task)
+    save_checkpoint(model, tmp_path / "step-00000000")
+    assert run_experiment(tree, model=model, task=task, checkpoints=tmp_path)["experiments"]["is_done"].item()
+    with torch.no_grad():
+        model.blocks[1].attention.out.weight[0, 0] += 0.01
+    with pytest.raises(
+        CheckpointError, match=r"model's blocks.1.*weight is not that of .*step-00000000; pass the model"
+    ):
+        run_experiment(tree, model=model, task=task, checkpoints=tmp_path)
 
 
 def test_impossible_experiments_are_refused(store, tree, tmp_path):

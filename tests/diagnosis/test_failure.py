@@ -43,6 +43,22 @@ def test_noise_is_no_spike(seed):
     assert find_failure(record({"monitors": monitors(descent(noise=0.1, seed=seed))})).kind == "stalled"
 
 
+def test_a_failure_is_seen_where_the_loss_shows_one():
+    diverged, risen, trembles, fine = (descent() for _ in range(4))
+    diverged[150:] = np.nan
+    risen[100:130] += 2 * np.hanning(30)
+    trembles[100:130] += 0.04  # above its noise, and nobody's failure
+    found = {
+        name: find_failure(record({"monitors": monitors(loss)}))
+        for name, loss in {"diverged": diverged, "risen": risen, "trembles": trembles, "fine": fine}.items()
+    }
+    assert {name: failure.is_seen for name, failure in found.items()} == {
+        "diverged": True, "risen": True, "trembles": False, "fine": False,
+    }  # fmt: skip
+    assert "rose by" in found["risen"].words
+    assert found["fine"].words.startswith("the loss neither diverged nor rose far")
+
+
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=40), st.integers(1, 9))
 def test_running_median_is_the_median_of_the_last_values(values, window):
     values = np.array(values)

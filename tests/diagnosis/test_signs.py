@@ -87,6 +87,23 @@ def test_the_block_at_fault_is_named():
     assert block_at_fault(alike) == -1
 
 
+@pytest.mark.parametrize(("factor", "stands_out"), [(1.02, False), (6.0, True)])
+def test_what_several_signs_say_together_is_no_echo_of_one_of_them(factor, stands_out):
+    parts = {"monitors": monitors(descent()), "optimizer": optimizer(weight=5 * np.array([1, factor, 1, 1]))}
+    signs = signs_of(parts)
+    own, joint = signs["odd_weights"], signs["a_block_stands_out"]
+    assert joint.strength == own.strength
+    assert joint.value == pytest.approx(own.strength)
+    assert joint.sentence != own.sentence
+    if stands_out:
+        assert joint.sentence == "Block 1 stands out from the others, most of all by the size of its weights."
+        assert own.sentence == "At step 9 the weights of block 1 are 6 times as large as those of the others."
+    else:
+        assert joint.sentence == "No block stands out, not even by the size of its weights."
+        assert own.sentence.endswith("are 1.02 times as large as those of the others, which is usual.")
+    assert signs["routing_is_off"].sentence == "Nothing is routed, so that no routing can be off."
+
+
 def test_two_blocks_have_no_odd_one():
     assert odd_one(np.array([1.0, 100.0])) == (-1, 0.0)
 

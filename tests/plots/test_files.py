@@ -22,14 +22,16 @@ from workbench.plots import (
 )
 
 
-@pytest.mark.parametrize("draw", [eigenvalue_map, layer_profile])
-def test_matplotlib_draws_coloured_pixels_and_leaves_no_state(draw, calm, ragged, tmp_path):
+@pytest.mark.parametrize(("draw", "options"), [(eigenvalue_map, {}), (layer_profile, {"measures": ["rank"]})])
+def test_matplotlib_draws_coloured_pixels_and_leaves_no_state(draw, options, calm, ragged, tmp_path):
     import holoviews as hv
     import matplotlib as mpl
     from matplotlib import pyplot as plt
 
     before = hv.Store.current_backend, dict(mpl.rcParams), plt.get_fignums()
-    path = save(draw({"calm": calm, "ragged": ragged}, backend="matplotlib"), tmp_path / "figure.png", dpi=80)
+    path = save(
+        draw({"calm": calm, "ragged": ragged}, **options, backend="matplotlib"), tmp_path / "figure.png", dpi=80
+    )
     assert (hv.Store.current_backend, dict(mpl.rcParams), plt.get_fignums()) == before
     pixels = np.asarray(Image.open(io.BytesIO(path.read_bytes())).convert("RGB")).astype(int)
     assert (np.ptp(pixels, axis=-1) > 60).sum() > 200
@@ -44,14 +46,14 @@ def test_html_is_complete_in_itself(draw, calm, tmp_path):
 
 
 RUN_FIGURES = {
-    "step_grid": (step_grid, "runs", {"steps": [0, 20]}),
+    "step_grid": (step_grid, "runs", {"steps": [0]}),
     "traces": (traces, "runs", {"variables": ["grad_norm", "near_unit_mass"]}),
     "radar": (radar, "comparison", {}),
     "radar, overlaid": (radar, "comparison", {"overlay": True}),
     "layer_profile of runs": (layer_profile, "Pre-LN", {"step": 10, "measures": ["rank"]}),
     "eigenvalue_map of runs": (eigenvalue_map, "Pre-LN", {"step": "last"}),
     "stability_edge": (stability_edge, "outcomes", {}),
-    "dose_response": (dose_response, "outcomes", {"measures": ["divergence_rate", "accuracy", "near_unit_mass"]}),
+    "dose_response": (dose_response, "outcomes", {"measures": ["divergence_rate"]}),
 }
 
 

@@ -280,6 +280,16 @@ def diagnosis(*, subject="run 17", failure_step=412, with_outcome=True):
     return tree
 
 
+def with_weak_signs(n):
+    """A diagnosis with many signs that hardly matter."""
+    tree = diagnosis()
+    data = tree["evidence"].to_dataset()
+    weak = data.isel(evidence=np.zeros(n, int))
+    weak = weak.assign(weight=("evidence", np.linspace(0.02, 0.39, n), data["weight"].attrs))
+    tree["evidence"] = xr.DataTree(xr.concat([data, weak], "evidence"))
+    return tree
+
+
 def comparison():
     """The tree of `wb.compare_designs`."""
     trees = {

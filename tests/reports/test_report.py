@@ -16,7 +16,7 @@ from tests.reports import made_trees
 from workbench.errors import SchemaError, StoreError
 from workbench.reports import html as html_file
 from workbench.reports import report
-from workbench.reports.document import Lead, Paragraph, Picture, say
+from workbench.reports.document import Lead, Paragraph, Picture, Table, say
 from workbench.reports.report import document_of
 
 
@@ -293,7 +293,57 @@ def test_a_plan_or_risk_that_is_not_known_is_not_made_up():
 def test_a_diagnosis_without_failure_or_experiments_is_told():
     document = document_of(made_trees.diagnosis(failure_step=-1, with_outcome=False))
     assert not any("failed at step" in s.text for s in document.sections[0].sentences)
+    assert (document.verdict, document.state, document.actions) == ("No failure seen", "not measured", ())
     tree = made_trees.diagnosis()
     tree["experiments"] = xr.DataTree(tree["experiments"].to_dataset().isel(experiment=[]))
     (said,) = next(document_of(tree).sections[3].each(Paragraph)).sentences
     assert said.text == "Change what is at fault: learning rate too high (81\N{NO-BREAK SPACE}%)."
+    assert document_of(tree).actions == (said,)
+
+
+def test_a_healthy_run_is_not_said_to_have_failed():
+    tree = made_trees.diagnosis()
+    tree.attrs["shows_failure"] = 1
+    assert document_of(tree).verdict == "At fault: hyperparameter"
+    tree.attrs["shows_failure"] = 0
+    document = document_of(tree)
+    assert (document.verdict, document.state, document.actions) == ("No failure seen", "not measured", ())
+    assert document.facts[0].label == "if it failed, probability: learning rate too high"
+    first = document.sections[0].sentences[0].text
+    assert first == "The loss shows no failure; the signs are read as if it had begun at step 412."
+    assert "Nothing needs to be done, unless" in next(document.sections[3].each(Lead)).text
+
+
+def test_what_came_of_an_experiment_stands_before_those_still_to_do():
+    tree = made_trees.diagnosis()
+    data = tree["experiments"].to_dataset()
+    tree["experiments"] = xr.DataTree(data.assign(outcome=data["outcome"][::-1], supports=data["supports"][::-1]))
+    tried, to_do = (action.text for action in document_of(tree).actions)
+    assert tried == "The same with normalization: tried, it diverged all the same; speaks for no normalization: yes."
+    assert to_do.startswith("A third of the rate: replay 120 steps from step 360 on")
+    told = [s.text for s in document_of(tree).sections[3].sentences]
+    assert "It was done: the run survived (speaks for no normalization: yes)." in told
+
+
+def test_weak_signs_are_folded_and_no_sentence_rests_on_them(tmp_path, without_pictures):
+    tree = made_trees.with_weak_signs(60)
+    document = document_of(tree)
+    shown, weak = (t for t in document.sections[2].each(Table) if "log-odds" in t.columns)
+    cited = {quantity.anchor for section in document.sections for quantity in section.cited}
+    assert not shown.is_folded
+    assert weak.is_folded
+    assert len(shown.rows) + len(weak.rows) == 65
+    assert len(weak.rows) > 50
+    for row in weak.rows:
+        value, weight = (cell.quantity for cell in row if cell.quantity)
+        assert abs(weight.value) < 0.4
+        assert cited.isdisjoint((value.anchor, weight.anchor))
+    html = report(tree, tmp_path / "a.html").read_text()
+    assert f"<details><summary>{len(weak.rows)} more signs, each of which changes the odds" in html
+    assert f'id="{weak.rows[0][1].quantity.anchor}"' in html
+    text = report(tree, tmp_path / "a.md").read_text()
+    assert f"*{len(weak.rows)} more signs" in text
+    assert (
+        'left out here; they stand with the others in tree["evidence"]'.replace("[", "\\[").replace("]", "\\]") in text
+    )
+    assert weak.rows[0][1].quantity.anchor not in text

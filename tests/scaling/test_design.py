@@ -245,3 +245,12 @@ def test_impossible_sizes_are_refused(size, says):
 def test_a_function_that_returns_no_module_is_refused():
     with pytest.raises(ThresholdError, match="The function returned a int, expected a torch module of width 4"):
         design(lambda width, depth, seed: 3, width=4, depth=1).build()
+
+
+def test_a_design_of_the_zoo_without_a_name_is_called_by_norm_and_family():
+    small = {"d_model": 16, "n_layers": 2, "n_heads": 2}
+    assert wb.design({"family": "transformer", **small}).name == "pre_ln transformer"
+    assert wb.design(wb.zoo.ArchitectureConfig(family="moe", norm="none", **small)).name == "moe without norm"
+    assert wb.design(wb.zoo.transformer("rms_norm", **small)).name == "rms_norm transformer"
+    assert wb.design({"family": "mamba", "d_model": 16, "n_layers": 2}).name == "mamba"
+    assert wb.design({"family": "transformer", **small}, name="mine").name == "mine"

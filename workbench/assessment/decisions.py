@@ -34,6 +34,8 @@ _WATCH = {
     "precision_headroom": ("optimizer: gradient_rms_over_eps, update_ratio", "updates shrink where formats lose them"),
     "divergence_risk": ("monitors: grad_norm, loss; optimizer: adam_staleness", "spikes of staleness precede the loss"),
 }
+#: Criteria of routing that nothing but initialization decides.
+_OF_FRESH_ROUTER = ("routing_entropy_share_min", "max_violation_max")
 #: What a stop rule allows beyond the most that trials showed that did not break.
 _SLACK = 2.0
 
@@ -79,7 +81,8 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
 
     modes, criteria = tree["failure_modes"].to_dataset(), tree["criteria"].to_dataset()
     found = [
-        *_proceed(modes), *_changes(tree, plan), *_budget(plan, affordable), *_monitors(modes), *_stop_rules(tree)
+        *_proceed(modes, affordable < plan.training.n_steps), *_changes(tree, plan), *_budget(plan, affordable),
+        *_monitors(modes), *_stop_rules(tree),
     ]  # fmt: skip
     found.sort(key=lambda decision: KINDS.index(decision.kind))
     columns: dict[str, list[Any]] = {
@@ -94,9 +97,10 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
     )
 
 
-def _proceed(modes: xr.Dataset) -> Iterator[Decision]:
+def _proceed(modes: xr.Dataset, is_too_long: bool) -> Iterator[Decision]:
     if all(state not in STATES[1:] for state in modes["state"].values):
-        yield Decision("proceed", "start the run as planned, with the stop rules below")
+        how = "with the change and the stop rules below" if is_too_long else "as planned, with the stop rules below"
+        yield Decision("proceed", f"start the run {how}")
 
 
 def _changes(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
@@ -139,7 +143,12 @@ def _changes(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
             "change", "normalize queries and keys, which bounds the attention logits", "qk_norm", "off", "on", heads[0]
         )
     routes = [name for name, row in bad.items() if str(row["failure_mode"].values) == "routing_oscillation"]
-    if routes:
+    if routes and routes[0] in _OF_FRESH_ROUTER:
+        yield Decision(
+            "change", "start the matrices of the routers at a smaller spread, so that no fresh router is sure of its "
+            "choices", "router initialization", "as it is", "half as large", routes[0],
+        )  # fmt: skip
+    elif routes:
         yield Decision(
             "change", "raise the auxiliary balance loss or lower the router's rate until routing settles",
             "balance_coefficient", "as it is", "twice as large", routes[0],

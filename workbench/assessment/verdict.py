@@ -52,7 +52,7 @@ def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset,
         key=lambda i: (-STATES.index(str(bad["state"].values[i])), -float(bad["confidence"].values[i])),
     )
     first = bad.isel(failure_mode=order[0])
-    reason = str(criteria.sel(criterion=str(first["worst_criterion"].values))["reason"].values)
+    reason = _with_its_number(criteria.sel(criterion=str(first["worst_criterion"].values)))
     others = [str(bad["title"].values[i]).lower() for i in order[1:]]
     more = (
         f", and {_listed(others)} is at hand too"
@@ -63,6 +63,19 @@ def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset,
     )
     word = "should not start as planned" if verdict == VERDICTS[2] else "is at risk as planned"
     return f"{name} {word}: {str(first['title'].values).lower()} ({reason}){more}."
+
+
+def _with_its_number(row: xr.Dataset) -> str:
+    """Why a criterion is not healthy, with the value and the limit that it passed."""
+    value, low, high = (float(row[name]) for name in ("value", "low", "high"))
+    limit = (
+        f"at most {_written(high)}" if value > high else f"at least {_written(low)}" if value < low else "nothing alike"
+    )
+    return f"{row['reason'].values}: {_written(value)}, and healthy ones have {limit}"
+
+
+def _written(value: float) -> str:
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
 def _listed(words: list[str]) -> str:

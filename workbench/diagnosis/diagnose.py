@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +18,11 @@ from workbench.diagnosis.ranking import Rules
 from workbench.diagnosis.record import Record, read_record
 from workbench.diagnosis.signs import KINDS as SIGN_KINDS
 from workbench.diagnosis.signs import Sign, read_signs
-from workbench.diagnosis.weights import find_checkpoints, look_at_weights
+from workbench.diagnosis.weights import checkpoints_of, look_at_weights
 from workbench.errors import ThresholdError
 from workbench.schema import SCHEMA_VERSION
 from workbench.spectral.spectra import versions
+from workbench.subjects.zoo import ArchitectureConfig
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -53,10 +53,9 @@ def diagnose(
     """What made a run fail: causes ranked, the evidence for and against each, and what would decide.
 
     Everything is read from the run's own record: nothing says what a healthy run would have done, and faults that a
-    study has
-    injected are not read. The rules were fitted to recorded failures of small models with one planted cause each, so
-    the
-    probabilities say how sure they are among these causes; they are no statement about causes that are not among them.
+    study has injected are not read. The rules were fitted to recorded failures of small models with one planted cause
+    each, so the probabilities say how sure they are among these causes, if the run failed; they are no statement about
+    causes that are not among them.
 
     Args:
         run: Path of a store, a tree from `workbench.open_run`, or a thinner record from `workbench.diagnosis.read_log`.
@@ -69,7 +68,8 @@ def diagnose(
 
     Returns:
         A tree with attributes ``kind`` ("diagnosis"), ``fault`` (kind of the likeliest cause), ``failure_kind``,
-        ``failure_step``, ``summary``, and the children
+        ``failure_step``, ``shows_failure`` (0: the loss shows none, and the causes say what would be likeliest if
+        there was one), ``summary``, and the children
 
         - ``causes`` (``cause``, by falling probability): ``title``, ``kind``, ``probability`` (adds up to 1),
           ``layer`` (the
@@ -78,8 +78,8 @@ def diagnose(
           the log-odds of
           the cause; below 0 it speaks against), ``value``, ``units``, ``reference``, ``step``, ``layer``,
           ``sentence``, and where
-          the number stands in the run (``path``, ``variable``, ``selection``, JSON; empty: configuration or
-          checkpoint);
+          the number stands in the run (``path``, ``variable``, ``selection``, JSON; empty: configuration,
+          checkpoint or several other signs);
         - ``experiments`` (``experiment``, what tells most for its cost first): see `workbench.diagnosis.experiments`.
 
     Raises:
@@ -91,7 +91,7 @@ def diagnose(
     for kind in uses:
         if kind not in SIGN_KINDS:
             raise ThresholdError(f"'{kind}' is no kind of sign, expected some of {', '.join(SIGN_KINDS)}.")
-    places = _checkpoints(run, checkpoints)
+    places = checkpoints_of(run, checkpoints)
     weights = None
     if places:
         first = min(places)
@@ -116,17 +116,6 @@ def block_at_fault(signs: Mapping[str, Sign]) -> int:
             votes[sign.layer] = votes.get(sign.layer, 0.0) + sign.strength / (1 + 0.5 * place)
     best = max(votes, key=lambda layer: votes[layer], default=-1)
     return best if best >= 0 and votes[best] >= 0.3 else -1
-
-
-def _checkpoints(run: Any, folder: str | os.PathLike[str] | None) -> dict[int, Path]:
-    """Those that were given, or that lie beside the store."""
-    if folder is not None:
-        return find_checkpoints(folder)
-    if isinstance(run, str | os.PathLike):
-        beside = Path(run).with_suffix(".checkpoints")
-        if beside.is_dir() and any(beside.glob("step-*")):
-            return find_checkpoints(beside)
-    return {}
 
 
 def _tree(
@@ -155,16 +144,14 @@ def _tree(
     tree.attrs = {
         "schema_version": SCHEMA_VERSION,
         "kind": "diagnosis",
-        "subject": record.subject,
+        "subject": _subject(record),
         "run": record.source,
         "fault": CAUSES[best].kind,
         "fault_probabilities": json.dumps({kind: round(p, 4) for kind, p in by_kind.items()}),
         "failure_kind": failure.kind,
         "failure_step": failure.step,
-        "summary": (
-            f"{failure.words[0].upper()}{failure.words[1:]}; the likeliest cause is {CAUSES[best].title}{where} "
-            f"({100 * probability[best]:.0f} %)."
-        ),
+        "shows_failure": int(failure.is_seen),
+        "summary": _summary(failure, f"{CAUSES[best].title}{where} ({100 * probability[best]:.0f} %)"),
         "rules": rules.about,
         "n_signs": len(signs),
         "task": json.dumps(described, default=str),
@@ -172,6 +159,24 @@ def _tree(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     return tree
+
+
+def _subject(record: Record) -> str:
+    """The run's own name for it, or what is known of a model of the zoo, whose class would say little."""
+    config = record.setting("model", "config", default={})
+    if record.subject != record.setting("model", "name") or "family" not in config:
+        return record.subject
+    try:
+        known = ArchitectureConfig.from_dict(config)
+    except ThresholdError:  # of a version with other options
+        return record.subject
+    return f"{known.title}, {known.n_layers} blocks of width {known.d_model}"
+
+
+def _summary(failure: Failure, cause: str) -> str:
+    if failure.is_seen:
+        return f"{failure.words[0].upper()}{failure.words[1:]}; the likeliest cause is {cause}."
+    return f"No failure was seen: {failure.words}. If the run should have learned more, the likeliest cause is {cause}."
 
 
 def _causes(probability: Mapping[str, float], layers: Mapping[str, int]) -> xr.Dataset:

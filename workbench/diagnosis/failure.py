@@ -12,6 +12,8 @@ from workbench.diagnosis.record import Record
 _WINDOW = 15
 #: A rise counts as a failure where it undoes this share of what was learned, and exceeds so many times the noise.
 _SHARE, _NOISES = 0.3, 4.0
+#: A rise by less than this share of the loss is none that anybody would call a failure.
+_FAR = 0.05
 #: Learning has ended where the loss has come down this share of the way.
 _MOST = 0.9
 
@@ -21,8 +23,8 @@ class Failure:
     """How a run failed.
 
     Attributes:
-        kind: ``"diverged"``; ``"spike"``, the loss rose far above where it had been and stayed or came back; or
-            ``"stalled"``, it came down and no further.
+        kind: ``"diverged"``; ``"spike"``, the loss rose above where it had been and stayed or came back; or
+            ``"stalled"``, neither: if the run failed, then by learning too little.
         step: Where it began: of a divergence or a spike the last step at which the loss was as low as it had been; of
             a run
             that stalled the step by which it had done most of what it ever did.
@@ -42,15 +44,25 @@ class Failure:
     recovered: float
 
     @property
+    def is_seen(self) -> bool:
+        """Whether the loss itself shows it; of a run that stalled it does not, for no other run says what was due."""
+        if self.kind != "spike":
+            return self.kind == "diverged"
+        best = np.minimum.accumulate(self.smooth)
+        return bool(self.rise > _FAR * abs(best[np.argmax(self.smooth - best)]))
+
+    @property
     def words(self) -> str:
         """Half a sentence."""
         if self.kind == "diverged":
             return f"the loss left its course at step {self.step} and the run diverged"
-        if self.kind == "spike":
+        if self.kind == "spike" and self.is_seen:
             return f"the loss rose by {self.rise:.3g} nats from step {self.step} on" + (
                 " and came back" if self.recovered > 0.7 else ""
             )
-        return f"the loss came down until about step {self.step} and no further"
+        if self.kind == "spike":
+            return f"the loss did not diverge, and rose by no more than {self.rise:.2g} nats, from step {self.step} on"
+        return f"the loss neither diverged nor rose far, and had come down most of its way by step {self.step}"
 
 
 def find_failure(record: Record) -> Failure:

@@ -18,7 +18,7 @@ from torch import nn
 from workbench.diagnosis.changes import ACT_ON, Course, ShiftedTask, change_model, shifted
 from workbench.diagnosis.failure import running_median
 from workbench.diagnosis.record import Record, read_record
-from workbench.diagnosis.weights import check_fits, find_checkpoints
+from workbench.diagnosis.weights import check_fits, checkpoints_of
 from workbench.errors import CheckpointError, ThresholdError
 from workbench.training.checkpoints import load_weights, read_checkpoint
 from workbench.training.faults import Fault
@@ -36,6 +36,8 @@ _WINDOW = 7
 _NOISES = 10.0
 #: And by at least this share of itself, for a run that diverges at once has no course to speak of.
 _SHARE = 0.5
+#: The first loss of a replay from step 0 may differ from the recorded one by this share.
+_FIRST_LOSS = 0.2
 
 
 def run_experiment(
@@ -53,16 +55,16 @@ def run_experiment(
     """Replay a part of a failed run twice, unchanged and with one change, and note what came of it.
 
     Everything happens on copies: neither the model nor the run or its checkpoints are touched. The same arguments give
-    the same
-    numbers.
+    the same numbers.
 
     Args:
         tree: From `workbench.diagnose`.
         experiment: Name of a cause, or place among ``tree["experiments"]``, 0 for the first.
-        model: Of the run, with the weights that training began with where the replay begins at step 0.
+        model: Of the run. Where the replay begins at step 0, with the weights that training began with: they are
+            compared with the run's checkpoint of step 0 or, without one, by the loss of the first batch.
         task: That it was trained on: batch n of its stream is what the run saw at step n.
         run: The run; None: the store that the diagnosis was made from.
-        checkpoints: Their folder; None: beside the store. Not needed for an experiment from step 0.
+        checkpoints: Their folder; None: beside the store. An experiment from step 0 needs none.
         n_steps: To replay; None: as proposed.
         faults: Of the run, if it was made with any (`workbench.faults`): they act in both replays as they did, but
             those that act on
@@ -76,8 +78,10 @@ def run_experiment(
         diverged).
 
     Raises:
-        ThresholdError: If there is no such experiment, or a setting is impossible.
-        CheckpointError: If the checkpoint is not there or does not fit the model.
+        ThresholdError: If there is no such experiment, a setting is impossible, or a replay from step 0 begins with
+            another loss than the run.
+        CheckpointError: If the checkpoint is not there or does not fit the model, or the model's weights are not those
+            of step 0 where the replay begins there.
         StoreError: If the run cannot be read.
     """
     import xarray as xr
@@ -96,7 +100,9 @@ def run_experiment(
     replay = _Replay(
         read_record(source), source, model, as_task(task), from_step, n_steps, faults, checkpoints, training
     )
-    twin, changed = replay.losses({}), replay.losses(change)
+    twin = replay.losses({})
+    replay.check_begins_as_recorded(twin)
+    changed = replay.losses(change)
     kind = str(tree.attrs["failure_kind"])
     has_failed = _judge(kind, replay.record, int(tree.attrs["failure_step"]), twin, changed)
     value, twin_value = _level(changed), _level(twin)
@@ -155,22 +161,20 @@ class _Replay:
     ) -> None:
         self.record, self.model, self.task = record, model, task
         self.from_step, self.n_steps, self.faults = from_step, n_steps, tuple(faults)
-        self.place = None
-        if from_step:
-            folder = checkpoints
-            if folder is None and isinstance(source, str | os.PathLike):
-                folder = Path(source).with_suffix(".checkpoints")
-            if folder is None:
-                raise CheckpointError(
-                    f"The replay begins at the checkpoint of step {from_step}; pass checkpoints= with its folder."
-                )
-            found = find_checkpoints(folder)
-            if from_step not in found:
-                raise CheckpointError(
-                    f"{folder} has no checkpoint of step {from_step}; there are: {', '.join(map(str, found))}."
-                )
-            self.place = found[from_step]
-            check_fits(self.place, model=model)
+        found = checkpoints_of(source, checkpoints)
+        self.place = found.get(from_step) if from_step else None
+        if from_step and self.place is None:
+            known = ", ".join(map(str, found))
+            raise CheckpointError(
+                f"The replay begins at the checkpoint of step {from_step}, "
+                + (f"but there are those of {known} only" if found else "and there is none beside the run")
+                + "; pass checkpoints= with its folder."
+            )
+        if from_step in found:
+            check_fits(found[from_step], model=model)
+        self.has_first = from_step == 0 and 0 in found
+        if self.has_first:
+            _check_is_first(model, found[0])
         said = record.setting("training", default={})
         known = {item.name for item in fields(TrainingPlan)}
         self.plan = {
@@ -219,6 +223,17 @@ class _Replay:
                 remove()
         return np.array(found + [math.nan] * (self.n_steps - len(found)))
 
+    def check_begins_as_recorded(self, twin: np.ndarray) -> None:
+        """Refuse other weights than the run began with, by the loss of the first batch; a checkpoint says it better."""
+        loss = float(self.record.values("monitors", "loss")[0])
+        if self.from_step or self.has_first or self.record.steps[0] != 0 or not np.isfinite([loss, twin[0]]).all():
+            return
+        if abs(twin[0] - loss) > _FIRST_LOSS * abs(loss):
+            raise ThresholdError(
+                f"The replay from step 0 begins with a loss of {twin[0]:.3g}, the run began with {loss:.3g}; pass the "
+                "model with the weights that training began with, and the run's own task, precision and faults."
+            )
+
     def _optimizer(self, model: nn.Module, plan: Mapping[str, Any], change: Mapping[str, Any]) -> torch.optim.Optimizer:
         """As the checkpoint has it, at the peak rate."""
         given = {name: plan[name] for name in ("optimizer", "optimizer_options", "learning_rate") if name in plan}
@@ -246,6 +261,18 @@ class _Replay:
             return np.full(last + 1, peak)
         known = np.isfinite(rate)
         return np.interp(np.arange(last + 1), self.record.steps[known], rate[known])
+
+
+def _check_is_first(model: nn.Module, place: Path) -> None:
+    """Refuse a model with other weights than those of the run's first checkpoint."""
+    first = copy.deepcopy(model)
+    load_weights(first, place)
+    for (name, own), right in zip(model.state_dict().items(), first.state_dict().values(), strict=True):
+        if not torch.allclose(own, right, rtol=1e-3, atol=1e-6, equal_nan=True):
+            raise CheckpointError(
+                f"The replay begins at step 0, but the model's {name} is not that of {place}; pass the model with the "
+                "weights that training began with, such as wb.open_checkpoint() of that folder gives."
+            )
 
 
 def _judge(kind: str, record: Record, step: int, twin: np.ndarray, changed: np.ndarray) -> tuple[bool, bool]:

@@ -64,6 +64,21 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def checkpoints_of(run: Any, folder: str | os.PathLike[str] | None = None) -> dict[int, Path]:
+    """Checkpoints of a run by step, rising: those in a folder, or beside its store; empty if there are none beside it.
+
+    Raises:
+        CheckpointError: If a folder was given and holds none.
+    """
+    if folder is not None:
+        return find_checkpoints(folder)
+    if isinstance(run, str | os.PathLike):
+        beside = Path(run).with_suffix(".checkpoints")
+        if beside.is_dir() and any(beside.glob("step-*")):
+            return find_checkpoints(beside)
+    return {}
+
+
 def look_at_weights(place: Path, *, step: int = 0, model: nn.Module | None = None) -> WeightLook | None:
     """Sizes of the blocks' matrices in a checkpoint; None: its names have no numbered blocks.
 

@@ -19,7 +19,7 @@ from workbench.reports.document import (
     say,
 )
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.reports.words import capitalized, clause, listed, title_of
+from workbench.reports.words import capitalized, clause, listed, lowered, title_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -76,7 +76,8 @@ def observed(numbers: Numbers) -> Section:
         width=numbers.attribute("width", meaning="width of the residual stream"),
         seed=numbers.attribute("seed"),
     )
-    blocks = [Lead("What was seen, before any cause is named."), Paragraph((size, _tally(numbers)))]
+    sizes = (size, _stand_in(numbers)) if _is_thin(numbers) else (size,)
+    blocks = [Lead("What was seen, before any cause is named."), Paragraph((*sizes, _tally(numbers)))]
     if risk := risk_sentences(numbers):
         blocks += [Heading("Will it diverge?"), Paragraph(tuple(risk))]
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
@@ -227,6 +228,17 @@ def _risk(numbers: Numbers, name: str) -> Quantity:
     return numbers.value("risk", name, run=0, meaning=_RISK_NAMES.get(name, ""))
 
 
+def _stand_in(numbers: Numbers) -> Sentence:
+    """What was run in the place of a design that is too large."""
+    return say(
+        "Models {width} wide stood in for it: before training with its variances, so that signals and gradients pass "
+        "as they would at the full width, once with all blocks; in the trials with {depth} blocks, as their library "
+        "makes them.",
+        width=numbers.attribute("measured_width", meaning="width of the model that was run"),
+        depth=numbers.attribute("measured_depth", meaning="blocks of the model that was run"),
+    )
+
+
 def _is_thin(numbers: Numbers) -> bool:
     """Whether what was run is smaller than what is assessed."""
     sizes = ("width", "depth")
@@ -306,7 +318,7 @@ def _mode(numbers: Numbers, row: int, mode: str, state: str) -> Item:
         if state == "not measured":
             sentences.append(say("{meaning}{name} is {value}.", **told, value=quantity))
         else:
-            about = f"confidence: {title[:1].lower()}{title[1:]}"
+            about = f"confidence: {lowered(title)}"
             sure = numbers.value("failure_modes", "confidence", failure_mode=row, meaning=about)
             sentences.append(
                 say(
@@ -318,7 +330,7 @@ def _mode(numbers: Numbers, row: int, mode: str, state: str) -> Item:
                 )
             )
     else:
-        about = f"state: {title[:1].lower()}{title[1:]}"
+        about = f"state: {lowered(title)}"
         kept = numbers.value("failure_modes", "state", failure_mode=row, meaning=about)
         sentences.append(say("Whether {meaning} was {state}.", meaning=clause(meaning), state=kept))
     for name, its, owner, reason in zip(ids, states, owners, reasons, strict=True):

@@ -25,7 +25,7 @@ from workbench.reports.document import (
     unique,
 )
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.reports.words import listed, title_of
+from workbench.reports.words import listed
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -156,7 +156,7 @@ def _effect_space(numbers: Numbers, designs: dict[str, Numbers], names: list[str
         blocks.append(effect_space.criteria_table(of, judged, of=name))
         known = {quantity.anchor for quantity in judged}
         mine = [q for q in cited if q.anchor not in known and (q.path == f"/{name}" or q.path.startswith(f"/{name}/"))]
-        blocks += effect_space.part_blocks(of, mine, leave_out=("criteria", "failure_modes", "decisions"), of=name)
+        blocks += effect_space.part_blocks(of, mine, leave_out=effect_space.TOLD_APART, of=name)
     return Section("v3", "Effect space", tuple(blocks))
 
 
@@ -165,23 +165,17 @@ def _designs_tables(numbers: Numbers, names: list[str]) -> list[Table]:
     data = numbers.node("designs")
     columns = [str(key) for key in data.data_vars if data[key].dims == ("design",)]
     tables = []
-    for first in range(0, len(columns), 5):
-        part = columns[first : first + 5]
+    for first in range(0, len(columns), effect_space.MOST_COLUMNS):
+        part = columns[first : first + effect_space.MOST_COLUMNS]
         rows = []
         for row, name in enumerate(names):
             cells = [_of(numbers, row, name, key) for key in part]
             rows.append(
                 (Cell(name), *(Cell(q.text, quantity=q, is_number=not isinstance(q.value, str)) for q in cells))
             )
-        titles = [_column(data[key]) for key in part]
+        titles = [effect_space.name_of(data[key]) for key in part]
         tables.append(Table(f"Designs: {', '.join(titles)}", ("design", *titles), tuple(rows)))
     return tables
-
-
-def _column(variable: xr.DataArray) -> str:
-    units = str(variable.attrs.get("units", ""))
-    name = str(variable.attrs.get("long_name") or title_of(str(variable.name)))
-    return f"{name} [{units}]" if units not in ("", "1") else name
 
 
 def _ranked(numbers: Numbers, names: list[str]) -> list[str]:

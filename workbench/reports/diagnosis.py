@@ -26,7 +26,7 @@ from workbench.reports.document import (
     unique,
 )
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.reports.words import capitalized, clause, listed, title_of, units_in_words
+from workbench.reports.words import capitalized, clause, listed, lowered, title_of, units_in_words
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -42,6 +42,8 @@ _N_TOLD = 10
 _N_SIGNS = 4
 #: Causes below this share are told together.
 _UNLIKELY = 0.05
+#: Signs that no sentence cites, and that change the odds by less than half, are folded away.
+_WEAK = 0.4
 
 
 def diagnosis_document(tree: xr.DataTree) -> Document:
@@ -52,18 +54,19 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
     """
     numbers = Numbers(tree)
     spoken = (observed(numbers), cause(numbers), decisions(numbers))
+    has_failed = _has_failed(numbers)
     likeliest = [_probability(numbers, row) for row in range(len(numbers.names("causes", "cause")))][:2]
-    facts = [Fact(probability, probability.meaning) for probability in likeliest]
-    if _has_failed(numbers):
+    facts = [Fact(one, one.meaning if has_failed else f"if it failed, {one.meaning}") for one in likeliest]
+    if has_failed:
         facts.append(Fact(_failure_step(numbers), "step of the failure"))
-    first = tuple(item.sentences[0] for items in spoken[2].each(Items) for item in items.items)[:_N_ACTIONS]
+    first = _first_actions(numbers) if has_failed else ()
     cited = [quantity for section in spoken for quantity in section.cited] + [fact.quantity for fact in facts]
     cited += [quantity for sentence in first for quantity in sentence.quantities]
     return Document(
         kind="Diagnosis of a training run",
         subject=numbers.attribute("subject").text,
-        verdict=f"At fault: {numbers.attribute('fault').text}",
-        state="failing",
+        verdict=f"At fault: {numbers.attribute('fault').text}" if has_failed else "No failure seen",
+        state="failing" if has_failed else "not measured",
         summary=numbers.attribute("summary").text,
         facts=tuple(facts),
         actions=first,
@@ -75,8 +78,8 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
 def observed(numbers: Numbers) -> Section:
     """V1: when it failed, and what was seen, each sign once."""
     blocks: list[Block] = [Lead("What the record of the run shows, before any cause is named.")]
-    if _has_failed(numbers):
-        blocks.append(Paragraph((say("The run failed at step {step}.", step=_failure_step(numbers)),)))
+    if _has_step(numbers):
+        blocks.append(Paragraph((_how_it_failed(numbers),)))
     signs, n_signs = _strongest(numbers)
     if signs:
         blocks += [Heading("Signs"), Items(tuple(Item("", (_sign(numbers, row),)) for row in signs))]
@@ -99,7 +102,10 @@ def cause(numbers: Numbers) -> Section:
     """V2: the causes by falling probability, with what speaks for and against each."""
     ids = numbers.names("causes", "cause")
     owners = numbers.texts("evidence", "cause")
-    blocks: list[Block] = [Lead("Which cause explains the signs, and how surely.")]
+    lead = "Which cause explains the signs, and how surely."
+    if not _has_failed(numbers):
+        lead = "Which cause would be likeliest if the run failed after all, by learning too little."
+    blocks: list[Block] = [Lead(lead)]
     items, unlikely = [], []
     for row, name in enumerate(ids):
         probability = _probability(numbers, row)
@@ -119,34 +125,52 @@ def cause(numbers: Numbers) -> Section:
     blocks.append(Items(tuple(items)))
     if unlikely:
         slots = {f"p{place}": probability for place, (_, probability) in enumerate(unlikely)}
-        told = listed(f"{_lowered(title)} ({{p{place}}})" for place, (title, _) in enumerate(unlikely))
+        told = listed(f"{lowered(title)} ({{p{place}}})" for place, (title, _) in enumerate(unlikely))
         blocks += [Heading("Unlikely"), Paragraph((say(f"Little speaks for {told}.", **slots),))]
     return Section("v2", "Structural cause", tuple(blocks))
 
 
 def decisions(numbers: Numbers) -> Section:
     """V4: the experiments that would make sure, cheapest first as the tree orders them, and what came of those done."""
-    blocks: list[Block] = [Lead("What to do, in this order. Each step names the numbers that it rests on.")]
-    if numbers.has("experiments") and "experiment" in numbers.node("experiments").dims:
-        data = numbers.node("experiments")
-        rows = sorted(range(data.sizes["experiment"]), key=lambda row: float(data["order"].values[row]))
+    lead = "What to do, in this order. Each step names the numbers that it rests on."
+    if not _has_failed(numbers):
+        lead = "Nothing needs to be done, unless the run should have learned more. Then, in this order:"
+    blocks: list[Block] = [Lead(lead)]
+    if rows := _experiments_in_order(numbers):
         items = tuple(_experiment(numbers, row) for row in rows)
-        if items:
-            blocks += [Heading("Experiments that tell the causes apart"), Items(items, is_ordered=True)]
-    if len(blocks) == 1:
-        title = _lowered(numbers.text("causes", "title", cause=0))
-        sentence = say(
-            "Change what is at fault: {title} ({probability}).", title=title, probability=_probability(numbers, 0)
-        )
-        blocks.append(Paragraph((sentence,)))
+        blocks += [Heading("Experiments that tell the causes apart"), Items(items, is_ordered=True)]
+    else:
+        blocks.append(Paragraph((_change_of_the_cause(numbers),)))
     return Section("v4", "Decisions", tuple(blocks))
+
+
+def _first_actions(numbers: Numbers) -> tuple[Sentence, ...]:
+    """What came of the experiments that were done, and the next ones."""
+    rows = sorted(_experiments_in_order(numbers), key=lambda row: not _outcome_of(numbers, row))
+    if not rows:
+        return (_change_of_the_cause(numbers),)
+    return tuple(
+        _tried(numbers, row) if _outcome_of(numbers, row) else _to_do(numbers, row) for row in rows[:_N_ACTIONS]
+    )
+
+
+def _experiments_in_order(numbers: Numbers) -> list[int]:
+    if not numbers.has("experiments") or "experiment" not in numbers.node("experiments").dims:
+        return []
+    order = numbers.node("experiments")["order"].values
+    return sorted(range(len(order)), key=lambda row: float(order[row]))
+
+
+def _change_of_the_cause(numbers: Numbers) -> Sentence:
+    title = lowered(numbers.text("causes", "title", cause=0))
+    return say("Change what is at fault: {title} ({probability}).", title=title, probability=_probability(numbers, 0))
 
 
 def _effect_space(numbers: Numbers, cited: list[Quantity]) -> Section:
     cited = unique(cited)
     told = {"/causes", "/evidence", "/experiments"}
     blocks: list[Block] = [Lead(_LEAD), Heading("Causes"), *pictures.causes(), _causes_table(numbers)]
-    blocks += [Heading("Evidence"), *pictures.evidence(numbers.node("evidence")), _evidence_table(numbers)]
+    blocks += [Heading("Evidence"), *pictures.evidence(numbers.node("evidence")), *_evidence_tables(numbers, cited)]
     experiments = [quantity for quantity in cited if quantity.path == "/experiments"]
     if experiments:
         blocks += [Heading("Experiments"), numbers_table("Experiments: numbers cited", experiments)]
@@ -175,34 +199,46 @@ def _causes_table(numbers: Numbers) -> Table:
     )
 
 
-def _evidence_table(numbers: Numbers) -> Table:
-    titles = dict(zip(numbers.names("causes", "cause"), numbers.texts("causes", "title"), strict=True))
-    rows = []
+def _evidence_tables(numbers: Numbers, cited: list[Quantity]) -> list[Table]:
+    """What is cited or weighs much, and the rest, folded."""
+    titles = _titles(numbers)
+    anchors = {quantity.anchor for quantity in cited}
+    shown, weak = [], []
     for row, owner in enumerate(numbers.texts("evidence", "cause")):
         value = _value(numbers, row)
         weight = numbers.value("evidence", "weight", evidence=row, meaning=_about(numbers, row))
         reference = numbers.value("evidence", "reference", evidence=row)
         step = numbers.value("evidence", "step", evidence=row)
         has_step = not (isinstance(step.value, float) and math.isnan(step.value)) and step.value >= 0
-        rows.append(
+        is_shown = abs(weight.value) >= _WEAK or not anchors.isdisjoint((value.anchor, weight.anchor))
+        (shown if is_shown else weak).append(
             (
                 Cell(value.meaning),
                 Cell(value.text, quantity=value, is_number=True),
                 Cell(value.units),
-                Cell(reference.text, is_number=True),
+                Cell("" if math.isnan(reference.value) else reference.text, is_number=True),
                 Cell(step.text if has_step else "", is_number=True),
-                Cell(titles.get(owner, title_of(owner))),
+                Cell(titles[owner]),
                 Cell(weight.text, quantity=weight, is_number=True),
                 Cell(value.where),
             )
         )
     columns = ("sign", "value", "unit", "usual", "step", "speaks of", "log-odds", "where in the tree")
-    return Table("Evidence; positive log-odds speak for the cause, negative against it", columns, tuple(rows))
+    tables = [Table("Evidence; positive log-odds speak for the cause, negative against it", columns, tuple(shown))]
+    if weak:
+        caption = f"{len(weak)} more signs, each of which changes the odds of its cause by less than half"
+        elsewhere = f'they stand with the others in tree["evidence"], where the weight is below {_WEAK}'
+        tables.append(Table(caption, columns, tuple(weak), is_folded=True, elsewhere=elsewhere))
+    return tables
+
+
+def _titles(numbers: Numbers) -> dict[str, str]:
+    return dict(zip(numbers.names("causes", "cause"), numbers.texts("causes", "title"), strict=True))
 
 
 def _probability(numbers: Numbers, row: int) -> Quantity:
     title = numbers.text("causes", "title", cause=row)
-    return numbers.value("causes", "probability", cause=row, meaning=f"probability: {_lowered(title)}")
+    return numbers.value("causes", "probability", cause=row, meaning=f"probability: {lowered(title)}")
 
 
 def _value(numbers: Numbers, row: int) -> Quantity:
@@ -250,50 +286,69 @@ def _spoken_for(numbers: Numbers, word: str, chosen: list[tuple[int, Quantity]])
     for place, (index, weight) in enumerate(chosen):
         value = _value(numbers, index)
         slots |= {f"v{place}": value, f"w{place}": weight}
-        parts.append(f"{value.meaning} of {{v{place}}} (log-odds {{w{place}}})")
+        parts.append(f"{value.meaning} ({{v{place}}}; log-odds {{w{place}}})")
     more = f", and {rest} weaker ones" if rest > 0 else ""
     return say(f"{word}: {listed(parts)}{more}.", **slots)
 
 
 def _experiment(numbers: Numbers, row: int) -> Item:
-    title = numbers.text("experiments", "title", experiment=row)
-    about = _lowered(title)
-    of = {
-        name: numbers.value("experiments", name, experiment=row, meaning=f"{about}: {word}")
-        for name, word in (("n_steps", "steps"), ("from_step", "first step"), ("cost", "cost"))
-    }
-    sentences = [
-        say(
-            "{title}: replay {n_steps} from step {from_step} on with and without it, at {cost} times the steps of the "
-            "run.",
-            title=capitalized(clause(title)),
-            **of,
-        )
-    ]
-    data = numbers.node("experiments")
-    if "outcome" in data and (outcome := numbers.text("experiments", "outcome", experiment=row)):
-        sentences.append(_outcome(numbers, row, about, outcome))
+    sentences = [_to_do(numbers, row)] + ([_done(numbers, row)] if _outcome_of(numbers, row) else [])
     right, wrong = (numbers.text("experiments", f"expected_if_{word}", experiment=row) for word in ("right", "wrong"))
     change = _change_in_words(numbers.text("experiments", "change", experiment=row))
     remark = f"Change: {change}. If it is the cause, {clause(right)}; if not, {clause(wrong)}."
     return Item("", tuple(sentences), remark=remark)
 
 
-def _outcome(numbers: Numbers, row: int, about: str, outcome: str) -> Sentence:
+def _to_do(numbers: Numbers, row: int) -> Sentence:
+    title = numbers.text("experiments", "title", experiment=row)
+    of = {
+        name: numbers.value("experiments", name, experiment=row, meaning=f"{lowered(title)}: {word}")
+        for name, word in (("n_steps", "steps"), ("from_step", "first step"), ("cost", "cost"))
+    }
+    return say(
+        "{title}: replay {n_steps} from step {from_step} on with and without it, at {cost} times the steps of the run.",
+        title=capitalized(clause(title)),
+        **of,
+    )
+
+
+def _outcome_of(numbers: Numbers, row: int) -> str:
+    """Empty: it was not done."""
+    has_outcomes = "outcome" in numbers.node("experiments")
+    return numbers.text("experiments", "outcome", experiment=row) if has_outcomes else ""
+
+
+def _done(numbers: Numbers, row: int) -> Sentence:
     """What came of an experiment; a loss that is not finite is left to the words of the outcome."""
+    about = lowered(numbers.text("experiments", "title", experiment=row))
     words = {"value": "loss with the change", "twin_value": "loss without it"}
     slots = {
         name: numbers.value("experiments", name, experiment=row, meaning=f"{about}: {word}")
         for name, word in words.items()
     }
-    told = [f"{words[name]} {{{name}}}" for name, quantity in slots.items() if math.isfinite(quantity.value)]
+    losses = [f"{words[name]} {{{name}}}; " for name, quantity in slots.items() if math.isfinite(quantity.value)]
     supports = numbers.value("experiments", "supports", experiment=row, meaning=f"{about}: speaks for the cause")
-    losses = f" ({listed(told)})" if told else ""
     return say(
-        f"It was done: {{outcome}}{losses}; does it speak for the cause: {{supports}}.",
-        outcome=clause(outcome),
+        f"It was done: {{outcome}} ({''.join(losses)}speaks for {{cause}}: {{supports}}).",
+        cause=lowered(_titles(numbers)[numbers.text("experiments", "cause", experiment=row)]),
+        outcome=lowered(clause(_outcome_of(numbers, row))),
         supports=supports,
         **slots,
+    )
+
+
+def _tried(numbers: Numbers, row: int) -> Sentence:
+    """The same in short."""
+    title = numbers.text("experiments", "title", experiment=row)
+    about = lowered(title)
+    value = numbers.value("experiments", "value", experiment=row, meaning=f"{about}: loss with the change")
+    end = "the loss came to {value}" if math.isfinite(value.value) else "it diverged all the same"
+    return say(
+        f"{{title}}: tried, {end}; speaks for {{cause}}: {{supports}}.",
+        title=capitalized(clause(title)),
+        cause=lowered(_titles(numbers)[numbers.text("experiments", "cause", experiment=row)]),
+        supports=numbers.value("experiments", "supports", experiment=row, meaning=f"{about}: speaks for the cause"),
+        value=value,
     )
 
 
@@ -307,7 +362,20 @@ def _change_in_words(change: str) -> str:
     return ", ".join(f"{title_of(str(key))} = {value}" for key, value in settings.items())
 
 
+def _how_it_failed(numbers: Numbers) -> Sentence:
+    step = _failure_step(numbers)
+    if _has_failed(numbers):
+        return say("The run failed at step {step}.", step=step)
+    return say("The loss shows no failure; the signs are read as if it had begun at step {step}.", step=step)
+
+
 def _has_failed(numbers: Numbers) -> bool:
+    """Whether the record shows a failure; trees of older versions take it for granted."""
+    is_shown = not numbers.has_attribute("shows_failure") or bool(numbers.attribute("shows_failure").value)
+    return is_shown and _has_step(numbers)
+
+
+def _has_step(numbers: Numbers) -> bool:
     if not numbers.has_attribute("failure_step"):
         return False
     step = _failure_step(numbers).value
@@ -316,8 +384,3 @@ def _has_failed(numbers: Numbers) -> bool:
 
 def _failure_step(numbers: Numbers) -> Quantity:
     return numbers.attribute("failure_step", meaning="step of the failure")
-
-
-def _lowered(title: str) -> str:
-    """A title inside of a sentence; abbreviations stay."""
-    return title if title[:2].isupper() else title[:1].lower() + title[1:]

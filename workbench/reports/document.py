@@ -103,12 +103,22 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a caption; the first cell of each row names it."""
+    """Rows under a caption; the first cell of each row names it.
+
+    Attributes:
+        caption: What the rows are.
+        columns: Titles.
+        rows: Cells, one a column.
+        is_folded: Whether it opens only when asked to.
+        elsewhere: Where the rows stand in the tree, for files in which a table that nobody asked for is in the way;
+            empty: they have it as well.
+    """
 
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     is_folded: bool = False
+    elsewhere: str = ""
 
 
 @dataclass(frozen=True)

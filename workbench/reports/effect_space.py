@@ -21,7 +21,7 @@ from workbench.reports.document import (
     without_empty_columns,
 )
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.reports.words import NO_BAND, number_in_words, title_of
+from workbench.reports.words import NO_BAND, lowered, number_in_words, title_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Longer dimensions are told by their extremes.
 _MOST_ROWS = 48
 #: Columns of values side by side, so that a table fits on paper.
-_MOST_COLUMNS = 5
+MOST_COLUMNS = 5
 _LEAD = (
     "Everything that was measured. Tables with numbered rows hold the numbers that the sentences of this report rest "
     "on; the folded ones below each picture hold the rest."
@@ -58,7 +58,7 @@ _TITLES = {
     "designs": "Designs",
 }
 #: Parts with tables of their own.
-_TOLD_APART = ("criteria", "failure_modes", "decisions")
+TOLD_APART = ("criteria", "failure_modes", "decisions")
 
 
 def assessment_section(numbers: Numbers, cited: Iterable[Quantity]) -> Section:
@@ -70,7 +70,7 @@ def assessment_section(numbers: Numbers, cited: Iterable[Quantity]) -> Section:
     rest = [quantity for quantity in cited if quantity.anchor not in known]
     blocks: list[Block] = [Lead(_LEAD), Heading("Criteria and their healthy bands"), pictures.criteria()]
     blocks.append(criteria_table(numbers, judged))
-    blocks += part_blocks(numbers, rest, leave_out=_TOLD_APART)
+    blocks += part_blocks(numbers, rest, leave_out=TOLD_APART)
     return Section("v3", "Effect space", tuple(blocks))
 
 
@@ -110,13 +110,13 @@ def part_blocks(
             continue
         blocks.append(Heading(title))
         if mine:
-            blocks.append(numbers_table(f"Numbers cited: {title[:1].lower()}{title[1:]}", mine))
+            blocks.append(numbers_table(f"Numbers cited: {lowered(title)}", mine))
         if name not in leave_out:
             blocks += pictures.of_part(name, data, at=numbers.at)
             blocks += whole_part(data, title)
     if cited:
         caption = "The model and the plan" + (f": {of}" if of else "")
-        blocks[:0] = [Heading(caption), numbers_table(f"Numbers cited: {caption[:1].lower()}{caption[1:]}", cited)]
+        blocks[:0] = [Heading(caption), numbers_table(f"Numbers cited: {lowered(caption)}", cited)]
     return blocks
 
 
@@ -134,9 +134,9 @@ def whole_part(data: xr.Dataset, title: str) -> list[Table]:
         elif not dims:
             tables.append(_singles(data, names, f"{title}: single values"))
         else:
-            for first in range(0, len(names), _MOST_COLUMNS):
-                part = names[first : first + _MOST_COLUMNS]
-                what = ", ".join(_name_of(data[name]) for name in part)
+            for first in range(0, len(names), MOST_COLUMNS):
+                part = names[first : first + MOST_COLUMNS]
+                what = ", ".join(name_of(data[name]) for name in part)
                 tables.append(_along(data, dims[0], part, f"{title} by {title_of(dims[0])}: {what}"))
     return tables
 
@@ -161,7 +161,8 @@ def _place_of_part(name: str) -> tuple[int, str]:
     return (order.index(name) if name in order else len(order), name)
 
 
-def _name_of(variable: xr.DataArray) -> str:
+def name_of(variable: xr.DataArray) -> str:
+    """Of a column, with its unit."""
     units = str(variable.attrs.get("units", ""))
     name = str(variable.attrs.get("long_name") or title_of(str(variable.name)))
     return f"{name} [{units}]" if units not in ("", "1") else name
@@ -186,7 +187,7 @@ def _along(data: xr.Dataset, dim: str, names: list[str], caption: str) -> Table:
         (Cell(number_in_words(_plain(label))), *(_cell(data[name].values[index]) for name in names))
         for index, label in enumerate(labels)
     )
-    return Table(caption, (title_of(dim), *(_name_of(data[name]) for name in names)), rows, is_folded=True)
+    return Table(caption, (title_of(dim), *(name_of(data[name]) for name in names)), rows, is_folded=True)
 
 
 def _extremes(data: xr.Dataset, names: list[str], caption: str) -> Table:
@@ -196,7 +197,7 @@ def _extremes(data: xr.Dataset, names: list[str], caption: str) -> Table:
         variable = data[name]
         values = variable.values
         over = ", ".join(f"{dim} ({size})" for dim, size in variable.sizes.items())
-        label = _name_of(variable)
+        label = name_of(variable)
         if values.dtype.kind == "c":
             label, values = f"modulus of {label}", np.abs(values)
         if values.dtype.kind in "fiub":

@@ -83,7 +83,9 @@ def section_lines(section: Section, show: Callable[[Picture], str]) -> list[str]
                 lines.append(f"{show(block)}\n\n*{plain(block.title)}. {plain(block.caption)}*")
             case Table():
                 written = table(block)
-                if block.is_folded:
+                if block.elsewhere:
+                    written = f"*{plain(block.caption)}: left out here; {plain(block.elsewhere)}*"
+                elif block.is_folded:
                     written = f"<details><summary>{plain(block.caption)}</summary>\n\n{written}\n\n</details>"
                 else:
                     written = f"**{plain(block.caption)}**\n\n{written}"

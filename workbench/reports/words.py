@@ -75,6 +75,11 @@ def capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def lowered(title: str) -> str:
+    """A title inside of a sentence; abbreviations stay."""
+    return title if title[:2].isupper() else title[:1].lower() + title[1:]
+
+
 def clause(text: str) -> str:
     """A text without the full stop at its end, to go on from."""
     return text.strip().rstrip(".")

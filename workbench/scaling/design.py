@@ -149,10 +149,12 @@ def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[Sou
     if isinstance(source, Subject):
         return _from_object(source.model, width, depth)[0], source.name
     if isinstance(source, ArchitectureConfig):
-        return ZooSource(source), source.family
+        return ZooSource(source), source.title
     if isinstance(source, nn.Module):
         config = getattr(source, "config", None)
-        if isinstance(config, ArchitectureConfig) or _is_of_transformers(config):
+        if isinstance(config, ArchitectureConfig):
+            return _from_object(config, width, depth)
+        if _is_of_transformers(config):
             return _from_object(config, width, depth)[0], type(source).__name__
         raise ThresholdError(
             f"{type(source).__name__} has no configuration that says how to build it at another size; pass a "
@@ -210,7 +212,7 @@ def _from_options(options: Mapping[str, Any]) -> tuple[Source, str]:
         options["family"] = options.pop(ZOO_KEY)
     if "model_type" not in options:
         config = ArchitectureConfig.from_dict(options)
-        return ZooSource(config), config.family
+        return ZooSource(config), config.title
     import transformers
 
     kind = options.pop("model_type")

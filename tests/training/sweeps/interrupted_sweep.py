@@ -8,4 +8,4 @@ if __name__ == "__main__":
     import workbench as wb
     from tests.training.sweeps.small_sweeps import small_grid
 
-    wb.sweep(small_grid(seed=range(4)), sys.argv[1], n_workers=1, progress=False)
+    wb.sweep(small_grid(), sys.argv[1], n_workers=1, progress=False)

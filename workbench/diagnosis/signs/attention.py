@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.record import Record, finite_log10
-from workbench.diagnosis.signs.sign import Sign, ramp
+from workbench.diagnosis.signs.sign import Sign, ramp, short
 
 
 def attention_signs(record: Record, failure: Failure) -> Iterator[Sign]:
@@ -127,7 +127,7 @@ def _of_update_spectra(record: Record, failure: Failure, look: int) -> Iterator[
                 10**excess,
                 "1",
                 1.0,
-                f"By step {steps[look]} queries and keys have grown {10**excess:.3g} times more than the other "
+                f"By step {steps[look]} queries and keys have grown {short(10**excess)} times as much as the other "
                 f"weights.",
                 variable="frobenius_norm",
                 selection={"step": int(steps[look]), "term": "W"},

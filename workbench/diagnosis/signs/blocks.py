@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.record import Record, finite_log10
-from workbench.diagnosis.signs.sign import Sign, fold, ramp
+from workbench.diagnosis.signs.sign import Sign, fold, ramp, short
 
 #: Neighbours differ by less than this factor, as a power of ten.
 _ALIKE, _UNLIKE = 0.35, 1.0
@@ -32,7 +32,7 @@ def block_signs(record: Record, failure: Failure) -> Iterator[Sign]:
             sizes,
             np.arange(len(sizes)),
             record.weights.step,
-            "the weights of block {} are {:.3g} times as large as those of the others",
+            "the weights of block {} are {} times as large as those of the others",
             path="",
             variable="",
         )
@@ -57,7 +57,7 @@ def _odd_block(
         return
     layer, factor = int(layers[place]), 10**log_ratio
     strength = ramp(abs(log_ratio), _ALIKE, _UNLIKE, high=2.5)
-    sentence = words.format(layer, factor)
+    sentence = words.format(layer, short(factor))
     selection = (
         {"step": step, "layer": layer}
         if path not in ("", "/optimizer")
@@ -71,7 +71,7 @@ def _odd_block(
         factor,
         "1",
         1.0,
-        f"At step {step} {sentence}.",
+        f"At step {step} {sentence}{_usual(strength)}.",
         step=step,
         layer=layer if strength > 0 else -1,
         path=path,
@@ -88,10 +88,10 @@ def _of_modules(record: Record) -> Iterator[Sign]:
         (
             "odd_weights",
             "module_weight_norm",
-            "the weights of block {} are {:.3g} times as large as those of the others",
+            "the weights of block {} are {} times as large as those of the others",
         ),
-        ("odd_gradients", "module_grad_norm", "the gradients of block {} are {:.3g} times those of the others"),
-        ("odd_updates", "update_ratio", "the relative updates of block {} are {:.3g} times those of the others"),
+        ("odd_gradients", "module_grad_norm", "the gradients of block {} are {} times those of the others"),
+        ("odd_updates", "update_ratio", "the relative updates of block {} are {} times those of the others"),
     ):
         if record.has("optimizer", variable):
             values = record.values("optimizer", variable)[0][own]
@@ -126,7 +126,7 @@ def _of_states(record: Record, failure: Failure) -> Iterator[Sign]:
             float(growth),
             "1",
             2.0,
-            f"At step {steps[0]} the stream leaves the last block {growth:.3g} times as large as the first.",
+            f"At step {steps[0]} the stream leaves the last block {short(growth)} times as large as the first.",
             step=int(steps[0]),
             selection={"step": int(steps[0])},
             **place,
@@ -140,7 +140,7 @@ def _of_states(record: Record, failure: Failure) -> Iterator[Sign]:
             "1",
             1.5,
             f"At step {steps[0]} block {jump + 1} changes the size of the stream "
-            f"{fold(first[jump + 1] / first[jump])}.",
+            f"{fold(first[jump + 1] / first[jump])}{_usual(gains[jump] - 0.5)}.",
             step=int(steps[0]),
             layer=jump + 1 if gains[jump] > 0.5 else -1,
             selection={"step": int(steps[0]), "layer": jump + 1},
@@ -185,7 +185,7 @@ def _of_spectra(record: Record) -> Iterator[Sign]:
         float(radius[top]),
         "1",
         3.0,
-        f"At step {step} block {layers[top]} stretches its strongest mode {fold(radius[top])}.",
+        f"At step {step} block {layers[top]} stretches its strongest mode {fold(radius[top])}{_usual(excess[top])}.",
         layer=int(layers[top]) if excess[top] > 0 else -1,
         selection={"step": step, "layer": int(layers[top])},
         **place,
@@ -217,6 +217,11 @@ def _of_spectra(record: Record) -> Iterator[Sign]:
             variable="near_unit_mass",
             selection={"step": step},
         )
+
+
+def _usual(excess: float) -> str:
+    """What is said of a number that is the most unusual of its kind, and still as in other runs."""
+    return "" if excess > 0 else ", which is usual"
 
 
 def _last_before(steps: np.ndarray, failure: Failure) -> int:

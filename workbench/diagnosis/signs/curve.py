@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.diagnosis.failure import Failure, running_median
 from workbench.diagnosis.record import Record, finite_log10
-from workbench.diagnosis.signs.sign import Sign, fold, in_steps, ramp
+from workbench.diagnosis.signs.sign import Sign, fold, in_steps, ramp, short
 
 #: A rate that rises by this factor from one step to the next, after the first few, jumps.
 _JUMP, _FIRST = 1.5, 4
@@ -132,7 +132,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
         float(first),
         "1",
         5.0,
-        f"The gradient norm begins at {first:.3g}.",
+        f"The gradient norm begins at {short(first)}.",
         step=int(steps[0]),
         selection={"step": int(steps[0])},
         **place,
@@ -162,7 +162,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
             10**change,
             "1",
             1.0,
-            f"At the end the gradient norm is {10**change:.2g} times what it was at the start.",
+            f"At the end the gradient norm is {short(10**change)} times what it was at the start.",
             step=int(steps[-1]),
             selection={"step": int(steps[-1])},
             **place,
@@ -179,7 +179,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
             10**build_up,
             "1",
             1.0,
-            f"When the loss began to rise the gradient norm was {10**build_up:.2g} times what it had been 8 to 40 "
+            f"When the loss began to rise the gradient norm was {short(10**build_up)} times what it had been 8 to 40 "
             f"steps before.",
             step=failure.step,
             selection={"step": failure.step},
@@ -192,7 +192,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
             10**burst,
             "1",
             1.0,
-            f"Within 15 steps of that the gradient norm reached {10**burst:.2g} times its level.",
+            f"Within 15 steps of that the gradient norm reached {short(10**burst)} times its level.",
             step=failure.step,
             selection={"step": failure.step},
             **place,

@@ -29,7 +29,8 @@ class Sign:
         kind: One of `KINDS`.
         step: Of the run; -1: none in particular.
         layer: Block; -1: none in particular.
-        path: Part of the run that holds the number, such as ``"/monitors"``; empty: the configuration or checkpoints.
+        path: Part of the run that holds the number, such as ``"/monitors"``; empty: the configuration, checkpoints
+            or several other signs.
         variable: In that part.
         selection: Dimension -> value at which the number stands there.
     """
@@ -55,9 +56,15 @@ def ramp(value: float, zero: float, one: float, *, low: float = 0.0, high: float
     return float(min(max((value - zero) / (one - zero), low), high))
 
 
+def short(value: float) -> str:
+    """A number in three digits, such as "0.0123" or "3,380"; no powers of ten where it is large."""
+    three = float(f"{value:.3g}")
+    return f"{three:,.0f}" if 100 <= abs(three) < 1e7 else f"{three:.3g}"
+
+
 def fold(factor: float) -> str:
     """A factor in words, such as "12-fold" or "3,380-fold"."""
-    return f"{factor:,.0f}-fold" if factor >= 100 else f"{factor:.3g}-fold"
+    return f"{short(factor)}-fold"
 
 
 def in_steps(n: int) -> str:

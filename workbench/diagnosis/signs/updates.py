@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.record import Record, finite_log10
-from workbench.diagnosis.signs.sign import Sign, ramp
+from workbench.diagnosis.signs.sign import Sign, ramp, short
 
 
 def update_signs(record: Record, failure: Failure) -> Iterator[Sign]:
@@ -52,7 +52,7 @@ def update_signs(record: Record, failure: Failure) -> Iterator[Sign]:
             over,
             "1",
             1e4,
-            f"The gradients' rms is {over:.3g} times the optimizer's eps; below about one eps rules the update.",
+            f"The gradients' rms is {short(over)} times the optimizer's eps; below about one eps rules the update.",
             variable="gradient_rms_over_eps",
             **place,
         )
@@ -67,7 +67,7 @@ def update_signs(record: Record, failure: Failure) -> Iterator[Sign]:
                 found,
                 "1",
                 1.0,
-                f"Around the failure gradients were {found:.2g} times what Adam's memory of them says.",
+                f"Around the failure gradients were {short(found)} times what Adam's memory of them says.",
                 variable="adam_staleness",
                 **place,
             )
@@ -80,7 +80,7 @@ def update_signs(record: Record, failure: Failure) -> Iterator[Sign]:
             growth,
             "1",
             1.3,
-            f"The weights of a block are {growth:.3g} times as large at the end as at step {steps[0]}.",
+            f"The weights of a block are {short(growth)} times as large at the end as at step {steps[0]}.",
             variable="module_weight_norm",
             path="/optimizer",
             step=int(steps[-1]),

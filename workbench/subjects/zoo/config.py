@@ -201,6 +201,13 @@ class ArchitectureConfig:
         return {"family": self.family, **{name: getattr(self, name) for name in defaults(self.family)}}
 
     @property
+    def title(self) -> str:
+        """What pictures and tables call it where it has no better name, such as "pre_ln transformer"."""
+        if self.family == "mamba":  # it knows one norm only
+            return self.family
+        return f"{self.family} without norm" if self.norm == "none" else f"{self.norm} {self.family}"
+
+    @property
     def hidden_width(self) -> int:
         """Hidden width of the MLP, of each expert, or of the KAN."""
         if self.mlp_width is not None:
