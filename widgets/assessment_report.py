@@ -16,6 +16,7 @@ from widgets.report.saving import KINDS, as_file_name, save_tree
 from widgets.report.side_by_side import SideBySide
 from widgets.worker import MeasuringWidget
 from workbench.errors import ThresholdError
+from workbench.reports.report import alone
 
 if TYPE_CHECKING:
     import os
@@ -263,6 +264,7 @@ class AssessmentReport(MeasuringWidget):
 
     def _tell(self, tree: xr.DataTree) -> None:
         """Show another tree in all views."""
+        tree = alone(tree)
         self.page.tell(tree)  # first: it refuses what is no such tree
         kind = str(tree.attrs["kind"])
         self._parts()[_SECOND_VIEW[kind]].tell(tree)

@@ -81,6 +81,8 @@ def test_a_large_design_is_measured_thin_with_the_variances_of_its_width(thin):
     assert float(at_depth["gradient_gain_total_error"].min()) >= WIDTH_ERROR
     states = thin["criteria"]["state"].to_series().set_axis(thin["criteria"]["criterion"].values)
     assert states["initial_grad_norm"] == "not measured"
+    reasons = thin["criteria"]["reason"].to_series().set_axis(thin["criteria"]["criterion"].values)
+    assert "a thin model stood in" in reasons["initial_grad_norm"]
     assert states["gradient_gain_total"] != "not measured"
     spread = float(thin["initialization"]["logit_std"])
     whole = wb.zoo.transformer(**SIZE | {"d_model": 64, "n_heads": 8, "n_layers": 4})

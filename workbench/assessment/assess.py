@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 #: Token states of the spectra, models of a design whose flow is averaged, and rows that flow is measured on.
 N_SNAPSHOTS, N_SEEDS, N_FLOW_ROWS = 1024, 3, 8
+#: Why the gradient norm of a thin stand-in is not judged.
+UNSEEN_GRADIENT = "a thin model stood in for the target, and its gradients reach fewer weights"
 #: Rates, as multiples of the planned one, of the curve of risk.
 RATE_SPAN, N_RATES = 100.0, 41
 
@@ -244,8 +246,10 @@ def initialization(case: xr.Dataset, task: Task) -> xr.Dataset:
 def _start_of(fresh: torch.nn.Module, bench: _Bench) -> xr.Dataset:
     """How a thin stand-in of the target's width starts; its gradients reach fewer weights than the target's."""
     case = measure_case(fresh, bench.task, n_snapshots=N_SNAPSHOTS, rehearses=False, **bench.settings)
-    case["initial_grad_norm"][:] = math.nan
-    return initialization(case, bench.task)
+    found = initialization(case, bench.task)
+    found["initial_grad_norm"][...] = math.nan
+    found["initial_grad_norm"].attrs["unseen"] = UNSEEN_GRADIENT
+    return found
 
 
 def _thin(measured: MeasuredModel, tree: xr.DataTree) -> str:

@@ -69,9 +69,13 @@ def _with_its_number(row: xr.Dataset) -> str:
     """Why a criterion is not healthy, with the value and the limit that it passed."""
     value, low, high = (float(row[name]) for name in ("value", "low", "high"))
     limit = (
-        f"at most {_written(high)}" if value > high else f"at least {_written(low)}" if value < low else "nothing alike"
+        f", healthy up to {_written(high)}"
+        if value > high
+        else f", healthy from {_written(low)}"
+        if value < low
+        else ""
     )
-    return f"{row['reason'].values}: {_written(value)}, and healthy ones have {limit}"
+    return f"{row['reason'].values}: {_written(value)}{limit}"
 
 
 def _written(value: float) -> str:

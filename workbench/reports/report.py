@@ -33,7 +33,8 @@ def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool =
     tree does not have is an error, and no file is written then.
 
     Args:
-        tree: From ``wb.assess``, ``wb.diagnose`` or ``wb.compare_designs``, or opened by ``wb.open_run``.
+        tree: From ``wb.assess``, ``wb.diagnose`` or ``wb.compare_designs``, or opened by ``wb.open_run``; or one design
+            of a comparison, such as ``comparison["gpt2"]``.
         path: What is written depends on its ending. ``.html``: one page that needs no network and no other file.
             ``.md``: Markdown with its pictures in the folder ``NAME_pictures`` beside it. ``.ipynb``: a notebook with
             the same text, whose cells draw the pictures again from ``NAME.nc`` beside it, the tree as a netCDF file.
@@ -48,6 +49,7 @@ def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool =
     """
     path = Path(path)
     beside = check_target(path, overwrite=overwrite)
+    tree = alone(tree)
     document = document_of(tree)
     {".html": _write_html, ".md": _write_markdown, ".ipynb": _write_notebook}[path.suffix.lower()](
         document, tree, path, beside
@@ -71,6 +73,11 @@ def check_target(path: Path, *, overwrite: bool = False) -> Path | None:
     for place in filter(None, (path, beside)):
         check_free(place, overwrite=overwrite)
     return beside
+
+
+def alone(tree: xr.DataTree) -> xr.DataTree:
+    """The tree itself, or, of one design in a comparison, a tree of its own that shares the numbers."""
+    return tree if getattr(tree, "parent", None) is None else tree.copy()
 
 
 def document_of(tree: xr.DataTree) -> Document:

@@ -187,9 +187,9 @@ def worst_of(
 
 
 def number(data: xr.Dataset, variable: str, *, spread: str | None = None) -> Reading | str:
-    """A variable without dimensions as a reading; or why there is none."""
+    """A variable without dimensions as a reading; or why there is none, which its attribute ``unseen`` may say."""
     if variable not in data:
         return f"{variable.replace('_', ' ')} was not measured"
     if not np.isfinite(float(data[variable])):
-        return NOTHING_SEEN
+        return data[variable].attrs.get("unseen", NOTHING_SEEN)
     return Reading(float(data[variable]), float(data[spread]) if spread is not None and spread in data else 0.0)
