@@ -79,7 +79,8 @@ def _with_its_number(row: xr.Dataset) -> str:
 
 
 def _written(value: float) -> str:
-    return f"{value:,.0f}" if 100 <= abs(value) < 1e7 else f"{value:.3g}"
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if 100 <= abs(rounded) < 1e7 else f"{rounded:.3g}"
 
 
 def _listed(words: list[str]) -> str:

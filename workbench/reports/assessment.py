@@ -135,7 +135,8 @@ def most_important(numbers: Numbers) -> tuple[Fact, ...]:
         risk, low, high = (_risk(numbers, f"{tried}{key}") for key in ("probability", "low", "high"))
         if not math.isnan(risk.value):
             ends = dict.fromkeys((low.text, high.text))
-            facts.append(Fact(risk, "risk of divergence", " to ".join(ends)))
+            notes = [" to ".join(ends), *(["of the thin model that was run"] if _is_thin(numbers) else [])]
+            facts.append(Fact(risk, "risk of divergence", "; ".join(notes)))
         rate = _risk(numbers, "largest_stable_rate")
         if not math.isnan(rate.value):
             planned = _planned_rate(numbers)
