@@ -72,14 +72,11 @@ def diagnose(
         there was one), ``summary``, and the children
 
         - ``causes`` (``cause``, by falling probability): ``title``, ``kind``, ``probability`` (adds up to 1),
-          ``layer`` (the
-          block at fault; -1: none in particular);
+          ``layer`` (the block at fault; -1: none in particular);
         - ``evidence`` (``evidence``, by cause and falling weight): ``cause``, ``sign``, ``weight`` (what it adds to
-          the log-odds of
-          the cause; below 0 it speaks against), ``value``, ``units``, ``reference``, ``step``, ``layer``,
-          ``sentence``, and where
-          the number stands in the run (``path``, ``variable``, ``selection``, JSON; empty: configuration,
-          checkpoint or several other signs);
+          the log-odds of the cause; below 0 it speaks against), ``value``, ``units``, ``reference``, ``step``,
+          ``layer``, ``sentence``, and where the number stands in the run (``path``, ``variable``, ``selection``, JSON;
+          empty: configuration, checkpoint or several other signs);
         - ``experiments`` (``experiment``, what tells most for its cost first): see `workbench.diagnosis.experiments`.
 
     Raises:

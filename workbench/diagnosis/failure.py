@@ -26,8 +26,7 @@ class Failure:
         kind: ``"diverged"``; ``"spike"``, the loss rose above where it had been and stayed or came back; or
             ``"stalled"``, neither: if the run failed, then by learning too little.
         step: Where it began: of a divergence or a spike the last step at which the loss was as low as it had been; of
-            a run
-            that stalled the step by which it had done most of what it ever did.
+            a run that stalled the step by which it had done most of what it ever did.
         row: The row of the monitors of that step.
         rise: Largest rise of the smoothed loss above where it had come down to, in nats.
         smooth: Running median of the loss, shape (step,).

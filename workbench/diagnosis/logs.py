@@ -49,8 +49,7 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = False) -> xr.Da
 
     Args:
         path: Of a CSV file with one row a step, in any order of columns, or of a folder of TensorBoard events. Columns
-            and
-            tags are known by their usual names (``loss``, ``train/loss``, ``lr``, ..., Hugging Face's Trainer's
+            and tags are known by their usual names (``loss``, ``train/loss``, ``lr``, ..., Hugging Face's Trainer's
             included).
         allow_gaps: Take a log in which steps are missing; what lies in a hole is then simply not known. A log that was
             thinned evenly, such as every ten steps, needs no permission.

@@ -1,10 +1,8 @@
 """From signs to causes: additive evidence, small enough to read.
 
 A multinomial logistic regression with a strong quadratic penalty (Hoerl and Kennard's ridge, on the logit), fitted to
-recorded
-runs whose cause was planted. Each sign adds ``weight[cause] * (strength - usual)`` to the log-odds of a cause; a sign
-that is
-not there adds nothing, so a thin log gives a less certain answer and no other one.
+recorded runs whose cause was planted. Each sign adds ``weight[cause] * (strength - usual)`` to the log-odds of a cause;
+a sign that is not there adds nothing, so a thin log gives a less certain answer and no other one.
 """
 
 from __future__ import annotations
@@ -63,8 +61,7 @@ class Rules:
 
         Args:
             examples: Strengths of the signs of a run by name, and its cause; a run may be there several times, with
-                fewer
-                signs each time.
+                fewer signs each time.
             penalty: Of the squared weights.
             about: Where the runs come from, for people.
 

@@ -1,10 +1,8 @@
 """A failed run as the signs read it: plain arrays by name, and nothing of what a study planted.
 
 Whatever a run is kept in becomes a `Record`: a store, a tree in memory, a thin log, with or without checkpoints. What
-is not
-there is None, and the signs that need it are silent. Events of kind "fault" and the faults of a configuration are left
-out
-here, at the only door, so that no sign can read them.
+is not there is None, and the signs that need it are silent. Events of kind "fault" and the faults of a configuration
+are left out here, at the only door, so that no sign can read them.
 """
 
 from __future__ import annotations

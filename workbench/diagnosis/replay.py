@@ -67,8 +67,7 @@ def run_experiment(
         checkpoints: Their folder; None: beside the store. An experiment from step 0 needs none.
         n_steps: To replay; None: as proposed.
         faults: Of the run, if it was made with any (`workbench.faults`): they act in both replays as they did, but
-            those that act on
-            the very thing that the experiment puts right.
+            those that act on the very thing that the experiment puts right.
         **training: Fields of `TrainingPlan` that the record does not say, such as ``optimizer`` where it was
             somebody's own.
 

@@ -1,8 +1,7 @@
 """Signs of the settings: rows of a batch as every step records them, and what the store says of the plan.
 
 An engineer reads the plan too. None of these says that a value is wrong in itself, and the fit decides how much each
-is worth;
-how far the diagnosis gets without them is part of the recorded study.
+is worth; how far the diagnosis gets without them is part of the recorded study.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ class Sign:
     Attributes:
         name: Its id, also the name of the feature that the ranking reads.
         strength: How strongly it speaks: 0 for nothing unusual, about 1 where an engineer would point at it; below 0
-            for the
-            contrary. Never NaN: a sign that cannot be read is not there.
+            for the contrary. Never NaN: a sign that cannot be read is not there.
         value: What was measured.
         units: Of value and reference.
         reference: What runs usually have; NaN: nothing in particular.
