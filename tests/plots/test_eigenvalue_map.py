@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import xarray as xr
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
@@ -91,6 +91,7 @@ def test_a_wild_model_does_not_shrink_the_unit_circle(calm, wild):
             view_of(modes, wrong)
 
 
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(*[st.floats(0, 1e9, width=32) | st.sampled_from([np.nan, np.inf])] * 2), min_size=1))
 def test_the_headline_says_what_summarize_does(rows):
     values = np.array(rows, dtype=np.float32).T

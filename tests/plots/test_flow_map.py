@@ -76,7 +76,7 @@ def test_models_side_by_side_share_their_scales(calm):
     assert frames[0].frame_width == frames[1].frame_width
 
 
-@pytest.mark.parametrize(("n", "n_columns"), [(3, 3), (4, 4), (5, 3), (6, 3)])
+@pytest.mark.parametrize(("n", "n_columns"), [(4, 4), (5, 3)])
 def test_a_figure_of_bokeh_is_never_wider_than_1200_pixels(calm, n, n_columns):
     flows = {f"design {i} with a name that is long": calm for i in range(n)}
     figure = flow_map(flows)
@@ -132,7 +132,7 @@ def test_equal_states_have_an_axis_too():
     assert frame.y_range.end > 1.4
 
 
-@pytest.mark.parametrize("n_layers", [1, 40])
+@pytest.mark.parametrize("n_layers", [1, 24])
 def test_both_backends_draw_any_depth(n_layers, tmp_path, recwarn):
     gains = np.exp(np.random.default_rng(0).normal(size=(n_layers, 2)))
     flows = {"one": made_flow(gains, 1 / gains), "other": made_flow(gains**2, gains)}
