@@ -49,8 +49,6 @@ def artifacts():
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory):
-    if not CHROMIUM.exists():
-        pytest.skip(f"no browser at {CHROMIUM}: apt-get install chromium, or set WORKBENCH_CHROMIUM")
     home = tmp_path_factory.mktemp("jupyter")
     root = home / "root"
     notebooks = Path(os.environ.get("WORKBENCH_NOTEBOOKS", ROOT / "notebooks"))

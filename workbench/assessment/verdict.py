@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from workbench.assessment.failure_modes.criterion import NOT_MEASURED, STATES
 from workbench.assessment.failure_modes.table import LEAST_CONFIDENCE
+from workbench.in_words import short
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -68,19 +69,8 @@ def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset,
 def _with_its_number(row: xr.Dataset) -> str:
     """Why a criterion is not healthy, with the value and the limit that it passed."""
     value, low, high = (float(row[name]) for name in ("value", "low", "high"))
-    limit = (
-        f", healthy up to {_written(high)}"
-        if value > high
-        else f", healthy from {_written(low)}"
-        if value < low
-        else ""
-    )
-    return f"{row['reason'].values}: {_written(value)}{limit}"
-
-
-def _written(value: float) -> str:
-    rounded = float(f"{value:.3g}")
-    return f"{rounded:,.0f}" if 100 <= abs(rounded) < 1e7 else f"{rounded:.3g}"
+    limit = f", healthy up to {short(high)}" if value > high else f", healthy from {short(low)}" if value < low else ""
+    return f"{row['reason'].values}: {short(value)}{limit}"
 
 
 def _listed(words: list[str]) -> str:

@@ -9,7 +9,8 @@ import numpy as np
 
 from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.record import Record, finite_log10
-from workbench.diagnosis.signs.sign import Sign, ramp, short
+from workbench.diagnosis.signs.sign import Sign, ramp
+from workbench.in_words import short
 
 
 def attention_signs(record: Record, failure: Failure) -> Iterator[Sign]:

@@ -9,7 +9,8 @@ import numpy as np
 
 from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.record import Record, finite_log10
-from workbench.diagnosis.signs.sign import Sign, fold, ramp, short
+from workbench.diagnosis.signs.sign import Sign, fold, ramp
+from workbench.in_words import short
 
 #: Neighbours differ by less than this factor, as a power of ten.
 _ALIKE, _UNLIKE = 0.35, 1.0

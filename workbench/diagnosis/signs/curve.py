@@ -9,7 +9,8 @@ import numpy as np
 
 from workbench.diagnosis.failure import Failure, running_median
 from workbench.diagnosis.record import Record, finite_log10
-from workbench.diagnosis.signs.sign import Sign, fold, in_steps, ramp, short
+from workbench.diagnosis.signs.sign import Sign, fold, in_steps, ramp
+from workbench.in_words import short
 
 #: A rate that rises by this factor from one step to the next, after the first few, jumps.
 _JUMP, _FIRST = 1.5, 4

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Where signs come from. ``mechanism``: what the model did; ``log``: settings that every step records, such as its
-#: rate and
-#: rows; ``configuration``: what the store says of the plan.
+from workbench.in_words import short
+
+#: Where signs come from. ``mechanism``: what the model did; ``log``: settings that every step records, such as its rate
+#: and rows; ``configuration``: what the store says of the plan.
 KINDS = ("mechanism", "log", "configuration")
 
 
@@ -53,12 +54,6 @@ def ramp(value: float, zero: float, one: float, *, low: float = 0.0, high: float
     if not math.isfinite(value):
         return high if value * (one - zero) > 0 else low if not math.isnan(value) else 0.0
     return float(min(max((value - zero) / (one - zero), low), high))
-
-
-def short(value: float) -> str:
-    """A number in three digits, such as "0.0123" or "3,380"; no powers of ten where it is large."""
-    three = float(f"{value:.3g}")
-    return f"{three:,.0f}" if 100 <= abs(three) < 1e7 else f"{three:.3g}"
 
 
 def fold(factor: float) -> str:
