@@ -1,0 +1,226 @@
+"""Whether the tensors of a checkpoint are those of a model: compared before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from workbench.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: What torch.compile puts into the names of the module that it wraps, wherever that stands in the model.
+_COMPILED = "_orig_mod."
+#: What DataParallel and DistributedDataParallel put before every name.
+_PARALLEL = "module."
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Where the tensors of a checkpoint and those of a model differ; false if nowhere.
+
+    Attributes:
+        missing: Names of the model's tensors that the checkpoint lacks.
+        unexpected: Names in the checkpoint that the model does not know.
+        misshapen: Name and "(found) instead of (expected)" of tensors of another shape.
+        integers: Names of integer tensors where the model has floats: quantized weights without their scales.
+        untied: Names of tensors that differ from another one, though the model holds both as one.
+        of_another_head: Names that the model does not know but another head of its family does.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    misshapen: tuple[tuple[str, str], ...] = ()
+    integers: tuple[str, ...] = ()
+    untied: tuple[str, ...] = ()
+    of_another_head: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.n_tensors > 0
+
+    @property
+    def n_tensors(self) -> int:
+        """Tensors that do not fit; those of another head do no harm."""
+        return sum(map(len, (self.missing, self.unexpected, self.misshapen, self.integers, self.untied)))
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Names of the model's tensors that the checkpoint cannot fill."""
+        return (*self.missing, *(name for name, _ in self.misshapen))
+
+    def found(self) -> str:
+        """What differs, to follow "it": "lacks 2 tensors (a, b) and has 1 unexpected tensor (c)"."""
+        shapes = [f"{name}: {shape}" for name, shape in self.misshapen]
+        parts = [
+            f"lacks {_counted(self.missing)}" if self.missing else "",
+            f"has {_counted(self.unexpected, 'unexpected ')}" if self.unexpected else "",
+            f"has {_counted(shapes, after=' of another shape')}" if shapes else "",
+            f"has {_counted(self.integers, 'integer ', ' in place of floats')}" if self.integers else "",
+            f"has {_counted(self.untied, after=' that should equal another')}" if self.untied else "",
+        ]
+        parts = [part for part in parts if part]
+        return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
+
+    def unloaded(self, *, left: str) -> str:
+        """One clause on what became of the tensors that do not fit, empty if all do.
+
+        Args:
+            left: What the model has where the checkpoint has nothing: "random values".
+        """
+        parts = [
+            f"{_counted(self.left)} left at {left}" if self.left else "",
+            f"{_counted(self.unexpected)} ignored" if self.unexpected else "",
+            f"{_counted(self.integers, 'integer ')} taken as floats" if self.integers else "",
+            f"{_counted(self.untied)} ignored for the one tied to it" if self.untied else "",
+            f"{_counted(self.of_another_head)} of another head ignored" if self.of_another_head else "",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+def some(names: Iterable[str]) -> str:
+    """The first three of many names, for a message."""
+    names = list(names)
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Names sorted with their numbers as numbers: layer 10 after layer 2."""
+
+    def key(name: str) -> list[tuple[bool, str]]:
+        return [(not part.isdecimal(), part.zfill(9) if part.isdecimal() else part) for part in name.split(".")]
+
+    return tuple(sorted(names, key=key))
+
+
+def shapes_differ(found: Collection[int], expected: Collection[int]) -> str:
+    """What `Misfit.misshapen` says of two shapes."""
+    return " instead of ".join(f"({', '.join(map(str, shape))})" for shape in (found, expected))
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Names as they were before torch.compile and data parallelism wrapped the model.
+
+    A wrapper puts its mark into every name below it; where only some names have it, it stays.
+
+    Args:
+        names: Of a state dict.
+
+    Returns:
+        Name -> plain name, the same where nothing is wrapped or two names would become one.
+    """
+    names = list(names)
+    plain = dict(zip(names, names, strict=True))
+    while (shorter := _without_one_wrapper(list(plain.values()))) is not None:
+        plain = dict(zip(names, shorter, strict=True))
+    return plain if len(set(plain.values())) == len(names) else dict(zip(names, names, strict=True))
+
+
+def load_state(
+    module: nn.Module, state: Mapping[str, Tensor], name: str, *, remedy: str, left: str, strict: bool = True
+) -> str:
+    """Put the tensors of a state dict into a module, which stays as it is if they do not fit.
+
+    Args:
+        module: Possibly wrapped by torch.compile or data parallelism, as may be what the state dict was saved from.
+        state: Tensors by name.
+        name: Of the file, for messages.
+        remedy: What to do where it does not fit, for messages.
+        left: What the module has where the state dict has nothing; see `Misfit.unloaded`.
+        strict: Refuse a state dict that does not fit; otherwise load what fits.
+
+    Returns:
+        One clause on what was not loaded; empty if all was.
+
+    Raises:
+        CheckpointError: If the tensors do not fit, or with ``strict=False`` none of them does.
+    """
+    own = module.state_dict()
+    if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in own.values()):
+        raise CheckpointError(
+            f"The weights of {type(module).__name__} are on the meta device and hold nothing; "
+            "call module.to_empty(device='cpu') before its weights are loaded."
+        )
+    misfit = _compare(own, state)
+    if misfit:
+        renamed = _as_named_in(own, state)
+        other = _compare(own, renamed)
+        if other.n_tensors < misfit.n_tensors:
+            state, misfit = renamed, other
+    kept = {*misfit.untied, *misfit.left}
+    fitting = {key: tensor for key, tensor in state.items() if key in own and key not in kept}
+    if misfit and (strict or not fitting):
+        lenient = ", or pass strict=False to load what fits" if fitting else ""
+        raise CheckpointError(f"{name} does not fit {type(module).__name__}: it {misfit.found()}; {remedy}{lenient}.")
+    module.load_state_dict(fitting, strict=False)  # all is there but what comes with a tensor that it is tied to
+    return misfit.unloaded(left=left)
+
+
+def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name -> name of an earlier tensor that it shares its memory with; safetensors keeps none twice."""
+    first: dict[tuple, str] = {}
+    tied = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor) or nn.parameter.is_lazy(tensor) or not tensor.data_ptr():
+            continue
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place in first:
+            tied[name] = first[place]
+        first.setdefault(place, name)
+    return tied
+
+
+def _compare(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Misfit:
+    tied = tied_names(own)
+    held = {tied.get(name, name) for name in state}  # a tensor may be kept under any of its names
+    known = {name: tensor for name, tensor in own.items() if isinstance(tensor, torch.Tensor)}  # no extra state
+    both = [name for name in known if name in state and not nn.parameter.is_lazy(known[name])]
+    fits = [name for name in both if known[name].shape == state[name].shape]
+    firsts: dict[str, Tensor] = {}
+    untied = [name for name in fits if not _same(firsts.setdefault(tied.get(name, name), state[name]), state[name])]
+    return Misfit(
+        missing=in_order(name for name in known if name not in tied and name not in held),
+        unexpected=in_order(name for name in state if name not in own),
+        misshapen=tuple(
+            (name, shapes_differ(state[name].shape, known[name].shape)) for name in in_order({*both} - {*fits})
+        ),
+        integers=in_order(name for name in fits if _has_fraction(known[name]) and not _has_fraction(state[name])),
+        untied=in_order(untied),
+    )
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same values, NaN included."""
+    if first is second or (first.dtype == second.dtype and torch.equal(first, second)):
+        return True
+    return _has_fraction(first) and torch.allclose(first, second.to(first.dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def _has_fraction(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _as_named_in(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict under the names of the module, where these differ by wrappers only."""
+    named = {plain: name for name, plain in plain_names(own).items()}
+    return {named.get(plain, plain): state[name] for name, plain in plain_names(state).items()}
+
+
+def _without_one_wrapper(names: list[str]) -> list[str] | None:
+    """The names with one mark of a wrapper less; None if every mark is gone."""
+    if names and all(name.startswith(_PARALLEL) for name in names):
+        return [name.removeprefix(_PARALLEL) for name in names]
+    heads = {name[: name.index(_COMPILED)] for name in names if f".{_COMPILED}" in f".{name}"}
+    for head in sorted(heads):
+        marked = head + _COMPILED
+        if (not head or head.endswith(".")) and all(n.startswith(marked) for n in names if n.startswith(head)):
+            return [head + name.removeprefix(marked) if name.startswith(marked) else name for name in names]
+    return None
+
+
+def _counted(names: Collection[str], before: str = "", after: str = "") -> str:
+    return f"{len(names)} {before}tensor{'s' * (len(names) != 1)}{after} ({some(names)})"
