@@ -95,6 +95,11 @@ SPECTRA: dict[str, Variable] = {
     ),
 }
 
+#: Present only where layers were measured on different numbers of states, because depth depends on the data.
+SPECTRA_COUNTS: dict[str, Variable] = {
+    "layer_snapshots": Variable(("layer",), "i", "snapshots of the layer", "1", "token states that reached the layer"),
+}
+
 MONITORS: dict[str, Variable] = {
     "loss": Variable(("step",), "f", "loss", "nat", "loss of the step's batch, without auxiliary terms"),
     "auxiliary_loss": Variable(
@@ -306,7 +311,8 @@ def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
             f"This dataset is no spectra dataset: it lacks {', '.join(missing)}; make one with wb.profile() or "
             "wb.spectral.whitened_dmd()."
         )
-    _check_variables(spectra, SPECTRA, CONCAT_DIMS)
+    optional = {name: rule for name, rule in SPECTRA_COUNTS.items() if name in spectra}
+    _check_variables(spectra, SPECTRA | optional, CONCAT_DIMS)
     for name, kind in SPECTRA_ATTRS.items():
         if name not in spectra.attrs:
             raise SchemaError(f"The spectra carry no attribute '{name}'; keep the attributes that wb.profile() wrote.")

@@ -202,7 +202,7 @@ def test_pytorch_attention(batch_first, is_padded):
         )
     visible = torch.ones(3, 7, 7, dtype=torch.bool)
     if is_padded:
-        visible = causal(3, 7) & ~hidden[:, None, :]
+        visible = causal(3, 7) & ~hidden[:, None, :] & ~hidden[:, :, None]  # what padding looks at does not count
     wanted = attention_by_hand(q, k, 6**-0.5, visible)
     for measure, values in zip(ATTENTION, wanted, strict=True):
         np.testing.assert_allclose(taken[measure][0], values, rtol=1e-7, err_msg=measure)

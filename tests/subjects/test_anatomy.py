@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.subjects.model_families import BERT, BY_NAME, FAMILIES, LLAMA, MHA, N_TOKENS, VIT, Family, build, make_inputs
-from workbench.errors import AnatomyError
+from workbench.errors import AnatomyError, SnapshotError
 from workbench.subjects.anatomy import call_model, read_anatomy
 from workbench.subjects.probing import undisturbed, watch
 
@@ -585,7 +585,7 @@ def test_no_trace_of_a_restless_model(raises):
     model.transformer.h[0].register_forward_hook(lambda *args: None)
     before, states = everything(model), random_states()
     if raises:
-        with pytest.raises(RuntimeError, match="in the middle"):
+        with pytest.raises(SnapshotError, match="in the middle"):
             read_anatomy(model, torch.arange(14).view(2, 7))
     else:
         assert len(read_anatomy(model, torch.arange(14).view(2, 7)).sites) == 3

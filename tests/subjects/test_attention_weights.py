@@ -319,7 +319,7 @@ class NoParameter(Block):
 
 class CrossAttention(Block):
     def queries_and_keys(self, x):
-        return x @ self.fused[:, :D], (x.flip(0)) @ self.fused[:, D : 2 * D]
+        return x @ self.fused[:, :D], x.flip(1) @ self.fused[:, D : 2 * D]
 
 
 class ScaledColumns(Block):

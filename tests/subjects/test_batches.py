@@ -8,12 +8,12 @@ TOKENS = torch.arange(200 * 64).reshape(200, 64)
 
 
 def test_big_inputs_are_split_and_nothing_is_lost():
-    batches = Batches.of(TOKENS)
+    batches = Batches.of(TOKENS).split()
     assert sum(batches.n_rows) == 200
     assert max(batches.n_rows) * 64 <= 4096
     assert torch.equal(torch.cat(list(batches.items)), TOKENS)
     mask = torch.ones_like(TOKENS)
-    parts = Batches.of({"input_ids": TOKENS, "attention_mask": mask, "flag": True})
+    parts = Batches.of({"input_ids": TOKENS, "attention_mask": mask, "flag": True}).split()
     assert all(part["flag"] is True for part in parts.items)
     assert torch.equal(torch.cat([part["input_ids"] for part in parts.items]), TOKENS)
 
@@ -42,7 +42,7 @@ def test_unusable_inputs_are_refused():
 
 
 def choose(inputs, n_snapshots, **options):
-    batches = Batches.of(inputs)
+    batches = Batches.of(inputs).split()
     selection = TokenSelection(n_snapshots, **options)
     selection.begin(batches)
     shape = lambda batch: (batch["input_ids"] if isinstance(batch, dict) else batch).shape  # noqa: E731
@@ -53,7 +53,7 @@ def choose(inputs, n_snapshots, **options):
 def test_states_are_spread_over_all_rows():
     chosen, selection = choose(TOKENS, 1000, seed=1)
     assert sum(map(len, chosen)) == 1000 == selection.n_chosen
-    assert len(chosen) == len(Batches.of(TOKENS).n_rows)
+    assert len(chosen) == len(Batches.of(TOKENS).split().n_rows)
     assert all(torch.equal(part, part.unique()) for part in chosen)
     assert selection.describe() == "1000 of 12800 tokens"
     again, _ = choose(TOKENS, 1000, seed=1)
@@ -91,8 +91,19 @@ def test_impossible_selections_are_refused():
         TokenSelection(10, skip_first=-1)
 
 
-def test_a_mask_that_does_not_fit_is_said():
+def test_a_mask_that_hides_nothing_need_not_fit():
     inputs = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "attention_mask": torch.ones(2, 9)}
     chosen, selection = choose(inputs, None)
     assert len(chosen[0]) == 8
+    assert selection.describe() == "every token"
+
+
+def test_a_mask_that_hides_tokens_and_does_not_fit_is_refused():
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 5:] = 0
+    inputs = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "attention_mask": mask}
+    with pytest.raises(SnapshotError, match=r"attention_mask of shape \(2, 9\) hides tokens"):
+        choose(inputs, None)
+    chosen, selection = choose(inputs | {"decoder_input_ids": torch.zeros(2, 4, dtype=torch.int64)}, None)
+    assert len(chosen[0]) == 8  # the mask is that of the encoder
     assert selection.describe() == "every token; a mask did not fit the states and was not used"

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import nn
 
+    from workbench.subjects.checkpoint import Subject
+
 #: Signs that say which block it is, the most direct first.
 _OF_A_BLOCK = (
     "block_blows_up",
@@ -44,7 +46,7 @@ _LEAST_EVIDENCE = 0.02
 def diagnose(
     run: Any,
     *,
-    model: nn.Module | None = None,
+    model: Subject | nn.Module | None = None,
     task: Any = None,
     checkpoints: str | os.PathLike[str] | None = None,
     rules: Rules | None = None,

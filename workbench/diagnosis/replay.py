@@ -20,6 +20,7 @@ from workbench.diagnosis.failure import running_median
 from workbench.diagnosis.record import Record, read_record
 from workbench.diagnosis.weights import check_fits, checkpoints_of
 from workbench.errors import CheckpointError, ThresholdError
+from workbench.subjects.probing import module_of
 from workbench.training.checkpoints import load_weights, read_checkpoint
 from workbench.training.faults import Fault
 from workbench.training.loop import train
@@ -28,6 +29,8 @@ from workbench.training.tasks import Task, as_task
 
 if TYPE_CHECKING:
     import xarray as xr
+
+    from workbench.subjects.checkpoint import Subject
 
 #: Share of the recorded rise that counts as the failure come again.
 _AGAIN = 0.4
@@ -44,7 +47,7 @@ def run_experiment(
     tree: xr.DataTree,
     experiment: str | int = 0,
     *,
-    model: nn.Module,
+    model: Subject | nn.Module,
     task: Any,
     run: Any = None,
     checkpoints: str | os.PathLike[str] | None = None,
@@ -97,7 +100,7 @@ def run_experiment(
     if source is None or (isinstance(source, str) and not source):
         raise ThresholdError("The diagnosis was not made from a store; pass run= with what it was made from.")
     replay = _Replay(
-        read_record(source), source, model, as_task(task), from_step, n_steps, faults, checkpoints, training
+        read_record(source), source, module_of(model), as_task(task), from_step, n_steps, faults, checkpoints, training
     )
     twin = replay.losses({})
     replay.check_begins_as_recorded(twin)

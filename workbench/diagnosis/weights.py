@@ -15,10 +15,13 @@ import numpy as np
 
 from workbench.errors import CheckpointError
 from workbench.subjects.checkpoint import ZOO_KEY
+from workbench.subjects.probing import module_of
 from workbench.training.checkpoints import list_checkpoints
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from workbench.subjects.checkpoint import Subject
 
 _WEIGHTS = "model.safetensors"
 #: ``blocks.3.mlp.up.weight``: the name of the stack, the number of the block, the rest.
@@ -79,7 +82,7 @@ def checkpoints_of(run: Any, folder: str | os.PathLike[str] | None = None) -> di
     return {}
 
 
-def look_at_weights(place: Path, *, step: int = 0, model: nn.Module | None = None) -> WeightLook | None:
+def look_at_weights(place: Path, *, step: int = 0, model: Subject | nn.Module | None = None) -> WeightLook | None:
     """Sizes of the blocks' matrices in a checkpoint; None: its names have no numbered blocks.
 
     Args:
@@ -112,7 +115,7 @@ def look_at_weights(place: Path, *, step: int = 0, model: nn.Module | None = Non
     return WeightLook(np.sqrt([stack[i] for i in sorted(stack)]), step, place)
 
 
-def check_fits(place: Path, *, model: nn.Module | None = None) -> None:
+def check_fits(place: Path, *, model: Subject | nn.Module | None = None) -> None:
     """Refuse a checkpoint whose weights are not those of its model.
 
     Args:
@@ -162,8 +165,8 @@ def check_fits(place: Path, *, model: nn.Module | None = None) -> None:
         )
 
 
-def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+def _shapes_of(model: Subject | nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in module_of(model).state_dict().items()}
 
 
 def _shapes_of_config(place: Path) -> dict[str, tuple[int, ...]] | None:

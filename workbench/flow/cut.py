@@ -9,31 +9,40 @@ import torch
 from torch import Tensor
 
 from workbench.subjects.batches import count_rows, take_rows
+from workbench.subjects.layout import BATCH_FIRST, Layout
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
-def first_rows(batch: Any, targets: Any, n_tokens: int) -> tuple[Any, Any]:
+def first_rows(batch: Any, targets: Any, n_tokens: int, layout: Layout = BATCH_FIRST) -> tuple[Any, Any]:
     """The first sequences of a batch and their targets, with about so many tokens; at least one, cut if it is longer.
 
     Args:
         batch: As `call_model` takes it.
         targets: A tensor with an entry for each sequence, or None.
         n_tokens: Most tokens. Only token ids, and what is shaped like them, can be cut within a sequence.
+        layout: Which axis of the batch counts sequences; where that is not known, it is left whole.
     """
-    length = _length(batch)
+    if layout.inputs is None:
+        return batch, targets
+    axis = layout.inputs
+    length = _length(batch, axis)
     n_rows = max(1, n_tokens // length)
-    batch = take_rows(batch, slice(0, n_rows))
-    targets = targets[:n_rows] if isinstance(targets, Tensor) and targets.ndim else targets
-    if length > n_tokens and _has_tokens(batch):
+    if n_rows < count_rows(batch, axis):
+        batch = take_rows(batch, slice(0, n_rows), axis)
+        if isinstance(targets, Tensor) and targets.ndim:
+            targets = take_rows(targets, slice(0, n_rows), axis if targets.ndim > 1 else 0)
+    if length > n_tokens and not axis and _has_tokens(batch):
         batch = _columns(batch, length, lambda x: x[:, :n_tokens])
         if isinstance(targets, Tensor) and targets.ndim == 2 and targets.shape[1] == length:
             targets = targets[:, :n_tokens]
     return batch, targets
 
 
-def one_sequence(batch: Any, n_tokens: int) -> Any:
+def one_sequence(batch: Any, n_tokens: int, layout: Layout = BATCH_FIRST) -> Any:
     """The sequence with the least padding, without it, and cut to its first tokens where it consists of token ids."""
+    if layout.inputs != 0:
+        return batch if layout.inputs is None else take_rows(batch, slice(0, 1), layout.inputs)
     masks = (
         [batch[name] for name in _MASKS if isinstance(batch.get(name), Tensor)] if isinstance(batch, Mapping) else []
     )
@@ -47,11 +56,11 @@ def one_sequence(batch: Any, n_tokens: int) -> Any:
     return _columns(batch, length, lambda x: x[:, kept[:n_tokens].to(x.device)])
 
 
-def _length(batch: Any) -> int:
+def _length(batch: Any, axis: int = 0) -> int:
     """Tokens of a sequence; 1 where rows are no sequences."""
     tensor = next(value for value in _values(batch) if isinstance(value, Tensor) and value.ndim)
     if tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point()):
-        return max(1, tensor.shape[1])
+        return max(1, tensor.shape[1 - axis])
     return 1
 
 

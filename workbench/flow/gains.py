@@ -16,9 +16,9 @@ from workbench.flow.branches import BlockStream, BranchReader, WatchedState
 from workbench.flow.collapse import effective_rank_share, token_cosine
 from workbench.flow.targets import Loss, end_of
 from workbench.monitors.calls import BlockNotes
-from workbench.subjects.anatomy import Anatomy, Site
+from workbench.subjects.anatomy import Anatomy
 from workbench.subjects.batches import TokenSelection
-from workbench.subjects.probing import call_model, undisturbed, watch
+from workbench.subjects.probing import run_foreign, undisturbed, watch
 from workbench.subjects.routers import Router
 
 #: Options of a Hugging Face config: no keys, values or states are kept for tokens to come, and experts are called one
@@ -86,6 +86,7 @@ class FlowPass:
         seed: int = 0,
     ) -> None:
         self.model, self.sites, self.batch, self.routers = model, anatomy.sites, batch, routers or {}
+        self.layout = anatomy.layout
         self.n_tokens, self.failure = 0, ""
         self._records: dict[int, BlockRecord] = {}
         self._layers = {(site.module, site.call): layer for layer, site in enumerate(self.sites)}
@@ -95,7 +96,7 @@ class FlowPass:
         self._end: Tensor | None = None
         with undisturbed(model), plainly_run(model), torch.enable_grad():
             with self._hooks(), self._calls, self._branches:
-                output = call_model(model, batch)
+                output = run_foreign(model, batch)
             silent = [site.name for layer, site in enumerate(self.sites) if layer not in self._records]
             if silent:
                 raise SnapshotError(f"No states passed {silent[0]}; pass inputs that reach every block.")
@@ -149,12 +150,12 @@ class FlowPass:
             state = state.clone()
             router = self.routers.get(layer)
             weight = self.model.get_parameter(router.name) if router else None
-            notes = BlockNotes(state.shape[:-1], rows, True, router, weight)
+            notes = BlockNotes(state.shape[:-1], rows, True, router, weight, batch_axis=self.layout.states or 0)
             stream = self._branches.begin(module, state, entering, rows)
-            shape = [token_cosine(state, rows)], [effective_rank_share(state, rows)]
+            shape = [self._cosine(state, rows)], [effective_rank_share(state, rows)]
         self._records[layer] = BlockRecord(entering, stream, notes, *shape)
         self._calls.block = notes
-        return replaced(args, kwargs, site, state)
+        return site.with_state(args, kwargs, state)
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
         layer = self._layers.get((module, self._n_calls.get(module, 0)))
@@ -169,28 +170,22 @@ class FlowPass:
             record.sharpness = self._calls.sharpness.pop(id(record.notes), None)
             if layer == len(self.sites) - 1:
                 self._end = state
-                record.cosine.append(token_cosine(state, record.stream.rows))
+                record.cosine.append(self._cosine(state, record.stream.rows))
                 record.rank.append(effective_rank_share(state, record.stream.rows))
+
+    def _cosine(self, state: Tensor, rows: Tensor | None) -> float:
+        axis = self.layout.states or 0
+        return token_cosine(state.movedim(axis, 0), None if rows is None else rows.movedim(axis, 0))
 
     def _rows_of(self, leading: torch.Size) -> Tensor | None:
         """Which tokens are no padding, boolean, of that shape; None: all."""
-        chosen = TokenSelection(None).choose(leading, self.batch)
+        chosen = TokenSelection(None, layout=self.layout).choose(leading, self.batch)
         self.n_tokens = len(chosen)
         if len(chosen) == leading.numel():
             return None
         rows = torch.zeros(leading.numel(), dtype=torch.bool)
         rows[chosen] = True
         return rows.view(leading)
-
-
-def replaced(
-    args: tuple, kwargs: Mapping[str, Any], site: Site, state: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a block with another state."""
-    slot = site.input_slot
-    if isinstance(slot, str):
-        return args, {**kwargs, slot: state}
-    return (*args[:slot], state, *args[slot + 1 :]), dict(kwargs)
 
 
 @contextmanager

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.errors import SnapshotError
-from workbench.flow.gains import plainly_run, replaced
-from workbench.subjects.anatomy import Anatomy, Site
-from workbench.subjects.probing import call_model, undisturbed
+from workbench.flow.gains import plainly_run
+from workbench.subjects.anatomy import Anatomy
+from workbench.subjects.probing import run_foreign, undisturbed
+from workbench.subjects.site import Site
 
 #: Up to this many entries of a state every singular value is computed.
 EXACT_UP_TO = 768
@@ -249,14 +250,14 @@ class SequenceJacobians:
             n_calls[module] = n_calls.get(module, 0) + 1
             if layer is not None:  # copies: the block may write into its arguments
                 site = self.sites[layer]
-                calls[layer] = replaced(args, kwargs, site, site.state_in(args, kwargs).detach().clone())
+                calls[layer] = site.with_state(args, kwargs, site.state_in(args, kwargs).detach().clone())
 
         handles = [
             module.register_forward_pre_hook(enter, with_kwargs=True)
             for module in dict.fromkeys(site.module for site in self.sites)
         ]
         try:
-            call_model(self.model, self.sequence)
+            run_foreign(self.model, self.sequence)
         finally:
             for handle in handles:
                 handle.remove()
@@ -271,7 +272,7 @@ class SequenceJacobians:
         def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
             nonlocal n_entered
             n_entered += 1
-            return replaced(args, kwargs, first, state.clone()) if n_entered == first.call + 1 else None
+            return first.with_state(args, kwargs, state.clone()) if n_entered == first.call + 1 else None
 
         def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             nonlocal n_left
@@ -284,7 +285,7 @@ class SequenceJacobians:
             last.module.register_forward_hook(leave, with_kwargs=True),
         ]
         try:
-            call_model(self.model, self.sequence)
+            run_foreign(self.model, self.sequence)
         finally:
             for handle in handles:
                 handle.remove()
@@ -323,7 +324,7 @@ def _first_line(error: Exception) -> str:
 
 def _replay(site: Site, args: tuple, kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
     def function(state: Tensor) -> Tensor:
-        given, named = replaced(args, kwargs, site, state.clone())
+        given, named = site.with_state(args, kwargs, state.clone())
         return site.state_out(site.module(*given, **named))
 
     return function

@@ -22,7 +22,7 @@ from workbench.schema import SCHEMA_VERSION
 from workbench.spectral.spectra import versions
 from workbench.subjects.anatomy import Anatomy, read_anatomy
 from workbench.subjects.attention_weights import Unreadable
-from workbench.subjects.batches import Batches, take_rows
+from workbench.subjects.batches import Batches
 from workbench.subjects.checkpoint import Subject, open_checkpoint
 from workbench.subjects.probing import on_device_of, unwrap
 from workbench.subjects.routers import Router, router_weights
@@ -39,6 +39,7 @@ def measure(
     loss: Loss | None = None,
     stack: str | None = None,
     anatomy: Anatomy | None = None,
+    batch_first: bool | None = None,
     jacobian: bool = True,
     n_singular: int = 8,
     n_tokens: int = 1024,
@@ -64,7 +65,8 @@ def measure(
             otherwise the gradient is that of the output along a random direction. ``attrs["cotangent"]`` says which.
         loss: From logits and targets to a 0-dim tensor; None: mean cross entropy.
         stack: Name of the block stack to read, where a model has several; see `read_anatomy`.
-        anatomy: Of this model, to save reading it again; ``stack`` is not looked at then.
+        anatomy: Of this model, to save reading it again; ``stack`` and ``batch_first`` are not looked at then.
+        batch_first: As in `workbench.profile`.
         jacobian: Whether to compute singular values, which takes longest.
         n_singular: Largest singular values to compute.
         n_tokens: Most tokens to look at: the first sequences of the inputs, at least one. Singular values, attention
@@ -90,16 +92,17 @@ def measure(
     if dtype is not None and not dtype.is_floating_point:
         raise ThresholdError(f"dtype is {dtype}, expected a floating-point type such as torch.float64.")
     targets = next(iter(targets), None) if isinstance(targets, list | tuple) else targets
-    subject = open_checkpoint(subject) if isinstance(subject, nn.Module) else subject
+    subject = open_checkpoint(subject)
     model = unwrap(subject.model)
-    _, batches = Batches.of(inputs, subject).probe_and_all()
-    batch, targets = first_rows(next(iter(batches.items)), targets, n_tokens)
-    batch = on_device_of(model, batch)
+    probe, batches = Batches.of(inputs, subject).probe_and_all()
     if dtype is not None:
-        model, batch = _as_dtype(model, batch, dtype)
-        anatomy, stack = None, stack if anatomy is None else anatomy.stack
+        model, probe = _as_dtype(model, probe, dtype)
+        anatomy, stack, batch_first = _read_again(anatomy, stack, batch_first)
     if anatomy is None:
-        anatomy = read_anatomy(model, take_rows(batch, slice(0, 2)), stack=stack)
+        anatomy = read_anatomy(model, probe, stack=stack, batch_first=batch_first)
+    layout = anatomy.layout
+    batch, targets = first_rows(batches.first(), targets, n_tokens, layout)
+    batch = on_device_of(model, batch if dtype is None else _cast(batch, dtype))
     unseen: list[str] = []
     readable = router_weights(model, batch, anatomy=anatomy)
     unseen += [router.reason for router in readable if isinstance(router, Unreadable)]
@@ -109,7 +112,7 @@ def measure(
     values |= columns.of_attention(run.blocks, anatomy, unseen) | columns.of_routing(run.blocks, routers, unseen)
     attrs = {"n_tokens": run.n_tokens, "cotangent": run.cotangent}
     if jacobian:
-        jacobians = SequenceJacobians(model, anatomy, one_sequence(batch, n_jacobian_tokens), seed=seed)
+        jacobians = SequenceJacobians(model, anatomy, one_sequence(batch, n_jacobian_tokens, layout), seed=seed)
         jacobians.measure(n_singular)
         values |= columns.of_jacobians(jacobians, anatomy, unseen)
         is_exact = jacobians.n_entries <= EXACT_UP_TO
@@ -127,6 +130,7 @@ def measure(
         "dtype": _dtype_name(model),
         "seed": int(seed),
         "unseen": "\n".join(dict.fromkeys(unseen)),
+        **({"unloaded": subject.unloaded} if subject.unloaded else {}),
     }
     return _as_dataset(values, [site.name for site in anatomy.sites], attrs)
 
@@ -153,16 +157,28 @@ def _as_dataset(values: dict[str, np.ndarray], layer_names: list[str], attrs: di
     return xr.Dataset(variables, coords, {**provenance, **attrs})
 
 
-def _as_dtype(model: nn.Module, batch: Any, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    """Copies in another precision."""
+def _read_again(
+    anatomy: Anatomy | None, stack: str | None, batch_first: bool | None
+) -> tuple[None, str | None, bool | None]:
+    """What to read the anatomy of a copy by, where that of the model is known."""
+    if anatomy is None:
+        return None, stack, batch_first
+    axis = anatomy.layout.inputs
+    return None, anatomy.stack, None if axis is None else axis == 0
 
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     if isinstance(batch, Mapping):
-        batch = {name: cast(value) for name, value in batch.items()}
-    else:
-        batch = tuple(cast(value) for value in batch) if isinstance(batch, tuple | list) else cast(batch)
+        return {name: cast(value) for name, value in batch.items()}
+    return tuple(cast(value) for value in batch) if isinstance(batch, tuple | list) else cast(batch)
+
+
+def _as_dtype(model: nn.Module, batch: Any, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    """Copies in another precision."""
+    batch = _cast(batch, dtype)
     copied = copy.deepcopy(model).to(dtype)
     for config in {id(c): c for c in (getattr(m, "config", None) for m in copied.modules())}.values():
         for name, value in PLAIN.items():  # or experts refuse float64

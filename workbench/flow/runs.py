@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ def along_run(
     flows = []
     for step in chosen:
         load_weights(copied, found[step])
-        viewed = Subject(copied, subject.name, subject.source, subject.folder) if subject else copied
+        viewed = replace(subject, model=copied) if subject else copied
         flows.append(measure(viewed, inputs, **options))
     whole = xr.concat(
         flows, dim=xr.IndexVariable("step", chosen), data_vars="all", coords="minimal", combine_attrs="override"

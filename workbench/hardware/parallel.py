@@ -14,7 +14,7 @@ from torch.nn import functional
 from workbench.errors import WorkbenchError
 from workbench.hardware.emulation import Emulation, Finding, NotMeasured, percent
 from workbench.hardware.gradients import Batch, WorkingCopy, compare
-from workbench.subjects.anatomy import Site
+from workbench.subjects.site import Site
 from workbench.training.faults.communication import LowPrecisionReduction, ring_sum
 
 #: Micro-batches whose gradients are taken with and without.

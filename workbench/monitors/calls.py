@@ -30,6 +30,7 @@ class BlockNotes:
         attention: Its first attention of its own tokens among themselves; None: not seen.
         logits: The router's, shape (token, expert); None: not seen.
         choices: The experts it chose, shape (token, k); None: not seen.
+        batch_axis: Axis of ``leading`` that counts sequences.
     """
 
     leading: torch.Size
@@ -40,6 +41,7 @@ class BlockNotes:
     attention: AttentionLook | None = None
     logits: Tensor | None = None
     choices: Tensor | None = None
+    batch_axis: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -48,9 +50,10 @@ class BlockNotes:
 
     def rows_as(self, n_rows: int, n_tokens: int) -> Tensor | None:
         """Which tokens count, shape (batch, token), also where the stream has the two the other way round."""
-        if self.rows is None or tuple(self.leading) == (n_rows, n_tokens):
-            return self.rows
-        return self.rows.T if tuple(self.leading) == (n_tokens, n_rows) else None
+        if self.rows is None:
+            return None
+        rows = self.rows.movedim(self.batch_axis, 0)
+        return rows if tuple(rows.shape) == (n_rows, n_tokens) else None
 
 
 class BlockCalls(TorchFunctionMode):

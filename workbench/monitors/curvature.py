@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,12 +13,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workbench.errors import ThresholdError
 from workbench.subjects.probing import undisturbed, unwrap
 
+if TYPE_CHECKING:
+    from workbench.subjects.checkpoint import Subject
+
 #: Gets the model, returns its loss as a 0-dim tensor with a graph.
 LossOf = Callable[[nn.Module], Tensor]
 
 
 def sharpness(
-    model: nn.Module,
+    model: Subject | nn.Module,
     loss_of: LossOf,
     *,
     tolerance: float = 1e-3,
@@ -56,7 +60,7 @@ def sharpness(
 
 
 def preconditioned_sharpness(
-    model: nn.Module,
+    model: Subject | nn.Module,
     loss_of: LossOf,
     optimizer: torch.optim.Optimizer,
     *,

@@ -22,11 +22,12 @@ from workbench.monitors.router import (
     routing_entropy_share,
 )
 from workbench.monitors.scalars import log_z
-from workbench.subjects.anatomy import Anatomy, Site
+from workbench.subjects.anatomy import Anatomy
 from workbench.subjects.attention_weights import Unreadable
 from workbench.subjects.batches import TokenSelection
 from workbench.subjects.probing import call_model, on_device_of, undisturbed, unwrap, watch
 from workbench.subjects.routers import Router, router_weights
+from workbench.subjects.site import Site
 
 PARTS = ("attention", "router", "activations")
 _OF_STATES = {
@@ -204,6 +205,7 @@ class _Pass:
         self, model: nn.Module, anatomy: Anatomy, routers: Mapping[int, Router], batch: Any, parts: Collection[str]
     ) -> None:
         self.model, self.sites, self.routers, self.batch, self.parts = model, anatomy.sites, routers, batch, parts
+        self.layout = anatomy.layout
         self.notes: dict[int, BlockNotes] = {}
         self.states: dict[int, dict[str, Tensor]] = {}
         self._layers = {(site.module, site.call): layer for layer, site in enumerate(self.sites)}
@@ -219,7 +221,7 @@ class _Pass:
     def rows_of(self, leading: torch.Size) -> Tensor | None:
         """Which tokens of that leading shape count, boolean; None: all."""
         if leading not in self._rows:
-            chosen = TokenSelection(None).choose(leading, self.batch)
+            chosen = TokenSelection(None, layout=self.layout).choose(leading, self.batch)
             rows = torch.zeros(leading.numel(), dtype=torch.bool)
             rows[chosen] = True
             self._rows[leading] = None if bool(rows.all()) else rows.view(leading)
@@ -232,7 +234,8 @@ class _Pass:
         leading = site.state_in(args, kwargs).shape[:-1]
         router = self.routers.get(layer) if "router" in self.parts else None
         weight = self.model.get_parameter(router.name) if router else None
-        notes = BlockNotes(leading, self.rows_of(leading), "attention" in self.parts, router, weight)
+        axis, wants_attention = self.layout.states or 0, "attention" in self.parts
+        notes = BlockNotes(leading, self.rows_of(leading), wants_attention, router, weight, batch_axis=axis)
         self.notes[layer] = self._calls.block = notes
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import nn
 
+from workbench.schema import SPECTRA_COUNTS
 from workbench.spectral.dmd import DmdOptions
 from workbench.spectral.measures import Thresholds
 from workbench.spectral.spectra import as_dataset, layer_spectra, progress_bar, warn_if_rank_deficient
@@ -14,7 +16,6 @@ from workbench.subjects.anatomy import Anatomy, read_anatomy
 from workbench.subjects.batches import Batches, TokenSelection
 from workbench.subjects.capture import capture_moments
 from workbench.subjects.checkpoint import Subject, open_checkpoint
-from workbench.subjects.probing import on_device_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -31,6 +32,7 @@ def profile(
     thresholds: Thresholds | None = None,
     stack: str | None = None,
     anatomy: Anatomy | None = None,
+    batch_first: bool | None = None,
     seed: int | None = None,
     n_workers: int | None = None,
     progress: bool = True,
@@ -41,39 +43,46 @@ def profile(
 
     Args:
         subject: From `open_checkpoint`, or any module.
-        inputs: Token ids (batch, token), a mapping of keyword arguments (an ``attention_mask`` is respected), a tuple
-            of positional arguments, texts where the subject has a tokenizer, or an iterable of any of these.
+        inputs: Token ids (batch, token) or of one sequence (token,), as a tensor, an array or lists; a mapping of
+            keyword arguments (an ``attention_mask`` is respected); a tuple of positional arguments; texts where the
+            subject has a tokenizer; or an iterable of any of these.
         n_snapshots: Token states to use, drawn at random over the inputs (in order from an iterator); None: all.
-        skip_first: Leading tokens of each sequence to leave out, in models whose states are (batch, token, feature).
-            The first token of a trained language model often carries massive activations that dominate the covariance.
+        skip_first: Leading tokens of each sequence to leave out. The first token of a trained language model often
+            carries massive activations that dominate the covariance.
         rank: Randomized DMD in this many leading directions; None: every direction. Short for ``options``.
         options: Ridge, rank and numerical rank; see `DmdOptions`.
         thresholds: Bounds of the masses; the paper's by default.
         stack: Name of the block stack to read, where a model has several; see `read_anatomy`.
-        anatomy: Of this model, from `read_anatomy`, to save reading it again; ``stack`` is not looked at then.
+        anatomy: Of this model, from `read_anatomy`, to save reading it again; ``stack`` and ``batch_first`` are not
+            looked at then.
+        batch_first: Whether inputs are (batch, token) or (batch, token, feature), rather than with tokens first; None:
+            find out, see `read_anatomy`.
         seed: Of the choice of tokens and of the randomized rank; None: that of ``options``, by default 0.
         n_workers: Layers decomposed side by side; None: one a core.
         progress: Show bars.
 
     Returns:
-        Spectra dataset, dims ``layer`` and ``mode``.
+        Spectra dataset, dims ``layer`` and ``mode``. Where the depth of a forward depends on the data, the variable
+        ``layer_snapshots`` says how many states each layer was measured on.
 
     Raises:
-        AnatomyError: If the residual stream cannot be read with certainty.
-        SnapshotError: If there are fewer than three states, they do not vary, or a layer holds NaN or infinite values.
+        AnatomyError: If the residual stream cannot be read with certainty, or batch and token cannot be told apart.
+        SnapshotError: If the model cannot run on the inputs, a mask does not fit the states, there are fewer than three
+            states, they do not vary, or a layer holds NaN or infinite values.
     """
-    subject = open_checkpoint(subject) if isinstance(subject, nn.Module) else subject
+    subject = open_checkpoint(subject)
     given = {"rank": rank, "seed": seed}
     options = replace(options or DmdOptions(), **{name: value for name, value in given.items() if value is not None})
     selection = TokenSelection(n_snapshots, skip_first, options.seed)
     probe, batches = Batches.of(inputs, subject).probe_and_all()
     if anatomy is None:
-        anatomy = read_anatomy(subject.model, on_device_of(subject.model, probe), stack=stack)
+        anatomy = read_anatomy(subject.model, probe, stack=stack, batch_first=batch_first)
+    batches = batches.split(anatomy.layout)
     with progress_bar(progress, total=n_snapshots, label="forward", unit="token") as bar:
         moments = capture_moments(
             subject.model,
             anatomy,
-            Batches((on_device_of(subject.model, batch) for batch in batches.items), batches.n_rows),
+            batches,
             selection,
             after_batch=lambda n: bar.update(n - bar.n),
         )
@@ -84,12 +93,18 @@ def profile(
         "subject": subject.name,
         "source": subject.source,
         "stack": anatomy.stack,
-        "n_snapshots": selection.n_chosen,
+        "n_snapshots": max(seen.n_snapshots for seen in moments),
         "token_selection": selection.describe(),
         "dtype": _dtype_name(subject.model),
         "seed": options.seed,
     }
-    return as_dataset(layers, names, thresholds=thresholds, options=options, attrs=attrs)
+    if subject.unloaded:
+        attrs["unloaded"] = subject.unloaded
+    spectra = as_dataset(layers, names, thresholds=thresholds, options=options, attrs=attrs)
+    counts = [seen.n_snapshots for seen in moments]
+    if min(counts) < max(counts):
+        spectra["layer_snapshots"] = ("layer", np.array(counts), SPECTRA_COUNTS["layer_snapshots"].attrs)
+    return spectra
 
 
 def _dtype_name(model: nn.Module) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
-from workbench.subjects.block_calls import Slot, arguments, record_calls, results
-from workbench.subjects.probing import call_model, unwrap
+from workbench.subjects.batches import Batches
+from workbench.subjects.block_calls import Slot, record_calls
+from workbench.subjects.layout import BATCH_FIRST, Layout, layout_of
+from workbench.subjects.probing import call_model, on_device_of, run_foreign, undisturbed, unwrap, watch
+from workbench.subjects.residual_check import why_no_blocks
+from workbench.subjects.site import Site
 from workbench.subjects.stacks import (
     Candidate,
     choose,
@@ -23,49 +26,10 @@ from workbench.subjects.stacks import (
     refuse_several_streams,
 )
 
+if TYPE_CHECKING:
+    from workbench.subjects.checkpoint import Subject
+
 __all__ = ["Anatomy", "Site", "call_model", "read_anatomy"]
-
-
-@dataclass(frozen=True)
-class Site:
-    """One place where the residual stream passes a block.
-
-    Attributes:
-        name: Module path, such as ``transformer.h.3``; later calls of a shared module end in ``#1``, ``#2``, ...
-        module: The block.
-        call: Which call of this module within one forward, from 0.
-        input_slot: Where the state sits in the arguments: a position or a keyword.
-        output_slot: Where it sits in the output: an index or a key; None if the output is the state.
-    """
-
-    name: str
-    module: nn.Module
-    call: int
-    input_slot: Slot = 0
-    output_slot: Slot = None
-
-    def state_in(self, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
-        """Residual stream entering the block, shape (batch, token, feature) or (batch, ..., feature).
-
-        Args:
-            args: Positional arguments, as a forward pre-hook sees them.
-            kwargs: Keyword arguments, as a forward pre-hook with ``with_kwargs=True`` sees them.
-
-        Raises:
-            AnatomyError: If the state is not where it was when the anatomy was read.
-        """
-        return _take(dict(arguments(args, kwargs)), self.input_slot, self.name, "arguments")
-
-    def state_out(self, output: Any) -> Tensor:
-        """Residual stream leaving the block, shaped like `state_in`.
-
-        Args:
-            output: What the block returned: a tensor, or a tuple or mapping that holds it.
-
-        Raises:
-            AnatomyError: If the state is not where it was when the anatomy was read.
-        """
-        return _take(dict(results(output)), self.output_slot, self.name, "output")
 
 
 @dataclass(frozen=True)
@@ -78,15 +42,19 @@ class Anatomy:
         sites: One per block and call.
         width: Size of the stream's last dimension.
         other_stacks: Further complete stacks, such as the encoder when the decoder was chosen.
+        layout: Which axes of inputs and states count sequences.
     """
 
     stack: str
     sites: tuple[Site, ...]
     width: int
     other_stacks: tuple[str, ...] = ()
+    layout: Layout = BATCH_FIRST
 
 
-def read_anatomy(model: nn.Module, inputs: Any, *, stack: str | None = None) -> Anatomy:
+def read_anatomy(
+    model: Subject | nn.Module, inputs: Any, *, stack: str | None = None, batch_first: bool | None = None
+) -> Anatomy:
     """Find the residual blocks by running the model once.
 
     A stack is a set of modules in one container, or of one class under one parent, each of which returns a state of
@@ -94,46 +62,87 @@ def read_anatomy(model: nn.Module, inputs: Any, *, stack: str | None = None) -> 
     the longest is taken; its length must be the one that ``model.config`` promises, where there is a config. In an
     encoder-decoder model the decoder is taken.
 
+    Which axis of the states counts sequences is read as well. Where the model's documentation does not say it, one
+    token is changed in a second run: the change spreads along the axis of tokens.
+
     The model runs in eval mode without gradients. Training flags, random states, weights, buffers and hooks are left
     as they were, also if it raises.
 
     Args:
-        model: Any module.
-        inputs: What `call_model` takes; one short sequence is enough.
+        model: Any module, or a subject from `open_checkpoint`.
+        inputs: As for `workbench.profile`; one short sequence is enough. Of several batches the first is used.
         stack: The stack to read instead of the one that would be chosen, named as in ``Anatomy.stack``. Its blocks
-            must keep the shape of the stream, but need not hand it on unchanged, nor be as many as the config says.
+            must keep the shape of the stream and add to it, but need not hand it on unchanged, nor be as many as the
+            config says.
+        batch_first: Whether inputs are (batch, token) or (batch, token, feature), rather than with tokens first; None:
+            find out.
 
     Returns:
         The blocks.
 
     Raises:
-        AnatomyError: If there is no stack, if the longest one is not complete, if its length is not the config's, or
-            if it carries several residual streams at once.
+        AnatomyError: If there is no stack, if the longest one is not complete, if its length is not the config's, if
+            it carries several residual streams at once, if the modules of ``stack`` are no residual blocks, or if
+            batch and token cannot be told apart.
+        SnapshotError: If the model cannot run on the inputs.
     """
-    model = unwrap(model)
+    subject, model = model, unwrap(model)
+    inputs, _ = Batches.of(inputs, None if subject is model else subject).probe_and_all()
+    inputs = on_device_of(model, inputs)
     calls = record_calls(model, inputs)
     candidates = find_candidates(model, calls)
     plausible = [c for c in candidates if len(c.calls) > 1 and 2 * c.n_links >= len(c.calls) - 1]
-    chosen = choose(model, plausible) if stack is None else choose_by_name(candidates, stack)
+
+    def are_blocks(candidate: Candidate) -> bool:
+        return is_chain(candidate) or not why_no_blocks(model, inputs, _sites(candidate))
+
+    chosen = choose(model, plausible, are_blocks) if stack is None else choose_by_name(candidates, stack, are_blocks)
     refuse_several_streams(chosen, inputs)
     sites = _sites(chosen)
+    if stack is not None and not is_chain(chosen) and (reason := why_no_blocks(model, inputs, sites)):
+        raise AnatomyError(
+            f"The modules of '{stack}' are no residual blocks: {reason}; choose a container of whole blocks, or "
+            "another model."
+        )
     others = [
         c.name
         for c in plausible
         if c is not chosen and c.is_complete and not overlap(c, chosen) and is_outer(c, plausible)
     ]
-    return Anatomy(chosen.name, sites, chosen.shape[-1], tuple(dict.fromkeys(others)))
+    layout = layout_of(
+        model,
+        inputs,
+        chosen.shape[:-1],
+        batch_first=batch_first,
+        state_for=lambda given: _last_state(model, sites[-1], given),
+    )
+    return Anatomy(chosen.name, sites, chosen.shape[-1], tuple(dict.fromkeys(others)), layout)
 
 
-def _take(values: dict[Slot, Any], slot: Slot, name: str, what: str) -> Tensor:
-    value = values.get(slot)
-    if not isinstance(value, Tensor):
-        where = "itself" if slot is None else f"at {slot!r}"
+def _last_state(model: nn.Module, site: Site, inputs: Any) -> Tensor:
+    """The states that leave a block for these inputs, on the host."""
+    found: list[Tensor] = []
+    n_left = 0
+
+    def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        nonlocal n_left
+        if n_left == site.call:
+            found.append(site.state_out(output).detach().cpu().clone())
+        n_left += 1
+
+    with undisturbed(model), watch([(site.module, leave, False)]):
+        run_foreign(model, inputs)
+    if not found:
         raise AnatomyError(
-            f"The {what} of {name} held no tensor {where}, where the residual stream was when the anatomy was read; "
-            "read the anatomy again with the kind of inputs that you use."
+            f"{site.name} ran for the given inputs, but not when one token was changed, so that batch and token cannot "
+            "be told apart; pass batch_first=."
         )
-    return value
+    return found[0]
+
+
+def is_chain(candidate: Candidate) -> bool:
+    """Whether several blocks hand the very state that one returns to the next."""
+    return len(candidate.calls) > 1 and candidate.is_complete
 
 
 def _sites(chosen: Candidate) -> tuple[Site, ...]:

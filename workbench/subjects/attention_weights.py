@@ -10,16 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from workbench.subjects.anatomy import Anatomy, Site, read_anatomy
+from workbench.errors import SnapshotError
+from workbench.subjects.anatomy import Anatomy, read_anatomy
+from workbench.subjects.batches import Batches
 from workbench.subjects.column_matching import Columns, NormStep, Source, find_columns, first_token_columns
 from workbench.subjects.probe_inputs import probe_inputs
-from workbench.subjects.probing import unwrap
+from workbench.subjects.probing import on_device_of, unwrap
+from workbench.subjects.site import Site
 from workbench.subjects.tracing import BlockTrace, PackedAttention, ParameterSlice, Scores, trace_blocks
+
+if TYPE_CHECKING:
+    from workbench.subjects.checkpoint import Subject
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,9 @@ class Unreadable:
     reason: str
 
 
-def query_key_weights(model: nn.Module, inputs: Any, *, anatomy: Anatomy | None = None) -> list[QueryKey | Unreadable]:
+def query_key_weights(
+    model: Subject | nn.Module, inputs: Any, *, anatomy: Anatomy | None = None
+) -> list[QueryKey | Unreadable]:
     """Query and key weights of every block, per head.
 
     The model runs once, on rows made from ``inputs`` that begin with different tokens. Every column of the queries and
@@ -127,8 +135,8 @@ def query_key_weights(model: nn.Module, inputs: Any, *, anatomy: Anatomy | None 
     the stream, and only that is returned.
 
     Args:
-        model: Any module, left as it was.
-        inputs: What `call_model` takes.
+        model: Any module, or a subject from `open_checkpoint`; left as it was.
+        inputs: As for `workbench.profile`; of several batches the first is used.
         anatomy: The model's blocks, if they are known already.
 
     Returns:
@@ -137,14 +145,16 @@ def query_key_weights(model: nn.Module, inputs: Any, *, anatomy: Anatomy | None 
     Raises:
         AnatomyError: If no anatomy was passed and none can be read.
     """
-    model = unwrap(model)
+    subject, model = model, unwrap(model)
+    inputs = on_device_of(model, Batches.of(inputs, None if subject is model else subject).first())
     anatomy = anatomy or read_anatomy(model, inputs)
     last: Exception | None = None
-    for candidate in (probe_inputs(model, inputs), inputs):
+    for candidate in (probe_inputs(model, inputs, anatomy.layout), inputs):
         try:
             readings = trace_blocks(model, candidate, anatomy, _read_block)
             break
         except (
+            SnapshotError,
             RuntimeError,
             ValueError,
             IndexError,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.subjects.probing import call_model, undisturbed, watch
+from workbench.subjects.probing import run_foreign, undisturbed, watch
 
 #: Where a tensor sits in a call's arguments (position or keyword) or in its output (None: the output itself).
 Slot = int | str | None
@@ -78,12 +78,12 @@ def record_calls(model: nn.Module, inputs: Any) -> list[Call]:
 
     requests = [(module, hook, is_before) for module in watched for hook, is_before in ((enter, True), (leave, False))]
     with undisturbed(model), watch(requests):
-        call_model(model, inputs)
+        run_foreign(model, inputs)
     return sorted(calls, key=lambda call: call.index)
 
 
 def _could_be_block(module: nn.Module) -> bool:
-    is_plain_leaf = type(module).__module__.startswith("torch.nn.modules") and not any(module.children())
+    is_plain_leaf = type(module).__module__.startswith("torch.nn.modules") and not any(True for _ in module.children())
     return not is_plain_leaf and any(True for _ in module.parameters())
 
 

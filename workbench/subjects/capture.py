@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import SnapshotError
 from workbench.spectral.moments import SnapshotMoments
-from workbench.subjects.anatomy import Anatomy, Site
-from workbench.subjects.probing import HookRequest, call_model, undisturbed, unwrap, watch
+from workbench.subjects.anatomy import Anatomy
+from workbench.subjects.probing import HookRequest, on_device_of, run_foreign, undisturbed, unwrap, watch
+from workbench.subjects.site import Site
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,10 +39,12 @@ def capture_moments(
         after_batch: Called with the number of states chosen so far.
 
     Returns:
-        One object a site, on the device of the states (on the host where that device has no float64).
+        One object a site, on the device of the states (on the host where that device has no float64). Where the depth
+        of a forward depends on the data, layers have seen different numbers of snapshots.
 
     Raises:
-        SnapshotError: If the stream holds NaN or infinite values; the message names the layer.
+        SnapshotError: If the stream holds NaN or infinite values (the message names the layer), or if blocks run that
+            the anatomy does not know.
     """
     model = unwrap(model)
     selection.begin(batches)
@@ -53,17 +56,47 @@ def capture_moments(
         moments[i].update(x.detach(), y.detach())
 
     watcher = StreamWatcher(anatomy, selection, add)
-    with undisturbed(model), watch(watcher.hooks()):
+    others = _other_members(model, anatomy)
+    unknown = [(module, _refuse_unknown(name), True) for name, module in others.items()]
+    with undisturbed(model), watch([*watcher.hooks(), *unknown]):
         for batch in batches.items:
             if selection.is_complete:
                 break
+            batch = on_device_of(model, batch)
             watcher.begin(batch)
-            call_model(model, batch)
+            run_foreign(model, batch)
             after_batch(selection.n_chosen)
     silent = [site.name for site, of_site in zip(anatomy.sites, moments, strict=True) if of_site is None]
     if silent:
         raise SnapshotError(f"No states passed {silent[0]}; pass inputs that reach every block.")
     return moments
+
+
+def _other_members(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
+    """Members of the container of the blocks that did not run when the anatomy was read."""
+    containers = {site.name.split("#")[0].rpartition(".")[0] for site in anatomy.sites}
+    known = {id(site.module) for site in anatomy.sites}
+    kinds = {type(site.module) for site in anatomy.sites}
+    return {
+        f"{path}.{name}": member
+        for path in containers
+        for name, member in model.get_submodule(path).named_children()
+        if type(member) in kinds and id(member) not in known
+    }
+
+
+def _refuse_unknown(name: str) -> Callable[..., None]:
+    def refuse(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        raise _unknown_block(name)
+
+    return refuse
+
+
+def _unknown_block(name: str) -> SnapshotError:
+    return SnapshotError(
+        f"{name} runs on these inputs but did not when the anatomy was read, so that depth depends on the data; pass "
+        "anatomy=wb.read_anatomy(model, inputs) of inputs that reach every block."
+    )
 
 
 def empty_moments(anatomy: Anatomy, layer: int, states: Tensor) -> SnapshotMoments:
@@ -95,6 +128,7 @@ class StreamWatcher:
         self.sites = anatomy.sites
         wanted = range(len(anatomy.sites)) if layers is None else layers
         self.index = {(id(anatomy.sites[i].module), anatomy.sites[i].call): i for i in wanted}
+        self.n_calls = Counter(id(site.module) for site in anatomy.sites)
         self.selection = selection
         self.take = take
         self.begin(None)
@@ -115,6 +149,8 @@ class StreamWatcher:
         i = self._site(module, self.n_entered)
         if i is not None:
             self.waiting[i] = self._rows(self.sites[i].state_in(args, kwargs), self.sites[i])
+        elif self.n_entered[id(module)] > self.n_calls[id(module)]:
+            raise _unknown_block(f"Another call of {next(s.name for s in self.sites if s.module is module)}")
 
     def leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Hook after a block."""

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.subjects.layout import BATCH_FIRST, Layout
+
 _N_ROWS = 12
 _LENGTHS = (11, 13, 7, 17, 19)
 
 
-def probe_inputs(model: nn.Module, inputs: Any) -> Any:
+def probe_inputs(model: nn.Module, inputs: Any, layout: Layout = BATCH_FIRST) -> Any:
     """Inputs like the given ones, with twelve different rows.
 
     Token ids are drawn from those given, at a length that divides no dimension of the model's weights, so that shapes
@@ -21,6 +23,7 @@ def probe_inputs(model: nn.Module, inputs: Any) -> Any:
     Args:
         model: The model that they are for.
         inputs: What `call_model` takes.
+        layout: Which axis of the inputs counts sequences; where that is not known they are taken as they are.
 
     Returns:
         The same structure; it is the same every time, and the global random state is untouched.
@@ -28,11 +31,16 @@ def probe_inputs(model: nn.Module, inputs: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     sizes = {size for p in model.parameters() for size in p.shape}
     n_tokens = next((n for n in _LENGTHS if all(size % n for size in sizes)), _LENGTHS[0])
-    n_given = _n_rows(inputs)
+    if layout.inputs is None:
+        return inputs
+    n_given = _n_rows(inputs, layout.inputs)
 
     def remake(value: Any, name: str) -> Any:
-        if not isinstance(value, Tensor) or not value.ndim or value.shape[0] != n_given:
+        if not isinstance(value, Tensor) or value.ndim <= layout.inputs or value.shape[layout.inputs] != n_given:
             return value
+        return remade(value.movedim(layout.inputs, 0), name).movedim(0, layout.inputs)
+
+    def remade(value: Tensor, name: str) -> Tensor:
         if value.is_floating_point():
             copies = value[torch.arange(_N_ROWS) % n_given].clone()
             scale = 0.1 * float(value.float().std(correction=0)) if "mask" not in name else 0.0
@@ -66,8 +74,8 @@ def _draw(tokens: Tensor, n_tokens: int, generator: torch.Generator) -> Tensor:
     return torch.cat([firsts[:, None], rest], dim=1).to(tokens)
 
 
-def _n_rows(inputs: Any) -> int:
+def _n_rows(inputs: Any, axis: int) -> int:
     values = (
         inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
     )
-    return next((value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim), 0)
+    return next((value.shape[axis] for value in values if isinstance(value, Tensor) and value.ndim > axis), 0)

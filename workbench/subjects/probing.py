@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import random
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +15,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workbench.errors import SnapshotError
+from workbench.errors import AnatomyError, SnapshotError, WorkbenchError
 from workbench.subjects.families import RUN_OVERRIDES
+from workbench.subjects.refused_inputs import reason_for
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from workbench.subjects.checkpoint import Subject
 
 #: A hook as `watch` attaches it: the module, the hook, and whether it runs before the module.
 HookRequest = tuple[nn.Module, Callable[..., None], bool]
@@ -75,9 +80,34 @@ def _decoder_tokens(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
     return {"decoder_input_ids": torch.full((inputs.shape[0], 1), start, device=inputs.device)}
 
 
+def run_foreign(model: nn.Module, inputs: Any) -> Any:
+    """`call_model` on inputs that the model may refuse: what it raises becomes one sentence.
+
+    Raises:
+        SnapshotError: If the model cannot run on the inputs; the model's own error is its cause.
+    """
+    try:
+        return call_model(model, inputs)
+    except WorkbenchError:
+        raise
+    except Exception as error:
+        raise SnapshotError(reason_for(model, inputs, error)) from error
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model takes its inputs: the device of its parameters, or where those that are offloaded are sent to."""
+    parameters = (parameter.device for parameter in model.parameters() if parameter.device.type != "meta")
+    if (device := next(parameters, None)) is not None:
+        return device
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    places = (getattr(hook, "execution_device", None) for hook in hooks)
+    place = next((place for place in places if place is not None), None)
+    return torch.device("cpu" if place is None else place)
+
+
 def on_device_of(model: nn.Module, batch: Any) -> Any:
-    """The batch where the model's weights are."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    """The batch where the model takes its inputs."""
+    device = device_of(model)
     if isinstance(batch, torch.Tensor):
         return batch.to(device)
     if isinstance(batch, tuple | list):
@@ -87,9 +117,38 @@ def on_device_of(model: nn.Module, batch: Any) -> Any:
     return batch
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module that ``torch.compile`` wrapped: compiled code ignores hooks that come later."""
-    return getattr(model, "_orig_mod", model)
+def module_of(model: Subject | nn.Module) -> nn.Module:
+    """The module of a subject; a module, or what stands for one and gives its parameters by name, is its own.
+
+    Raises:
+        AnatomyError: If it is no module, or one that runs no hooks.
+    """
+    module = model if hasattr(model, "get_parameter") else getattr(model, "model", None)
+    if not hasattr(module, "get_parameter"):
+        raise AnatomyError(
+            f"A model is a {type(model).__name__}, expected an nn.Module or a subject from wb.open_checkpoint()."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise AnatomyError(
+            f"{getattr(module, 'original_name', type(module).__name__)} is compiled by TorchScript, which runs no "
+            "hooks; pass the module that it was made from."
+        )
+    return module
+
+
+def unwrap(model: Subject | nn.Module) -> nn.Module:
+    """The module of a subject, out of ``torch.compile``: compiled code ignores hooks that come later.
+
+    Raises:
+        AnatomyError: As `module_of`.
+    """
+    module = module_of(model)
+    return getattr(module, "_orig_mod", module)
+
+
+def as_written() -> AbstractContextManager:
+    """Modules run as they were written: compiled code ignores hooks that come later."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
@@ -103,6 +162,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         model: The module that will run; its existing hooks stay and run.
     """
     with ExitStack() as stack:
+        stack.enter_context(as_written())
         stack.enter_context(_restored_random_state())
         stack.enter_context(_restored_attributes(model))
         stack.enter_context(_config_overrides(model))
@@ -153,26 +213,70 @@ def _restored_random_state() -> Iterator[None]:
 
 #: Tables of nn.Module that hold children, weights and hooks, not plain attributes.
 _TABLES = frozenset(nn.Module().__dict__) - {"training"}
+#: Those of them that a forward may add to, and that are put back: transformers, for one, adds hooks in the first call
+#: that captures hidden states, and remembers in a plain attribute that it has.
+_RESTORED = tuple(name for name in sorted(_TABLES) if "hooks" in name or name in ("_buffers", "_modules"))
 
 
 @contextmanager
 def _restored_attributes(model: nn.Module) -> Iterator[None]:
-    """Put back training flags, plain attributes and the identity of buffers."""
-    before = [(module, _plain_attributes(module), dict(module._buffers)) for module in model.modules()]
+    """Put back training flags, plain attributes, hooks, children and the identity of buffers."""
+    before = [
+        (module, _plain_attributes(module), {name: dict(module.__dict__[name]) for name in _tables(module)})
+        for module in model.modules()
+    ]
+    contents = _Contents()
+    for _, attributes, _ in before:
+        contents.remember(attributes)
     try:
         yield
     finally:
-        for module, attributes, buffers in before:
+        contents.put_back()
+        for module, attributes, tables in before:
             for name in _plain_attributes(module).keys() - attributes.keys():
                 module.__dict__.pop(name)
             module.__dict__.update(attributes)
-            if module._buffers.keys() != buffers.keys() or any(module._buffers[k] is not buffers[k] for k in buffers):
-                module._buffers.clear()
-                module._buffers.update(buffers)
+            for name, table in tables.items():
+                now = module.__dict__[name]
+                if now.keys() != table.keys() or any(now[key] is not table[key] for key in table):
+                    now.clear()
+                    now.update(table)
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name not in _TABLES}
+
+
+def _tables(module: nn.Module) -> list[str]:
+    return [name for name in _RESTORED if isinstance(module.__dict__.get(name), dict)]
+
+
+class _Contents:
+    """Lists, dictionaries and sets among attributes, at any depth, as they were: a forward may write into them."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Any, Any]] = {}
+
+    def remember(self, attributes: Mapping[str, Any]) -> None:
+        """Note what the containers among the values hold."""
+        waiting = list(attributes.values())
+        while waiting:
+            value = waiting.pop()
+            if type(value) not in (list, dict, set, deque) or id(value) in self._copies:
+                continue
+            self._copies[id(value)] = (value, value.copy())
+            waiting += value.values() if isinstance(value, dict) else value
+
+    def put_back(self) -> None:
+        """Write it into them again, where it has changed."""
+        for value, copy in self._copies.values():
+            if isinstance(value, dict):
+                is_same = value.keys() == copy.keys() and all(value[key] is copy[key] for key in copy)
+            else:
+                is_same = len(value) == len(copy) and all(a is b for a, b in zip(value, copy, strict=True))
+            if not is_same:
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(copy)
 
 
 @contextmanager
@@ -204,6 +308,9 @@ def _without_fast_path() -> Iterator[None]:
 
 class _WriteGuard(TorchDispatchMode):
     """Copy a parameter or buffer just before an operation writes to it; write the copies back on leaving."""
+
+    #: flex_attention is an operator of operators, which torch otherwise refuses to run in a dispatch mode.
+    supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

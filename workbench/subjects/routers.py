@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from workbench.subjects.anatomy import Anatomy, Site, read_anatomy
+from workbench.subjects.anatomy import Anatomy, read_anatomy
 from workbench.subjects.attention_weights import Unreadable
-from workbench.subjects.probing import unwrap
+from workbench.subjects.batches import Batches
+from workbench.subjects.probing import on_device_of, unwrap
+from workbench.subjects.site import Site
 from workbench.subjects.tracing import BlockTrace, ParameterSlice, Projection, Selection, trace_blocks
+
+if TYPE_CHECKING:
+    from workbench.subjects.checkpoint import Subject
 
 
 @dataclass(frozen=True)
@@ -51,15 +56,17 @@ class Router:
         return replace(self, weight=_read(model, self.rows), bias=bias)
 
 
-def router_weights(model: nn.Module, inputs: Any, *, anatomy: Anatomy | None = None) -> list[Router | Unreadable]:
+def router_weights(
+    model: Subject | nn.Module, inputs: Any, *, anatomy: Anatomy | None = None
+) -> list[Router | Unreadable]:
     """Routers of the blocks that have one.
 
     The model runs once. A router is the linear map with one output per expert whose logits, as they are or through
     softmax or sigmoid, are what the largest are taken of; that is checked on the values.
 
     Args:
-        model: Any module, left as it was.
-        inputs: What `call_model` takes.
+        model: Any module, or a subject from `open_checkpoint`; left as it was.
+        inputs: As for `workbench.profile`; of several batches the first is used.
         anatomy: The model's blocks, if they are known already.
 
     Returns:
@@ -69,7 +76,8 @@ def router_weights(model: nn.Module, inputs: Any, *, anatomy: Anatomy | None = N
     Raises:
         AnatomyError: If no anatomy was passed and none can be read.
     """
-    model = unwrap(model)
+    subject, model = model, unwrap(model)
+    inputs = on_device_of(model, Batches.of(inputs, None if subject is model else subject).first())
     anatomy = anatomy or read_anatomy(model, inputs)
     found = trace_blocks(model, inputs, anatomy, _find_router)
     routers = []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,10 @@ from workbench.errors import AnatomyError
 from workbench.subjects.block_calls import Call, Slot
 from workbench.subjects.block_counts import BlockCount, block_counts
 
+#: Whether the members of a candidate are residual blocks.
+AreBlocks = Callable[["Candidate"], bool]
+#: Candidates that a message names at most, and that are tried for it.
+_MOST_LISTED, _MOST_TRIED = 6, 12
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 #: Least share of the parameters of all repeated modules that a stack must hold if no config confirms its length.
 _LEAST_COVERAGE = 0.5
@@ -43,16 +47,16 @@ class Candidate:
 
     @property
     def streams(self) -> list[tuple[int, ...]]:
-        """Shapes of the different states that every block changes and hands on side by side."""
-        fewest: list[tuple[int, ...]] | None = None
+        """Shapes of the different states that most blocks change and hand on side by side.
+
+        Most, not all: the last block of a model with two streams often returns one of them alone.
+        """
+        found = []
         for before, after in pairwise(self.calls):
             taken = {state.fingerprint for state in after.inputs}
             changed = {state.fingerprint: state.shape for state in before.changed}
-            handed_on = [
-                shape for fingerprint, shape in changed.items() if fingerprint in taken and shape in after.shapes
-            ]
-            fewest = handed_on if fewest is None else min(fewest, handed_on, key=len)
-        return fewest or []
+            found.append([shape for fingerprint, shape in changed.items() if fingerprint in taken])
+        return sorted(found, key=len)[len(found) // 2] if found else []
 
     @property
     def is_complete(self) -> bool:
@@ -132,16 +136,23 @@ def is_outer(candidate: Candidate, among: Sequence[Candidate]) -> bool:
     return not any(_is_inside(candidate, other) for other in among if other is not candidate)
 
 
-def choose_by_name(candidates: Sequence[Candidate], stack: str) -> Candidate:
+def choose_by_name(candidates: Sequence[Candidate], stack: str, are_blocks: AreBlocks) -> Candidate:
     """The candidate of that name.
+
+    Args:
+        candidates: All that ran.
+        stack: The name.
+        are_blocks: Whether the members of a candidate are residual blocks; only such are suggested.
 
     Raises:
         AnatomyError: If there is none, or its blocks change the shape of the stream.
     """
     found = [c for c in candidates if c.name == stack]
     if not found:
+        others = _listed(candidates, are_blocks)
         raise AnatomyError(
-            f"There is no stack '{stack}' whose modules ran; expected one of {_listed(candidates) or 'none'}."
+            f"There is no stack '{stack}' whose modules ran; "
+            + (f"expected one of {others}." if others else "no container of this model holds residual blocks.")
         )
     if not found[0].shape:
         raise AnatomyError(
@@ -151,18 +162,20 @@ def choose_by_name(candidates: Sequence[Candidate], stack: str) -> Candidate:
     return found[0]
 
 
-def _listed(candidates: Sequence[Candidate]) -> str:
-    """The most promising candidates, for messages."""
-    ranked = sorted((c for c in candidates if len(c.calls) > 1 or c.shape), key=lambda c: -len(c.calls))
-    return ", ".join(map(str, ranked[:6]))
+def _listed(candidates: Sequence[Candidate], are_blocks: AreBlocks) -> str:
+    """The most promising candidates, for messages: what is named there can be passed as ``stack=``."""
+    ranked = sorted((c for c in candidates if c.shape and len(c.calls) > 1), key=lambda c: -len(c.calls))
+    fitting = (c for c in ranked[:_MOST_TRIED] if are_blocks(c))
+    return ", ".join(map(str, islice(fitting, _MOST_LISTED)))
 
 
-def choose(model: nn.Module, plausible: Sequence[Candidate]) -> Candidate:
+def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBlocks) -> Candidate:
     """The candidate that is the model's residual stream.
 
     Args:
         model: The model, for its config.
         plausible: Candidates of which at least half of the links hold.
+        are_blocks: As in `choose_by_name`.
 
     Raises:
         AnatomyError: If there is doubt.
@@ -173,17 +186,20 @@ def choose(model: nn.Module, plausible: Sequence[Candidate]) -> Candidate:
             f"{type(model).__name__} has no stack of residual blocks: no two modules of one kind hand a state of one "
             "shape on unchanged"
             + (f" (the config says {counts[0]})" if counts else "")
-            + "; if a single module is the block, pass its container as stack=."
+            + "; residuals that are added outside of modules cannot be read, and if a single module is the block, pass "
+            "its container as stack=."
         )
     if counts:
-        return _choose_by_count(model, plausible, counts)
+        return _choose_by_count(model, plausible, counts, are_blocks)
     chosen = _choose_by_length(plausible)
-    _refuse_incomplete(chosen, plausible)
+    _refuse_incomplete(chosen, plausible, are_blocks)
     _refuse_low_coverage(model, chosen, plausible)
     return chosen
 
 
-def _choose_by_count(model: nn.Module, plausible: Sequence[Candidate], counts: Sequence[BlockCount]) -> Candidate:
+def _choose_by_count(
+    model: nn.Module, plausible: Sequence[Candidate], counts: Sequence[BlockCount], are_blocks: AreBlocks
+) -> Candidate:
     """The complete stack of the length that the config promises; the outermost, and the last to run."""
     for position, count in enumerate(counts):
         fitting = [c for c in plausible if c.is_complete and len(c.calls) == count.n_blocks]
@@ -199,10 +215,12 @@ def _choose_by_count(model: nn.Module, plausible: Sequence[Candidate], counts: S
             break
     incomplete = [c for c in plausible if not c.is_complete and len(c.calls) == counts[0].n_blocks]
     if incomplete:
-        _refuse_incomplete(incomplete[0], plausible)
+        _refuse_incomplete(incomplete[0], plausible, are_blocks)
+    found = ", ".join(map(str, sorted(plausible, key=lambda c: -len(c.calls))[:_MOST_LISTED]))
+    fitting = _listed(plausible, are_blocks)
     raise AnatomyError(
-        f"The config of {type(model).__name__} says {counts[0]}, but the stacks found are {_listed(plausible)}; "
-        "pass the right one as stack=."
+        f"The config of {type(model).__name__} says {counts[0]}, but the stacks found are {found}; "
+        + (f"pass as stack= one of {fitting}." if fitting else "none of them can be read.")
     )
 
 
@@ -231,7 +249,7 @@ def _is_made_of(outer: Candidate, inner: Candidate) -> bool:
     return inner.is_complete and len(kinds) == 1
 
 
-def _refuse_incomplete(chosen: Candidate, plausible: Sequence[Candidate]) -> None:
+def _refuse_incomplete(chosen: Candidate, plausible: Sequence[Candidate], are_blocks: AreBlocks) -> None:
     if chosen.is_complete:
         return
     if not chosen.shape:
@@ -239,9 +257,10 @@ def _refuse_incomplete(chosen: Candidate, plausible: Sequence[Candidate]) -> Non
     else:
         broken = [b.name for a, b in pairwise(chosen.calls) if not links_between(a, b, chosen.shape)]
         reason = f"what reaches {broken[0]} is not what the block before it returned"
+    others = _listed([c for c in plausible if c is not chosen], are_blocks)
     raise AnatomyError(
         f"The longest stack, {chosen}, is not one residual stream: {reason}; "
-        f"pass as stack= one of {_listed([c for c in plausible if c.is_complete]) or 'your containers of blocks'}."
+        f"pass as stack= {f'one of {others}' if others else 'a container of whole blocks'}."
     )
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from workbench.subjects.anatomy import Anatomy, Site
-from workbench.subjects.probing import call_model, storage_pointer, undisturbed, watch
+from workbench.subjects.anatomy import Anatomy
+from workbench.subjects.probing import run_foreign, storage_pointer, undisturbed, watch
+from workbench.subjects.site import Site
 
 Finding = TypeVar("Finding")
 
@@ -154,12 +155,12 @@ def trace_blocks(
         recorder.record_leaf(module, args, output)
 
     blocks = dict.fromkeys(site.module for site in anatomy.sites)
-    leaves = dict.fromkeys(m for block in blocks for m in block.modules() if not any(m.children()))
+    leaves = dict.fromkeys(m for block in blocks for m in block.modules() if not any(True for _ in m.children()))
     requests = [(block, enter, True) for block in blocks]
     requests += [(module, leaf, False) for module in leaves if module not in blocks]
     requests += [(block, leave, False) for block in blocks]
     with undisturbed(model), watch(requests), recorder:
-        call_model(model, inputs)
+        run_foreign(model, inputs)
     return [findings[layer] for layer in sorted(findings)]
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from workbench.errors import ThresholdError
+from workbench.subjects.probing import module_of
+
+if TYPE_CHECKING:
+    from workbench.subjects.checkpoint import Subject
 
 DEFAULT_RATE = 1e-3
 SCHEDULES = ("constant", "cosine", "linear")
@@ -92,14 +96,14 @@ class TrainingPlan:
         progress = min(1.0, max(0, step - self.warmup) / max(1, self.n_steps - self.warmup))
         return factor * (0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress)
 
-    def optimizer_for(self, model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer_for(self, model: Subject | nn.Module) -> torch.optim.Optimizer:
         """A fresh optimizer over the model's trainable weights, or the ready one.
 
         Raises:
             ThresholdError: If nothing is trainable, a ready optimizer holds other weights, or a named one does not
                 take these options.
         """
-        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        weights = [parameter for parameter in module_of(model).parameters() if parameter.requires_grad]
         if not weights:
             raise ThresholdError("The model has no trainable weights; set requires_grad on some of them.")
         rate = DEFAULT_RATE if self.learning_rate is None else self.learning_rate

@@ -24,9 +24,8 @@ from workbench.schema import ROUTER
 from workbench.subjects.anatomy import Anatomy, read_anatomy
 from workbench.subjects.attention_weights import QueryKey, Unreadable, query_key_weights
 from workbench.subjects.batches import take_rows
-from workbench.subjects.probing import on_device_of
+from workbench.subjects.probing import as_written, on_device_of
 from workbench.subjects.routers import Router, router_weights
-from workbench.training.kss.attachment import as_written
 from workbench.training.recording import SpectraTaker
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from workbench.monitors.scalars import SpikeScore
 from workbench.run_writer import RunWriter
 from workbench.spectral.spectra import versions
 from workbench.store import open_run
-from workbench.subjects.probing import on_device_of
+from workbench.subjects.probing import module_of, on_device_of
 from workbench.training.configuration import describe_model, first_difference
 from workbench.training.kss.attachment import bare, innermost
 from workbench.training.recording import recorded_configuration
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from workbench.monitors.alarms import Alarms
+    from workbench.subjects.checkpoint import Subject
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Recorder:
 
     def attach(
         self,
-        model: nn.Module,
+        model: Subject | nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         writer: BackgroundWriter | None = None,
@@ -148,7 +149,7 @@ class Recorder:
         """Watch a model that a loop trains: one line before it.
 
         Args:
-            model: The module that the loop calls; it may be wrapped by DDP, FSDP2 or ``torch.compile``.
+            model: The module that the loop calls, or its subject; it may be wrapped by DDP, FSDP2 or ``torch.compile``.
             optimizer: Over its weights, or over copies of them in float32; it may be wrapped too.
             writer: Of another's store, where the parts go beside the numbers of each update, which are its owner's.
             probe: Instead of the recorder's own.
@@ -164,6 +165,7 @@ class Recorder:
         """
         if self._attached is not None and self._attached.is_attached:
             raise ThresholdError("The recorder is attached already; detach it first, or use another one.")
+        model = module_of(model)
         weights = Weights(bare(model), innermost(optimizer))
         goes_on = self._is_loaded or (self._last_model is not None and self._last_model() is bare(model))
         if not goes_on:
@@ -212,7 +214,7 @@ class Recorder:
 
         return lightning_callback(self)
 
-    def prepare(self, model: nn.Module, inputs: Any) -> None:
+    def prepare(self, model: Subject | nn.Module, inputs: Any) -> None:
         """Read blocks, queries, keys and routers now, from a model that cannot be read later because it is sharded.
 
         Args:
@@ -222,7 +224,7 @@ class Recorder:
         Raises:
             AnatomyError: If the blocks cannot be read.
         """
-        model = bare(model)
+        model = bare(module_of(model))
         reading = read_model(model, on_device_of(model, inputs))
         if reading.anatomy is None:
             raise AnatomyError(reading.troubles["anatomy"])

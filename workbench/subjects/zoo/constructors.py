@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from workbench.subjects.probing import module_of
 from workbench.subjects.zoo.blocks import ZooModel
 from workbench.subjects.zoo.config import ArchitectureConfig, Norm
 from workbench.subjects.zoo.decoders import KanTransformer, Transformer
@@ -14,6 +15,9 @@ from workbench.subjects.zoo.initialization import initialize
 from workbench.subjects.zoo.mixture import MoeTransformer
 from workbench.subjects.zoo.state_space import Mamba
 from workbench.subjects.zoo.vision import VisionTransformer
+
+if TYPE_CHECKING:
+    from workbench.subjects.checkpoint import Subject
 
 _CLASSES: dict[str, type[ZooModel]] = {
     "transformer": Transformer,
@@ -47,9 +51,9 @@ def count_parameters(config: ArchitectureConfig) -> int:
     return sum(parameter.numel() for parameter in _on_meta(config).parameters())
 
 
-def is_zoo_model(model: nn.Module) -> bool:
+def is_zoo_model(model: Subject | nn.Module) -> bool:
     """Whether a model is made from an `ArchitectureConfig` alone, and can be saved as such."""
-    return isinstance(model, ZooModel)
+    return isinstance(module_of(model), ZooModel)
 
 
 def transformer(norm: Norm = "pre_ln", **options: Any) -> Transformer:

@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.errors import CheckpointError
+from workbench.subjects.probing import module_of
 from workbench.subjects.zoo.config import ArchitectureConfig
 from workbench.subjects.zoo.constructors import build
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from workbench.subjects.checkpoint import Subject
     from workbench.subjects.zoo.decoders import Transformer
 
 
-def from_gpt2(model: nn.Module) -> Transformer:
+def from_gpt2(model: Subject | nn.Module) -> Transformer:
     """The transformer of the zoo that computes what a GPT-2 model computes.
 
     Dropout is left out, so they agree in eval mode.
@@ -32,6 +34,7 @@ def from_gpt2(model: nn.Module) -> Transformer:
     """
     from transformers import GPT2LMHeadModel
 
+    model = module_of(model)
     _check_class(model, GPT2LMHeadModel)
     theirs = model.config
     _refuse(theirs, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
@@ -65,7 +68,7 @@ def from_gpt2(model: nn.Module) -> Transformer:
     return _filled(config, ours, model)
 
 
-def from_llama(model: nn.Module) -> Transformer:
+def from_llama(model: Subject | nn.Module) -> Transformer:
     """The transformer of the zoo that computes what a Llama model computes.
 
     Args:
@@ -79,6 +82,7 @@ def from_llama(model: nn.Module) -> Transformer:
     """
     from transformers import LlamaForCausalLM
 
+    model = module_of(model)
     _check_class(model, LlamaForCausalLM)
     theirs = model.config
     head_dim = theirs.hidden_size // theirs.num_attention_heads

@@ -16,15 +16,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from workbench.errors import ThresholdError
+from workbench.subjects.probing import module_of
 from workbench.subjects.zoo import Transformer
 from workbench.training.baselines.weights import make_plain, require_plain
+
+if TYPE_CHECKING:
+    from workbench.subjects.checkpoint import Subject
 
 OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 
@@ -51,7 +55,7 @@ class MuP:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ThresholdError(f"{name} is {value}, expected a whole number of at least 1.")
 
-    def apply(self, model: nn.Module) -> Callable[[], None]:
+    def apply(self, model: Subject | nn.Module) -> Callable[[], None]:
         """Put initial sizes and multipliers on a fresh model, in place, before its optimizer is made.
 
         Args:
@@ -63,6 +67,7 @@ class MuP:
         Raises:
             ThresholdError: If it is another model, or parametrized already.
         """
+        model = module_of(model)
         config = _config_of(model)
         require_plain(model)
         m = self.multiplier(model)
@@ -77,11 +82,11 @@ class MuP:
             _scale(block.attention.query_norm if config.qk_norm else block.attention.query, query_scale)
         return lambda: make_plain(model)
 
-    def multiplier(self, model: nn.Module) -> float:
+    def multiplier(self, model: Subject | nn.Module) -> float:
         """m, the width over the base width."""
-        return _config_of(model).d_model / self.base_width
+        return _config_of(module_of(model)).d_model / self.base_width
 
-    def optimizer(self, model: nn.Module, rate: float, name: str = "AdamW", **options: Any) -> MuPOptimizer:
+    def optimizer(self, model: Subject | nn.Module, rate: float, name: str = "AdamW", **options: Any) -> MuPOptimizer:
         """For ``train(optimizer=)``, without ``learning_rate``, which would make the groups' rates equal.
 
         Args:
@@ -97,7 +102,7 @@ class MuP:
             raise ThresholdError(f"muP's rates are those of {', '.join(OPTIMIZERS)}, not of '{name}'; choose one.")
         if not 0 < rate < math.inf:
             raise ThresholdError(f"The learning rate is {rate}, expected a positive number.")
-        return MuPOptimizer(rate, self.multiplier(model), name, dict(options), model)
+        return MuPOptimizer(rate, self.multiplier(model), name, dict(options), module_of(model))
 
 
 @dataclass(frozen=True)

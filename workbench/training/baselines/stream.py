@@ -20,6 +20,7 @@ from workbench.subjects.probing import HookRequest, on_device_of, unwrap, watch
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from workbench.subjects.checkpoint import Subject
     from workbench.training.baselines.penalties import Penalty
 
 
@@ -69,7 +70,7 @@ class PenaltyTerms:
     """
 
     def __init__(
-        self, model: nn.Module, penalties: Sequence[Penalty], *, seed: int = 0, stack: str | None = None
+        self, model: Subject | nn.Module, penalties: Sequence[Penalty], *, seed: int = 0, stack: str | None = None
     ) -> None:
         from workbench.training.baselines.penalties import Penalty
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,11 @@ from torch.nn.utils import parametrizations, parametrize
 from workbench.errors import ThresholdError
 from workbench.subjects.anatomy import read_anatomy
 from workbench.subjects.batches import take_rows
-from workbench.subjects.probing import on_device_of, unwrap
+from workbench.subjects.probing import module_of, on_device_of, unwrap
 from workbench.subjects.zoo import is_zoo_model
+
+if TYPE_CHECKING:
+    from workbench.subjects.checkpoint import Subject
 
 #: Power iterations on a fresh matrix; a random one's leading singular values lie close together.
 _FIRST_ITERATIONS = 200
@@ -33,7 +36,7 @@ _FIRST_ITERATIONS = 200
 class LinearParametrization(ABC):
     """A parametrization of every linear map in the residual blocks."""
 
-    def apply(self, model: nn.Module, inputs: Any = None) -> Callable[[], None]:
+    def apply(self, model: Subject | nn.Module, inputs: Any = None) -> Callable[[], None]:
         """Put it on a model, in place, before its optimizer is made.
 
         Args:
@@ -48,6 +51,7 @@ class LinearParametrization(ABC):
                 be found without inputs, or one of them is zero where a norm is to be 1.
             AnatomyError: If the residual stream cannot be read with certainty.
         """
+        model = module_of(model)
         linears = list(_linear_maps(model, inputs))
         require_plain(model)
         names = {module: name for name, module in model.named_modules()}
@@ -156,9 +160,9 @@ def make_plain(model: nn.Module) -> None:
                     parametrize.remove_parametrizations(module, name, leave_parametrized=True)
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
+def plain_copy(model: Subject | nn.Module) -> nn.Module:
     """A copy without parametrizations that computes the same, to save with `workbench.save_checkpoint` or to study."""
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(module_of(model))
     for module in model.modules():
         if parametrize.is_parametrized(module):
             # torch keeps the parametrized names on a class that the copy shares, and takes them off that class.

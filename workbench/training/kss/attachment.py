@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,11 +42,6 @@ def recomputation_error(model: nn.Module) -> SnapshotError:
         f"{type(model).__name__} recomputes its activations even in eval mode, which hides them from KSS; use "
         "torch.utils.checkpoint only while module.training is True."
     )
-
-
-def as_written() -> AbstractContextManager:
-    """Modules run as they were written: compiled code ignores hooks that come later."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainerCallback
 
+    from workbench.subjects.checkpoint import Subject
     from workbench.training.kss.shaper import Shaper
 
 COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
@@ -208,7 +209,7 @@ class KSS:
 
         return stop
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Shaper:
+    def attach(self, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> Shaper:
         """Let KSS act on a model in any training loop: one line before it.
 
             with kss.attach(model, optimizer):
@@ -220,7 +221,7 @@ class KSS:
         Gradient accumulation, mixed precision, gradient checkpointing and DDP need nothing more.
 
         Args:
-            model: The module that the loop calls; it may be wrapped by DDP or ``torch.compile``.
+            model: The module that the loop calls, or its subject; it may be wrapped by DDP or ``torch.compile``.
             optimizer: Over its weights; it may be wrapped too.
 
         Returns:

@@ -17,9 +17,8 @@ from workbench.spectral.moments import SnapshotMoments
 from workbench.subjects.anatomy import Anatomy, read_anatomy
 from workbench.subjects.batches import Batches, TokenSelection, count_rows, take_rows
 from workbench.subjects.capture import StreamWatcher, empty_moments
-from workbench.subjects.probing import call_model, undisturbed, watch
+from workbench.subjects.probing import as_written, call_model, module_of, undisturbed, watch
 from workbench.training.kss.attachment import (
-    as_written,
     bare,
     check_attachable,
     entrances,
@@ -38,6 +37,7 @@ from workbench.training.kss.trust_region import energy_gain
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from workbench.subjects.checkpoint import Subject
     from workbench.training.kss.control import KSS
 
 #: A trust region that watches the energy gain takes eigenvalues in every so many of its looks.
@@ -60,8 +60,9 @@ class Shaper:
         n_skipped: Layers left out although they were due, by reason, over all steps.
     """
 
-    def __init__(self, kss: KSS, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, kss: KSS, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.kss = kss
+        model = module_of(model)
         self.model = bare(model)
         self.optimizer = innermost(optimizer)
         check_attachable(self.model, self.optimizer)
@@ -332,11 +333,13 @@ class Shaper:
         options = self.kss.options
         # Of the step alone: resuming needs no more, and ranks whose last batches differ draw the same layers.
         random = np.random.default_rng([options.seed, self.step])
-        n_rows = count_rows(inputs)
         if self._anatomy is None:
-            self._anatomy = read_anatomy(model, take_rows(inputs, torch.arange(min(2, n_rows))))
+            self._anatomy = read_anatomy(model, inputs)
+        layout = self._anatomy.layout
         layers = self._draw_layers(control, random)
-        inputs = take_rows(inputs, self._draw_rows(n_rows, random))
+        if layout.can_split:
+            axis = layout.inputs or 0
+            inputs = take_rows(inputs, self._draw_rows(count_rows(inputs, axis), random), axis)
         selection = TokenSelection(options.n_snapshots, options.skip_first, int(random.integers(2**31)))
         states: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -349,7 +352,7 @@ class Shaper:
             )
 
         watcher = StreamWatcher(self._anatomy, selection, take, layers=layers)
-        selection.begin(Batches([inputs], [count_rows(inputs)]))
+        selection.begin(Batches([inputs], True, layout))
         watcher.begin(inputs)
         device = next(self.model.parameters()).device.type
         with (
@@ -359,7 +362,7 @@ class Shaper:
             torch.autocast(device, enabled=False),
         ):
             call_model(model, inputs)
-        self._states_of_a_row = watcher.leading.numel() / watcher.leading[0]
+        self._states_of_a_row = watcher.leading.numel() / count_rows(inputs, layout.inputs or 0)
         return {i: self._moments(i, *states[i]) for i in layers}
 
     def _moments(self, layer: int, x: Tensor, y: Tensor) -> SnapshotMoments:

@@ -158,18 +158,14 @@ def _forward_pass(model: nn.Module, anatomy: Anatomy, inputs: Any, *, factor: fl
     def enlarge(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if next(calls) != site.call or factor == 1:
             return None
-        if isinstance(site.input_slot, str):
-            return args, {**kwargs, site.input_slot: kwargs[site.input_slot] * factor}
-        changed = list(args)
-        changed[site.input_slot] = changed[site.input_slot] * factor
-        return tuple(changed), kwargs
+        return site.with_state(args, kwargs, site.state_in(args, kwargs) * factor)
 
     def take(layer: int, x: Tensor, y: Tensor) -> None:
         for name, of, state in (("first", 0, x), ("last", last, y)):
             if layer == of:
                 rms[name] = math.sqrt(float(state.detach().double().square().mean()))
 
-    watcher = StreamWatcher(anatomy, TokenSelection(None), take, layers={0, last})
+    watcher = StreamWatcher(anatomy, TokenSelection(None, layout=anatomy.layout), take, layers={0, last})
     handle = site.module.register_forward_pre_hook(enlarge, with_kwargs=True)
     try:
         with undisturbed(model), watch(watcher.hooks()), torch.no_grad():
