@@ -35,7 +35,8 @@ def test_a_planted_outlier():
     assert massive_activations(h).item() == 1
     assert massive_activations(10 * h, ratio=1e5).item() == 0
     assert massive_activations(0.01 * h).item() == 0  # 50: beyond the ratio, not beyond 100
-    assert kurtosis(h).item() == pytest.approx(100, rel=0.02)
+    assert kurtosis(h).item() == pytest.approx(scipy.stats.kurtosis(h.double(), axis=None, fisher=False), rel=1e-4)
+    assert 95 < kurtosis(h).item() < 100  # one of a hundred numbers has it all
 
 
 def test_kurtosis_knows_no_unit_and_is_three_for_a_normal_distribution():

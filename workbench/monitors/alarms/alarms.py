@@ -14,6 +14,7 @@ from workbench.monitors.alarms.calibration import KINDS, Calibration
 from workbench.monitors.alarms.detector import Detector, DetectorOptions
 from workbench.monitors.alarms.onset import onset
 from workbench.monitors.alarms.settings import SettingsFollower
+from workbench.monitors.alarms.settling import Settling
 from workbench.monitors.alarms.watched import WATCHED, Watched
 
 if TYPE_CHECKING:
@@ -62,9 +63,9 @@ class Alarm:
 class Alarms:
     """Listens to a `workbench.Recorder` and raises alarms; causal, so a replay of the record gives the same ones.
 
-    Each signal is compared with the run's own healthy start and with its own recent past, in units of how far healthy
-    runs stray. The thresholds follow from the false-alarm budget, one for the mechanism monitors together and one for
-    loss and gradient norm together.
+    Each signal is compared with the run's own healthy start, which begins once the run has settled and its warm-up is
+    over, and with its own recent past, in units of how far healthy runs stray. The thresholds follow from the
+    false-alarm budget, one for the mechanism monitors together and one for loss and gradient norm together.
 
     Args:
         budget: Share of healthy runs that may raise a false alarm of either group: the knob between early and sure.
@@ -115,10 +116,16 @@ class Alarms:
         """Forget the run so far: its healthy start is learned anew from ``step`` on, after an action for instance."""
         self._from = step
         self._follows: dict[str, _Follow] = {}
-        self._settings = SettingsFollower(self.options)
+        self._settling = Settling(self.options)
+        self._settings = SettingsFollower(self._settling)
         self._silent_until = -1
         self._told = ""
         self.raised: list[Alarm] = []
+
+    @property
+    def settled_at(self) -> int:
+        """Step at which the healthy start begins, as far as it can be known by now; it moves on during a warm-up."""
+        return self._from + self._settling.end
 
     @property
     def is_new(self) -> bool:
@@ -142,11 +149,14 @@ class Alarms:
         """
         fresh = []
         if observation.part == "monitors":
+            self._settling.update(observation.step - self._from, observation.values)
             self._settings.update(observation.step - self._from, observation.values)
         for watched, values, layers in looks_at(observation.part, observation.values, observation.coords):
             follow = self._follows.get(watched.name)
             if follow is None:
-                follow = self._follows[watched.name] = _Follow(watched, self.options, has_pair=self._pair is not None)
+                follow = self._follows[watched.name] = _Follow(
+                    watched, self.options, self._settling, has_pair=self._pair is not None
+                )
             compared = watched.badness(values)
             if self._pair is not None:
                 compared = compared - self._pair.badness(watched, observation.step, compared.shape)
@@ -195,6 +205,7 @@ class _Follow:
 
     watched: Watched
     options: DetectorOptions
+    settling: Settling
     has_pair: bool
     score: float = float("nan")
     signed: float = 0.0
@@ -207,7 +218,7 @@ class _Follow:
     is_broken: bool = False
 
     def __post_init__(self) -> None:
-        self.detector = Detector(self.options, part=self.watched.part, has_pair=self.has_pair)
+        self.detector = Detector(self.options, part=self.watched.part, has_pair=self.has_pair, settling=self.settling)
 
     def update(
         self, step: int, compared: np.ndarray, values: np.ndarray, layers: np.ndarray | None, calibration: Calibration

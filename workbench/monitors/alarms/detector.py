@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.errors import ThresholdError
+from workbench.monitors.alarms.settling import Settling
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class DetectorOptions:
     """How a signal is compared with the run's own past; all in steps, so that cadences may differ.
 
     Attributes:
-        settle: Steps at the start that are not looked at: the warm-up.
+        settle: Steps at the start that are not looked at; a warm-up that lasts longer is not looked at either, see
+            `Settling`.
         start: Steps after these that count as the run's healthy start.
         smooth: Steps over which the latest values are averaged.
         smooth_attention: The same for the part ``attention``, whose ranks of single heads jump from look to look.
@@ -60,10 +62,21 @@ class Detector:
         options: See `DetectorOptions`.
         part: Of the run, that holds the signal.
         has_pair: Whether values come as differences from a paired healthy run, so that 0 is healthy.
+        settling: Of the run, which its owner keeps up to date; None: after ``options.settle`` steps, whatever the
+            learning rate does.
     """
 
-    def __init__(self, options: DetectorOptions, *, part: str = "monitors", has_pair: bool = False) -> None:
+    def __init__(
+        self,
+        options: DetectorOptions,
+        *,
+        part: str = "monitors",
+        has_pair: bool = False,
+        settling: Settling | None = None,
+    ) -> None:
         self.options = options
+        self._settling = Settling(options) if settling is None else settling
+        self._settled_at = self._settling.end
         self._smooth = options.smooth_of(part)
         self._has_pair = has_pair
         self._start: list[np.ndarray] = []
@@ -84,12 +97,16 @@ class Detector:
         """
         options = self.options
         values = np.asarray(values, dtype=np.float64)
-        if step < options.settle:
+        if self._settling.end != self._settled_at:  # what was learned belongs to the warm-up
+            self._settled_at = self._settling.end
+            self._start.clear()
+            self.forget_past()
+        if step < self._settled_at:
             return None
-        if step < options.settle + options.start and not self._has_pair:
+        if step < self._settled_at + options.start and not self._has_pair:
             self._start.append(values)
         self._remember(step, values)
-        if step < options.settle + options.start:
+        if step < self._settled_at + options.start:
             return None
         if self._start_level is None:
             self._start_level = _middle(np.stack(self._start)) if self._start else np.zeros_like(values)

@@ -11,6 +11,7 @@ from workbench.monitors.alarms.alarms import Pair, looks_at
 from workbench.monitors.alarms.calibration import KINDS, Calibration
 from workbench.monitors.alarms.detector import Detector, DetectorOptions
 from workbench.monitors.alarms.replay import observations
+from workbench.monitors.alarms.settling import Settling
 from workbench.monitors.alarms.watched import WATCHED
 
 if TYPE_CHECKING:
@@ -77,12 +78,17 @@ def departures(
         SchemaError: If a run has no monitors.
     """
     detectors: dict[str, Detector] = {}
+    settling = Settling(options)
     compared_with = None if pair is None else Pair(pair)
     largest: dict[str, dict[str, float]] = {}
     for look in observations(run):
+        if look.part == "monitors":
+            settling.update(look.step, look.values)
         for watched, values, _ in looks_at(look.part, look.values, look.coords):
             if watched.name not in detectors:
-                detectors[watched.name] = Detector(options, part=watched.part, has_pair=pair is not None)
+                detectors[watched.name] = Detector(
+                    options, part=watched.part, has_pair=pair is not None, settling=settling
+                )
             compared = watched.badness(values)
             if compared_with is not None:
                 compared = compared - compared_with.badness(watched, look.step, compared.shape)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from workbench.monitors.alarms.detector import DetectorOptions
+    from workbench.monitors.alarms.settling import Settling
 
 _FOLLOWED = ("learning_rate", "batch_size", "auxiliary_loss")
 #: Settings are read off a few of the latest steps, so that a change counts at once.
@@ -21,17 +21,22 @@ class SettingsFollower:
     """How learning rate, batch size and auxiliary loss have changed since the run's healthy start.
 
     Args:
-        options: Whose healthy start it is.
+        settling: Of the run, which its owner keeps up to date.
     """
 
-    def __init__(self, options: DetectorOptions) -> None:
-        self.options = options
+    def __init__(self, settling: Settling) -> None:
+        self._settling = settling
+        self._settled_at = settling.end
         self._start: dict[str, list[float]] = {name: [] for name in _FOLLOWED}
         self._latest: dict[str, deque[float]] = {name: deque(maxlen=_N_LATEST) for name in _FOLLOWED}
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
         """Take in the numbers of one step."""
-        in_start = self.options.settle <= step < self.options.settle + self.options.start
+        if self._settling.end != self._settled_at:  # what was read belongs to the warm-up
+            self._settled_at = self._settling.end
+            for read in self._start.values():
+                read.clear()
+        in_start = self._settled_at <= step < self._settled_at + self._settling.options.start
         for name in _FOLLOWED:
             if name in values:
                 self._latest[name].append(float(values[name]))
