@@ -568,3 +568,71 @@ def test_a_forked_child_leaves_the_run_to_its_parent(path):
     check_rows(run, range(40), range(0, 40, EVERY))
     assert run.attrs["state"] == "parent"
     assert "events" not in run.children
+
+
+def test_events_may_go_without_their_places(path):
+    for before_step in (None, 9):
+        run = RunWriter(path, {}) if before_step is None else RunWriter.reopen(path, before_step=before_step)
+        with BackgroundWriter(run, locates_events=before_step is not None) as writer:
+            writer.event(3, "alarm", message="here", layer=1, head=4)
+    events = wb.open_run(path)["events"]
+    assert set(events.variables) == {"step", "kind", "source", "score", "message"}
+    assert events["message"].values.tolist() == ["here", "here"]
+
+
+def test_many_bytes_are_a_block_too_and_no_row_is_too_large(path):
+    """Rows of 10,000 bytes and more, of which not one would stay within the bound."""
+    writer = begin(path, max_bytes=5_000)
+    for step in range(3):
+        writer.add_dataset("spectra", spectra(step))
+        wait_until(lambda n=step + 1: wb.open_run(path).children and wb.open_run(path)["spectra"].sizes["step"] == n)
+    assert writer.close()
+    assert "events" not in wb.open_run(path).children
+
+
+def test_a_row_larger_than_the_bound_outlasts_trouble(path, monkeypatch):
+    writer = begin(path, max_bytes=5_000)
+    fail_writing(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecordingWarning)
+        for step in range(3):
+            add(writer, [step])
+            writer.add_dataset("spectra", spectra(step))
+            assert not writer.flush()
+    monkeypatch.undo()
+    assert writer.close()
+    run = wb.open_run(path)
+    assert run["spectra"]["step"].values.tolist() == [2]  # the newest
+    assert run["monitors"]["step"].values.tolist()[-1] == 2
+    assert "Part 'spectra' lacks 2 rows of steps 0 to 1: No space left on device." in run["events"]["message"].values
+
+
+@pytest.mark.parametrize("is_in_trouble", [False, True])
+def test_a_writer_closed_by_the_collector_in_a_thread_that_writes_waits_for_nothing(path, monkeypatch, is_in_trouble):
+    """Where it waited there, the thread would wait for itself."""
+    import zarr.core.sync
+
+    writer = begin(path)
+    add(writer, range(10))
+    if is_in_trouble:
+        fail_writing(monkeypatch)
+    is_over = threading.Event()
+
+    def close():
+        writer.event(9, "stopped")
+        writer.close(state="stopped")
+        is_over.set()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        zarr.core.sync.loop[0].call_soon_threadsafe(close)
+        assert is_over.wait(60)
+        wait_until(lambda: not threads_of(path))
+    monkeypatch.undo()
+    run = wb.open_run(path)
+    if is_in_trouble:
+        assert any("13 rows" in str(warning.message) and "are lost" in str(warning.message) for warning in told)
+        return
+    assert run.attrs["state"] == "stopped"
+    check_rows(run, range(10), range(0, 10, EVERY))
+    assert run["events"]["kind"].values.tolist() == ["stopped"]

@@ -16,20 +16,12 @@ if TYPE_CHECKING:
 _SECONDS = 30.0
 
 _open_writers: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
-_exit = {"is_registered": False, "is_over": False}
+_exit = {"is_over": False}
 
 
 def close_at_exit(writer: BackgroundWriter) -> None:
     """Close a writer at the interpreter's end, unless it is closed or gone by then."""
     _open_writers.add(writer)
-    if not _exit["is_registered"]:
-        _exit["is_registered"] = True
-        # Zarr works in the threads of concurrent.futures, which stop taking work before `atexit` functions are called.
-        # What is registered here after them is called before them. The first block that is written may import dask and
-        # with it the processes, which cannot register their own end any more once the interpreter's has begun.
-        for kind in ("thread", "process"):
-            importlib.import_module(f"concurrent.futures.{kind}")
-        getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
 def is_exiting() -> bool:
@@ -41,3 +33,12 @@ def _close_all() -> None:
     for writer in list(_open_writers):
         writer.close_within(_SECONDS)
     _exit["is_over"] = True
+
+
+# Zarr works in the threads of concurrent.futures, which stop taking work before `atexit` functions are called. What is
+# registered here after them is called before them. The first block that is written may import dask and with it the
+# processes, which cannot register their own end any more once the interpreter's has begun. Registered with the import:
+# whoever trains and stops at the end registers later, and so is called before its writers are closed.
+for _kind in ("thread", "process"):
+    importlib.import_module(f"concurrent.futures.{_kind}")
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: What a dataset needs beside its numbers, about.
 _BYTES_PER_DATASET = 10_000
+#: Begin the names of the threads that write: our own, and those that Zarr works in.
+_THREAD, _THREADS_OF_ZARR = "writer of ", ("zarr_", "asyncio_")
 
 
 class RecordingWarning(UserWarning):
@@ -33,8 +35,8 @@ class BackgroundWriter:
 
     Whatever happens to the disk, training goes on: the trouble is told once, as a `RecordingWarning` of the next call,
     rows wait in memory and are tried again with each block. Where too much waits, the oldest rows of the part with the
-    most bytes are dropped, and an event ``gap`` says which, as soon as writing works again. A store that was removed
-    is not made again.
+    most bytes are dropped, but never its newest, and an event ``gap`` says which, as soon as writing works again. A
+    store that was removed is not made again.
 
     Rows are on disk and seen by readers after `flush`, or once a block was written; a killed process loses the rows
     since then. Forked children (workers that load data) may hold a copy: in them it does nothing.
@@ -43,7 +45,9 @@ class BackgroundWriter:
         writer: Of the run's store; from now on nobody else may use it.
         rows_per_block: Write as soon as so many rows of a part wait.
         seconds_per_block: Write what waits after so many seconds too.
-        max_bytes: What may wait in memory, beside the block that is being written.
+        max_bytes: What may wait in memory, beside the block that is being written; half of it is a block too.
+        locates_events: Whether events have the columns ``layer`` and ``head``; where the store holds events already,
+            they are like those.
 
     Raises:
         ThresholdError: If a bound is not positive.
@@ -57,6 +61,7 @@ class BackgroundWriter:
         rows_per_block: int = 200,
         seconds_per_block: float = 10.0,
         max_bytes: int = 64 << 20,
+        locates_events: bool = True,
     ) -> None:
         bounds = {"rows_per_block": rows_per_block, "seconds_per_block": seconds_per_block, "max_bytes": max_bytes}
         for name, value in bounds.items():
@@ -68,7 +73,7 @@ class BackgroundWriter:
         self._seconds_per_block = seconds_per_block
         self._max_bytes = max_bytes
         layout = writer.layout("events")
-        events = WaitingRows(events_part(None if layout is None else list(layout)))
+        events = WaitingRows(events_part(None if layout is None else list(layout), has_places=locates_events))
         if layout is not None:
             check_layout(events.empty(), layout, "events", "event", writer.path)
         self._parts = {"events": events}
@@ -83,6 +88,7 @@ class BackgroundWriter:
         self._warning: str | None = None
         self._is_gone = self._is_closed = self._is_uncommitted = False
         self._process = os.getpid()
+        self._owner = threading.current_thread()
         close_at_exit(self)
 
     def __enter__(self) -> BackgroundWriter:
@@ -180,7 +186,7 @@ class BackgroundWriter:
             score: Value that showed it; NaN: none.
             message: One sentence for people.
             layer: That it is about; -1: none.
-            head: That it is about; -1: none. A store that lacks the columns ``layer`` and ``head`` goes without.
+            head: That it is about; -1: none. Events without the columns ``layer`` and ``head`` go without.
         """
         if not self._is_open():
             return
@@ -207,6 +213,7 @@ class BackgroundWriter:
         """
         if os.getpid() != self._process:
             return False
+        timeout = timeout if self._may_wait() else 0
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._changed:
             if self._is_closed or self._is_gone or (self._thread is None and not self._has_work()):
@@ -243,13 +250,27 @@ class BackgroundWriter:
             self._is_closed = True
             thread = self._thread
             self._changed.notify_all()
-            n_lost = sum(len(waiting.take()) for waiting in self._parts.values())
+            if self._may_wait():  # otherwise the writing thread does what is left
+                self._give_up_rows()
         if thread is not None and is_written:
             thread.join(timeout)
-        if n_lost:
-            self._warning = f"{n_lost} rows of the run at {self.path} were not written ({self._reason}) and are lost."
         self._tell()
         return is_written
+
+    def _give_up_rows(self) -> bool:
+        """Forget what waits, with a word; returns whether there was anything."""
+        n_lost = sum(len(waiting.take()) for waiting in self._parts.values())
+        if n_lost:
+            self._warning = f"{n_lost} rows of the run at {self.path} were not written ({self._reason}) and are lost."
+        return n_lost > 0
+
+    def _may_wait(self) -> bool:
+        """Whether this thread may wait for those that write: not where it may be one of them.
+
+        The garbage collector runs in any thread, and closes there a run that nobody holds any more.
+        """
+        thread = threading.current_thread()
+        return thread is self._owner or not thread.name.startswith((_THREAD, *_THREADS_OF_ZARR))
 
     # What follows runs in the training thread and holds the lock only to move rows.
 
@@ -280,22 +301,36 @@ class BackgroundWriter:
                 )
             waiting.put(row)
             self._last_step = max(self._last_step, row.step)
+            if part != "events":  # an event may be what a run says that the collector closes
+                self._owner = threading.current_thread()
             self._keep_bound()
             self._start()
-            if waiting.n_new >= self._rows_per_block:
+            if self._is_block():
                 self._changed.notify_all()
+
+    def _n_bytes(self) -> int:
+        return sum(waiting.n_bytes for waiting in self._parts.values())
+
+    def _is_block(self) -> bool:
+        """Whether so much waits that it is written at once; in trouble, bytes alone are no reason to try again."""
+        is_large = self._trouble is None and 2 * self._n_bytes() >= self._max_bytes
+        return is_large or any(waiting.n_new >= self._rows_per_block for waiting in self._parts.values())
 
     def _keep_bound(self) -> None:
         """Drop the oldest row of the part with the most waiting, until the rest may stay."""
-        while sum(waiting.n_bytes for waiting in self._parts.values()) > self._max_bytes:
-            largest = max(self._parts.values(), key=lambda waiting: waiting.n_bytes)
+        while self._n_bytes() > self._max_bytes:
+            # The newest stays: a row that is larger than the bound would never be written.
+            several = [waiting for waiting in self._parts.values() if len(waiting.rows) > 1]
+            if not several:
+                return
+            largest = max(several, key=lambda waiting: waiting.n_bytes)
             largest.drop_oldest(self._reason or "the disk does not keep up")
 
     def _start(self) -> None:
         is_running = self._thread is not None and self._thread.is_alive()
         if not is_running and not self._is_gone and not is_exiting():
             self._tried_at = time.monotonic()
-            self._thread = threading.Thread(target=self._run, name=f"writer of {self.path.name}", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=f"{_THREAD}{self.path.name}", daemon=True)
             self._thread.start()
 
     def _wait_for(self, request: int, deadline: float) -> bool:
@@ -315,19 +350,27 @@ class BackgroundWriter:
     # What follows runs in the writing thread.
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._is_due():
-                    seconds = self._tried_at + self._seconds_per_block - time.monotonic()
-                    if self._is_closed or self._is_gone or seconds <= 0:  # the next row starts another thread
-                        self._thread = None
-                        return
-                    self._changed.wait(seconds)
-                block = self._take()
+        while (block := self._next_block()) is not None:
             self._write(block)
             with self._changed:
                 self._settle(block)
                 self._changed.notify_all()
+
+    def _next_block(self) -> _Block | None:
+        """Wait for it; None: there is nothing to do, and the next row starts another thread."""
+        with self._changed:
+            while not self._is_due():
+                seconds = self._tried_at + self._seconds_per_block - time.monotonic()
+                if self._is_closed or self._is_gone or seconds <= 0:
+                    self._thread = None
+                    break
+                self._changed.wait(seconds)
+            else:
+                return self._take()
+            is_left_alone = self._is_closed and self._give_up_rows()
+        if is_left_alone:  # nobody waits for this thread
+            self._tell()
+        return None
 
     def _is_due(self) -> bool:
         if self._is_gone:
@@ -336,8 +379,7 @@ class BackgroundWriter:
             return True
         if not self._has_work():
             return False
-        is_late = time.monotonic() >= self._tried_at + self._seconds_per_block
-        return is_late or any(part.n_new >= self._rows_per_block for part in self._parts.values())
+        return self._is_block() or time.monotonic() >= self._tried_at + self._seconds_per_block
 
     def _take(self) -> _Block:
         lost = {name: waiting.lost for name, waiting in self._parts.items() if waiting.lost}
@@ -351,9 +393,8 @@ class BackgroundWriter:
         return block
 
     def _gap(self, part: str, lost: Lost) -> dict[str, Any]:
-        n_rows = "1 row" if lost.n_rows == 1 else f"{lost.n_rows} rows"
-        message = f"Part '{part}' lacks {n_rows} of steps {lost.first} to {lost.last}: {lost.why}."
-        values = {"kind": "gap", "source": part, "score": lost.n_rows, "message": message, "layer": -1, "head": -1}
+        values = {"kind": "gap", "source": part, "score": lost.n_rows, "message": lost.message(part)}
+        values |= {"layer": -1, "head": -1}
         return {name: value for name, value in values.items() if name in self._parts["events"].part.dims}
 
     def _write(self, block: _Block) -> None:
@@ -375,7 +416,7 @@ class BackgroundWriter:
             self._writer.commit(**block.attrs)
             block.is_committed = True
         except Exception as error:  # noqa: BLE001
-            block.error = error
+            block.error = block.error or error
 
     def _settle(self, block: _Block) -> None:
         for name, rows in block.rows.items():

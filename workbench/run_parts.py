@@ -84,16 +84,17 @@ def _has_dim(values: Any) -> bool:
     )
 
 
-def events_part(present: Sequence[str] | None = None) -> Part:
+def events_part(present: Sequence[str] | None = None, *, has_places: bool = True) -> Part:
     """Events: when, what, shown by what, how strong, where, and a sentence.
 
     Args:
-        present: Variables of the events that a store holds already; an older one lacks ``layer`` and ``head``.
+        present: Variables of the events that a store holds already, which may lack ``layer`` and ``head``.
+        has_places: Whether the events of a store that holds none yet are to have them.
     """
     dtypes = {"kind": "str", "source": "str", "message": "str", "layer": "int64", "head": "int64"}
     names = ["kind", "source", "score", "message", "layer", "head"]
-    if present is not None:
-        names = [name for name in names if name in present or name not in ("layer", "head")]
+    places = ("layer", "head") if present is None and has_places else present or ()
+    names = [name for name in names if name in places or name not in ("layer", "head")]
     attrs = {name: rule.attrs for name, rule in EVENTS.items()}
     own = {
         "layer": {"long_name": "layer", "units": "1", "meaning": "layer that the event is about; -1: none"},
@@ -167,6 +168,11 @@ class Lost:
             return self
         first, last = min(self.first, other.first), max(self.last, other.last)
         return Lost(first, last, self.n_rows + other.n_rows, self.why)
+
+    def message(self, part: str) -> str:
+        """One sentence, of the part that lacks them."""
+        n_rows = "1 row" if self.n_rows == 1 else f"{self.n_rows} rows"
+        return f"Part '{part}' lacks {n_rows} of steps {self.first} to {self.last}: {self.why}."
 
 
 @dataclass

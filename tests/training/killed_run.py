@@ -41,7 +41,7 @@ def main() -> None:
         if child == 0:
             print(os.getpid(), flush=True)
             for record in wb.train(model(), task(), store=path, **SETTINGS):
-                print(record.step, flush=True)
+                print(f"{record.step}\n", end="", flush=True)  # in one piece
             print("done", flush=True)
             os._exit(0)
         os.waitpid(child, 0)

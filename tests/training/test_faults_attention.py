@@ -136,14 +136,16 @@ def slope(n_bits, rounding, *, both):
     ("n_bits", "on_output", "on_both"), [(4, 0.96, 0.92), (6, 0.84, 0.71), (7, 0.73, 0.53), (8, 0.53, 0.28)]
 )
 def test_the_bias_of_delta_is_the_published_one(n_bits, on_output, on_both):
-    assert slope(n_bits, "truncate", both=False) == pytest.approx(on_output, abs=0.01)
-    assert slope(n_bits, "truncate", both=True) == pytest.approx(on_both, abs=0.01)
+    # Half of the last published digit, and four standard deviations of such a draw (at most .0025, over seeds).
+    assert slope(n_bits, "truncate", both=False) == pytest.approx(on_output, abs=0.015)
+    assert slope(n_bits, "truncate", both=True) == pytest.approx(on_both, abs=0.015)
 
 
 @pytest.mark.parametrize("n_bits", [1, 2, 3, 4, 5, 6])
 def test_rounding_to_the_nearest_has_hardly_a_bias(n_bits):
-    assert slope(n_bits, "nearest", both=False) == pytest.approx(1, abs=0.015)
-    assert slope(n_bits, "nearest", both=True) == pytest.approx(1, abs=0.025)
+    # With 6 bits .012 and .024 on average over seeds, and .002 from draw to draw.
+    assert slope(n_bits, "nearest", both=False) == pytest.approx(1, abs=0.02)
+    assert slope(n_bits, "nearest", both=True) == pytest.approx(1, abs=0.035)
 
 
 @pytest.mark.parametrize("targets", [{"output"}, {"gradient"}, {"output", "gradient"}])

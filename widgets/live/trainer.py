@@ -125,7 +125,7 @@ class Trainer:
         """Write what a run has gathered."""
         try:
             self._runs[name].close()
-        except Exception as error:  # noqa: BLE001  (a full disk)
+        except Exception as error:  # noqa: BLE001  (a model or task of the user's own)
             self._say(name, error)
             self._on_end(name, error)
 

@@ -7,7 +7,8 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,14 @@ def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Pa
         StoreError: If the disk is full, or the folder cannot be written.
     """
     place = folder / f"step-{state.step:08d}"
-    with replacing(place) as partial:
+    with replacing(place) as partial, _said(place):
         partial.mkdir()
         _save_weights(model, partial)
-        torch.save({**vars(state), "configuration": json.dumps(dict(state.configuration))}, partial / _STATE)
+        kept = {**vars(state), "configuration": json.dumps(dict(state.configuration))}
+        try:
+            torch.save(kept, partial / _STATE)
+        except RuntimeError as error:  # torch's own error for a write that failed
+            raise CheckpointError(str(error)) from error
     return place
 
 
@@ -157,6 +162,18 @@ def load_weights(model: nn.Module, place: Path) -> None:
         raise CheckpointError(
             f"The weights in {place} are damaged or of another model ({first}); pass the model of this run."
         ) from error
+
+
+@contextmanager
+def _said(place: Path) -> Iterator[None]:
+    """Turn what torch and safetensors raise where they cannot write into a sentence; `replacing` has the system's."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (CheckpointError, SafetensorError) as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise StoreError(f"{place} cannot be written ({reason}); check its folder and the space left.") from error
 
 
 def _save_weights(model: nn.Module, folder: Path) -> None:

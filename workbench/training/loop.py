@@ -1,4 +1,4 @@
-"""The training loop: a generator that yields one record a step. No user interface, no threads."""
+"""The training loop: a generator that yields one record a step. No user interface; a thread writes the store."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from torch import Tensor, nn
 
 from workbench.errors import CheckpointError, StoreError, ThresholdError, WorkbenchError
 from workbench.run_writer import RunWriter
-from workbench.subjects.probing import call_model, on_device_of
+from workbench.subjects.probing import call_model, module_of, on_device_of
 from workbench.training.baselines.stream import PenaltyTerms
-from workbench.training.checkpoints import (
-    TrainingState,
-    latest_checkpoint,
-    load_weights,
-    read_checkpoint,
-    write_checkpoint,
-)
+from workbench.training.checkpoints import TrainingState, latest_checkpoint, load_weights, read_checkpoint
 from workbench.training.configuration import describe_run, first_difference
 from workbench.training.faults import Fault, Injection, Pass
 from workbench.training.guard import Guard
@@ -29,10 +23,10 @@ from workbench.training.losses import accuracy_of, auxiliary_loss, token_loss
 from workbench.training.plan import PRECISIONS, TrainingPlan
 from workbench.training.random_stream import RandomStream
 from workbench.training.recording import (
-    BackgroundRunRecorder,
     Recording,
-    RunRecorder,
     SpectraTaker,
+    StepWriter,
+    check_checkpoint_folder,
     check_places,
     open_writer,
     recorded_configuration,
@@ -44,12 +38,13 @@ from workbench.training.tasks import Task, as_task
 if TYPE_CHECKING:
     from workbench.monitors.alarms import Alarms
     from workbench.monitors.recorder import Recorder
+    from workbench.subjects.checkpoint import Subject
     from workbench.training.actions import Actions, Request
     from workbench.training.baselines.penalties import Penalty
 
 
 def train(
-    model: nn.Module,
+    model: Subject | nn.Module,
     task: Any,
     *,
     resume: bool = False,
@@ -71,8 +66,9 @@ def train(
     untouched, and runs that take turns in one process are each what they would be alone.
 
     Args:
-        model: Any module that returns logits, or an output with ``logits``. It is trained where it is, on its device. A
-            method ``auxiliary_loss()`` (zoo), or an ``aux_loss`` in the output (Hugging Face), is added to the loss.
+        model: Any module that returns logits, or an output with ``logits``; or its subject. It is trained where it is,
+            on its device. A method ``auxiliary_loss()`` (zoo), or an ``aux_loss`` in the output (Hugging Face), is
+            added to the loss.
         task: From ``wb.tasks``, a DataLoader, a dataset or an iterable of batches; see `workbench.tasks.as_task`.
         resume: Go on from the last checkpoint; weights, optimizer, data and random numbers continue as if the run had
             never stopped.
@@ -97,9 +93,11 @@ def train(
         ThresholdError: If a setting is unknown or impossible; nothing is done then. When it begins, if a fault cannot
             act on this model, or when a batch is met that it cannot act on.
         AnatomyError: When it begins, if spectra or penalties are asked for and the model's blocks cannot be found.
-        StoreError: If the store is taken, or holds a run of another configuration.
+        StoreError: If the store is taken, or holds a run of another configuration; when it begins, if it or the folder
+            of the checkpoints cannot be written. Trouble with the disk later on is a `RecordingWarning`.
         CheckpointError: If there is nothing to resume from, or it is damaged.
     """
+    model = module_of(model)
     plan, recording = _split(settings)
     task = as_task(task)
     if plan.precision == "float16" and _device_of(model).type != "cuda":
@@ -172,6 +170,7 @@ class _Run:
                     f"The run at {where} was made with {name} = {before}, this call says {now}; resume with the same "
                     "configuration, or start a run of its own."
                 )
+        check_checkpoint_folder(self.recording)
         load_weights(self.model, place)
         self.optimizer.load_state_dict(state.optimizer)
         self.scaler.load_state_dict(state.scaler)
@@ -202,15 +201,14 @@ class _Run:
             self.shaper = self._attached()
         if writer is None:
             writer = open_writer(self.recording, self.configuration, overwrite=overwrite)
-        kind = BackgroundRunRecorder if self.guard.is_on else RunRecorder
-        ledger = kind(writer, self.recording.flush_every)
-        if self.writer is not None:
-            ledger.event(self.step, "resumed", message=f"Resumed from the checkpoint of step {self.step}.")
-            self.guard.learn(self.recording.store)
-        batches = self.task.stream(self.step + self.guard.n_skipped)
+        ledger = StepWriter(writer, self.recording.flush_every, locates_events=self.guard.is_on)
         was_training = self.model.training
         state, is_whole = "interrupted", True
         try:
+            if self.writer is not None:
+                ledger.resumed(self.step)
+                self.guard.learn(self.recording.store)
+            batches = self.task.stream(self.step + self.guard.n_skipped)
             self.guard.attach(
                 self.model, self.optimizer, writer=ledger.background, probe_of=self._probe, step=self.step
             )
@@ -246,7 +244,7 @@ class _Run:
                 self.step += 1
                 if self.recording.checkpoint_every and self.step % self.recording.checkpoint_every == 0:
                     ledger.flush()  # first: a resumed run does not make the rows before its checkpoint again
-                    self._checkpoint()
+                    self._checkpoint(ledger)
                 if (request := self.guard.request(record.step, record.alarms)) is not None:
                     self._carry_out(request, batches, ledger)
                     if "stop" in request.kinds:
@@ -263,17 +261,19 @@ class _Run:
                 ledger.event(self.step, "stopped", message=f"Stopped after {self.step} steps.")
             raise
         finally:
-            self.model.train(was_training)
-            self.guard.detach()
-            if self.shaper is not None:
-                self.shaper.detach()
-            self.faults.detach()
-            for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
-                group["lr"] = peak  # a ready optimizer goes back to its owner as it came
-            ledger.flush(state=state)
-            if self.recording.checkpoint_every and is_whole and state in ("stopped", "finished"):
-                self._checkpoint()
-            ledger.close()
+            try:
+                self.model.train(was_training)
+                self.guard.detach()
+                if self.shaper is not None:
+                    self.shaper.detach()
+                self.faults.detach()
+                for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
+                    group["lr"] = peak  # a ready optimizer goes back to its owner as it came
+                ledger.flush(state=state)
+                if self.recording.checkpoint_every and is_whole and state in ("stopped", "finished"):
+                    self._checkpoint(ledger)
+            finally:
+                ledger.close()
 
     def _step(self, inputs: Any, targets: Any) -> StepRecord:
         """One forward, backward and, unless it diverged, update."""
@@ -386,13 +386,13 @@ class _Run:
     def _probe(self, n_tokens: int) -> Any:
         return on_device_of(self.model, self.task.probe(n_tokens))
 
-    def _tell_alarms(self, record: StepRecord, ledger: RunRecorder | BackgroundRunRecorder) -> None:
+    def _tell_alarms(self, record: StepRecord, ledger: StepWriter) -> None:
         for alarm in record.alarms:
             ledger.event(alarm.step, "alarm", **alarm.as_event())
         if (found := self.guard.attribution(record.alarms)) is not None:
             ledger.event(record.step, "attribution", **found.as_event())
 
-    def _carry_out(self, request: Request, batches: Iterator[Any], ledger: RunRecorder | BackgroundRunRecorder) -> None:
+    def _carry_out(self, request: Request, batches: Iterator[Any], ledger: StepWriter) -> None:
         """Do what an alarm asked for."""
         n_skipped = self.guard.n_skipped
         done = self.guard.carry_out(
@@ -409,7 +409,7 @@ class _Run:
         for _ in range(self.guard.n_skipped - n_skipped):
             next(batches, None)
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, ledger: StepWriter) -> None:
         state = TrainingState(
             step=self.step,
             configuration=self.configuration,
@@ -420,7 +420,7 @@ class _Run:
             faults=self.faults.state_dict(),
             guard=self.guard.state_dict(),
         )
-        write_checkpoint(self.model, state, self.recording.checkpoint_folder)
+        ledger.checkpoint(self.model, state, self.recording.checkpoint_folder)
 
 
 def _split(settings: Mapping[str, Any]) -> tuple[TrainingPlan, Recording]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
-import time
+import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,18 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.atomic import check_free
-from workbench.background_writer import BackgroundWriter
+from workbench.background_writer import BackgroundWriter, RecordingWarning
 from workbench.errors import SnapshotError, StoreError, ThresholdError
-from workbench.run_parts import Part
+from workbench.run_parts import Lost, Part
 from workbench.run_writer import RunWriter
-from workbench.schema import EVENTS, MONITORS
+from workbench.schema import MONITORS
 from workbench.spectral.profile import profile
 from workbench.spectral.spectra import RankWarning, versions
 from workbench.subjects.anatomy import read_anatomy
 from workbench.subjects.batches import Batches
 from workbench.subjects.checkpoint import Subject
-from workbench.subjects.probing import on_device_of
-from workbench.training.checkpoints import latest_checkpoint
+from workbench.training.checkpoints import TrainingState, latest_checkpoint, write_checkpoint
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -35,6 +33,8 @@ if TYPE_CHECKING:
 
 #: A block is written after so many seconds too, so that a slow run can be watched.
 _SECONDS_PER_BLOCK = 10.0
+#: A full block is waited for no longer than so many seconds, as a disk may hang; and while it hangs than so many.
+_PATIENCE, _IMPATIENCE = 10.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Recording:
 
     Attributes:
         store: Path of the run's Zarr store; None: nothing is written.
-        flush_every: Steps in a block; a killed process loses at most the last block.
+        flush_every: Steps in a block; a killed process loses at most the last block, as long as the disk works.
         spectra_every: Take spectra of the residual stream every so many steps, from step 0 on, at the last step and
             where the run diverges; None: never.
         profile_options: Further arguments of `workbench.profile`, such as ``{"n_snapshots": 512}``.
@@ -93,7 +93,8 @@ class SpectraTaker:
         self.inputs = inputs
         self.options = dict(options)
         probe, _ = Batches.of(inputs, self.subject).probe_and_all()
-        self._anatomy = read_anatomy(model, on_device_of(model, probe), stack=self.options.get("stack"))
+        named = {name: self.options.get(name) for name in ("stack", "batch_first")}
+        self._anatomy = read_anatomy(model, probe, **named)
         self._has_warned = False
 
     def take(self, step: int) -> xr.Dataset:
@@ -113,84 +114,33 @@ class SpectraTaker:
         return spectra.expand_dims(step=[step])
 
 
-class RunRecorder:
-    """Gathers the rows of a run and writes them in blocks; keeps nothing if there is no store.
+class StepWriter:
+    """Takes in what the steps of a run give, for its store; keeps nothing if there is none.
+
+    A thread of its own writes (`BackgroundWriter`), also the rows of a `workbench.Recorder` in the same store. Trouble
+    with the disk never stops the training: it is said once, and rows that are lost are an event ``gap``.
 
     Args:
         writer: Of the run's store, or None.
-        flush_every: Steps in a block.
+        flush_every: Steps in a block; a block is on disk when its last step is over, unless the disk is in trouble.
+        locates_events: Whether events have the columns ``layer`` and ``head``, as alarms need them.
     """
 
-    background = None
-
-    def __init__(self, writer: RunWriter | None, flush_every: int) -> None:
-        self.writer = writer
-        self.flush_every = flush_every
-        self._monitors: list[dict[str, float]] = []
-        self._spectra: list[xr.Dataset] = []
-        self._events: list[dict[str, Any]] = []
-        self._written_at = time.monotonic()
-
-    def add(self, step: int, monitors: Mapping[str, float], spectra: xr.Dataset | None) -> None:
-        """Take in what one step gave; writes a block when it is full."""
-        if self.writer is None:
-            return
-        self._monitors.append({"step": step, **monitors})
-        if spectra is not None:
-            self._spectra.append(spectra)
-        is_full = len(self._monitors) >= self.flush_every
-        if is_full or time.monotonic() - self._written_at > _SECONDS_PER_BLOCK:
-            self.flush()
-
-    def event(self, step: int, kind: str, *, source: str = "", score: float = math.nan, message: str = "") -> None:
-        """Take in something that happened; see ``schema.EVENTS``."""
-        if self.writer is not None:
-            self._events.append({"step": step, "kind": kind, "source": source, "score": score, "message": message})
-
-    def flush(self, **attrs: Any) -> None:
-        """Write what was gathered, show it to readers, and set attributes of the run.
-
-        Raises:
-            StoreError: If it cannot be written; the rows are kept for another try.
-        """
-        import xarray as xr
-
-        if self.writer is None:
-            return
-        if self._monitors:
-            self.writer.append("monitors", _table(self._monitors, MONITORS, "step"))
-            self._monitors = []
-        if self._spectra:
-            self.writer.append("spectra", xr.concat(self._spectra, "step", combine_attrs="override"))
-            self._spectra = []
-        if self._events:
-            self.writer.append("events", _table(self._events, EVENTS, "event"))
-            self._events = []
-        self.writer.commit(**attrs)
-        self._written_at = time.monotonic()
-
-    def close(self) -> None:
-        """Nothing is left to do."""
-
-
-class BackgroundRunRecorder:
-    """A `RunRecorder` whose rows are written in a thread of their own, beside those of a `workbench.Recorder`.
-
-    Trouble with the disk never stops the training: it is told once, and what was lost is in the events.
-
-    Args:
-        writer: Of the run's store, or None.
-        flush_every: Steps in a block.
-    """
-
-    def __init__(self, writer: RunWriter | None, flush_every: int) -> None:
+    def __init__(self, writer: RunWriter | None, flush_every: int, *, locates_events: bool) -> None:
         self.background = None
         if writer is not None:
-            self.background = BackgroundWriter(writer, rows_per_block=flush_every, seconds_per_block=_SECONDS_PER_BLOCK)
-        self._is_declared = False
+            self.background = BackgroundWriter(
+                writer,
+                rows_per_block=flush_every + 1,  # blocks of the steps are asked for here
+                seconds_per_block=_SECONDS_PER_BLOCK,
+                locates_events=locates_events,
+            )
+        self._flush_every = flush_every
+        self._n_rows = 0
+        self._is_declared = self._is_behind = self._lacks_checkpoint = False
 
     def add(self, step: int, monitors: Mapping[str, float], spectra: xr.Dataset | None) -> None:
-        """Take in what one step gave."""
+        """Take in what one step gave; waits for the disk where a block is full, but not for one that hangs."""
         if self.background is None:
             return
         if not self._is_declared:
@@ -200,17 +150,58 @@ class BackgroundRunRecorder:
         self.background.add("monitors", step, monitors)
         if spectra is not None:
             self.background.add_dataset("spectra", spectra)
+        self._n_rows += 1
+        if self._n_rows >= self._flush_every:
+            is_written = self.background.flush(timeout=_IMPATIENCE if self._is_behind else _PATIENCE)
+            self._is_behind = not is_written and self.background.trouble is None
+            self._n_rows = 0
 
     def event(self, step: int, kind: str, **what: Any) -> None:
         """Take in something that happened; see ``schema.EVENTS``."""
         if self.background is not None:
             self.background.event(step, kind, **what)
 
+    def resumed(self, step: int) -> None:
+        """Say that the run goes on after ``step`` updates, and which rows before them were never written."""
+        if self.background is None:
+            return
+        from workbench.store import open_run
+
+        self.event(step, "resumed", message=f"Resumed from the checkpoint of step {step}.")
+        run = open_run(self.background.path)
+        known = run["monitors"]["step"].values if "monitors" in run.children else ()
+        first = int(known[-1]) + 1 if len(known) else 0
+        if first < step:  # the run ended while the disk was in trouble, but its checkpoint could be written
+            why = "the run ended before they were written"
+            message = Lost(first, step - 1, step - first, why).message("monitors")
+            self.event(step, "gap", source="monitors", score=step - first, message=message)
+
+    def checkpoint(self, model: nn.Module, state: TrainingState, folder: Path) -> None:
+        """Write a checkpoint; where none can be written, training goes on, and an event ``gap`` says so each time.
+
+        Args:
+            model: Whose weights to keep.
+            state: The rest.
+            folder: Of all checkpoints of the run.
+        """
+        try:
+            write_checkpoint(model, state, folder)
+        except StoreError as error:
+            message = f"There is no checkpoint of step {state.step}: {error}"
+            self.event(state.step, "gap", source="checkpoint", message=message)
+            if not self._lacks_checkpoint:  # said once, until one was written again
+                words = "Training goes on; earlier checkpoints are as they were."
+                warnings.warn(f"{message} {words}", RecordingWarning, stacklevel=2)
+            self._lacks_checkpoint = True
+        else:
+            self._lacks_checkpoint = False
+
     def flush(self, **attrs: Any) -> None:
         """Wait until everything is on disk, and set attributes of the run."""
         if self.background is not None:
             self.background.commit(**attrs)
             self.background.flush()
+            self._n_rows = 0
 
     def close(self) -> None:
         """Write what there is, and end the thread."""
@@ -233,12 +224,34 @@ def check_places(recording: Recording, *, overwrite: bool) -> None:
         )
 
 
+def check_checkpoint_folder(recording: Recording) -> None:
+    """Refuse a folder that no checkpoint can be written to, which a training would only find out later.
+
+    Raises:
+        StoreError: If checkpoints are on and it cannot be written.
+    """
+    if not recording.checkpoint_every:
+        return
+    place = recording.checkpoint_folder.absolute()
+    try:
+        while not place.exists():  # it is made with the first checkpoint
+            place = place.parent
+        with tempfile.TemporaryDirectory(prefix=".checkpoints.", dir=place):
+            pass
+    except OSError as error:
+        raise StoreError(
+            f"Checkpoints cannot be written to {recording.checkpoint_folder} ({error.strerror or error}); pass another "
+            "checkpoints=."
+        ) from error
+
+
 def open_writer(recording: Recording, configuration: Mapping[str, Any], *, overwrite: bool) -> RunWriter | None:
     """A fresh store for a run, and no checkpoints of an earlier one; None if nothing is to be written.
 
     Raises:
-        StoreError: If the path is taken or cannot be written.
+        StoreError: If the path is taken, or it or the folder of the checkpoints cannot be written.
     """
+    check_checkpoint_folder(recording)
     if recording.checkpoint_every and overwrite:
         while (old := latest_checkpoint(recording.checkpoint_folder)) is not None:
             shutil.rmtree(old)
@@ -268,21 +281,10 @@ def recorded_configuration(store: Path | str) -> dict[str, Any]:
     return json.loads(attrs["configuration"])
 
 
-def take_or_say(taker: SpectraTaker, step: int, recorder: RunRecorder) -> xr.Dataset | None:
+def take_or_say(taker: SpectraTaker, step: int, writer: StepWriter) -> xr.Dataset | None:
     """Spectra, or an event that says why there are none."""
     try:
         return taker.take(step)
     except SnapshotError as error:
-        recorder.event(step, "no spectra", message=str(error))
+        writer.event(step, "no spectra", message=str(error))
         return None
-
-
-def _table(rows: list[dict[str, Any]], rules: Mapping[str, Any], dim: str) -> xr.Dataset:
-    import xarray as xr
-
-    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-    variables = {}
-    for name, column in columns.items():
-        rule = rules.get(name)
-        variables[name] = (dim, column, {} if rule is None else rule.attrs)
-    return xr.Dataset(variables).set_coords("step" if dim == "step" else [])

@@ -1,0 +1,337 @@
+"""A disk that fills up, hangs or goes away does not stop a training, with a recorder or without."""
+
+import functools
+import gc
+import resource
+import shutil
+import threading
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from tests.test_background_writer import fail_writing, threads_of, wait_until
+from tests.training.conftest import same_weights
+from tests.training.test_resuming import run_to
+from workbench.background_writer import BackgroundWriter, RecordingWarning
+from workbench.errors import StoreError
+from workbench.run_writer import RunWriter
+from workbench.training import recording
+from workbench.training.checkpoints import list_checkpoints
+
+SETTINGS = {"n_steps": 24, "learning_rate": 1e-2, "seed": 5, "flush_every": 4}
+recorders = pytest.mark.parametrize("has_recorder", [False, True], ids=["alone", "with a recorder"])
+
+
+def watched(has_recorder):
+    """Settings of `wb.train`, the same each time."""
+    every = {"attention": 3, "optimizer": 2, "router": None, "activations": None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecordingWarning)  # windows of 3 steps are short
+        return {"recorder": wb.Recorder(every=every, n_probe_tokens=16)} if has_recorder else {}
+
+
+def limit_files(n_bytes):
+    """No file gets longer than this: as on a disk with no more room, one that is longer is left half written.
+
+    It holds for the whole process, what pytest writes included, so that no test may end with it.
+    """
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@contextmanager
+def counted():
+    """The warnings about recording."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = []
+        yield found
+    found += [str(warning.message) for warning in told if warning.category is RecordingWarning]
+
+
+def train(model, task, events=(), **settings):
+    """Train to the end, and do something after some steps; all records."""
+    events, records = dict(events), []
+    try:
+        for record in wb.train(model, task, **{**SETTINGS, **settings}):
+            records.append(record)
+            if record.step in events:
+                events[record.step]()
+    finally:
+        limit_files(resource.RLIM_INFINITY)
+    return records
+
+
+def events_of(run):
+    columns = ("step", "kind", "source", "message")
+    if "events" not in run.children:
+        return []
+    return list(zip(*(run["events"][name].values.tolist() for name in columns), strict=True))
+
+
+@recorders
+def test_a_disk_that_is_full_for_a_while_costs_nothing(make_model, task, tmp_path, has_recorder):
+    plain, model, store = make_model(), make_model(), tmp_path / "run.zarr"
+    expected = train(plain, task)
+    full, free = functools.partial(limit_files, 0), functools.partial(limit_files, resource.RLIM_INFINITY)
+    with counted() as told:
+        records = train(model, task, [(9, full), (18, free)], store=store, **watched(has_recorder))
+    assert [record.loss for record in records] == [record.loss for record in expected]
+    assert same_weights(model, plain)
+    (sentence,) = told
+    assert sentence.startswith(f"The run at {store} cannot be written (File too large)")
+    assert "Training goes on" in sentence
+    run = wb.open_run(store)
+    assert run["monitors"]["step"].values.tolist() == list(range(24))
+    assert run["monitors"]["loss"].values.tolist() == [record.loss for record in expected]
+    assert run.attrs["state"] == "finished"
+    assert [kind for _, kind, *_ in events_of(run)] == ["finished"]  # nothing was lost, so there is no gap
+    if has_recorder:
+        assert run["attention"]["step"].values.tolist() == list(range(2, 24, 3))
+    assert threads_of(store) == []
+
+
+@recorders
+def test_rows_that_do_not_fit_into_memory_are_a_gap(make_model, task, tmp_path, monkeypatch, has_recorder):
+    small = functools.partial(BackgroundWriter, max_bytes=7_000)
+    monkeypatch.setattr(recording, "BackgroundWriter", small)
+    full, free = functools.partial(limit_files, 0), functools.partial(limit_files, resource.RLIM_INFINITY)
+    with counted() as told:
+        events = [(9, full), (44, free)]
+        train(make_model(), task, events, store=tmp_path / "run.zarr", n_steps=60, **watched(has_recorder))
+    assert len(told) == 1
+    run = wb.open_run(tmp_path / "run.zarr")
+    gaps = {source: message for _, kind, source, message in events_of(run) if kind == "gap"}
+    missing = sorted(set(range(60)) - set(run["monitors"]["step"].values.tolist()))
+    assert missing == list(range(missing[0], missing[-1] + 1)) != []
+    sentence = f"Part 'monitors' lacks {len(missing)} rows of steps {missing[0]} to {missing[-1]}: File too large."
+    assert gaps["monitors"] == sentence
+    assert 8 <= missing[0] < missing[-1] < 44
+    assert set(gaps) <= ({"monitors", "attention", "optimizer"} if has_recorder else {"monitors"})
+
+
+@recorders
+def test_a_disk_that_stays_full_costs_the_rows_and_not_the_training(make_model, task, tmp_path, has_recorder):
+    store = tmp_path / "run.zarr"
+    with counted() as told:
+        full = functools.partial(limit_files, 0)
+        records = train(make_model(), task, [(9, full)], store=store, **watched(has_recorder))
+    assert len(records) == 24
+    first, last = told
+    assert "Training goes on" in first
+    assert last.endswith("were not written (File too large) and are lost.")
+    run = wb.open_run(store).load()  # as it was when there was room
+    assert run["monitors"]["step"].values.tolist() == list(range(8))
+    assert run.attrs["state"] == "running"
+    assert threads_of(store) == []
+
+
+@recorders
+def test_a_store_that_is_removed_is_not_made_again(make_model, task, tmp_path, has_recorder):
+    store = tmp_path / "run.zarr"
+    with counted() as told:
+        events = [(9, lambda: shutil.rmtree(store))]
+        records = train(make_model(), task, events, store=store, **watched(has_recorder))
+    assert len(records) == 24
+    (sentence,) = told
+    assert sentence.startswith(f"The run at {store} is gone: removed, moved or replaced")
+    assert list(tmp_path.iterdir()) == []
+
+
+@recorders
+def test_a_disk_that_hangs_is_not_waited_for(make_model, task, tmp_path, monkeypatch, has_recorder):
+    may_write = threading.Event()
+    may_write.set()
+
+    def slow(self, part, rows, append=RunWriter.append):
+        may_write.wait()
+        append(self, part, rows)
+
+    monkeypatch.setattr(RunWriter, "append", slow)
+    monkeypatch.setattr(recording, "_PATIENCE", 0.2)
+    with counted() as told:
+        events = [(6, may_write.clear), (20, may_write.set)]
+        train(make_model(), task, events, store=tmp_path / "run.zarr", **watched(has_recorder))
+    assert told == []
+    assert wb.open_run(tmp_path / "run.zarr")["monitors"]["step"].values.tolist() == list(range(24))
+
+
+def test_what_is_lost_when_a_run_ends_in_trouble_is_said_when_it_is_resumed(make_model, task, tmp_path, monkeypatch):
+    """A checkpoint that could be written knows of steps whose rows could not."""
+    killed, settings = tmp_path / "killed", {"checkpoint_every": 6, "checkpoints": tmp_path / "live" / "checkpoints"}
+    through = make_model()
+    train(through, task)
+    with counted() as told:
+        events = [(9, lambda: fail_writing(monkeypatch)), (13, lambda: shutil.copytree(tmp_path / "live", killed))]
+        train(make_model(), task, events, store=tmp_path / "live" / "run.zarr", **settings)
+    assert len(told) == 2
+    monkeypatch.undo()
+    resumed, settings["checkpoints"] = make_model(), killed / "checkpoints"
+    train(resumed, task, store=killed / "run.zarr", resume=True, **settings)
+    assert same_weights(resumed, through)
+    run = wb.open_run(killed / "run.zarr")
+    assert run["monitors"]["step"].values.tolist() == [*range(10), *range(12, 24)]
+    sentence = "Part 'monitors' lacks 2 rows of steps 10 to 11: the run ended before they were written."
+    assert events_of(run)[:2] == [
+        (12, "resumed", "", "Resumed from the checkpoint of step 12."),
+        (12, "gap", "monitors", sentence),
+    ]
+    wb.schema.validate_events(run["events"].to_dataset())
+
+
+class Plain(nn.Module):
+    """Of one's own, so that its weights are written in another way than those of the zoo."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.table = nn.Parameter(torch.randn(32, 32, generator=generator))
+
+    def forward(self, tokens):
+        return self.table[tokens]
+
+
+@pytest.mark.parametrize("kind", ["zoo", "own"])
+@pytest.mark.parametrize("which", ["weights", "the rest"])
+@recorders
+def test_a_checkpoint_without_room_is_an_event_and_the_last_one_stays(
+    make_model, task, tmp_path, kind, which, has_recorder
+):
+    make = make_model if kind == "zoo" else Plain
+    options = watched(has_recorder and kind == "zoo")
+    settings = {"checkpoint_every": 5, "checkpoints": tmp_path / "checkpoints", "flush_every": 100}
+    through = make()
+    train(through, task)
+
+    def full():
+        sizes = [(tmp_path / "checkpoints" / "step-00000005" / name).stat().st_size for name in FILES]
+        limit_files(1000 if which == "weights" else (sizes[0] + sizes[1]) // 2)
+
+    free = functools.partial(limit_files, resource.RLIM_INFINITY)
+    events = [(7, full), (16, free), (17, interrupt)]
+    with counted() as told, pytest.raises(KeyboardInterrupt):
+        train(make(), task, events, store=tmp_path / "run.zarr", **options, **settings)
+    assert sum("There is no checkpoint of step 10: " in sentence for sentence in told) == 1
+    assert not any("checkpoint of step 15" in sentence for sentence in told)
+    assert list(list_checkpoints(tmp_path / "checkpoints")) == [5, 18]  # the last is of the interrupted run
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2  # nothing half-written
+    gaps = [event for event in events_of(wb.open_run(tmp_path / "run.zarr")) if event[1] == "gap"]
+    assert [(step, source) for step, _, source, _ in gaps] == [(10, "checkpoint"), (15, "checkpoint")]
+    assert gaps[0][3].startswith(f"There is no checkpoint of step 10: {tmp_path / 'checkpoints' / 'step-00000010'} ")
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000018")
+    resumed = make()
+    assert train(resumed, task, store=tmp_path / "run.zarr", resume=True, **options, **settings)[0].step == 5
+    assert same_weights(resumed, through)
+
+
+FILES = ("model.safetensors", "training.pt")
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_a_folder_of_checkpoints_that_breaks_and_comes_back(make_model, task, tmp_path):
+    """Without a store there is no event, but the warning; once for each time that it breaks."""
+    place, away = tmp_path / "checkpoints", tmp_path / "away"
+
+    def break_it():
+        place.rename(away)
+        place.touch()
+
+    def bring_back():
+        place.unlink()
+        away.rename(place)
+
+    with counted() as told:
+        events = [(5, break_it), (10, bring_back), (14, break_it), (18, bring_back)]
+        train(make_model(), task, events, checkpoints=place, checkpoint_every=4)
+    assert [sentence.split(":")[0] for sentence in told] == [
+        "There is no checkpoint of step 8",
+        "There is no checkpoint of step 16",
+    ]
+    assert all("Training goes on; earlier checkpoints are as they were." in sentence for sentence in told)
+    assert list(list_checkpoints(place)) == [4, 12, 20, 24]
+
+
+def test_a_removed_folder_of_checkpoints_is_made_again(make_model, task, tmp_path):
+    """Each checkpoint is whole by itself, so that nothing is missing in a new folder."""
+    place = tmp_path / "checkpoints"
+    with counted() as told:
+        train(make_model(), task, [(9, lambda: shutil.rmtree(place))], checkpoints=place, checkpoint_every=6)
+    assert told == []
+    assert list(list_checkpoints(place)) == [12, 18, 24]
+
+
+def test_places_that_cannot_be_written_at_the_start_are_refused(make_model, task, tmp_path):
+    settings = {"store": tmp_path / "run.zarr", "checkpoint_every": 6}
+    train(make_model(), task, **settings)
+    before = wb.open_run(tmp_path / "run.zarr").load()
+    (tmp_path / "file").touch()
+    model = make_model()
+    for places, sentence in [
+        ({"checkpoints": tmp_path / "file" / "checkpoints"}, r"Checkpoints cannot be written to .*\(Not a directory\)"),
+        ({"store": tmp_path / "file" / "run.zarr", "checkpoints": tmp_path / "new"}, "cannot be written"),
+    ]:
+        run = wb.train(model, task, overwrite=True, **{**SETTINGS, **settings, **places})
+        with pytest.raises(StoreError, match=sentence):
+            next(run)
+    assert same_weights(model, make_model())
+    assert wb.open_run(tmp_path / "run.zarr").identical(before)
+    assert sorted(place.name for place in tmp_path.iterdir()) == ["file", "run.checkpoints", "run.zarr"]
+    limit_files(0)
+    try:
+        with pytest.raises(StoreError, match="cannot be written"):
+            next(wb.train(model, task, store=tmp_path / "new.zarr", **SETTINGS))
+    finally:
+        limit_files(resource.RLIM_INFINITY)
+    assert not (tmp_path / "new.zarr").exists()
+
+
+@recorders
+def test_threads_end_with_the_generator(make_model, task, tmp_path, has_recorder):
+    store = tmp_path / "run.zarr"
+    settings = {**SETTINGS, "store": store, "overwrite": True}
+    run = wb.train(make_model(), task, **settings, **watched(has_recorder))
+    del run  # never asked
+    gc.collect()
+    assert threads_of(store) == []
+    assert not store.exists()
+    run = wb.train(make_model(), task, **settings, **watched(has_recorder))
+    next(run)
+    assert len(threads_of(store)) == 1
+    run.close()
+    assert threads_of(store) == []
+    run = wb.train(make_model(), task, **settings, **watched(has_recorder))
+    next(run)
+    keeper = {"run": run}
+    keeper["itself"] = keeper
+    del run, keeper
+    gc.collect()
+    wait_until(lambda: threads_of(store) == [])
+    kept = wb.open_run(store)
+    assert kept.attrs["state"] == "stopped"
+    assert kept["monitors"].sizes["step"] == 1
+
+
+@recorders
+def test_an_error_in_the_callers_loop_keeps_what_there_is(make_model, task, tmp_path, has_recorder):
+    with pytest.raises(KeyboardInterrupt):
+        train(make_model(), task, [(5, interrupt)], store=tmp_path / "run.zarr", **watched(has_recorder))
+    run = wb.open_run(tmp_path / "run.zarr")
+    assert run["monitors"].sizes["step"] == 6
+    assert run.attrs["state"] == "stopped"
+    assert threads_of(tmp_path / "run.zarr") == []
+
+
+def test_an_error_before_the_first_step_leaves_no_thread(make_model, task, tmp_path, monkeypatch):
+    settings = {"n_steps": 9, "store": tmp_path / "run.zarr", "checkpoint_every": 3}
+    run_to(5, make_model(), task, **settings)
+    monkeypatch.setattr("workbench.training.guard.Guard.learn", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(wb.train(make_model(), task, resume=True, **settings))
+    assert threads_of(tmp_path / "run.zarr") == []
+    assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 6
