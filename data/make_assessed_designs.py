@@ -1,17 +1,20 @@
 """Record what assessments rest on: what healthy fresh models show, and how trials of a plan foretell its outcome.
 
     python data/make_assessed_designs.py
+    python data/make_assessed_designs.py --again    # concludes again from what was recorded; no trial, no training
 
 Every design (a model and a plan: one cell of the recorded sweep at one rate) is looked at as `wb.assess` looks at it
 before training: spectra and first gradient as the sweep recorded them, information flow, and the first 60 updates tried
 twice on batches that the recorded runs never saw. Writes
 
 - ``data/assessed_designs.nc``: one row a design, with what its recorded runs did,
-- ``workbench/assessment/shipped/healthy.json``: the healthy bands and the weights of the trials, from the studies
-  ``fit``, ``norms`` and ``scales`` and from the deep controls below. Nothing in it comes from ``held out``.
+- ``workbench/assessment/shipped/healthy.json``: the healthy bands, with the sizes of the models behind each, and the
+  weights of the trials, from the studies ``fit``, ``norms`` and ``scales`` and from the deep controls below. Nothing in
+  it comes from ``held out``.
 
 Deep controls are healthy models of 8 to 24 blocks, deeper than any of the sweep, trained for 120 updates to know it.
-Interrupted, it goes on where it stopped.
+Interrupted, it goes on where it stopped. Concluding again looks at the fresh models once more, takes the trials from
+``data/assessed_designs.nc``, keeps bands and weights if they are what these models show, and judges every design anew.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,14 +36,17 @@ import xarray as xr
 import workbench as wb
 from workbench.assessment.assess import initialization
 from workbench.assessment.dress_rehearsal import N_TRIALS, N_UPDATES, dress_rehearsal
-from workbench.assessment.failure_modes import CRITERIA, Band, Reading, band_of, judged
+from workbench.assessment.failure_modes import CRITERIA, Band, Criterion, Reading, band_of, judged
+from workbench.assessment.failure_modes.sizes import Sizes
 from workbench.assessment.flow_numbers import flow_numbers
 from workbench.assessment.plan_risk import plan_risk
 from workbench.assessment.verdict import verdict_of
 from workbench.atomic import replacing
+from workbench.hardware.sizes import model_sizes
 from workbench.spectral.spectra import RankWarning
 
 ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = ROOT / "workbench" / "assessment" / "shipped" / "healthy.json"
 #: Drawn from are all designs of ``held out``, and of the others so many whose risk is clear, and so many whose risk is
 #: not; so many of all these are tried, in an order of chance, and then every healthy one with routers.
 N_CLEAR, N_UNCLEAR, CLEAR, N_TRIED = 40, 150, (0.1, 0.9), 280
@@ -65,7 +71,8 @@ DEEP_SIZE = {"d_model": 64, "vocab_size": 64, "max_length": 16}
 def designs() -> xr.Dataset:
     """One row a design: the first of its recorded runs, the mean risk and the share that diverged."""
     sweep = wb.samples.divergence_sweep()
-    risk = wb.risk.shipped("rehearsal").predict(sweep, extrapolate=True)["probability"].values
+    # Of unfamiliar runs too: which designs were tried was drawn by it, and their runs are known.
+    risk = wb.risk.shipped("rehearsal")._extrapolated(sweep)["probability"].values
     keys = [
         f"{cell} {rate:.6g}" for cell, rate in zip(sweep["cell"].values, sweep["learning_rate"].values, strict=True)
     ]
@@ -193,11 +200,18 @@ def parts_of(
         "/initialization": initialization(row, run.make_task()),
     }
     if trials is not None:
-        n_broken = round(trials["share_broken"] * N_TRIALS)
-        broken = np.arange(N_TRIALS) < n_broken
-        parts["/rehearsal"] = xr.Dataset({"has_diverged": ("trial", broken)} | {name: trials[name] for name in WORST})
-        parts["/risk"] = plan_risk(row, parts["/rehearsal"])
-    return xr.DataTree.from_dict(parts)
+        parts["/rehearsal"] = xr.Dataset({name: trials[name] for name in ("share_broken", *WORST)})
+        parts["/risk"] = plan_risk(row, trials["share_broken"])
+    tree = xr.DataTree.from_dict(parts)
+    tree.attrs = sizes_of(row, run).attributes
+    return tree
+
+
+def sizes_of(row: xr.Dataset, run: wb.sweeps.RunSettings) -> Sizes:
+    """Of a design that is measured whole."""
+    width, blocks = int(row["d_model"][0]), int(row["n_layers"][0])
+    experts = model_sizes(run.model).n_experts if run.model.get("family") == "moe" else 0
+    return Sizes(width, blocks, width, blocks, experts or 0)
 
 
 def is_useful(row: xr.Dataset, run: wb.sweeps.RunSettings) -> bool:
@@ -209,11 +223,15 @@ def is_useful(row: xr.Dataset, run: wb.sweeps.RunSettings) -> bool:
     return is_stable and float(row["final_loss"][0]) <= WORST_LOSS * guess
 
 
+#: Values of healthy models by architecture and criterion, one for each configuration, and the sizes of each model.
+Healthy = dict[str, dict[str, list[tuple[float, Sizes]]]]
+
+
 def healthy_numbers(
     rows: xr.Dataset, trials: Mapping[int, Mapping[str, Any]], deep: Iterable[xr.Dataset], flows: Flows
-) -> tuple[dict[str, dict[str, list[float]]], int]:
-    """Values of healthy models by architecture and criterion, one for each configuration, and how many there are."""
-    found: dict[str, dict[str, list[float]]] = {}
+) -> tuple[Healthy, int]:
+    """What healthy models show, and how many there are."""
+    found: Healthy = {}
     seen, n = set(), 0
     for i in range(rows.sizes["design"]):
         row = rows.isel(design=[i]).rename(design="run")
@@ -226,19 +244,19 @@ def healthy_numbers(
         seen.add(run.configuration)
         n += is_new
         for name in keep:
-            found.setdefault(run.architecture, {}).setdefault(name, []).append(values[name])
+            own = (values[name], sizes_of(row, run))
+            found.setdefault(run.architecture, {}).setdefault(name, []).append(own)
     for row in deep:
         run = wb.sweeps.RunSettings.from_dict(json.loads(str(row["settings"].values[0])))
         if not bool(row["has_diverged"][0]):
             n += 1
             for name, value in numbers_of(row, run, None, flows).items():
-                found.setdefault(run.architecture, {}).setdefault(name, []).append(value)
+                own = (value, sizes_of(row, run))
+                found.setdefault(run.architecture, {}).setdefault(name, []).append(own)
     return found, n
 
 
-def bands(
-    found: Mapping[str, Mapping[str, list[float]]], *, without: str = "", margin: float | None = None
-) -> dict[str, Band]:
+def bands(found: Healthy, *, without: str = "", margin: float | None = None) -> dict[str, Band]:
     """The band of each criterion, from all architectures but one."""
     result = {}
     for criterion in CRITERIA:
@@ -251,19 +269,32 @@ def bands(
         )
         values = [v for name, numbers in found.items() if name != without for v in numbers.get(of, ())]
         options = {} if margin is None else {"margin": margin}
-        result[criterion.name] = band_of(values, scale=criterion.scale, **options)
+        band = band_of([value for value, _ in values], scale=criterion.scale, **options)
+        result[criterion.name] = replace(band, sizes=ranges_of(criterion, values))
     return result
 
 
-def false_alarms(found: Mapping[str, Mapping[str, list[float]]], margin: float) -> float:
+def ranges_of(criterion: Criterion, values: Iterable[tuple[float, Sizes]]) -> dict[str, tuple[float, float]]:
+    """The smallest and the largest of the models whose values are behind a band."""
+    # As `band_of` leaves values out.
+    sizes = [own for value, own in values if np.isfinite(value) and (value > 0 or criterion.scale != "log")]
+    names = ("width", "blocks", *(["experts"] if criterion.failure_mode == "routing_oscillation" else []))
+    if not sizes:
+        return {}
+    ends = {name: [getattr(own, name) for own in sizes] for name in names}
+    return {name: (min(of), max(of)) for name, of in ends.items()}
+
+
+def false_alarms(found: Healthy, margin: float) -> float:
     """Share of healthy values outside of the bands that all other architectures make."""
     outside = total = 0
     for name, numbers in found.items():
         others = bands(found, without=name, margin=margin)
         for criterion, values in numbers.items():
             band = others[criterion]
-            outside += sum(not band.low <= value <= band.high for value in values if np.isfinite(value))
-            total += sum(bool(np.isfinite(value)) for value in values)
+            finite = [value for value, _ in values if np.isfinite(value)]
+            outside += sum(not band.low <= value <= band.high for value in finite)
+            total += len(finite)
     return outside / total
 
 
@@ -291,7 +322,7 @@ def judged_designs(rows: xr.Dataset, trials: Mapping[int, Mapping[str, Any]], fl
         row = rows.isel(design=[i]).rename(design="run")
         run = wb.sweeps.RunSettings.from_dict(json.loads(str(row["settings"].values[0])))
         tree = parts_of(row, run, trials[i], flows)
-        _, modes = judged(tree)
+        criteria, modes = judged(tree)
         bad = [
             str(m)
             for m, s in zip(modes["failure_mode"].values, modes["state"].values, strict=True)
@@ -302,10 +333,11 @@ def judged_designs(rows: xr.Dataset, trials: Mapping[int, Mapping[str, Any]], fl
                 "study": run.study, "architecture": run.architecture, "cell": run.cell,
                 "settings": str(row["settings"].values[0]), "learning_rate": float(row["learning_rate"][0]),
                 "n_runs": int(row["n_runs"][0]), "share_diverged": float(row["share_diverged"][0]),
+                "is_familiar": bool(tree["risk"]["is_familiar"][0]),
                 "probability": float(tree["risk"]["probability"][0]),
                 "tried_probability": float(tree["risk"]["tried_probability"][0]),
                 **{name: trials[i][name] for name in ("share_broken", *WORST)},
-                "verdict": verdict_of(modes), "modes": ", ".join(bad),
+                "verdict": verdict_of(criteria, modes), "modes": ", ".join(bad),
             }
         )  # fmt: skip
     return xr.Dataset({name: ("design", np.array([line[name] for line in lines])) for name in lines[0]})
@@ -315,6 +347,35 @@ def deep_rows(folder: Path) -> list[xr.Dataset]:
     """The deep controls, trained."""
     sweep = wb.sweep(list(deep_controls()), folder / "deep.zarr", n_workers=2, progress=False)
     return [sweep.isel(run=[i]) for i in range(sweep.sizes["run"])]
+
+
+def deep_rows_again() -> Iterator[xr.Dataset]:
+    """The deep controls as they began; all of them were healthy when they were trained."""
+    for run in deep_controls():
+        settings = run.plan().as_dict()
+        row = wb.sweeps.measure_case(
+            run.make_model(), run.make_task(), architecture=run.architecture, n_snapshots=run.n_snapshots,
+            rehearses=False, **settings,
+        )  # fmt: skip
+        yield row.assign(has_diverged=("run", [False])).assign_coords(settings=("run", [json.dumps(run.as_dict())]))
+
+
+def recorded_trials(rows: xr.Dataset) -> dict[int, dict[str, Any]]:
+    """The trials of ``data/assessed_designs.nc``, by design."""
+    recorded = wb.samples.assessed_designs()
+    names = ("share_broken", *WORST)
+    by_settings = {
+        str(settings): {name: float(recorded[name].values[i]) for name in names}
+        for i, settings in enumerate(recorded["settings"].values)
+    }
+    settings = rows["settings"].values
+    return {i: by_settings[str(settings[i])] for i in to_try(rows)}
+
+
+def is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two bands as mappings have the same limits and models."""
+    limits = ("low", "high", "failing_low", "failing_high", "n_reference")
+    return all(np.isclose(one[name], other[name], rtol=1e-3) for name in limits)
 
 
 def _one_thread() -> None:
@@ -328,26 +389,37 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "data" / "parts" / "assessed_designs", help="of the parts"
     )
-    folder = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("--again", action="store_true", help="conclude again from what was recorded")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     _one_thread()
-    rows = designs()
-    trials = try_all(rows, folder)
-    flows = Flows(folder / "flows.jsonl")
-    found, n_healthy = healthy_numbers(rows, trials, deep_rows(folder), flows)
-    shipped = {
-        "about": "made by data/make_assessed_designs.py",
-        "n_healthy": n_healthy,
-        "bands": {name: asdict(band) for name, band in bands(found).items() if band.n_reference},
-        "rehearsal": weights_of_trials(rows, trials),
-        "false_alarms": {f"{margin:g}": false_alarms(found, margin) for margin in (0.0, 0.25, 0.5)},
-    }
-    with replacing(ROOT / "workbench" / "assessment" / "shipped" / "healthy.json") as path:
+    rows, flows = designs(), Flows(given.folder / "flows.jsonl")
+    trials = recorded_trials(rows) if given.again else try_all(rows, given.folder)
+    found, n_healthy = healthy_numbers(
+        rows, trials, deep_rows_again() if given.again else deep_rows(given.folder), flows
+    )
+    own = {name: asdict(band) for name, band in bands(found).items() if band.n_reference}
+    if given.again:
+        shipped = json.loads(SHIPPED.read_text())
+        changed = [name for name, band in shipped["bands"].items() if not is_same(band, own[name])]
+        if changed or n_healthy != shipped["n_healthy"]:
+            raise SystemExit(f"Fresh models show other numbers than the recorded ones: {', '.join(changed)}.")
+        for name, band in shipped["bands"].items():
+            band["sizes"] = own[name]["sizes"]
+    else:
+        shipped = {
+            "about": "made by data/make_assessed_designs.py",
+            "n_healthy": n_healthy,
+            "bands": own,
+            "rehearsal": weights_of_trials(rows, trials),
+            "false_alarms": {f"{margin:g}": false_alarms(found, margin) for margin in (0.0, 0.25, 0.5)},
+        }
+    with replacing(SHIPPED) as path:
         path.write_text(json.dumps(shipped, indent=1) + "\n")
     table = judged_designs(rows, trials, flows)
     table.attrs = {
-        "call": "python data/make_assessed_designs.py",
+        "call": "python data/make_assessed_designs.py" + " --again" * given.again,
         "n_updates": N_UPDATES,
         "n_trials": N_TRIALS,
         "versions": wb.spectral.spectra.versions(),

@@ -9,6 +9,7 @@ import pytest
 import workbench as wb
 from tests.reports import made_trees
 from workbench import cli
+from workbench.assessment.verdicts import BAD_INPUT, BROKEN, EXIT_STATUS, INTERRUPTED
 from workbench.errors import ThresholdError
 
 
@@ -31,7 +32,7 @@ def assessed(monkeypatch):
     return assess
 
 
-@pytest.mark.parametrize(("verdict", "status"), [("proceed", 0), ("at risk", 1), ("refuse", 2)])
+@pytest.mark.parametrize(("verdict", "status"), [("proceed", 0), ("cannot say", 4), ("at risk", 1), ("refuse", 2)])
 def test_the_verdict_is_the_exit_status(verdict, status, assessed, tmp_path, capsys):
     assessed.verdict = verdict
     paths = [tmp_path / "a.html", tmp_path / "a.md"]
@@ -105,7 +106,7 @@ def test_wrong_words_are_not_taken_for_a_verdict(words, capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(RuntimeError("x"), 4), (KeyboardInterrupt(), 130), (ThresholdError("bad"), 3)]
+    ("error", "status"), [(RuntimeError("x"), 5), (KeyboardInterrupt(), 130), (ThresholdError("bad"), 3)]
 )
 def test_what_breaks_is_not_taken_for_a_verdict(error, status, assessed, monkeypatch):
     def fail(*_, **__):
@@ -125,6 +126,15 @@ def test_a_checkpoint_is_profiled(tmp_path, capsys):
     # Models of the zoo have no tokenizer: a text is then refused in a sentence.
     assert (status, out) == (cli.BAD_INPUT, "")
     assert err.startswith("workbench: ")
+
+
+def test_every_status_means_one_thing_and_the_help_says_which(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["assess", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    expected = "0 proceed, 1 at risk, 2 refuse, 3 wrong input, 4 cannot say, 5 the workbench failed."
+    assert f"Exit status: {expected}" in words
+    assert len({*EXIT_STATUS.values(), BAD_INPUT, BROKEN, INTERRUPTED}) == len(EXIT_STATUS) + 3
 
 
 def test_help_is_quick_and_loads_nothing_heavy():

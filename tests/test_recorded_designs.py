@@ -1,6 +1,7 @@
 """The recorded designs: what is claimed of the verdicts, and one trial made anew."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,9 @@ import workbench as wb
 from tests.data_scripts import load_script
 from workbench.assessment.dress_rehearsal import N_TRIALS, N_UPDATES
 from workbench.assessment.failure_modes import CRITERIA, healthy_bands
+from workbench.assessment.verdicts import VERDICTS
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +25,36 @@ def script():
     return load_script("make_assessed_designs")
 
 
-def test_designs_that_diverge_are_flagged_and_healthy_ones_seldom(designs):
+def counts(verdicts):
+    return {verdict: int((verdicts == verdict).sum()) for verdict in VERDICTS}
+
+
+def test_the_published_counts_are_those_of_the_recorded_designs(designs):
+    """Beside the dumbest rule there is: a design is bad if a trial of it broke."""
     held_out = designs.isel(design=designs["study"].values == "held out")
-    share, is_flagged = held_out["share_diverged"].values, held_out["verdict"].values != "proceed"
-    assert (share == 1).sum() >= 50
-    assert (share == 0).sum() >= 80
-    assert is_flagged[share == 1].mean() >= 0.95
-    assert is_flagged[share == 0].mean() <= 0.05
+    share, verdicts = held_out["share_diverged"].values, held_out["verdict"].values
+    a_trial_broke = held_out["share_broken"].values > 0
+    assert counts(verdicts[share == 1]) == {"proceed": 0, "cannot say": 0, "at risk": 0, "refuse": 60}
+    assert counts(verdicts[share == 0]) == {"proceed": 87, "cannot say": 7, "at risk": 3, "refuse": 2}
+    assert (a_trial_broke[share == 1].sum(), a_trial_broke[share == 0].sum()) == (60, 3)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for words in (
+        "all 60 whose every run diverged are refused",
+        "5 of the 99 of which none did are flagged",
+        '7 of the 99 end with "cannot say"',
+        "60 of 60 and 3 of 99",
+    ):
+        assert words in text, words
+
+
+def test_a_design_that_the_risk_model_does_not_know_has_no_risk_and_never_proceeds(designs):
+    is_far = ~designs["is_familiar"].values.astype(bool)
+    assert is_far.sum() == 14
+    for name in ("probability", "tried_probability"):
+        np.testing.assert_array_equal(np.isnan(designs[name].values), is_far)
+    assert "proceed" not in designs["verdict"].values[is_far]
+    has_broken = designs["share_broken"].values > 0
+    assert set(designs["verdict"].values[has_broken]) == {"at risk", "refuse"}
 
 
 def test_the_designs_are_those_that_the_script_chooses(designs, script):
@@ -45,7 +72,7 @@ def test_a_verdict_follows_from_the_recorded_numbers(designs, script):
     for i in np.random.default_rng(0).choice(designs.sizes["design"], 20, replace=False):
         row = designs.isel(design=i)
         found = after_trial(row["probability"].values, float(row["share_broken"]))
-        assert float(found) == pytest.approx(float(row["tried_probability"]), rel=1e-4)
+        assert float(found) == pytest.approx(float(row["tried_probability"]), rel=1e-4, nan_ok=True)
 
 
 def test_one_trial_made_anew_is_as_recorded(designs, script):

@@ -46,8 +46,8 @@ class RiskExplorer(MeasuringWidget):
     gradients and trial updates of a copy. From then on the sliders move at once, for the plan enters as numbers. A
     small model of the zoo is measured whenever its controls change; a checkpoint or module when you press Measure.
 
-    Where the case is unlike everything that the risk model has seen, a banner says so and the figures are withheld
-    until you tick "extrapolate anyway". The kernel stays free; where a cell has to see the result,
+    Where the case is unlike everything that the risk model has seen, which a model of another size than the recorded
+    ones always is, a banner says so and no figure is given. The kernel stays free; where a cell has to see the result,
     ``await explorer.finished()``.
 
     Args:
@@ -63,7 +63,6 @@ class RiskExplorer(MeasuringWidget):
         setup: The controls of model and task, by name.
         plan: The controls of the plan, by name, such as ``explorer.plan.learning_rate.value = 0.03``.
         look: How closely models are looked at, which decides the risk model that ships with the workbench.
-        extrapolate: The checkbox in the banner.
         risk: The risk model.
 
     Raises:
@@ -104,7 +103,6 @@ class RiskExplorer(MeasuringWidget):
         for control in self.plan.controls:
             self.watch(control, lambda _: self._change_plan())
         self.watch(self.look, lambda _: self._change_look())
-        self.watch(self.extrapolate, lambda _: self._draw())
         self.on_click(self._button, lambda _: self.measure())
         self.on_click(self._stop, lambda _: self.stop())
         with self.attempt():
@@ -151,7 +149,8 @@ class RiskExplorer(MeasuringWidget):
             backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
         Raises:
-            ThresholdError: If there is no such figure, or nothing has been measured.
+            ThresholdError: If there is no such figure, nothing has been measured, or nothing is known of what drives
+                the risk of such a model.
         """
         if self._forecast is None:
             raise ThresholdError("Nothing has been measured yet; wait for it, or call measure().")
@@ -161,6 +160,11 @@ class RiskExplorer(MeasuringWidget):
             runs = self._forecast.nearest.assign_coords(architecture=("run", [name] * self.nearest.sizes["run"]))
             return plots.risk_curve(curve, runs=runs, backend=backend)
         if kind == "drivers":
+            if not self._forecast.is_familiar:
+                raise ThresholdError(
+                    "The case is unlike the recorded runs, so nothing is known of what drives its risk; choose another "
+                    "model or plan."
+                )
             return plots.drivers(self._forecast.drivers, backend=backend)
         raise ThresholdError(f"There is no figure '{kind}', expected 'curve' or 'drivers'.")
 
@@ -181,12 +185,8 @@ class RiskExplorer(MeasuringWidget):
         self._status = ipywidgets.HTML()
         self._cards = ipywidgets.HTML()
         self._banner_words = ipywidgets.HTML()
-        self.extrapolate = ipywidgets.Checkbox(
-            False, description="extrapolate anyway", indent=False, layout={"width": "auto"},
-            tooltip="Show the figures that the formula gives, though nothing like this case was ever recorded",
-        )  # fmt: skip
         self._banner = ipywidgets.VBox(
-            [self._banner_words, self.extrapolate],
+            [self._banner_words],
             layout={"padding": "8px 14px", "margin": "6px 2px", "display": "none", "overflow": "visible"},
         )
         self._banner.add_class(_BANNER)
@@ -258,9 +258,9 @@ class RiskExplorer(MeasuringWidget):
         settings = self.plan.settings()
         if self._measured is None or not self._measured.suits(self.risk, settings):
             return  # what suits is being measured, or waits for the button
-        asked = {**settings, "learning_rate": None, "extrapolate": self.extrapolate.value}
+        asked = {**settings, "learning_rate": None}
         found = forecast(
-            self.risk, self._neighbours, self._measured.planned(settings), extrapolate=self.extrapolate.value,
+            self.risk, self._neighbours, self._measured.planned(settings),
             before=self._forecast if asked == self._asked else None,
         )  # fmt: skip
         self._forecast, self._asked = found, asked

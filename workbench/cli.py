@@ -1,7 +1,7 @@
 """The command line: assess a design before it is trained, diagnose a run that failed, look at a checkpoint.
 
-Exit status of ``workbench assess``: 0 proceed, 1 at risk, 2 refuse, so that it can gate a pipeline. Of every command: 3
-where the input is wrong (one sentence says how), 4 where the workbench itself fails.
+Exit status of ``workbench assess``: 0 proceed, 1 at risk, 2 refuse, 4 cannot say, so that it can gate a pipeline. Of
+every command: 3 where the input is wrong (one sentence says how), 5 where the workbench itself fails.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from workbench.assessment.verdicts import BAD_INPUT, BROKEN, EXIT_STATUS, INTERRUPTED
 from workbench.atomic import check_free
 from workbench.errors import CheckpointError, StoreError, ThresholdError, WorkbenchError
 
 if TYPE_CHECKING:
     import xarray as xr
 
-BAD_INPUT, BROKEN, INTERRUPTED = 3, 4, 130
 _TREE_SUFFIXES = (".nc", ".zarr")
 _ROOT = Path(__file__).resolve().parent.parent
+_STATUSES = {status: verdict for verdict, status in EXIT_STATUS.items()}
+_STATUSES |= {BAD_INPUT: "wrong input", BROKEN: "the workbench failed"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -205,8 +207,9 @@ def _parser() -> argparse.ArgumentParser:
     assess = commands.add_parser(
         "assess",
         help="will this design train under this plan?",
-        description="Assess a design and a plan before compute is committed. Exit status: 0 proceed, 1 at risk, "
-        "2 refuse, 3 wrong input, 4 the workbench failed.",
+        description="Assess a design and a plan before compute is committed. Exit status: "
+        + ", ".join(f"{status} {words}" for status, words in sorted(_STATUSES.items()))
+        + ".",
     )
     assess.add_argument(
         "model",

@@ -1,4 +1,4 @@
-"""An assessment end to end, on models small enough for a test."""
+"""An assessment end to end, on models small enough for a test: inside of what was recorded, outside, and a stand-in."""
 
 import copy
 import json
@@ -9,13 +9,22 @@ import torch
 import xarray as xr
 
 import workbench as wb
+from workbench.assessment.changes import possible_changes
+from workbench.assessment.conclusion import conclude
 from workbench.assessment.decisions import KINDS
 from workbench.assessment.design_comparison import dominated
-from workbench.assessment.ladder import affordable_widths
+from workbench.assessment.ladder import affordable_widths, ladder
+from workbench.assessment.verdicts import EXIT_STATUS
 from workbench.errors import CheckpointError, ThresholdError
+from workbench.reports.assessment import most_important
+from workbench.reports.quantity import Numbers
+from workbench.reports.report import document_of
 from workbench.scaling.matched_width import WIDTH_ERROR
 
-SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16}
+#: As small as the smallest of the recorded models.
+SIZE = {"d_model": 24, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16}
+#: Smaller than any of them.
+SMALLER = SIZE | {"d_model": 16}
 CALM = {"training": {"learning_rate": 1e-3, "warmup": 10}, "hardware": {"data_parallel": 4, "gradient_dtype": "bf16"}}
 WILD = {"training": {"learning_rate": 50.0}}
 
@@ -44,7 +53,56 @@ def test_a_calm_plan_is_not_refused_for_its_risk(calm):
     modes = calm["failure_modes"].to_dataset()
     assert str(modes.sel(failure_mode="divergence_risk")["state"].values) == "healthy"
     assert "changes" not in calm
-    assert calm.attrs["exit_status"] == ("proceed", "at risk", "refuse").index(calm.attrs["verdict"])
+
+
+def test_a_small_model_inside_of_what_was_recorded_proceeds_with_its_risk(calm):
+    assert (calm.attrs["verdict"], calm.attrs["exit_status"]) == ("proceed", 0)
+    assert calm.attrs["is_stand_in"] == 0
+    assert float(calm["risk"]["tried_probability"][0]) < 0.2
+    labels = [fact.label for fact in most_important(Numbers(calm))]
+    assert labels[:2] == ["risk of divergence", "largest stable learning rate"]
+    assert np.isfinite(calm["risk_over_rates"]["probability"].values).any()
+
+
+@pytest.fixture(scope="module")
+def smaller():
+    return wb.assess(wb.zoo.transformer(**SMALLER, norm="pre_ln", seed=3), plan={"training": {"learning_rate": 1e-3}})
+
+
+def numbers_of(data):
+    return np.concatenate([np.ravel(v.values) for v in data.data_vars.values() if v.dtype.kind == "f"])
+
+
+def test_a_model_smaller_than_all_recorded_ones_gets_no_risk_and_a_first_step(smaller):
+    assert (smaller.attrs["verdict"], smaller.attrs["exit_status"]) == ("cannot say", 4)
+    risk = smaller["risk"].to_dataset()
+    assert np.isfinite(risk["distance"].item())
+    assert np.isnan(numbers_of(risk.drop_vars("distance"))).all()
+    assert "width (d_model), which is 16 where they had 24 to 96" in risk.attrs["warning"]
+    assert "which is 16 where they had 24 to 96. Nothing that was measured failed" in smaller.attrs["summary"]
+    assert "risk_over_rates" not in smaller
+    first = smaller["decisions"].to_dataset().isel(decision=0)
+    assert str(first["kind"].values) == "measure"
+    assert "wb.Recorder" in str(first["text"].values)
+    told = document_of(smaller)
+    assert (told.verdict, told.state) == ("cannot say", "not measured")
+    assert not any(fact.label in ("risk of divergence", "largest stable learning rate") for fact in told.facts)
+    assert told.actions[0].text.startswith("Train it at its full size")
+    modes = smaller["failure_modes"].to_dataset()
+    assert np.isnan(modes["confidence"].values[modes["state"].values == "not measured"]).all()
+
+
+def test_an_absurd_rate_is_found_by_the_trials_where_no_risk_is_known():
+    model = wb.zoo.transformer(**SMALLER, norm="none", seed=3)
+    for optimizer, rate in (("AdamW", 1.0), ("SGD", 100.0)):
+        tree = wb.assess(model, plan={"training": {"learning_rate": rate, "optimizer": optimizer}})
+        assert np.isnan(float(tree["risk"]["tried_probability"][0]))
+        assert float(tree["rehearsal"]["share_broken"]) == 1
+        assert (tree.attrs["verdict"], tree.attrs["exit_status"]) == ("refuse", 2)
+        assert "trials of the first updates broke: 100 %" in tree.attrs["summary"]
+        changes = tree["changes"].to_dataset()
+        (lower,) = np.flatnonzero(changes["setting"].values == "learning_rate")
+        assert float(changes["proposed"].values[lower]) <= rate / 4
 
 
 def test_a_wild_plan_is_refused_and_what_would_help_was_tried(wild):
@@ -73,6 +131,60 @@ def thin():
     return tree
 
 
+def test_a_stand_in_gives_no_risk_no_rate_and_no_leave_to_proceed(thin):
+    assert (thin.attrs["verdict"], thin.attrs["exit_status"]) == ("cannot say", 4)
+    assert thin.attrs["is_stand_in"] == 1
+    risk = thin["risk"].to_dataset()
+    assert np.isnan(numbers_of(risk)).all()
+    assert not risk["is_familiar"].item()
+    stand_in = "a stand-in 16 wide with 4 blocks"
+    assert stand_in in risk.attrs["warning"]
+    assert stand_in in thin.attrs["summary"]
+    assert "risk_over_rates" not in thin
+    document = document_of(thin)
+    assert (document.verdict, document.state) == ("cannot say", "not measured")
+    for fact in document.facts:
+        assert "rate" not in fact.label.split()
+        assert stand_in in fact.remark
+    for section in document.sections[:2]:
+        assert not any("confidence" in sentence.text for sentence in section.sentences)
+    assert np.isnan(thin["failure_modes"]["confidence"].values).all()
+    decisions = thin["decisions"].to_dataset()
+    assert str(decisions["kind"].values[0]) == "measure"
+    assert not set(decisions["setting"].values) & {"learning_rate", "loss", "grad_norm"}
+
+
+def test_what_breaks_on_a_stand_in_is_told_of_it_and_no_rate_is_proposed(thin):
+    tree, plan = thin.copy(deep=True), wb.hardware.read_plan(WILD)
+    trials = tree["rehearsal"].to_dataset()
+    trials["share_broken"][...], trials["has_diverged"][:], trials["divergence_step"][:] = 1.0, True, 3.0
+    tree["rehearsal"] = xr.DataTree(trials)
+
+    def changes(judged):
+        possible = possible_changes(plan.training_plan(), np.nan, float(judged["case"]["rehearsed_rate"][0]))
+        rows = [(each.setting, each.current, each.proposed) for each in possible]
+        names = ("setting", "current", "proposed")
+        data = {name: ("change", list(column)) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+        return xr.Dataset(data | {"n_trials": ("change", [2] * 4), "n_broken": ("change", [2, 2, 0, 0])})
+
+    conclude(tree, plan, try_changes=changes)
+    assert tree.attrs["verdict"] == "refuse"
+    assert "measured on a stand-in 16 wide with 4 blocks" in tree.attrs["summary"]
+    decisions = tree["decisions"].to_dataset().to_dataframe().set_index("setting")
+    lower = decisions.loc["learning_rate"]
+    assert lower["proposed"] == "below 50"
+    assert lower["effect"] == "2 of 2 trials of a stand-in 16 wide with 4 blocks with it did not break"
+    (stop,) = decisions[decisions["kind"] == "stop rule"]["text"]
+    assert "all trials of a stand-in 16 wide with 4 blocks broke" in stop
+
+
+def test_a_model_of_ones_own_stands_for_no_larger_target(model):
+    tree = wb.assess(model, plan=CALM | {"target": {"width": 768}})
+    assert (tree.attrs["width"], tree.attrs["measured_width"], tree.attrs["is_stand_in"]) == (768, 24, 1)
+    assert tree.attrs["verdict"] == "cannot say"
+    assert np.isnan(numbers_of(tree["risk"].to_dataset())).all()
+
+
 def test_a_large_design_is_measured_thin_with_the_variances_of_its_width(thin):
     sizes = ("width", "depth", "measured_width", "measured_depth")
     assert [thin.attrs[name] for name in sizes] == [64, 6, 16, 4]
@@ -83,17 +195,17 @@ def test_a_large_design_is_measured_thin_with_the_variances_of_its_width(thin):
     assert states["initial_grad_norm"] == "not measured"
     reasons = thin["criteria"]["reason"].to_series().set_axis(thin["criteria"]["criterion"].values)
     assert "a thin model stood in" in reasons["initial_grad_norm"]
-    assert states["gradient_gain_total"] != "not measured"
+    # 16 wide: the healthy models were not so thin.
+    assert states["gradient_gain_total"] == "not measured"
+    assert "were 24 to 96 wide, this one is 16 wide" in reasons["gradient_gain_total"]
     spread = float(thin["initialization"]["logit_std"])
     whole = wb.zoo.transformer(**SIZE | {"d_model": 64, "n_heads": 8, "n_layers": 4})
     with torch.no_grad():
         expected = float(whole(torch.arange(16).reshape(1, 16)).std(-1).mean())
     assert spread == pytest.approx(expected, rel=0.3)
-    is_known = np.isfinite(float(thin["scaling"]["rate_over_edge"]))
-    assert is_known or "is not known" in thin.attrs["summary"]
 
 
-@pytest.mark.parametrize("name", ["calm", "wild", "thin"])
+@pytest.mark.parametrize("name", ["calm", "wild", "thin", "smaller"])
 def test_every_number_that_is_cited_stands_in_the_tree(name, request):
     tree = request.getfixturevalue(name)
     criteria = tree["criteria"].to_dataset()
@@ -148,6 +260,21 @@ def test_the_ladder_stays_below_a_quarter_of_the_target():
     assert max(affordable_widths(wb.design({"family": "transformer", "d_model": 256, "n_heads": 16}), 128)) == 64
 
 
+@pytest.mark.parametrize(("width", "edge"), [(512, "rehearsed"), (768, "none")])
+def test_stable_rates_are_not_looked_for_where_they_would_say_nothing_of_the_target(width, edge, monkeypatch):
+    def study(design, widths, depths, **options):
+        asked.append((max(widths), options["edge"]))
+        return xr.Dataset(coords={"quantity": ["near_unit_mass"]})
+
+    asked = []
+    monkeypatch.setattr("workbench.assessment.ladder.scaling_study", study)
+    plan = wb.hardware.read_plan({})
+    found = ladder(wb.design("gpt2", width=width), None, plan.training_plan(), plan, seed=0)
+    assert asked == [(128, edge)]
+    assert np.isnan(float(found["rate_over_edge"]))
+    assert ("6 times as wide as the widest rung" in found.attrs["unsupported"]) == (width == 768)
+
+
 def test_a_design_is_dominated_where_another_is_nowhere_worse():
     table = xr.Dataset(
         {
@@ -159,6 +286,9 @@ def test_a_design_is_dominated_where_another_is_nowhere_worse():
     )
     assert dominated(table).tolist() == [False, True, False]
     table["loss_on_trial"][1] = 1.5  # the dearer one learns more
+    assert dominated(table).tolist() == [False, False, False]
+    unknown = {"verdict": ["cannot say"] * 3, "probability": [np.nan] * 3, "loss_on_trial": [1.0, 2.0, 3.0]}
+    table = table.assign({name: ("design", values) for name, values in unknown.items()})
     assert dominated(table).tolist() == [False, False, False]
 
 
@@ -175,6 +305,9 @@ def test_designs_are_compared_under_one_plan_and_a_repeated_call_gives_the_same_
     table = tree["designs"].to_dataset()
     assert table["verdict"].values.tolist() == [tree[name].attrs["verdict"] for name in ("Pre-LN", "No-Norm")]
     assert str(table["verdict"][0].values) == calm.attrs["verdict"]
+    assert all(
+        tree[name].attrs["exit_status"] == EXIT_STATUS[tree[name].attrs["verdict"]] for name in ("Pre-LN", "No-Norm")
+    )
     assert float(table["relative_step_time"].min()) == 1.0
     assert set(tree.children) == {"designs", "Pre-LN", "No-Norm"}
     assert float(table["rate_margin"][0]) == pytest.approx(float(table["largest_stable_rate"][0]) / 1e-3)

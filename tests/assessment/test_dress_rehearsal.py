@@ -31,6 +31,7 @@ def plan(rate, **options):
 def test_a_rate_that_breaks_everything_breaks_every_trial(model, task):
     found = dress_rehearsal(model, task, plan(1e3), n_updates=12)
     assert found["has_diverged"].values.all()
+    assert float(found["share_broken"]) == 1
     for trial, step in enumerate(found["divergence_step"].values.astype(int)):
         assert np.isnan(found["loss"].values[trial, step + 1 :]).all()
         assert str(found["cause"].values[trial])
@@ -40,6 +41,7 @@ def test_a_small_rate_breaks_none_and_the_model_is_left_alone(model, task):
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     found = dress_rehearsal(model, task, plan(1e-3), n_updates=12)
     assert not found["has_diverged"].values.any()
+    assert float(found["share_broken"]) == 0
     assert np.isfinite(found["loss"].values).all()
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
@@ -95,6 +97,16 @@ def test_changes_are_single_and_name_both_values():
         "kss",
         "learning_rate",
     ]
+
+
+@pytest.mark.parametrize(
+    ("stable", "breaking", "tried"),
+    [(0.02, 1e-3, 0.02), (np.nan, np.nan, 0.025), (np.nan, 0.04, 0.01), (np.nan, 5.0, 0.025), (np.nan, np.inf, 0.025)],
+)
+def test_a_lower_rate_comes_from_what_is_known_of_the_model_itself(stable, breaking, tried):
+    """The risk model's, if it knows the case; else a quarter of the planned one, or of one that broke the model."""
+    lower = possible_changes(plan(0.1), stable, breaking)[-1]
+    assert (lower.setting, lower.plan.learning_rate) == ("learning_rate", tried)
 
 
 def test_what_a_change_does_is_measured(model, task):

@@ -1,9 +1,14 @@
 """What stands for a subject: itself, a whole model of its design, or a thin one."""
 
+import json
+
+import pytest
 import torch
 
 import workbench as wb
+from workbench.assessment.dress_rehearsal import dress_rehearsal
 from workbench.assessment.measured_model import LENGTH, LENGTH_OF_SCANS, THIN_WIDTH, measured_model, planned_task
+from workbench.errors import ThresholdError
 
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16}
 
@@ -48,3 +53,117 @@ def test_what_scans_its_tokens_reads_shorter_sequences():
     other = wb.zoo.transformer(**SIZE | {"max_length": 128})
     lengths = [next(iter(planned_task(model, plan, seed=0).stream(0)))[0].shape[1] for model in (mamba, other)]
     assert lengths == [LENGTH_OF_SCANS, LENGTH]
+
+
+PLAN = wb.hardware.read_plan({})
+VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "patch_size": 8}
+
+
+def test_models_of_colour_images_are_given_digits_in_their_channels_and_size():
+    import transformers
+
+    for options, shape in (
+        ({"image_size": 16, "num_channels": 3}, (16, 3, 16, 16)),
+        ({"image_size": [64, 64], "num_channels": 2}, (16, 2, 64, 64)),
+        ({"image_size": 224, "patch_size": 16, "num_channels": 3}, (5, 3, 224, 224)),  # 196 patches each
+    ):
+        found = measured_model(transformers.ViTConfig(**VIT | options))
+        task = planned_task(found.model, PLAN, seed=0)
+        images, targets = next(iter(task.stream(0)))
+        assert tuple(images.shape) == shape
+        assert torch.equal(images[:, 0], images[:, -1])
+        assert found.model(images).logits.shape == (len(targets), task.n_classes)
+        assert found.n_weights == sum(weight.numel() for weight in found.model.parameters())
+        assert not torch.equal(next(iter(found.fresh(1).parameters())), next(iter(found.model.parameters())))
+
+
+def test_a_large_model_of_images_is_measured_thin():
+    found = measured_model("vit-b-16")
+    assert (found.width, found.depth, found.target_width, found.target_depth) == (THIN_WIDTH, 4, 768, 12)
+    assert found.n_weights == 86_567_656
+    task = planned_task(found.model, PLAN, seed=0)
+    assert found.fresh(depth=2)(task.probe(2)).logits.shape[1] == task.n_classes
+
+
+def test_two_stacks_read_half_as_many_rows():
+    import transformers
+
+    config = transformers.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    found = measured_model(config)
+    assert next(iter(planned_task(found.model, PLAN, seed=0).stream(0)))[0].shape == (8, LENGTH)
+
+
+def speech_model():
+    import transformers
+
+    sizes = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return transformers.WhisperConfig(vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, **sizes, **tokens)
+
+
+def odd_images():
+    import transformers
+
+    return transformers.ViTConfig(**VIT | {"image_size": 20, "patch_size": 10})
+
+
+def bare_model():
+    import transformers
+
+    return transformers.BertModel(transformers.BertConfig(vocab_size=64, **{**VIT, "patch_size": None}))
+
+
+def two_classes():
+    import transformers
+
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**VIT, image_size=16))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (speech_model, "WhisperForConditionalGeneration reads input_features, for which there is no task"),
+        (odd_images, "reads images of 20 pixels and 3 channels, expected a square with a side that is a multiple of 8"),
+        (bare_model, "BertModel returns no logits, so it has no loss; pass the model with its head"),
+        (two_classes, r"returns logits of shape \(2, 2\) for targets of shape \(2,\) below"),
+    ],
+)
+def test_what_no_task_is_known_for_is_said_before_anything_is_measured(make, says):
+    found = measured_model(make())
+    with pytest.raises(ThresholdError, match=says):
+        planned_task(found.model, PLAN, seed=0)
+
+
+def test_a_model_that_does_not_run_on_a_task_is_said_to():
+    class Broken(torch.nn.Module):
+        def forward(self, tokens):
+            raise RuntimeError("strides should be multiples\nof 16")
+
+    with pytest.raises(ThresholdError, match=r"Broken does not run on batches of synthetic_lm \(RuntimeError: strides"):
+        planned_task(Broken(), PLAN, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["images", "encoder and decoder", "state space"])
+def test_every_kind_of_small_design_is_assessed_to_the_end(kind, monkeypatch):
+    """With as little as an assessment can do: what is trained on trial is trained for a few updates."""
+    import transformers
+
+    monkeypatch.setitem(dress_rehearsal.__kwdefaults__, "n_updates", 4)
+    monkeypatch.setitem(dress_rehearsal.__kwdefaults__, "n_trials", 1)
+    monkeypatch.setattr("workbench.training.sweeps.measures.rehearsed_rate", lambda *_: 0.1)
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = {
+        "images": lambda: transformers.ViTConfig(**VIT, image_size=16),
+        "encoder and decoder": lambda: transformers.T5Config(
+            vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2
+        ),
+        "state space": lambda: transformers.Mamba2Config(
+            vocab_size=64, hidden_size=16, num_heads=2, head_dim=16, state_size=4, n_groups=1, num_hidden_layers=2,
+            chunk_size=8, **tokens,
+        ),
+    }[kind]()  # fmt: skip
+    plan = {"training": {"learning_rate": 1e-3}, "hardware": {"data_parallel": 2, "gradient_dtype": "bf16"}}
+    tree = wb.assess(config, plan=plan)
+    assert tree.attrs["verdict"]
+    assert tree.attrs["measured_depth"] == 2
+    assert (json.loads(tree.attrs["task"])["task"] == "digits") == (kind == "images")

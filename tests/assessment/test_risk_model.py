@@ -29,16 +29,16 @@ def unseen():
 
 def test_the_planted_probability_and_edge_are_recovered(model, unseen):
     cases, truth = unseen
-    found = model.predict(cases, extrapolate=True)
+    found = model._extrapolated(cases)
     assert float(abs(found.probability - truth.probability).mean()) < 0.05
-    edges = model.largest_stable_rate(cases, extrapolate=True)["edge"]
+    edges = model._extrapolated_rates(cases)["edge"]
     assert float(np.sqrt(np.mean((np.log10(edges) - truth.log_edge) ** 2))) < 0.09
     assert model.coefficients().attrs["slope"] == pytest.approx(SLOPE, rel=0.2)
 
 
 def test_the_planted_probability_lies_in_the_interval(model, unseen):
     cases, truth = unseen
-    found = model.predict(cases, extrapolate=True)
+    found = model._extrapolated(cases)
     # One model, so that its runs share their errors; the ridge's bias is not part of the interval.
     assert float(((found.low <= truth.probability) & (truth.probability <= found.high)).mean()) > 0.8
     assert ((found.low <= found.probability) & (found.probability <= found.high)).all()
@@ -47,7 +47,7 @@ def test_the_planted_probability_lies_in_the_interval(model, unseen):
 def test_stable_rates_are_the_planted_ones(model, unseen):
     cases, truth = unseen
     one = cases.isel(run=slice(None, None, 7))
-    found = model.largest_stable_rate(one, below=0.3, extrapolate=True)
+    found = model._extrapolated_rates(one, below=0.3)
     planted = 10 ** (truth.log_edge.values[::7] + np.log(0.3 / 0.7) / SLOPE)
     ratio = np.log10(found.expected_stable_rate.values / planted)
     assert np.sqrt(np.mean(ratio**2)) < 0.08
@@ -60,8 +60,8 @@ def test_stable_rates_are_the_planted_ones(model, unseen):
 def test_at_the_largest_stable_rate_the_risk_is_the_one_asked_for(model, planted):
     cases = planted[0].isel(run=slice(None, None, 13))
     for below in (0.05, 0.2, 0.5):
-        rate = model.largest_stable_rate(cases, below=below, extrapolate=True).largest_stable_rate
-        found = model.predict(at(cases, learning_rate=rate.values), extrapolate=True)
+        rate = model._extrapolated_rates(cases, below=below).largest_stable_rate
+        found = model._extrapolated(at(cases, learning_rate=rate.values))
         np.testing.assert_allclose(found.probability, below, rtol=1e-6)
 
 
@@ -73,12 +73,12 @@ def test_a_spread_that_no_feature_explains_is_found_and_makes_the_risk_cautious(
     assert model.spread[1] == pytest.approx(0.25, rel=0.3)
     assert model.weights[0, 0] < 0.4 * 30
     fresh, _ = made_sweep(n_configurations=80, n_cells=1, n_rates=9, n_seeds=2, slope=30, noise=0.25, seed=5)
-    found = wb.risk.stable_rate_accuracy(fresh, model.largest_stable_rate(fresh, extrapolate=True).expected_stable_rate)
+    found = wb.risk.stable_rate_accuracy(fresh, model._extrapolated_rates(fresh).expected_stable_rate)
     assert 0.8 < float(found.ratio.median()) < 1.25
-    rates = model.largest_stable_rate(fresh, extrapolate=True)
+    rates = model._extrapolated_rates(fresh)
     low, high = (wb.risk.stable_rate_accuracy(fresh, rates[name]).ratio for name in ("expected_low", "expected_high"))
     assert float(((low <= 1) & (high >= 1)).mean()) >= 0.85  # of .95, with 80 cells
-    probability = model.predict(fresh, extrapolate=True).probability
+    probability = model._extrapolated(fresh).probability
     assert wb.risk.calibration_error(probability, fresh.has_diverged) < 0.08
 
 
@@ -98,12 +98,12 @@ def test_slope_and_spread_are_told_apart(slope, spread):
 @given(
     factors=st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=6, unique=True),
     row=st.integers(0, 400),
-    extrapolate=st.booleans(),
+    asks=st.sampled_from(["predict", "_extrapolated"]),
 )
-def test_the_risk_never_falls_as_the_rate_rises(model, planted, factors, row, extrapolate):
+def test_the_risk_never_falls_as_the_rate_rises(model, planted, factors, row, asks):
     case = planted[0].isel(run=[row] * len(factors))
     rates = np.sort(factors) * float(case.learning_rate[0])
-    found = model.predict(at(case, learning_rate=rates), extrapolate=extrapolate)
+    found = getattr(model, asks)(at(case, learning_rate=rates))
     for name in ("probability", "low", "high"):
         assert (np.diff(found[name]) >= -1e-12).all()
 
@@ -116,7 +116,7 @@ def test_far_rates_keep_the_last_risk_seen_and_say_so(model, planted):
     assert found.is_familiar.item()
     assert found.probability.item() == pytest.approx(expit(model.weights[0, 0] * model.seen[0]))
     assert "1 learning rate lies further from the predicted edge than any that was trained with" in found.attrs["note"]
-    by_formula = model.predict(at(case, learning_rate=edge * 1e-5), extrapolate=True)
+    by_formula = model._extrapolated(at(case, learning_rate=edge * 1e-5))
     assert by_formula.probability.item() == pytest.approx(expit(-5 * model.weights[0, 0]), rel=1e-4)
     assert by_formula.attrs["note"].endswith("the risk goes by the formula alone.")
     near = model.predict(at(case, learning_rate=edge))
@@ -136,12 +136,12 @@ def test_training_runs_are_familiar_and_other_ones_are_refused(model, planted):
     assert np.isnan([found.low.values[1], found.high.values[1]]).all()
     assert found.farthest_feature.values[1] == "d_model"
     assert found.attrs["warning"].startswith(
-        "1 of 3 cases is unlike the runs that the model has seen, at a distance of"
+        "1 of 3 cases is unlike the runs that the risk model has seen, at a distance of"
     )
-    assert (
-        "farthest in d_model, which is 8192 where they had 16 to 256; pass extrapolate=True" in found.attrs["warning"]
+    assert found.attrs["warning"].endswith(
+        "farthest in width (d_model), which is 8192 where they had 16 to 256; no number is given."
     )
-    asked = model.predict(mixed, extrapolate=True)
+    asked = model._extrapolated(mixed)
     assert not np.isnan(asked.probability).any()
     assert asked.attrs["warning"].endswith("the numbers given are extrapolated.")
     np.testing.assert_array_equal(asked.distance, found.distance)
@@ -154,7 +154,7 @@ def test_training_runs_are_familiar_and_other_ones_are_refused(model, planted):
     ("change", "feature", "words"),
     [
         ({"optimizer": "Lion"}, "optimizer", "farthest in optimizer, which is Lion where they had AdamW or SGD"),
-        ({"clip_norm": 1.0}, "is_clipped", "farthest in is_clipped, which is 1 where they had 0"),
+        ({"clip_norm": 1.0}, "is_clipped", "in gradient clipping (is_clipped), which is 1 where they had 0"),
         ({"weight_decay": 0.5}, "weight_decay", "which is 0.5 where they had 0.01"),
     ],
 )
@@ -164,6 +164,59 @@ def test_a_setting_that_never_varied_is_not_guessed_at(model, planted, change, f
     assert found.farthest_feature.item() == feature
     assert words in found.attrs["warning"]
     assert found.distance.item() == np.inf
+
+
+@pytest.fixture(scope="module")
+def blind(planted):
+    """A model none of whose features is a size; its runs were 16 to 256 wide with 1 to 6 layers."""
+    return wb.risk.fit(planted[0], features=["near_unit_mass mean", "optimizer"], penalty=1.0, n_bootstrap=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "distance", "words"),
+    [
+        ({"d_model": 576}, "d_model", 576 / 256, "farthest in width (d_model), which is 576 where they had 16 to 256"),
+        ({"d_model": 8}, "d_model", 2.0, "which is 8 where they had 16 to 256"),
+        ({"n_layers": 30}, "n_layers", 5.0, "in number of layers (n_layers), which is 30 where they had 1 to 6"),
+        ({"d_model": 288, "n_layers": 30}, "n_layers", 5.0, "which is 30 where"),
+        ({"d_model": np.nan}, "d_model", np.inf, "which is nan where"),
+    ],
+)
+def test_a_size_that_nobody_trained_is_refused_though_no_feature_sees_it(blind, planted, change, size, distance, words):
+    case = planted[0].isel(run=[0])
+    assert blind.predict(case).is_familiar.item()
+    found, rates, drivers = blind.predict(at(case, **change)), blind.largest_stable_rate(at(case, **change)), None
+    assert not found.is_familiar.item()
+    assert found.farthest_feature.item() == size
+    assert found.distance.item() == pytest.approx(distance)
+    assert words in found.attrs["warning"]
+    drivers = blind.drivers(at(case, **change))
+    for values in (found.probability, found.low, found.high, rates.largest_stable_rate, rates.edge, drivers):
+        assert np.isnan(values.values).all()
+    assert np.isnan(wb.risk.over_rates(blind, at(case, **change), [0.01, 1.0])["probability"].values).all()
+
+
+def test_the_ends_of_the_sizes_seen_are_familiar(blind, planted):
+    case = planted[0].isel(run=[0])
+    for size, ends in blind.familiarity.sizes.items():
+        assert ends == (float(planted[0][size].min()), float(planted[0][size].max()))
+        for end in ends:
+            assert blind.predict(at(case, **{size: int(end)})).is_familiar.item()
+
+
+def test_a_case_that_does_not_say_its_size_is_refused_in_a_sentence(blind, planted):
+    with pytest.raises(SchemaError, match="^The cases lack n_layers, the size of the model; measure them"):
+        blind.predict(planted[0].isel(run=[0]).drop_vars("n_layers"))
+
+
+def test_nobody_is_offered_a_number_all_the_same(model, planted):
+    far = at(planted[0].isel(run=[0]), d_model=8192)
+    for ask in (model.predict, model.largest_stable_rate):
+        assert "extrapolate" not in ask(far).attrs["warning"]
+        with pytest.raises(TypeError):
+            ask(far, extrapolate=True)
+    with pytest.raises(TypeError):
+        wb.risk.over_rates(model, far, [0.1], extrapolate=True)
 
 
 def test_a_combination_that_nobody_had_is_far_though_each_feature_was_seen():
@@ -187,7 +240,7 @@ def test_a_model_that_counts_as_diverged_at_the_start_is_no_case_of_rates(model,
     assert found.probability.item() == found.low.item() == found.high.item() == 1
     assert found.starts_diverged.item()
     assert found.attrs["note"].startswith("The fresh model counts as diverged before any update, with a loss above 50")
-    rates = model.largest_stable_rate(case, extrapolate=True)
+    rates = model._extrapolated_rates(case)
     assert np.isnan(rates.largest_stable_rate.item())
     assert "counts as diverged before any update" in rates.attrs["warning"]
     # And a fit leaves such runs out: they would say that no rate is small enough.
@@ -204,14 +257,18 @@ def test_a_model_that_counts_as_diverged_at_the_start_is_no_case_of_rates(model,
 
 def test_drivers_add_up_to_the_log_odds(model, planted):
     cases = planted[0].isel(run=slice(None, None, 31))
+    cases = cases.isel(run=model.predict(cases).is_familiar.values)
     drivers = model.drivers(cases)
     assert drivers.dims == ("run", "feature")
     assert drivers["feature"].values[0] == "learning_rate"
     assert set(drivers["feature"].values) == {"learning_rate", *model.features}
     log_odds = (drivers.sum("feature") + drivers.attrs["mean"]).values
-    np.testing.assert_allclose(expit(log_odds), model.predict(cases, extrapolate=True).probability, rtol=1e-9)
-    mean = model.drivers(planted[0]).mean("run")
-    np.testing.assert_allclose(mean, 0, atol=1e-5)
+    np.testing.assert_allclose(expit(log_odds), model._extrapolated(cases).probability, rtol=1e-9)
+    everything = model.drivers(planted[0])
+    assert np.isnan(everything).any("feature").values.tolist() == (~everything["is_familiar"]).values.tolist()
+    log_rate = np.log10(cases["learning_rate"].values)
+    rising = model.weights[0, 0] * (log_rate - log_rate[0])
+    np.testing.assert_allclose(drivers.isel(feature=0) - drivers.isel(feature=0, run=0), rising, rtol=1e-9)
 
 
 def test_coefficients_have_the_planted_signs(model):
@@ -236,7 +293,7 @@ def test_squares_and_interactions_are_found_when_they_are_there():
     plain = wb.risk.fit(sweep, features=names, penalty=1.0, n_bootstrap=0)
     rich = wb.risk.fit(sweep, features=names, penalty=1.0, n_bootstrap=0, squares=["d_model"],
                        interactions=[("near_unit_mass mean", "optimizer SGD")])  # fmt: skip
-    errors = [np.sqrt(np.mean((np.log10(m.largest_stable_rate(sweep, extrapolate=True).edge) - truth.log_edge) ** 2))
+    errors = [np.sqrt(np.mean((np.log10(m._extrapolated_rates(sweep).edge) - truth.log_edge) ** 2))
               for m in (plain, rich)]  # fmt: skip
     assert errors[1] < 0.5 * errors[0]
     drivers = rich.drivers(sweep.isel(run=[0]))
@@ -247,7 +304,7 @@ def test_squares_and_interactions_are_found_when_they_are_there():
 
 def test_the_two_step_form_finds_the_planted_edge(planted, unseen):
     model = wb.risk.fit(planted[0], features=PLANTED, method="edge", penalty=1.0, n_bootstrap=3)
-    edges = model.largest_stable_rate(unseen[0], extrapolate=True)["edge"]
+    edges = model._extrapolated_rates(unseen[0])["edge"]
     error = float(np.sqrt(np.mean((np.log10(edges) - unseen[1].log_edge) ** 2)))
     assert error < 0.4 * float(unseen[1].log_edge.std())  # of edges that one run a rate shows to a tenth of a decade
     assert model.weights.shape == (4, 2 + len(model.design.columns))
@@ -329,7 +386,7 @@ def test_impossible_questions_are_refused_in_one_sentence(model, planted):
             ask(at(case, learning_rate=-1.0).drop_vars("optimizer"))
     rates = model.largest_stable_rate(case, below=1e-12)
     assert np.isnan(rates.largest_stable_rate.item())
-    assert rates.attrs["warning"].startswith("No run was seen where the risk is 1e-12; pass extrapolate=True for rates")
+    assert rates.attrs["warning"] == "No run was seen where the risk is 1e-12; no rate is given."
 
 
 def test_a_file_gives_the_same_model_back(model, planted, tmp_path):
@@ -338,8 +395,8 @@ def test_a_file_gives_the_same_model_back(model, planted, tmp_path):
     found = wb.risk.load(path)
     assert path.stat().st_size < 100_000
     cases = at(planted[0], clip_norm=np.where(np.arange(planted[0].sizes["run"]) % 9, np.nan, 1.0))
-    for extrapolate in (False, True):
-        assert found.predict(cases, extrapolate=extrapolate).identical(model.predict(cases, extrapolate=extrapolate))
+    assert found.predict(cases).identical(model.predict(cases))
+    assert found._extrapolated(cases).identical(model._extrapolated(cases))
     assert found.largest_stable_rate(cases).identical(model.largest_stable_rate(cases))
     assert found.drivers(cases).identical(model.drivers(cases))
     assert found.coefficients().identical(model.coefficients())
@@ -349,6 +406,20 @@ def test_a_file_gives_the_same_model_back(model, planted, tmp_path):
     with pytest.raises(StoreError, match="exists already; pass overwrite=True"):
         model.save(path)
     model.save(path, overwrite=True)
+
+
+def test_a_file_of_an_older_workbench_opens_and_says_nothing_of_sizes(blind, planted, tmp_path):
+    path = blind.save(tmp_path / "risk.json")
+    content = json.loads(path.read_text())
+    assert content["schema_version"] == 2
+    content["schema_version"] = 1
+    del content["familiarity"]["sizes"]
+    path.write_text(json.dumps(content))
+    old, case = wb.risk.load(path), planted[0].isel(run=[0])
+    assert old.predict(case).identical(blind.predict(case))
+    assert old.predict(at(case, d_model=8192)).is_familiar.item()
+    assert "does not say how large its models were" in old.card()
+    assert "Its models had a width of 16 to 256 and a number of layers of 1 to 6." in blind.card()
 
 
 def damaged(text, *keys, value):
@@ -384,6 +455,11 @@ def damaged(text, *keys, value):
         (lambda text: damaged(text, "weights", 0, 0, value=-1.0), "a slope or scale is not positive"),
         (lambda text: damaged(text, "seen", value=[1.0]), "is a damaged risk model"),
         (lambda text: damaged(text, "about", value={}), "its options are gone"),
+        (
+            lambda text: damaged(text, "familiarity", "sizes", value={"d_model": [96.0, 24.0]}),
+            "the range of a size is none",
+        ),
+        (lambda text: damaged(text, "familiarity", "sizes", value={"d_model": [24.0]}), "is a damaged risk model"),
         (lambda text: damaged(text, "design", value=3), "is a damaged risk model"),
     ],
 )

@@ -35,12 +35,12 @@ def test_fitting_again_gives_the_shipped_model(script, features):
 @pytest.mark.parametrize("features", ["forward", "gradient", "rehearsal"])
 def test_it_is_as_good_as_its_card_says(features, held_out):
     model = wb.risk.shipped(features)
-    probability = model.predict(held_out, extrapolate=True)["probability"].values
+    probability = model._extrapolated(held_out)["probability"].values
     label = held_out["has_diverged"].values
     figures = model.validation["configuration"]["all"]
     assert wb.risk.auroc(probability, label, n_bootstrap=0).value == pytest.approx(figures["auroc"][0], abs=1e-6)
     assert wb.risk.calibration_error(probability, label) == pytest.approx(figures["ece"], abs=1e-6)
-    rates = model.largest_stable_rate(held_out, extrapolate=True)["expected_stable_rate"]
+    rates = model._extrapolated_rates(held_out)["expected_stable_rate"]
     ratio = wb.risk.stable_rate_accuracy(held_out, rates)["ratio"]
     assert wb.risk.share_within(ratio, 1.5) == pytest.approx(figures["stable_rates"]["share_within_1.5"], abs=1e-6)
     assert f"{figures['auroc'][0]:.3f}" in model.card()
@@ -61,21 +61,37 @@ def test_its_file_is_small_text_without_code():
         assert json.loads(file.read_text())["kind"] == "stability-workbench risk model"
 
 
+@pytest.mark.parametrize("features", ["forward", "gradient", "rehearsal"])
+def test_it_answers_for_no_model_of_another_size_than_its_runs(features, script, held_out):
+    model, runs = wb.risk.shipped(features), wb.samples.divergence_sweep("fit")
+    assert model.familiarity.sizes == script.fitted(features, n_bootstrap=0).familiarity.sizes
+    assert model.familiarity.sizes == {
+        name: (float(runs[name].min()), float(runs[name].max())) for name in ("d_model", "n_layers")
+    }
+    case = held_out.isel(run=[0])
+    assert model.predict(case)["is_familiar"].item()
+    large = case.assign_coords(d_model=("run", [576]), n_layers=("run", [30]), n_weights=case["n_weights"])
+    found = model.predict(large)
+    assert np.isnan(found["probability"].item())
+    assert found["farthest_feature"].item() == "d_model"
+    assert "width (d_model), which is 576 where they had 24 to 96" in found.attrs["warning"]
+
+
 def test_a_longer_run_is_told_how_far_the_model_sees(held_out):
     case = wb.sweeps.replan(held_out.isel(run=[3]), n_steps=5000)
-    assert "first 120" in wb.risk.shipped("rehearsal").predict(case, extrapolate=True).attrs["note"]
+    assert "first 120" in wb.risk.shipped("rehearsal").predict(case).attrs["note"]
     assert "120" not in wb.risk.shipped("rehearsal").predict(held_out.isel(run=[3])).attrs["note"]
 
 
 def test_risk_over_rates_is_the_risk_at_each_of_them(held_out):
     model, cases = wb.risk.shipped("rehearsal"), held_out.isel(run=[0, 200])
     rates = [0.001, 0.1, 1.0]
-    found = wb.risk.over_rates(model, cases, rates, names=["a", "b"], extrapolate=True)
+    found = wb.risk.over_rates(model, cases, rates, names=["a", "b"])
     assert found["probability"].dims == ("architecture", "learning_rate")
     for i, name in enumerate(("a", "b")):
         for rate in rates:
             case = cases.isel(run=[i]).assign_coords(learning_rate=("run", [rate]))
-            expected = model.predict(case, extrapolate=True)["probability"].item()
+            expected = model.predict(case)["probability"].item()
             assert found["probability"].sel(architecture=name, learning_rate=rate).item() == pytest.approx(expected)
     assert (found["probability"].diff("learning_rate") >= 0).all()
     with pytest.raises(SchemaError, match="2 cases need as many different names"):

@@ -59,7 +59,7 @@ def test_held_out_runs_are_predicted_in_the_order_of_the_sweep(sweep, predicted)
     assert len(np.unique(predicted.fold)) == 8  # one architecture at a time
     held_out = sweep.architecture.values == "kind 3"
     model = wb.risk.fit(sweep.isel(run=~held_out), n_bootstrap=0, **OPTIONS)
-    alone = model.predict(sweep.isel(run=held_out), extrapolate=True)
+    alone = model._extrapolated(sweep.isel(run=held_out))
     np.testing.assert_array_equal(predicted.probability[held_out], alone.probability)
     np.testing.assert_array_equal(predicted.is_familiar[held_out], alone.is_familiar)
     assert wb.risk.auroc(predicted.probability, sweep.has_diverged).value > 0.93
@@ -76,7 +76,7 @@ def test_other_runs_are_predicted_without_their_own_group(sweep):
     for name, keep in (("new", np.full(sweep.sizes["run"], True)), ("kind 2", sweep.architecture.values != "kind 2")):
         of = names == name
         model = wb.risk.fit(sweep.isel(run=keep), n_bootstrap=0, **OPTIONS)
-        alone = model.predict(other.isel(run=of), extrapolate=True)
+        alone = model._extrapolated(other.isel(run=of))
         np.testing.assert_array_equal(found.probability[of], alone.probability)
 
 

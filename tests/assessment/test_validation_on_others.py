@@ -9,7 +9,7 @@ def test_new_groups_get_the_model_of_everything():
     runs, others = wb.samples.divergence_sweep("fit"), wb.samples.divergence_sweep("held out")
     options = {"features": ["rehearsed_rate"], "method": "logistic", "n_bootstrap": 0, "penalty": 1.0}
     found = wb.risk.cross_validate(runs, by="configuration", test=others, **options)
-    expected = wb.risk.fit(runs, **options).predict(others, extrapolate=True)
+    expected = wb.risk.fit(runs, **options)._extrapolated(others)
     np.testing.assert_allclose(found["probability"].values, expected["probability"].values)
     assert found.attrs["n_folds"] == 1
 
@@ -23,5 +23,5 @@ def test_known_groups_are_predicted_without_their_own_runs():
     for name in ("No-Norm", "ViT"):
         without = wb.risk.fit(runs.isel(run=(runs["architecture"] != name).values), **options)
         of_name = (few["architecture"] == name).values
-        expected = without.predict(few.isel(run=of_name), extrapolate=True)["probability"].values
+        expected = without._extrapolated(few.isel(run=of_name))["probability"].values
         np.testing.assert_allclose(found["probability"].values[of_name], expected)

@@ -7,6 +7,7 @@ import numpy as np
 import xarray as xr
 
 import workbench as wb
+from workbench.assessment.verdicts import EXIT_STATUS
 from workbench.flow import measure
 
 STATES = ("healthy", "at risk", "failing", "not measured")
@@ -44,11 +45,15 @@ def number(dim, values, long_name="", units="1"):
 def risk(probability=0.62, rate=0.0021):
     values = {
         "probability": 0.55, "low": 0.31, "high": 0.77, "tried_probability": probability, "tried_low": 0.4,
-        "tried_high": 0.81, "share_broken": 1 / 3, "largest_stable_rate": rate, "stable_rate_low": rate / 2,
-        "stable_rate_high": rate * 2.2, "expected_stable_rate": rate * 1.3, "distance": 0.71,
+        "tried_high": 0.81, "largest_stable_rate": rate, "stable_rate_low": rate / 2, "stable_rate_high": rate * 2.2,
+        "expected_stable_rate": rate * 1.3, "distance": 0.71,
     }  # fmt: skip
     data = {name: number("run", [value], name.replace("_", " ")) for name, value in values.items()}
     return xr.Dataset(data | {"is_familiar": ("run", [True]), "farthest_feature": text("run", ["depth"])})
+
+
+def rehearsal():
+    return xr.Dataset({"share_broken": number((), 1 / 3, "share of trials that broke")})
 
 
 def risk_over_rates(name, rate=0.0021):
@@ -191,6 +196,7 @@ def assessment(verdict="at risk", *, subject="No-Norm, 3 blocks", probability=0.
         "spectra": spectra(seed),
         "flow": flow(),
         "risk": risk(probability, rate),
+        "rehearsal": rehearsal(),
         "risk_over_rates": risk_over_rates(subject, rate),
         "hardware": hardware(),
     }
@@ -201,12 +207,46 @@ def assessment(verdict="at risk", *, subject="No-Norm, 3 blocks", probability=0.
     plan = {"training": {"learning_rate": 0.003, "n_steps": 1000}, "hardware": {"data_parallel": 4}}
     tree.attrs = {
         "kind": "assessment", "subject": subject, "verdict": verdict,
-        "exit_status": ("proceed", "at risk", "refuse").index(verdict),
+        "exit_status": EXIT_STATUS[verdict],
         "summary": f"{subject} is at risk as planned: the gradient grows from block to block.",
         "plan": json.dumps(plan), "n_weights": 10_432, "width": 16, "depth": 3, "seed": seed,
         "versions": json.dumps({"workbench": "0.1.0"}), "created": "2026-01-01T00:00:00+00:00", "duration": 12.3,
         "schema_version": 1,
     }  # fmt: skip
+    return tree
+
+
+def without_risk(*, is_stand_in=False, is_old=False):
+    """An assessment whose case the risk model does not know, or whose numbers are of a stand-in.
+
+    Args:
+        is_stand_in: Whether a smaller model was run.
+        is_old: Whether an older workbench made it, which gave numbers all the same.
+    """
+    tree = assessment("proceed" if is_old else "cannot say", subject="large")
+    table = tree["risk"].to_dataset().assign(is_familiar=("run", [False]), distance=number("run", [6.0], "distance"))
+    if is_old:
+        table["share_broken"] = number("run", [1 / 3])
+        tree = tree.drop_nodes("rehearsal")
+    else:
+        numbers = [name for name, values in table.data_vars.items() if values.dtype.kind == "f" and name != "distance"]
+        table = table.assign({name: table[name] * np.nan for name in numbers})
+        table.attrs["warning"] = "The case is unlike the runs, farthest in width, which is 576; no number is given."
+        tree = tree.drop_nodes("risk_over_rates")
+        rows = tree["criteria"].to_dataset()
+        rows["state"] = text("criterion", ["not measured", *rows["state"].values[1:]])
+        rows["value"][0], rows["confidence"][0] = np.nan, np.nan
+        rows["path"][0] = rows["variable"][0] = ""
+        rows["selection"][0] = "{}"
+        tree["criteria"] = xr.DataTree(rows)
+        modes = failure_modes(rows)
+        modes["reason"] = text("failure_mode", ["trials say nothing of the rest"] * modes.sizes["failure_mode"])
+        tree["failure_modes"] = xr.DataTree(modes)
+        tree.attrs["summary"] = "Whether large will train as planned cannot be said."
+    tree["risk"] = xr.DataTree(table)
+    if is_stand_in:
+        tree.attrs |= {"width": 4096, "depth": 32, "measured_width": 64, "measured_depth": 4}
+        tree.attrs |= {} if is_old else {"is_stand_in": 1}
     return tree
 
 

@@ -14,6 +14,7 @@ from markdown_it import MarkdownIt
 
 import workbench as wb
 from tests.reports import made_trees
+from workbench.assessment.verdicts import VERDICTS
 from workbench.errors import SchemaError, StoreError
 from workbench.reports import html as html_file
 from workbench.reports import report
@@ -274,13 +275,58 @@ def test_a_sentence_without_a_number_cannot_be_made():
 
 
 def test_every_verdict_and_state_is_told_in_words():
-    for verdict, state in (("proceed", "healthy"), ("at risk", "at risk"), ("refuse", "failing")):
+    states = {"proceed": "healthy", "cannot say": "not measured", "at risk": "at risk", "refuse": "failing"}
+    assert set(states) == set(VERDICTS)
+    for verdict, state in states.items():
         document = document_of(made_trees.assessment(verdict))
         assert (document.verdict, document.state) == (verdict, state)
         assert document.facts
         assert len(document.actions) == 3
     kinds = {block.text for block in document.sections[3].blocks if hasattr(block, "text")}
     assert {"Change", "Watch", "Koopman Spectral Shaping", "Stop the run when"} <= kinds
+
+
+@pytest.mark.parametrize("is_stand_in", [False, True])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_no_sentence_rests_on_a_risk_that_is_not_known(is_stand_in, is_old):
+    """Nor where an older workbench wrote numbers for it."""
+    document = document_of(made_trees.without_risk(is_stand_in=is_stand_in, is_old=is_old))
+    labels = [fact.label for fact in document.facts]
+    assert labels
+    assert not {"risk of divergence", "largest stable learning rate", "probability of divergence under the plan"} & set(
+        labels
+    )
+    assert all(("of a stand-in 64 wide with 4 blocks" in fact.remark) == is_stand_in for fact in document.facts)
+    text = " ".join(s.text for s in document.sections[0].sentences)
+    assert "0.0021" not in text
+    why = "what was tried out is a stand-in 64 wide with 4 blocks" if is_stand_in else "distance from those runs: 6"
+    assert "neither the risk that the run diverges nor its largest stable rate is known" in text.lower()
+    assert why in text
+    assert "33\N{NO-BREAK SPACE}% broke" in text
+    assert document.verdict == ("proceed" if is_old else "cannot say")
+
+
+def test_why_a_failure_mode_stays_open_is_told():
+    modes = [s.text for s in document_of(made_trees.without_risk()).sections[1].sentences]
+    assert "Whether the planned rate breaks the run was not measured: trials say nothing of the rest." in modes
+
+
+def test_designs_of_unknown_risk_are_compared_without_it(tmp_path, without_pictures):
+    known, unknown = made_trees.assessment("proceed", subject="deep"), made_trees.without_risk(is_stand_in=True)
+    table = made_trees.comparison()["designs"].to_dataset()
+    table = table.assign_coords(design=["large", "deep"])
+    table = table.assign(verdict=("design", ["cannot say", "proceed"]), probability=("design", [np.nan, 0.07]))
+    tree = xr.DataTree.from_dict({"designs": table, "large": unknown, "deep": known})
+    tree.attrs = {"kind": "comparison", "schema_version": 1}
+    document = document_of(tree)
+    assert [fact.label for fact in document.facts] == ["deep", "large"]
+    assert [fact.remark for fact in document.facts] == ["risk 7\N{NO-BREAK SPACE}%", "risk not known"]
+    assert document.actions[0].text == "Take deep: verdict proceed, risk 7\N{NO-BREAK SPACE}%."
+    assert document.actions[1].text == "Next comes large: verdict cannot say, risk not known."
+    assert report(tree, tmp_path / "a.html").stat().st_size > 0
+    alone = xr.DataTree.from_dict({"designs": table.isel(design=[0]), "large": unknown})
+    alone.attrs = tree.attrs
+    assert document_of(alone).actions[0].text.startswith("None of them can be recommended on what was measured; the")
 
 
 def test_a_plan_or_risk_that_is_not_known_is_not_made_up():

@@ -146,6 +146,19 @@ def test_a_chosen_criterion_shows_what_it_rests_on_and_nothing_is_drawn_unseen(m
     assert report.error == ""
 
 
+def test_what_the_risk_model_does_not_know_is_shown_without_a_number_or_a_confidence(make):
+    report = make(made_trees.without_risk(is_stand_in=True))
+    assert report.page.document.verdict == "cannot say"
+    report.view = "criteria"
+    assert rows(report.criteria.table)[-1] in ("divergence_probability", "routing")
+    report.criteria.table.choose("divergence_probability")
+    assert "not measured" in report.criteria.evidence.words.value
+    assert "confidence" not in report.criteria.evidence.words.value
+    report.criteria.table.choose("hazard_weights")
+    assert "of a stand-in 64 wide with 4 blocks" in report.criteria.evidence.words.value
+    assert report.error == ""
+
+
 def test_a_criterion_leads_to_its_row_in_the_report(make, assessment):
     report = make(assessment)
     report.view = "criteria"

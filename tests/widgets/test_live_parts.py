@@ -226,7 +226,7 @@ def test_runs_take_turns_and_a_failing_one_leaves_the_other_alone(caplog):
     n_threads = torch.get_num_threads()
     turns = Turns(a=counting(4), b=counting(9, fails_at=2))
     turns.trainer.start()
-    assert turns.trainer.join(10)
+    assert turns.trainer.join(120)
     assert turns.seen == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("a", 3)]
     assert turns.ends == [("b", "No space."), ("a", None)]
     assert turns.closed.is_set()
@@ -250,7 +250,7 @@ def test_a_paused_trainer_holds_and_a_stopped_one_closes_its_runs():
     assert [name for name, _ in turns.seen] == ["a", "b"] * (len(turns.seen) // 2) + ["a"] * (len(turns.seen) % 2)
     turns.trainer.pause()
     turns.trainer.stop()  # also out of a pause
-    assert turns.trainer.join(10)
+    assert turns.trainer.join(120)
     assert closings == [10**6, 10**6]
     assert turns.ends == []
 

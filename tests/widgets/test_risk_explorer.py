@@ -171,8 +171,9 @@ def test_a_plan_that_came_back_before_it_was_measured_is_measured_as_it_is(make,
     before = explorer.case
     explorer.plan.optimizer.value = "SGD"
     assert gate.begun.acquire(timeout=60)
-    explorer.extrapolate.value = True  # nothing can be drawn of SGD yet
+    explorer.plan.learning_rate.value = 0.02  # nothing can be drawn of SGD yet
     assert explorer.case["optimizer"].values.tolist() == ["AdamW"]
+    explorer.plan.learning_rate.value = float(before["learning_rate"][0])
     explorer.plan.optimizer.value = "AdamW"
     gate.open.set()
     explorer.wait(60)
@@ -185,7 +186,7 @@ def _rates(sweep):
     return np.geomspace(1e-5, 1e4, sweep.sizes["run"])
 
 
-def test_what_is_unlike_everything_recorded_is_withheld_until_it_is_asked_for(make):
+def test_what_is_unlike_everything_recorded_is_withheld(make):
     explorer = make()
     explorer.plan.optimizer.value = "RMSprop"
     assert np.isnan(probability(explorer))
@@ -193,25 +194,43 @@ def test_what_is_unlike_everything_recorded_is_withheld_until_it_is_asked_for(ma
     assert "No figure is given" in explorer._banner_words.value
     assert "rmsprop" in explorer._banner_words.value.lower()
     assert "adamw or sgd" in explorer._banner_words.value.lower()
-    assert "no verdict" in explorer._cards.value
+    assert "cannot say" in explorer._cards.value
     assert np.isnan(explorer._curve.curve.data["probability"]).all()
     assert explorer._curve._silence.visible
     assert "Withheld" in explorer._bars.value
     assert len(explorer._curve.runs["diverged"].data["rate"]) > 0
-
-    explorer.extrapolate.value = True
-    assert probability(explorer) == float(explorer.risk.predict(explorer.case, extrapolate=True)["probability"][0])
-    assert "Extrapolated" in explorer._banner_words.value
-    assert explorer._banner.layout.display is None
-    assert not explorer._curve._silence.visible
-    assert np.isfinite(explorer._curve.curve.data["probability"]).all()
-    assert "Withheld" not in explorer._bars.value
-
-    explorer.extrapolate.value = False
-    assert np.isnan(probability(explorer))
+    assert not hasattr(explorer, "extrapolate")
+    with pytest.raises(ThresholdError, match="nothing is known of what drives its risk"):
+        explorer.figure("drivers")
     explorer.plan.optimizer.value = "AdamW"
     assert explorer._banner.layout.display == "none"
     assert np.isfinite(probability(explorer))
+
+
+def test_a_model_of_a_size_that_nobody_recorded_is_refused(n_measured):
+    """The default is inside of what was recorded; 128 wide or 8 deep is not, whatever its features say."""
+    explorer = RiskExplorer(risk="forward")
+    explorer.wait(60)
+    assert explorer.error == ""
+    assert np.isfinite(probability(explorer))
+    assert explorer._banner.layout.display == "none"
+    for control, value, words in (
+        ("d_model", 128, "width (d_model), which is 128 where they had 24 to 96"),
+        ("n_layers", 8, "number of layers (n_layers), which is 8 where they had 2 to 6"),
+    ):
+        before = getattr(explorer.setup, control).value
+        getattr(explorer.setup, control).value = value
+        explorer.wait(60)
+        assert np.isnan(probability(explorer))
+        assert "No figure is given" in explorer._banner_words.value
+        assert words in explorer._banner_words.value
+        assert "cannot say" in explorer._cards.value
+        assert explorer._curve._silence.visible
+        assert "Withheld" in explorer._bars.value
+        getattr(explorer.setup, control).value = before
+        explorer.wait(60)
+    assert np.isfinite(probability(explorer))
+    explorer.close()
 
 
 def test_the_curve_is_the_risk_at_every_rate_with_the_planned_one_on_it(make, risk):
@@ -614,7 +633,7 @@ def test_wrong_arguments_are_refused_at_once(risk, sweep):
 
 def test_verdicts_and_percentages():
     words = [verdict_of(p) for p in (0.0, 0.19, 0.2, 0.8, 0.81, np.nan)]
-    assert words == ["proceed", "proceed", "at risk", "at risk", "likely to diverge", "no verdict"]
+    assert words == ["proceed", "proceed", "at risk", "at risk", "likely to diverge", "cannot say"]
     assert [percent(p) for p in (0, 0.004, 0.5, 0.996, 1, np.nan)] == ["0 %", "< 1 %", "50 %", "> 99 %", "100 %", "–"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import ipywidgets
+import numpy as np
 
 from widgets.report.choice_table import ChoiceTable, cell, row
 from widgets.report.evidence import Evidence
@@ -94,7 +95,7 @@ class CriteriaView:
 def ranking(numbers: Numbers) -> Callable[[str], tuple[int, float]]:
     """What sorts criteria: the worst state first, the surest first among those of one state."""
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
-    confidence = numbers.node("criteria")["confidence"].values
+    confidence = np.nan_to_num(numbers.node("criteria")["confidence"].values)  # NaN: nothing was judged
     places = {
         name: (STATES.index(state), -float(sure)) for name, state, sure in zip(ids, states, confidence, strict=True)
     }

@@ -14,6 +14,7 @@ from widgets.risk.verdict import HEAD, MUTED
 from workbench.plots import layer_profile
 from workbench.plots.criteria_bands import criteria_bands
 from workbench.reports import pictures
+from workbench.reports.assessment import stand_in_of
 from workbench.reports.document import Picture
 from workbench.reports.quantity import Numbers, Quantity
 
@@ -60,7 +61,7 @@ class Evidence(ipywidgets.VBox):
         """
         quantity = numbers.criterion(name)
         data = numbers.node("criteria").sel(criterion=name)
-        self.words.value = _words(quantity, data, self.head)
+        self.words.value = _words(quantity, data, self.head, stand_in_of(numbers))
         self.button.layout.display = None
         key, draw = picture_of(numbers, name)
         if key != self.key:
@@ -94,7 +95,7 @@ def picture_of(numbers: Numbers, name: str) -> tuple[tuple[str, str], Callable[[
     return ("criteria", mode), lambda: criteria_bands(alike)
 
 
-def _words(quantity: Quantity, data: xr.Dataset, head: str) -> str:
+def _words(quantity: Quantity, data: xr.Dataset, head: str, stand_in: str) -> str:
     text = " ".join(filter(None, [quantity.text, quantity.units]))
     layer, n_runs, sure = int(data["layer"]), int(data["n_reference"]), float(data["confidence"])
     reason = str(data["reason"].values).strip()
@@ -102,7 +103,8 @@ def _words(quantity: Quantity, data: xr.Dataset, head: str) -> str:
     if quantity.state != "not measured":
         band = f"healthy: {quantity.band}" + (f", as in {n_runs} healthy runs" if n_runs else "")
         place = f" in block {layer}" if layer >= 0 else ""
-        lines.insert(0, f"<b>{html.escape(text)}</b>{place}; {html.escape(band)}")
+        of = f", of {stand_in}" if stand_in else ""
+        lines.insert(0, f"<b>{html.escape(text)}</b>{place}{of}; {html.escape(band)}")
     if reason and quantity.state != "healthy":
         lines.append(html.escape(f"{reason[0].upper()}{reason[1:].rstrip('.')}."))
     title = html.escape(": ".join(filter(None, [head, quantity.meaning])))

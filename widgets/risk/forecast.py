@@ -60,29 +60,26 @@ class Forecast:
 
     @property
     def is_shown(self) -> bool:
-        """Whether there is a number: the case is familiar, starts diverged, or one was asked for all the same."""
+        """Whether there is a number: the case is familiar, or starts diverged."""
         return bool(np.isfinite(self.prediction["probability"].values[0]))
 
 
-def forecast(
-    model: RiskModel, neighbours: Neighbours, case: xr.Dataset, *, extrapolate: bool, before: Forecast | None = None
-) -> Forecast:
+def forecast(model: RiskModel, neighbours: Neighbours, case: xr.Dataset, *, before: Forecast | None = None) -> Forecast:
     """Ask the risk model everything about a case.
 
     Args:
         model: The risk model.
         neighbours: Of the same model.
         case: One run.
-        extrapolate: As in `RiskModel.predict`.
-        before: A forecast with the same ``extrapolate`` of a case that differs in its learning rate alone; what does
-            not depend on that is taken over.
+        before: A forecast of a case that differs in its learning rate alone; what does not depend on that is taken
+            over.
     """
-    prediction = model.predict(case, extrapolate=extrapolate)
-    stable = before.stable if before else model.largest_stable_rate(case, below=LOW, extrapolate=extrapolate)
+    prediction = model.predict(case)
+    stable = before.stable if before else model.largest_stable_rate(case, below=LOW)
     nearest = before.nearest if before else neighbours.cells(case, _N_CELLS)
     rates = rates_around(float(case["learning_rate"].values[0]), stable, nearest["learning_rate"].values)
     is_same = before is not None and np.array_equal(before.curve["learning_rate"].values, rates)
-    curve = before.curve if is_same else over_rates(model, case, rates, names=[""], below=LOW, extrapolate=extrapolate)
+    curve = before.curve if is_same else over_rates(model, case, rates, names=[""], below=LOW)
     steps = neighbours.sweep["n_steps"].values
     return Forecast(case, prediction, stable, curve, model.drivers(case), nearest, (int(steps.min()), int(steps.max())))
 

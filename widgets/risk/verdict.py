@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from widgets.risk.forecast import HIGH, LOW
+from workbench.assessment.verdicts import AT_RISK, CANNOT_SAY, PROCEED
 from workbench.spectral.measures import summarize
 
 if TYPE_CHECKING:
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
 
     from widgets.risk.forecast import Forecast
 
-#: Verdict -> sign and colour; dark enough for the white words on them.
+#: Verdict -> sign and colour; dark enough for the white words on them. "likely to diverge" is about the risk alone; the
+#: others are those of an assessment.
 _LOOKS = {
-    "proceed": ("✓", "#0b7a56"),
-    "at risk": ("!", "#8a6100"),
+    PROCEED: ("✓", "#0b7a56"),
+    CANNOT_SAY: ("?", "#5f5f5f"),
+    AT_RISK: ("!", "#8a6100"),
     "likely to diverge": ("✕", "#b8420a"),
-    "no verdict": ("?", "#5f5f5f"),
 }
 #: Of a heading inside the widget, and of what explains.
 HEAD = "font-weight:700;font-size:15px;line-height:1.4;color:var(--jp-ui-font-color1,#222)"
@@ -35,10 +37,10 @@ _BIG = "font-size:30px;line-height:1.25;font-weight:600;font-variant-numeric:tab
 def verdict_of(probability: float) -> str:
     """The words for a probability of divergence; NaN: none was given."""
     if np.isnan(probability):
-        return "no verdict"
+        return CANNOT_SAY
     if probability < LOW:
-        return "proceed"
-    return "likely to diverge" if probability > HIGH else "at risk"
+        return PROCEED
+    return "likely to diverge" if probability > HIGH else AT_RISK
 
 
 def cards(forecast: Forecast) -> str:
@@ -55,14 +57,9 @@ def warning(forecast: Forecast) -> str:
     """The banner over a case that is unlike what the model has seen; empty if it is not."""
     if forecast.is_familiar:
         return ""
-    head = "Extrapolated: treat these figures as a guess." if forecast.is_shown else "No figure is given."
-    if forecast.starts_diverged:
-        head = "The fresh model counts as diverged already."
-    sentence, feature = (
-        str(forecast.prediction.attrs["warning"]),
-        str(forecast.prediction["farthest_feature"].values[0]),
-    )
-    sentence = sentence.rsplit(";", 1)[0].replace(f"farthest in {feature}", f"farthest in {long_name(feature)}")
+    is_broken = forecast.starts_diverged
+    head = "The fresh model counts as diverged already." if is_broken else "No figure is given."
+    sentence = str(forecast.prediction.attrs["warning"]).rsplit(";", 1)[0]
     return (
         '<div role="alert" style="white-space:normal;line-height:1.45;color:var(--jp-ui-font-color1,#222)">'
         f'<div style="font-size:16px;font-weight:700"><span aria-hidden="true">⚠</span> {head}</div>'

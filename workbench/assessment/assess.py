@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from workbench.assessment.changes import possible_changes, try_changes
-from workbench.assessment.decisions import decide
+from workbench.assessment.conclusion import conclude
 from workbench.assessment.depth_flow import depth_flow
 from workbench.assessment.dress_rehearsal import N_UPDATES, dress_rehearsal
-from workbench.assessment.failure_modes import judged
+from workbench.assessment.failure_modes.sizes import Sizes
 from workbench.assessment.flow_numbers import flow_numbers
 from workbench.assessment.ladder import ladder
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
@@ -26,9 +26,9 @@ from workbench.assessment.model_file import shipped
 from workbench.assessment.over_rates import over_rates
 from workbench.assessment.plan_risk import STABLE_BELOW, plan_risk
 from workbench.assessment.price import flops_per_token, steps_in_budget
-from workbench.assessment.verdict import summary_of, verdict_of
 from workbench.flow import measure
 from workbench.hardware import AssessmentPlan, assess_hardware, read_plan
+from workbench.hardware.sizes import model_sizes
 from workbench.scaling.matched_width import WIDTH_ERROR
 from workbench.schema import SCHEMA_VERSION
 from workbench.spectral.profile import profile
@@ -63,10 +63,14 @@ def assess(
     """Say before training whether an architecture will train under a plan, why, and what to do.
 
     A model or an opened checkpoint is measured with its own weights. A design is built with fresh ones: whole, if it
-    has at most four million, else thin (64 wide, at most 4 blocks, 256 tokens). What is measured before training, once
-    also at the full depth, is measured on thin models whose matrices have the variances of the target's width
-    (`workbench.scaling.matched_width`); what is trained on trial is thin as its library makes it, and how rates change
-    with width is extrapolated from a ladder of widths. The subject is left as it was.
+    has at most four million, else a stand-in is (64 wide, at most 4 blocks, 256 tokens). What is measured before
+    training, once also at the full depth, is measured on thin models whose matrices have the variances of the target's
+    width (`workbench.scaling.matched_width`); what is trained on trial is thin as its library makes it, and how rates
+    change with width is extrapolated from a ladder of widths. The subject is left as it was.
+
+    Nothing is concluded outside of what was measured. The risk of divergence and the largest stable rate are given for
+    models of the sizes and settings that the risk model has seen, and for no stand-in; a healthy band judges only the
+    sizes of the healthy models behind it. Trials of the plan that break speak against it always.
 
     Args:
         subject: A module, an opened checkpoint, or whatever `workbench.design` takes.
@@ -78,11 +82,13 @@ def assess(
         progress: Say on standard error what is measured; or a function that is told.
 
     Returns:
-        DataTree of kind "assessment". Root attributes: ``verdict`` ("proceed", "at risk", "refuse"), ``exit_status``
-        (0, 1, 2), ``summary``, the plan as JSON, sizes, versions. Nodes: ``spectra``, ``flow``, ``flow_numbers``,
-        ``initialization``, ``case`` (what the risk model looks at), ``risk``, ``risk_over_rates``, ``rehearsal``,
-        ``hardware``, ``criteria``, ``failure_modes``, ``decisions``; where a design is known ``scaling``,
-        ``depth_flow``, ``flow_at_depth``; where the plan may break ``changes``.
+        DataTree of kind "assessment". Root attributes: ``verdict`` ("proceed", "cannot say", "at risk", "refuse"),
+        ``exit_status`` (0, 4, 1, 2), ``summary``, the plan as JSON, versions, and sizes: ``width`` and ``depth`` of the
+        subject, ``measured_width`` and ``measured_depth`` of the model that was run, ``is_stand_in`` (0, 1).
+        Nodes: ``spectra``, ``flow``, ``flow_numbers``, ``initialization``, ``case`` (what the risk model looks at),
+        ``risk`` (NaN where it is not known), ``rehearsal``, ``hardware``, ``criteria``, ``failure_modes``,
+        ``decisions``; where the risk is known ``risk_over_rates``; of a stand-in ``scaling``, ``depth_flow``,
+        ``flow_at_depth``; where the plan may break ``changes``.
 
     Raises:
         ThresholdError: If the plan has an unknown key or an impossible value, or does not fit the subject.
@@ -98,38 +104,68 @@ def assess(
     measured = measured_model(subject, seed=seed, width=plan.target.width, depth=plan.target.depth)
     plan.check_against(measured.design or measured.model)
     bench = _Bench.of(measured, task, plan, seed)
-    parts = _measured(bench, say)
-    say("failure modes")
-    tree = xr.DataTree.from_dict(parts)
-    criteria, modes = judged(tree)
-    tree["criteria"], tree["failure_modes"] = xr.DataTree(criteria), xr.DataTree(modes)
-    verdict = verdict_of(modes)
-    if float(tree["risk"]["tried_probability"][0]) >= STABLE_BELOW:
-        say("changes to the plan")
-        tree["changes"] = xr.DataTree(bench.changes(tree, _part_of(say, "changes to the plan")))
-    affordable = steps_in_budget(plan, flops_per_token(measured, plan))
-    tree["decisions"] = xr.DataTree(decide(tree, plan, affordable=affordable))
+    tree = xr.DataTree.from_dict(_measured(bench, say))
+    sizes = _sizes(measured, tree["case"].to_dataset(), plan)
+    tree["risk"] = xr.DataTree(
+        plan_risk(
+            tree["case"].to_dataset(), float(tree["rehearsal"]["share_broken"]), stand_in=stands_for_nothing(sizes)
+        )
+    )
+    if bool(tree["risk"]["is_familiar"][0]):
+        tree["risk_over_rates"] = xr.DataTree(risk_around(tree["case"].to_dataset()))
     tree.attrs = {
         "kind": "assessment",
         "subject": measured.name,
-        "verdict": verdict,
-        "exit_status": ("proceed", "at risk", "refuse").index(verdict),
-        "summary": summary_of(measured.name, verdict, criteria, modes, thin=_thin(measured, tree)),
         "plan": json.dumps(plan.as_dict(), default=str),
         "n_weights": measured.n_weights,
-        "width": measured.target_width or int(parts["/case"]["d_model"][0]),
-        "depth": measured.target_depth or int(parts["/case"]["n_layers"][0]),
-        "measured_width": int(parts["/case"]["d_model"][0]),
-        "measured_depth": int(parts["/case"]["n_layers"][0]),
+        **sizes.attributes,
         "has_own_weights": int(measured.is_own),
         "task": json.dumps(bench.task.describe(), default=str),
+        "steps_in_budget": steps_in_budget(plan, flops_per_token(measured, plan)),
         "seed": seed,
         "versions": versions(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "duration": time.monotonic() - start,
         "schema_version": SCHEMA_VERSION,
     }
+    say("failure modes")
+    conclude(tree, plan, try_changes=lambda tree: bench.changes(tree, say))
+    tree.attrs["duration"] = time.monotonic() - start
     return tree
+
+
+def _sizes(measured: MeasuredModel, case: xr.Dataset, plan: AssessmentPlan) -> Sizes:
+    """How large what was run is, and what it stands for."""
+    run = int(case["d_model"][0]), int(case["n_layers"][0])
+    own = measured.width or run[0], measured.depth or run[1]
+    target = (
+        plan.target.width or measured.target_width or own[0],
+        plan.target.depth or measured.target_depth or own[1],
+    )
+    n_run = sum(weight.numel() for weight in measured.model.parameters())
+    experts = model_sizes(measured.design or measured.model).n_experts or 0
+    # A design may be too large for its vocabulary alone, which a stand-in has a smaller one of.
+    is_stand_in = own != target or n_run < measured.n_weights
+    return Sizes(*target, *run, experts, is_stand_in) if is_stand_in else Sizes(*run, *run, experts)
+
+
+def stands_for_nothing(sizes: Sizes) -> str:
+    """Why the risk of a stand-in is none of the design, in one sentence; empty if the model itself was run."""
+    if not sizes.is_stand_in:
+        return ""
+    return (
+        f"What was tried out is {sizes.stand_in}, and neither its risk nor its stable rate is that of a model "
+        f"{sizes.width:,} wide with {sizes.blocks:,}; no number is given."
+    )
+
+
+def risk_around(case: xr.Dataset) -> xr.Dataset:
+    """The risk of a case at rates below and above the planned one.
+
+    Args:
+        case: From `workbench.sweeps.measure_case`, one run that is familiar to the risk model.
+    """
+    rates = float(case["learning_rate"][0]) * np.geomspace(1 / RATE_SPAN, RATE_SPAN, N_RATES)
+    return over_rates(shipped("rehearsal"), case, rates, below=STABLE_BELOW)
 
 
 @dataclass(frozen=True)
@@ -165,8 +201,12 @@ class _Bench:
 
     def changes(self, tree: xr.DataTree, say: Callable[[str], None]) -> xr.Dataset:
         """What single changes to the plan would do, tried out."""
-        possible = possible_changes(self.training, float(tree["risk"]["largest_stable_rate"][0]))
-        return try_changes(self.measured.model, self.task, possible, n_updates=N_UPDATES, say=say)
+        say("changes to the plan")
+        possible = possible_changes(
+            self.training, float(tree["risk"]["largest_stable_rate"][0]), float(tree["case"]["rehearsed_rate"][0])
+        )
+        step = _part_of(say, "changes to the plan")
+        return try_changes(self.measured.model, self.task, possible, n_updates=N_UPDATES, say=step)
 
 
 def _measured(bench: _Bench, say: Callable[[str], None]) -> dict[str, xr.Dataset]:
@@ -199,14 +239,12 @@ def _measured(bench: _Bench, say: Callable[[str], None]) -> dict[str, xr.Dataset
                 log_error=log_error,
             )
         say("risk")
-        case = measure_case(model, bench.task, architecture=measured.name, n_snapshots=N_SNAPSHOTS, **bench.settings)
+        name = f"stand-in of {measured.name}" if is_thin else measured.name
+        case = measure_case(model, bench.task, architecture=name, n_snapshots=N_SNAPSHOTS, **bench.settings)
     parts["/case"] = case.drop_vars("eigenvalue")  # which is in the spectra
     parts["/initialization"] = initialization(case, bench.task) if not is_thin else _start_of(fresh, bench)
     say("the first updates, tried out")
     parts["/rehearsal"] = dress_rehearsal(model, bench.task, bench.training)
-    parts["/risk"] = plan_risk(case, parts["/rehearsal"])
-    rates = bench.training.learning_rate * np.geomspace(1 / RATE_SPAN, RATE_SPAN, N_RATES)
-    parts["/risk_over_rates"] = over_rates(shipped("rehearsal"), case, rates, names=[measured.name], extrapolate=True)
     if is_thin:
         say("a ladder of sizes")
         parts["/scaling"] = ladder(
@@ -250,16 +288,6 @@ def _start_of(fresh: torch.nn.Module, bench: _Bench) -> xr.Dataset:
     found["initial_grad_norm"][...] = math.nan
     found["initial_grad_norm"].attrs["unseen"] = UNSEEN_GRADIENT
     return found
-
-
-def _thin(measured: MeasuredModel, tree: xr.DataTree) -> str:
-    """What was not measured of a design whose rate was tried thin; empty if nothing was left open."""
-    if measured.is_target_size or np.isfinite(float(tree["scaling"]["rate_over_edge"])):
-        return ""
-    return (
-        f"its rate was tried {measured.width} wide, and how the largest stable rate changes up to "
-        f"{measured.target_width} is not known"
-    )
 
 
 def _part_of(say: Callable[[str], None], part: str) -> Callable[[str], None]:

@@ -167,7 +167,8 @@ def _limits(model: RiskModel) -> list[str]:
         "## Limits",
         "",
         "- It knows runs like those above. A case further from them than they are from each other (distance above 1), "
-        "or outside of the ranges below by more than an eighth of them, gets no number unless asked for.",
+        "or outside of the ranges below by more than an eighth of them, gets no number.",
+        _sizes(model),
         "- Divergence is RKSP's: loss above 50, norm of all gradients above 500, or either not finite, at any step. "
         "Runs that live may still learn badly.",
         *(
@@ -183,6 +184,14 @@ def _limits(model: RiskModel) -> list[str]:
         "|---|---|---|",
         *rows,
     ]
+
+
+def _sizes(model: RiskModel) -> str:
+    sizes = model.familiarity.sizes
+    if not sizes:
+        return "- Its file does not say how large its models were: it answers for models of any size."
+    seen = (f"a {FEATURES[name].long_name} of {low:g} to {high:g}" for name, (low, high) in sizes.items())
+    return f"- Its models had {' and '.join(seen)}. A larger or a smaller one gets no number."
 
 
 def _auroc(values: list[float | None]) -> str:

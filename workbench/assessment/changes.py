@@ -41,15 +41,18 @@ class Change:
     kss: bool = False
 
 
-def possible_changes(plan: TrainingPlan, stable_rate: float) -> list[Change]:
+def possible_changes(plan: TrainingPlan, stable_rate: float, breaking_rate: float = math.nan) -> list[Change]:
     """The single changes worth trying for a plan that may break, the cheapest for training first.
 
     Args:
         plan: As it stands.
-        stable_rate: Largest learning rate that is thought stable; NaN: not known, a quarter of the plan's is tried.
+        stable_rate: Largest learning rate that the risk model thinks stable; NaN: it does not know.
+        breaking_rate: That broke the model itself within a few trial updates; not finite: none is known. A quarter of
+            it, or of the plan's rate if that is lower, is tried where no stable rate is known.
     """
     rate = plan.learning_rate
-    lower = min(stable_rate, rate / 1.5) if math.isfinite(stable_rate) and stable_rate > 0 else rate / 4
+    known = [value for value in (rate, breaking_rate) if math.isfinite(value) and value > 0]
+    lower = min(stable_rate, rate / 1.5) if math.isfinite(stable_rate) and stable_rate > 0 else min(known) / 4
     lower = float(f"{lower:.2g}")
     changes = []
     if plan.clip_norm is None:

@@ -1,4 +1,4 @@
-"""What to do after an assessment: go on, change which setting to what, watch what, shape the spectrum, stop when."""
+"""What to do after an assessment: go on, find out, change a setting, watch, shape the spectrum, stop when."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.assessment.failure_modes.criterion import STATES
+from workbench.assessment.failure_modes.plan_criteria import BROKEN_TRIALS, RISK
+from workbench.assessment.failure_modes.sizes import Sizes
+from workbench.assessment.verdict import FIRST_STEP, verdict_of
+from workbench.assessment.verdicts import CANNOT_SAY, PROCEED
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from workbench.hardware import AssessmentPlan
 
-KINDS = ("proceed", "change", "kss", "monitor", "stop rule")
+KINDS = ("proceed", "measure", "change", "kss", "monitor", "stop rule")
 #: Failure mode -> what to watch while training, and why. The names are those of the recorder's parts.
 _WATCH = {
     "gradient_flow_collapse": ("optimizer: module_grad_norm, update_ratio", "which block's gradients leave first"),
@@ -70,7 +74,8 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
     """The decisions that follow from an assessment.
 
     Args:
-        tree: With ``criteria``, ``failure_modes``, ``rehearsal``, ``risk`` and, if they were tried, ``changes``.
+        tree: With ``criteria``, ``failure_modes``, ``rehearsal`` and, if they were tried, ``changes``; its attributes
+            say whether a stand-in was measured, whose numbers are then proposed to nobody.
         plan: That was assessed.
         affordable: Updates that its budget pays for; NaN: it sets none.
 
@@ -80,9 +85,11 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
     import xarray as xr
 
     modes, criteria = tree["failure_modes"].to_dataset(), tree["criteria"].to_dataset()
+    sizes = Sizes.of(tree)
+    stand_in = sizes.stand_in if sizes is not None and sizes.is_stand_in else ""
     found = [
-        *_proceed(modes, affordable < plan.training.n_steps), *_changes(tree, plan), *_budget(plan, affordable),
-        *_monitors(modes), *_stop_rules(tree),
+        *_start(verdict_of(criteria, modes), modes, affordable < plan.training.n_steps),
+        *_changes(tree, plan, stand_in), *_budget(plan, affordable), *_monitors(modes), *_stop_rules(tree, stand_in),
     ]  # fmt: skip
     found.sort(key=lambda decision: KINDS.index(decision.kind))
     columns: dict[str, list[Any]] = {
@@ -97,13 +104,15 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
     )
 
 
-def _proceed(modes: xr.Dataset, is_too_long: bool) -> Iterator[Decision]:
-    if all(state not in STATES[1:] for state in modes["state"].values):
+def _start(verdict: str, modes: xr.Dataset, is_too_long: bool) -> Iterator[Decision]:
+    if verdict == PROCEED and all(state not in STATES[1:] for state in modes["state"].values):
         how = "with the change and the stop rules below" if is_too_long else "as planned, with the stop rules below"
         yield Decision("proceed", f"start the run {how}")
+    if verdict == CANNOT_SAY:
+        yield Decision("measure", FIRST_STEP, criterion=RISK)
 
 
-def _changes(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
+def _changes(tree: xr.DataTree, plan: AssessmentPlan, stand_in: str) -> Iterator[Decision]:
     criteria = tree["criteria"].to_dataset()
     bad = {
         str(name): criteria.sel(criterion=name)
@@ -111,9 +120,8 @@ def _changes(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
         if state in STATES[1:]
     }
     if "changes" in tree:
-        yield from _tried(
-            tree["changes"].to_dataset(), "divergence_probability" if "divergence_probability" in bad else ""
-        )
+        criterion = next((name for name in (BROKEN_TRIALS, RISK) if name in bad), "")
+        yield from _tried(tree["changes"].to_dataset(), criterion, stand_in)
     if "rate_over_edge" in bad:
         rate = plan.training.learning_rate or math.nan
         proposed = float(f"{rate / float(bad['rate_over_edge']['value']):.2g}")
@@ -164,15 +172,19 @@ def _budget(plan: AssessmentPlan, affordable: float) -> Iterator[Decision]:
         )  # fmt: skip
 
 
-def _tried(changes: xr.Dataset, criterion: str) -> Iterator[Decision]:
+def _tried(changes: xr.Dataset, criterion: str, stand_in: str) -> Iterator[Decision]:
     """The changes that kept every trial alive; if none did, those that helped most."""
+    of = f" of {stand_in}" if stand_in else ""
     n_broken, n_trials = changes["n_broken"].values, changes["n_trials"].values
     best = n_broken.min() if len(n_broken) else 0
     for i in np.flatnonzero(n_broken == best):
         setting = str(changes["setting"].values[i])
         kept = int(n_trials[i] - n_broken[i])
         where = {"path": "/changes", "variable": "n_broken", "selection": {"change": int(i)}}
-        effect = f"{kept} of {int(n_trials[i])} trials of it did not break"
+        effect = f"{kept} of {int(n_trials[i])} trials{of} with it did not break"
+        current, proposed = str(changes["current"].values[i]), str(changes["proposed"].values[i])
+        if stand_in and setting == "learning_rate":  # a rate that a small model bears is none for a large one
+            proposed = f"below {current}"
         words = {
             "learning_rate": "lower the peak rate",
             "clip_norm": "clip the gradient norm",
@@ -181,8 +193,8 @@ def _tried(changes: xr.Dataset, criterion: str) -> Iterator[Decision]:
         }
         if kept:
             yield Decision(
-                "kss" if setting == "kss" else "change", words[setting], setting, str(changes["current"].values[i]),
-                str(changes["proposed"].values[i]), criterion, effect, **where,
+                "kss" if setting == "kss" else "change", words[setting], setting, current, proposed, criterion, effect,
+                **where,
             )  # fmt: skip
 
 
@@ -206,21 +218,27 @@ def _monitors(modes: xr.Dataset) -> Iterator[Decision]:
             yield Decision("monitor", f"record {what}: {why}", "wb.Recorder", "", what, str(worst))
 
 
-def _stop_rules(tree: xr.DataTree) -> Iterator[Decision]:
-    """Limits of the first updates, from the trials that did not break."""
+def _stop_rules(tree: xr.DataTree, stand_in: str) -> Iterator[Decision]:
+    """Limits of the first updates, from the trials that did not break; a stand-in's are none of the design."""
     rehearsal = tree["rehearsal"].to_dataset()
     kept = ~rehearsal["has_diverged"].values
     n = rehearsal.attrs["n_updates"]
     if not kept.any():
         first = int(np.nanmin(rehearsal["divergence_step"].values))
+        of = f" of {stand_in}" if stand_in else ""
         yield Decision(
-            "stop rule", f"it was started unchanged: all trials broke, the first after {first} updates", "", "", "",
-            "divergence_probability", path="/rehearsal", variable="divergence_step",
+            "stop rule", f"it was started unchanged: all trials{of} broke, the first after {first} updates", "", "", "",
+            BROKEN_TRIALS, path="/rehearsal", variable="divergence_step",
             selection={"trial": int(np.nanargmin(rehearsal["divergence_step"].values))},
         )  # fmt: skip
         return
+    if stand_in:
+        yield Decision(
+            "stop rule", "wb.Alarms sounds, or the loss or the gradient norm is not finite", criterion=BROKEN_TRIALS
+        )
+        return
     for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")):
-        # As a ratio, for a smaller model stood in for the planned one: its vocabulary and its gradients are smaller.
+        # As a ratio, for another seed and batch begin elsewhere.
         values = rehearsal[name].values / rehearsal[name].values[:, :1]
         values = np.where(kept[:, None] & np.isfinite(values), values, -np.inf)
         trial, step = (int(i) for i in np.unravel_index(int(np.argmax(values)), values.shape))
@@ -230,7 +248,7 @@ def _stop_rules(tree: xr.DataTree) -> Iterator[Decision]:
             "the most of the trials"
         )
         yield Decision(
-            "stop rule", text, name, "", f"{limit} x first", "divergence_probability",
+            "stop rule", text, name, "", f"{limit} x first", BROKEN_TRIALS,
             path="/rehearsal", variable=name, selection={"trial": trial, "step": step},
         )  # fmt: skip
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from workbench.assessment.assess import assess
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
-from workbench.assessment.price import flops_per_token, steps_in_budget
-from workbench.assessment.verdict import VERDICTS
+from workbench.assessment.price import flops_per_token
+from workbench.assessment.verdicts import VERDICTS
 from workbench.errors import ThresholdError
 from workbench.hardware import AssessmentPlan, read_plan
 from workbench.schema import SCHEMA_VERSION
@@ -54,12 +54,12 @@ def compare_designs(
     Returns:
         DataTree of kind "comparison": the assessment of each design under its name, and ``designs``, dim ``design``:
         ``verdict``, ``probability`` (of divergence under the plan, trials included), ``largest_stable_rate`` with
-        ``_low`` and ``_high`` (of the model that was run), ``rate_margin`` (that rate over the planned one; NaN for a
-        design that was run thin, for its own rate may be far lower), ``loss_on_trial`` (nat, mean over the
+        ``_low`` and ``_high``, ``rate_margin`` (that rate over the planned one), all NaN where the risk is not known,
+        as that of a stand-in never is; ``loss_on_trial`` (nat, of the model that was run, mean over the
         last updates of trials that did not break; NaN: all did), ``n_weights``, ``flops_per_token`` (forward and
         backward), ``relative_step_time`` (of an update of the measured models, over the quickest one),
         ``steps_in_budget`` (NaN: no budget) and ``is_dominated`` (another design is at least as good in verdict, risk,
-        work and loss on trial, and better in one).
+        work and loss on trial, and better in one; where a risk is not known none is).
 
     Raises:
         ThresholdError: If there are fewer than two designs, a name cannot stand in a tree, or the plan does not fit.
@@ -106,14 +106,14 @@ def compare_designs(
 _MEANING = {
     "verdict": ("verdict", ""),
     "probability": ("probability of divergence under the plan", "1"),
-    "largest_stable_rate": ("largest stable learning rate of the model that was run", "1"),
+    "largest_stable_rate": ("largest stable learning rate", "1"),
     "largest_stable_rate_low": ("lower bound of the stable rate", "1"),
     "largest_stable_rate_high": ("upper bound of the stable rate", "1"),
     "rate_margin": ("stable rate over the planned one", "1"),
-    "loss_on_trial": ("loss at the end of the trials", "nat"),
+    "loss_on_trial": ("loss at the end of the trials, of the model that was run", "nat"),
     "n_weights": ("weights", "1"),
     "flops_per_token": ("work a token, forward and backward", "FLOP"),
-    "relative_step_time": ("time of an update over the quickest design's", "1"),
+    "relative_step_time": ("time of an update over the quickest design's, of the models that were run", "1"),
     "steps_in_budget": ("updates in the budget", "1"),
     "is_dominated": ("another design is nowhere worse in verdict, risk, work and loss on trial, and better in one", ""),
 }
@@ -125,18 +125,17 @@ def _row(tree: xr.DataTree, measured: MeasuredModel, plan: AssessmentPlan) -> di
     kept = rehearsal["loss"].values[~rehearsal["has_diverged"].values]
     rate = float(tree["case"]["learning_rate"][0])
     stable = float(risk["largest_stable_rate"])
-    flops = flops_per_token(measured, plan)
     return {
         "verdict": tree.attrs["verdict"],
         "probability": float(risk["tried_probability"]),
         "largest_stable_rate": stable,
         "largest_stable_rate_low": float(risk["stable_rate_low"]),
         "largest_stable_rate_high": float(risk["stable_rate_high"]),
-        "rate_margin": stable / rate if measured.is_target_size else math.nan,
+        "rate_margin": stable / rate,
         "loss_on_trial": float(kept[:, -10:].mean()) if len(kept) else math.nan,
         "n_weights": measured.n_weights,
-        "flops_per_token": flops,
-        "steps_in_budget": steps_in_budget(plan, flops),
+        "flops_per_token": flops_per_token(measured, plan),
+        "steps_in_budget": tree.attrs["steps_in_budget"],
     }
 
 
@@ -165,7 +164,8 @@ def step_times(models: Mapping[str, nn.Module], task: Any, plan: AssessmentPlan,
 def dominated(table: xr.Dataset) -> np.ndarray:
     """Which designs another one beats: as good in verdict, risk, work a token and loss on trial, and better in one.
 
-    Losses are rounded to ``SAME_LOSS``; a design whose trials all broke has none, which is the worst.
+    Losses are rounded to ``SAME_LOSS``; a design whose trials all broke has none, which is the worst. A risk that is
+    not known is neither higher nor lower than another one, so it beats none and none beats it.
     """
     losses = np.nan_to_num(table["loss_on_trial"].values, nan=math.inf)
     scores = np.column_stack(

@@ -76,7 +76,8 @@ def dress_rehearsal(
 
     Returns:
         Dataset with dims ``trial`` and ``step``: ``loss`` and ``grad_norm`` (trial, step; NaN after a trial broke),
-        ``has_diverged``, ``divergence_step`` (NaN: it did not) and ``cause`` (trial); of the first trial, dim
+        ``has_diverged``, ``divergence_step`` (NaN: it did not) and ``cause`` (trial); ``share_broken`` of the trials
+        (0-dim); of the first trial, dim
         ``look`` (coordinate ``look_step``): ``attention_entropy_share_min``, ``attention_logit_max``,
         ``routing_change`` since the look before, ``max_violation`` and ``dead_experts``, each the worst of all layers
         and heads, NaN where the model has no such thing; attributes ``n_updates``, ``warmup`` and ``learning_rate``,
@@ -115,6 +116,11 @@ def dress_rehearsal(
             "loss": (dims, numbers[0], {"long_name": "loss", "units": "nat"}),
             "grad_norm": (dims, numbers[1], {"long_name": "gradient norm", "units": "1"}),
             "has_diverged": ("trial", np.isfinite(steps)),
+            "share_broken": (
+                (),
+                float(np.isfinite(steps).mean()),
+                {"long_name": "share of trials that broke", "units": "1"},
+            ),
             "divergence_step": ("trial", steps, {"long_name": "step of divergence", "units": "step"}),
             "cause": ("trial", np.array(causes)),
             **{

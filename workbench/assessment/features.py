@@ -41,6 +41,9 @@ _LAYER_MEASURES: dict[str, tuple[float, float] | None] = {
 }
 #: What is said of a measure over layers; the change is the last layer's value less the first one's.
 LAYER_STATISTICS = (*STATISTICS, "change")
+#: How large a model is. Few risk models have it among their features, so it is asked for apart: whatever the features
+#: say, a model of a size that was never trained is not familiar.
+SIZES = ("d_model", "n_layers")
 #: What a loss (nat) and a gradient norm must not exceed (RKSP's label of divergence).
 LIMITS = {"initial_loss": 50.0, "initial_grad_norm": 500.0}
 #: Optimizers in which momentum adds updates up instead of averaging them.
@@ -157,6 +160,26 @@ def counts_as_diverged(cases: xr.Dataset) -> np.ndarray:
 def column(cases: xr.Dataset, name: str) -> np.ndarray:
     """One value a run, of a variable or coordinate that may be the same for all; shape (run,)."""
     return np.broadcast_to(cases[name].values, cases.sizes["run"])
+
+
+def sizes_of(cases: xr.Dataset, names: Sequence[str] = SIZES) -> dict[str, np.ndarray]:
+    """How large the models of cases are.
+
+    Args:
+        cases: With dim ``run``.
+        names: Of ``SIZES``.
+
+    Returns:
+        Size -> values of shape (run,); NaN where a case does not say.
+
+    Raises:
+        SchemaError: If a size is missing altogether.
+    """
+    if missing := [name for name in names if name not in cases.variables]:
+        raise SchemaError(
+            f"The cases lack {', '.join(missing)}, the size of the model; measure them as a sweep does, or assign it."
+        )
+    return {name: column(cases, name).astype(float) for name in names}
 
 
 def _values(cases: xr.Dataset, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

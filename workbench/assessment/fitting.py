@@ -10,7 +10,7 @@ import numpy as np
 
 from workbench.assessment.calibration import edge_spread, group_folds, platt
 from workbench.assessment.design import Design, rounded
-from workbench.assessment.familiarity import Familiarity
+from workbench.assessment.familiarity import Familiarity, ranges_of
 from workbench.assessment.features import as_cases, counts_as_diverged, features_of
 from workbench.assessment.model import RiskModel
 from workbench.assessment.scores import log_loss, resamples
@@ -111,7 +111,9 @@ def fit(
         "is_penalty_chosen": penalty is None, "n_bootstrap": n_bootstrap, "n_folds": n_folds, "level": level,
         "seed": seed,
     }  # fmt: skip
-    familiarity = Familiarity.of(table.columns[:, : design.n_base], sweep["cell"].values, sweep["configuration"].values)
+    familiarity = Familiarity.of(
+        table.columns[:, : design.n_base], sweep["cell"].values, sweep["configuration"].values, ranges_of(sweep)
+    )
     about = _about(sweep, options) | {"n_started_diverged": every_run.sizes["run"] - sweep.sizes["run"]}
     spread = edge_spread(held_out.offset, table.label, table.cells)
     log_rate = _two(table.log_rate.mean(), table.log_rate.std())

@@ -102,6 +102,11 @@ def flow_numbers(flows: Sequence[xr.Dataset], *, log_error: float = 0.0) -> xr.D
         about = {"long_name": long_name, "units": units}
         if is_log:
             error = math.hypot(error, log_error)
-        data[name] = ((), math.exp(min(mean, 700.0)) if is_log else mean, about)
+        data[name] = ((), _exp(mean) if is_log else mean, about)
         data[f"{name}_error"] = ((), error, {"long_name": f"standard error of the {long_name}", "units": "1"})
     return xr.Dataset(data, attrs={"n_seeds": len(flows)})
+
+
+def _exp(value: float) -> float:
+    """The exponential; large, not infinite, where only the mean of logarithms is."""
+    return math.exp(min(value, 700.0)) if value != math.inf else math.inf

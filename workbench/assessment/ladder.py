@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Largest width and depth of a rung, by thoroughness; a quarter of the target, if that is less wide.
 WIDEST, DEEPEST = {"quick": 128, "full": 256}, {"quick": 4, "full": 12}
+#: Stable rates are carried on to widths of at most so many times the widest rung's (``data/make_scaling.py`` tried it).
+LARGEST_REACH = 4.0
 #: Updates of the runs of a thorough ladder; a quick one rehearses ten.
 N_STEPS = 100
 _Z95 = 1.96
@@ -35,6 +37,8 @@ def ladder(
     progress: bool | Callable[[str], None] = False,
 ) -> xr.Dataset:
     """Study a ladder of sizes below the target, as `workbench.scaling_study` does.
+
+    Stable rates, which take most of the time, are not looked for where none of them would say anything of the target.
 
     Args:
         design: At the target size.
@@ -59,12 +63,15 @@ def ladder(
         for name in ("warmup", "schedule", "optimizer", "optimizer_options", "clip_norm", "precision")
     }
     settings["warmup"] = min(training.warmup, N_STEPS // 2)
+    edge = "trained" if wanted.thoroughness == "full" else "rehearsed"
+    if design.width > LARGEST_REACH * max(widths):
+        edge = "none"
     study = scaling_study(
         design, widths, depths, task=task, learning_rate=training.learning_rate, n_steps=N_STEPS, seeds=seeds,
-        edge="trained" if wanted.thoroughness == "full" else "rehearsed", n_coordinate_steps=5, progress=progress,
-        **settings,
+        edge=edge, largest_reach=LARGEST_REACH, n_coordinate_steps=5, progress=progress, **settings,
     )  # fmt: skip
-    return study.assign(_against(study, training.learning_rate)).assign_attrs(unsupported=_reason(study))
+    reason = _reason(study, design.width, max(widths))
+    return study.assign(_against(study, training.learning_rate)).assign_attrs(unsupported=reason)
 
 
 def affordable_widths(design: Design, widest: int) -> list[int]:
@@ -87,7 +94,10 @@ def _against(study: xr.Dataset, rate: float) -> dict[str, Any]:
     }
 
 
-def _reason(study: xr.Dataset) -> str:
+def _reason(study: xr.Dataset, width: int, widest: int) -> str:
     if "stable_rate_edge" not in study["quantity"].values:
-        return "The stable rate was not looked for."
+        return (
+            f"The stable rate was not looked for: the target is {width / widest:.3g} times as wide as the widest rung, "
+            f"and it is carried on to {LARGEST_REACH:g} times."
+        )
     return str(study.sel(quantity="stable_rate_edge")["reason"].values)

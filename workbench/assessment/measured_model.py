@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from workbench.errors import WorkbenchError
-from workbench.hardware.sizes import model_sizes
+from workbench.errors import ThresholdError, WorkbenchError
+from workbench.hardware.sizes import ModelSizes, model_sizes
 from workbench.scaling.design import Design, design
 from workbench.scaling.matched_width import matched_width
+from workbench.scaling.transformers_source import cause_of
+from workbench.subjects.batches import take_rows
 from workbench.subjects.checkpoint import Subject
+from workbench.subjects.probing import call_model, on_device_of, undisturbed, unwrap
+from workbench.training.losses import token_loss
+from workbench.training.tasks import Digits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +34,11 @@ THIN_WIDTH, THIN_VOCABULARY, THIN_DEPTH = 64, 256, 4
 LENGTH, N_ROWS = 64, 16
 #: Tokens of a sequence for what scans it token by token, as transformers' state-space layers do without their own
 #: kernels: a backward pass through such a scan takes time by the square of the length.
-LENGTH_OF_SCANS = 32
+LENGTH_OF_SCANS = 16
+#: Modules that scan, by what transformers calls them; others say the size of their state.
+_SCANS = re.compile(r"Rwkv\w*Attention|RgLru|Rglru|DeltaNet|DeltaAttention|[mx]LSTM")
+#: Rows of images: as many patches as a batch of sequences has tokens, but at least so many.
+_FEWEST_IMAGES = 4
 
 
 @dataclass(frozen=True)
@@ -68,8 +79,8 @@ class MeasuredModel:
 
     @property
     def n_weights(self) -> int:
-        """Of the subject."""
-        if self.is_own or self.design is None:
+        """Of the subject; of images with as many classes as are tried."""
+        if self.is_own or self.design is None or (self.is_target_size and self.design.n_classes):
             return sum(weight.numel() for weight in self.model.parameters())
         return self.design.n_weights()
 
@@ -86,9 +97,10 @@ class MeasuredModel:
         if self.is_own or self.design is None or (self.is_target_size and not seed and depth is None):
             return self.model
         if self.is_target_size:
-            return self.design.build(self.width, depth or self.depth, self.seed + seed)
+            choices = Digits.n_classes if self.design.n_classes else None
+            return self.design.build(self.width, depth or self.depth, self.seed + seed, vocabulary=choices)
         return matched_width(
-            self.design, self.width, depth or self.depth, self.seed + seed, vocabulary=_thin_vocabulary(self.design)
+            self.design, self.width, depth or self.depth, self.seed + seed, vocabulary=_thin_choices(self.design)
         )
 
     def siblings(self, n: int) -> Iterator[nn.Module]:
@@ -122,10 +134,11 @@ def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, dep
         return MeasuredModel(name, module, found, True, *size, seed)
     found = design(subject, width=width, depth=depth)
     if found.n_weights() <= MOST_WEIGHTS:
-        return MeasuredModel(found.name, found.build(seed=seed), found, False, found.width, found.depth, seed)
+        model = found.build(seed=seed, vocabulary=Digits.n_classes if found.n_classes else None)
+        return MeasuredModel(found.name, model, found, False, found.width, found.depth, seed)
     thin = found.nearest_width(min(THIN_WIDTH, found.width))
     blocks = min(THIN_DEPTH, found.depth)
-    model = found.build(thin, blocks, seed, vocabulary=_thin_vocabulary(found))
+    model = found.build(thin, blocks, seed, vocabulary=_thin_choices(found))
     return MeasuredModel(found.name, model, found, False, thin, blocks, seed)
 
 
@@ -138,24 +151,93 @@ def planned_task(model: nn.Module, plan: AssessmentPlan, *, seed: int) -> Task:
         seed: Added to the plan's.
 
     Raises:
-        ThresholdError: If the task does not fit the model.
+        ThresholdError: If there is no task for what the model reads, or the task does not fit it.
     """
     sizes = model_sizes(model)
+    if getattr(unwrap(model), "main_input_name", None) == "pixel_values":
+        sizes = replace(sizes, vocabulary=None)  # of visual tokens, which some models of images predict
+    if plan.task.name is None:
+        _require_readable(model, sizes)
     longest = min(sizes.max_length or LENGTH, LENGTH_OF_SCANS if _scans(model) else LENGTH)
     if "length" in plan.task.options:  # said for the task itself: it is the user's choice what that costs
         longest = sizes.max_length
-    return plan.make_task(
+    task = plan.make_task(
         sizes.vocabulary,
         max_length=longest,
         image_size=sizes.image_size,
+        n_channels=sizes.n_channels,
         seed=plan.training.seed + seed,
-        n_rows=N_ROWS,
+        n_rows=_n_rows(model, sizes),
     )
+    require_loss(model, task)
+    return task
+
+
+def require_loss(model: nn.Module, task: Task) -> None:
+    """Try a task on a model: two rows of the first batch, forward.
+
+    Raises:
+        ThresholdError: If the model does not run on them, returns no logits, or its logits do not fit the targets.
+    """
+    name, task_name = type(unwrap(model)).__name__, task.describe().get("task", "the task")
+    inputs, targets = (on_device_of(model, take_rows(part, slice(0, 2))) for part in next(iter(task.stream(0))))
+    try:
+        with undisturbed(model):
+            output = call_model(model, inputs)
+    except WorkbenchError:
+        raise
+    except Exception as error:  # of whatever kind: nothing is known of the model's code
+        raise ThresholdError(
+            f"{name} does not run on batches of {task_name} ({cause_of(error)}); pass task= with batches that it reads."
+        ) from error
+    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, torch.Tensor):
+        raise ThresholdError(f"{name} returns no logits, so it has no loss; pass the model with its head.")
+    n_choices = logits.shape[-1] if logits.ndim else 0
+    if logits.shape[:-1].numel() != targets.numel() or int(targets.max()) >= n_choices:
+        raise ThresholdError(
+            f"{name} returns logits of shape {tuple(logits.shape)} for targets of shape {tuple(targets.shape)} below "
+            f"{int(targets.max()) + 1} in {task_name}, expected logits for each target; pass task= with what the model "
+            "predicts, or the model with another head."
+        )
+    token_loss(logits, targets)
+
+
+def _require_readable(model: nn.Module, sizes: ModelSizes) -> None:
+    """Refuse a model for whose inputs there is no task of its own."""
+    reads = getattr(unwrap(model), "main_input_name", None)
+    name = type(unwrap(model)).__name__
+    if reads == "pixel_values":
+        side = Digits.image_size
+        if sizes.image_size is None or sizes.image_size % side or sizes.n_channels is None:
+            raise ThresholdError(
+                f"{name} reads images of {sizes.image_size or 'unknown'} pixels and {sizes.n_channels or 'unknown'} "
+                f"channels, expected a square with a side that is a multiple of {side}; pass task= with batches of "
+                "images and their classes."
+            )
+    elif reads not in (None, "input_ids"):
+        raise ThresholdError(
+            f"{name} reads {reads}, for which there is no task, expected token ids or images; pass task= with batches "
+            "of what it reads."
+        )
+
+
+def _n_rows(model: nn.Module, sizes: ModelSizes) -> int:
+    """Rows that have as many token states in all as the recorded runs had."""
+    if getattr(getattr(unwrap(model), "config", None), "is_encoder_decoder", False):
+        return N_ROWS // 2  # encoder and decoder read each
+    if sizes.vocabulary is not None or not sizes.image_size or not sizes.patch_size:
+        return N_ROWS
+    n_patches = max(1, sizes.image_size // sizes.patch_size) ** 2
+    return min(N_ROWS, max(_FEWEST_IMAGES, LENGTH * N_ROWS // n_patches))
 
 
 def _scans(model: nn.Module) -> bool:
-    return any(hasattr(module, "ssm_state_size") for module in model.modules())
+    return any(hasattr(part, "ssm_state_size") or _SCANS.search(type(part).__name__) for part in model.modules())
 
 
-def _thin_vocabulary(whole: Design) -> int | None:
+def _thin_choices(whole: Design) -> int | None:
+    """Tokens of a thin model, or classes of images."""
+    if whole.n_classes:
+        return Digits.n_classes
     return None if whole.vocabulary is None else min(THIN_VOCABULARY, whole.vocabulary)

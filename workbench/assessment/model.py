@@ -56,19 +56,18 @@ class RiskModel:
         """Of its intervals."""
         return float(self.about["options"]["level"])
 
-    def predict(self, cases: xr.Dataset, *, extrapolate: bool = False) -> xr.Dataset:
+    def predict(self, cases: xr.Dataset) -> xr.Dataset:
         """The probability of divergence.
 
         Args:
             cases: What is known before training: settings and measurements of a fresh model, dim ``run``.
-            extrapolate: Give a number also where the training runs show nothing like the case.
 
         Returns:
             Dataset with dim ``run``: ``probability``; ``low`` and ``high``, percentile interval of the bootstrap over
             groups (how well the model is known; attribute ``level``); ``distance`` (1: the edge of what the training
             runs show), ``is_familiar``, ``farthest_feature`` (in which a case is farthest), ``is_rate_seen`` and
-            ``starts_diverged``. The first three are NaN where a case is not familiar, unless asked for; the attribute
-            ``warning`` then says so in one sentence, and is empty otherwise.
+            ``starts_diverged``. The first three are NaN where a case is not familiar, which one of another size than
+            the training runs never is; the attribute ``warning`` then says so in one sentence, and is empty otherwise.
 
             A rate further below or above the edge than any in the training runs is taken as the last one seen, since
             the risk can only fall or rise from there; a fresh model whose loss or gradient norm counts as diverged
@@ -79,6 +78,14 @@ class RiskModel:
             ThresholdError: If a learning rate is no positive number.
             SchemaError: If a case lacks a value.
         """
+        return self._risk(cases, withholds=True)
+
+    def _extrapolated(self, cases: xr.Dataset) -> xr.Dataset:
+        """`predict` with a number for every case, familiar or not; for validation alone, on runs whose end is known."""
+        return self._risk(cases, withholds=False)
+
+    def _risk(self, cases: xr.Dataset, *, withholds: bool) -> xr.Dataset:
+        """See `predict`; without withholding see `_extrapolated`."""
         import xarray as xr
         from scipy.special import expit
 
@@ -86,12 +93,12 @@ class RiskModel:
         edge = self._edges(columns)
         offset = look.known.log_rate - edge[0]
         is_seen = (offset >= self.seen[0] - 1e-6) & (offset <= self.seen[1] + 1e-6)
-        rate = look.known.log_rate if extrapolate else edge[0] + np.clip(offset, *self.seen)
+        rate = edge[0] + np.clip(offset, *self.seen) if withholds else look.known.log_rate
         probability = expit(self.weights[:, :1] * (rate - edge))
         starts = counts_as_diverged(as_cases(cases))
         probability[:, starts] = 1.0
         low, high = self._interval(probability)
-        shown = (look.distance <= 1) | extrapolate | starts
+        shown = (look.distance <= 1) | starts | (not withholds)
         variables = {
             "probability": ("run", np.where(shown, probability[0], np.nan), _PROBABILITY),
             "low": ("run", np.where(shown, low, np.nan), _bound("lower bound", "probability")),
@@ -102,23 +109,22 @@ class RiskModel:
         }
         notes = (
             _about_starts(starts),
-            self._about_rates(offset[shown & ~is_seen & ~starts], extrapolate=extrapolate),
+            self._about_rates(offset[shown & ~is_seen & ~starts], withholds=withholds),
             _about_length(cases, self.about.get("n_steps")),
         )
         about = {
             "level": self.level,
-            "warning": _warning(look, extrapolate=extrapolate),
+            "warning": _warning(look, withholds=withholds),
             "note": " ".join(filter(None, notes)),
         }
         return xr.Dataset(variables, _coords(cases), about)
 
-    def largest_stable_rate(self, cases: xr.Dataset, *, below: float = 0.20, extrapolate: bool = False) -> xr.Dataset:
+    def largest_stable_rate(self, cases: xr.Dataset, *, below: float = 0.20) -> xr.Dataset:
         """The learning rates at which the risk reaches a given one; the rates of the cases play no part.
 
         Args:
             cases: As in `predict`.
             below: The risk; 0.20 is the paper's.
-            extrapolate: As in `predict`.
 
         Returns:
             Dataset with dim ``run``: ``largest_stable_rate``, at which `predict` gives the probability ``below``. It is
@@ -129,14 +135,22 @@ class RiskModel:
             rate of probability .5. ``distance``, ``is_familiar``, ``farthest_feature`` and ``starts_diverged`` as in
             `predict`.
 
-            Rates are NaN where a case is not familiar or the training runs show no rate of so low or high a risk,
-            unless asked for, and where the fresh model counts as diverged at any rate. The attribute ``warning`` says
-            which, and is empty otherwise.
+            Rates are NaN where a case is not familiar, where the training runs show no rate of so low or high a risk,
+            and where the fresh model counts as diverged at any rate. The attribute ``warning`` says which, and is empty
+            otherwise.
 
         Raises:
             ThresholdError: If ``below`` is no probability between 0 and 1, or a learning rate no positive number.
             SchemaError: If a case lacks a value.
         """
+        return self._rates(cases, below=below, withholds=True)
+
+    def _extrapolated_rates(self, cases: xr.Dataset, *, below: float = 0.20) -> xr.Dataset:
+        """`largest_stable_rate` with a number for every case; for validation alone, as `_extrapolated`."""
+        return self._rates(cases, below=below, withholds=False)
+
+    def _rates(self, cases: xr.Dataset, *, below: float, withholds: bool) -> xr.Dataset:
+        """See `largest_stable_rate`; without withholding see `_extrapolated_rates`."""
         import xarray as xr
         from scipy.special import logit
         from scipy.stats import norm
@@ -149,13 +163,14 @@ class RiskModel:
         expected = edge[0] + logit(below) / self.spread[0]
         error = norm.ppf((1 + self.level) / 2) * self.spread[1]
         starts = counts_as_diverged(as_cases(cases))
-        shown = ((look.distance <= 1) | extrapolate) & ~starts
+        shown = ((look.distance <= 1) | (not withholds)) & ~starts
         is_seen = bool(self.seen[0] <= logit(below) / self.weights[0, 0] <= self.seen[1])
+        is_given = shown & (is_seen or not withholds)
         low, high = self._interval(cautious)
         logs = {
-            "largest_stable_rate": (cautious[0], shown & (is_seen | extrapolate), "largest stable learning rate"),
-            "low": (low, shown & (is_seen | extrapolate), "lower bound"),
-            "high": (high, shown & (is_seen | extrapolate), "upper bound"),
+            "largest_stable_rate": (cautious[0], is_given, "largest stable learning rate"),
+            "low": (low, is_given, "lower bound"),
+            "high": (high, is_given, "upper bound"),
             "expected_stable_rate": (expected, shown, "expected stable learning rate"),
             "expected_low": (expected - error, shown, "lower bound of the expected rate"),
             "expected_high": (expected + error, shown, "upper bound of the expected rate"),
@@ -166,10 +181,10 @@ class RiskModel:
             for name, (log, of, long_name) in logs.items()
         } | _familiarity(look)
         variables["starts_diverged"] = ("run", starts, {"long_name": "diverged at the start", "units": "1"})
-        warnings = [_warning(look, extrapolate=extrapolate), _about_starts(starts)]
+        warnings = [_warning(look, withholds=withholds), _about_starts(starts)]
         if not is_seen:
-            tail = "the rates given" if extrapolate else "pass extrapolate=True for rates that"
-            warnings.append(f"No run was seen where the risk is {below:g}; {tail} go by the formula alone.")
+            tail = "no rate is given" if withholds else "the rates given go by the formula alone"
+            warnings.append(f"No run was seen where the risk is {below:g}; {tail}.")
         about = {"level": self.level, "below": below, "warning": " ".join(filter(None, warnings))}
         return xr.Dataset(variables, _coords(cases), about)
 
@@ -177,11 +192,12 @@ class RiskModel:
         """What moves the log-odds of a case away from those of the training runs' mean.
 
         Args:
-            cases: As in `predict`; unfamiliar ones too, which the coordinate ``is_familiar`` tells.
+            cases: As in `predict`.
 
         Returns:
             Shape (run, feature), the learning rate first; squares are counted with their feature, optimizers together.
-            A row and the attribute ``mean`` add up to the log-odds that `predict` gives with ``extrapolate``.
+            A row and the attribute ``mean`` add up to the log-odds of the formula, which `predict` follows as far as
+            rates were seen. Rows of cases that are not familiar are NaN, as the coordinate ``is_familiar`` tells.
 
         Raises:
             ThresholdError: As `predict`.
@@ -198,7 +214,8 @@ class RiskModel:
         values += [parts[:, sources == name].sum(axis=1) for name in names]
         about = {"long_name": "log-odds", "units": "1", "mean": float(slope * (self.log_rate[0] - edge))}
         coords = {"feature": [RATE, *names], "is_familiar": ("run", look.distance <= 1), **_coords(cases)}
-        return xr.DataArray(np.stack(values, axis=1), coords, ["run", "feature"], name="driver", attrs=about)
+        table = np.where((look.distance <= 1)[:, None], np.stack(values, axis=1), np.nan)
+        return xr.DataArray(table, coords, ["run", "feature"], name="driver", attrs=about)
 
     def coefficients(self) -> xr.DataArray:
         """What one standard deviation of a column, over the training runs, does to the log-odds.
@@ -240,7 +257,7 @@ class RiskModel:
     def _look(self, cases: xr.Dataset) -> tuple[Look, np.ndarray]:
         """How far cases are, and their columns."""
         known = self.design.read(cases)
-        return self.familiarity.look(self.design, known), self.design.matrix(known)
+        return self.familiarity.look(self.design, known, cases), self.design.matrix(known)
 
     def _edges(self, columns: np.ndarray) -> np.ndarray:
         """log10 of the edges; shape (1 + resample, run)."""
@@ -253,13 +270,11 @@ class RiskModel:
         low, high = np.quantile(values[1:], [(1 - self.level) / 2, (1 + self.level) / 2], axis=0)
         return np.minimum(low, values[0]), np.maximum(high, values[0])
 
-    def _about_rates(self, offset: np.ndarray, *, extrapolate: bool) -> str:
+    def _about_rates(self, offset: np.ndarray, *, withholds: bool) -> str:
         """One sentence about rates that lie further from the edge than any seen; empty where none does."""
         if not len(offset):
             return ""
-        tail = (
-            "goes by the formula alone" if extrapolate else "is that of the last rate seen, and can only lie beyond it"
-        )
+        tail = "is that of the last rate seen, and can only lie beyond it" if withholds else "goes by the formula alone"
         return (
             f"{len(offset)} learning rate{'s lie' if len(offset) > 1 else ' lies'} further from the predicted edge "
             f"than any that was trained with ({10.0 ** self.seen[0]:.2g} to {10.0 ** self.seen[1]:.2g} times it); the "
@@ -276,16 +291,16 @@ def _familiarity(look: Look) -> dict[str, Any]:
     }
 
 
-def _warning(look: Look, *, extrapolate: bool) -> str:
+def _warning(look: Look, *, withholds: bool) -> str:
     """One sentence about the cases that are not familiar; empty where all are."""
     distance = look.distance
     n_cases, n_unknown = len(distance), int((distance > 1).sum())
     if not n_unknown:
         return ""
     who = f"{n_unknown} of {n_cases} cases {'is' if n_unknown == 1 else 'are'}" if n_cases > 1 else "The case is"
-    tail = "the numbers given are extrapolated" if extrapolate else "pass extrapolate=True for a number all the same"
+    tail = "no number is given" if withholds else "the numbers given are extrapolated"
     return (
-        f"{who} unlike the runs that the model has seen, at a distance of {'up to ' if n_unknown > 1 else ''}"
+        f"{who} unlike the runs that the risk model has seen, at a distance of {'up to ' if n_unknown > 1 else ''}"
         f"{distance.max():.2g} where 1 is the edge, farthest in {look.farthest_in_words()}; {tail}."
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from workbench.assessment.design import Design
 from workbench.assessment.familiarity import Familiarity
-from workbench.assessment.features import FEATURE_SETS, FEATURES
+from workbench.assessment.features import FEATURE_SETS, FEATURES, SIZES
 from workbench.assessment.model import RiskModel
 from workbench.atomic import check_free, replacing
 from workbench.errors import StoreError, ThresholdError
@@ -20,7 +20,8 @@ from workbench.errors import StoreError, ThresholdError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SCHEMA_VERSION = 1
+#: 2: says which sizes of models were seen; a file of version 1 opens, and is not asked about sizes.
+SCHEMA_VERSION = 2
 _KIND = "stability-workbench risk model"
 _SHIPPED = Path(__file__).parent / "shipped"
 
@@ -39,7 +40,11 @@ def save(model: RiskModel, path: Path, *, overwrite: bool = False) -> Path:
         "log_rate": model.log_rate,
         "spread": model.spread,
         "weights": model.weights,
-        "familiarity": {"unit": model.familiarity.unit, "points": model.familiarity.points},
+        "familiarity": {
+            "unit": model.familiarity.unit,
+            "sizes": model.familiarity.sizes,
+            "points": model.familiarity.points,
+        },
     }
     with replacing(path) as partial:
         partial.write_text(_text(_plain(content)) + "\n")
@@ -107,11 +112,12 @@ def _model(content: Mapping[str, Any]) -> RiskModel:
     )
     points = np.array(content["familiarity"]["points"], dtype=float)
     pairs = [tuple(map(float, content[name])) for name in ("seen", "log_rate", "spread")]
-    if any(len(pair) != 2 for pair in pairs):
+    sizes = {name: tuple(map(float, pair)) for name, pair in content["familiarity"].get("sizes", {}).items()}
+    if any(len(pair) != 2 for pair in (*pairs, *sizes.values())):
         raise ValueError("a pair of numbers is none")
     return RiskModel(
         design,
-        Familiarity(points.reshape(len(points), design.n_base), float(content["familiarity"]["unit"])),
+        Familiarity(points.reshape(len(points), design.n_base), float(content["familiarity"]["unit"]), sizes),
         np.array(content["weights"], dtype=float),
         *pairs,
         dict(content["about"]),
@@ -124,6 +130,10 @@ def _problem(model: RiskModel) -> str:
     design, n_columns = model.design, len(model.design.columns)
     if unknown := [name for name in design.features if name not in FEATURES]:
         return f"it knows a feature '{unknown[0]}' that there is not"
+    if any(
+        name not in SIZES or not 0 < low <= high < math.inf for name, (low, high) in model.familiarity.sizes.items()
+    ):
+        return "the range of a size is none"
     if any(ends.shape != (len(design.numeric),) for ends in (design.lowest, design.highest, design.has_infinite)):
         return "the ranges do not fit the features"
     if design.center.shape != (n_columns,) or design.scale.shape != (n_columns,):

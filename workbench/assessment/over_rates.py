@@ -22,7 +22,6 @@ def over_rates(
     *,
     names: Sequence[str] | None = None,
     below: float = 0.20,
-    extrapolate: bool = False,
 ) -> xr.Dataset:
     """What the risk of each case would be at other learning rates.
 
@@ -32,12 +31,11 @@ def over_rates(
         learning_rate: The rates.
         names: What the rows are called; None: the architecture of each case.
         below: Share of risk at the stability edge.
-        extrapolate: As in `RiskModel.predict`.
 
     Returns:
         Dataset with dims ``architecture`` and ``learning_rate``, for `workbench.plots.risk_map` and `risk_curve`:
         probability, low, high, is_familiar; by architecture largest_stable_rate, largest_stable_rate_low and
-        largest_stable_rate_high.
+        largest_stable_rate_high. NaN where a case is not familiar, as `RiskModel.predict` gives it.
 
     Raises:
         ThresholdError: If a rate is no positive number, there is none, or ``below`` is no probability.
@@ -53,8 +51,8 @@ def over_rates(
         raise SchemaError(f"{cases.sizes['run']} cases need as many different names; pass names=.")
     repeated = cases.isel(run=np.repeat(np.arange(len(titles)), rates.size))
     repeated = repeated.assign_coords(learning_rate=("run", np.tile(rates, len(titles))))
-    found = model.predict(repeated, extrapolate=extrapolate)
-    stable = model.largest_stable_rate(cases, below=below, extrapolate=extrapolate)
+    found = model.predict(repeated)
+    stable = model.largest_stable_rate(cases, below=below)
     dims, shape = ("architecture", "learning_rate"), (len(titles), rates.size)
     variables = {
         name: (dims, found[name].values.reshape(shape), found[name].attrs)

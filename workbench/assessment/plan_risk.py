@@ -15,40 +15,49 @@ if TYPE_CHECKING:
 #: Risk below which a rate counts as stable (RKSP).
 STABLE_BELOW = 0.20
 _TINY = 1e-6
+_RATES = {
+    "largest_stable_rate": "largest_stable_rate",
+    "stable_rate_low": "low",
+    "stable_rate_high": "high",
+    "expected_stable_rate": "expected_stable_rate",
+}
 
 
-def plan_risk(case: xr.Dataset, rehearsal: xr.Dataset) -> xr.Dataset:
-    """The risk of one planned run.
+def plan_risk(case: xr.Dataset, share_broken: float, *, stand_in: str = "") -> xr.Dataset:
+    """The risk of one planned run, where it is known.
 
     Args:
         case: From `workbench.sweeps.measure_case`, with gradients and a rehearsal.
-        rehearsal: From `dress_rehearsal`, of the same plan.
+        share_broken: Of the trials of the same plan, from `dress_rehearsal`.
+        stand_in: Why the case says nothing about the planned run, a sentence, where another model stood in for it;
+            empty: it is the planned run's own.
 
     Returns:
-        Dataset with dim ``run`` (one): ``probability``, ``low``, ``high`` of the risk model alone; ``share_broken`` of
-        the trials, and ``tried_probability``, ``tried_low``, ``tried_high``, the probability when they are known;
+        Dataset with dim ``run`` (one): ``probability``, ``low``, ``high`` of the risk model alone;
+        ``tried_probability``, ``tried_low``, ``tried_high``, the probability once the trials are known;
         ``largest_stable_rate`` (cautious, risk below .20), ``stable_rate_low``, ``stable_rate_high``,
-        ``expected_stable_rate``; ``distance``, ``is_familiar``, ``farthest_feature``. Where the model has seen nothing
-        like the case it extrapolates, and says so in the attribute ``warning``.
+        ``expected_stable_rate``; ``distance``, ``is_familiar``, ``farthest_feature``. All numbers but the distance are
+        NaN where the case is not familiar to the risk model, and all of them for a stand-in; the attribute ``warning``
+        then says why in one sentence.
     """
     model = shipped("rehearsal")
-    found = model.predict(case, extrapolate=True)
-    known = model.predict(case)
-    rates = model.largest_stable_rate(case, below=STABLE_BELOW, extrapolate=True)
-    share = float(rehearsal["has_diverged"].mean())
-    risk = found[["probability", "low", "high", "distance", "is_familiar", "farthest_feature"]]
-    risk = risk.assign(
-        share_broken=("run", [share], {"long_name": "share of trials that broke", "units": "1"}),
-        largest_stable_rate=rates["largest_stable_rate"],
-        stable_rate_low=rates["low"],
-        stable_rate_high=rates["high"],
-        expected_stable_rate=rates["expected_stable_rate"],
-    )
-    for name, source in (("probability", "probability"), ("low", "low"), ("high", "high")):
-        values = after_trial(found[source].values, share)
-        about = {"long_name": f"{found[source].attrs.get('long_name', source)} after the trial", "units": "1"}
-        risk[f"tried_{name}"] = ("run", values, about)
-    return risk.assign_attrs(warning=known.attrs["warning"], note=found.attrs.get("note", ""), level=model.level)
+    found = model.predict(case)
+    rates = model.largest_stable_rate(case, below=STABLE_BELOW)
+    names = ("probability", "low", "high")
+    # A fresh model that counts as diverged is a matter of the trials, which break at once, where it is not familiar.
+    is_known = found["is_familiar"] & (not stand_in)
+    risk = found[["distance", "is_familiar", "farthest_feature"]].copy(deep=True)
+    for name in names:
+        risk[name] = found[name].where(is_known)
+    for name, source in _RATES.items():
+        risk[name] = rates[source].where(is_known)
+    for name in names:
+        about = {"long_name": f"{found[name].attrs.get('long_name', name)} after the trial", "units": "1"}
+        risk[f"tried_{name}"] = ("run", after_trial(risk[name].values, share_broken), about)
+    if stand_in:
+        risk["distance"][:], risk["is_familiar"][:], risk["farthest_feature"][:] = np.nan, False, ""
+    warning = stand_in or found.attrs["warning"]
+    return risk.assign_attrs(warning=warning, note="" if warning else found.attrs["note"], level=model.level)
 
 
 def after_trial(probability: Any, share_broken: float) -> np.ndarray:
@@ -57,7 +66,7 @@ def after_trial(probability: Any, share_broken: float) -> np.ndarray:
     log-odds' = a + b log-odds + c share, fitted to recorded runs (see the shipped reference).
 
     Args:
-        probability: Of the risk model; any shape.
+        probability: Of the risk model; any shape; NaN where it is not known, which trials do not make known.
         share_broken: Of the trials.
     """
     from scipy.special import expit, logit

@@ -70,8 +70,9 @@ def cross_validate(
     for fold, (train, held_out) in enumerate(folds):
         model = fit(sweep.isel(run=train), **{"n_bootstrap": 0, "seed": seed} | options)
         cases = target.isel(run=held_out)
-        found = model.predict(cases, extrapolate=True).drop_vars("is_rate_seen")
-        rates = model.largest_stable_rate(cases, below=below, extrapolate=True)
+        # How good a model is where it is asked too much is known here, for these runs were trained.
+        found = model._extrapolated(cases).drop_vars("is_rate_seen")
+        rates = model._extrapolated_rates(cases, below=below)
         found = found.assign({name: rates[name] for name in _RATES})
         parts.append(found.assign(fold=("run", np.full(len(held_out), fold)), place=("run", held_out)))
     joined = xr.concat(parts, dim="run", combine_attrs="drop", coords="different", compat="equals")

@@ -1,59 +1,77 @@
-"""From judged failure modes to one word and one sentence."""
+"""From judged criteria and failure modes to one word and a sentence or two."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from workbench.assessment.failure_modes.criterion import NOT_MEASURED, STATES
+from workbench.assessment.failure_modes.plan_criteria import BROKEN_TRIALS, RISK
 from workbench.assessment.failure_modes.table import LEAST_CONFIDENCE
+from workbench.assessment.verdicts import AT_RISK, CANNOT_SAY, PROCEED, REFUSE, VERDICTS
 from workbench.in_words import short
 
 if TYPE_CHECKING:
     import xarray as xr
 
-VERDICTS = ("proceed", "at risk", "refuse")
+    from workbench.assessment.failure_modes.sizes import Sizes
+
+#: What answers the question that an assessment leaves open.
+FIRST_STEP = (
+    "train it at its full size and at the planned rate for the first few hundred updates, with wb.Recorder and "
+    "wb.Alarms, before the rest is paid for"
+)
+#: Criteria whose values are shares of 1.
+_SHARES = (RISK, BROKEN_TRIALS)
+#: Part of the tree -> where its numbers were measured, where it is not on the model that was run.
+_ELSEWHERE = {"/scaling": "extrapolated from smaller models of its design"}
 
 
-def verdict_of(modes: xr.Dataset) -> str:
-    """The verdict of the worst failure mode that is sure enough.
+def verdict_of(criteria: xr.Dataset, modes: xr.Dataset) -> str:
+    """The verdict of the worst failure mode that is sure enough; without one, whether what was measured says enough.
 
     Args:
-        modes: From `failure_modes.judged`.
+        criteria: From `failure_modes.judged`.
+        modes: Likewise.
 
     Returns:
         "refuse" if a mode is failing with a confidence of at least .5, "at risk" if one is at risk or failing with
-        less, else "proceed".
+        less. Otherwise "cannot say" if the risk of divergence is not known, or a band could not judge a model of this
+        size; else "proceed".
     """
-    verdict = VERDICTS[0]
+    verdict = PROCEED
     for state, confidence in zip(modes["state"].values, modes["confidence"].values, strict=True):
         if state in (NOT_MEASURED, STATES[0]):
             continue
         is_sure = confidence >= LEAST_CONFIDENCE
-        found = VERDICTS[2] if state == STATES[2] and is_sure else VERDICTS[1] if is_sure or state == STATES[2] else ""
+        found = REFUSE if state == STATES[2] and is_sure else AT_RISK if is_sure or state == STATES[2] else ""
         verdict = max(verdict, found or verdict, key=VERDICTS.index)
-    return verdict
+    return CANNOT_SAY if verdict == PROCEED and _left_open(criteria) else verdict
 
 
-def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset, *, thin: str = "") -> str:
-    """One sentence for a decision-maker.
+def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset, sizes: Sizes | None = None) -> str:
+    """A sentence or two for a decision-maker.
 
     Args:
         name: Of the subject.
         verdict: From `verdict_of`.
         criteria: From `failure_modes.judged`.
         modes: Likewise.
-        thin: What was not measured because a smaller model stood for the subject; one clause.
+        sizes: Of the subject and of what was run; None: not known.
     """
-    if verdict == VERDICTS[0]:
-        but = f"; but {thin}" if thin else ""
-        return f"{name} may proceed: nothing that was measured lies where runs have failed{but}."
+    if verdict == PROCEED:
+        return f"{name} may proceed: nothing that was measured lies where runs have failed."
+    if verdict == CANNOT_SAY:
+        return (
+            f"Whether {name} will train as planned cannot be said: {_why_open(criteria, sizes)}. Nothing that was "
+            f"measured failed; for an answer, {FIRST_STEP}."
+        )
     bad = modes.isel(failure_mode=[i for i, s in enumerate(modes["state"].values) if s in STATES[1:]])
     order = sorted(
         range(bad.sizes["failure_mode"]),
         key=lambda i: (-STATES.index(str(bad["state"].values[i])), -float(bad["confidence"].values[i])),
     )
     first = bad.isel(failure_mode=order[0])
-    reason = _with_its_number(criteria.sel(criterion=str(first["worst_criterion"].values)))
+    reason = _with_its_number(criteria.sel(criterion=str(first["worst_criterion"].values)), sizes)
     others = [str(bad["title"].values[i]).lower() for i in order[1:]]
     more = (
         f", and {_listed(others)} is at hand too"
@@ -62,15 +80,44 @@ def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset,
         if others
         else ""
     )
-    word = "should not start as planned" if verdict == VERDICTS[2] else "is at risk as planned"
+    word = "should not start as planned" if verdict == REFUSE else "is at risk as planned"
     return f"{name} {word}: {str(first['title'].values).lower()} ({reason}){more}."
 
 
-def _with_its_number(row: xr.Dataset) -> str:
-    """Why a criterion is not healthy, with the value and the limit that it passed."""
+def _left_open(criteria: xr.Dataset) -> list[str]:
+    """The criteria that stand between a design with nothing against it and its start; the risk first."""
+    names, states = criteria["criterion"].values.tolist(), criteria["state"].values.tolist()
+    is_outside = criteria["is_outside"].values.tolist()
+    risk = [name for name, state in zip(names, states, strict=True) if name == RISK and state == NOT_MEASURED]
+    return risk + [name for name, is_it in zip(names, is_outside, strict=True) if is_it]
+
+
+def _why_open(criteria: xr.Dataset, sizes: Sizes | None) -> str:
+    if sizes is not None and sizes.is_stand_in:
+        return (
+            f"only {sizes.stand_in} could be tried out, which says nothing about the risk or the largest stable rate "
+            "of the design"
+        )
+    first = criteria.sel(criterion=_left_open(criteria)[0])
+    reason = str(first["reason"].values).rsplit("; no number is given", 1)[0]
+    if str(first["criterion"].values) == RISK:
+        return reason
+    return f"{first['title'].values} was not judged, for {reason}"
+
+
+def _with_its_number(row: xr.Dataset, sizes: Sizes | None) -> str:
+    """Why a criterion is not healthy, with the value, the limit that it passed, and what it was measured on."""
     value, low, high = (float(row[name]) for name in ("value", "low", "high"))
-    limit = f", healthy up to {short(high)}" if value > high else f", healthy from {short(low)}" if value < low else ""
-    return f"{row['reason'].values}: {short(value)}{limit}"
+    say = _percent if str(row["criterion"].values) in _SHARES else short
+    limit = f", healthy up to {say(high)}" if value > high else f", healthy from {say(low)}" if value < low else ""
+    where = ""
+    if sizes is not None and sizes.is_stand_in:
+        where = f", {_ELSEWHERE.get(str(row['path'].values), f'measured on {sizes.stand_in}')}"
+    return f"{row['reason'].values}: {say(value)}{limit}{where}"
+
+
+def _percent(share: float) -> str:
+    return f"{short(100 * share)} %"
 
 
 def _listed(words: list[str]) -> str:

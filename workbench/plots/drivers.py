@@ -118,7 +118,9 @@ class Bars:
             )
         values = drivers.transpose("run", "feature").values.astype(float)
         if not np.isfinite(values).all():
-            raise SchemaError("A driver is not finite; the features of the case must be.")
+            raise SchemaError(
+                "A driver is not finite, for the risk model has seen no such case or a feature is not; choose another."
+            )
         names = _feature_names(drivers)
         order = np.argsort(-np.abs(values).max(0), kind="stable")
         kept, rest = order[:n], order[n:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from workbench.assessment.verdicts import AT_RISK, CANNOT_SAY, PROCEED, REFUSE
 from workbench.reports import effect_space
 from workbench.reports.document import (
     Document,
@@ -24,11 +25,12 @@ from workbench.reports.words import capitalized, clause, listed, lowered, title_
 if TYPE_CHECKING:
     import xarray as xr
 
-VERDICT_STATE = {"proceed": "healthy", "at risk": "at risk", "refuse": "failing"}
+VERDICT_STATE = {PROCEED: "healthy", CANNOT_SAY: "not measured", AT_RISK: "at risk", REFUSE: "failing"}
 #: From worst to best.
 STATES = ("failing", "at risk", "not measured", "healthy")
 _KINDS = {
     "proceed": "Proceed",
+    "measure": "Find out first",
     "change": "Change",
     "monitor": "Watch",
     "kss": "Koopman Spectral Shaping",
@@ -76,7 +78,7 @@ def observed(numbers: Numbers) -> Section:
         width=numbers.attribute("width", meaning="width of the residual stream"),
         seed=numbers.attribute("seed"),
     )
-    sizes = (size, _stand_in(numbers)) if _is_thin(numbers) else (size,)
+    sizes = (size, _what_stood_in(numbers)) if is_stand_in(numbers) else (size,)
     blocks = [Lead("What was seen, before any cause is named."), Paragraph((*sizes, _tally(numbers)))]
     if risk := risk_sentences(numbers):
         blocks += [Heading("Will it diverge?"), Paragraph(tuple(risk))]
@@ -86,7 +88,7 @@ def observed(numbers: Numbers) -> Section:
         if items:
             blocks += [Heading(heading), Items(tuple(items))]
     if missing := _missing(numbers):
-        blocks += [Heading("Not measured"), Items(tuple(missing))]
+        blocks += [Heading("Not measured, or not judged"), Items(tuple(missing))]
     return Section("v1", "Observed phenomenon", tuple(blocks))
 
 
@@ -121,33 +123,55 @@ def decisions(numbers: Numbers) -> Section:
 
 def actions(numbers: Numbers) -> tuple[Sentence, ...]:
     """The first steps of V4, for the first screen."""
-    order = ("change", "proceed", "kss", "monitor", "stop rule")
+    order = ("measure", "change", "proceed", "kss", "monitor", "stop rule")
     kinds = numbers.texts("decisions", "kind")
     rows = sorted(range(len(kinds)), key=lambda row: (order.index(kinds[row]) if kinds[row] in order else 9, row))
     return tuple(_decision_sentence(numbers, row, stands_alone=True) for row in rows[:_N_ACTIONS])
 
 
 def most_important(numbers: Numbers) -> tuple[Fact, ...]:
-    """The risk, the largest stable rate, and the worst criteria: three numbers."""
+    """The risk and the largest stable rate where they are known, and the worst criteria: three numbers at most.
+
+    Of a stand-in only what is bad: its rates are not those of the design, and its health says nothing of it.
+    """
     facts = []
-    if numbers.has("risk"):
+    if knows_risk(numbers):
         tried = "tried_" if "tried_probability" in numbers.node("risk") else ""
         risk, low, high = (_risk(numbers, f"{tried}{key}") for key in ("probability", "low", "high"))
-        if not math.isnan(risk.value):
-            ends = dict.fromkeys((low.text, high.text))
-            notes = [" to ".join(ends), *(["of the thin model that was run"] if _is_thin(numbers) else [])]
-            facts.append(Fact(risk, "risk of divergence", "; ".join(notes)))
+        facts.append(Fact(risk, "risk of divergence", " to ".join(dict.fromkeys((low.text, high.text)))))
         rate = _risk(numbers, "largest_stable_rate")
         if not math.isnan(rate.value):
             planned = _planned_rate(numbers)
-            notes = [f"planned: {planned.text}"] if planned else []
-            notes += ["of the thin model that was run"] if _is_thin(numbers) else []
-            facts.append(Fact(rate, "largest stable learning rate", "; ".join(notes)))
+            facts.append(Fact(rate, "largest stable learning rate", f"planned: {planned.text}" if planned else ""))
     shown = {fact.quantity.anchor for fact in facts}
+    left_out = set() if knows_risk(numbers) else _risk_anchors(numbers)
     for quantity in worst_criteria(numbers):
-        if quantity.anchor not in shown and len(facts) < 3:
-            facts.append(Fact(quantity, quantity.meaning, f"healthy: {quantity.band}"))
+        if len(facts) == 3:
+            break
+        says_nothing = is_stand_in(numbers) and (quantity.state == "healthy" or quantity.path.endswith("/scaling"))
+        if quantity.anchor not in shown | left_out and not says_nothing:
+            of = f"; of {stand_in_of(numbers)}" if is_stand_in(numbers) else ""
+            facts.append(Fact(quantity, quantity.meaning, f"healthy: {quantity.band}{of}"))
     return tuple(facts)
+
+
+def knows_risk(numbers: Numbers) -> bool:
+    """Whether the risk is that of the model itself, and the risk model has seen such cases.
+
+    Trees of an older workbench have numbers without either; the first screen and what is said of the risk do without.
+    """
+    if not numbers.has("risk") or is_stand_in(numbers):
+        return False
+    data = numbers.node("risk")
+    tried = "tried_probability" if "tried_probability" in data else "probability"
+    is_familiar = "is_familiar" not in data or bool(data["is_familiar"].values.all())
+    return is_familiar and not math.isnan(_risk(numbers, tried).value)
+
+
+def _risk_anchors(numbers: Numbers) -> set[str]:
+    """Where criteria stand that judge a risk."""
+    ids, paths = numbers.names("criteria", "criterion"), numbers.texts("criteria", "path")
+    return {numbers.criterion(name).anchor for name, path in zip(ids, paths, strict=True) if path.strip("/") == "risk"}
 
 
 def worst_criteria(numbers: Numbers) -> list[Quantity]:
@@ -163,51 +187,74 @@ def risk_sentences(numbers: Numbers) -> list[Sentence]:
     """What a measured risk says: with and without the trials, how far the rate may go, how familiar the case is."""
     if not numbers.has("risk"):
         return []
+    if not knows_risk(numbers):
+        return [*_why_no_risk(numbers), *_trials(numbers)]
     names = list(numbers.node("risk").data_vars)
     of = {name: _risk(numbers, name) for name in names}
     planned, said = _planned_rate(numbers), []
     tried = "tried_" if "tried_probability" in of else ""
     told = {key: of[f"{tried}{key}"] for key in ("probability", "low", "high")}
-    if math.isnan(told["probability"].value):
-        said.append(say("The risk that the run diverges is {probability}.", **told))
-    else:
-        start = "At the planned learning rate" + (" of {rate}" if planned else "")
-        slots = told | ({"rate": planned} if planned else {})
-        said.append(say(f"{start} the risk that the run diverges is {{probability}} ({{low}} to {{high}}).", **slots))
+    start = "At the planned learning rate" + (" of {rate}" if planned else "")
+    slots = told | ({"rate": planned} if planned else {})
+    said.append(say(f"{start} the risk that the run diverges is {{probability}} ({{low}} to {{high}}).", **slots))
     if tried:
+        said.append(say("The risk model alone said {probability} ({low} to {high}).", **of))
+    said += _trials(numbers)
+    if not math.isnan(of["largest_stable_rate"].value):
         said.append(
             say(
-                "The risk model alone said {probability} ({low} to {high}); of the trials of the first updates, "
-                "{share_broken} broke.",
+                "The largest rate that counts as stable is {largest_stable_rate} ({stable_rate_low} to "
+                "{stable_rate_high}).",
                 **of,
             )
         )
-    if not math.isnan(of["largest_stable_rate"].value):
-        text = (
-            "The largest rate that counts as stable is {largest_stable_rate} ({stable_rate_low} to {stable_rate_high})"
-        )
-        if _is_thin(numbers):
-            said.append(
-                say(
-                    f"{text}; that is the rate of the thin model that was run, {{width}} wide with {{depth}} blocks, "
-                    "not of the target size.",
-                    **of,
-                    width=numbers.attribute("measured_width", meaning="width of the model that was run"),
-                    depth=numbers.attribute("measured_depth", meaning="blocks of the model that was run"),
-                )
-            )
-        else:
-            said.append(say(f"{text}.", **of))
     if "distance" in of and not math.isnan(of["distance"].value):
-        like = "like" if of["is_familiar"].value else "unlike"
         said.append(
             say(
-                f"The case is {like} the runs that the risk model was fitted to: its distance from them is "
+                "The case is like the runs that the risk model was fitted to: its distance from them is "
                 "{distance}, and above 1 it is further away than they are from each other.",
                 **of,
             )
         )
     return said
+
+
+def _why_no_risk(numbers: Numbers) -> list[Sentence]:
+    """Why neither a risk nor a stable rate is given, in one sentence; empty where only the numbers are missing."""
+    if is_stand_in(numbers):
+        return [
+            say(
+                "Neither the risk that the run diverges nor its largest stable rate is known: what was tried out is a "
+                "stand-in {width} wide with {depth} blocks.",
+                width=numbers.attribute("measured_width", meaning="width of the model that was run"),
+                depth=numbers.attribute("measured_depth", meaning="blocks of the model that was run"),
+            )
+        ]
+    data = numbers.node("risk")
+    if "distance" not in data or math.isnan(_risk(numbers, "distance").value):
+        tried = "tried_probability" if "tried_probability" in data else "probability"
+        return [say("The risk that the run diverges is {risk}.", risk=_risk(numbers, tried))]
+    told = str(data.attrs.get("warning", "")) or "The case is unlike the runs that the risk model has seen"
+    return [
+        say(
+            "{why}: neither the risk that the run diverges nor its largest stable rate is known (distance from those "
+            "runs: {distance}; 1 is the edge).",
+            why=clause(told.rsplit("; ", 1)[0]),
+            distance=_risk(numbers, "distance"),
+        )
+    ]
+
+
+def _trials(numbers: Numbers) -> list[Sentence]:
+    """What became of the trials of the plan."""
+    part = next(
+        (part for part in ("rehearsal", "risk") if numbers.has(part) and "share_broken" in numbers.node(part)), ""
+    )
+    if not part:
+        return []
+    share = numbers.value(part, "share_broken", meaning="share of the trials that broke")
+    of = f" of {stand_in_of(numbers)}" if is_stand_in(numbers) else ""
+    return [say(f"Of the trials of the first updates{of}, {{share}} broke.", share=share)]
 
 
 #: What the variables of the risk are called in the table, where their own names say too little.
@@ -217,7 +264,6 @@ _RISK_NAMES = {
     "high": "risk model alone, upper end",
     "tried_low": "risk of divergence, lower end",
     "tried_high": "risk of divergence, upper end",
-    "share_broken": "share of the trials that broke",
     "largest_stable_rate": "largest stable learning rate",
     "stable_rate_low": "largest stable rate, lower end",
     "stable_rate_high": "largest stable rate, upper end",
@@ -229,7 +275,7 @@ def _risk(numbers: Numbers, name: str) -> Quantity:
     return numbers.value("risk", name, run=0, meaning=_RISK_NAMES.get(name, ""))
 
 
-def _stand_in(numbers: Numbers) -> Sentence:
+def _what_stood_in(numbers: Numbers) -> Sentence:
     """What was run in the place of a design that is too large."""
     return say(
         "Models {width} wide stood in for it: before training with its variances, so that signals and gradients pass "
@@ -240,14 +286,24 @@ def _stand_in(numbers: Numbers) -> Sentence:
     )
 
 
-def _is_thin(numbers: Numbers) -> bool:
-    """Whether what was run is smaller than what is assessed."""
-    sizes = ("width", "depth")
+def is_stand_in(numbers: Numbers) -> bool:
+    """Whether what was run is another model than what is assessed."""
+    if numbers.has_attribute("is_stand_in"):
+        return bool(numbers.attribute("is_stand_in").value)
+    sizes = ("width", "depth")  # a tree of an older workbench
     return any(
         numbers.has_attribute(f"measured_{size}")
         and numbers.attribute(f"measured_{size}").value < numbers.attribute(size).value
         for size in sizes
     )
+
+
+def stand_in_of(numbers: Numbers) -> str:
+    """What was run in the place of what is assessed; empty if that itself was."""
+    if not is_stand_in(numbers):
+        return ""
+    width, depth = (numbers.attribute(f"measured_{size}").text for size in ("width", "depth"))
+    return f"a stand-in {width} wide with {depth} blocks"
 
 
 def _planned_rate(numbers: Numbers) -> Quantity | None:
@@ -262,7 +318,7 @@ def _tally(numbers: Numbers) -> Sentence:
     counts = {
         state: numbers.count("criteria", "state", state, meaning=f"criteria that are {state}") for state in STATES
     }
-    words = {"failing": "failing", "at risk": "at risk", "not measured": "could not be measured", "healthy": "healthy"}
+    words = {"failing": "failing", "at risk": "at risk", "not measured": "could not be judged", "healthy": "healthy"}
     there = [state for state in ("healthy", "at risk", "failing", "not measured") if state in states]
     slots = {state.replace(" ", "_"): counts[state] for state in there}
     parts = []
@@ -333,7 +389,10 @@ def _mode(numbers: Numbers, row: int, mode: str, state: str) -> Item:
     else:
         about = f"state: {lowered(title)}"
         kept = numbers.value("failure_modes", "state", failure_mode=row, meaning=about)
-        sentences.append(say("Whether {meaning} was {state}.", meaning=clause(meaning), state=kept))
+        has_reason = "reason" in numbers.node("failure_modes")
+        why = clause(numbers.text("failure_modes", "reason", failure_mode=row)) if has_reason else ""
+        said = say("Whether {meaning} was {state}{why}.", meaning=clause(meaning), state=kept, why=why and f": {why}")
+        sentences.append(said)
     for name, its, owner, reason in zip(ids, states, owners, reasons, strict=True):
         if owner == mode and its in ("failing", "at risk") and reason:
             quantity = numbers.criterion(name)

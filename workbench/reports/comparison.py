@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from workbench.assessment.verdicts import AT_RISK, CANNOT_SAY, REFUSE, VERDICTS
 from workbench.errors import SchemaError
 from workbench.reports import assessment, effect_space, pictures
 from workbench.reports.document import (
@@ -34,7 +35,6 @@ _LEAD = (
     "All designs beside each other, and then what was measured of each. Tables with numbered rows hold the numbers "
     "that the sentences of this report rest on; the folded ones hold the rest."
 )
-_ORDER = ("proceed", "at risk", "refuse")
 #: Decisions of each design that are repeated here.
 _N_DECISIONS = 3
 
@@ -52,12 +52,13 @@ def comparison_document(tree: xr.DataTree) -> Document:
             f"The comparison has no tree of the design '{missing[0]}'; make it with wb.compare_designs()."
         )
     designs = {name: Numbers(tree, at=f"/{name}") for name in names}
-    ranked = _ranked(numbers, names)
+    ranked = _ranked(numbers, designs, names)
     best = ranked[0]
     verdict = _verdict(numbers, names, best)
-    spoken = (_observed(numbers, names), _causes(designs), _decisions(numbers, designs, names, ranked))
+    spoken = (_observed(numbers, designs, names), _causes(designs), _decisions(numbers, designs, names, ranked))
     facts = tuple(
-        Fact(_verdict(numbers, names, name), name, _risk_in_words(numbers, names.index(name))) for name in ranked[:3]
+        Fact(_verdict(numbers, names, name), name, _risk_in_words(numbers, designs[name], names.index(name)))
+        for name in ranked[:3]
     )
     first = tuple(sentence for block in spoken[2].each(Paragraph) for sentence in block.sentences)
     cited = [quantity for section in spoken for quantity in section.cited] + [fact.quantity for fact in facts]
@@ -75,17 +76,21 @@ def comparison_document(tree: xr.DataTree) -> Document:
     )
 
 
-def _observed(numbers: Numbers, names: list[str]) -> Section:
+def _observed(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -> Section:
     items = []
     for row, name in enumerate(names):
         verdict = _verdict(numbers, names, name)
         of = {key: _of(numbers, row, name, key) for key in ("probability", "n_weights")}
         sentences = [
             say("The verdict is {verdict}; it has {n_weights} weights.", verdict=verdict, n_weights=of["n_weights"]),
-            say("The risk that it diverges as planned is {probability}.", probability=of["probability"]),
         ]
-        if rate := _stable_rate(numbers, row, name):
-            sentences.append(say("The largest rate that counts as stable is {rate}.", rate=rate))
+        if assessment.knows_risk(designs[name]):
+            risk = of["probability"]
+            sentences.append(say("The risk that it diverges as planned is {probability}.", probability=risk))
+            if rate := _stable_rate(numbers, row, name):
+                sentences.append(say("The largest rate that counts as stable is {rate}.", rate=rate))
+        else:
+            sentences += assessment.risk_sentences(designs[name])
         items.append(Item(name, tuple(sentences), assessment.VERDICT_STATE.get(verdict.text, "not measured")))
     lead = Lead("What was seen of each design under the same plan.")
     return Section("v1", "Observed phenomenon", (lead, Items(tuple(items))))
@@ -124,25 +129,31 @@ def _causes(designs: dict[str, Numbers]) -> Section:
 
 def _decisions(numbers: Numbers, designs: dict[str, Numbers], names: list[str], ranked: list[str]) -> Section:
     blocks: list[Block] = [Lead("Which design to take, and what each of them would still need.")]
-    blocks.append(Paragraph(tuple(_choice(numbers, names, ranked))))
+    blocks.append(Paragraph(tuple(_choice(numbers, designs, names, ranked))))
     for name in ranked:
         items = tuple(Item("", (sentence,)) for sentence in assessment.actions(designs[name])[:_N_DECISIONS])
         blocks += [Heading(name), Items(items, is_ordered=True)]
     return Section("v4", "Decisions", tuple(blocks))
 
 
-def _choice(numbers: Numbers, names: list[str], ranked: list[str]) -> list[Sentence]:
-    best = ranked[0]
-    verdict, risk = _verdict(numbers, names, best), _of(numbers, names.index(best), best, "probability")
-    start = "Take" if verdict.text != "refuse" else "Take none as it stands; the nearest to a yes is"
-    said = [say(f"{start} {{best}}: verdict {{verdict}}, risk {{risk}}.", best=best, verdict=verdict, risk=risk)]
-    if len(ranked) > 1:
-        other = ranked[1]
-        slots = {
-            "verdict": _verdict(numbers, names, other),
-            "risk": _of(numbers, names.index(other), other, "probability"),
-        }
-        said.append(say("Next comes {other}: verdict {verdict}, risk {risk}.", other=other, **slots))
+_STARTS = {
+    CANNOT_SAY: "None of them can be recommended on what was measured; the least is known against",
+    AT_RISK: "Take",
+    REFUSE: "Take none as it stands; the nearest to a yes is",
+}
+
+
+def _choice(numbers: Numbers, designs: dict[str, Numbers], names: list[str], ranked: list[str]) -> list[Sentence]:
+    starts = (_STARTS.get(_verdict(numbers, names, ranked[0]).text, "Take"), "Next comes")
+    said = []
+    for start, name in zip(starts, ranked, strict=False):
+        slots = {"name": name, "verdict": _verdict(numbers, names, name)}
+        text = f"{start} {{name}}: verdict {{verdict}}, "
+        if assessment.knows_risk(designs[name]):
+            risk = _of(numbers, names.index(name), name, "probability")
+            said.append(say(f"{text}risk {{risk}}.", **slots, risk=risk))
+        else:
+            said.append(say(f"{text}risk not known.", **slots))
     return said
 
 
@@ -178,13 +189,14 @@ def _designs_tables(numbers: Numbers, names: list[str]) -> list[Table]:
     return tables
 
 
-def _ranked(numbers: Numbers, names: list[str]) -> list[str]:
+def _ranked(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -> list[str]:
     """By verdict, then by risk; unknown risks last."""
 
     def place(name: str) -> tuple[int, float]:
         verdict = _verdict(numbers, names, name).text
-        risk = _of(numbers, names.index(name), name, "probability").value
-        return (_ORDER.index(verdict) if verdict in _ORDER else len(_ORDER), math.inf if math.isnan(risk) else risk)
+        is_known = assessment.knows_risk(designs[name])
+        risk = _of(numbers, names.index(name), name, "probability").value if is_known else math.inf
+        return (VERDICTS.index(verdict) if verdict in VERDICTS else len(VERDICTS), risk)
 
     return sorted(names, key=place)
 
@@ -204,5 +216,6 @@ def _stable_rate(numbers: Numbers, row: int, name: str) -> Quantity | None:
     return _of(numbers, row, name, variable) if variable else None
 
 
-def _risk_in_words(numbers: Numbers, row: int) -> str:
-    return f"risk {numbers.value('designs', 'probability', design=row).text}"
+def _risk_in_words(numbers: Numbers, design: Numbers, row: int) -> str:
+    is_known = assessment.knows_risk(design)
+    return f"risk {numbers.value('designs', 'probability', design=row).text}" if is_known else "risk not known"

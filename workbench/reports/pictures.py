@@ -241,6 +241,8 @@ def _flow(flow: xr.Dataset, path: str) -> list[Block]:
 
 
 def _scaling(scaling: xr.Dataset, path: str) -> list[Block]:
+    if "stable_rate_edge" not in scaling["quantity"].values:  # what else was measured is in the tables
+        return []
     return [
         _picture(
             "scaling_trend",

@@ -7,14 +7,23 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from workbench.assessment.failure_modes import CRITERIA, FAILURE_MODES, Band, judged
+from workbench.assessment.failure_modes import CRITERIA, FAILURE_MODES, Band, healthy_bands, judged
+from workbench.assessment.failure_modes.sizes import Sizes
 from workbench.assessment.flow_numbers import NUMBERS
-from workbench.assessment.verdict import summary_of, verdict_of
+from workbench.assessment.verdict import FIRST_STEP, summary_of, verdict_of
 
 BANDS = {c.name: Band(0.5, 2.0, 0.1, 10.0, 50) for c in CRITERIA if c.band is None}
+#: The same, of models of some sizes.
+SIZED = {
+    name: Band(0.5, 2.0, 0.1, 10.0, 50, sizes={"width": (24, 96), "blocks": (2, 6), "experts": (4, 8)})
+    for name in BANDS
+}
+INSIDE = Sizes(64, 4, 64, 4, experts=4)
+#: Of a design 4,096 wide with 32 blocks.
+STAND_IN = Sizes(4096, 32, 64, 4, experts=4, is_stand_in=True)
 
 
-def planted(*, risk=0.1, flow=None, rehearsed=None):
+def planted(*, risk=0.1, broken=0.0, flow=None, rehearsed=None, sizes=None, warning=""):
     numbers = dict.fromkeys(NUMBERS, ((), 1.0)) | {f"{name}_error": ((), 0.0) for name in NUMBERS}
     numbers |= {name: ((), value) for name, value in (flow or {}).items()}
     looks = {
@@ -24,21 +33,26 @@ def planted(*, risk=0.1, flow=None, rehearsed=None):
         "max_violation": 1.0,
     }
     start = dict.fromkeys(("loss_over_guess", "logit_std", "stream_rms_last", "initial_grad_norm"), 1.0)
-    return xr.DataTree.from_dict(
+    tree = xr.DataTree.from_dict(
         {
             "/flow_numbers": xr.Dataset(numbers),
             "/spectra": xr.Dataset({n: ("layer", [1.0, 1.5]) for n in ("spectral_radius", "energy_gain")}),
             "/initialization": xr.Dataset(start),
-            "/rehearsal": xr.Dataset({n: ("look", [v, v]) for n, v in (looks | (rehearsed or {})).items()}),
+            "/rehearsal": xr.Dataset(
+                {n: ("look", [v, v]) for n, v in (looks | (rehearsed or {})).items()} | {"share_broken": ((), broken)}
+            ),
             "/risk": xr.Dataset(
                 {
                     "tried_probability": ("run", [risk]),
                     "tried_low": ("run", [risk - 0.05]),
                     "tried_high": ("run", [risk + 0.05]),
-                }
+                },
+                attrs={"warning": warning},
             ),
         }
     )
+    tree.attrs = {} if sizes is None else sizes.attributes
+    return tree
 
 
 def of(criteria, name):
@@ -47,7 +61,7 @@ def of(criteria, name):
 
 def test_healthy_numbers_may_proceed():
     criteria, modes = judged(planted(), BANDS)
-    assert verdict_of(modes) == "proceed"
+    assert verdict_of(criteria, modes) == "proceed"
     assert set(criteria["state"].values) == {"healthy", "not measured"}
     assert list(modes["failure_mode"].values) == list(FAILURE_MODES)
     assert "may proceed" in summary_of("it", "proceed", criteria, modes)
@@ -58,6 +72,10 @@ def test_healthy_numbers_may_proceed():
     [
         ({"risk": 0.97}, "divergence_risk", "refuse"),
         ({"risk": 0.7}, "divergence_risk", "at risk"),
+        ({"broken": 0.5}, "divergence_risk", "at risk"),
+        ({"broken": 1.0}, "divergence_risk", "refuse"),
+        ({"broken": 1.0, "risk": math.nan}, "divergence_risk", "refuse"),
+        ({"broken": 0.5, "risk": math.nan, "sizes": STAND_IN}, "divergence_risk", "at risk"),
         ({"flow": {"gradient_gain_total": 1e-4}}, "gradient_flow_collapse", "refuse"),
         ({"flow": {"gradient_gain_total": 4.0}}, "gradient_flow_collapse", "at risk"),
         ({"rehearsed": {"attention_entropy_share_min": 0.01}}, "attention_degeneracy", "refuse"),
@@ -72,7 +90,7 @@ def test_a_planted_number_is_found_in_its_mode(plant, mode, verdict):
         if s in ("at risk", "failing")
     ]
     assert bad == [mode]
-    assert verdict_of(modes) == verdict
+    assert verdict_of(criteria, modes) == verdict
     assert str(modes.sel(failure_mode=mode)["title"].values).lower() in summary_of("it", verdict, criteria, modes)
 
 
@@ -112,9 +130,90 @@ def test_a_band_that_holds_everything_judges_nothing():
     assert "tells nothing" in str(row["reason"].values)
 
 
-def test_a_summary_says_what_a_thin_model_leaves_open():
-    criteria, modes = judged(planted(), BANDS)
-    assert summary_of("it", "proceed", criteria, modes, thin="it was run thin").endswith("; but it was run thin.")
+def test_a_risk_that_is_not_known_leaves_the_verdict_open_and_no_number_anywhere():
+    criteria, modes = judged(planted(risk=math.nan, warning="The case is far off; no number is given."), BANDS)
+    assert verdict_of(criteria, modes) == "cannot say"
+    row, mode = of(criteria, "divergence_probability"), modes.sel(failure_mode="divergence_risk")
+    assert str(row["state"].values) == str(mode["state"].values) == "not measured"
+    assert str(row["reason"].values) == "the case is far off; no number is given"
+    assert np.isnan([float(row["value"]), float(row["confidence"]), float(mode["confidence"])]).all()
+    assert "trials of a few updates that do not break say nothing" in str(mode["reason"].values)
+    said = summary_of("it", "cannot say", criteria, modes)
+    assert said.startswith("Whether it will train as planned cannot be said: the case is far off. Nothing that was ")
+    assert said.endswith(f"for an answer, {FIRST_STEP}.")
+
+
+def test_trials_that_broke_are_told_with_their_share():
+    criteria, modes = judged(planted(broken=0.5, risk=math.nan), BANDS)
+    said = summary_of("it", "at risk", criteria, modes)
+    assert "divergence under the plan (trials of the first updates broke: 50 %, healthy up to 0 %)" in said
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (Sizes(768, 4, 768, 4, 4), "the healthy models behind this band were 24 to 96 wide, this one is 768 wide"),
+        (Sizes(64, 32, 64, 32, 4), "the healthy models behind this band had 2 to 6 blocks, this one has 32"),
+        (Sizes(64, 4, 64, 4, 64), "the healthy models behind this band had 4 to 8 experts, this one has 64"),
+        (
+            Sizes(4096, 32, 64, 4, 4, is_stand_in=True),
+            "behind this band were 24 to 96 wide and had 2 to 6 blocks, this one is 4,096 wide and has 32",
+        ),
+    ],
+)
+def test_a_band_judges_no_size_but_those_of_the_models_behind_it(sizes, words):
+    far = planted(flow={"gradient_gain_total": 1e4, "routing_entropy_share_min": 1e-3}, sizes=sizes)
+    criteria, modes = judged(far, SIZED)
+    names = [name for name in SIZED if bool(of(criteria, name)["is_outside"])]
+    assert "gradient_gain_total" in names
+    for name in names:
+        row = of(criteria, name)
+        assert str(row["state"].values) == "not measured"
+        assert words in str(row["reason"].values)
+        assert np.isnan(float(row["value"]))
+    assert verdict_of(criteria, modes) == "cannot say"
+    inside, modes = judged(planted(flow={"gradient_gain_total": 1e4}, sizes=INSIDE), SIZED)
+    assert str(of(inside, "gradient_gain_total")["state"].values) == "failing"
+    assert verdict_of(inside, modes) == "refuse"
+
+
+def test_inside_of_the_sizes_healthy_numbers_may_proceed():
+    criteria, modes = judged(planted(sizes=INSIDE), SIZED)
+    assert verdict_of(criteria, modes) == "proceed"
+    assert not criteria["is_outside"].values.any()
+    unknown, modes = judged(planted(), SIZED)  # nothing says how large it is
+    assert verdict_of(unknown, modes) == "cannot say"
+    assert "the size of what was measured is not known" in str(of(unknown, "gradient_gain_total")["reason"].values)
+
+
+def test_what_is_not_finite_fails_at_any_size():
+    criteria, modes = judged(planted(flow={"gradient_gain_total": math.inf}, sizes=STAND_IN), SIZED)
+    row = of(criteria, "gradient_gain_total")
+    assert (str(row["state"].values), float(row["confidence"])) == ("failing", 1.0)
+    assert verdict_of(criteria, modes) == "refuse"
+    said = summary_of("it", "refuse", criteria, modes, STAND_IN)
+    assert "measured on a stand-in 64 wide with 4 blocks" in said
+
+
+def test_a_stand_in_never_proceeds_and_its_health_is_no_confidence():
+    """Even where its risk were known and every band judged it."""
+    criteria, modes = judged(planted(risk=math.nan, sizes=STAND_IN), BANDS)
+    assert verdict_of(criteria, modes) == "cannot say"
+    assert set(modes["state"].values) == {"not measured"}
+    assert np.isnan(modes["confidence"].values).all()
+    assert np.isnan(criteria["confidence"].values).all()
+    assert "only a stand-in was measured" in str(modes.sel(failure_mode="attention_degeneracy")["reason"].values)
+    said = summary_of("it", "cannot say", criteria, modes, STAND_IN)
+    assert "only a stand-in 64 wide with 4 blocks could be tried out, which says nothing about the risk" in said
+
+
+def test_every_shipped_band_says_the_sizes_of_its_models():
+    for name, band in healthy_bands().items():
+        criterion = next(c for c in CRITERIA if c.name == name)
+        names = {"width", "blocks"} | ({"experts"} if criterion.failure_mode == "routing_oscillation" else set())
+        assert set(band.sizes) == names, name
+        assert tuple(band.sizes["width"]) == (24, 96) or band.n_reference < 50
+        assert all(0 < low <= high for low, high in band.sizes.values())
 
 
 def test_hazards_are_judged_by_their_own_room():

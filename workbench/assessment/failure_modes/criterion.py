@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.assessment.failure_modes.sizes import Ranges
+
 if TYPE_CHECKING:
     import xarray as xr
 
@@ -50,6 +52,8 @@ class Band:
         failing_low, failing_high: Beyond these a value is failing, not just at risk; infinite: it never is.
         n_reference: Healthy recorded models behind the band; 0: it follows from a rule instead.
         why: Where the limits come from, for people.
+        sizes: Size ("width", "blocks", "experts") -> the smallest and the largest of those models, beyond which the
+            band judges nothing; empty: it holds for every size.
     """
 
     low: float = -math.inf
@@ -58,6 +62,7 @@ class Band:
     failing_high: float = math.inf
     n_reference: int = 0
     why: str = ""
+    sizes: Ranges = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
@@ -104,6 +109,8 @@ class Criterion:
         scale: On which value and limits are compared, of ``SCALES``; the spread of a reading is one of its logarithm
             where this is "log", else of the value itself.
         bad_side: Where no healthy value lies: "low", "high" or "both"; the other side is open.
+        acquits: Whether a healthy value says that the failure mode is far; otherwise it only does not say that it is
+            near.
     """
 
     name: str
@@ -117,6 +124,7 @@ class Criterion:
     band: Band | None = None
     scale: str = "linear"
     bad_side: str = "both"
+    acquits: bool = True
 
 
 def judge(reading: Reading, band: Band, *, scale: str = "linear") -> tuple[str, float]:
@@ -187,9 +195,12 @@ def worst_of(
 
 
 def number(data: xr.Dataset, variable: str, *, spread: str | None = None) -> Reading | str:
-    """A variable without dimensions as a reading; or why there is none, which its attribute ``unseen`` may say."""
+    """A variable without dimensions as a reading; or why there is none, which its attribute ``unseen`` may say.
+
+    What is infinite is a reading, for it was measured; NaN says that there is no such thing.
+    """
     if variable not in data:
         return f"{variable.replace('_', ' ')} was not measured"
-    if not np.isfinite(float(data[variable])):
+    if np.isnan(float(data[variable])):
         return data[variable].attrs.get("unseen", NOTHING_SEEN)
     return Reading(float(data[variable]), float(data[spread]) if spread is not None and spread in data else 0.0)

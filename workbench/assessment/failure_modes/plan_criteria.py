@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 #: A risk above the first is at risk (half of such runs are lost), above the second failing.
 RISK_LIMIT, RISK_FAILING = 0.5, 0.9
+#: The criteria that a verdict on the plan rests on.
+RISK, BROKEN_TRIALS = "divergence_probability", "trials_broken"
+#: A larger share is every trial.
+ALL_BROKEN = 0.999
 #: Standard errors that an interval of 95 % reaches to either side.
 _Z95 = 1.96
 _START = "initialization_out_of_band"
@@ -23,10 +27,20 @@ _START = "initialization_out_of_band"
 def _risk(tree: xr.DataTree) -> Reading | str:
     if "/risk" not in tree.groups:
         return "the risk was not measured"
-    risk = tree["/risk"].to_dataset().isel(run=0)
+    risk = tree["/risk"].to_dataset()
+    if np.isnan(float(risk["tried_probability"][0])):
+        warning = str(risk.attrs.get("warning", "")).rstrip(".") or "the risk model does not know such a case"
+        return warning[:1].lower() + warning[1:]
+    risk = risk.isel(run=0)
     low, high = float(risk["tried_low"]), float(risk["tried_high"])
     spread = (high - low) / (2 * _Z95) if math.isfinite(high - low) else 0.0
     return Reading(float(risk["tried_probability"]), spread, {"run": 0})
+
+
+def _broken_trials(tree: xr.DataTree) -> Reading | str:
+    if "/rehearsal" not in tree.groups:
+        return "the plan was not tried out"
+    return number(tree["/rehearsal"].to_dataset(), "share_broken")
 
 
 def _of_start(name: str) -> Callable[[xr.DataTree], Reading | str]:
@@ -63,9 +77,17 @@ def _coordinate_exponent(tree: xr.DataTree) -> Reading | str:
 
 PLAN = (
     Criterion(
-        "divergence_probability", "divergence_risk", "probability of divergence under the plan", "1", "/risk",
+        RISK, "divergence_risk", "probability of divergence under the plan", "1", "/risk",
         "tried_probability", _risk, "the run is more likely lost than not",
         Band(high=RISK_LIMIT, failing_high=RISK_FAILING, why="half of the runs with such a risk diverge"),
+    ),
+    # Measured on the plan itself, whatever the risk model knows. Trials that break condemn a plan; that none did in the
+    # first updates does not say what thousands will do, so it acquits none.
+    Criterion(
+        BROKEN_TRIALS, "divergence_risk", "share of trials of the plan that broke", "1", "/rehearsal", "share_broken",
+        _broken_trials, "trials of the first updates broke",
+        Band(high=0.0, failing_high=ALL_BROKEN, why="no trial of a sound plan breaks, and not all of a bad one must"),
+        acquits=False,
     ),
     Criterion(
         "rate_over_edge", "scale_dependent_divergence", "planned rate over the stable rate at the target size", "1",

@@ -24,7 +24,7 @@ def _shipped() -> Mapping[str, Any]:
 
 
 def healthy_bands() -> Mapping[str, Band]:
-    """Criterion -> band, from the recorded healthy models (``data/make_healthy_reference.py``)."""
+    """Criterion -> band, from the recorded healthy models (``data/make_assessed_designs.py``)."""
     return {name: Band(**band) for name, band in _shipped()["bands"].items()}
 
 

@@ -1,0 +1,49 @@
+"""What follows from the measured parts of an assessment: criteria, verdict, changes tried, decisions, a summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from workbench.assessment.decisions import decide
+from workbench.assessment.failure_modes import judged
+from workbench.assessment.failure_modes.sizes import Sizes
+from workbench.assessment.plan_risk import STABLE_BELOW
+from workbench.assessment.verdict import summary_of, verdict_of
+from workbench.assessment.verdicts import EXIT_STATUS
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.hardware import AssessmentPlan
+
+
+def conclude(
+    tree: xr.DataTree, plan: AssessmentPlan, *, try_changes: Callable[[xr.DataTree], xr.Dataset] | None = None
+) -> None:
+    """Judge what was measured and say what to do, in place; once more, if that was done before.
+
+    Args:
+        tree: The measured parts, with the attributes ``subject`` and ``steps_in_budget`` and the sizes.
+        plan: That was assessed.
+        try_changes: Called with the judged tree where the plan may break; None: ``changes`` stay as they are.
+
+    Adds the nodes ``criteria``, ``failure_modes``, ``decisions`` and perhaps ``changes``, and the attributes
+    ``verdict``, ``exit_status`` and ``summary``.
+    """
+    import xarray as xr
+
+    criteria, modes = judged(tree)
+    tree["criteria"], tree["failure_modes"] = xr.DataTree(criteria), xr.DataTree(modes)
+    if try_changes is not None and may_break(tree):
+        tree["changes"] = xr.DataTree(try_changes(tree))
+    tree["decisions"] = xr.DataTree(decide(tree, plan, affordable=float(tree.attrs["steps_in_budget"])))
+    verdict = verdict_of(criteria, modes)
+    tree.attrs["verdict"], tree.attrs["exit_status"] = verdict, EXIT_STATUS[verdict]
+    tree.attrs["summary"] = summary_of(str(tree.attrs["subject"]), verdict, criteria, modes, Sizes.of(tree))
+
+
+def may_break(tree: xr.DataTree) -> bool:
+    """Whether a trial of the plan broke, or its risk is known and not small."""
+    share, risk = float(tree["rehearsal"]["share_broken"]), float(tree["risk"]["tried_probability"][0])
+    return share > 0 or risk >= STABLE_BELOW
