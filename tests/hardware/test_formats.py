@@ -42,7 +42,8 @@ def sgd(rate: float, **hardware: object) -> dict:
 def test_an_update_is_lost_by_the_distance_to_the_next_number(rate: float, lost: float) -> None:
     finding = lost_updates(emulation(Known(), sgd(rate, **BF16)))
     if rate == 1.25 * 2.0**-7:
-        assert 0 <= finding.effect <= lost  # the tie goes one way or the other from update to update
+        # The tie goes one way or the other from update to update; the ends themselves are quotients of rounded sums.
+        assert -1e-9 <= finding.effect <= lost + 1e-9
     else:
         assert finding.effect == pytest.approx(lost)
         assert finding.relative_error == pytest.approx(lost)

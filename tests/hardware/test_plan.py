@@ -164,7 +164,7 @@ def test_sizes_that_a_model_can_have() -> None:
 
 
 def test_sizes_are_read_from_any_description() -> None:
-    from transformers import GPT2Config, MixtralConfig
+    from transformers import GPT2Config, MixtralConfig, ViTConfig
 
     sizes = model_sizes(GPT2Config())
     assert (sizes.n_heads, sizes.depth, sizes.inner_width, sizes.max_length) == (12, 12, 3072, 1024)
@@ -174,6 +174,11 @@ def test_sizes_are_read_from_any_description() -> None:
     mamba = model_sizes(wb.zoo.mamba(d_model=24, expand=2))
     assert (mamba.n_heads, mamba.inner_width) == (None, 48)
     assert model_sizes(wb.zoo.vit(image_size=16)).image_size == 16
+    images = model_sizes(ViTConfig(image_size=[32, 32], patch_size=8, num_channels=4))
+    assert (images.image_size, images.patch_size, images.n_channels) == (32, 8, 4)
+    assert model_sizes(ViTConfig(image_size=(32, 64))).image_size is None
+    t5 = model_sizes(wb.design("t5-base"))
+    assert (t5.n_heads, t5.width, t5.inner_width, t5.vocabulary) == (12, 768, 3072, 32128)
 
 
 def test_the_target_decides_over_the_design() -> None:
@@ -195,6 +200,7 @@ def test_the_task_fits_the_model_and_is_small() -> None:
     assert plan.make_task(64, seed=2).batch_size == 2
     assert isinstance(read_plan().make_task(20), RandomTokens)
     assert isinstance(read_plan().make_task(image_size=16), Digits)
+    assert read_plan().make_task(image_size=16, n_channels=3, n_rows=2).probe(1).shape == (1, 3, 16, 16)
     named = read_plan({"task": {"name": "associative_recall", "n_pairs": 2}}).make_task(32, max_length=12)
     assert (named.n_pairs, named.length, named.vocab_size) == (2, 12, 32)
 

@@ -96,7 +96,12 @@ def assess_hardware(
         raise ThresholdError("The model has no trainable weights; set requires_grad on some of them.")
     if batches_or_task is None:
         sizes = model_sizes(module)
-        batches_or_task = plan.make_task(sizes.vocabulary, max_length=sizes.max_length, image_size=sizes.image_size)
+        batches_or_task = plan.make_task(
+            sizes.vocabulary,
+            max_length=sizes.max_length,
+            image_size=sizes.image_size,
+            n_channels=sizes.n_channels,
+        )
     task = as_task(batches_or_task)
     # A list of batches is gone through again and again: rows seen twice would look like less noise.
     n_different = min(n_batches, int(task.describe().get("n_batches", n_batches)))

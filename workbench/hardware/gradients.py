@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from workbench.errors import SnapshotError
 from workbench.subjects.probing import call_model, unwrap
+from workbench.training import low_precision
 from workbench.training.losses import auxiliary_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -58,7 +58,7 @@ class WorkingCopy:
         inputs, targets = batch
         device = next((weight.device.type for weight in self.weights), "cpu")
         self.model.zero_grad(set_to_none=True)
-        with torch.autocast(device, autocast) if autocast is not None else nullcontext():
+        with low_precision.autocast(device, autocast):
             output = call_model(self.model, inputs)
             own = self.loss(output if isinstance(output, Tensor) else output.logits, targets)
             extra = auxiliary_loss(self.model, output)

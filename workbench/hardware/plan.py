@@ -119,6 +119,7 @@ class AssessmentPlan:
         *,
         max_length: int | None = None,
         image_size: int | None = None,
+        n_channels: int | None = None,
         seed: int | None = None,
         n_rows: int | None = None,
     ) -> Task:
@@ -132,6 +133,7 @@ class AssessmentPlan:
             vocab_size: Tokens of the model; None: it reads none.
             max_length: Longest sequence that the model reads; None: any.
             image_size: Pixels along a side, where it reads images.
+            n_channels: Channels of these.
             seed: Of the data; None: that of the plan.
             n_rows: Rows of a batch, instead of those above.
 
@@ -147,7 +149,8 @@ class AssessmentPlan:
                 name = "random_tokens"
         length = min(self.training.sequence_length or _DEFAULT_LENGTH, max_length or MEASURED_TOKENS, MEASURED_TOKENS)
         rows = min(self.batch_size, MEASURED_ROWS, max(1, MEASURED_TOKENS // length)) if n_rows is None else n_rows
-        sized = {"length": length, "batch_size": rows, "vocab_size": vocab_size, "image_size": image_size}
+        sized = {"length": length, "batch_size": rows, "vocab_size": vocab_size}
+        sized |= {"image_size": image_size, "n_channels": n_channels}
         known = task_options(name)
         options = {key: value for key, value in sized.items() if key in known and value is not None}
         task = getattr(tasks, name)(
@@ -208,7 +211,12 @@ class AssessmentPlan:
                 f"nearest is {sizes.max_length}."
             )
         if self.task.name is not None:
-            self.make_task(sizes.vocabulary, max_length=sizes.max_length, image_size=sizes.image_size)
+            self.make_task(
+                sizes.vocabulary,
+                max_length=sizes.max_length,
+                image_size=sizes.image_size,
+                n_channels=sizes.n_channels,
+            )
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """The sections as plain values, for TOML or JSON; `read_plan` gives an equal plan of them."""

@@ -16,11 +16,13 @@ _NAMES = {
     "n_kv_heads": ("n_kv_heads", "num_key_value_heads", "num_kv_heads"),
     "depth": ("n_layers", "num_hidden_layers", "n_layer", "num_layers", "depth"),
     "width": ("d_model", "hidden_size", "n_embd", "width"),
-    "inner_width": ("mlp_width", "intermediate_size", "ffn_dim", "n_inner"),
+    "inner_width": ("mlp_width", "intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size"),
     "n_experts": ("n_experts", "num_local_experts", "num_experts", "n_routed_experts"),
     "vocabulary": ("vocab_size",),
-    "max_length": ("max_length", "max_position_embeddings", "n_positions", "n_ctx"),
+    "max_length": ("max_length", "max_position_embeddings", "n_positions", "n_ctx", "max_target_positions"),
     "image_size": ("image_size",),
+    "n_channels": ("n_channels", "num_channels", "in_channels"),
+    "patch_size": ("patch_size",),
 }
 
 
@@ -38,6 +40,8 @@ class ModelSizes:
         vocabulary: Tokens.
         max_length: Longest sequence, in tokens.
         image_size: Pixels along the side of an image.
+        n_channels: Channels of an image.
+        patch_size: Pixels along the side of a patch.
     """
 
     n_heads: int | None = None
@@ -49,6 +53,8 @@ class ModelSizes:
     vocabulary: int | None = None
     max_length: int | None = None
     image_size: int | None = None
+    n_channels: int | None = None
+    patch_size: int | None = None
 
     def bears_tensor_parallel(self, n: int) -> bool:
         """Whether every matrix can be cut for ``n`` devices, each with whole heads.
@@ -73,7 +79,7 @@ def model_sizes(source: Any) -> ModelSizes:
     found: dict[str, int | None] = {}
     option = _options(source)
     for name, spellings in _NAMES.items():
-        values = (option(spelling) for spelling in spellings)
+        values = (_side(option(spelling)) for spelling in spellings)
         found[name] = next((int(v) for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
     ratio, expand = option("mlp_ratio"), option("expand")
     if found["inner_width"] is None and found["width"] is not None and found["n_heads"] is not None:
@@ -90,6 +96,12 @@ def nearest_size(wanted: int, is_possible: Callable[[int], bool], *, highest: in
     """The possible number from 1 to ``highest`` that is nearest by ratio, of two equally near the smaller."""
     possible = [n for n in range(1, highest + 1) if is_possible(n)]
     return min(possible, key=lambda n: (abs(math.log(n / wanted)), n))
+
+
+def _side(value: Any) -> Any:
+    """Of a height and a width that are equal one number."""
+    is_square = isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]
+    return value[0] if is_square else value
 
 
 def _options(source: Any) -> Callable[[str], Any]:

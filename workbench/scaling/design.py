@@ -15,7 +15,8 @@ from torch import nn
 
 from workbench.errors import CheckpointError, ThresholdError
 from workbench.scaling.known_designs import KNOWN, known_config
-from workbench.scaling.sources import FunctionSource, Source, TransformersSource, ZooSource
+from workbench.scaling.sources import FunctionSource, Source, ZooSource
+from workbench.scaling.transformers_source import TransformersSource, cause_of
 from workbench.subjects.checkpoint import ZOO_KEY, Subject
 from workbench.subjects.zoo import ArchitectureConfig
 
@@ -41,6 +42,11 @@ class Design:
         """Tokens at the target size; None: it reads none, or it is not known."""
         return self.source.vocabulary
 
+    @property
+    def n_classes(self) -> int | None:
+        """Classes at the target size, of a design that reads images and can have any number of them."""
+        return self.source.n_classes
+
     def build(
         self, width: int | None = None, depth: int | None = None, seed: int = 0, *, vocabulary: int | None = None
     ) -> nn.Module:
@@ -54,14 +60,15 @@ class Design:
             width: Of the residual stream; None: that of the target size.
             depth: Residual blocks; None: those of the target size.
             seed: Of the weights.
-            vocabulary: Tokens, to save the weights of embeddings in thin models; None: those of the design. A design
-                without a vocabulary, or of a function that takes none, is left as it is.
+            vocabulary: Tokens, to save the weights of embeddings in thin models, or classes of a design with
+                ``n_classes``; None: those of the design. A design with neither, or of a function that takes none, is
+                left as it is.
 
         Returns:
             The model in training mode, on the CPU, float32; the global random state is untouched.
 
         Raises:
-            ThresholdError: If there is no model of that size; it names the nearest one.
+            ThresholdError: If there is no model of that size; it names the nearest width, or what stands against it.
         """
         width, depth = self._checked(width, depth, vocabulary)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -104,10 +111,9 @@ class Design:
             _require_size("vocabulary", vocabulary)
         nearest = self.source.nearest_width(width)
         if nearest != width:
-            raise ThresholdError(
-                f"{self.name} cannot be {width} wide, for each of its heads takes {self.source.width_per_head}; choose "
-                f"{nearest}."
-            )
+            per_head = self.source.width_per_head
+            why = "" if per_head is None else f", for each of its heads takes {per_head}"
+            raise ThresholdError(f"{self.name} cannot be {width} wide{why}; choose {nearest}.")
         return width, depth
 
 
@@ -199,7 +205,7 @@ def _from_file(path: Path) -> tuple[Source, str]:
         options = json.loads(path.read_text())
         if not isinstance(options, dict):
             raise ValueError("it holds no table of options")
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} is no valid configuration ({error}); fetch it again.") from error
     name = path.parent.resolve().name if path.name == "config.json" else path.stem
     return _from_options(options)[0], str(options.get("_name_or_path") or name).rsplit("/", 1)[-1]
@@ -210,6 +216,10 @@ def _from_options(options: Mapping[str, Any]) -> tuple[Source, str]:
     options = dict(options)
     if ZOO_KEY in options:
         options["family"] = options.pop(ZOO_KEY)
+    if "model_type" not in options and {"architectures", "transformers_version"} & options.keys():
+        raise ThresholdError(
+            "The configuration of a transformers model says no model_type, expected one such as 'llama'; add it."
+        )
     if "model_type" not in options:
         config = ArchitectureConfig.from_dict(options)
         return ZooSource(config), config.title
@@ -218,9 +228,10 @@ def _from_options(options: Mapping[str, Any]) -> tuple[Source, str]:
     kind = options.pop("model_type")
     try:
         config = transformers.AutoConfig.for_model(kind, **options)
-    except (ValueError, KeyError, TypeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ThresholdError(f"transformers has no architecture '{kind}' of these options: {first}") from error
+    except Exception as error:  # of whatever kind: each configuration checks its options in its own way
+        raise ThresholdError(
+            f"transformers has no architecture '{kind}' of these options ({cause_of(error)}); correct them."
+        ) from error
     return TransformersSource(config), str(kind)
 
 

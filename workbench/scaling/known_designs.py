@@ -19,6 +19,16 @@ def _mamba(width: int, depth: int) -> tuple[str, dict[str, Any]]:
     return "MambaConfig", {**_MAMBA, "hidden_size": width, "num_hidden_layers": depth}
 
 
+def _mamba_2(width: int, depth: int) -> tuple[str, dict[str, Any]]:
+    size = {"hidden_size": width, "num_hidden_layers": depth, "num_heads": width // 32, "head_dim": 64}
+    options = {"vocab_size": 50288, "n_groups": 1, "state_size": 128, "tie_word_embeddings": True}
+    return "Mamba2Config", {**options, **size}
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
 #: Name -> class in transformers, its options where they are not the class's own defaults.
 #: Every one is of those whose number of weights is published; the tests compare.
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,11 +79,58 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
          "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
          "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}},
     ),
+    "qwen2.5-7b": (
+        "Qwen2Config",
+        {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+         "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+         "rope_parameters": _rope(1_000_000.0)},
+    ),
+    "qwen3-8b": (
+        "Qwen3Config",
+        {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+         "rope_parameters": _rope(1_000_000.0)},
+    ),
+    "qwen3-30b-a3b": (
+        "Qwen3MoeConfig",
+        {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+         "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+         "moe_intermediate_size": 768, "norm_topk_prob": True, "max_position_embeddings": 40960,
+         "rope_parameters": _rope(1_000_000.0)},
+    ),
+    "gpt-oss-20b": ("GptOssConfig", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "phi-3-mini": (
+        "Phi3Config",
+        {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "sliding_window": 2047},
+    ),
+    "olmo-2-7b": (
+        "Olmo2Config",
+        {"vocab_size": 100352, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+         "rope_parameters": _rope(500_000.0), "pad_token_id": 100277, "bos_token_id": None, "eos_token_id": 100257},
+    ),
+    "gpt-neox-20b": (
+        "GPTNeoXConfig",
+        {"hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 44, "num_attention_heads": 64},
+    ),
+    "gemma-2-2b": ("Gemma2Config", {}),
+    "deepseek-v2-lite": (
+        "DeepseekV2Config",
+        {"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+         "num_attention_heads": 16, "num_key_value_heads": 16, "first_k_dense_replace": 1, "q_lora_rank": None,
+         "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "max_position_embeddings": 4096},
+    ),
+    "falcon-7b": ("FalconConfig", {}),
     "mamba-130m": _mamba(768, 24),
     "mamba-370m": _mamba(1024, 48),
     "mamba-790m": _mamba(1536, 48),
     "mamba-1.4b": _mamba(2048, 48),
     "mamba-2.8b": _mamba(2560, 64),
+    "mamba2-130m": _mamba_2(768, 24),
+    "mamba2-2.7b": _mamba_2(2560, 64),
+    "bert-base": ("BertConfig", {"architectures": ["BertForMaskedLM"]}),
+    "modernbert-base": ("ModernBertConfig", {}),
+    "t5-base": ("T5Config", {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}),
+    "vit-b-16": ("ViTConfig", {"num_labels": 1000}),
 }  # fmt: skip
 
 #: Other customary names.
@@ -89,6 +146,13 @@ ALIASES = {
     "mistral-7b-v0.1": "mistral-7b",
     "mixtral-8x7b-v0.1": "mixtral-8x7b",
     "mixtral": "mixtral-8x7b",
+    "qwen3-moe": "qwen3-30b-a3b",
+    "gpt-oss": "gpt-oss-20b",
+    "phi-3-mini-4k-instruct": "phi-3-mini",
+    "olmo-2-1124-7b": "olmo-2-7b",
+    "bert-base-uncased": "bert-base",
+    "t5": "t5-base",
+    "vit-base-patch16-224": "vit-b-16",
 }
 
 

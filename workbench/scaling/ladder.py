@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch import nn
 from workbench.errors import ThresholdError
 from workbench.scaling.design import Design
 from workbench.training.loop import train
+from workbench.training.low_precision import quick_products
 from workbench.training.plan import TrainingPlan
 from workbench.training.step_record import StepRecord
 from workbench.training.tasks import Task, as_task
@@ -72,7 +74,7 @@ class Workshop:
         training: Fields of `TrainingPlan` but ``n_steps``, ``learning_rate`` and ``seed``.
         parametrization: See `Parametrization`; None: the design's own.
         vocabulary: Tokens of the models; None: those of the task where it says them and the design has more, else
-            those of the design.
+            those of the design. Of a design that reads images the same of classes, more or fewer.
 
     Raises:
         ThresholdError: If a setting is unknown, or not this class's to take.
@@ -129,7 +131,17 @@ class Workshop:
         else:
             name, options = training.get("optimizer", "AdamW"), training.pop("optimizer_options", {})
             training["optimizer"] = self.parametrization.optimizer(model, rate, name, **options)
-        return train(model, self.task_of(seed), n_steps=n_steps, seed=seed, **training)
+        run = train(model, self.task_of(seed), n_steps=n_steps, seed=seed, **training)
+        is_low = training.get("precision", "float32") != "float32"
+        try:
+            while True:
+                with quick_products() if is_low else nullcontext():
+                    record = next(run, None)
+                if record is None:
+                    return
+                yield record
+        finally:
+            run.close()
 
     def cause_of_divergence(self, rung: Rung, seed: int, rate: float, n_steps: int, *, is_plain: bool = False) -> str:
         """Why a run from fresh weights diverged (RKSP's label); empty if it did not."""
@@ -139,8 +151,12 @@ class Workshop:
         return cause
 
     def _vocabulary(self) -> int | None:
-        if self.vocabulary is not None or self.design.vocabulary is None:
+        if self.vocabulary is not None:
             return self.vocabulary
+        if self.design.n_classes:
+            return getattr(self.task_of(0), "n_classes", None)
+        if self.design.vocabulary is None:
+            return None
         of_task = getattr(self.task_of(0), "vocab_size", None)
         return of_task if of_task is not None and of_task < self.design.vocabulary else None
 

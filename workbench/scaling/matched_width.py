@@ -28,9 +28,9 @@ def matched_width(
     In the limit of wide layers, the gains of a fresh network depend on the variance of each matrix times its fan-in
     alone (mean field: Poole et al., arXiv:1606.05340; Schoenholz et al., arXiv:1611.01232). Where a library draws
     weights with one fixed spread that product grows with the width, and a model that is merely thin behaves unlike the
-    wide one; here each matrix is multiplied by the square root of the ratio of the two products. How spreads and
-    fan-ins depend on width is read from a second model of twice the width. A head that is tied to the embedding is
-    untied first, for the two scale differently.
+    wide one; here each matrix is multiplied by the square root of the ratio of the two products. How spreads depend on
+    width is read from a second model of twice the width, and so are fan-ins, where those of the design are not known.
+    A head that is tied to the embedding is untied first, for the two scale differently.
 
     It says nothing of training: one learning rate does not do the same to both.
 
@@ -56,14 +56,17 @@ def matched_width(
     wider = design.nearest_width(2 * width)
     second = design.build(wider, depth, seed, vocabulary=vocabulary)
     others = dict(second.named_parameters(remove_duplicate=False))
+    of_design = design.source.target_shapes if design.width == design.source.width else {}
     n_experts = model_sizes(model).n_experts
     with torch.no_grad():
         _untie(model)
         for path, owner in model.named_modules():
             for name, weight in owner.named_parameters(recurse=False):
-                other = others.get(f"{path}.{name}".lstrip("."))
+                path_of_weight = f"{path}.{name}".lstrip(".")
+                other, shape = others.get(path_of_weight), of_design.get(path_of_weight)
                 if other is not None and weight.ndim > 1:
-                    inputs = [_fan_in(owner, part.shape, weight, other, n_experts) for part in (weight, other)]
+                    shapes = [weight.shape, other.shape, *([] if shape is None else [torch.Size(shape)])]
+                    inputs = [_fan_in(owner, shape, weight, other, n_experts) for shape in shapes]
                     weight.mul_(_factor(inputs, [_spread(weight), _spread(other)], (width, wider, design.width)))
     return model
 
@@ -91,15 +94,19 @@ def _fan_in(owner: nn.Module, shape: torch.Size, thin: Tensor, wide: Tensor, n_e
 
 
 def _spread(weight: Tensor) -> float:
-    return float(weight.double().square().mean().sqrt())
+    return float(torch.linalg.vector_norm(weight, dtype=torch.float64)) / math.sqrt(weight.numel())
 
 
 def _factor(fan_in: list[int], spread: list[float], widths: tuple[int, int, int]) -> float:
-    """What brings a weight of the first width to fan-in times variance of the last, with two widths seen."""
+    """What brings a weight of the first width to fan-in times variance of the last, with two widths seen.
+
+    The fan-in of the last is what is given third, or lies on the line through the first two.
+    """
     thin, wider, target = widths
     if min(spread) == 0:
         return 1.0
     exponent = math.log(spread[1] / spread[0]) / math.log(wider / thin)
     exponent = _STEP_OF_EXPONENT * round(exponent / _STEP_OF_EXPONENT)
-    inputs = fan_in[0] + (fan_in[1] - fan_in[0]) * (target - thin) / (wider - thin)
+    on_line = fan_in[0] + (fan_in[1] - fan_in[0]) * (target - thin) / (wider - thin)
+    inputs = fan_in[2] if len(fan_in) > 2 else on_line
     return math.sqrt(inputs / fan_in[0]) * (target / thin) ** exponent

@@ -1,12 +1,10 @@
-"""What a design is made from: options of the zoo, a configuration of transformers, or a function."""
+"""What a design is made from: options of the zoo, or a function; `transformers_source` has the third kind."""
 
 from __future__ import annotations
 
-import copy
 import inspect
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +12,8 @@ import torch
 from torch import nn
 
 from workbench.errors import ThresholdError
+from workbench.scaling.resizing import GRANULE, in_proportion, kv_heads
 from workbench.subjects.zoo import ArchitectureConfig, build, count_parameters
-
-#: Widths narrower than one head, and inner widths, are multiples of this.
-_GRANULE = 8
-#: Options of transformers' configurations that grow in proportion to the width.
-_PROPORTIONAL = (
-    "intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size",
-    "word_embed_proj_dim",
-)  # fmt: skip
-_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class Source(ABC):
@@ -43,6 +33,16 @@ class Source(ABC):
     def vocabulary(self) -> int | None:
         """Tokens at the target size; None: it reads none, or it is not known."""
         return None
+
+    @property
+    def n_classes(self) -> int | None:
+        """Classes of a design that reads images and can have any number of them; None: it is another, or unknown."""
+        return None
+
+    @property
+    def target_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the weights at the target size, by name; empty: they are not known without building it."""
+        return {}
 
     @abstractmethod
     def describe(self, width: int, depth: int) -> dict[str, Any]:
@@ -67,8 +67,13 @@ class Source(ABC):
         if width >= per_head:
             below = width // per_head * per_head
             return below if width - below <= below + per_head - width else below + per_head
-        narrow = [*range(_GRANULE, per_head, _GRANULE), per_head]
-        return min(narrow, key=lambda w: abs(w - width))
+        narrow = [w for w in range(GRANULE, per_head, GRANULE) if self._is_width(w)]
+        return min([*narrow, per_head], key=lambda w: abs(w - width))
+
+    def _is_width(self, width: int) -> bool:
+        """Whether a single head can be that wide."""
+        del width
+        return True
 
 
 @dataclass(frozen=True)
@@ -125,117 +130,6 @@ class ZooSource(Source):
 
 
 @dataclass(frozen=True)
-class TransformersSource(Source):
-    """A configuration of transformers.
-
-    Raises:
-        ThresholdError: If it does not say its width and depth.
-    """
-
-    config: Any
-
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_hidden_layers"):
-            value = getattr(self.config, name, None)
-            if not isinstance(value, int):
-                raise ThresholdError(
-                    f"{type(self.config).__name__} has no {name}, expected a model of one stack of equal blocks; "
-                    "pass a function(width, depth, seed) that builds it."
-                )
-
-    @property
-    def width(self) -> int:
-        """Of the residual stream."""
-        return self.config.hidden_size
-
-    @property
-    def depth(self) -> int:
-        """Residual blocks."""
-        return self.config.num_hidden_layers
-
-    @property
-    def width_per_head(self) -> int | None:
-        """Width of the stream over the number of heads."""
-        n_heads = self._of("num_attention_heads")
-        return self.width // n_heads if n_heads else None
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Tokens."""
-        return self._of("vocab_size")
-
-    def describe(self, width: int, depth: int) -> dict[str, Any]:
-        """The options that decide the size, by transformers' names."""
-        config = self.at(width, depth, None)
-        names = (
-            "model_type", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", *_PROPORTIONAL,
-            "num_local_experts", "num_experts", "num_experts_per_tok", "state_size", "expand", "time_step_rank",
-            "max_position_embeddings", "tie_word_embeddings", "initializer_range",
-        )  # fmt: skip
-        return {name: value for name in names if (value := getattr(config, name, None)) is not None}
-
-    def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
-        """See `Source`."""
-        config = self.at(width, depth, vocabulary)
-        torch.manual_seed(seed)
-        return self._build(config)
-
-    def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """See `Source`."""
-        config = self.at(width, depth, vocabulary)
-        with torch.device("meta"):
-            model = self._build(config)
-        return sum(weight.numel() for weight in model.parameters())
-
-    def at(self, width: int, depth: int, vocabulary: int | None) -> Any:
-        """The configuration at a size."""
-        if (width, depth, vocabulary) == (self.width, self.depth, None):
-            return copy.deepcopy(self.config)
-        config = copy.deepcopy(self.config)
-        changes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": depth}
-        if self.width_per_head:
-            n_heads = self._of("num_attention_heads")
-            changes["num_attention_heads"] = max(1, width // self.width_per_head)
-            if n_kv_heads := self._of("num_key_value_heads"):
-                changes["num_key_value_heads"] = kv_heads(changes["num_attention_heads"], n_heads / n_kv_heads)
-            if (head_dim := self._of("head_dim")) is not None and (width < head_dim == self.width_per_head):
-                changes["head_dim"] = width
-        for name in _PROPORTIONAL:
-            if isinstance(value := self._of(name), int):
-                changes[name] = in_proportion(value, width, self.width)
-        if isinstance(rank := self._of("time_step_rank"), int):
-            is_automatic = rank == math.ceil(self.width / 16)
-            changes["time_step_rank"] = (
-                math.ceil(width / 16) if is_automatic else in_proportion(rank, width, self.width)
-            )
-        for name, value in vars(config).items():  # one entry a block
-            if isinstance(value, list) and len(value) == self.depth and name != "architectures":
-                changes[name] = [value[i % self.depth] for i in range(depth)]
-        if vocabulary is not None and self.vocabulary is not None:
-            changes["vocab_size"] = vocabulary
-            for name in _SPECIAL_TOKENS:
-                token = self._of(name)
-                if isinstance(token, list) or (isinstance(token, int) and token >= vocabulary):
-                    changes[name] = None
-        for name, value in changes.items():
-            setattr(config, name, value)
-        return config
-
-    def _of(self, name: str) -> Any:
-        return getattr(self.config, name, None)
-
-    def _build(self, config: Any) -> nn.Module:
-        import transformers
-
-        for architecture in config.architectures or []:
-            if hasattr(transformers, architecture):
-                return getattr(transformers, architecture)._from_config(config, dtype=torch.float32)
-        causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        kind = transformers.AutoModelForCausalLM if type(config) in causal else transformers.AutoModel
-        return kind.from_config(config, dtype=torch.float32)
-
-
-@dataclass(frozen=True)
 class FunctionSource(Source):
     """A function from width, depth and seed to a model.
 
@@ -273,16 +167,3 @@ class FunctionSource(Source):
         with torch.device("meta"):
             model = self.make(width, depth, 0, vocabulary)
         return sum(weight.numel() for weight in model.parameters())
-
-
-def kv_heads(n_heads: int, sharing: float) -> int:
-    """Key-value heads for so many query heads: as nearly as can be one for each ``sharing`` of them, a divisor."""
-    divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
-    return min(divisors, key=lambda n: (abs(math.log(n * sharing / n_heads)), n))
-
-
-def in_proportion(size: int, width: int, of_width: int) -> int:
-    """An inner size at another width: in proportion, rounded to a multiple of 8 where it changes."""
-    if width == of_width:
-        return size
-    return max(_GRANULE, _GRANULE * round(size * width / of_width / _GRANULE))

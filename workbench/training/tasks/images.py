@@ -42,6 +42,7 @@ class Digits(SeededTask):
     Attributes:
         image_size: Pixels along a side: 8, or a multiple of 8, where each pixel is repeated (more patches for a vision
             transformer, nothing more to see).
+        n_channels: Channels, all equal: 3 for models of colour images.
         batch_size: Images in a batch.
         seed: Of the split and the order.
         split: ``"train"`` or ``"validation"``.
@@ -53,9 +54,10 @@ class Digits(SeededTask):
     batch_size: int = 32
     seed: int = 0
     split: str = "train"
+    n_channels: int = 1
 
     def __post_init__(self) -> None:
-        require_whole(1, image_size=self.image_size, batch_size=self.batch_size)
+        require_whole(1, image_size=self.image_size, batch_size=self.batch_size, n_channels=self.n_channels)
         require_seed(self.seed)
         require_split(self.split)
         if self.image_size % _SIDE:
@@ -75,7 +77,7 @@ class Digits(SeededTask):
         """Batch number ``index`` of the stream.
 
         Returns:
-            images: float32 in [0, 1], shape (batch, channel, height, width) with one channel; 1 is ink.
+            images: float32 in [0, 1], shape (batch, channel, height, width); 1 is ink.
             targets: The digits as int64, shape (batch,).
         """
         rows = split_rows(self.seed, self.split)
@@ -84,12 +86,19 @@ class Digits(SeededTask):
         images, digits = _images_and_digits()
         factor = self.image_size // _SIDE
         larger = images[chosen, None].repeat_interleave(factor, 2).repeat_interleave(factor, 3)
-        return larger.to(device), digits[chosen].to(device)
+        return larger.repeat(1, self.n_channels, 1, 1).to(device), digits[chosen].to(device)
+
+    def describe(self) -> dict[str, str | int | float | bool]:
+        """The task's name and fields; runs that were recorded when there was a single channel do not name it."""
+        found = super().describe()
+        return found if self.n_channels > 1 else {name: v for name, v in found.items() if name != "n_channels"}
 
 
-def digits(*, image_size: int = _SIDE, batch_size: int = 32, seed: int = 0, split: str = "train") -> Digits:
+def digits(
+    *, image_size: int = _SIDE, n_channels: int = 1, batch_size: int = 32, seed: int = 0, split: str = "train"
+) -> Digits:
     """Handwritten digits from scikit-learn; see `Digits`."""
-    return Digits(image_size=image_size, batch_size=batch_size, seed=seed, split=split)
+    return Digits(image_size=image_size, n_channels=n_channels, batch_size=batch_size, seed=seed, split=split)
 
 
 @lru_cache(maxsize=8)

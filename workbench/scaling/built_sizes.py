@@ -1,0 +1,82 @@
+"""Whether a model that was built at another size has that size, or kept some of the target's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from torch import nn
+
+#: Shape of each weight, by its name.
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+_NUMBER = re.compile(r"\.\d+\.")
+#: Matrices shrink by the square of the width's ratio. States, ranks and routers that stay as they are make up little of
+#: the blocks at the target's size; a part that makes up more than this share of them was forgotten. Below the second
+#: number of times as many weights nothing is refused: small sizes are rounded up.
+_LARGEST_SHARE, _LARGEST_EXCESS = 0.25, 4.0
+#: A size at least as large as this and as the target's width that stays in a thin model was forgotten.
+_LARGE = 512
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's weights; tied ones once."""
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+
+
+def misfit(built: Shapes, target: Shapes, size: tuple[int, int], target_size: tuple[int, int]) -> str:
+    """What is wrong with the size of a model, told by the shapes of its weights.
+
+    Args:
+        built: Of the model.
+        target: Of the same design at its own size.
+        size: Width and depth that were asked for.
+        target_size: Those of the target.
+
+    Returns:
+        Half a sentence; empty if nothing is wrong that shapes tell.
+    """
+    if size == target_size:
+        return ""
+    (width, depth), (of_width, of_depth) = size, target_size
+    counts, of_counts = _n_blocks(built), _n_blocks(target)
+    for stack, n in of_counts.items():
+        if n == of_depth != depth and counts.get(stack) == of_depth:
+            return f"{stack} still has {of_depth} blocks"
+    in_blocks = {name: shape for name, shape in built.items() if _NUMBER.search(name)}
+    if not any(width in shape for shape in in_blocks.values()):
+        return "no weight of its blocks is that wide"
+    if width >= of_width:
+        return ""
+    kept = {name: (shape, target[name]) for name, shape in in_blocks.items() if name in target}
+    for name, (shape, of_shape) in kept.items():
+        if len(shape) == len(of_shape) == 2 and name.endswith("weight") and shape != of_shape:
+            for n, of_n in zip(shape, of_shape, strict=True):
+                if n == of_n >= max(of_width, _LARGE):
+                    return f"{name} is still {n} wide"
+    return _excess({name: tuple(map(math.prod, shapes)) for name, shapes in kept.items()}, width / of_width)
+
+
+def _excess(kept: Mapping[str, tuple[int, int]], ratio: float) -> str:
+    """Whether the blocks have far more weights than the ratio of the widths calls for, and which weight most of them.
+
+    Args:
+        kept: Numbers of each weight in the model and in the target.
+        ratio: Width of the model over that of the target.
+    """
+    n, of_n = (sum(sizes) for sizes in zip(*kept.values(), strict=True)) if kept else (0, 1)
+    if n <= max(_LARGEST_EXCESS, 1 + _LARGEST_SHARE / ratio) * ratio**2 * of_n:
+        return ""
+    worst = max(kept, key=lambda name: kept[name][0] - ratio**2 * kept[name][1])
+    return f"its blocks have {n / (ratio**2 * of_n):.2g} times as many weights as that width calls for, most in {worst}"
+
+
+def _n_blocks(shapes: Shapes) -> dict[str, int]:
+    """Modules in each outermost numbered container."""
+    found: dict[str, set[str]] = {}
+    for name in shapes:
+        if match := _NUMBER.search(name):
+            found.setdefault(name[: match.start()], set()).add(match.group())
+    return {stack: len(numbers) for stack, numbers in found.items()}
