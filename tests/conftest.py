@@ -4,6 +4,11 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says something about the machine and about what is loaded in it, not about the code.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -240,10 +240,9 @@ def test_a_paused_trainer_holds_and_a_stopped_one_closes_its_runs():
     while len(turns.seen) < 5:
         time.sleep(0.001)
     turns.trainer.pause()
-    time.sleep(0.05)
     n_seen = len(turns.seen)
-    time.sleep(0.05)
-    assert len(turns.seen) == n_seen
+    time.sleep(0.1)
+    assert len(turns.seen) <= n_seen + 1  # however slow the machine: the turn that was under way, and no other
     turns.trainer.resume()
     while len(turns.seen) < n_seen + 5:
         time.sleep(0.001)
