@@ -209,6 +209,27 @@ def test_what_transformers_cannot_build_is_said_in_one_sentence():
         design(funnel).build(64, 4)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"model_type": "llama", "hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
+        ({"model_type": "llama", "vocab_size": None}, "Field 'vocab_size' expected int, got NoneType"),
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 5}, "is not a multiple of the number of"),
+        ({"model_type": "mamba2", "hidden_size": 64}, r"hidden_size \* expand \(128\) must equal num_heads"),
+        ({"model_type": "RefinedWebModel"}, "no architecture 'RefinedWebModel'"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "hidden_size": 64},
+            "says no model_type, expected one such as 'llama'",
+        ),
+    ],
+)
+def test_options_that_transformers_refuses_are_refused_in_one_sentence(options, says):
+    with pytest.raises(ThresholdError, match=says) as error:
+        design(options)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
 def test_sizes_that_were_forgotten_are_found():
     target = {f"layers.{i}.{name}.weight": shape for i in range(8) for name, shape in
               {"up": (4096, 1024), "down": (1024, 4096), "norm": (1024,)}.items()}  # fmt: skip

@@ -38,8 +38,6 @@ def misfit(built: Shapes, target: Shapes, size: tuple[int, int], target_size: tu
     Returns:
         Half a sentence; empty if nothing is wrong that shapes tell.
     """
-    if size == target_size:
-        return ""
     (width, depth), (of_width, of_depth) = size, target_size
     counts, of_counts = _n_blocks(built), _n_blocks(target)
     for stack, n in of_counts.items():

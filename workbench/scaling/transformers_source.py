@@ -27,9 +27,7 @@ _DESCRIBED = (
     "time_step_rank", "max_position_embeddings", "image_size", "patch_size", "num_channels", "tie_word_embeddings",
     "initializer_range",
 )  # fmt: skip
-
-
-#: Letters of what is repeated of an error.
+#: So many letters of somebody else's message are repeated.
 _LONGEST_CAUSE = 200
 _NOT_EQUAL = (
     "blocks of several widths, expected one stack of equal blocks; pass a function(width, depth, seed) that builds it."
@@ -169,6 +167,8 @@ class TransformersSource(Source):
         return shapes_of(model), sum(weight.numel() for weight in model.parameters())
 
     def _check(self, shapes: Shapes, width: int, depth: int) -> None:
+        if (width, depth) == (self.width, self.depth):
+            return
         reason = misfit(shapes, self._target[0], (width, depth), (self.width, self.depth))
         if reason:
             raise self._refusal(width, depth, reason)
