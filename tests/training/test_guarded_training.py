@@ -214,6 +214,12 @@ def test_what_belongs_together_is_asked_for(options, sentence):
         wb.train(model, task, n_steps=2, **{name: given[name]() for name in options})
 
 
+def test_two_that_would_write_spectra_are_refused():
+    model, task = model_and_task()
+    with pytest.raises(wb.errors.ThresholdError, match="Both spectra_every= and the recorder would write"):
+        wb.train(model, task, n_steps=2, spectra_every=1, recorder=wb.Recorder(every={"spectra": 1}))
+
+
 def test_a_recorder_with_a_store_of_its_own_is_refused(tmp_path):
     model, task = model_and_task()
     with pytest.raises(wb.errors.ThresholdError, match="writes into the run's own store"):

@@ -111,6 +111,8 @@ def train(
     guard = Guard(recorder, alarms, actions)
     if guard.rolls_back and not recording.checkpoint_every:
         raise ThresholdError("Rolling back needs checkpoints to go back to; pass checkpoint_every= too.")
+    if recording.spectra_every and recorder is not None and recorder.every["spectra"] is not None:
+        raise ThresholdError("Both spectra_every= and the recorder would write the run's spectra; ask one of them.")
     run = _Run(model, task, plan, recording, loss, optimizer, terms, kss, injection, guard)
     if resume:
         run.restore()

@@ -110,8 +110,12 @@ class WeightNorm(LinearParametrization):
     """
 
     def _register(self, linear: nn.Module) -> None:
+        hooks = linear._load_state_dict_pre_hooks
+        before = set(hooks)
         # One length for each output; transformers' Conv1D keeps its weight as (in, out).
         parametrizations.weight_norm(linear, dim=0 if isinstance(linear, nn.Linear) else 1)
+        for added in set(hooks) - before:  # it reads files of an older torch, and would stay when the norm is taken off
+            del hooks[added]
 
 
 class UnitNorm(nn.Module):
