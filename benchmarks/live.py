@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.report import write_report
 from tests.browser.driver import ask_kernel, write_notebook
-from workbench.spectral.spectra import versions
+from workbench.io.provenance import versions
 
 CHROMIUM = os.environ.get("WORKBENCH_CHROMIUM", "/usr/bin/chromium")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]

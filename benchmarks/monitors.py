@@ -20,9 +20,9 @@ import torch
 
 import workbench as wb
 from benchmarks.report import write_report
-from workbench.background_writer import BackgroundWriter, Part
-from workbench.run_writer import RunWriter
-from workbench.spectral.spectra import versions
+from workbench.io.background_writer import BackgroundWriter, Part
+from workbench.io.provenance import versions
+from workbench.io.run_writer import RunWriter
 
 WIDTH, DEPTH, LENGTH, DELTA = 512, 8, 256, 10
 MECHANISM = ("attention", "router", "optimizer", "activations")

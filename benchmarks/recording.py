@@ -15,7 +15,7 @@ from pathlib import Path
 
 import workbench as wb
 from benchmarks.report import write_report
-from workbench.spectral.spectra import versions
+from workbench.io.provenance import versions
 
 #: Steps between spectra; runs take turns in chunks of so many.
 EVERY = 50

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from workbench.atomic import replacing
+from workbench.io.atomic import replacing
 
 FOLDER = Path(__file__).resolve().parent
 

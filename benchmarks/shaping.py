@@ -16,8 +16,8 @@ import torch
 
 import workbench as wb
 from benchmarks.report import write_report
-from workbench.spectral.spectra import versions
-from workbench.training.kss import KSS, KSSOptions, PenaltyShape, Shaper, TrustRegion
+from workbench.callbacks.kss import KSS, KSSOptions, PenaltyShape, Shaper, TrustRegion
+from workbench.io.provenance import versions
 
 #: Runs take turns in chunks of so many steps: the longest interval.
 CHUNK = 10

@@ -22,8 +22,8 @@ import torch
 import workbench as wb
 from benchmarks.report import write_report
 from tests.oracle import oracle
-from workbench.spectral import SnapshotMoments, layer_spectra, whitened_dmd
-from workbench.spectral.spectra import versions
+from workbench.io.provenance import versions
+from workbench.koopman import SnapshotMoments, layer_spectra, whitened_dmd
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, N_SNAPSHOTS, N_LAYERS = 768, 2048, 12

@@ -21,7 +21,7 @@ import zarr
 
 import workbench as wb
 from benchmarks.report import write_report
-from workbench.spectral.spectra import versions
+from workbench.io.provenance import versions
 
 N_RUNS = 8
 TASK = {"name": "associative_recall", "length": 16, "vocab_size": 64, "n_pairs": 3, "batch_size": 16}
@@ -39,7 +39,7 @@ import xarray, zarr, workbench as wb
 wb.sweeps
 start = time.perf_counter()
 runs = wb.sweeps.grid({"Pre-LN": {"norm": "pre_ln"}}, learning_rate=[1e-3], n_steps=1, seed=range(%d), task=%r)
-sweep = wb.sweep(runs, sys.argv[1], progress=False)
+sweep = wb.sweeps.run(runs, sys.argv[1], progress=False)
 assert sweep.sizes["run"] == %d
 print(start - begin, time.perf_counter() - start)
 """
@@ -58,7 +58,7 @@ def throughput(n_rounds: int, folder: Path) -> dict[int, list[float]]:
                 runs = wb.sweeps.grid({"Pre-LN": {"norm": "pre_ln"}}, seed=seeds, **DESIGN)
                 with Client(cluster, set_as_default=False) as client:
                     start = time.perf_counter()
-                    wb.sweep(runs, folder / f"{n_workers}-{number}.zarr", scheduler=client, progress=False)
+                    wb.sweeps.run(runs, folder / f"{n_workers}-{number}.zarr", scheduler=client, progress=False)
                     if number:  # the first round imports what a run needs
                         found[n_workers].append(N_RUNS / (time.perf_counter() - start))
     return found

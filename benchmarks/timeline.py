@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.live import CHROMIUM, FLAGS, TOKEN, ask, lab
 from benchmarks.report import write_report
 from tests.browser.driver import run_all, write_notebook
-from workbench.spectral.spectra import versions
+from workbench.io.provenance import versions
 
 #: What runs in the kernel.
 KERNEL = """

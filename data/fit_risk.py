@@ -1,6 +1,6 @@
 """Fit the risk models that ship to the recorded sweep, and say how good they are on what they have not seen.
 
-    python data/fit_risk.py                 # into workbench/assessment/shipped
+    python data/fit_risk.py                 # into workbench/risk/shipped
     python data/fit_risk.py --out elsewhere
 
 Fitted to the study ``fit`` alone. Judged on the study ``held out``, whose sizes, init scales and seeds occur nowhere in

@@ -35,15 +35,15 @@ import xarray as xr
 
 import workbench as wb
 from workbench.assessment.assess import initialization
-from workbench.assessment.dress_rehearsal import N_TRIALS, N_UPDATES, dress_rehearsal
 from workbench.assessment.failure_modes import CRITERIA, Band, Criterion, Reading, band_of, judged
-from workbench.assessment.failure_modes.sizes import Sizes
+from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.flow_numbers import flow_numbers
+from workbench.assessment.pilot_run import N_TRIALS, N_UPDATES, dress_rehearsal
 from workbench.assessment.plan_risk import plan_risk
 from workbench.assessment.verdict import verdict_of
-from workbench.atomic import replacing
-from workbench.hardware.sizes import model_sizes
-from workbench.spectral.spectra import RankWarning
+from workbench.io.atomic import replacing
+from workbench.koopman.spectra import RankWarning
+from workbench.models.model_sizes import model_sizes
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "workbench" / "assessment" / "shipped" / "healthy.json"
@@ -345,7 +345,7 @@ def judged_designs(rows: xr.Dataset, trials: Mapping[int, Mapping[str, Any]], fl
 
 def deep_rows(folder: Path) -> list[xr.Dataset]:
     """The deep controls, trained."""
-    sweep = wb.sweep(list(deep_controls()), folder / "deep.zarr", n_workers=2, progress=False)
+    sweep = wb.sweeps.run(list(deep_controls()), folder / "deep.zarr", n_workers=2, progress=False)
     return [sweep.isel(run=[i]) for i in range(sweep.sizes["run"])]
 
 
@@ -422,7 +422,7 @@ def main() -> None:
         "call": "python data/make_assessed_designs.py" + " --again" * given.again,
         "n_updates": N_UPDATES,
         "n_trials": N_TRIALS,
-        "versions": wb.spectral.spectra.versions(),
+        "versions": wb.koopman.spectra.versions(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "duration_of_last_call": time.monotonic() - start,
     }

@@ -20,7 +20,7 @@ import workbench as wb
 from workbench.assessment.assess import stands_for_nothing
 from workbench.assessment.conclusion import conclude
 from workbench.assessment.design_comparison import dominated
-from workbench.assessment.failure_modes.sizes import Sizes
+from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.plan_risk import plan_risk
 
 ROOT = Path(__file__).resolve().parents[1]

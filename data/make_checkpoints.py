@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import workbench as wb
-from workbench.spectral.spectra import versions
+from workbench.io.provenance import versions
 
 #: Name -> norm and peak learning rate. Without normalization the larger rate diverges.
 RECIPES = {"pre_ln": ("pre_ln", 3e-3), "no_norm": ("none", 1e-3)}

@@ -4,7 +4,7 @@
     python data/make_early_warning.py --only record    # one stage
 
 Stages: `record` trains every run with a recorder and no alarms, into `--work`; `fit` measures from the runs with
-tuning seeds what healthy runs do and what faults look like (workbench/monitors/alarms/shipped/); `act` trains those
+tuning seeds what healthy runs do and what faults look like (workbench/callbacks/alarms/shipped/); `act` trains those
 of the other runs that a fault has harmed again, with automatic actions; `collect` replays the others through the alarms
 and writes data/early_warning.nc.
 
@@ -33,18 +33,11 @@ import xarray as xr
 from torch import nn
 
 import workbench as wb
-from workbench.atomic import replacing
-from workbench.monitors import alarms as alarms_room
-from workbench.monitors.alarms import (
-    Alarms,
-    Attributor,
-    Calibration,
-    calibrate,
-    calibrate_paired,
-    lead_time,
-    observations,
-)
-from workbench.spectral.spectra import versions
+from workbench.callbacks import alarms as alarms_room
+from workbench.callbacks.alarms import Alarms, Attributor, Calibration, calibrate, calibrate_paired, observations
+from workbench.callbacks.alarms.lead_times import lead_time
+from workbench.io.atomic import replacing
+from workbench.io.provenance import versions
 
 N_STEPS, WARMUP = 800, 50
 TUNING_SEEDS, REPORTED_SEEDS = (101, 102, 103, 104, 105), (1, 2, 3, 4)

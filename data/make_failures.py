@@ -36,10 +36,10 @@ from torch import Tensor, nn
 
 import workbench as wb
 from workbench import diagnosis
-from workbench.atomic import replacing
 from workbench.diagnosis import CAUSES, Rules, Sign, find_failure, read_record, read_signs
-from workbench.spectral.spectra import versions
-from workbench.training.losses import token_loss
+from workbench.io.atomic import replacing
+from workbench.io.provenance import versions
+from workbench.models.losses import token_loss
 
 N_STEPS = 200
 #: Share of what the twin learns that a failed run lacks at the end, and that a spike undoes.

@@ -3,7 +3,7 @@
     python data/make_matched_width.py
 
 For each design: a thin model as its library makes it, a thin one with matched variances
-(`workbench.scaling.matched_width`), and the design itself at its width; the same depth, tokens and seeds. Writes
+(`workbench.scaling.width_matching`), and the design itself at its width; the same depth, tokens and seeds. Writes
 ``data/matched_width.nc``. Designs beyond a billion weights are looked at at a smaller width than they are published
 with, which the coordinate ``width`` says.
 """
@@ -23,9 +23,10 @@ from torch import nn
 
 import workbench as wb
 from workbench.assessment.flow_numbers import LOGARITHMIC, NUMBERS, flow_numbers
-from workbench.atomic import replacing
-from workbench.scaling import Design, matched_width
-from workbench.spectral.spectra import versions
+from workbench.io.atomic import replacing
+from workbench.io.provenance import versions
+from workbench.scaling import Design
+from workbench.scaling.width_matching import matched_width
 
 ROOT = Path(__file__).resolve().parents[1]
 THIN, VOCABULARY, N_ROWS, LENGTH, SEEDS = 64, 256, 8, 32, (0, 1)

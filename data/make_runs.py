@@ -26,8 +26,8 @@ import torch
 import xarray as xr
 
 import workbench as wb
-from workbench.atomic import replacing
-from workbench.spectral.spectra import versions
+from workbench.io.atomic import replacing
+from workbench.io.provenance import versions
 
 SEEDS = (42, 123, 456)
 #: Architecture -> options beside size and seed. Names are those of the published tables, where there is one.

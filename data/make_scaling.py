@@ -24,8 +24,10 @@ import xarray as xr
 from threadpoolctl import threadpool_limits
 
 import workbench as wb
-from workbench.atomic import replacing
-from workbench.scaling import design, foretold, scaling_study
+from workbench.io.atomic import replacing
+from workbench.scaling import foretold
+from workbench.scaling.designs import design
+from workbench.scaling.ladder_study import scaling_study
 
 SEEDS = (1, 2, 3)
 WIDTHS, TARGET_WIDTH = (16, 32, 64), 256

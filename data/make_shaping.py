@@ -27,9 +27,10 @@ import torch
 import xarray as xr
 
 import workbench as wb
-from workbench.atomic import replacing
-from workbench.spectral.spectra import RankWarning, versions
-from workbench.training.kss import KSS, KSSOptions, PenaltyShape, TrustRegion
+from workbench.callbacks.kss import KSS, KSSOptions, PenaltyShape, TrustRegion
+from workbench.io.atomic import replacing
+from workbench.io.provenance import versions
+from workbench.koopman.spectra import RankWarning
 
 MODEL = {"norm": "none", "d_model": 64, "n_layers": 4, "n_heads": 4, "vocab_size": 16, "max_length": 8}
 TASK = {"length": 8, "vocab_size": 16, "n_pairs": 2, "batch_size": 32}

@@ -3,7 +3,7 @@
     python data/make_sweep.py                        # everything, into data/divergence_sweep.nc
     python data/make_sweep.py --folder try --only norms
 
-Four studies of short runs (120 steps), every run from settings to row as `wb.sweep` makes it:
+Four studies of short runs (120 steps), every run from settings to row as `wb.sweeps.run` makes it:
 
 - ``norms``: the six normalizations of RKSP Table 1 at one init scale, at rates that break No-Norm;
 - ``scales``: the same at four other init scales;
@@ -26,7 +26,7 @@ import numpy as np
 import xarray as xr
 
 import workbench as wb
-from workbench.atomic import replacing
+from workbench.io.atomic import replacing
 
 N_STEPS = 120
 VOCABULARY, LENGTH = 64, 16
@@ -176,15 +176,15 @@ def edge(rates: np.ndarray, has_diverged: np.ndarray) -> float:
 def make(folder: Path, only: str | None, n_workers: int) -> list[xr.Dataset]:
     """All studies, each in stores of its own."""
     found = [
-        wb.sweep(norm_runs(study), folder / f"{study}.zarr", n_workers=n_workers)
+        wb.sweeps.run(norm_runs(study), folder / f"{study}.zarr", n_workers=n_workers)
         for study in ("norms", "scales")
         if only in (None, study)
     ]
     for study in ("fit", "held out"):
         if only in (None, study):
             name = study.replace(" ", "_")
-            coarse = wb.sweep(ladder_runs(study), folder / f"{name}-coarse.zarr", n_workers=n_workers)
-            fine = wb.sweep(ladder_runs(study, coarse), folder / f"{name}-fine.zarr", n_workers=n_workers)
+            coarse = wb.sweeps.run(ladder_runs(study), folder / f"{name}-coarse.zarr", n_workers=n_workers)
+            fine = wb.sweeps.run(ladder_runs(study, coarse), folder / f"{name}-fine.zarr", n_workers=n_workers)
             found += [coarse, fine]
     return found
 

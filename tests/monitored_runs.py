@@ -4,7 +4,7 @@ import numpy as np
 import xarray as xr
 
 from tests.widgets.recorded_runs import spectra_over
-from workbench.run_writer import RunWriter
+from workbench.io.run_writer import RunWriter
 
 TERMS = ("D2", "D3", "dWq", "dWk", "W")
 #: Where the fault strikes.

@@ -9,8 +9,8 @@ import pytest
 import workbench as wb
 from tests.reports import made_trees
 from workbench import cli
-from workbench.assessment.verdicts import BAD_INPUT, BROKEN, EXIT_STATUS, INTERRUPTED
 from workbench.errors import ThresholdError
+from workbench.schema.statuses import BAD_INPUT, BROKEN, EXIT_STATUS, INTERRUPTED
 
 
 @pytest.fixture

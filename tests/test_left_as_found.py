@@ -25,10 +25,11 @@ from torch.nn.functional import cross_entropy
 
 import workbench as wb
 from tests.model_state import differences, frozen, output_of, state_of, state_of_optimizer, state_of_process, structure
-from workbench.background_writer import RecordingWarning
-from workbench.scaling.coordinate_check import layer_outputs
-from workbench.spectral.spectra import RankWarning
-from workbench.training.kss import Shaper
+from workbench.callbacks.kss import Shaper
+from workbench.diagnosis import check_fits
+from workbench.io.background_writer import RecordingWarning
+from workbench.koopman.spectra import RankWarning
+from workbench.scaling.coordinate_checks import layer_outputs
 
 N_WORDS, N_ROWS, N_TOKENS = 32, 4, 8
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2}
@@ -240,11 +241,11 @@ def diagnosed(of, _):
         coords={"step": np.arange(n)},
     )
     places = store.with_suffix(".checkpoints")
-    wb.diagnosis.check_fits(next(places.glob("step-*")), model=of.model)
+    check_fits(next(places.glob("step-*")), model=of.model)
     tree = wb.diagnose(log, model=of.model, checkpoints=places)
     tree["experiments"]["from_step"][:] = 0
     with suppress(wb.WorkbenchError):  # this log is no run's, so its first loss need not be the model's
-        wb.diagnosis.run_experiment(tree, 0, model=of.model, task=of.batches, run=log, n_steps=2)
+        wb.run_experiment(tree, 0, model=of.model, task=of.batches, run=log, n_steps=2)
 
 
 def optimizers(of, _):
@@ -324,7 +325,7 @@ CALLS = {
     "penalties": Call(penalized, ("baselines.PenaltyTerms",)),
     "faults": Call(injected, ("faults.Injection.attach_to_model",)),
     "recomputation": Call(recomputed, ("faults.FlashAttentionMode.reaches_recomputation",)),
-    "diagnosis": Call(diagnosed, ("diagnose", "diagnosis.check_fits", "diagnosis.run_experiment"), frozenset({"none"})),
+    "diagnosis": Call(diagnosed, ("diagnose", "diagnosis.check_fits", "run_experiment"), frozenset({"none"})),
     "optimizers": Call(optimizers, ("TrainingPlan.optimizer_for", *MUP)),
     "copies": Call(lambda of, _: wb.baselines.plain_copy(of.model), ("baselines.plain_copy",)),
     "kinds": Call(converted, ("zoo.from_gpt2", "zoo.from_llama", "zoo.is_zoo_model")),

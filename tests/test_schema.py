@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from tests.spectral.snapshots import snapshots
+from tests.koopman.snapshots import snapshots
 from workbench.errors import SchemaError
-from workbench.schema import SCHEMA_VERSION, validate_spectra
-from workbench.spectral import whitened_dmd
+from workbench.koopman import whitened_dmd
+from workbench.schema.runs import SCHEMA_VERSION, validate_spectra
 
 
 @pytest.fixture

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 import numpy as np
 
-from widgets.base import WorkbenchWidget
-from widgets.comparison.eigenvalues import EigenvalueView
-from widgets.comparison.layers import LayerView
-from widgets.comparison.radar import RadarView
-from widgets.comparison.recorded_run import RecordedRun
-from widgets.comparison.scene import Scene, labelled
-from widgets.comparison.table import TableView
-from widgets.comparison.training import TrainingView
-from widgets.export import ExportBar, export_path, export_runs, make_folder
-from widgets.tags import Tags, model_tags
-from workbench.atomic import check_free
 from workbench.errors import SchemaError, StoreError, ThresholdError
+from workbench.io.atomic import check_free
+from workbench.widgets.base import WorkbenchWidget
+from workbench.widgets.comparison.eigenvalues import EigenvalueView
+from workbench.widgets.comparison.layers import LayerView
+from workbench.widgets.comparison.radar import RadarView
+from workbench.widgets.comparison.recorded_run import RecordedRun
+from workbench.widgets.comparison.scene import Scene, labelled
+from workbench.widgets.comparison.table import TableView
+from workbench.widgets.comparison.training import TrainingView
+from workbench.widgets.export import ExportBar, export_path, export_runs, make_folder
+from workbench.widgets.tags import Tags, model_tags
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from widgets.comparison.scene import ComparisonView
+    from workbench.widgets.comparison.scene import ComparisonView
 
     Run = xr.DataTree | xr.Dataset | str | os.PathLike[str]
 
@@ -55,7 +55,7 @@ class ArchitectureComparison(WorkbenchWidget):
         published: Which runs to show beside published figures, as in `workbench.compare`.
 
     Attributes:
-        runs: Every run by name, as `widgets.recorded_run.RecordedRun`.
+        runs: Every run by name, as `workbench.widgets.recorded_run.RecordedRun`.
         views: The views by name, each with its own controls and, once it was visible, its figure.
         export_bar: The buttons and fields for files.
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from widgets.export import ExportBar
-from widgets.report.criteria import CriteriaView
-from widgets.report.experiments import ExperimentsView, WatchedTask
-from widgets.report.measuring import Progress, said
-from widgets.report.page import ReportPage
-from widgets.report.saving import KINDS, as_file_name, save_tree
-from widgets.report.side_by_side import SideBySide
-from widgets.worker import MeasuringWidget
 from workbench.errors import ThresholdError
-from workbench.reports.report import alone
+from workbench.reports.make_report import alone
+from workbench.widgets.export import ExportBar
+from workbench.widgets.report.criteria import CriteriaView
+from workbench.widgets.report.experiment_list import ExperimentsView, WatchedTask
+from workbench.widgets.report.measuring import Progress, said
+from workbench.widgets.report.page import ReportPage
+from workbench.widgets.report.saving import KINDS, as_file_name, save_tree
+from workbench.widgets.report.side_by_side import SideBySide
+from workbench.widgets.worker import MeasuringWidget
 
 if TYPE_CHECKING:
     import os
@@ -41,7 +41,7 @@ class AssessmentReport(MeasuringWidget):
         task: What the subject will be trained on; or, with a diagnosis, what its run was trained on.
         seed: Of fresh weights and of data; with ``subject``.
         model: Of the run that a diagnosis is about; with it and its task, experiments can be run here.
-        replay: Further arguments of ``wb.diagnosis.run_experiment``, such as ``run``, ``checkpoints`` and ``faults``.
+        replay: Further arguments of ``wb.run_experiment``, such as ``run``, ``checkpoints`` and ``faults``.
 
     Attributes:
         page: The report's text.
@@ -157,7 +157,7 @@ class AssessmentReport(MeasuringWidget):
         tree, model, task, replay = self._tree, self._model, self._task, self._replay
 
         def job(check: Callable[[], None], tell: Callable[[str], None]) -> xr.DataTree:
-            from workbench.diagnosis import run_experiment
+            from workbench.diagnosis.experiment_runs import run_experiment
 
             def watch(n_batches: int) -> None:
                 check()

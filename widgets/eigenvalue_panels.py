@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from bokeh.models import Axis, ColorBar, ColumnDataSource
 
 from workbench.plots import eigenvalue_map
-from workbench.plots.files import bokeh_plot
-from workbench.plots.modes import band_outline, headline, key, mode_columns, silent_layers
+from workbench.plots.figure_files import bokeh_plot
+from workbench.plots.mode_columns import band_outline, headline, key, mode_columns, silent_layers
 from workbench.plots.style import TITLE_SIZE, note_bokeh
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure
     from PIL.ImageFont import FreeTypeFont
 
-    from workbench.plots.modes import View
+    from workbench.plots.mode_columns import View
 
 #: Name of a view -> its centre and limit, as `workbench.plots.eigenvalue_map` takes them.
 VIEWS = {"unit circle": (0.0, None), "near 1": (1.0, None), "all modes": (0.0, "all")}

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import ipywidgets
 
 from workbench.errors import StoreError, ThresholdError
-from workbench.store import export_netcdf
+from workbench.io.store import export_netcdf
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from widgets.base import WorkbenchWidget
+    from workbench.widgets.base import WorkbenchWidget
 
 #: Kind -> ending, label and tip of its button.
 KINDS = {

@@ -25,7 +25,7 @@ from bokeh.document import Document
 from bokeh.protocol import Protocol
 
 from workbench import plots
-from workbench.plots.files import bokeh_plot, drawn_backends
+from workbench.plots.figure_files import bokeh_plot, drawn_backends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

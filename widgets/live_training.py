@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from widgets.base import WorkbenchWidget
-from widgets.live.alarm_list import AlarmList
-from widgets.live.branches import Branches, SavedStep
-from widgets.live.canvas import LiveCanvas
-from widgets.live.fault_panel import FaultPanel
-from widgets.live.history import RunHistory
-from widgets.live.kss_panel import KSSPanel
-from widgets.live.setup import Setup
-from widgets.live.trainer import Trainer
-from widgets.live.twins import WITH_KSS, WITHOUT_KSS, Twins
+from workbench.callbacks.run_recording import Recording
+from workbench.callbacks.train import train
 from workbench.errors import StoreError, ThresholdError, WorkbenchError
-from workbench.store import open_run
-from workbench.training.loop import train
-from workbench.training.plan import TrainingPlan
-from workbench.training.recording import Recording
+from workbench.io.store import open_run
+from workbench.training.training_plan import TrainingPlan
+from workbench.widgets.base import WorkbenchWidget
+from workbench.widgets.live.alarm_list import AlarmList
+from workbench.widgets.live.branches import Branches, SavedStep
+from workbench.widgets.live.fault_panel import FaultPanel
+from workbench.widgets.live.history import RunHistory
+from workbench.widgets.live.kss_panel import KSSPanel
+from workbench.widgets.live.live_canvas import LiveCanvas
+from workbench.widgets.live.setup import Setup
+from workbench.widgets.live.trainer import Trainer
+from workbench.widgets.live.twins import WITH_KSS, WITHOUT_KSS, Twins
 
 if TYPE_CHECKING:
     import os
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import nn
 
-    from workbench.monitors.alarms import Alarms
-    from workbench.monitors.recorder import Recorder
-    from workbench.subjects.zoo import ArchitectureConfig
-    from workbench.training.actions import Action, Actions
-    from workbench.training.faults import Fault
-    from workbench.training.kss import KSS
+    from workbench.callbacks.actions import Action, Actions
+    from workbench.callbacks.alarms import Alarms
+    from workbench.callbacks.faults import Fault
+    from workbench.callbacks.kss import KSS
+    from workbench.callbacks.recorder import Recorder
     from workbench.training.step_record import StepRecord
+    from workbench.zoo import ArchitectureConfig
 
 WITH, WITHOUT = WITH_KSS, WITHOUT_KSS
 #: Settings of a run that are not on the page, unless the caller has set them.

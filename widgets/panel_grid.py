@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from bokeh.layouts import gridplot
 
-from workbench.plots.files import bokeh_plot
+from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.style import note_bokeh
 
 if TYPE_CHECKING:

@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from widgets.figure import Figure
-from widgets.risk.curve import CurvePanel, head
-from widgets.risk.driver_bars import driver_bars
-from widgets.risk.forecast import Forecast, forecast
-from widgets.risk.measurement import Efforts, Measured, is_trial_asked, measure, update_of
-from widgets.risk.model_choice import ModelChoice
-from widgets.risk.nearest_table import NEEDS, nearest_table
-from widgets.risk.plan_controls import PlanControls
-from widgets.risk.verdict import cards, warning
-from widgets.worker import MeasuringWidget
 from workbench import plots
-from workbench.assessment.neighbours import Neighbours
 from workbench.errors import ThresholdError
-from workbench.sweep_schema import require
+from workbench.risk.neighbours import Neighbours
+from workbench.schema.sweeps import require
+from workbench.widgets.figure import Figure
+from workbench.widgets.risk.curve import CurvePanel, head
+from workbench.widgets.risk.driver_bars import driver_bars
+from workbench.widgets.risk.forecast import Forecast, forecast
+from workbench.widgets.risk.measurement import Efforts, Measured, is_trial_asked, measure, update_of
+from workbench.widgets.risk.model_choice import ModelChoice
+from workbench.widgets.risk.nearest_table import NEEDS, nearest_table
+from workbench.widgets.risk.plan_controls import PlanControls
+from workbench.widgets.risk.risk_verdict import cards, warning
+from workbench.widgets.worker import MeasuringWidget
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.assessment.model import RiskModel
+    from workbench.risk.risk_model import RiskModel
 
 #: Name in the list -> set of features of a shipped risk model, the quickest first.
 _LOOKS = {
@@ -284,12 +284,12 @@ class RiskExplorer(MeasuringWidget):
 
 
 def _shipped_model(features: str) -> RiskModel:
-    from workbench.assessment.risk import shipped
+    from workbench.risk import shipped
 
     return shipped(features)
 
 
 def _shipped_sweep() -> xr.Dataset:
-    from workbench.subjects.samples import divergence_sweep
+    from workbench.studies.samples import divergence_sweep
 
     return divergence_sweep()

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from widgets.base import WorkbenchWidget
-from widgets.eigenvalue_panels import VIEW_TIPS, VIEWS, EigenvaluePanels
-from widgets.figure import Figure
-from widgets.tables import mass_table, mode_table
+from workbench.koopman.measures import remeasure
 from workbench.plots import eigenvalue_map
-from workbench.plots.inputs import named_spectra, select_layers
-from workbench.plots.modes import view_of
-from workbench.spectral.measures import remeasure
+from workbench.plots.mode_columns import view_of
+from workbench.plots.spectra_inputs import named_spectra, select_layers
+from workbench.widgets.base import WorkbenchWidget
+from workbench.widgets.eigenvalue_panels import VIEW_TIPS, VIEWS, EigenvaluePanels
+from workbench.widgets.figure import Figure
+from workbench.widgets.tables import mass_table, mode_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import xarray as xr
 
-    from workbench.plots.modes import View
+    from workbench.plots.mode_columns import View
 
 
 class SpectrumExplorer(WorkbenchWidget):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.schema import SPECTRA
-from workbench.spectral.measures import MASSES, summarize
+from workbench.koopman.measures import MASSES, summarize
+from workbench.schema.runs import SPECTRA
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

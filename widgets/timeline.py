@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from widgets.base import WorkbenchWidget
-from widgets.timeline_parts.canvas import Detail, Selection, TimelineCanvas, Wishes
-from widgets.timeline_parts.followed_run import FollowedRun
-from workbench import signals as sig
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots import timeline
-from workbench.plots.timeline import chosen_signals, healthy_runs
 from workbench.plots.timeline_events import Event, signal_of
+from workbench.plots.timeline_figure import chosen_signals, healthy_runs, timeline
+from workbench.studies import signals as sig
+from workbench.widgets.base import WorkbenchWidget
+from workbench.widgets.timeline_parts.canvas import Detail, Selection, TimelineCanvas, Wishes
+from workbench.widgets.timeline_parts.followed_run import FollowedRun
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -41,7 +40,7 @@ class Timeline(WorkbenchWidget):
 
     Args:
         runs: One run, or several by name: a run, or the path of a stored one.
-        signals: Names as of ``workbench.signals.names(run)``; None: those worth a first look, as in
+        signals: Names as of ``workbench.studies.signals.names(run)``; None: those worth a first look, as in
             `workbench.plots.timeline`.
         reduce: Over layers and heads: ``"min"``, ``"max"``, ``"mean"``, or ``"worst"``, which shows trouble first.
         healthy: Healthy runs, or the number of steps of each run's own healthy start, for a shaded band.
@@ -49,7 +48,7 @@ class Timeline(WorkbenchWidget):
         poll_every: Seconds between two looks at the stores.
 
     Attributes:
-        runs: By name, as `widgets.timeline_parts.followed_run.FollowedRun`.
+        runs: By name, as `workbench.widgets.timeline_parts.followed_run.FollowedRun`.
         canvas: The picture.
 
     Raises:

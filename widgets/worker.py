@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from widgets.base import WorkbenchWidget
+from workbench.widgets.base import WorkbenchWidget
 
 if TYPE_CHECKING:
     from collections.abc import Callable

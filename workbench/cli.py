@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from workbench.assessment.verdicts import BAD_INPUT, BROKEN, EXIT_STATUS, INTERRUPTED
-from workbench.atomic import check_free
 from workbench.errors import CheckpointError, StoreError, ThresholdError, WorkbenchError
+from workbench.io.atomic import check_free
+from workbench.schema.statuses import BAD_INPUT, BROKEN, EXIT_STATUS, INTERRUPTED
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _assess(given: argparse.Namespace) -> int:
-    from workbench.reports.report import check_target
+    from workbench.reports.make_report import check_target
 
     for path in given.out:
         check_target(path, overwrite=given.overwrite)
@@ -69,12 +69,13 @@ def _assess(given: argparse.Namespace) -> int:
 
 
 def _diagnose(given: argparse.Namespace) -> int:
-    from workbench.reports.report import check_target
+    from workbench.reports.make_report import check_target
 
     for path in given.out:
         check_target(path, overwrite=given.overwrite)
     _check_tree_path(given.tree, overwrite=given.overwrite)
-    from workbench.diagnosis import diagnose, read_log
+    from workbench.diagnosis.diagnose import diagnose
+    from workbench.io.training_logs import read_log
 
     run = given.run_path
     if not run.exists():
@@ -97,7 +98,7 @@ def _profile(given: argparse.Namespace) -> int:
         except (OSError, UnicodeDecodeError) as error:
             raise StoreError(f"{given.text} cannot be read as text ({error}); pass a text file in UTF-8.") from error
     else:
-        from workbench.training.tasks import reference_passages
+        from workbench.tasks import reference_passages
 
         inputs = reference_passages(64)
     spectra = wb.profile(subject, inputs, n_snapshots=given.n_snapshots, seed=given.seed, progress=not given.quiet)
@@ -159,7 +160,7 @@ def _teller(given: argparse.Namespace) -> Callable[[str], None] | bool:
 
 
 def _write(tree: xr.DataTree, given: argparse.Namespace) -> None:
-    from workbench.reports import report
+    from workbench.reports.make_report import report
 
     # The data first: they took the longest.
     if given.tree is not None:

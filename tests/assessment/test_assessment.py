@@ -9,17 +9,17 @@ import torch
 import xarray as xr
 
 import workbench as wb
-from workbench.assessment.changes import possible_changes
+from workbench.assessment.affordable_ladder import affordable_widths, ladder
 from workbench.assessment.conclusion import conclude
 from workbench.assessment.decisions import KINDS
 from workbench.assessment.design_comparison import dominated
-from workbench.assessment.ladder import affordable_widths, ladder
-from workbench.assessment.verdicts import EXIT_STATUS
+from workbench.assessment.plan_changes import possible_changes
 from workbench.errors import CheckpointError, ThresholdError
-from workbench.reports.assessment import most_important
+from workbench.reports.assessment_document import most_important
+from workbench.reports.make_report import document_of
 from workbench.reports.quantity import Numbers
-from workbench.reports.report import document_of
-from workbench.scaling.matched_width import WIDTH_ERROR
+from workbench.scaling.width_matching import WIDTH_ERROR
+from workbench.schema.statuses import EXIT_STATUS
 
 #: As small as the smallest of the recorded models.
 SIZE = {"d_model": 24, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16}
@@ -267,7 +267,7 @@ def test_stable_rates_are_not_looked_for_where_they_would_say_nothing_of_the_tar
         return xr.Dataset(coords={"quantity": ["near_unit_mass"]})
 
     asked = []
-    monkeypatch.setattr("workbench.assessment.ladder.scaling_study", study)
+    monkeypatch.setattr("workbench.assessment.affordable_ladder.scaling_study", study)
     plan = wb.hardware.read_plan({})
     found = ladder(wb.design("gpt2", width=width), None, plan.training_plan(), plan, seed=0)
     assert asked == [(128, edge)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.assessment.changes import possible_changes, try_changes
-from workbench.assessment.dress_rehearsal import LOOK_EVERY, dress_rehearsal
+from workbench.assessment.pilot_run import LOOK_EVERY, dress_rehearsal
+from workbench.assessment.plan_changes import possible_changes, try_changes
 from workbench.errors import ThresholdError
 
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 16, "max_length": 8}

@@ -12,7 +12,7 @@ from tests.data_scripts import load_script
 from workbench.assessment.conclusion import conclude
 from workbench.assessment.design_comparison import dominated
 from workbench.assessment.plan_risk import plan_risk
-from workbench.reports.report import document_of
+from workbench.reports.make_report import document_of
 
 PLAN = Path(__file__).parents[2] / "notebooks" / "plan.toml"
 NAMES = ("gpt2", "llama-2-7b", "mixtral-8x7b", "mamba-130m")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.browser.driver import ask_kernel, open_and_run, pixels, wait, write_notebook
 from tests.reports import made_trees
-from workbench.store import export_netcdf
+from workbench.io.store import export_netcdf
 
 pytestmark = pytest.mark.browser
 NOTEBOOK = "notebooks/assessment.ipynb"

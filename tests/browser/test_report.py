@@ -4,7 +4,7 @@ import pytest
 
 from tests.browser.conftest import CHROMIUM, CHROMIUM_FLAGS
 from tests.reports import made_trees
-from workbench.reports import report
+from workbench.reports.make_report import report
 
 #: Not even this machine's own names resolve.
 OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND"

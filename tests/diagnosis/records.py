@@ -5,7 +5,7 @@ import json
 import numpy as np
 import xarray as xr
 
-from workbench.diagnosis.record import read_record
+from workbench.diagnosis.failed_run import read_record
 
 
 def monitors(loss, *, grad_norm=None, rate=None, rows=None, step=None):

@@ -6,9 +6,11 @@ import torch
 import xarray as xr
 
 import workbench as wb
-from workbench.diagnosis import CAUSES, diagnose, run_experiment
+from workbench.diagnosis import CAUSES
+from workbench.diagnosis.diagnose import diagnose
+from workbench.diagnosis.experiment_runs import run_experiment
 from workbench.errors import CheckpointError, SchemaError, StoreError, ThresholdError
-from workbench.subjects.checkpoint import save_checkpoint
+from workbench.models.checkpoint import save_checkpoint
 
 SIZES = {"d_model": 16, "n_layers": 3, "n_heads": 2, "vocab_size": 10, "max_length": 5}
 N_STEPS, JUMP = 90, 55
@@ -158,8 +160,8 @@ def test_the_experiment_decides_against_another_cause(tree):
 
 def test_the_unchanged_replay_is_the_run(store, tree):
     """From the checkpoint on, the twin's losses are those recorded."""
-    from workbench.diagnosis.record import read_record
-    from workbench.diagnosis.replay import _Replay
+    from workbench.diagnosis.experiment_runs import _Replay
+    from workbench.diagnosis.failed_run import read_record
 
     model, task = fresh()
     replay = _Replay(read_record(store), store, model, task, 40, 20, (), None, {})

@@ -6,10 +6,10 @@ import torch
 
 import workbench as wb
 from tests.diagnosis.records import descent, monitors, record
-from workbench.diagnosis.changes import Course, Limit, ShiftedTask, shifted, steady_routers
+from workbench.diagnosis.experiment_changes import Course, Limit, ShiftedTask, shifted, steady_routers
+from workbench.diagnosis.experiment_runs import _is_lower
 from workbench.diagnosis.experiments import propose
 from workbench.diagnosis.failure import find_failure
-from workbench.diagnosis.replay import _is_lower
 
 TASK = wb.tasks.associative_recall(length=5, vocab_size=10, n_pairs=2, batch_size=4, seed=1)
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.diagnosis.records import descent, monitors, optimizer, record, tree
-from workbench.diagnosis import CAUSES, diagnose, find_failure, read_record, read_signs
-from workbench.diagnosis.diagnose import block_at_fault
-from workbench.diagnosis.signs.blocks import odd_one
-from workbench.diagnosis.signs.sign import ramp
+from workbench.diagnosis import CAUSES, find_failure, read_record, read_signs
+from workbench.diagnosis.diagnose import block_at_fault, diagnose
+from workbench.diagnosis.symptoms.block_symptoms import odd_one
+from workbench.diagnosis.symptoms.symptom import ramp
 
 
 def signs_of(parts, **options):

@@ -2,9 +2,11 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.diagnosis import check_fits, diagnose, read_log
-from workbench.diagnosis.weights import find_checkpoints, look_at_weights
+from workbench.diagnosis import check_fits
+from workbench.diagnosis.checkpoint_evidence import find_checkpoints, look_at_weights
+from workbench.diagnosis.diagnose import diagnose
 from workbench.errors import CheckpointError
+from workbench.io.training_logs import read_log
 
 SMALL = {"d_model": 16, "n_layers": 4, "n_heads": 2, "vocab_size": 16, "max_length": 8}
 

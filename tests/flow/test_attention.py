@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import workbench as wb
-from tests.subjects.zoo_models import TEXT, inputs_for, unsettled
-from workbench.flow import measure
-from workbench.flow.attention import routing_margin, sharpness
+from tests.zoo.zoo_models import TEXT, inputs_for, unsettled
+from workbench.flow.attention_sharpness import routing_margin, sharpness
+from workbench.flow.flow_measurement import measure
 
 
 def scores(model, x, *, window=None):

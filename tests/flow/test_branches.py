@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.subjects.model_families import BY_NAME, build, make_inputs
-from tests.subjects.zoo_models import TEXT, inputs_for, unsettled
-from workbench.flow import measure
-from workbench.flow.branches import short_names
+from tests.models.model_families import BY_NAME, build, make_inputs
+from tests.zoo.zoo_models import TEXT, inputs_for, unsettled
+from workbench.flow.branch_reader import short_names
+from workbench.flow.flow_measurement import measure
 
 WIDTH = 12
 

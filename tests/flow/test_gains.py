@@ -9,9 +9,9 @@ from torch import nn
 
 import workbench as wb
 from tests.flow.nets import deep_net, pairs
-from tests.subjects.zoo_models import TEXT, inputs_for, unsettled
-from workbench.flow import measure
-from workbench.training.losses import token_loss
+from tests.zoo.zoo_models import TEXT, inputs_for, unsettled
+from workbench.flow.flow_measurement import measure
+from workbench.models.losses import token_loss
 
 WIDTH, DEPTH, SEEDS = 512, 5, (0, 1, 2)
 

@@ -7,11 +7,11 @@ from torch import nn
 
 import workbench as wb
 from tests.flow.nets import deep_net
-from tests.subjects.model_families import BY_NAME, build, make_inputs
-from tests.subjects.zoo_models import TEXT, inputs_for, unsettled
-from workbench.flow import measure
+from tests.models.model_families import BY_NAME, build, make_inputs
+from tests.zoo.zoo_models import TEXT, inputs_for, unsettled
+from workbench.flow.flow_measurement import measure
 from workbench.flow.jacobian import Jacobian, SequenceJacobians, singular_values
-from workbench.subjects.anatomy import read_anatomy
+from workbench.models.anatomy import read_anatomy
 
 
 def spectrum(function, x):

@@ -9,11 +9,12 @@ from torch import nn
 
 import workbench as wb
 from tests.flow.nets import deep_net
-from tests.subjects.model_families import BY_NAME, build, make_inputs
-from tests.subjects.zoo_models import MAKERS, TEXT, inputs_for
+from tests.models.model_families import BY_NAME, build, make_inputs
+from tests.zoo.zoo_models import MAKERS, TEXT, inputs_for
 from workbench.errors import AnatomyError, SnapshotError, ThresholdError
-from workbench.flow import FLOW, measure
-from workbench.flow.cut import first_rows, one_sequence
+from workbench.flow import FLOW
+from workbench.flow.batch_slicing import first_rows, one_sequence
+from workbench.flow.flow_measurement import measure
 
 
 @pytest.fixture(scope="module")

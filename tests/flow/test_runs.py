@@ -5,10 +5,11 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.subjects.zoo_models import TEXT, inputs_for
+from tests.zoo.zoo_models import TEXT, inputs_for
 from workbench.errors import CheckpointError
-from workbench.flow import along_run, measure, summarize
-from workbench.training.checkpoints import list_checkpoints, load_weights
+from workbench.flow import along_run, summarize
+from workbench.flow.flow_measurement import measure
+from workbench.models.run_checkpoints import list_checkpoints, load_weights
 
 
 @pytest.fixture(scope="module")

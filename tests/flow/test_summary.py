@@ -7,10 +7,11 @@ from scipy.stats import linregress
 
 import workbench as wb
 from tests.flow.nets import deep_net
-from tests.subjects.zoo_models import TEXT, inputs_for
+from tests.zoo.zoo_models import TEXT, inputs_for
 from workbench.errors import SchemaError
-from workbench.flow import measure, summarize
-from workbench.flow.summary import SUMMARY
+from workbench.flow import summarize
+from workbench.flow.flow_measurement import measure
+from workbench.flow.flow_summary import SUMMARY
 
 
 @pytest.fixture(scope="module")

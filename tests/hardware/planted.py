@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from workbench.hardware import read_plan
 from workbench.hardware.emulation import Emulation
-from workbench.training.losses import token_loss
+from workbench.models.losses import token_loss
 
 
 class Known(nn.Module):

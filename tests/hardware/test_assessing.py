@@ -82,7 +82,7 @@ def test_it_says_where_it_comes_from(found: xr.Dataset) -> None:
 def test_settings_of_the_table_are_keys_of_a_plan() -> None:
     from dataclasses import fields
 
-    from workbench.hardware.sections import HardwareSection, TrainingSection
+    from workbench.hardware.plan_sections import HardwareSection, TrainingSection
 
     known = {item.name for section in (HardwareSection, TrainingSection) for item in fields(section)}
     for hazard in HAZARDS:

@@ -21,8 +21,8 @@ from workbench.hardware.loss_scale import (
     octaves_of,
     share_lost,
 )
+from workbench.hardware.lost_updates import _N_RATES, lost_updates
 from workbench.hardware.staleness import late_gradients
-from workbench.hardware.weights import _N_RATES, lost_updates
 
 BF16 = {"weight_dtype": "bfloat16", "master_weights": False}
 

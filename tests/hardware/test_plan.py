@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import workbench as wb
 from workbench.errors import ThresholdError
 from workbench.hardware import AssessmentPlan, model_sizes, read_plan
-from workbench.hardware.sections import DTYPES, ORDERS, SECTIONS
-from workbench.training.plan import SCHEDULES
-from workbench.training.tasks import Digits, RandomTokens, SyntheticLM
+from workbench.hardware.plan_sections import DTYPES, ORDERS, SECTIONS
+from workbench.tasks import Digits, RandomTokens, SyntheticLM
+from workbench.training.training_plan import SCHEDULES
 
 SIZES = st.integers(1, 4096)
 POSITIVE = st.floats(1e-12, 1e12)
@@ -182,7 +182,7 @@ def test_sizes_are_read_from_any_description() -> None:
 
 
 def test_the_target_decides_over_the_design() -> None:
-    from workbench.scaling.design import design
+    from workbench.scaling.designs import design
 
     source = design("gpt2")
     read_plan({"hardware": {"tensor_parallel": 16}, "target": {"width": 1024}}).check_against(source)

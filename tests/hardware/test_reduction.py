@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tests.hardware.planted import Known, emulation
 from workbench.hardware.accumulation import accumulation_error, accumulation_shrinkage
 from workbench.hardware.emulation import NotMeasured
-from workbench.hardware.gradients import Layout, ShareGradients, Terms, compare
 from workbench.hardware.reduction import (
     allreduce_error,
     allreduce_shrinkage,
@@ -23,6 +22,7 @@ from workbench.hardware.reduction import (
     running_sum,
     tree_sum,
 )
+from workbench.hardware.share_gradients import Layout, ShareGradients, Terms, compare
 
 EPS = {"float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11}
 
@@ -118,7 +118,7 @@ def test_terms_that_were_measured_are_the_very_gradients() -> None:
 
 
 def test_large_models_are_looked_at_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.hardware.gradients.MAX_VALUES", 1000)
+    monkeypatch.setattr("workbench.hardware.share_gradients.MAX_VALUES", 1000)
     weights = [torch.randn(100, 50), torch.randn(7)]
     layout = Layout.of(weights, [0, -1], 1, n_shares=4)
     assert sum(layout.sizes) <= 1000 / 4 + 2

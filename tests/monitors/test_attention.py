@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests import oracle
 from workbench.errors import ThresholdError
-from workbench.monitors import attention
-from workbench.monitors.attention import (
+from workbench.monitors import attention_health as attention
+from workbench.monitors.attention_health import (
     attention_entropy,
     attention_logit_max,
     look_at_attention,

@@ -12,12 +12,12 @@ from torch import nn
 
 import workbench as wb
 from tests import oracle
-from tests.subjects.model_families import BY_NAME, build, make_inputs
-from tests.subjects.zoo_models import MAKERS, inputs_for, unsettled
+from tests.models.model_families import BY_NAME, build, make_inputs
+from tests.zoo.zoo_models import MAKERS, inputs_for, unsettled
 from workbench.errors import ThresholdError
-from workbench.monitors.look import ProbeLook
-from workbench.subjects.anatomy import read_anatomy
-from workbench.subjects.zoo.attention import rotate
+from workbench.models.anatomy import read_anatomy
+from workbench.monitors.probe_pass import ProbeLook
+from workbench.zoo.attention import rotate
 
 ATTENTION = ("attention_logit_max", "attention_entropy", "attention_entropy_share")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from workbench.errors import ThresholdError
-from workbench.monitors.optimizer import adam_staleness, gradient_rms, update_ratio
+from workbench.monitors.optimizer_health import adam_staleness, gradient_rms, update_ratio
 
 
 def test_gradients_of_a_module_count_by_entry():

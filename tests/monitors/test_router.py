@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests import oracle
 from workbench.errors import ThresholdError
-from workbench.monitors.router import (
+from workbench.monitors.router_health import (
     dead_experts,
     expert_load,
     max_violation,

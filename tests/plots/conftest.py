@@ -6,8 +6,8 @@ import torch
 import xarray as xr
 
 import workbench as wb
-from workbench.spectral.moments import SnapshotMoments
-from workbench.spectral.spectra import as_dataset, layer_spectrum
+from workbench.koopman.moments import SnapshotMoments
+from workbench.koopman.spectra import as_dataset, layer_spectrum
 
 
 def spectra_of(radius, *, n_layers=4, width=12, noise=0.05, seed=0, subject="synthetic"):

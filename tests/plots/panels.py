@@ -3,7 +3,7 @@
 import numpy as np
 
 from workbench.plots import style
-from workbench.plots.files import bokeh_plot
+from workbench.plots.figure_files import bokeh_plot
 
 
 def elements(panel, kind):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.plots.panels import bokeh_panels, elements, matplotlib_axes, words
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots.criteria_bands import criteria_bands, place_in_band
+from workbench.plots.criteria_bands_figure import criteria_bands, place_in_band
 
 NAN = math.nan
 
@@ -89,7 +89,7 @@ def test_the_legend_shows_a_hollow_mark_only_for_a_state_that_has_no_other(crite
 
 
 def test_shape_alone_tells_the_states_apart(criteria):
-    from workbench.plots.criteria_bands import STATE_LOOKS
+    from workbench.plots.criteria_bands_figure import STATE_LOOKS
 
     shown = {state: marker for state, (_, marker) in STATE_LOOKS.items() if state != "not measured"}
     assert len(set(shown.values())) == len(shown) == 3

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots import decision_chart
-from workbench.plots.decision_chart import KINDS
+from workbench.plots.decision_chart_figure import KINDS, decision_chart
 from workbench.plots.label_places import Box, place_labels
-from workbench.plots.outcome_looks import DIVERGED, SURVIVED
+from workbench.plots.outcome_colors import DIVERGED, SURVIVED
 
 NAN = np.nan
 

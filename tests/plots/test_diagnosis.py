@@ -7,7 +7,7 @@ from tests.plots.panels import elements, ends
 from tests.reports import made_trees
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import save
-from workbench.plots.diagnosis import cause_bars, evidence_bars, evidence_timeline
+from workbench.plots.diagnosis_figures import cause_bars, evidence_bars, evidence_timeline
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.plots.panels import bokeh_panels, elements, ends, note, words
-from workbench.assessment.features import FEATURES
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots import drivers
-from workbench.plots.drivers import Bars
-from workbench.plots.outcome_looks import DIVERGED, SURVIVED
+from workbench.plots.drivers_figure import Bars, drivers
+from workbench.plots.outcome_colors import DIVERGED, SURVIVED
+from workbench.risk.features import FEATURES
 
 FEATURE = next(iter(FEATURES))
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import workbench as wb
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import eigenvalue_map
-from workbench.plots.eigenvalues import headline, mode_columns, silent_layers, view_of
-from workbench.plots.files import bokeh_plot
+from workbench.plots.eigenvalue_map_figure import headline, mode_columns, silent_layers, view_of
+from workbench.plots.figure_files import bokeh_plot
 
 
 def panels_of(figure):
@@ -145,7 +145,7 @@ def test_a_run_is_shown_at_the_step_asked_for(runs):
 
 
 def test_a_run_of_bare_spectra_needs_no_step(calm):
-    from workbench.store import as_run
+    from workbench.io.store import as_run
 
     assert len(points_of(eigenvalue_map({"a": as_run(calm)}))) == calm["eigenvalue"].size
 

@@ -8,18 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.test_outcomes import grid_of
+from tests.studies.test_outcomes import grid_of
 from workbench.errors import StoreError
-from workbench.plots import (
-    dose_response,
-    eigenvalue_map,
-    layer_profile,
-    radar,
-    save,
-    stability_edge,
-    step_grid,
-    traces,
-)
+from workbench.plots import dose_response, eigenvalue_map, layer_profile, save, stability_edge, step_grid
+from workbench.plots.radar_figure import radar
+from workbench.plots.traces_figure import traces
 
 
 @pytest.mark.parametrize(("draw", "options"), [(eigenvalue_map, {}), (layer_profile, {"measures": ["rank"]})])

@@ -6,8 +6,8 @@ import xarray as xr
 
 from tests.plots.panels import bokeh_panels, elements, ends, legend, matplotlib_axes, note, places
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots.files import save
-from workbench.plots.flow_map import AMPLIFIED, ATTENUATED, flow_map, paths_of
+from workbench.plots.figure_files import save
+from workbench.plots.flow_map_figure import AMPLIFIED, ATTENUATED, flow_map, paths_of
 
 
 def made_flow(signal, gradient, *, subject="made"):

@@ -5,7 +5,7 @@ import pytest
 
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import layer_profile
-from workbench.plots.layers import DEFAULT_MEASURES, measure_columns, remark
+from workbench.plots.layer_profile_figure import DEFAULT_MEASURES, measure_columns, remark
 
 
 def test_each_panel_holds_the_measure_of_each_model(calm, wild):

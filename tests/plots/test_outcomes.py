@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.test_outcomes import PLANTED, grid_of, outcomes_of
+from tests.studies.test_outcomes import PLANTED, grid_of, outcomes_of
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import dose_response, stability_edge
-from workbench.plots.doses import Responses
-from workbench.plots.edges import dodged, edges_of, spread
-from workbench.plots.files import bokeh_plot
+from workbench.plots.dose_response_figure import Responses
+from workbench.plots.figure_files import bokeh_plot
+from workbench.plots.stability_edge_figure import dodged, edges_of, spread
 from workbench.plots.style import MODEL_COLORS
 
 SHARES = {"none": (0.0, 0.5, 1.0), "clip 1.0": (None, 0.1, 0.9), "KSS, best": (0.0, 0.0, 0.1), "worse": (1.0, 1.0, 1.0)}

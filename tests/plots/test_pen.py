@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.plots.panels import bokeh_panels, ends, legend, matplotlib_axes, note, places
 from workbench.plots import style
-from workbench.plots.pen import Pen, decades, flowed, laid_out, stretches
+from workbench.plots.primitives import Pen, decades, flowed, laid_out, stretches
 
 
 def drawn(backend, *, ticks=(None, None), **options):

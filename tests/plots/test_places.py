@@ -4,8 +4,10 @@ import pytest
 
 import workbench as wb
 from workbench.errors import ThresholdError
-from workbench.plots import layer_profile, radar, style, traces
-from workbench.plots.files import bokeh_plot
+from workbench.plots import layer_profile, style
+from workbench.plots.figure_files import bokeh_plot
+from workbench.plots.radar_figure import radar
+from workbench.plots.traces_figure import traces
 
 PLACES = {"Pre-LN": 0, "none": 1, "bare": 2}
 

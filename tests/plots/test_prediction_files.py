@@ -9,7 +9,13 @@ from PIL import Image
 
 from tests.plots.test_reliability import ONE
 from tests.plots.test_roc import GOOD
-from workbench.plots import decision_chart, drivers, predictor_table, reliability, risk_curve, risk_map, roc, save
+from workbench.plots import predictor_table, save
+from workbench.plots.decision_chart_figure import decision_chart
+from workbench.plots.drivers_figure import drivers
+from workbench.plots.reliability_figure import reliability
+from workbench.plots.risk_curve_figure import risk_curve
+from workbench.plots.risk_map_figure import risk_map
+from workbench.plots.roc_figure import roc
 
 RATES = [1e-3, 1e-2, 1e-1]
 RISK = xr.Dataset(

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots import radar
-from workbench.plots.files import bokeh_plot
+from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.radar_axes import LOGARITHMIC, Axis, Chart, Texts, axes_of, outline
+from workbench.plots.radar_figure import radar
 
 
 def panels_of(figure):

@@ -6,8 +6,7 @@ import xarray as xr
 
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots import reliability
-from workbench.plots.reliability import bins_of
+from workbench.plots.reliability_figure import bins_of, reliability
 from workbench.plots.style import MODEL_COLORS
 
 NAMES = ("mean_probability", "rate", "low", "high", "n_runs")

@@ -6,9 +6,10 @@ import xarray as xr
 
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots import risk_curve, risk_map
-from workbench.plots.outcome_looks import UNKNOWN, probability_colors
+from workbench.plots.outcome_colors import UNKNOWN, probability_colors
+from workbench.plots.risk_curve_figure import risk_curve
 from workbench.plots.risk_grid import RiskGrid, Runs
+from workbench.plots.risk_map_figure import risk_map
 
 RATES = np.array([1e-3, 1e-2, 1e-1])
 GRID = ("architecture", "learning_rate")
@@ -248,7 +249,7 @@ def test_wrong_risk_says_what_to_do(risk, draw, change, error, sentence):
 
 @pytest.mark.parametrize("draw", [risk_map, risk_curve])
 def test_wrong_runs_and_options_say_what_to_do(risk, runs, draw):
-    with pytest.raises(SchemaError, match="no table of runs: it lacks architecture; make it with wb.sweep"):
+    with pytest.raises(SchemaError, match="no table of runs: it lacks architecture; make it with wb.sweeps.run"):
         draw(risk, runs=runs.drop_vars("architecture"))
     with pytest.raises(ThresholdError, match="plotly"):
         draw(risk, backend="plotly")

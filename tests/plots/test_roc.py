@@ -6,8 +6,7 @@ import xarray as xr
 
 from tests.plots.panels import bokeh_panels, elements, legend, note, places
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots import roc
-from workbench.plots.roc import lines_of
+from workbench.plots.roc_figure import lines_of, roc
 from workbench.plots.style import MODEL_COLORS
 
 

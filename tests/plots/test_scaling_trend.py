@@ -10,7 +10,7 @@ from PIL import Image
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import save, style
-from workbench.plots.scaling_trend import scaling_trend
+from workbench.plots.scaling_trend_figure import scaling_trend
 from workbench.scaling import foretold
 
 EDGE, MASS = "stable_rate_edge", "near_unit_mass"

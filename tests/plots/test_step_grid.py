@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from tests.plots.conftest import run_of
-from workbench.comparison import named_runs
 from workbench.errors import SchemaError, ThresholdError
+from workbench.io.run_access import named_runs
 from workbench.plots import step_grid
-from workbench.plots.files import bokeh_plot
-from workbench.plots.modes import mode_columns
-from workbench.plots.steps import cell_of
+from workbench.plots.figure_files import bokeh_plot
+from workbench.plots.mode_columns import mode_columns
+from workbench.plots.step_grid_figure import cell_of
 
 
 def panels_of(figure):

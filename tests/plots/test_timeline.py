@@ -10,9 +10,8 @@ from PIL import Image
 from tests.monitored_runs import HEAD, LAYER, events_dataset, monitored_run
 from tests.plots.conftest import run_of
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots import save, timeline
-from workbench.plots.files import bokeh_plot
-from workbench.plots.timeline import Axis, Story
+from workbench.plots import save
+from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.timeline_drawing import lead_in_words
 from workbench.plots.timeline_events import (
     ESTABLISHED,
@@ -24,6 +23,8 @@ from workbench.plots.timeline_events import (
     onsets_of,
     signal_of,
 )
+from workbench.plots.timeline_figure import timeline
+from workbench.plots.timeline_panels import Axis, Story
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_the_lead_goes_from_the_mechanism_to_what_anyone_would_have_seen():
 
 
 def test_the_lead_is_the_one_that_the_alarms_count(pair):
-    from workbench.monitors import alarms
+    from workbench.callbacks import alarms
 
     run = pair["faulted"]
     theirs = alarms.lead_time(alarms.recorded_alarms(run), divergence=299, since=80)

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from workbench.comparison import named_runs
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots import traces
-from workbench.plots.files import bokeh_plot
-from workbench.plots.traces import Panel, trace_of
+from workbench.io.run_access import named_runs
+from workbench.plots.figure_files import bokeh_plot
+from workbench.plots.traces_figure import Panel, trace_of, traces
 
 
 def panels_of(figure):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.reports import made_trees
-from workbench.reports import html, notebook, pictures, report
-from workbench.reports.report import document_of
+from workbench.reports import html, notebook, pictures
+from workbench.reports.make_report import document_of, report
 
 PIXEL = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
 

@@ -7,8 +7,8 @@ import numpy as np
 import xarray as xr
 
 import workbench as wb
-from workbench.assessment.verdicts import EXIT_STATUS
-from workbench.flow import measure
+from workbench.flow.flow_measurement import measure
+from workbench.schema.statuses import EXIT_STATUS
 
 STATES = ("healthy", "at risk", "failing", "not measured")
 

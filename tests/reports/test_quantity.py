@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.reports import made_trees
 from workbench.errors import SchemaError
 from workbench.reports.quantity import Numbers, _anchor
-from workbench.reports.words import band_in_words, listed, number_in_words
+from workbench.reports.wording import band_in_words, listed, number_in_words
 
 PERCENT = "\N{NO-BREAK SPACE}%"
 

@@ -14,12 +14,11 @@ from markdown_it import MarkdownIt
 
 import workbench as wb
 from tests.reports import made_trees
-from workbench.assessment.verdicts import VERDICTS
 from workbench.errors import SchemaError, StoreError
 from workbench.reports import html as html_file
-from workbench.reports import report
 from workbench.reports.document import Lead, Paragraph, Picture, Table, say
-from workbench.reports.report import document_of
+from workbench.reports.make_report import document_of, report
+from workbench.schema.statuses import VERDICTS
 
 
 class Reader(HTMLParser):

@@ -8,9 +8,10 @@ import torch
 
 import workbench as wb
 from workbench.errors import ThresholdError
-from workbench.scaling import Rung, Workshop, coordinate_check, design
-from workbench.scaling.coordinate_check import LARGEST_EXPONENT, coordinate_sizes, layer_outputs
-from workbench.subjects.anatomy import read_anatomy
+from workbench.models.anatomy import read_anatomy
+from workbench.scaling import Rung, Workshop
+from workbench.scaling.coordinate_checks import LARGEST_EXPONENT, coordinate_check, coordinate_sizes, layer_outputs
+from workbench.scaling.designs import design
 
 OPTIONS = {"d_model": 128, "n_heads": 8, "n_layers": 2, "vocab_size": 64, "max_length": 16}
 RUNGS = [Rung(width, 2) for width in (16, 32, 64)]

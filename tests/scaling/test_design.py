@@ -8,9 +8,9 @@ import torch
 
 import workbench as wb
 from workbench.errors import CheckpointError, ThresholdError
-from workbench.scaling import design
+from workbench.models.anatomy import read_anatomy
+from workbench.scaling.designs import design
 from workbench.scaling.known_designs import ALIASES, KNOWN
-from workbench.subjects.anatomy import read_anatomy
 
 #: Weights of the published checkpoints, tied ones once.
 PUBLISHED = {

@@ -11,8 +11,7 @@ import workbench as wb
 from tests.data_scripts import load_script
 from workbench.assessment.flow_numbers import LOGARITHMIC, flow_numbers
 from workbench.errors import ThresholdError
-from workbench.scaling import matched_width
-from workbench.scaling.matched_width import WIDTH_ERROR
+from workbench.scaling.width_matching import WIDTH_ERROR, matched_width
 
 TINY = {"vocab_size": 32, "max_position_embeddings": 32}
 

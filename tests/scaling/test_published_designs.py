@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.subjects.model_families import BY_NAME, FAMILIES
+from tests.models.model_families import BY_NAME, FAMILIES
 from workbench.errors import ThresholdError
-from workbench.scaling import design, matched_width
 from workbench.scaling.built_sizes import misfit
+from workbench.scaling.designs import design
 from workbench.scaling.resizing import LARGEST_CHUNK, resized
+from workbench.scaling.width_matching import matched_width
 
 
 def thin(name, width=64, depth=4, **options):

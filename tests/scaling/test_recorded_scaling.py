@@ -8,7 +8,8 @@ import pytest
 import xarray as xr
 
 from tests.data_scripts import load_script
-from workbench.scaling import Rung, Workshop, design, foretold
+from workbench.scaling import Rung, Workshop, foretold
+from workbench.scaling.designs import design
 
 FILE = Path(__file__).parents[2] / "data" / "scaling.nc"
 #: Two values apart by less are taken to be the same: the edges of single seeds scatter by as much.

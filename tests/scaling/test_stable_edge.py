@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.scaling import Rung, Workshop, design, find_edge, rehearsed_edge, stable_edge
+from workbench.scaling import Rung, Workshop, find_edge, rehearsed_edge
+from workbench.scaling.designs import design
+from workbench.scaling.stable_edges import stable_edge
 
 
 @given(st.floats(-15, 8), st.floats(-15, 8), st.integers(0, 4))

@@ -9,18 +9,11 @@ import torch
 
 import workbench as wb
 from workbench.errors import ThresholdError
-from workbench.scaling import (
-    Design,
-    Rung,
-    Workshop,
-    design,
-    fit_trend,
-    foretold,
-    rehearsed_edge,
-    scaling_study,
-    stable_edge,
-)
-from workbench.scaling.ladder import rungs_of
+from workbench.scaling import Design, Rung, Workshop, fit_trend, foretold, rehearsed_edge
+from workbench.scaling.designs import design
+from workbench.scaling.ladder_study import scaling_study
+from workbench.scaling.size_ladder import rungs_of
+from workbench.scaling.stable_edges import stable_edge
 
 OPTIONS = {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 256, "max_length": 16}
 SETTINGS = {"n_steps": 3, "n_coordinate_steps": 2, "n_snapshots": 64, "seeds": (1, 2)}

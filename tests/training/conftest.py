@@ -1,27 +1,3 @@
-import pytest
-import torch
+"""The small model and task that training tests share."""
 
-import workbench as wb
-
-SMALL = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16, "seed": 1}
-
-
-@pytest.fixture
-def make_model():
-    """A small transformer, the same weights each time."""
-
-    def make(norm="pre_ln", **options):
-        return wb.zoo.transformer(norm, **{**SMALL, **options})
-
-    return make
-
-
-@pytest.fixture
-def task():
-    return wb.tasks.associative_recall(length=12, vocab_size=32, n_pairs=2, batch_size=8, seed=3)
-
-
-def same_weights(one, other):
-    """Whether two modules have bit-identical state."""
-    left, right = one.state_dict(), other.state_dict()
-    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+from tests.small_training import make_model, task  # noqa: F401 (fixtures)

@@ -32,7 +32,7 @@ def task():
 
 def main() -> None:
     torch.set_num_threads(1)
-    for name in ("torch._dynamo", "threadpoolctl", "safetensors.torch", "xarray", "zarr", "workbench.training.loop"):
+    for name in ("torch._dynamo", "threadpoolctl", "safetensors.torch", "xarray", "zarr", "workbench.callbacks.train"):
         importlib.import_module(name)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.test_background_writer import fail_writing, threads_of, wait_until
-from tests.training.conftest import same_weights
+from tests.io.test_background_writer import fail_writing, threads_of, wait_until
+from tests.small_training import same_weights
 from tests.training.test_resuming import run_to
-from workbench.background_writer import BackgroundWriter, RecordingWarning
+from workbench.callbacks import run_recording as recording
 from workbench.errors import StoreError
-from workbench.run_writer import RunWriter
-from workbench.training import recording
-from workbench.training.checkpoints import list_checkpoints
+from workbench.io.background_writer import BackgroundWriter, RecordingWarning
+from workbench.io.run_writer import RunWriter
+from workbench.models.run_checkpoints import list_checkpoints
 
 SETTINGS = {"n_steps": 24, "learning_rate": 1e-2, "seed": 5, "flush_every": 4}
 recorders = pytest.mark.parametrize("has_recorder", [False, True], ids=["alone", "with a recorder"])
@@ -330,7 +330,7 @@ def test_an_error_in_the_callers_loop_keeps_what_there_is(make_model, task, tmp_
 def test_an_error_before_the_first_step_leaves_no_thread(make_model, task, tmp_path, monkeypatch):
     settings = {"n_steps": 9, "store": tmp_path / "run.zarr", "checkpoint_every": 3}
     run_to(5, make_model(), task, **settings)
-    monkeypatch.setattr("workbench.training.guard.Guard.learn", lambda *_: 1 / 0)
+    monkeypatch.setattr("workbench.callbacks.guard.Guard.learn", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         next(wb.train(make_model(), task, resume=True, **settings))
     assert threads_of(tmp_path / "run.zarr") == []

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.small_training import same_weights
 from tests.training import killed_run
-from tests.training.conftest import same_weights
-from workbench.training.checkpoints import latest_checkpoint
+from workbench.models.run_checkpoints import latest_checkpoint
 
 N_KILLS = 20
 FLUSH, CHECKPOINT, SPECTRA = (killed_run.SETTINGS[f"{name}_every"] for name in ("flush", "checkpoint", "spectra"))

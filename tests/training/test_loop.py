@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
-from tests.training.conftest import same_weights
+from tests.small_training import same_weights
 from workbench.errors import AnatomyError, SnapshotError, StoreError, ThresholdError
-from workbench.spectral.spectra import RankWarning
+from workbench.koopman.spectra import RankWarning
 
 
 def test_the_loop_is_the_plain_one(make_model, task):

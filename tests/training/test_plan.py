@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from workbench.errors import ThresholdError
-from workbench.training.plan import TrainingPlan
+from workbench.training.training_plan import TrainingPlan
 
 
 @given(

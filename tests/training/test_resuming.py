@@ -6,10 +6,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
-from tests.training.conftest import same_weights
+from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from workbench.errors import CheckpointError, StoreError
-from workbench.training.checkpoints import latest_checkpoint
+from workbench.models.run_checkpoints import latest_checkpoint
 
 SETTINGS = {"n_steps": 14, "learning_rate": 1e-2, "warmup": 4, "schedule": "cosine", "seed": 5, "flush_every": 3}
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from tests.assessment.made_sweep import SLOPE
-from workbench.assessment.design import Design
-from workbench.assessment.familiarity import Familiarity
-from workbench.assessment.features import FEATURES
-from workbench.assessment.model import RiskModel
+from tests.risk.made_sweep import SLOPE
+from workbench.risk.applicability import Familiarity
+from workbench.risk.feature_map import Design
+from workbench.risk.features import FEATURES
+from workbench.risk.risk_model import RiskModel
 
 #: Feature -> what one unit of it adds to log10 of the edge; as `tests.assessment.made_sweep.edge`.
 COEFFICIENTS = {"near_unit_mass mean": -0.8, "d_model": -0.4, "n_layers": 0.0, "warmup": 0.15}

@@ -11,12 +11,12 @@ from matplotlib.textpath import TextPath
 import workbench as wb
 from tests.plots.conftest import spectra_of
 from tests.widgets.recorded_runs import run_of, spectra_over
-from widgets import ArchitectureComparison
-from widgets.comparison.recorded_run import RecordedRun
-from widgets.eigenvalue_panels import shortened
 from workbench.errors import SchemaError, StoreError, ThresholdError
-from workbench.plots.radar import axes_of, outline
+from workbench.plots.radar_figure import axes_of, outline
 from workbench.plots.style import model_style
+from workbench.widgets import ArchitectureComparison
+from workbench.widgets.comparison.recorded_run import RecordedRun
+from workbench.widgets.eigenvalue_panels import shortened
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,7 @@ def test_a_move_of_the_slider_does_not_check_the_runs_again(open_comparison, run
     def fail(*_):
         raise AssertionError("checked again")
 
-    monkeypatch.setattr("workbench.comparison.as_run", fail)
+    monkeypatch.setattr("workbench.studies.comparison.as_run", fail)
     comparison.step = 20
     assert comparison.error == ""
     with pytest.raises(AssertionError, match="checked again"):

@@ -6,18 +6,18 @@ import threading
 import pytest
 import xarray as xr
 
-import widgets.report.page
-import widgets.report.saving
 import workbench as wb
 import workbench.assessment.assess
 import workbench.diagnosis
+import workbench.widgets.report.page
+import workbench.widgets.report.saving
 from tests.reports import made_trees
-from widgets.assessment_report import AssessmentReport
-from widgets.report.experiments import WatchedTask
-from widgets.report.measuring import Progress
 from workbench.errors import SchemaError, StoreError, ThresholdError
 from workbench.reports.quantity import Numbers
-from workbench.training.tasks import as_task
+from workbench.tasks import as_task
+from workbench.widgets.assessment_report import AssessmentReport
+from workbench.widgets.report.experiment_list import WatchedTask
+from workbench.widgets.report.measuring import Progress
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,9 @@ def answers(monkeypatch):
     """What `ReportPage` sends."""
     sent = []
     monkeypatch.setattr(
-        widgets.report.page.ReportPage, "send", lambda self, content, buffers=(): sent.append((content, list(buffers)))
+        workbench.widgets.report.page.ReportPage,
+        "send",
+        lambda self, content, buffers=(): sent.append((content, list(buffers))),
     )
     return sent
 
@@ -68,7 +70,9 @@ def texts(table, name):
 def test_the_page_gets_its_text_at_once_and_each_picture_when_it_asks(make, assessment, answers, monkeypatch):
     drawn = []
     monkeypatch.setattr(
-        widgets.report.page, "image", lambda picture, tree: (drawn.append(picture.title), ("image/png", b"png"))[1]
+        workbench.widgets.report.page,
+        "image",
+        lambda picture, tree: (drawn.append(picture.title), ("image/png", b"png"))[1],
     )
     report = make(assessment)
     report.page._receive(None, {"question": "text", "id": "1"}, [])
@@ -89,7 +93,7 @@ def test_a_picture_that_cannot_be_drawn_says_so_in_its_place(make, assessment, a
     def refuse(picture, tree):
         raise SchemaError("The part lacks its depth.")
 
-    monkeypatch.setattr(widgets.report.page, "image", refuse)
+    monkeypatch.setattr(workbench.widgets.report.page, "image", refuse)
     report = make(assessment)
     report.page._receive(None, {"question": "picture", "number": 0, "id": "7"}, [])
     assert answers[-1][0] == {"answer": "7", "failure": "The part lacks its depth."}
@@ -382,7 +386,9 @@ def test_the_report_is_written_in_every_kind(make, tmp_path, monkeypatch):
     assert "the learning rate was too high" in written.read_text()
     assert (tmp_path / "run.nc").exists()
     asked = []
-    monkeypatch.setattr(widgets.report.saving, "report", lambda tree, path, overwrite: asked.append((path, overwrite)))
+    monkeypatch.setattr(
+        workbench.widgets.report.saving, "report", lambda tree, path, overwrite: asked.append((path, overwrite))
+    )
     report.save("html", tmp_path / "run")
     report.save("markdown", tmp_path / "run.md", overwrite=True)
     assert asked == [(tmp_path / "run.html", False), (tmp_path / "run.md", True)]

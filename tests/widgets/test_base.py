@@ -3,8 +3,8 @@
 import ipywidgets
 import pytest
 
-from widgets.base import WorkbenchWidget
 from workbench.errors import WorkbenchError
+from workbench.widgets.base import WorkbenchWidget
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import xarray as xr
 import workbench as wb
 from tests.plots.conftest import spectra_of
 from tests.widgets.recorded_runs import run_of
-from widgets import ArchitectureComparison
-from widgets.export import ExportBar, export_path, export_runs
 from workbench.errors import StoreError, ThresholdError
 from workbench.plots.style import INK, NEUTRAL, drawing
+from workbench.widgets import ArchitectureComparison
+from workbench.widgets.export import ExportBar, export_path, export_runs
 
 
 @pytest.fixture(scope="module")

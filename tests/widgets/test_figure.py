@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from bokeh.models import ColumnDataSource
 
-from widgets import show
-from widgets.figure import Figure
 from workbench import plots
+from workbench.widgets import show
+from workbench.widgets.figure import Figure
 
 
 @pytest.fixture

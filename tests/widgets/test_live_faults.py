@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from widgets import LiveTraining
-from widgets.live.alarm_list import AlarmList
-from widgets.live.fault_panel import FaultPanel
-from widgets.live.history import RunHistory
-from widgets.live.twins import WITH_FAULTS, WITHOUT_FAULTS
+from workbench.callbacks.actions import Action
+from workbench.callbacks.alarms import WATCHED, Alarm, Alarms, Attributor, Calibration, DetectorOptions
 from workbench.errors import ThresholdError
-from workbench.monitors.alarms import WATCHED, Alarm, Alarms, Attributor, Calibration, DetectorOptions
-from workbench.training.actions import Action
 from workbench.training.step_record import StepRecord
+from workbench.widgets import LiveTraining
+from workbench.widgets.live.alarm_list import AlarmList
+from workbench.widgets.live.fault_panel import FaultPanel
+from workbench.widgets.live.history import RunHistory
+from workbench.widgets.live.twins import WITH_FAULTS, WITHOUT_FAULTS
 
 SMALL = wb.zoo.ArchitectureConfig(
     family="transformer", norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=12

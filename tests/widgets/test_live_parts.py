@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.plots.conftest import spectra_of
-from widgets.live.canvas import LiveCanvas
-from widgets.live.history import TRACES, Modes, RunHistory, pack
-from widgets.live.kss_panel import KSSPanel
-from widgets.live.latest_state import LatestState
-from widgets.live.trainer import Trainer
-from workbench.training.kss import Shaping
+from workbench.callbacks.kss import Shaping
 from workbench.training.step_record import StepRecord
+from workbench.widgets.live.history import TRACES, Modes, RunHistory, pack
+from workbench.widgets.live.kss_panel import KSSPanel
+from workbench.widgets.live.latest_state import LatestState
+from workbench.widgets.live.live_canvas import LiveCanvas
+from workbench.widgets.live.trainer import Trainer
 
 
 class Number(LatestState):
@@ -74,7 +74,7 @@ def test_one_state_is_in_flight_and_the_last_one_arrives(acts):
 
 def test_a_page_that_went_away_is_asked_less_and_less_and_gets_the_latest_when_it_is_back(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("widgets.live.latest_state.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("workbench.widgets.live.latest_state.time.monotonic", lambda: now[0])
     number = Number()
     number.answer(painted=0)
     for second in range(600):

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import workbench as wb
-from widgets import LiveTraining
-from widgets.live_training import WITH, WITHOUT
-from workbench.background_writer import RecordingWarning
 from workbench.errors import StoreError, ThresholdError
+from workbench.io.background_writer import RecordingWarning
+from workbench.widgets import LiveTraining
+from workbench.widgets.live_training import WITH, WITHOUT
 
 SMALL = wb.zoo.ArchitectureConfig(
     family="transformer", norm="none", d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=12
@@ -255,7 +255,7 @@ def test_a_full_disk_stops_no_run(make, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("workbench.run_writer._chunks", refuse)
+    monkeypatch.setattr("workbench.io.run_writer._chunks", refuse)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         live.start()

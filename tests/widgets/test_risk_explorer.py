@@ -8,19 +8,19 @@ import pytest
 import torch
 from bokeh.models import FixedTicker
 
-import widgets.risk.measurement
-import widgets.risk_explorer
 import workbench as wb
-from tests.assessment.made_sweep import made_sweep
+import workbench.widgets.risk.measurement
+import workbench.widgets.risk_explorer
+from tests.risk.made_sweep import made_sweep
 from tests.widgets.planted_risk import planted_model, planted_probability
-from widgets import RiskExplorer
-from widgets.risk.forecast import rates_around
-from widgets.risk.model_choice import title
-from widgets.risk.verdict import percent, verdict_of
-from workbench.assessment.neighbours import Neighbours
 from workbench.errors import SchemaError, ThresholdError
-from workbench.training.losses import token_loss
-from workbench.training.sweeps import measure_case, replan
+from workbench.models.losses import token_loss
+from workbench.risk.neighbours import Neighbours
+from workbench.sweeps import measure_case, replan
+from workbench.widgets import RiskExplorer
+from workbench.widgets.risk.forecast import rates_around
+from workbench.widgets.risk.model_choice import title
+from workbench.widgets.risk.risk_verdict import percent, verdict_of
 
 SMALL = wb.zoo.ArchitectureConfig(d_model=16, n_layers=2)
 
@@ -67,7 +67,7 @@ def n_measured(monkeypatch):
         counted.append(options)
         return measure_case(*args, **options)
 
-    monkeypatch.setattr(widgets.risk.measurement, "measure_case", count)
+    monkeypatch.setattr(workbench.widgets.risk.measurement, "measure_case", count)
     return counted
 
 
@@ -414,8 +414,8 @@ class Gate:
             assert self.open.wait(60)
             return measure(choice, *args)
 
-        measure = widgets.risk_explorer.measure
-        monkeypatch.setattr(widgets.risk_explorer, "measure", hold)
+        measure = workbench.widgets.risk_explorer.measure
+        monkeypatch.setattr(workbench.widgets.risk_explorer, "measure", hold)
 
 
 def test_the_page_lives_while_it_measures_and_only_the_newest_counts(make, monkeypatch):
@@ -458,7 +458,7 @@ def test_what_fails_in_the_thread_is_said_under_the_widget(make, monkeypatch):
     def fail(*args, **options):
         raise wb.WorkbenchError("The stream holds NaN.")
 
-    monkeypatch.setattr(widgets.risk.measurement, "measure_case", fail)
+    monkeypatch.setattr(workbench.widgets.risk.measurement, "measure_case", fail)
     explorer.setup.seed.value = 1
     explorer.wait(60)
     assert explorer.error == "The stream holds NaN."
@@ -498,7 +498,7 @@ def test_a_measurement_ends_where_it_is_stopped_or_another_one_is_asked_for(make
             assert go.wait(60)
         return token_loss(*args)
 
-    monkeypatch.setattr(widgets.risk.measurement, "token_loss", look)
+    monkeypatch.setattr(workbench.widgets.risk.measurement, "token_loss", look)
     case = explorer.case
     explorer.setup.seed.value = 1
     assert begun.wait(60)

@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from widgets import SpectrumExplorer
 from workbench import plots
 from workbench.errors import SchemaError
-from workbench.spectral.measures import remeasure
+from workbench.koopman.measures import remeasure
+from workbench.widgets import SpectrumExplorer
 
 
 @pytest.fixture

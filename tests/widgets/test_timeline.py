@@ -11,11 +11,11 @@ import pytest
 import xarray as xr
 
 from tests.monitored_runs import HEAD, LAYER, GrowingRun, monitored_run
-from widgets import Timeline
-from widgets.timeline_parts.followed_run import FollowedRun
-from workbench import signals
 from workbench.errors import SchemaError, StoreError, ThresholdError
-from workbench.run_writer import RunWriter
+from workbench.io.run_writer import RunWriter
+from workbench.studies import signals
+from workbench.widgets import Timeline
+from workbench.widgets.timeline_parts.followed_run import FollowedRun
 
 
 @pytest.fixture(scope="module")
@@ -375,7 +375,7 @@ def test_a_silent_run_is_said_to_be_silent(faulted, tmp_path, monkeypatch):
     run = FollowedRun("a", tmp_path / "a.zarr", 0)
     assert run.state_in_words == "running, to step 59"
     now = time.time()
-    monkeypatch.setattr("widgets.timeline_parts.followed_run.time.time", lambda: now + 600)
+    monkeypatch.setattr("workbench.widgets.timeline_parts.followed_run.time.time", lambda: now + 600)
     assert run.state_in_words == "running, silent for 10 min, to step 59"
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from widgets.comparison.scene import ComparisonView, Scene, labelled, muted
-from widgets.eigenvalue_panels import VIEW_TIPS, VIEWS, EigenvaluePanels, grid_of
 from workbench.plots import eigenvalue_map
-from workbench.plots.inputs import select_layers
-from workbench.plots.modes import WIDEST_DEFAULT_LIMIT, View, key, view_of
+from workbench.plots.mode_columns import WIDEST_DEFAULT_LIMIT, View, key, view_of
+from workbench.plots.spectra_inputs import select_layers
+from workbench.widgets.comparison.scene import ComparisonView, Scene, labelled, muted
+from workbench.widgets.eigenvalue_panels import VIEW_TIPS, VIEWS, EigenvaluePanels, grid_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

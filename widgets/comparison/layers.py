@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from bokeh.models import LogScale, Range1d
 
-from widgets.comparison.scene import ComparisonView, Scene
-from widgets.panel_grid import fit, grid, own_panel
-from widgets.tags import Tags
 from workbench.errors import ThresholdError
 from workbench.plots import layer_profile
-from workbench.plots.inputs import select_layers
-from workbench.plots.layers import DEFAULT_MEASURES, LOGARITHMIC, REFERENCE, measure_columns, remark
+from workbench.plots.layer_profile_figure import DEFAULT_MEASURES, LOGARITHMIC, REFERENCE, measure_columns, remark
+from workbench.plots.spectra_inputs import select_layers
 from workbench.plots.style import log_ticks_bokeh
-from workbench.schema import SPECTRA
+from workbench.schema.runs import SPECTRA
+from workbench.widgets.comparison.scene import ComparisonView, Scene
+from workbench.widgets.panel_grid import fit, grid, own_panel
+from workbench.widgets.tags import Tags
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

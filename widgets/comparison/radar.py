@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 import numpy as np
 
-from widgets.comparison.scene import ComparisonView, Scene, muted
-from widgets.comparison.table import comparison_of
-from widgets.panel_grid import grid
-from widgets.tags import Tags
 from workbench.errors import ThresholdError
-from workbench.plots.files import bokeh_plot
-from workbench.plots.radar import DEFAULT_MEASURES, Chart, Texts, axes_of, outline, radar
+from workbench.plots.figure_files import bokeh_plot
+from workbench.plots.radar_figure import DEFAULT_MEASURES, Chart, Texts, axes_of, outline, radar
+from workbench.widgets.comparison.scene import ComparisonView, Scene, muted
+from workbench.widgets.comparison.table import comparison_of
+from workbench.widgets.panel_grid import grid
+from workbench.widgets.tags import Tags
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from bokeh.models import ColumnDataSource, GridPlot
 
-    from workbench.plots.radar import Axis
+    from workbench.plots.radar_figure import Axis
 
 _N_COLUMNS = 2
 _FEWEST_MEASURES = 3

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.comparison import at_step, divergence_step, named_runs, spectra_of
 from workbench.errors import SchemaError
-from workbench.store import open_run
+from workbench.io.run_access import at_step, divergence_step, named_runs, spectra_of
+from workbench.io.store import open_run
 
 if TYPE_CHECKING:
     import xarray as xr

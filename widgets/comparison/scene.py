@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from widgets.base import close_tree
-from widgets.export import make_folder
-from widgets.figure import Figure
 from workbench import plots
 from workbench.errors import ThresholdError
-from workbench.plots.inputs import select_layers
+from workbench.plots.spectra_inputs import select_layers
+from workbench.widgets.base import close_tree
+from workbench.widgets.export import make_folder
+from workbench.widgets.figure import Figure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from bokeh.models import LayoutDOM
 
-    from widgets.comparison.recorded_run import RecordedRun
+    from workbench.widgets.comparison.recorded_run import RecordedRun
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ComparisonView:
         raise NotImplementedError
 
     def save(self, scene: Scene, kind: str, path: Path, *, overwrite: bool) -> Path:
-        """Write the same into a file; see `widgets.export.KINDS`."""
+        """Write the same into a file; see `workbench.widgets.export.KINDS`."""
         figure = self.figure(scene, "bokeh" if kind == "html" else "matplotlib")
         make_folder(path)
         return plots.save(figure, path, overwrite=overwrite)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import ipywidgets
 import numpy as np
 
-from widgets.comparison.scene import ComparisonView, Scene
-from widgets.export import make_folder
-from widgets.tables import NAME, TABLE
-from workbench.atomic import check_free, replacing
-from workbench.comparison import compare_checked
 from workbench.errors import ThresholdError
+from workbench.io.atomic import check_free, replacing
+from workbench.studies.comparison import compare_checked
+from workbench.widgets.comparison.scene import ComparisonView, Scene
+from workbench.widgets.export import make_folder
+from workbench.widgets.tables import NAME, TABLE
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

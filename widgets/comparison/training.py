@@ -9,15 +9,14 @@ import ipywidgets
 import numpy as np
 from bokeh.models import Line, LogScale, Range1d, Span
 
-from widgets.comparison.scene import ComparisonView, Scene, muted
-from widgets.panel_grid import fit, grid, own_panel, set_range
-from widgets.tags import Tags
-from workbench.comparison import ENERGETIC, SPECTRAL
 from workbench.errors import ThresholdError
-from workbench.plots import traces
 from workbench.plots.style import NEUTRAL, log_ticks_bokeh
-from workbench.plots.traces import Panel, Trace, trace_of
-from workbench.schema import MONITORS, SPECTRA
+from workbench.plots.traces_figure import Panel, Trace, trace_of, traces
+from workbench.schema.runs import MONITORS, SPECTRA
+from workbench.studies.comparison import ENERGETIC, SPECTRAL
+from workbench.widgets.comparison.scene import ComparisonView, Scene, muted
+from workbench.widgets.panel_grid import fit, grid, own_panel, set_range
+from workbench.widgets.tags import Tags
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from bokeh.models import ColumnDataSource, GridPlot
 
-    from widgets.comparison.recorded_run import RecordedRun
+    from workbench.widgets.comparison.recorded_run import RecordedRun
 
 
 class TrainingView(ComparisonView):

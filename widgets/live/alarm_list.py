@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from widgets.live.latest_state import LatestState, script
+from workbench.widgets.live.latest_state import LatestState, script
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.monitors.alarms import Alarms
-    from workbench.training.actions import Action
+    from workbench.callbacks.actions import Action
+    from workbench.callbacks.alarms import Alarms
     from workbench.training.step_record import StepRecord
 
 #: Kinds of events that are said.

@@ -7,7 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from workbench.training.checkpoints import branch_run, list_checkpoints
+from workbench.models.run_checkpoints import list_checkpoints
+from workbench.training.checkpoints import branch_run
 
 _NAME = re.compile(r"start-(\d+)")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from widgets.live.latest_state import LatestState, script
+from workbench.widgets.live.latest_state import LatestState, script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from workbench.training.faults import Fault
+    from workbench.callbacks.faults import Fault
 
 
 class FaultPanel(LatestState):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from widgets.live.latest_state import LatestState, script
+from workbench.widgets.live.latest_state import LatestState, script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from workbench.training.kss import KSS
+    from workbench.callbacks.kss import KSS
 
 
 class KSSPanel(LatestState):

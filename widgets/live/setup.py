@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 from torch import nn
 
+from workbench import tasks, zoo
 from workbench.errors import ThresholdError
-from workbench.subjects import zoo
-from workbench.training import tasks
-from workbench.training.tasks.user_data import OneShotTask
+from workbench.tasks.user_data import OneShotTask
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from workbench.training.tasks import Task
+    from workbench.tasks import Task
 
 #: Batches are small, so that two runs and their spectra fit into a tenth of a second on a laptop.
 _LENGTH, _BATCH_SIZE = 24, 16

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from workbench.monitors.recorder import Recorder
-from workbench.training.faults import Injection
-from workbench.training.guard import Guard
-from workbench.training.kss import KSS
+from workbench.callbacks.faults import Injection
+from workbench.callbacks.guard import Guard
+from workbench.callbacks.kss import KSS
+from workbench.callbacks.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from workbench.monitors.alarms import Alarms
-    from workbench.training.actions import Actions
-    from workbench.training.faults import Fault
+    from workbench.callbacks.actions import Actions
+    from workbench.callbacks.alarms import Alarms
+    from workbench.callbacks.faults import Fault
 
 WITH_KSS, WITHOUT_KSS = "with KSS", "without KSS"
 WITH_FAULTS, WITHOUT_FAULTS = "with faults", "without faults"

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import ipywidgets
 import numpy as np
 
-from widgets.report.choice_table import ChoiceTable, cell, row
-from widgets.report.evidence import Evidence
-from widgets.tags import Tags
 from workbench.reports.quantity import Numbers, Quantity
+from workbench.widgets.report.choice_table import ChoiceTable, cell, row
+from workbench.widgets.report.evidence import Evidence
+from workbench.widgets.tags import Tags
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import xarray as xr
 
-    from widgets.base import WorkbenchWidget
+    from workbench.widgets.base import WorkbenchWidget
 
 STATES = ("failing", "at risk", "healthy", "not measured")
 _ALL = "all failure modes"

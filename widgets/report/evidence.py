@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from widgets.base import close_tree
-from widgets.figure import show
-from widgets.risk.verdict import HEAD, MUTED
 from workbench.plots import layer_profile
-from workbench.plots.criteria_bands import criteria_bands
+from workbench.plots.criteria_bands_figure import criteria_bands
 from workbench.reports import pictures
-from workbench.reports.assessment import stand_in_of
+from workbench.reports.assessment_document import stand_in_of
 from workbench.reports.document import Picture
 from workbench.reports.quantity import Numbers, Quantity
+from workbench.widgets.base import close_tree
+from workbench.widgets.figure import show
+from workbench.widgets.risk.risk_verdict import HEAD, MUTED
 
 if TYPE_CHECKING:
     import xarray as xr

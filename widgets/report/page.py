@@ -14,8 +14,8 @@ import traitlets
 from workbench.errors import WorkbenchError
 from workbench.reports.document import Document, Lead, Picture
 from workbench.reports.html import html
+from workbench.reports.make_report import document_of
 from workbench.reports.pictures import image
-from workbench.reports.report import document_of
 
 if TYPE_CHECKING:
     import xarray as xr

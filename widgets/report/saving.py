@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from widgets.export import export_path, make_folder
-from workbench.atomic import check_free
-from workbench.reports import report
-from workbench.store import export_netcdf
+from workbench.io.atomic import check_free
+from workbench.io.store import export_netcdf
+from workbench.reports.make_report import report
+from workbench.widgets.export import export_path, make_folder
 
 if TYPE_CHECKING:
     import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: Kind -> ending, label and tip of its button in `widgets.export.ExportBar`.
+#: Kind -> ending, label and tip of its button in `workbench.widgets.export.ExportBar`.
 KINDS = {
     "html": (".html", "HTML", "One page that needs no network and no other file"),
     "markdown": (".md", "Markdown", "Text, with its pictures in a folder beside it"),

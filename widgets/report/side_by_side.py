@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from widgets.report.choice_table import ChoiceTable, cell, row
-from widgets.report.criteria import STATES, ranking, value_of
-from widgets.report.evidence import Evidence
-from widgets.tables import NAME, TABLE
 from workbench.reports.quantity import Numbers, Quantity
+from workbench.widgets.report.choice_table import ChoiceTable, cell, row
+from workbench.widgets.report.criteria import STATES, ranking, value_of
+from workbench.widgets.report.evidence import Evidence
+from workbench.widgets.tables import NAME, TABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import xarray as xr
 
-    from widgets.base import WorkbenchWidget
+    from workbench.widgets.base import WorkbenchWidget
 
 
 class SideBySide:

@@ -19,14 +19,15 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from widgets.panel_grid import set_range
-from widgets.risk.forecast import HIGH, LOW
-from widgets.risk.verdict import HEAD, MUTED, percent, rounded
-from workbench.plots import outcome_looks, style
+from workbench.plots import outcome_colors as outcome_looks
+from workbench.plots import style
 from workbench.plots.risk_grid import RiskGrid, Runs
+from workbench.widgets.panel_grid import set_range
+from workbench.widgets.risk.forecast import HIGH, LOW
+from workbench.widgets.risk.risk_verdict import HEAD, MUTED, percent, rounded
 
 if TYPE_CHECKING:
-    from widgets.risk.forecast import Forecast
+    from workbench.widgets.risk.forecast import Forecast
 
 _HEIGHT = 290
 #: Where recorded runs stand: below 0 those that survived, above 1 those that diverged.

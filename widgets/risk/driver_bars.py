@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from widgets.risk.verdict import HEAD, MUTED
-from widgets.tables import TABLE
-from workbench.plots import outcome_looks
-from workbench.plots.drivers import Bars
+from workbench.plots import outcome_colors as outcome_looks
+from workbench.plots.drivers_figure import Bars
+from workbench.widgets.risk.risk_verdict import HEAD, MUTED
+from workbench.widgets.tables import TABLE
 
 if TYPE_CHECKING:
-    from widgets.risk.forecast import Forecast
+    from workbench.widgets.risk.forecast import Forecast
 
 #: Features with a bar of their own.
 _N_BARS = 8

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.assessment.over_rates import over_rates
+from workbench.risk.rate_grid import over_rates
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.assessment.model import RiskModel
-    from workbench.assessment.neighbours import Neighbours
+    from workbench.risk.neighbours import Neighbours
+    from workbench.risk.risk_model import RiskModel
 
 #: What counts as little risk, and from where divergence is likely.
 LOW, HIGH = 0.20, 0.80
@@ -29,7 +29,7 @@ class Forecast:
         case: The run as it is planned.
         prediction: Of `RiskModel.predict`.
         stable: Of `RiskModel.largest_stable_rate`.
-        curve: The risk over learning rates, of `workbench.assessment.over_rates.over_rates`.
+        curve: The risk over learning rates, of `workbench.risk.rate_grid.over_rates`.
         drivers: Of `RiskModel.drivers`.
         nearest: Every recorded run of the cells that are most like the case.
         recorded_steps: Fewest and most steps of the recorded runs.

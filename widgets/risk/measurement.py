@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from workbench.training.losses import token_loss
-from workbench.training.sweeps import measure_case, replan
+from workbench.models.losses import token_loss
+from workbench.sweeps import measure_case, replan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor
 
-    from widgets.risk.model_choice import Choice
-    from workbench.assessment.model import RiskModel
+    from workbench.risk.risk_model import RiskModel
+    from workbench.widgets.risk.model_choice import Choice
 
 #: What trial updates find, and so belongs to optimizer and clipping.
 _OF_A_TRIAL = ("overshoot_rate", "breaking_rate", "rehearsed_rate")

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 from torch import nn
 
+from workbench import tasks, zoo
 from workbench.errors import ThresholdError
-from workbench.subjects import zoo
-from workbench.subjects.checkpoint import Subject, open_checkpoint
-from workbench.training import tasks
+from workbench.models.checkpoint import open_checkpoint
+from workbench.models.subject import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from workbench.training.tasks import Task
+    from workbench.tasks import Task
 
 #: The recorded runs are of this vocabulary.
 _VOCABULARY = 64

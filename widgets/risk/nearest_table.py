@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from widgets.risk.verdict import HEAD
-from widgets.tables import CELL, NAME, TABLE
-from workbench.assessment.stable_rates import stable_rates
+from workbench.risk.measured_stable_rates import stable_rates
+from workbench.widgets.risk.risk_verdict import HEAD
+from workbench.widgets.tables import CELL, NAME, TABLE
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -38,7 +38,7 @@ def nearest_table(nearest: xr.Dataset, rate: float) -> str:
     """What became of recorded runs at about the planned rate.
 
     Args:
-        nearest: Of `workbench.assessment.neighbours.Neighbours.cells`.
+        nearest: Of `workbench.risk.neighbours.Neighbours.cells`.
         rate: The planned learning rate.
     """
     stable = {

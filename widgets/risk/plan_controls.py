@@ -6,7 +6,7 @@ from typing import Any
 
 import ipywidgets
 
-from workbench.training.plan import SCHEDULES
+from workbench.training.training_plan import SCHEDULES
 
 #: Name -> optimizer and its options; those of the recorded runs, and plain SGD.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,7 +46,7 @@ class PlanControls:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What the controls say, as fields of `workbench.training.plan.TrainingPlan`."""
+        """What the controls say, as fields of `workbench.training.training_plan.TrainingPlan`."""
         optimizer, options = OPTIMIZERS[self.optimizer.value]
         return {
             "learning_rate": float(self.learning_rate.value),

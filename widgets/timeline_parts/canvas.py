@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from widgets.live.latest_state import LatestState
-from widgets.live.latest_state import script as live_script
-from workbench import signals as sig
 from workbench.plots.style import depth_colors, model_style
-from workbench.plots.timeline import Axis, own_band
 from workbench.plots.timeline_drawing import lead_in_words
 from workbench.plots.timeline_events import Event, signal_of
+from workbench.plots.timeline_figure import own_band
+from workbench.plots.timeline_panels import Axis
+from workbench.studies import signals as sig
+from workbench.widgets.live.latest_state import LatestState
+from workbench.widgets.live.latest_state import script as live_script
 
 if TYPE_CHECKING:
-    from widgets.live.history import Modes
-    from widgets.timeline_parts.followed_run import FollowedRun, Line
+    from workbench.widgets.live.history import Modes
+    from workbench.widgets.timeline_parts.followed_run import FollowedRun, Line
 
 #: As lists of dash lengths, by the names of `model_style`.
 _DASHES = {"solid": [], "dashed": [6, 3], "dotted": [2, 3], "dashdot": [7, 3, 2, 3]}

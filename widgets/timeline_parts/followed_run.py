@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from widgets.live.history import Modes
-from workbench import signals as sig
-from workbench.comparison import named_runs, spectra_of
 from workbench.errors import SchemaError, StoreError
-from workbench.plots.timeline import Story
-from workbench.store import open_run
+from workbench.io.run_access import named_runs, spectra_of
+from workbench.io.store import open_run
+from workbench.plots.timeline_panels import Story
+from workbench.studies import signals as sig
+from workbench.widgets.live.history import Modes
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -147,7 +147,7 @@ class FollowedRun:
 
         Args:
             name: Of the signal.
-            reduce: As in `workbench.signals.read`.
+            reduce: As in `workbench.studies.signals.read`.
         """
         now = self._now
         if name not in now.entries:

@@ -14,35 +14,36 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from workbench.assessment.changes import possible_changes, try_changes
+from workbench.assessment.affordable_ladder import ladder
+from workbench.assessment.compute_cost import flops_per_token, steps_in_budget
 from workbench.assessment.conclusion import conclude
 from workbench.assessment.depth_flow import depth_flow
-from workbench.assessment.dress_rehearsal import N_UPDATES, dress_rehearsal
-from workbench.assessment.failure_modes.sizes import Sizes
+from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.flow_numbers import flow_numbers
-from workbench.assessment.ladder import ladder
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
-from workbench.assessment.model_file import shipped
-from workbench.assessment.over_rates import over_rates
+from workbench.assessment.pilot_run import N_UPDATES, dress_rehearsal
+from workbench.assessment.plan_changes import possible_changes, try_changes
 from workbench.assessment.plan_risk import STABLE_BELOW, plan_risk
-from workbench.assessment.price import flops_per_token, steps_in_budget
-from workbench.flow import measure
+from workbench.flow.flow_measurement import measure
 from workbench.hardware import AssessmentPlan, assess_hardware, read_plan
-from workbench.hardware.sizes import model_sizes
-from workbench.scaling.matched_width import WIDTH_ERROR
-from workbench.schema import SCHEMA_VERSION
-from workbench.spectral.profile import profile
-from workbench.spectral.spectra import RankWarning, versions
-from workbench.subjects.probing import on_device_of
-from workbench.training.plan import DEFAULT_RATE, TrainingPlan
-from workbench.training.sweeps import measure_case
-from workbench.training.tasks import as_task
-from workbench.training.tasks.base import require_seed
+from workbench.io.provenance import versions
+from workbench.koopman.spectra import RankWarning
+from workbench.models.model_sizes import model_sizes
+from workbench.models.probing import on_device_of
+from workbench.models.profile import profile
+from workbench.risk.model_file import shipped
+from workbench.risk.rate_grid import over_rates
+from workbench.scaling.width_matching import WIDTH_ERROR
+from workbench.schema.runs import SCHEMA_VERSION
+from workbench.sweeps import measure_case
+from workbench.tasks import as_task
+from workbench.tasks.task import require_seed
+from workbench.training.training_plan import DEFAULT_RATE, TrainingPlan
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.training.tasks import Task
+    from workbench.tasks import Task
 
 #: Token states of the spectra, models of a design whose flow is averaged, and rows that flow is measured on.
 N_SNAPSHOTS, N_SEEDS, N_FLOW_ROWS = 1024, 3, 8
@@ -65,7 +66,7 @@ def assess(
     A model or an opened checkpoint is measured with its own weights. A design is built with fresh ones: whole, if it
     has at most four million, else a stand-in is (64 wide, at most 4 blocks, 256 tokens). What is measured before
     training, once also at the full depth, is measured on thin models whose matrices have the variances of the target's
-    width (`workbench.scaling.matched_width`); what is trained on trial is thin as its library makes it, and how rates
+    width (`workbench.scaling.width_matching`); what is trained on trial is thin as its library makes it, and how rates
     change with width is extrapolated from a ladder of widths. The subject is left as it was.
 
     Nothing is concluded outside of what was measured. The risk of divergence and the largest stable rate are given for

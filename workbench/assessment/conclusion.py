@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from workbench.assessment.decisions import decide
 from workbench.assessment.failure_modes import judged
-from workbench.assessment.failure_modes.sizes import Sizes
+from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.plan_risk import STABLE_BELOW
 from workbench.assessment.verdict import summary_of, verdict_of
-from workbench.assessment.verdicts import EXIT_STATUS
+from workbench.schema.statuses import EXIT_STATUS
 
 if TYPE_CHECKING:
     import xarray as xr

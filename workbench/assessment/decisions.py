@@ -12,9 +12,9 @@ import numpy as np
 
 from workbench.assessment.failure_modes.criterion import STATES
 from workbench.assessment.failure_modes.plan_criteria import BROKEN_TRIALS, RISK
-from workbench.assessment.failure_modes.sizes import Sizes
+from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.verdict import FIRST_STEP, verdict_of
-from workbench.assessment.verdicts import CANNOT_SAY, PROCEED
+from workbench.schema.statuses import CANNOT_SAY, PROCEED
 
 if TYPE_CHECKING:
     import xarray as xr

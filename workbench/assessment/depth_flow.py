@@ -10,7 +10,7 @@ import numpy as np
 
 from workbench.assessment.flow_numbers import flow_numbers
 from workbench.errors import ThresholdError
-from workbench.flow import measure
+from workbench.flow.flow_measurement import measure
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -40,7 +40,7 @@ def depth_flow(
         make: From depth and seed to a fresh model.
         target: Depth that is meant.
         inputs: For all of them.
-        targets: Of the loss whose gradients are followed; None: see `workbench.flow.measure`.
+        targets: Of the loss whose gradients are followed; None: see `workbench.flow.flow_measurement`.
         seeds: Of the models.
         log_error: As in `flow_numbers`.
 

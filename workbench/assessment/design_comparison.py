@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.assessment.assess import assess
+from workbench.assessment.compute_cost import flops_per_token
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
-from workbench.assessment.price import flops_per_token
-from workbench.assessment.verdicts import VERDICTS
+from workbench.callbacks.train import train
 from workbench.errors import ThresholdError
 from workbench.hardware import AssessmentPlan, read_plan
-from workbench.schema import SCHEMA_VERSION
-from workbench.spectral.spectra import versions
-from workbench.training.loop import train
+from workbench.io.provenance import versions
+from workbench.schema.runs import SCHEMA_VERSION
+from workbench.schema.statuses import VERDICTS
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -141,7 +141,7 @@ def _row(tree: xr.DataTree, measured: MeasuredModel, plan: AssessmentPlan) -> di
 
 def step_times(models: Mapping[str, nn.Module], task: Any, plan: AssessmentPlan, *, seed: int) -> dict[str, float]:
     """Seconds of an update of each model on copies, taken in turns so that a busy machine slows all of them alike."""
-    from workbench.training.tasks import as_task
+    from workbench.tasks import as_task
 
     runs = {}
     for name, model in models.items():

@@ -10,21 +10,21 @@ import torch
 from torch import nn
 
 from workbench.errors import ThresholdError, WorkbenchError
-from workbench.hardware.sizes import ModelSizes, model_sizes
-from workbench.scaling.design import Design, design
-from workbench.scaling.matched_width import matched_width
+from workbench.models.batches import take_rows
+from workbench.models.losses import token_loss
+from workbench.models.model_sizes import ModelSizes, model_sizes
+from workbench.models.probing import call_model, on_device_of, undisturbed, unwrap
+from workbench.models.subject import Subject
+from workbench.scaling.designs import Design, design
 from workbench.scaling.transformers_source import cause_of
-from workbench.subjects.batches import take_rows
-from workbench.subjects.checkpoint import Subject
-from workbench.subjects.probing import call_model, on_device_of, undisturbed, unwrap
-from workbench.training.losses import token_loss
-from workbench.training.tasks import Digits
+from workbench.scaling.width_matching import matched_width
+from workbench.tasks import Digits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from workbench.hardware import AssessmentPlan
-    from workbench.training.tasks import Task
+    from workbench.tasks import Task
 
 #: A design is measured at full size up to so many weights; larger ones as a thin model.
 MOST_WEIGHTS = 4_000_000
@@ -88,7 +88,7 @@ class MeasuredModel:
         """A model to look at before training, whose signals are those of the target's width.
 
         The subject itself, if it has weights of its own or no known design; ``model``, or another seed of it, if that
-        is as large as the subject; otherwise thin with matched variances, see `workbench.scaling.matched_width`.
+        is as large as the subject; otherwise thin with matched variances, see `workbench.scaling.width_matching`.
 
         Args:
             seed: Added to the seed of ``model``.

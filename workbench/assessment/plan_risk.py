@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.assessment.failure_modes.reference import rehearsal_weights
-from workbench.assessment.model_file import shipped
+from workbench.risk.model_file import shipped
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from workbench.assessment.failure_modes.criteria_table import LEAST_CONFIDENCE
 from workbench.assessment.failure_modes.criterion import NOT_MEASURED, STATES
 from workbench.assessment.failure_modes.plan_criteria import BROKEN_TRIALS, RISK
-from workbench.assessment.failure_modes.table import LEAST_CONFIDENCE
-from workbench.assessment.verdicts import AT_RISK, CANNOT_SAY, PROCEED, REFUSE, VERDICTS
-from workbench.in_words import short
+from workbench.formatting import short
+from workbench.schema.statuses import AT_RISK, CANNOT_SAY, PROCEED, REFUSE, VERDICTS
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.assessment.failure_modes.sizes import Sizes
+    from workbench.assessment.failure_modes.size_ranges import Sizes
 
 #: What answers the question that an assessment leaves open.
 FIRST_STEP = (

@@ -1,15 +1,13 @@
 """Why did it fail? From a failed run's record to ranked causes, the evidence, and the experiment that decides."""
 
 from workbench.diagnosis.causes import CAUSES, Cause
-from workbench.diagnosis.diagnose import block_at_fault, diagnose
+from workbench.diagnosis.checkpoint_evidence import check_fits
+from workbench.diagnosis.diagnose import block_at_fault
 from workbench.diagnosis.experiments import Experiment
+from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import Failure, find_failure
-from workbench.diagnosis.logs import read_log
 from workbench.diagnosis.ranking import Rules
-from workbench.diagnosis.record import Record, read_record
-from workbench.diagnosis.replay import run_experiment
-from workbench.diagnosis.signs import Sign, read_signs
-from workbench.diagnosis.weights import check_fits
+from workbench.diagnosis.symptoms import Sign, read_signs
 
 __all__ = [
     "CAUSES",
@@ -21,10 +19,11 @@ __all__ = [
     "Sign",
     "block_at_fault",
     "check_fits",
-    "diagnose",
     "find_failure",
-    "read_log",
     "read_record",
     "read_signs",
-    "run_experiment",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

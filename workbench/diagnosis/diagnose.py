@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.diagnosis.causes import CAUSES, KINDS
+from workbench.diagnosis.checkpoint_evidence import checkpoints_of, look_at_weights
 from workbench.diagnosis.experiments import Experiment, propose
+from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import Failure, find_failure
 from workbench.diagnosis.ranking import Rules
-from workbench.diagnosis.record import Record, read_record
-from workbench.diagnosis.signs import KINDS as SIGN_KINDS
-from workbench.diagnosis.signs import Sign, read_signs
-from workbench.diagnosis.weights import checkpoints_of, look_at_weights
+from workbench.diagnosis.symptoms import KINDS as SIGN_KINDS
+from workbench.diagnosis.symptoms import Sign, read_signs
 from workbench.errors import ThresholdError
-from workbench.schema import SCHEMA_VERSION
-from workbench.spectral.spectra import versions
-from workbench.subjects.zoo import ArchitectureConfig
+from workbench.io.provenance import versions
+from workbench.schema.runs import SCHEMA_VERSION
+from workbench.zoo import ArchitectureConfig
 
 if TYPE_CHECKING:
     import xarray as xr
     from torch import nn
 
-    from workbench.subjects.checkpoint import Subject
+    from workbench.models.subject import Subject
 
 #: Signs that say which block it is, the most direct first.
 _OF_A_BLOCK = (

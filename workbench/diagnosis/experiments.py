@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from workbench.diagnosis.failed_run import Record
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.record import Record
 
 #: Causes less likely than this are not worth an experiment.
 _LEAST_PROBABILITY = 0.01

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.diagnosis.record import Record
+from workbench.diagnosis.failed_run import Record
 
 #: Steps of the running median that noise is taken out with, at most; a tenth of short runs.
 _WINDOW = 15

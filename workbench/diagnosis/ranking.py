@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from workbench.atomic import check_free, replacing
 from workbench.diagnosis.causes import CAUSES
 from workbench.errors import StoreError, ThresholdError
+from workbench.io.atomic import check_free, replacing
 
 _SHIPPED = Path(__file__).parent / "shipped" / "rules.json"
 #: By this factor, squared, signs are penalized less that decide by what they are, for the recorded runs are few for

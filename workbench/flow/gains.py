@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import SnapshotError
-from workbench.flow.attention import FlowCalls, Sharpness
-from workbench.flow.branches import BlockStream, BranchReader, WatchedState
+from workbench.flow.attention_sharpness import FlowCalls, Sharpness
+from workbench.flow.branch_reader import BlockStream, BranchReader, WatchedState
 from workbench.flow.collapse import effective_rank_share, token_cosine
-from workbench.flow.targets import Loss, end_of
-from workbench.monitors.calls import BlockNotes
-from workbench.subjects.anatomy import Anatomy
-from workbench.subjects.batches import TokenSelection
-from workbench.subjects.probing import run_foreign, undisturbed, watch
-from workbench.subjects.routers import Router
+from workbench.flow.gradient_targets import Loss, end_of
+from workbench.models.anatomy import Anatomy
+from workbench.models.batches import TokenSelection
+from workbench.models.probing import run_foreign, undisturbed, watch
+from workbench.models.router_weights import Router
+from workbench.monitors.attention_calls import BlockNotes
 
 #: Options of a Hugging Face config: no keys, values or states are kept for tokens to come, and experts are called one
 #: by one (their fused kernel has no second derivative, nor float64).

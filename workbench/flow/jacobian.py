@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.errors import SnapshotError
 from workbench.flow.gains import plainly_run
-from workbench.subjects.anatomy import Anatomy
-from workbench.subjects.probing import run_foreign, undisturbed
-from workbench.subjects.site import Site
+from workbench.models.anatomy import Anatomy
+from workbench.models.probing import run_foreign, undisturbed
+from workbench.models.site import Site
 
 #: Up to this many entries of a state every singular value is computed.
 EXACT_UP_TO = 768

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from workbench.errors import AnatomyError, ThresholdError
-from workbench.hardware.gradients import Batch, Layout, Loss, ShareGradients, WorkingCopy
-from workbench.subjects.anatomy import Anatomy, read_anatomy
-from workbench.subjects.batches import count_rows, take_rows
-from workbench.training.tasks.base import mixed_seed
+from workbench.hardware.share_gradients import Batch, Layout, Loss, ShareGradients, WorkingCopy
+from workbench.models.anatomy import Anatomy, read_anatomy
+from workbench.models.batches import count_rows, take_rows
+from workbench.tasks.task import mixed_seed
 
 if TYPE_CHECKING:
-    from workbench.hardware.plan import AssessmentPlan
-    from workbench.training.plan import TrainingPlan
+    from workbench.hardware.plan_files import AssessmentPlan
+    from workbench.training.training_plan import TrainingPlan
 
 #: Micro-batches that gradients are measured of.
 MAX_SHARES = 32

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from workbench.hardware.emulation import Emulation, Finding, NotMeasured, percent
-from workbench.hardware.gradients import WorkingCopy
-from workbench.hardware.sections import DTYPES
-from workbench.hardware.weights import updating
-from workbench.subjects.block_calls import results
+from workbench.hardware.lost_updates import updating
+from workbench.hardware.plan_sections import DTYPES
+from workbench.hardware.share_gradients import WorkingCopy
+from workbench.models.block_calls import results
 
 N_UPDATES = 8
 _MAX_ENTRIES = 2**20

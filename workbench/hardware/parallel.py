@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from workbench.callbacks.faults.communication import LowPrecisionReduction, ring_sum
 from workbench.errors import WorkbenchError
 from workbench.hardware.emulation import Emulation, Finding, NotMeasured, percent
-from workbench.hardware.gradients import Batch, WorkingCopy, compare
-from workbench.subjects.site import Site
-from workbench.training.faults.communication import LowPrecisionReduction, ring_sum
+from workbench.hardware.share_gradients import Batch, WorkingCopy, compare
+from workbench.models.site import Site
 
 #: Micro-batches whose gradients are taken with and without.
 _N_BATCHES = 4

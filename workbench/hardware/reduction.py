@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.callbacks.faults.communication import LowPrecisionReduction, in_buckets, ring_sum
 from workbench.hardware.emulation import Emulation, Finding, NotMeasured, percent
-from workbench.hardware.gradients import Discrepancy, Terms
-from workbench.hardware.sections import DTYPES
-from workbench.training.faults.communication import LowPrecisionReduction, in_buckets, ring_sum
+from workbench.hardware.plan_sections import DTYPES
+from workbench.hardware.share_gradients import Discrepancy, Terms
 
 #: Terms up to which their number is emulated as it is; beyond, the error is extrapolated.
 MAX_TERMS = 1024

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from workbench.callbacks.faults.communication import StaleReduction
 from workbench.hardware.emulation import Emulation, Finding, NotMeasured, percent
-from workbench.hardware.gradients import Batch
+from workbench.hardware.lost_updates import updating
 from workbench.hardware.reduction import plan_buckets
-from workbench.hardware.weights import updating
-from workbench.subjects.batches import count_rows, take_rows
-from workbench.training.faults.communication import StaleReduction
+from workbench.hardware.share_gradients import Batch
+from workbench.models.batches import count_rows, take_rows
 
 N_UPDATES = 20
 _ROWS = 4

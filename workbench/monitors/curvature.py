@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.errors import ThresholdError
-from workbench.subjects.probing import undisturbed, unwrap
+from workbench.models.probing import undisturbed, unwrap
 
 if TYPE_CHECKING:
-    from workbench.subjects.checkpoint import Subject
+    from workbench.models.subject import Subject
 
 #: Gets the model, returns its loss as a 0-dim tensor with a graph.
 LossOf = Callable[[nn.Module], Tensor]

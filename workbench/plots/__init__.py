@@ -1,26 +1,26 @@
 """Figures: spectra in, holoviews objects out, for bokeh or matplotlib; nothing is styled or loaded at import."""
 
-from workbench.plots.criteria_bands import criteria_bands
-from workbench.plots.decision_chart import decision_chart
-from workbench.plots.diagnosis import cause_bars, evidence_bars, evidence_timeline
-from workbench.plots.doses import dose_response
-from workbench.plots.drivers import drivers
-from workbench.plots.edges import stability_edge
-from workbench.plots.eigenvalues import eigenvalue_map
-from workbench.plots.files import save
-from workbench.plots.flow_map import flow_map
-from workbench.plots.layers import layer_profile
-from workbench.plots.predictors import predictor_frame, predictor_table
-from workbench.plots.radar import radar
-from workbench.plots.reliability import reliability
-from workbench.plots.risk_curve import risk_curve
-from workbench.plots.risk_map import risk_map
-from workbench.plots.roc import roc
-from workbench.plots.scaling_trend import scaling_trend
-from workbench.plots.steps import step_grid
-from workbench.plots.tables import comparison_table
-from workbench.plots.timeline import timeline
-from workbench.plots.traces import traces
+from workbench.plots.comparison_table_figure import comparison_table
+from workbench.plots.criteria_bands_figure import criteria_bands
+from workbench.plots.decision_chart_figure import decision_chart
+from workbench.plots.diagnosis_figures import cause_bars, evidence_bars, evidence_timeline
+from workbench.plots.dose_response_figure import dose_response
+from workbench.plots.drivers_figure import drivers
+from workbench.plots.eigenvalue_map_figure import eigenvalue_map
+from workbench.plots.figure_files import save
+from workbench.plots.flow_map_figure import flow_map
+from workbench.plots.layer_profile_figure import layer_profile
+from workbench.plots.predictor_figure import predictor_frame, predictor_table
+from workbench.plots.radar_figure import radar
+from workbench.plots.reliability_figure import reliability
+from workbench.plots.risk_curve_figure import risk_curve
+from workbench.plots.risk_map_figure import risk_map
+from workbench.plots.roc_figure import roc
+from workbench.plots.scaling_trend_figure import scaling_trend
+from workbench.plots.stability_edge_figure import stability_edge
+from workbench.plots.step_grid_figure import step_grid
+from workbench.plots.timeline_figure import timeline
+from workbench.plots.traces_figure import traces
 
 __all__ = [
     "cause_bars",
@@ -48,3 +48,7 @@ __all__ = [
     "timeline",
     "traces",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

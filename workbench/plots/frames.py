@@ -1,4 +1,4 @@
-"""Axes, frames, titles and legends of the panels that `workbench.plots.pen` draws, as holoviews hooks."""
+"""Axes, frames, titles and legends of the panels that `workbench.plots.primitives` draws, as holoviews hooks."""
 
 from __future__ import annotations
 

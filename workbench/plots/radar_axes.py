@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.comparison import SOURCES
 from workbench.errors import SchemaError, ThresholdError
+from workbench.studies.comparison import SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import SchemaError
-from workbench.plots.columns import columns_of
+from workbench.plots.dataset_columns import columns_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -147,7 +147,7 @@ class Runs:
             return cls(np.zeros(0, int), np.zeros(0), np.zeros(0, bool), 0)
         is_named = grid.architectures != ("",)
         needed = ["learning_rate", "has_diverged", *(["architecture"] if is_named else [])]
-        columns = columns_of(runs, needed, what="table of runs", source="wb.sweep()", dim="run")
+        columns = columns_of(runs, needed, what="table of runs", source="wb.sweeps.run()", dim="run")
         known = {name: row for row, name in enumerate(grid.architectures)}
         names = columns["architecture"] if is_named else [""] * len(columns["learning_rate"])
         row = np.array([known.get(str(name), -1) for name in names])

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.plots import style
-from workbench.signals import decimate
+from workbench.studies.signals import decimate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from workbench.plots.timeline import SignalPanel, Story
     from workbench.plots.timeline_events import Event
-    from workbench.plots.traces import Trace
+    from workbench.plots.timeline_panels import SignalPanel, Story
+    from workbench.plots.traces_figure import Trace
 
 #: Lines are drawn as their envelope of so many buckets, about two a pixel.
 _N_BUCKETS = 1200

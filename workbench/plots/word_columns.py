@@ -10,7 +10,7 @@ import numpy as np
 from workbench.plots import style
 
 if TYPE_CHECKING:
-    from workbench.plots.pen import Pen
+    from workbench.plots.primitives import Pen
 
 _SIZE = style.TICK_SIZE - 0.5
 

@@ -5,6 +5,10 @@ slots for such numbers, tables and pictures; assessment.py, diagnosis.py and com
 effect_space.py lists everything that was measured; pictures.py draws; html.py, markdown.py and notebook.py write.
 """
 
-from workbench.reports.report import report
+from workbench.reports.make_report import report
 
 __all__ = ["report"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

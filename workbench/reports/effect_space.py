@@ -21,7 +21,7 @@ from workbench.reports.document import (
     without_empty_columns,
 )
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.reports.words import NO_BAND, lowered, number_in_words, title_of
+from workbench.reports.wording import NO_BAND, lowered, number_in_words, title_of
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from workbench.reports.document import Document, Picture
 from workbench.reports.pictures import as_address, image
-from workbench.reports.words import capitalized
+from workbench.reports.wording import capitalized
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -19,7 +19,7 @@ from workbench.reports.document import (
     Table,
 )
 from workbench.reports.quantity import Quantity
-from workbench.reports.words import capitalized
+from workbench.reports.wording import capitalized
 
 #: Signs beside the words, so that states can be told apart at a glance.
 _SIGNS = {"healthy": "●", "at risk": "▲", "failing": "■", "not measured": "○"}

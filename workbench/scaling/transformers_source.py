@@ -14,8 +14,8 @@ from torch import nn
 
 from workbench.errors import ThresholdError, WorkbenchError
 from workbench.scaling.built_sizes import Shapes, misfit, shapes_of
+from workbench.scaling.design_sources import Source
 from workbench.scaling.resizing import GRANULE, depth_of, is_count, n_heads_of, resized, rotated_share
-from workbench.scaling.sources import Source
 
 #: Options of configurations that `TransformersSource.describe` repeats.
 _DESCRIBED = (

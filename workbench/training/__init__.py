@@ -1,1 +1,1 @@
-"""Training: tasks to learn."""
+"""Training: the plan of a run, its loop, its checkpoints."""

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.atomic import check_free, replacing
 from workbench.errors import CheckpointError, StoreError
-from workbench.run_writer import RunWriter
-from workbench.training.baselines.weights import is_parametrized, plain_copy
+from workbench.io.atomic import check_free, replacing
+from workbench.io.run_writer import RunWriter
+from workbench.models.parametrizations import is_parametrized, plain_copy
+from workbench.models.run_checkpoints import list_checkpoints
 
 _NAME = re.compile(r"step-(\d{8})")
 _STATE = "training.pt"
 #: Weights of a parametrized model as they are trained; model.safetensors has them as they act.
-_PARAMETRIZED = "parametrized.safetensors"
+PARAMETRIZED = "parametrized.safetensors"
 
 
 @dataclass(frozen=True)
@@ -80,19 +81,6 @@ def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Pa
     return place
 
 
-def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a run by their step, rising; empty if there are none."""
-    places = folder.glob("step-*") if folder.is_dir() else ()
-    found = {int(match.group(1)): place for place in places if (match := _NAME.fullmatch(place.name))}
-    return dict(sorted(found.items()))
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the most steps; None if there is none."""
-    found = list_checkpoints(folder)
-    return found[max(found)] if found else None
-
-
 def branch_run(store: Path | str, new_store: Path | str, *, step: int) -> Path:
     """Copy a run as it was at one of its checkpoints; ``train(..., store=new_store, resume=True)`` goes on from there.
 
@@ -145,25 +133,6 @@ def read_checkpoint(place: Path) -> TrainingState:
     return TrainingState(**{**kept, "configuration": json.loads(kept["configuration"])})
 
 
-def load_weights(model: nn.Module, place: Path) -> None:
-    """Put the weights of a checkpoint into a model of the same shape.
-
-    Raises:
-        CheckpointError: If they are damaged or do not fit.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_model
-
-    file = place / _PARAMETRIZED if is_parametrized(model) else place / "model.safetensors"
-    try:
-        load_model(model, file)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise CheckpointError(
-            f"The weights in {place} are damaged or of another model ({first}); pass the model of this run."
-        ) from error
-
-
 @contextmanager
 def _said(place: Path) -> Iterator[None]:
     """Turn what torch and safetensors raise where they cannot write into a sentence; `replacing` has the system's."""
@@ -179,11 +148,11 @@ def _said(place: Path) -> Iterator[None]:
 def _save_weights(model: nn.Module, folder: Path) -> None:
     from safetensors.torch import save_file
 
-    from workbench.subjects.checkpoint import save_checkpoint
-    from workbench.subjects.zoo import is_zoo_model
+    from workbench.models.checkpoint import save_checkpoint
+    from workbench.zoo import is_zoo_model
 
     if is_parametrized(model):
-        save_file(_untied(model), folder / _PARAMETRIZED)
+        save_file(_untied(model), folder / PARAMETRIZED)
         model = plain_copy(model)
     if is_zoo_model(model):
         save_checkpoint(model, folder)

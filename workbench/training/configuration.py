@@ -13,10 +13,10 @@ from torch.nn.utils import parametrize
 if TYPE_CHECKING:
     from torch import nn
 
-    from workbench.training.kss import KSS
-    from workbench.training.plan import TrainingPlan
-    from workbench.training.recording import Recording
-    from workbench.training.tasks import Task
+    from workbench.callbacks.kss import KSS
+    from workbench.callbacks.run_recording import Recording
+    from workbench.tasks import Task
+    from workbench.training.training_plan import TrainingPlan
 
 #: What a Hugging Face config says about its making, not about the model.
 _PROVENANCE = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.monitors.alarms import Alarm
-    from workbench.training.kss import Shaping
+    from workbench.callbacks.alarms import Alarm
+    from workbench.callbacks.kss import Shaping
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 from workbench.assessment.failure_modes import CRITERIA, FAILURE_MODES, Band, healthy_bands, judged
-from workbench.assessment.failure_modes.sizes import Sizes
+from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.flow_numbers import NUMBERS
 from workbench.assessment.verdict import FIRST_STEP, summary_of, verdict_of
 

@@ -1,9 +1,9 @@
 """Ways in which training fails: for each, measured criteria, what healthy runs show, and how sure the verdict is."""
 
+from workbench.assessment.failure_modes.criteria_table import CRITERIA, judged
 from workbench.assessment.failure_modes.criterion import NOT_MEASURED, STATES, Band, Criterion, Reading, judge
 from workbench.assessment.failure_modes.modes import FAILURE_MODES, FailureMode
 from workbench.assessment.failure_modes.reference import band_of, healthy_bands
-from workbench.assessment.failure_modes.table import CRITERIA, judged
 
 __all__ = [
     "CRITERIA",
@@ -19,3 +19,7 @@ __all__ = [
     "judge",
     "judged",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

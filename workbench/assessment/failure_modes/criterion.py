@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.assessment.failure_modes.sizes import Ranges
+from workbench.assessment.failure_modes.size_ranges import Ranges
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -1,0 +1,98 @@
+import math
+
+import numpy as np
+import pytest
+
+from workbench.callbacks.alarms import Attributor
+from workbench.callbacks.alarms.onset import onset
+from workbench.errors import StoreError, ThresholdError
+
+RANK, RATIO, LOAD = "effective_rank D2", "update_ratio", "max_violation"
+
+
+def examples(n=30, seed=0):
+    """Three faults, each with a signal of its own, and noise on all."""
+    random = np.random.default_rng(seed)
+    signature = {"low_precision_attention": RANK, "large_rate": RATIO, "no_auxiliary_loss": LOAD}
+    for _ in range(n):
+        for cause, telling in signature.items():
+            scores = {name: float(random.normal(scale=0.3)) for name in (RANK, RATIO, LOAD)}
+            scores[telling] += 1.5
+            yield scores, cause
+
+
+def test_planted_signatures_are_told_apart_on_fresh_examples():
+    attributor = Attributor.fit(examples())
+    right = [attributor.attribute(scores).cause == cause for scores, cause in examples(seed=1)]
+    assert np.mean(right) > 0.95
+
+
+def test_the_evidence_is_what_speaks_for_the_cause():
+    attributor = Attributor.fit(examples())
+    found = attributor.attribute({RANK: 2.0, RATIO: 0.1})
+    assert found.cause == "low_precision_attention"
+    assert found.evidence[0].startswith("effective_rank D2 is low (2 times")
+    assert found.message.startswith("This looks like low precision attention (")
+    assert sum(found.probability.values()) == pytest.approx(1)
+    assert next(iter(found.probability)) == found.cause
+    assert attributor.attribute({RATIO: 2.0}).evidence[0].startswith("update_ratio is high")
+
+
+def test_settings_are_evidence_only_where_asked_for():
+    with_settings = [
+        ({**scores, "rate_change": math.log(10) if cause == "large_rate" else 0.0}, cause)
+        for scores, cause in examples()
+    ]
+    knows = Attributor.fit(with_settings)
+    blind = Attributor.fit(with_settings, uses_settings=False)
+    assert "rate_change" in knows.features
+    assert "rate_change" not in blind.features
+    found = knows.attribute({"rate_change": math.log(10)})
+    assert found.cause == "large_rate"
+    assert found.evidence[0] == "the learning rate has risen (10 times)"
+
+
+def test_one_value_out_of_range_does_not_decide_alone():
+    attributor = Attributor.fit(examples())
+    assert attributor.attribute({RANK: 1e9}).probability == attributor.attribute({RANK: 3.0}).probability
+    assert attributor.attribute({RANK: float("nan")}).probability == attributor.attribute({}).probability
+
+
+def test_it_is_read_as_it_was_written(tmp_path):
+    attributor = Attributor.fit(examples())
+    back = Attributor.open(attributor.save(tmp_path / "a.json"))
+    for scores, _ in examples(3, seed=2):
+        before, after = attributor.attribute(scores), back.attribute(scores)
+        assert before.cause == after.cause
+        assert after.probability[before.cause] == pytest.approx(before.probability[before.cause], abs=1e-3)
+
+
+def test_two_faults_are_enough_and_one_is_not():
+    two = [(scores, cause) for scores, cause in examples() if cause != "large_rate"]
+    attributor = Attributor.fit(two)
+    assert attributor.attribute({RANK: 2.0}).cause == "low_precision_attention"
+    assert attributor.attribute({LOAD: 2.0}).cause == "no_auxiliary_loss"
+    with pytest.raises(ThresholdError, match="The examples show 1 kinds of fault, expected at least 2"):
+        Attributor.fit([(scores, "one") for scores, _ in two])
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    path = Attributor.fit(examples(5)).save(tmp_path / "a.json")
+    path.write_text(path.read_text().replace('"large_rate",', ""))
+    with pytest.raises(StoreError, match="is damaged"):
+        Attributor.open(path)
+    with pytest.raises(StoreError, match="is no attributor"):
+        Attributor.open(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("at", [120, 300, 470])
+def test_a_planted_change_is_found(at):
+    step = np.arange(0, 600, 10)
+    value = np.random.default_rng(at).normal(scale=0.1, size=len(step)) + (step > at)
+    value[7] = np.nan
+    assert abs(onset(step, value) - at) <= 10
+
+
+def test_too_little_is_no_onset():
+    assert onset(np.arange(5), np.arange(5.0)) is None
+    assert onset(np.arange(9), np.full(9, np.nan)) is None

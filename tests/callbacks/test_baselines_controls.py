@@ -1,0 +1,90 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests.small_training import same_weights
+from workbench.errors import ThresholdError
+
+controls = wb.baselines.controls
+NAMES = [
+    "none", "clip 0.5", "clip 1.0", "spectral norm", "weight norm", "gradient penalty 0.1", "random l2",
+    "Jacobian penalty", "activation variance", "SAM 0.05", "SAM 0.10", "Lion", "LAMB", "muP",
+]  # fmt: skip
+
+
+def test_the_table_is_the_paper_s():
+    assert list(controls()) == NAMES
+    assert all(name == control.name for name, control in controls().items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_small_model_without_norms_trains_under_every_control(make_model, task, name):
+    model, settings = controls()[name].prepare(lambda: make_model("none", d_model=32), 5e-3)
+    records = list(wb.train(model, task, n_steps=20, **settings))
+    assert len(records) == 20
+    assert np.isfinite([record.loss for record in records]).all()
+    assert records[-1].learning_rate == pytest.approx(5e-3)
+
+
+def test_every_control_trains_in_its_own_way(make_model, task):
+    ends = {}
+    for name, control in controls().items():
+        model, settings = control.prepare(lambda: make_model("none", d_model=32, init_std=0.2), 5e-3)
+        ends[name] = round([record.loss for record in wb.train(model, task, n_steps=6, **settings)][-1], 6)
+    assert len(set(ends.values())) == len(ends), ends
+
+
+@pytest.mark.parametrize("name", ["none", "clip 1.0"])
+def test_controls_of_the_loop_are_plain_settings(make_model, task, name):
+    model, settings = controls()[name].prepare(make_model, 1e-2)
+    plain = make_model()
+    list(wb.train(model, task, n_steps=4, **settings))
+    list(wb.train(plain, task, n_steps=4, learning_rate=1e-2, clip_norm=1.0 if name == "clip 1.0" else None))
+    assert same_weights(model, plain)
+
+
+def test_rates_may_be_a_share_of_the_nominal_one(make_model, task):
+    table = controls(rate_factors={"Lion": 0.1, "muP": 2.0})
+    for name, rate in {"Lion": 1e-3, "muP": 2e-2, "LAMB": 1e-2}.items():
+        model, settings = table[name].prepare(lambda: make_model(d_model=32), 1e-2)
+        assert next(wb.train(model, task, n_steps=1, **settings)).learning_rate == pytest.approx(rate)
+
+
+def test_bad_options_are_refused(make_model):
+    with pytest.raises(ThresholdError, match="There is no control 'lion'; choose from none, clip 0.5"):
+        controls(rate_factors={"lion": 0.1})
+    with pytest.raises(ThresholdError, match="The rate factor of Lion is 0, expected a positive number"):
+        controls(rate_factors={"Lion": 0})
+    with pytest.raises(ThresholdError, match="base_width is 0, expected"):
+        controls(base_width=0)
+
+
+def test_the_optimizer_package_is_loaded_when_one_of_its_optimizers_is_made():
+    code = """
+import sys, workbench as wb
+wb.baselines.controls()
+assert "pytorch_optimizer" not in sys.modules
+model = wb.zoo.transformer(d_model=16, n_layers=2)
+import random, numpy, torch
+states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+wb.baselines.Lion()(list(model.parameters()))
+assert states == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+print("same")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "same", done.stderr
+
+
+@pytest.mark.parametrize("name", ["spectral norm", "Jacobian penalty", "SAM 0.05", "LAMB", "muP"])
+def test_kss_joins_every_kind_of_control(make_model, task, name):
+    """By one more setting; it acts once a step, and changes the weights."""
+    ends = []
+    for kss in (None, wb.KSS(strength=5.0, interval=2, layers="all")):
+        model, settings = controls()[name].prepare(lambda: make_model("none", d_model=32, init_std=0.1), 5e-3)
+        records = list(wb.train(model, task, n_steps=4, kss=kss, **settings))
+        ends.append(model)
+    assert [record.shaping.n_acting for record in records] == [2, 0, 2, 0]
+    assert not same_weights(*ends)

@@ -1,0 +1,200 @@
+import pytest
+import torch
+from torch.nn.utils import parametrize
+
+import workbench as wb
+from tests.small_training import same_weights
+from tests.training.test_loop import dropout_model
+from tests.training.test_resuming import run_to
+from workbench.errors import CheckpointError, StoreError, ThresholdError
+
+baselines = wb.baselines
+BOTH = [baselines.SpectralNorm(), baselines.WeightNorm()]
+
+
+def name_of(parametrization):
+    return type(parametrization).__name__
+
+
+def block_matrices(model):
+    return [m.weight for block in model.blocks for m in block.modules() if isinstance(m, torch.nn.Linear)]
+
+
+def norms_of(model):
+    return [float(torch.linalg.matrix_norm(weight.detach(), ord=2)) for weight in block_matrices(model.eval())]
+
+
+@pytest.mark.parametrize("rate", [1e-2, 5e-2])
+def test_spectral_norm_bounds_every_linear_map_of_the_blocks_while_it_trains(make_model, task, rate):
+    model, free = make_model("none", d_model=32), make_model("none", d_model=32)
+    baselines.SpectralNorm().apply(model)
+    assert norms_of(model) == pytest.approx([1.0] * 12, abs=1e-4)
+    norms = []
+    for _ in wb.train(model, task, n_steps=30, learning_rate=rate):
+        norms.append(max(norms_of(model)))
+        model.train()
+    assert max(norms) < 1.1
+    assert norms[-1] < 1.01
+    list(wb.train(free, task, n_steps=30, learning_rate=rate))
+    assert max(norms_of(free)) > 1.5  # so that there was something to bound
+
+
+def test_one_iteration_does_not_keep_up_with_the_first_steps(make_model, task):
+    model = make_model("none", d_model=32)
+    baselines.SpectralNorm(1).apply(model)
+    norms = []
+    for _ in wb.train(model, task, n_steps=10, learning_rate=5e-2):
+        norms.append(max(norms_of(model)))
+        model.train()
+    assert max(norms) > 1.5
+
+
+def test_reading_a_weight_in_eval_mode_moves_nothing(make_model, task):
+    model = make_model("none")
+    baselines.SpectralNorm().apply(model)
+    with torch.no_grad():
+        model.blocks[0].mlp.up.parametrizations.weight.original.add_(0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.eval()(task.batch(0)[0])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    model.train()(task.batch(0)[0])
+    assert not torch.equal(
+        model.blocks[0].mlp.up.parametrizations.weight[0].direction,
+        before["blocks.0.mlp.up.parametrizations.weight.0.direction"],
+    )
+
+
+def test_the_gradient_is_that_of_the_quotient_by_the_singular_value(make_model):
+    model = make_model("none", init_std=0.3).double()
+    weight = model.blocks[0].mlp.up.weight.detach().clone().requires_grad_()
+    random = torch.randn(weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (expected,) = torch.autograd.grad((random * weight / torch.linalg.matrix_norm(weight, ord=2)).sum(), weight)
+    baselines.SpectralNorm(100).apply(model)
+    (random * model.blocks[0].mlp.up.weight).sum().backward()
+    found = model.blocks[0].mlp.up.parametrizations.weight.original.grad
+    assert torch.allclose(found, expected, atol=1e-8)
+
+
+def test_weight_norm_changes_nothing_at_first(make_model, task):
+    model = make_model("none")
+    tokens, _ = task.batch(0)
+    before = model(tokens)
+    baselines.WeightNorm().apply(model)
+    assert torch.allclose(model(tokens), before, atol=1e-6)
+
+
+def test_weight_norm_learns_a_length_for_each_output(make_model):
+    model = make_model("none")
+    weight = model.blocks[0].mlp.up.weight.detach().clone()
+    baselines.WeightNorm().apply(model)
+    length, direction = model.blocks[0].mlp.up.parametrizations.weight.parameters()
+    assert torch.allclose(length[:, 0], weight.norm(dim=1))
+    assert direction.shape == weight.shape
+    hugging_face = dropout_model()
+    baselines.WeightNorm().apply(hugging_face, torch.zeros(1, 4, dtype=torch.int64))
+    conv = hugging_face.transformer.h[0].mlp.c_fc
+    length, direction = conv.parametrizations.weight.parameters()
+    assert length.shape == (1, conv.nf)  # Conv1D keeps (in, out)
+
+
+@pytest.mark.parametrize("parametrization", BOTH, ids=name_of)
+def test_only_the_linear_maps_of_the_blocks_are_touched(make_model, parametrization):
+    model = make_model()
+    parametrization.apply(model)
+    touched = {name for name, module in model.named_modules() if parametrize.is_parametrized(module)}
+    linear = {name for name, m in make_model().named_modules() if isinstance(m, torch.nn.Linear)}
+    assert touched == linear - {"head"}
+
+
+@pytest.mark.parametrize("parametrization", BOTH, ids=name_of)
+def test_taking_it_off_leaves_the_model_as_it_acts(make_model, task, parametrization, tmp_path):
+    model = make_model("none")
+    undo = parametrization.apply(model)
+    list(wb.train(model, task, n_steps=5, learning_rate=1e-2))
+    tokens = task.batch(9)[0]
+    expected, copied = model.eval()(tokens), baselines.plain_copy(model)
+    assert torch.allclose(copied(tokens), expected, atol=1e-6)
+    assert any(parametrize.is_parametrized(m) for m in model.modules())
+    undo()
+    assert torch.allclose(model(tokens), expected, atol=1e-6)
+    assert model.state_dict().keys() == make_model("none").state_dict().keys()
+    assert same_weights(copied, model)
+    wb.save_checkpoint(model, tmp_path)
+    assert same_weights(wb.open_checkpoint(tmp_path).model, model)
+
+
+def test_taking_it_off_keeps_training_mode(make_model):
+    model = make_model()
+    model.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
+    baselines.SpectralNorm().apply(model)()
+    assert [module.training for module in model.modules()] == modes
+
+
+@pytest.mark.parametrize("parametrization", BOTH, ids=name_of)
+def test_stopping_and_resuming_gives_the_bits_of_running_through(make_model, task, tmp_path, parametrization):
+    def made():
+        model = make_model("none")
+        parametrization.apply(model)
+        return model
+
+    settings = {"n_steps": 6, "checkpoint_every": 2, "learning_rate": 1e-2}
+    through = made()
+    list(wb.train(through, task, checkpoints=tmp_path / "a", **settings))
+    run_to(3, made(), task, checkpoints=tmp_path / "b", **settings)
+    resumed = made()
+    list(wb.train(resumed, task, checkpoints=tmp_path / "b", resume=True, **settings))
+    assert same_weights(resumed, through)
+    with pytest.raises(StoreError, match=r"model\.(parametrizations\.UnitNorm\(n_iterations=8\)|n_weights) = "):
+        wb.train(make_model("none"), task, checkpoints=tmp_path / "b", resume=True, **settings)
+
+
+def test_a_parametrized_checkpoint_opens_for_study_or_says_why_not(make_model, task, tmp_path):
+    model = make_model("none")
+    baselines.SpectralNorm().apply(model)
+    with pytest.raises(CheckpointError, match=r"weights are parametrized, .*; save wb\.baselines\.plain_copy\(model\)"):
+        wb.save_checkpoint(model, tmp_path)
+    list(wb.train(model, task, n_steps=2, checkpoints=tmp_path, checkpoint_every=2))
+    opened, tokens = wb.open_checkpoint(tmp_path / "step-00000002"), task.batch(0)[0]
+    assert torch.allclose(opened.model(tokens), model.eval()(tokens), atol=1e-6)
+
+
+def test_global_random_states_stay_untouched(make_model):
+    before, models = torch.get_rng_state(), [make_model(), make_model()]
+    for model in models:
+        baselines.SpectralNorm().apply(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert same_weights(*models)
+
+
+@pytest.mark.parametrize("parametrization", BOTH, ids=name_of)
+def test_spectra_are_those_of_the_weights_as_they_act(make_model, task, parametrization):
+    model = make_model("none", init_std=0.3)
+    parametrization.apply(model)
+    seen = next(wb.train(model, task, n_steps=1, spectra_every=1, profile_options={"n_snapshots": 96})).spectra
+    fresh = make_model("none", init_std=0.3)
+    parametrization.apply(fresh)
+    expected = wb.profile(baselines.plain_copy(fresh), task.probe(96), n_snapshots=96, progress=False)
+    assert abs(seen["eigenvalue"][0] - expected["eigenvalue"]).max() < 1e-3 * abs(expected["eigenvalue"]).max()
+
+
+@pytest.mark.parametrize("parametrization", BOTH, ids=name_of)
+def test_models_of_transformers_take_them(task, parametrization):
+    model = dropout_model()
+    with pytest.raises(ThresholdError, match=r"GPT2LMHeadModel is not of the zoo; pass inputs= to find its blocks"):
+        parametrization.apply(model)
+    parametrization.apply(model, task.batch(0)[0])
+    assert len(list(wb.train(model, task, n_steps=3))) == 3
+
+
+def test_what_cannot_be_parametrized_is_refused(make_model):
+    model = make_model()
+    baselines.WeightNorm().apply(model)
+    with pytest.raises(ThresholdError, match=r"weights of blocks\.0\.\S+ are parametrized already; take that off"):
+        baselines.SpectralNorm().apply(model)
+    zero = wb.zoo.transformer("none", d_model=16, n_heads=2, n_layers=2, initialization="fixup")
+    with pytest.raises(ThresholdError, match=r"The weight of blocks\.0\.attention\.out is zero, which no factor"):
+        baselines.SpectralNorm().apply(zero)
+    assert not any(parametrize.is_parametrized(m) for m in zero.modules())
+    with pytest.raises(ThresholdError, match="n_iterations is 0, expected a whole number"):
+        baselines.SpectralNorm(0)

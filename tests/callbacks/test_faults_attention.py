@@ -1,0 +1,367 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import workbench as wb
+from tests.training.test_loop import dropout_model
+from workbench.callbacks.faults import Cut, FlashAttentionMode, cut_low_bits
+from workbench.callbacks.faults.flash_attention_mode import flash_attention
+from workbench.errors import ThresholdError
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def inputs(n_tokens=7, n_seen=7, n_kv_heads=4, dtype=torch.float64):
+    shapes = (2, 4, n_tokens, 6), (2, n_kv_heads, n_seen, 6), (2, n_kv_heads, n_seen, 6)
+    return [draw(*shape, seed=i, dtype=dtype).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def dense_attention(q, k, v, mask=None, *, is_causal=False, scale=None):
+    """Softmax attention as it is written down; autograd does the rest."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1) @ v
+
+
+def gradients(attention, tensors, **options):
+    out = attention(*tensors, **options)
+    upstream = draw(*out.shape, seed=9).to(out.dtype)
+    return out, *torch.autograd.grad(out, [x for x in tensors if x is not None and x.requires_grad], upstream)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"scale": 0.7}, {"mask": "bool"}, {"mask": "float"}, {"n_kv_heads": 2}, {"n_seen": 5}],
+    ids=str,
+)
+def test_without_a_cut_it_is_dense_attention(options, dtype, atol):
+    options = dict(options)
+    n_seen, kind = options.pop("n_seen", 7), options.pop("mask", None)
+    tensors = inputs(n_seen=n_seen, n_kv_heads=options.pop("n_kv_heads", 4), dtype=dtype)
+    if kind == "bool":
+        tensors.append((draw(7, n_seen, seed=5) > 0) | torch.eye(7, n_seen, dtype=torch.bool))
+    elif kind == "float":
+        tensors.append(draw(1, 4, 7, n_seen, seed=5, dtype=dtype).requires_grad_())
+    expected = gradients(dense_attention, tensors, **options)
+    found = gradients(flash_attention, tensors, enable_gqa=True, **options)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=atol, rtol=0)
+        assert one.dtype == dtype
+
+
+def test_second_derivatives_are_right_too():
+    """The gradient penalty takes them."""
+    tensors = [x[:1, :1, :4, :3].detach().requires_grad_() for x in inputs()]
+    assert torch.autograd.gradgradcheck(lambda *x: flash_attention(*x, is_causal=True), tensors)
+
+
+def test_tokens_that_see_nothing_get_nothing():
+    tensors, mask = inputs(), torch.ones(7, 7, dtype=torch.bool)
+    mask[3] = False
+    out, *rest = gradients(flash_attention, [*tensors, mask])
+    assert not out[:, :, 3].any()
+    assert all(x.isfinite().all() for x in rest)
+    assert torch.allclose(out, functional.scaled_dot_product_attention(*tensors, attn_mask=mask))
+
+
+def test_dropout_leaves_out_weights_and_its_gradient_is_that_of_what_is_left():
+    q, k, _ = inputs()
+    v = torch.eye(7, dtype=torch.float64).expand(2, 4, 7, 7).clone().requires_grad_()  # the output is the weights
+    torch_state = torch.get_rng_state()
+    out, *found = gradients(flash_attention, [q, k, v], dropout_p=0.4)
+    torch.set_rng_state(torch_state)
+    weights = (q @ k.mT / math.sqrt(6)).softmax(-1)
+    keep = out.detach() / weights.detach()
+    assert set(keep.round(decimals=6).unique().tolist()) == {0.0, round(1 / 0.6, 6)}
+    expected = torch.autograd.grad((weights * keep) @ v, [q, k, v], draw(*out.shape, seed=9))
+    assert all(torch.allclose(one, other, atol=1e-10) for one, other in zip(found, expected, strict=True))
+
+
+def literal_cut(value, n_bits):
+    """The 16 bits of one bfloat16, as text."""
+    bits = int(torch.tensor(value).to(torch.bfloat16).view(torch.int16)) & 0xFFFF
+    kept = f"{bits:016b}"[: 16 - n_bits] + "0" * n_bits
+    number = int(kept, 2)
+    return torch.tensor(number - (1 << 16) if number >> 15 else number, dtype=torch.int16).view(torch.bfloat16).item()
+
+
+@settings(deadline=None)
+@given(st.floats(-(2.0**100), 2.0**100, width=32), st.integers(1, 8))
+def test_cutting_is_zeros_in_place_of_the_lowest_bits(value, n_bits):
+    assert cut_low_bits(torch.tensor([value]), n_bits).item() == literal_cut(value, n_bits)
+
+
+@settings(deadline=None)
+@given(st.floats(2.0**-100, 2.0**100, width=32), st.integers(1, 7))
+def test_rounding_is_to_the_nearest_of_the_two_beside_it(value, n_bits):
+    x = torch.tensor([value]).to(torch.bfloat16).double()
+    low = cut_low_bits(x, n_bits).item()
+    high = torch.tensor(low).to(torch.bfloat16).view(torch.int16).add(1 << n_bits).view(torch.bfloat16).item()
+    found = cut_low_bits(x, n_bits, "nearest").item()
+    assert found in (low, high)
+    assert abs(found - x.item()) == min(x.item() - low, high - x.item())
+    assert cut_low_bits(-x, n_bits, "nearest").item() == -found
+
+
+def test_what_is_not_finite_stays_so_and_no_bits_is_no_change():
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 1.2345678])
+    for n_bits in (7, 8):
+        assert torch.equal(cut_low_bits(odd, n_bits).isfinite(), odd.isfinite())
+        assert cut_low_bits(odd, n_bits)[1:3].tolist() == [math.inf, -math.inf]
+    assert cut_low_bits(odd, 0)[3] == odd[3]
+    assert cut_low_bits(odd, 0, "cast")[3] == odd[3].bfloat16().float() != odd[3]
+
+
+def slope(n_bits, rounding, *, both):
+    out, d_out = draw(4096, 64, seed=1), draw(4096, 64, seed=2)
+    true = (out * d_out).sum(-1)
+    biased = (cut_low_bits(out, n_bits, rounding) * (cut_low_bits(d_out, n_bits, rounding) if both else d_out)).sum(-1)
+    return float((biased * true).sum() / true.square().sum())
+
+
+@pytest.mark.parametrize(
+    ("n_bits", "on_output", "on_both"), [(4, 0.96, 0.92), (6, 0.84, 0.71), (7, 0.73, 0.53), (8, 0.53, 0.28)]
+)
+def test_the_bias_of_delta_is_the_published_one(n_bits, on_output, on_both):
+    # Half of the last published digit, and four standard deviations of such a draw (at most .0025, over seeds).
+    assert slope(n_bits, "truncate", both=False) == pytest.approx(on_output, abs=0.015)
+    assert slope(n_bits, "truncate", both=True) == pytest.approx(on_both, abs=0.015)
+
+
+@pytest.mark.parametrize("n_bits", [1, 2, 3, 4, 5, 6])
+def test_rounding_to_the_nearest_has_hardly_a_bias(n_bits):
+    # With 6 bits .012 and .024 on average over seeds, and .002 from draw to draw.
+    assert slope(n_bits, "nearest", both=False) == pytest.approx(1, abs=0.02)
+    assert slope(n_bits, "nearest", both=True) == pytest.approx(1, abs=0.035)
+
+
+@pytest.mark.parametrize("targets", [{"output"}, {"gradient"}, {"output", "gradient"}])
+def test_the_cut_acts_where_flash_attention_reads(targets):
+    """The backward pass written down, with bits missing in O, dO or both."""
+    q, k, v = inputs(dtype=torch.float32)
+    out, *found = gradients(
+        lambda *x: flash_attention(*x, cut=Cut(7, "truncate", "output" in targets, "gradient" in targets)), [q, k, v]
+    )
+    upstream = draw(*out.shape, seed=9).float()
+    saved = cut_low_bits(out, 7) if "output" in targets else out
+    upstream = cut_low_bits(upstream, 7) if "gradient" in targets else upstream
+    weights = (q @ k.mT / math.sqrt(6)).softmax(-1)
+    d_scores = weights * (upstream @ v.mT - (upstream * saved).sum(-1, keepdim=True)) / math.sqrt(6)
+    for one, other in zip(found, (d_scores @ k, d_scores.mT @ q, weights.mT @ upstream), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    assert torch.equal(out, flash_attention(q, k, v))  # the forward pass keeps its bits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_inputs_and_autocast(dtype):
+    exact = gradients(dense_attention, inputs(), is_causal=True)
+    short = [x.detach().to(dtype).requires_grad_() for x in inputs()]
+    for one, other in zip(gradients(flash_attention, short, is_causal=True), exact, strict=True):
+        assert one.dtype == dtype
+        assert torch.allclose(one.double(), other, atol=0.08)
+    full = inputs(dtype=torch.float32)
+    with torch.autocast("cpu", dtype):
+        out = flash_attention(*full, is_causal=True)
+    assert out.dtype == functional.scaled_dot_product_attention(*short).dtype == dtype
+    assert torch.allclose(out.double(), exact[0], atol=0.02)
+    out.float().sum().backward()
+    assert full[0].grad.dtype == torch.float32
+
+
+def test_the_mode_takes_the_place_of_torchs_attention_and_leaves():
+    tensors, mode, original = inputs(), FlashAttentionMode(), functional.scaled_dot_product_attention
+    with mode:
+        out = functional.scaled_dot_product_attention(*tensors, is_causal=True)
+    assert mode.n_calls == 1
+    assert "FlashAttention" in type(out.grad_fn).__name__
+    assert functional.scaled_dot_product_attention is original
+    assert "FlashAttention" not in type(original(*tensors)).__name__
+    assert torch.allclose(out, original(*tensors, is_causal=True))
+
+
+class Checkpointed(nn.Module):
+    """A model of which every block is run again in the backward pass."""
+
+    def __init__(self, model, use_reentrant):
+        super().__init__()
+        self.model, self.use_reentrant = model, use_reentrant
+
+    def forward(self, tokens):
+        x = self.model.token_embedding(tokens) + self.model.position_embedding.weight[: tokens.shape[1]]
+        for block in self.model.blocks:
+            x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.model.head(self.model.final_norm(x))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_recomputes_the_same_attention(make_model, task, use_reentrant):
+    found = {}
+    for how in (None, use_reentrant):
+        for start in (None, 2):
+            model = Checkpointed(make_model(), how)
+            found[how, start] = losses(model, task, wb.faults.low_precision_attention(start=start))
+            assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert found[use_reentrant, None] == found[None, None]
+    assert found[use_reentrant, 2] == found[None, 2] != found[None, None]
+
+
+def losses(model, task, *faults, **settings):
+    return [
+        record.loss
+        for record in wb.train(model, task, **{"n_steps": 6, "learning_rate": 1e-2, **settings}, faults=faults)
+    ]
+
+
+def test_off_it_is_training_with_exact_attention_and_on_it_is_not(make_model, task):
+    plain, off = losses(make_model(), task), losses(make_model(), task, wb.faults.low_precision_attention())
+    assert off == pytest.approx(plain, rel=1e-4)
+    zero = losses(make_model(), task, wb.faults.low_precision_attention(n_bits=0, start=0))
+    assert zero == off
+    on = losses(make_model(), task, wb.faults.low_precision_attention(n_bits=8, start=2))
+    assert on[:3] == off[:3]  # the loss of step 2 belongs to the weights before its update
+    assert on[3:] != off[3:]
+
+
+def test_it_biases_queries_and_keys_and_leaves_values(make_model, task):
+    """With O alone cut, the last block's value weights get the exact gradient, its query weights do not."""
+    seen = {}
+    for name, start in (("off", None), ("on", 0)):
+        model = make_model(init_std=0.3)
+        fault = wb.faults.low_precision_attention(n_bits=8, targets="output", start=start)
+        list(wb.train(model, task, n_steps=1, optimizer="SGD", faults=[fault]))
+        seen[name] = {key: weight.grad for key, weight in model.blocks[-1].named_parameters()}
+    relative = {
+        key.split(".")[-2]: float((seen["on"][key] - exact).norm() / exact.norm())
+        for key, exact in seen["off"].items()
+        if key.endswith(("query.weight", "key.weight", "value.weight", "out.weight"))
+    }
+    assert max(relative["value"], relative["out"]) < 1e-5
+    assert min(relative["query"], relative["key"]) > 0.05
+
+
+def hugging_face_models():
+    import transformers
+
+    small = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    gpt2 = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return {
+        "gpt2": transformers.GPT2Config(**gpt2),
+        "llama": transformers.LlamaConfig(**small, **heads),
+        "qwen3": transformers.Qwen3Config(**small, **heads, head_dim=4),
+        "gpt_neox": transformers.GPTNeoXConfig(**small, num_attention_heads=4),
+    }
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gpt_neox"])
+def test_hugging_face_models_with_sdpa_run_and_learn_other_things(family, task):
+    import transformers
+
+    config, found = hugging_face_models()[family], {}
+    for name, start in (("off", None), ("on", 0)):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        if name == "on":
+            model.gradient_checkpointing_enable()
+        found[name] = losses(model, task, wb.faults.low_precision_attention(start=start))
+    assert np.isfinite(found["on"]).all()
+    assert found["on"][0] == found["off"][0]
+    assert found["on"][-1] != found["off"][-1]
+
+
+def test_padded_rows_of_a_mapping_run(task):
+    """A mask of the batch goes the same way."""
+    model, tokens = dropout_model(), task.batch(0)[0]
+    mask = torch.ones_like(tokens)
+    mask[:, -3:] = 0
+    batch = ({"input_ids": tokens, "attention_mask": mask}, tokens)
+    assert np.isfinite(losses(model, [batch] * 3, wb.faults.low_precision_attention(start=0), n_steps=3)).all()
+
+
+def test_a_model_without_torchs_attention_is_refused(task, tmp_path):
+    import transformers
+
+    state = torch.get_rng_state()
+    config = hugging_face_models()["llama"]
+    eager = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    before = [weight.detach().clone() for weight in eager.parameters()]
+    for model in (eager, wb.zoo.mamba(d_model=16, n_layers=1, vocab_size=32)):
+        run = wb.train(model, task, n_steps=2, store=tmp_path / "a.zarr", faults=[wb.faults.low_precision_attention()])
+        with pytest.raises(ThresholdError, match=r"but \w+ does not; load a Hugging Face model with attn_impl.*'sdpa'"):
+            next(run)
+        assert not (tmp_path / "a.zarr").exists()
+    assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), before, strict=True))
+    torch.set_rng_state(state)
+
+
+def test_it_goes_with_penalties_that_take_second_derivatives(make_model, task):
+    penalties = [wb.baselines.GradientPenalty(0.1)]
+    plain = losses(make_model(), task, penalties=penalties)
+    off = losses(make_model(), task, wb.faults.low_precision_attention(), penalties=penalties)
+    assert off == pytest.approx(plain, rel=1e-3)
+    on = losses(make_model(), task, wb.faults.low_precision_attention(start=0), penalties=penalties)
+    assert np.isfinite(on).all()
+    assert on[1:] != off[1:]
+
+
+def test_compiled_models_lose_the_same_bits(make_model, task):
+    def found(start, *, is_compiled):
+        model = make_model(n_layers=1, init_std=0.3)
+        model = torch.compile(model, backend="aot_eager") if is_compiled else model
+        return losses(model, task, wb.faults.low_precision_attention(start=start), n_steps=3)
+
+    compiled = found(0, is_compiled=True)
+    assert compiled == pytest.approx(found(0, is_compiled=False), rel=1e-4)
+    assert compiled[1:] != pytest.approx(found(None, is_compiled=False)[1:], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"n_bits": 9}, "n_bits is 9, expected 0 to 8"),
+        ({"n_bits": -1}, "n_bits is -1, expected at least 0"),
+        ({"n_bits": 1.5}, "n_bits is 1.5, expected a whole number"),
+        ({"targets": ("value",)}, "expected 'output', 'gradient' or both"),
+        ({"targets": ()}, "expected 'output', 'gradient' or both"),
+        ({"rounding": "up"}, "rounding is 'up', expected one of truncate, nearest, cast"),
+        ({"rounding": "cast", "n_bits": 3}, "n_bits is 3; pass n_bits=0"),
+    ],
+)
+def test_bad_options_are_refused(options, sentence):
+    with pytest.raises(ThresholdError, match=sentence):
+        wb.faults.low_precision_attention(**options)
+
+
+def test_attention_inside_of_torchs_own_module_is_refused(task):
+    """Torch leaves the mode there; better said than without effect."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(32, 16)
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+            self.head = nn.Linear(16, 32)
+
+        def forward(self, tokens):
+            states = self.embedding(tokens)
+            mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+            mixed, _ = self.attention(states, states, states, attn_mask=mask, is_causal=True, need_weights=False)
+            return self.head(states + mixed)
+
+    assert np.isfinite(losses(Model(), task)).all()
+    with pytest.raises(ThresholdError, match="calls torch's scaled_dot_product_attention itself, but Model does not"):
+        losses(Model(), task, wb.faults.low_precision_attention(start=0))

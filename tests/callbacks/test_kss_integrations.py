@@ -1,0 +1,379 @@
+import json
+import logging
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import workbench as wb
+from tests.callbacks.test_kss_loops import gpt2, llama
+from tests.callbacks.test_kss_shaper import hooks_of, kss_with, loss_of, sgd, step
+from tests.small_training import same_weights
+from workbench.errors import MissingPackageError, StoreError, ThresholdError
+
+
+def rows(n=64, length=12):
+    tokens = torch.randint(1, 32, (n, length), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def trainer(model, folder, *callbacks, data=None, **options):
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        **{
+            "per_device_train_batch_size": 4,
+            "max_steps": 6,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "seed": 3,
+            **options,
+        },
+    )
+    return transformers.Trainer(model=model, args=arguments, train_dataset=data or rows(), callbacks=list(callbacks))
+
+
+def without_dropout(make):
+    options = {} if make is llama else dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return make(**options)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Both trainers say much on the way."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class TestHuggingFace:
+    @pytest.mark.parametrize("make", [gpt2, llama])
+    def test_with_accumulation_and_gradient_checkpointing(self, tmp_path, make):
+        model, kss = make(), kss_with(strength=0.5, interval=2)
+        options = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "bf16": True}
+        subject = trainer(model, tmp_path, kss.trainer_callback(), max_steps=5, **options)
+        subject.train()
+        logged = [row for row in subject.state.log_history if "loss" in row]
+        assert len(logged) == 5
+        assert [row["kss_strength"] for row in logged] == [0.5] * 5
+        assert [row["kss_enabled"] for row in logged] == [1.0] * 5
+        assert all(row["kss_acting"] == 2 and row["kss_penalty"] > 0 for row in logged)
+        # Looked at in steps 0, 2 and 4; between them what was found last is told.
+        assert logged[0]["kss_penalty"] == logged[1]["kss_penalty"] != logged[2]["kss_penalty"]
+        assert all(not module._forward_pre_hooks for module in model.modules())
+
+    def test_it_does_what_attaching_by_hand_does(self, tmp_path):
+        """The same weights as a loop with the trainer's batches."""
+        model, by_hand = without_dropout(gpt2), without_dropout(gpt2)
+        data = rows(24)
+        options = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+        subject = trainer(model, tmp_path, kss_with().trainer_callback(), data=data, **options)
+        seen = []
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs) if module.training else None,
+            with_kwargs=True,
+        )
+        subject.train()
+        optimizer = sgd(by_hand, 0.05)
+        with kss_with().attach(by_hand, optimizer):
+            for inputs in seen:
+                optimizer.zero_grad()
+                by_hand(**inputs).loss.backward()
+                optimizer.step()
+        pairs = zip(model.parameters(), by_hand.parameters(), strict=True)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
+
+    @pytest.mark.parametrize("off", [{"enabled": False}, {"strength": 0.0}], ids=str)
+    def test_switched_off_it_leaves_every_bit(self, tmp_path, off):
+        plain, model = gpt2(), gpt2()
+        trainer(plain, tmp_path).train()
+        kss = kss_with()
+        kss.set(**off)
+        trainer(model, tmp_path, kss.trainer_callback()).train()
+        assert same_weights(model, plain)
+
+    def test_resuming_from_a_checkpoint_of_the_trainer(self, tmp_path):
+        """Controls that were turned on the way come back, and the weights are those of running through."""
+
+        class Turn(transformers.TrainerCallback):
+            def __init__(self, kss):
+                self.kss = kss
+
+            def on_step_end(self, args, state, control, **others):
+                if state.global_step == 2:
+                    self.kss.set(strength=0.3, layers=(1,))
+
+        options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+        through, kss = gpt2(), kss_with(layers="half", n_snapshots=24)
+        subject = trainer(through, tmp_path, kss.trainer_callback(), Turn(kss), **options)
+        subject.train()
+        saved = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+        assert saved["stateful_callbacks"]["KSSCallback"]["attributes"]["saved"]["shaper"]["control"]["strength"] == 0.3
+        for restores in (False, True):
+            resumed, kss = gpt2(), kss_with(layers="half", n_snapshots=24, strength=7.0)
+            callback = kss.trainer_callback()
+            extra = {**options, "restore_callback_states_from_checkpoint": restores}
+            subject = trainer(resumed, tmp_path / str(restores), callback, **extra)
+            subject.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+            assert same_weights(resumed, through)
+            assert (kss.strength, kss.layers) == (0.3, (1,))
+        other = kss_with(layers="half", n_snapshots=24, coupling="decoupled")
+        subject = trainer(gpt2(), tmp_path / "other", other.trainer_callback(), **options)
+        with pytest.raises(StoreError, match="made with KSS options coupling = gradient, this run says decoupled"):
+            subject.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+    def test_a_run_made_without_kss_goes_on_with_it(self, tmp_path):
+        options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+        trainer(gpt2(), tmp_path, **{**options, "max_steps": 3}).train()
+        kss = kss_with()
+        subject = trainer(gpt2(), tmp_path, kss.trainer_callback(), **options)
+        subject.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        assert (tmp_path / "checkpoint-6").is_dir()
+        assert subject.state.log_history[-2]["kss_acting"] == 2
+
+    def test_an_error_in_training_leaves_nothing_for_long(self, tmp_path):
+        model, callback = gpt2(), kss_with().trainer_callback()
+        subject = trainer(model, tmp_path, callback)
+        handle = model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            subject.train()
+        handle.remove()
+        subject.train()  # attaches anew, and once
+        assert all(not module._forward_pre_hooks for module in model.modules())
+        handle = model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            subject.train()
+        handle.remove()
+        callback.detach()
+        assert all(not module._forward_pre_hooks for module in model.modules())
+
+    def test_a_compiled_trainer(self, tmp_path):
+        torch._dynamo.reset()
+        model = without_dropout(gpt2)
+        options = {"optim": "sgd", "learning_rate": 0.05, "max_steps": 3}
+        compiles = {"torch_compile": True, "torch_compile_backend": "eager"}
+        subject = trainer(model, tmp_path, kss_with().trainer_callback(), **options, **compiles)
+        subject.train()
+        plain = without_dropout(gpt2)
+        trainer(plain, tmp_path, kss_with().trainer_callback(), **options).train()
+        torch._dynamo.reset()
+        assert [row["kss_acting"] for row in subject.state.log_history if "loss" in row] == [2.0] * 3
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
+
+    def test_one_is_enough(self, tmp_path):
+        subject = trainer(gpt2(), tmp_path, kss_with().trainer_callback(), kss_with().trainer_callback())
+        with pytest.raises(ThresholdError, match="A Trainer takes one KSS callback, not several; remove the others"):
+            subject.train()
+
+
+class Collector:
+    """Makes a Lightning logger that keeps what it is given."""
+
+    def __new__(cls, lightning):
+        class Keeping(lightning.pytorch.loggers.logger.Logger):
+            name, version = "keeping", 0
+
+            def __init__(self):
+                super().__init__()
+                self.rows = []
+
+            def log_metrics(self, metrics, step=None):
+                self.rows.append(metrics)
+
+            def log_hyperparams(self, *args, **kwargs):
+                """Nothing to keep."""
+
+        return Keeping()
+
+
+@pytest.fixture(scope="module")
+def lightning():
+    import lightning
+
+    return lightning
+
+
+def lightning_module(lightning, model, *, rate=0.01, optimizers=1):
+    class Shell(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch, batch_idx):
+            return loss_of(self.model, batch)
+
+        def configure_optimizers(self):
+            made = [torch.optim.AdamW(self.model.parameters(), lr=rate) for _ in range(optimizers)]
+            return made if optimizers > 1 else made[0]
+
+    return Shell()
+
+
+def fit(lightning, module, *callbacks, n_steps=4, n_batches=8, task, checkpoint=None, **options):
+    batches = [task.batch(i) for i in range(n_batches)]
+    loader = DataLoader(TensorDataset(*(torch.cat(part) for part in zip(*batches, strict=True))), batch_size=8)
+    subject = lightning.Trainer(
+        **{
+            "max_steps": n_steps,
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "log_every_n_steps": 1,
+            "callbacks": list(callbacks),
+            **options,
+        }
+    )
+    subject.fit(module, loader, ckpt_path=checkpoint)
+    return subject
+
+
+class TestLightning:
+    def test_it_does_what_attaching_by_hand_does(self, lightning, task):
+        """Though Lightning runs the batch from inside the optimizer's step."""
+        by_hand, model = without_dropout(gpt2), without_dropout(gpt2)
+        optimizer = torch.optim.AdamW(by_hand.parameters(), lr=0.01)
+        with kss_with().attach(by_hand, optimizer):
+            for i in range(4):
+                step(by_hand, optimizer, task.batch(i))
+        logger = Collector(lightning)
+        module = lightning_module(lightning, model)
+        fit(lightning, module, kss_with().lightning_callback(), task=task, logger=logger)
+        assert same_weights(model, by_hand)
+        assert hooks_of(module, optimizer)[0] == [(0, 0, 0)] * len(list(module.modules()))
+        assert [row["kss_strength"] for row in logger.rows] == [1.0] * 4
+        assert all(row["kss_acting"] == 2 and row["kss_penalty"] > 0 for row in logger.rows)
+
+    @pytest.mark.parametrize("coupling", ["gradient", "decoupled"])
+    def test_with_accumulation_clipping_and_bfloat16(self, lightning, task, coupling):
+        def trained(strength):
+            model, logger = llama(), Collector(lightning)
+            kss = kss_with(strength=strength, interval=2, coupling=coupling)
+            options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "precision": "bf16-mixed"}
+            module = lightning_module(lightning, model)
+            fit(lightning, module, kss.lightning_callback(), task=task, logger=logger, **options)
+            return model, logger.rows
+
+        (shaped, rows), (plain, _) = trained(0.5), trained(0.0)
+        assert rows[-1]["kss_acting"] == 2
+        assert not same_weights(shaped, plain)
+
+    @pytest.mark.parametrize("off", [{"enabled": False}, {"strength": 0.0}], ids=str)
+    def test_switched_off_it_leaves_every_bit(self, lightning, task, off):
+        plain, model, kss = gpt2(), gpt2(), kss_with()
+        torch.manual_seed(0)
+        fit(lightning, lightning_module(lightning, plain), task=task)
+        kss.set(**off)
+        torch.manual_seed(0)
+        fit(lightning, lightning_module(lightning, model), kss.lightning_callback(), task=task)
+        assert same_weights(model, plain)
+
+    def test_resuming_from_a_checkpoint(self, lightning, task, tmp_path):
+        def fresh(**options):
+            return without_dropout(gpt2), kss_with(layers="half", n_snapshots=24, **options)
+
+        data = {"task": task, "n_batches": 1}  # Lightning may begin with any
+        through, kss = fresh()
+        fit(lightning, lightning_module(lightning, through), kss.lightning_callback(), n_steps=6, **data)
+        model, kss = fresh()
+        module = lightning_module(lightning, model)
+        subject = fit(lightning, module, kss.lightning_callback(), n_steps=3, **data)
+        subject.save_checkpoint(tmp_path / "at-3.ckpt")
+        resumed, kss = fresh(strength=7.0)
+        options = {"n_steps": 6, "checkpoint": tmp_path / "at-3.ckpt", **data}
+        fit(lightning, lightning_module(lightning, resumed), kss.lightning_callback(), **options)
+        assert kss.strength == 1.0
+        assert same_weights(resumed, through)
+        _, other = fresh(coupling="projection")
+        with pytest.raises(StoreError, match="made with KSS options coupling = gradient, this run says projection"):
+            fit(lightning, lightning_module(lightning, gpt2()), other.lightning_callback(), **options)
+
+    def test_an_error_in_training_leaves_nothing(self, lightning, task):
+        model = gpt2()
+        module = lightning_module(lightning, model)
+        model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fit(lightning, module, kss_with().lightning_callback(), task=task)
+        assert [len(m._forward_pre_hooks) for m in module.modules() if m is not model.transformer.h[1]] == [0] * (
+            len(list(module.modules())) - 1
+        )
+
+    def test_several_optimizers_are_refused(self, lightning, task):
+        module = lightning_module(lightning, gpt2(), optimizers=2)
+        module.automatic_optimization = False
+        with pytest.raises(ThresholdError, match="Shell has 2 optimizers or steps them itself, .*; attach KSS by"):
+            fit(lightning, module, kss_with().lightning_callback(), task=task)
+
+    def test_a_module_that_is_its_own_model(self, lightning, task):
+        class Own(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.embedding = nn.Embedding(32, 8)
+                self.blocks = nn.ModuleList(
+                    [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True) for _ in range(2)]
+                )
+                self.head = nn.Linear(8, 32)
+
+            def forward(self, tokens):
+                x = self.embedding(tokens)
+                for block in self.blocks:
+                    x = block(x)
+                return self.head(x)
+
+            def training_step(self, batch, batch_idx):
+                return loss_of(self, batch)
+
+            def configure_optimizers(self):
+                return sgd(self)
+
+        logger = Collector(lightning)
+        fit(lightning, Own(), kss_with().lightning_callback(), task=task, logger=logger)
+        assert [row["kss_acting"] for row in logger.rows] == [2.0] * 4
+
+    def test_the_other_name_of_lightning(self, monkeypatch, lightning):
+        """Callbacks are made for the one that the caller has imported."""
+        import pytorch_lightning
+
+        assert isinstance(wb.KSS().lightning_callback(), lightning.pytorch.Callback)
+        monkeypatch.delitem(sys.modules, "lightning.pytorch")
+        assert isinstance(wb.KSS().lightning_callback(), pytorch_lightning.Callback)
+
+
+def test_lightning_that_is_missing_is_said(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] in ("lightning", "pytorch_lightning")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    monkeypatch.setattr(sys, "meta_path", [Absent("lightning", "pytorch_lightning"), *sys.meta_path])
+    with pytest.raises(MissingPackageError, match=r"kss.lightning_callback\(\) needs Lightning; install it with: pip"):
+        wb.KSS().lightning_callback()
+
+
+class Absent:
+    """An importer by which packages are not there."""
+
+    def __init__(self, *names):
+        self.names = names
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_neither_is_imported_before_it_is_asked_for():
+    script = (
+        "import sys, workbench as wb; kss = wb.KSS(); import workbench.callbacks.kss.integrations;"
+        "assert not {'transformers', 'lightning', 'pytorch_lightning'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,131 @@
+"""Two processes under DDP do what one does on all rows; what each of them ended with comes from ddp_shaping.py."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from tests.callbacks import ddp_shaping
+from workbench.callbacks.kss.penalty import NOT_FINITE
+from workbench.errors import ThresholdError
+from workbench.koopman.moments import SnapshotMoments
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each rank ended with, by scenario."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.callbacks.ddp_shaping", str(folder)]
+    subprocess.run(command, check=True, timeout=240, capture_output=True)
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def assert_equal_to_the_bit(ranks, scenario):
+    one, other = (rank[scenario]["weights"] for rank in ranks)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def in_one_process(coupling, n_steps=3):
+    rows = [[ddp_shaping.own_rows(rank, i) for rank in range(2)] for i in range(n_steps)]
+    batches = [tuple(torch.cat(part) for part in zip(*of_ranks, strict=True)) for of_ranks in rows]
+    return ddp_shaping.train(ddp_shaping.model(), ddp_shaping.kss(coupling), batches)
+
+
+def largest_difference(some, others):
+    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("coupling", ddp_shaping.COUPLINGS)
+def test_two_ranks_shape_as_one_process_does(ranks, coupling):
+    expected = in_one_process(coupling)
+    assert_equal_to_the_bit(ranks, coupling)
+    for rank in ranks:
+        found = rank[coupling]
+        assert found["penalty"] == pytest.approx(expected["penalty"], rel=1e-8, nan_ok=True)
+        assert found["radius"] == pytest.approx(expected["radius"], rel=1e-8, nan_ok=True)
+        assert found["radius"][0] > 0  # a trust region of the gain takes eigenvalues at times
+        assert found["acting"] == expected["acting"]
+        assert largest_difference(found["weights"], expected["weights"]) < 1e-9
+    assert max(expected["acting"]) > 0
+    start = [weight.detach() for weight in ddp_shaping.model().parameters()]
+    assert largest_difference(expected["weights"], start) > 1e-3
+
+
+def test_a_layer_that_one_rank_cannot_read_is_left_out_by_all(ranks):
+    assert_equal_to_the_bit(ranks, "one broken")
+    for rank in ranks:
+        assert rank["one broken"]["skipped"] == [{2: NOT_FINITE, 3: NOT_FINITE}] * 2
+        assert rank["one broken"]["acting"] == [2, 2]
+
+
+def test_a_rank_without_states_holds_nobody_up(ranks):
+    assert_equal_to_the_bit(ranks, "one without states")
+    assert [rank["one without states"]["skipped"] for rank in ranks] == [[dict.fromkeys(range(4), NOT_FINITE)]] * 2
+
+
+def test_the_controls_of_the_first_rank_hold_for_all(ranks):
+    assert_equal_to_the_bit(ranks, "turned")
+    for rank in ranks:
+        found = rank["turned"]
+        assert found["strength"] == [0.5, 0.25, 0.25, 0.25, 0.25]
+        assert found["enabled"] == [True, True, True, False, False]
+        assert found["layers"] == [(0, 1, 2, 3), (1, 3), (1, 3), (), ()]
+        assert found["end"] == {"enabled": False, "strength": 0.25, "interval": 1, "gamma": 0.4, "layers": [1, 3]}
+        # Whoever watches the controls of another rank sees what holds.
+        assert ("strength", 0.5, 0.25) in found["heard"]
+        assert ("enabled", True, False) in found["heard"]
+
+
+def test_ranks_with_batches_of_different_size_look_at_the_same_layers(ranks):
+    assert_equal_to_the_bit(ranks, "uneven")
+    one, other = (rank["uneven"] for rank in ranks)
+    assert one["layers"] == other["layers"]
+    assert len(set(one["layers"])) > 2
+    assert one["end"] == other["end"]
+    assert one["end"]["strength"] > 0.5
+
+
+def test_moments_of_all_ranks_are_those_of_merging(ranks):
+    merged = SnapshotMoments(5)
+    for x, y in ddp_shaping.parts():
+        merged.merge(SnapshotMoments(5).update(x, y))
+    for rank in ranks:
+        assert rank["moments"]["n_snapshots"] == merged.n_snapshots == 65
+        for name in ("mean_x", "mean_d", "c_xx", "c_dx", "c_dd"):
+            assert torch.allclose(rank["moments"][name], getattr(merged, name), rtol=1e-12, atol=1e-13)
+
+
+def test_each_rank_has_the_gradient_in_its_own_snapshots(ranks):
+    leaves = [tuple(values.clone().requires_grad_() for values in part) for part in ddp_shaping.parts()]
+    x, y = (torch.cat(part) for part in zip(*leaves, strict=True))
+    both = SnapshotMoments(5).update(x, y)
+    value = torch.linalg.solve(both.c_xx, both.c_dx).sin().sum() + both.c_dd.trace()
+    for own, rank in zip(leaves, ranks, strict=True):
+        assert rank["moments"]["value"] == pytest.approx(value.item(), rel=1e-12)
+        expected = torch.autograd.grad(value, own, retain_graph=True)
+        assert largest_difference(rank["moments"]["gradients"], expected) < 1e-12
+
+
+def test_lightning_under_ddp(ranks):
+    expected = in_one_process("gradient")
+    assert_equal_to_the_bit(ranks, "lightning")
+    for rank in ranks:
+        assert rank["lightning"]["acting"] == [4, 4, 4]
+        assert rank["lightning"]["penalty"] == pytest.approx(expected["penalty"], rel=1e-8)
+        assert largest_difference(rank["lightning"]["weights"], expected["weights"]) < 1e-9
+
+
+def test_weights_split_over_processes_are_refused(make_model):
+    """As FSDP and tensor parallelism leave them on a rank."""
+
+    class Split(nn.Parameter):
+        def full_tensor(self):
+            """What such a parameter has and others have not."""
+
+    model = make_model()
+    model.head.weight = Split(model.head.weight.detach())
+    with pytest.raises(ThresholdError, match="are split over processes, which KSS cannot read; train with DDP"):
+        wb.KSS().attach(model, torch.optim.SGD(model.parameters()))

@@ -1,0 +1,591 @@
+import copy
+import math
+import threading
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import workbench as wb
+from tests.small_training import same_weights
+from tests.training.test_loop import dropout_model
+from workbench.callbacks.kss import Band, KSSOptions, PenaltyShape, TrustRegion, layer_penalty
+from workbench.callbacks.kss.control import COUPLINGS
+from workbench.callbacks.kss.penalty import ILL_DEFINED, NOT_FINITE
+from workbench.callbacks.kss.shaper import GRADIENT_NOT_FINITE, NO_GRADIENT
+from workbench.errors import SnapshotError, ThresholdError
+from workbench.koopman.moments import SnapshotMoments
+
+#: Every state of a batch is used, so that a test knows which; the spectrum is whole.
+EVERYTHING = {"penalty": PenaltyShape(rank=None), "n_snapshots": 10_000}
+
+
+def kss_with(*, strength=1.0, interval=1, layers="all", controller=None, enabled=True, **options):
+    """KSS that acts in every step."""
+    options = KSSOptions(**{**EVERYTHING, **options})
+    return wb.KSS(
+        strength=strength, interval=interval, layers=layers, controller=controller, enabled=enabled, options=options
+    )
+
+
+def loss_of(model, batch):
+    tokens, targets = batch
+    output = model(tokens)
+    logits = getattr(output, "logits", output)
+    return cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    optimizer.step()
+
+
+def run(model, optimizer, task, n_steps, kss=None, after=lambda shaper: None):
+    """A plain loop; ``after`` each step."""
+    with nullcontext() if kss is None else kss.attach(model, optimizer) as shaper:
+        for i in range(n_steps):
+            step(model, optimizer, task.batch(i))
+            after(shaper)
+    return model
+
+
+def sgd(model, rate=0.01):
+    return torch.optim.SGD(model.parameters(), lr=rate)
+
+
+def penalty_of(model, tokens, side="both", layers=(0, 1), shape=EVERYTHING["penalty"]):
+    """Mean penalty over the layers, from a forward pass written out by hand."""
+    x = model.token_embedding(tokens) + model.position_embedding(torch.arange(tokens.shape[1]))
+    total = 0.0
+    for i, block in enumerate(model.blocks):
+        y = block(x)
+        pair = (x.detach() if side == "output" else x, y.detach() if side == "input" else y)
+        if i in layers:
+            moments = SnapshotMoments(x.shape[-1]).update(*(state.flatten(0, 1) for state in pair))
+            total = total + layer_penalty(moments, shape, gamma=0.4).value / len(layers)
+        x = y
+    return total
+
+
+def gradients_of(value, model):
+    weights = [*model.parameters()]
+    found = torch.autograd.grad(value, weights, allow_unused=True)
+    return [torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True)]
+
+
+def assert_close(found, expected, tolerance=2e-5):
+    """Two lists of tensors agree, relative to the largest entry of the second."""
+    largest = max(float(tensor.detach().abs().max()) for tensor in expected)
+    assert largest > 0
+    for left, right in zip(found, expected, strict=True):
+        assert float((left - right).detach().abs().max()) <= tolerance * largest
+
+
+def hooks_of(model, optimizer):
+    modules = [
+        (len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks))
+        for module in model.modules()
+    ]
+    return modules, len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+
+
+@pytest.fixture
+def unstable(make_model):
+    """A model without normalization, of a scale at which its modes lie outside."""
+    return lambda: make_model("none", init_std=0.15)
+
+
+@pytest.mark.parametrize("side", ["both", "output", "input"])
+def test_the_gradient_that_reaches_the_weights(unstable, task, side):
+    model, batch = unstable(), task.batch(0)
+    own = gradients_of(loss_of(model, batch), model)
+    expected = gradients_of(penalty_of(model, batch[0], side), model)
+    before = [weight.detach().clone() for weight in model.parameters()]
+    run(model, sgd(model, 1.0), task, 1, kss_with(strength=3.0, side=side))
+    moved = zip(before, model.parameters(), own, strict=True)
+    assert_close([(w - after.detach() - g) / 3.0 for w, after, g in moved], expected, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("coupling", ["decoupled", "projection"])
+def test_what_is_subtracted_after_the_update(unstable, task, coupling):
+    shape = PenaltyShape(rank=None, unstable_term="log", beta=0.0)
+    plain, model, batch = unstable(), unstable(), task.batch(0)
+    step(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), batch)
+    penalty = penalty_of(plain, batch[0], shape=shape)
+    expected = gradients_of(penalty, plain)
+    size = 0.01 if coupling == "decoupled" else float(penalty.detach() / sum(g.square().sum() for g in expected))
+    kss = kss_with(strength=0.5, coupling=coupling, penalty=shape)
+    run(model, torch.optim.AdamW(model.parameters(), lr=0.01), task, 1, kss)
+    moved = zip(plain.parameters(), model.parameters(), strict=True)
+    assert_close([(w - after) / (0.5 * size) for w, after in moved], expected, tolerance=1e-3)
+
+
+def test_layers_share_the_penalty(unstable, task):
+    """The mean over those looked at, whichever they are."""
+    model, batch = unstable(), task.batch(0)
+    expected = penalty_of(model, batch[0], layers=(1,)).detach()
+    seen = []
+    run(model, sgd(model), task, 1, kss_with(layers=(1,)), after=lambda shaper: seen.append(shaper.last))
+    assert seen[0].penalty == pytest.approx(float(expected), rel=1e-5)
+    assert (seen[0].layers, seen[0].n_acting, seen[0].skipped) == ((1,), 1, {})
+
+
+def test_some_rows_and_tokens_are_enough(unstable, task):
+    """After the first pass as many rows run as give the snapshots asked for."""
+    model, n_rows = unstable(), []
+    model.blocks[0].register_forward_hook(
+        lambda block, args, output: None if block.training else n_rows.append(len(args[0]))
+    )
+    run(model, sgd(model), task, 4, kss_with(n_snapshots=24))
+    *_, second, third, fourth = n_rows
+    assert (second, third, fourth) == (2, 2, 2)  # of 8, with 12 tokens each
+
+
+def test_half_the_layers_are_drawn_anew_each_time(make_model, task):
+    def drawn(seed):
+        found, model = [], make_model(n_layers=4)
+        run(model, sgd(model), task, 12, kss_with(layers="half", seed=seed), lambda s: found.append(s.last.layers))
+        return found
+
+    first = drawn(0)
+    assert {len(layers) for layers in first} == {2}
+    assert {layer for layers in first for layer in layers} == {0, 1, 2, 3}
+    assert len(set(first)) > 2
+    assert drawn(0) == first
+    assert drawn(1) != first
+
+
+@pytest.mark.parametrize("off", [{"enabled": False}, {"strength": 0.0}])
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_switched_off_it_leaves_every_bit(task, off, coupling):
+    plain, model = dropout_model(), dropout_model()
+    torch.manual_seed(4)
+    run(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), task, 4)
+    state = torch.get_rng_state()
+    torch.manual_seed(4)
+    kss = kss_with(**off, coupling=coupling)
+    run(model, torch.optim.AdamW(model.parameters(), lr=0.01), task, 4, kss)
+    assert same_weights(model, plain)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Counting(nn.Module):
+    """A block that counts its calls in a buffer, writes into its input and has its own random numbers."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("n_calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.n_calls += 1
+        update = self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)
+        return x + nn.functional.dropout(update, 0.2, self.training) + 0.01 * torch.rand(())
+
+
+class Stack(nn.Module):
+    """Embedding, blocks, head."""
+
+    def __init__(self, blocks, width=8, vocabulary=32):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def stack(make_block=lambda: Counting(8), n_blocks=3, seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Stack([make_block() for _ in range(n_blocks)])
+
+
+def test_the_pass_of_its_own_leaves_no_trace(task):
+    model = stack()
+    model.blocks[1].eval()
+    model.blocks[2].norm.eval()
+    flags = [module.training for module in model.modules()]
+    plain = copy.deepcopy(model)
+    torch.manual_seed(1)
+    step(plain, sgd(plain), task.batch(0))
+    state = torch.get_rng_state()
+    numpy_state = np.random.get_state()[1].copy()  # noqa: NPY002 (the global one is what must not be touched)
+    torch.manual_seed(1)
+    seen = []
+    run(model, sgd(model), task, 1, kss_with(), after=lambda shaper: seen.append(shaper.last))
+    assert seen[0].n_acting == 3
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (np.random.get_state()[1] == numpy_state).all()  # noqa: NPY002
+    assert [module.training for module in model.modules()] == flags
+    assert [b.tolist() for b in model.buffers()] == [b.tolist() for b in plain.buffers()]
+    assert not same_weights(model, plain)
+
+
+def test_hooks_are_gone_afterwards_and_its_action_with_them(unstable, task):
+    model, plain = unstable(), unstable()
+    optimizer = sgd(model)
+    before = hooks_of(model, optimizer)
+    with kss_with().attach(model, optimizer) as shaper:
+        assert hooks_of(model, optimizer) != before
+    shaper.detach()  # twice does no harm
+    assert hooks_of(model, optimizer) == before
+    run(model, optimizer, task, 2)
+    assert same_weights(model, run(plain, sgd(plain), task, 2))
+
+
+class Failing(torch.optim.SGD):
+    def step(self, closure=None):
+        raise ValueError("no update today")
+
+
+def test_hooks_are_gone_after_an_update_that_fails(unstable, task):
+    model = unstable()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    before = hooks_of(model, optimizer)
+    for coupling in COUPLINGS:
+        with pytest.raises(ValueError, match="no update today"):
+            run(model, optimizer, task, 1, kss_with(coupling=coupling))
+        assert hooks_of(model, optimizer) == before
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_pass_that_fails_leaves_the_model_as_it_was(unstable, task):
+    model, is_failing = unstable(), True
+
+    def fail(block, args):
+        if is_failing and not block.training:
+            raise ValueError("no pass today")
+
+    model.blocks[1].register_forward_pre_hook(fail)
+    optimizer = sgd(model)
+    before = hooks_of(model, optimizer)
+    with pytest.raises(Exception, match="no pass today"), kss_with().attach(model, optimizer):
+        step(model, optimizer, task.batch(0))
+    assert hooks_of(model, optimizer) == before
+    assert all(module.training for module in model.modules())
+    is_failing = False
+    run(model, optimizer, task, 1, kss_with())
+
+
+def test_layers_that_are_not_finite_are_left_out_and_counted(make_model, task):
+    model = make_model("none", n_layers=4, init_std=0.15)
+    model.blocks[2].register_forward_hook(lambda block, args, y: y if block.training else y * math.inf)
+    seen = []
+    kss = kss_with()
+    shaper = kss.attach(model, optimizer := sgd(model))
+    for i in range(3):
+        step(model, optimizer, task.batch(i))
+        seen.append(shaper.last)
+    assert [s.skipped for s in seen] == [{2: NOT_FINITE, 3: NOT_FINITE}] * 3
+    assert [s.n_acting for s in seen] == [2] * 3
+    assert shaper.n_skipped == {NOT_FINITE: 6}
+    assert all(math.isfinite(s.penalty) and math.isfinite(s.spectral_radius) for s in seen)
+    assert seen[0].monitors()["kss_skipped"] == 2
+    assert all(torch.isfinite(weight).all() for weight in model.parameters())
+
+
+def test_a_layer_left_out_makes_no_other_pull_harder(make_model, task):
+    model, expected = (make_model("none", init_std=0.15) for _ in range(2))
+    penalty = penalty_of(expected, task.batch(0)[0], layers=(0,))
+    gradients = [g / 2 for g in gradients_of(penalty, expected)]
+    task_gradients = gradients_of(loss_of(model, task.batch(0)), model)
+    model.blocks[1].register_forward_hook(lambda block, args, y: y if block.training else y * math.nan)
+    before = [weight.detach().clone() for weight in model.parameters()]
+    run(model, sgd(model, 1.0), task, 1, kss_with())
+    moved = [b - w.detach() - g for b, w, g in zip(before, model.parameters(), task_gradients, strict=True)]
+    assert_close(moved, gradients, tolerance=1e-4)
+
+
+class Linear(nn.Module):
+    """A block that is a matrix."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.matrix = nn.Parameter(matrix)
+
+    def forward(self, x):
+        return x @ self.matrix.T
+
+
+def test_a_defective_operator_is_left_out_and_counted(task):
+    jordan = 1.2 * torch.eye(8, dtype=torch.float64) + torch.diag(torch.ones(7, dtype=torch.float64), 1)
+    sound = torch.diag(torch.linspace(0.5, 1.3, 8, dtype=torch.float64))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Stack([Linear(jordan), Linear(sound)]).double()
+    seen = []
+    run(model, sgd(model, 1e-9), task, 2, kss_with(), after=lambda shaper: seen.append(shaper.last))
+    assert [s.skipped for s in seen] == [{0: ILL_DEFINED}] * 2
+    assert [s.n_acting for s in seen] == [1, 1]
+    assert seen[0].spectral_radius > 1.25  # the spectrum of both is told
+
+
+def test_a_gradient_that_is_not_finite_is_left_out(unstable, task):
+    def spoil(block, to_inputs, of_outputs):
+        return None if block.training else tuple(gradient * math.nan for gradient in to_inputs)
+
+    plain, model, seen = unstable(), unstable(), []
+    model.blocks[0].register_full_backward_hook(spoil)
+    run(model, sgd(model), task, 2, kss_with(), after=lambda shaper: seen.append(shaper.last))
+    assert [s.skipped for s in seen] == [dict.fromkeys((0, 1), GRADIENT_NOT_FINITE)] * 2
+    assert seen[0].n_acting == 0
+    assert same_weights(model, run(plain, sgd(plain), task, 2))
+
+
+def test_layers_that_no_trained_weight_reaches_are_counted(unstable, task):
+    model = unstable()
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name.startswith(("blocks.1", "final_norm", "head")))
+    frozen = copy.deepcopy(model.blocks[0])
+    shaper = kss_with().attach(model, optimizer := sgd(model))
+    step(model, optimizer, task.batch(0))
+    assert shaper.last.skipped == {0: NO_GRADIENT}
+    assert shaper.last.n_acting == 1
+    assert same_weights(model.blocks[0], frozen)
+
+
+def test_below_the_trigger_nothing_acts(unstable, task):
+    radii, acting = [], []
+
+    def note(shaper):
+        radii.append(shaper.last.spectral_radius)
+        acting.append(shaper.last.n_acting)
+
+    model = unstable()
+    run(model, sgd(model), task, 1, kss_with(), note)
+    assert acting == [2]
+    plain, model = unstable(), unstable()
+    run(model, sgd(model), task, 1, kss_with(trigger=radii[0] + 0.01), note)
+    assert acting == [2, 0]
+    assert radii[1] == radii[0]
+    assert same_weights(model, run(plain, sgd(plain), task, 1))
+
+
+def test_controls_are_read_once_a_step(unstable, task):
+    """What another thread turns while a step runs holds from the next on, and is an event then."""
+    model, kss = unstable(), kss_with(strength=1.0)
+    optimizer = sgd(model)
+    shaper = kss.attach(model, optimizer)
+
+    def turn(block, args):
+        if not block.training:  # in the pass of its own, which is in the middle of the update
+            thread = threading.Thread(target=kss.set, kwargs={"strength": kss.strength + 1, "gamma": 0.5})
+            thread.start()
+            thread.join()
+
+    handle = model.blocks[1].register_forward_pre_hook(turn)
+    shaper.read_anatomy(task.batch(0)[0])
+    kss.set(strength=1.0, gamma=0.4)
+    step(model, optimizer, task.batch(0))
+    assert (shaper.last.control.strength, kss.strength) == (1.0, 2.0)
+    assert shaper.new_changes() == []
+    handle.remove()
+    step(model, optimizer, task.batch(1))
+    assert shaper.last.control.strength == 2.0
+    assert shaper.new_changes() == ["strength 1.0 -> 2.0", "gamma 0.4 -> 0.5"]
+    assert shaper.new_changes() == []
+
+
+def test_steps_are_counted_by_updates(unstable, task):
+    model, kss = unstable(), kss_with(interval=3)
+    due = []
+    run(model, sgd(model), task, 7, kss, after=lambda shaper: due.append(len(shaper.last.layers) > 0))
+    assert due == [True, False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize(("low", "high", "way"), [(0.1, 0.2, 1), (50.0, 60.0, -1), (0.1, 60.0, 0)])
+def test_a_controller_turns_the_strength_after_each_application(unstable, task, low, high, way):
+    model = unstable()
+    kss = kss_with(strength=1e-3, interval=2, controller=Band(low=low, high=high, factor=2.0, weakest=1e-6))
+    strengths, changes = [], []
+
+    def note(shaper):
+        strengths.append(kss.strength)
+        changes.extend(shaper.new_changes())
+
+    run(model, sgd(model), task, 5, kss, note)
+    assert strengths == [1e-3 * 2.0 ** (way * n) for n in (1, 1, 2, 2, 3)]
+    assert changes == []  # its doing is in the strengths of the steps
+
+
+def test_a_hand_on_the_button_is_stronger_than_the_controller(unstable, task):
+    model = unstable()
+    kss = kss_with(strength=1.0, controller=Band(low=0.0, high=0.1))
+    shaper = kss.attach(model, optimizer := sgd(model))
+    shaper.read_anatomy(task.batch(0)[0])
+    handle = model.blocks[1].register_forward_pre_hook(
+        lambda block, args: None if block.training else kss.set(strength=0.25)
+    )
+    step(model, optimizer, task.batch(0))
+    handle.remove()
+    assert kss.strength == 0.25
+    step(model, optimizer, task.batch(1))
+    assert shaper.new_changes() == ["strength 1.0 -> 0.25"]
+
+
+class Growing(Stack):
+    """Two matrices, which a task asks to double what they get."""
+
+    def __init__(self):
+        super().__init__([Linear(1.2 * torch.eye(6)) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("strength", [0.1, 20.0], ids=["too weak", "too strong"])
+def test_a_controller_holds_the_radius_in_its_band(strength):
+    """The task pulls the radius to 2; the strength to hold it at 1.5 is found from either side."""
+    ends = {}
+    for band in (None, Band(low=1.4, high=1.6, factor=1.1)):
+        model, generator, radii = Growing(), torch.Generator().manual_seed(1), []
+        optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.05)
+        kss = kss_with(strength=strength, controller=band, penalty=PenaltyShape(rank=None, beta=0.0))
+        with kss.attach(model, optimizer) as shaper:
+            for _ in range(130 if band else 40):
+                x = torch.randn(4, 16, 6, generator=generator)
+                optimizer.zero_grad()
+                (model(x) - 4 * x).square().mean().backward()
+                optimizer.step()
+                radii.append(shaper.last.spectral_radius)
+        ends[band] = np.array(radii[-30 if band else -10 :])
+    alone, held = ends.values()
+    assert (alone > 1.7).all() if strength < 1 else (alone < 1.3).all()
+    assert ((held > 1.35) & (held < 1.65)).all()
+    assert 1.4 <= held.mean() <= 1.6
+
+
+def test_an_update_that_throws_a_layer_out_of_its_band_is_taken_back(unstable, task):
+    region = TrustRegion(measure="spectral_radius", highest=1.5, rise=0.01)
+    plain, model = unstable(), unstable()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    seen = []
+    kss = kss_with(coupling="trust_region", trust_region=region)
+    run(model, sgd(model, 5.0), task, 1, kss, after=lambda shaper: seen.append(shaper.last))
+    assert seen[0].n_acting > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    run(model, sgd(model, 1e-4), task, 3, kss, after=lambda shaper: seen.append(shaper.last))
+    assert [s.n_acting for s in seen[1:]] == [0, 0, 0]
+    assert same_weights(model, run(plain, sgd(plain, 1e-4), task, 3))
+
+
+def test_an_optimizer_may_run_the_batch_itself(unstable, task):
+    """A closure, as Lightning hands it over, is the same as a gradient made before."""
+    one, other, kinds = unstable(), unstable(), []
+    run(one, sgd(one), task, 3, kss_with())
+    optimizer = sgd(other)
+    with kss_with().attach(other, optimizer) as shaper:
+        for i in range(3):
+
+            def closure(i=i):
+                optimizer.zero_grad()
+                loss = loss_of(other, task.batch(i))
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure) if i % 2 else optimizer.step(closure=closure)
+            kinds.append((loss.item() > 0, shaper.last.n_acting))
+    assert kinds == [(True, 2)] * 3
+    assert same_weights(one, other)
+
+
+def test_a_wrapped_optimizer_is_acted_on_at_its_core(unstable, task):
+    """SAM looks at weights nearby, and then lets another optimizer move the true ones: there the penalty belongs."""
+    from pytorch_optimizer import SAM
+
+    def trained(kss):
+        model = unstable()
+        optimizer = SAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1)
+        shaper = None if kss is None else kss.attach(model, optimizer)
+        batch = task.batch(0)
+
+        def closure():
+            loss_of(model, batch).backward()
+
+        closure()
+        optimizer.step(closure)
+        return model, shaper
+
+    model, batch = unstable(), task.batch(0)
+    expected = gradients_of(penalty_of(model, batch[0]), model)
+    (plain, _), (shaped, shaper) = trained(None), trained(kss_with(strength=2.0))
+    assert (shaper.step, shaper.last.n_acting) == (1, 2)
+    moved = zip(plain.parameters(), shaped.parameters(), strict=True)
+    assert_close([(p - s) / (0.1 * 2.0) for p, s in moved], expected, tolerance=1e-4)
+
+
+def test_what_cannot_be_attached_is_refused(unstable, task):
+    model, other = unstable(), unstable()
+    before = hooks_of(model, sgd(model))
+    with pytest.raises(ThresholdError, match="KSS cannot act inside LBFGS, which looks at the loss several times"):
+        wb.KSS().attach(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ThresholdError, match="The optimizer moves no weight of .*; attach KSS to the model that it"):
+        wb.KSS().attach(model, sgd(other))
+    with pytest.raises(ThresholdError, match="The optimizer moves no weight of"):
+        wb.KSS().attach(model.requires_grad_(False), sgd(model))
+    assert hooks_of(model, sgd(model)) == before
+
+
+def test_a_model_that_does_not_run_is_said(unstable, task):
+    """Attached to a part that the loop never calls, or to a model in eval mode."""
+    model = unstable()
+    optimizer = sgd(model)
+    sentence = "KSS did not see .* run before this update; attach it to the module that the training loop calls, and"
+    unused = nn.ModuleDict({"unused": model, "other": nn.Linear(2, 2)})
+    loss_of(model, task.batch(0)).backward()
+    with kss_with().attach(unused, optimizer), pytest.raises(SnapshotError, match=sentence):
+        optimizer.step()
+    with kss_with().attach(model.eval(), optimizer):
+        loss_of(model, task.batch(0)).backward()
+        with pytest.raises(SnapshotError, match=sentence):
+            optimizer.step()
+    with pytest.raises(ThresholdError, match="KSS is to look at layer 7, but the model has layers 0 to 1"):
+        run(model.train(), optimizer, task, 1, kss_with(layers=(0, 7)))
+
+
+def test_a_shell_around_the_model_will_do(unstable, task):
+    """The loop may call what is inside the module that KSS was attached to."""
+    model, plain = unstable(), unstable()
+    shell = nn.Module()
+    shell.inner = model
+    optimizer, bare_optimizer = sgd(model), sgd(plain)
+    with kss_with().attach(shell, optimizer), kss_with().attach(plain, bare_optimizer):
+        for i in range(2):
+            step(model, optimizer, task.batch(i))
+            step(plain, bare_optimizer, task.batch(i))
+    assert same_weights(model, plain)
+
+
+def test_resuming_goes_on_alike(unstable, task):
+    def make():
+        model = unstable()
+        kss = kss_with(layers="half", n_snapshots=24, interval=2, controller=Band(low=0.0, high=0.1))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01), kss
+
+    through, optimizer, kss = make()
+    run(through, optimizer, task, 7, kss)
+    model, optimizer, kss = make()
+    shaper = kss.attach(model, optimizer)
+    for i in range(3):
+        step(model, optimizer, task.batch(i))
+    state, weights, moments = shaper.state_dict(), copy.deepcopy(model.state_dict()), optimizer.state_dict()
+    resumed, optimizer, kss = make()
+    resumed.load_state_dict(weights)
+    optimizer.load_state_dict(moments)
+    shaper = kss.attach(resumed, optimizer)
+    shaper.load_state_dict(state)
+    for i in range(3, 7):
+        step(resumed, optimizer, task.batch(i))
+    assert same_weights(resumed, through)

@@ -1,0 +1,87 @@
+"""A recorder that hears alarms, in a loop of one's own."""
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from workbench.callbacks.alarms import WATCHED, Alarms, Attributor, Calibration, DetectorOptions, recorded_alarms
+
+OPTIONS = DetectorOptions(settle=4, start=8, smooth=4, smooth_attention=4, lag=4, past=20)
+EVERY = {"attention": None, "optimizer": 2, "router": None, "activations": None}
+
+
+def alarms_on(signal, **options):
+    scale = {w.name: {"level": 0.7, "change": 0.7} for w in WATCHED if w.name == signal}
+    calibration = Calibration(OPTIONS, scale, {"mechanism": (0.5, 1.0), "outcome": (0.5, 1.0)})
+    attributor = Attributor(("other", "large_rate"), (), np.zeros((2, 0)), np.array([0.0, 9.0]))
+    return Alarms(budget=0.4, calibration=calibration, attributor=attributor, **options)
+
+
+def loop(recorder, n_steps, *, model, optimizer, task, start=0, rate_from=20):
+    """Training as anyone writes it; the rate is ten times too high from a step on."""
+    batches = task.stream(start)
+    with recorder.attach(model, optimizer, step=start or None):
+        for step in range(start, n_steps):
+            optimizer.param_groups[0]["lr"] = 1e-2 if step >= rate_from else 1e-3
+            inputs, targets = next(batches)
+            loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            recorder.log(loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.fixture
+def parts():
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "task": wb.tasks.associative_recall(length=8, vocab_size=16, n_pairs=2, batch_size=8),
+    }
+
+
+def test_alarms_are_heard_told_and_written(parts, tmp_path):
+    heard = []
+    alarms = alarms_on("update_ratio", on_alarm=heard.append)
+    loop(wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=alarms), 40, **parts)
+    assert [alarm.signal for alarm in heard] == ["update_ratio"]
+    assert 20 <= heard[0].step <= 24
+    assert heard == alarms.raised
+    run = wb.open_run(tmp_path / "a.zarr")
+    (kept,) = recorded_alarms(run)
+    assert (kept.step, kept.layer, kept.message) == (heard[0].step, heard[0].layer, heard[0].message)
+    events = run["events"].to_dataset()
+    assert events["source"].values[events["kind"].values == "attribution"].tolist() == ["large_rate"]
+
+
+def test_a_resumed_recorder_has_learned_what_was_healthy(parts, tmp_path):
+    loop(wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=alarms_on("update_ratio")), 18, **parts)
+    again = alarms_on("update_ratio")
+    loop(wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=again, resume=True), 40, start=18, **parts)
+    assert [alarm.signal for alarm in again.raised] == ["update_ratio"]
+    assert 20 <= again.raised[0].step <= 24
+
+
+def test_what_the_callback_raises_goes_through(parts):
+    def stop(alarm):
+        raise KeyboardInterrupt(alarm.signal)
+
+    recorder = wb.Recorder(every=EVERY, alarms=alarms_on("update_ratio", on_alarm=stop))
+    with pytest.raises(KeyboardInterrupt, match="update_ratio"):
+        loop(recorder, 40, **parts)
+    assert not parts["optimizer"]._optimizer_step_post_hooks
+
+
+def test_train_hears_the_alarms_of_its_recorder_once(parts):
+    alarms = alarms_on("update_ratio")
+    recorder = wb.Recorder(every=EVERY, alarms=alarms)
+    fault = wb.faults.large_rate(factor=10.0, start=20)
+    settings = {"n_steps": 30, "learning_rate": 1e-3, "faults": [fault]}
+    records = list(wb.train(parts["model"], parts["task"], recorder=recorder, **settings))
+    assert [alarm for record in records for alarm in record.alarms] == alarms.raised
+    assert len(alarms.raised) == 1
+    with pytest.raises(wb.errors.ThresholdError, match="The recorder has alarms already"):
+        wb.train(parts["model"], parts["task"], recorder=recorder, alarms=alarms_on("loss"), **settings)

@@ -1,0 +1,99 @@
+"""Two processes record what one does on all rows; what each of them heard comes from ranked_recording.py."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from tests.callbacks import ranked_recording
+
+#: By what weights differ in the end that were trained on the same rows in another order of summation.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.callbacks.ranked_recording", str(folder)]
+    subprocess.run(command, check=True, timeout=240, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    """What each rank heard, by scenario."""
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def in_one_process(kind, recorder):
+    rows = [[ranked_recording.own_rows(rank, i) for rank in range(2)] for i in range(ranked_recording.N_STEPS)]
+    batches = [tuple(torch.cat(part) for part in zip(*of_ranks, strict=True)) for of_ranks in rows]
+    return ranked_recording.train(ranked_recording.model(kind), recorder, batches)["heard"]
+
+
+def assert_same(found, expected):
+    assert [key[:2] for key in found] == [key[:2] for key in expected]
+    for (step, part, values), (_, _, others) in zip(found, expected, strict=True):
+        for name, value in values.items():
+            if name in ("eigenvector_condition", "residual", "covariance_condition"):
+                continue  # of a few tokens they amplify rounding
+            scale = np.nan_to_num(np.abs(others[name])).max(initial=1e-12)
+            assert value == pytest.approx(others[name], rel=TOLERANCE, abs=TOLERANCE * scale, nan_ok=True), (
+                step,
+                part,
+                name,
+            )
+
+
+@pytest.mark.parametrize(("scenario", "kind"), [("ddp", "moe"), ("fsdp", "dense"), ("fsdp prepared", "dense")])
+def test_two_ranks_hear_what_one_process_does(ranks, scenario, kind):
+    expected = in_one_process(kind, ranked_recording.recorder())
+    parts = {"monitors", "attention", "optimizer", "activations", "spectra"} | ({"router"} if kind == "moe" else set())
+    assert {part for _, part, _ in expected} == parts
+    for rank in ranks:
+        assert_same(rank[scenario]["heard"], expected)
+    assert all(
+        values["batch_size"] == 8 and values["n_tokens"] == 96 for _, part, values in expected if part == "monitors"
+    )
+
+
+def test_recording_leaves_sharded_training_as_it_is(ranks):
+    """Looks gather weights, and the next forward must not go on with those."""
+    for rank in ranks:
+        assert all(
+            torch.equal(a, b) for a, b in zip(rank["fsdp"]["weights"], rank["fsdp plain"]["weights"], strict=True)
+        )
+
+
+def test_the_probe_is_that_of_the_first_rank(ranks):
+    recorder = ranked_recording.recorder()
+    recorder.probe = ranked_recording.own_rows(0, 0)[0]
+    expected = in_one_process("dense", recorder)
+    for rank in ranks:
+        assert_same(rank["first batch"]["heard"], expected)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_the_first_rank_writes(folder, ranks, name):
+    run = wb.open_run(folder / f"{name}.zarr")
+    assert run.attrs["state"] == "finished"
+    rows = [values for _, part, values in ranks[1][name]["heard"] if part == "monitors"]
+    assert run["monitors"]["loss"].values == pytest.approx([float(values["loss"]) for values in rows])
+    assert run["attention"].sizes["step"] == 3
+    assert run["events"]["kind"].values.tolist() == ["started", "finished"]
+
+
+def test_numbers_that_one_rank_alone_logs_hold_nobody_up(ranks):
+    """The loss is that of the rank that said it; a number of another name stays where it is."""
+    first, second = ([values for _, part, values in rank["one logs"]["heard"] if part == "monitors"] for rank in ranks)
+    assert [float(values["loss"]) for values in first] == [float(values["loss"]) for values in second]
+    assert float(first[0]["mine"]) == 3.0
+    assert "mine" not in second[0]
+
+
+def test_what_the_first_rank_cannot_write_is_refused_by_all(ranks):
+    for rank in ranks:
+        assert "taken.zarr exists already; pass overwrite=True" in rank["refused"]

@@ -1,0 +1,218 @@
+"""What a recorder leaves on disk, and going on with it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from tests.callbacks.test_recorder import (
+    ALL,
+    adam,
+    dense,
+    events_of,
+    loss_of,
+    moe,
+    of_part,
+    recorder_with,
+    run,
+    task,  # noqa: F401
+)
+from workbench.errors import StoreError, ThresholdError
+from workbench.io.background_writer import BackgroundWriter, RecordingWarning
+from workbench.io.run_writer import RunWriter
+
+
+def same_rows(one, other):
+    """Whether two runs hold the same rows in every part, events aside."""
+    one, other = wb.open_run(one), wb.open_run(other)
+    assert set(one.children) == set(other.children)
+    return all(one[part].to_dataset().equals(other[part].to_dataset()) for part in one.children if part != "events")
+
+
+def test_the_store_follows_the_schema(task, tmp_path):  # noqa: F811
+    recorder = recorder_with(tmp_path / "run.zarr", every={**ALL, "spectra": 4, "curvature": 6}, loss_of=loss_of_probe)
+    run(moe(), task, 6, recorder)
+    stored = wb.open_run(tmp_path / "run.zarr")
+    wb.save(stored, tmp_path / "copy.zarr")  # which checks every part
+    assert set(stored.children) == {"monitors", "spectra", "events", *wb.schema.PARTS}
+    assert stored.attrs["state"] == "finished"
+    assert stored.attrs["subject"] == "MoeTransformer"
+    assert json.loads(stored.attrs["configuration"])["recorder"]["every"]["attention"] == 3
+    assert stored["attention"]["layer_name"].values.tolist() == ["blocks.0", "blocks.1"]
+    assert stored["attention"]["term"].values.tolist() == ["D2", "D3", "dWq", "dWk", "W"]
+    assert stored["optimizer"]["module_name"].values.tolist() == ["blocks.0", "blocks.1", "outside"]
+    assert stored["optimizer"]["layer"].values.tolist() == [0, 1, -1]
+    for o in recorder.heard:
+        row = stored[o.part].to_dataset().sel(step=o.step)
+        for name, value in o.values.items():
+            assert np.array_equal(row[name].values, value, equal_nan=value.dtype.kind in "fc"), name
+    assert stored["attention"]["effective_rank"].attrs["long_name"] == "effective rank"
+
+
+def loss_of_probe(model, probe):
+    (tokens,) = probe
+    return loss_of(model, (tokens, tokens.roll(1, 1)))
+
+
+def test_curvature_is_that_of_the_probe(task):  # noqa: F811
+    model, probe = dense(), (task.batch(5)[0][:2],)
+    recorder = recorder_with(every={**dict.fromkeys(ALL), "curvature": 3}, probe=probe, loss_of=loss_of_probe)
+    optimizer = adam(model)
+    run(model, task, 3, recorder, optimizer)
+    (o,) = of_part(recorder, "curvature")
+    sharpness = wb.monitors.sharpness(model, lambda model: loss_of_probe(model, probe))
+    scaled = wb.monitors.preconditioned_sharpness(model, lambda model: loss_of_probe(model, probe), optimizer)
+    expected = {
+        "sharpness": sharpness,
+        "sharpness_rate": sharpness * 1e-2,
+        "preconditioned_sharpness": scaled,
+        "preconditioned_sharpness_rate": scaled * 1e-2,
+    }
+    assert {name: float(value) for name, value in o.values.items()} == pytest.approx(expected, rel=1e-6)
+    plain = recorder_with(every={**dict.fromkeys(ALL), "curvature": 1}, probe=probe, loss_of=loss_of_probe)
+    run(model, task, 1, plain, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert np.isnan(of_part(plain, "curvature")[0].values["preconditioned_sharpness"])
+
+
+def test_resuming_is_running_through(task, tmp_path):  # noqa: F811
+    """The same rows to the bit: windows, the first batch's probe, spikes."""
+    through, parts = tmp_path / "through.zarr", tmp_path / "parts.zarr"
+    run(moe(), task, 12, recorder_with(through))
+    model = moe()
+    optimizer = adam(model)
+    run(model, task, 6, recorder_with(parts), optimizer)
+    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint = {name: {**state} for name, state in checkpoint.items()}
+    torch.save(checkpoint, tmp_path / "at-6.pt")
+    run(model, task, 2, recorder_with(parts, resume=True), optimizer, start=6, step=6)  # which is lost
+    again = moe()
+    state = torch.load(tmp_path / "at-6.pt", weights_only=True)
+    again.load_state_dict(state["model"])
+    optimizer = adam(again)
+    optimizer.load_state_dict(state["optimizer"])
+    recorder = recorder_with(parts, resume=True)
+    run(again, task, 6, recorder, optimizer, start=6, step=6)
+    assert same_rows(through, parts)
+    assert [o.step for o in of_part(recorder, "attention")] == [8, 11]
+    assert [e["kind"] for e in events_of(parts)] == ["started", "resumed", "finished"]
+    assert events_of(parts)[1]["message"] == "Resumed at step 6."
+
+
+def test_attaching_again_goes_on(task, tmp_path):  # noqa: F811
+    run(dense(), task, 6, recorder_with(tmp_path / "through.zarr"))
+    model, recorder = dense(), recorder_with(tmp_path / "parts.zarr")
+    optimizer = adam(model)
+    run(model, task, 3, recorder, optimizer)
+    run(model, task, 3, recorder, optimizer, start=3)
+    assert same_rows(tmp_path / "through.zarr", tmp_path / "parts.zarr")
+
+
+def test_another_model_begins_anew(task):  # noqa: F811
+    recorder = recorder_with(every=None)
+    for _ in range(2):
+        run(dense(), task, 2, recorder)
+    assert [o.step for o in recorder.heard] == [0, 1, 0, 1]
+
+
+def test_the_state_brings_the_probe_and_the_step(task):  # noqa: F811
+    model, recorder = dense(), recorder_with()
+    optimizer = adam(model)
+    run(model, task, 3, recorder, optimizer)
+    state = json.loads(json.dumps(recorder.state_dict()))
+    resumed, expected = recorder_with(), recorder_with(probe=(task.batch(0)[0],))
+    resumed.load_state_dict(state)
+    twin = dense()
+    twin.load_state_dict(model.state_dict())
+    run(model, task, 3, resumed, torch.optim.SGD(model.parameters(), lr=0.1), start=3)
+    run(twin, task, 3, expected, torch.optim.SGD(twin.parameters(), lr=0.1), start=3, step=3)
+    assert [o.step for o in of_part(resumed, "monitors")] == [3, 4, 5]
+    for one, other in zip(of_part(resumed, "activations"), of_part(expected, "activations"), strict=True):
+        assert all(np.array_equal(one.values[name], other.values[name]) for name in one.values)
+
+
+def test_resuming_with_other_options_or_another_model_is_refused(task, tmp_path):  # noqa: F811
+    run(dense(), task, 3, recorder_with(tmp_path / "run.zarr"))
+    model = dense()
+    with pytest.raises(StoreError, match=r"was recorded with recorder.alpha = 2.0, this recorder says 1.0; go on with"):
+        recorder_with(tmp_path / "run.zarr", alpha=1.0, resume=True).attach(model, adam(model))
+    model = dense("none")
+    with pytest.raises(StoreError, match=r"was recorded with model.config.norm = pre_ln, this recorder says none"):
+        recorder_with(tmp_path / "run.zarr", resume=True).attach(model, adam(model))
+    assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 3
+
+
+def test_resuming_where_there_is_nothing_begins(task, tmp_path):  # noqa: F811
+    run(dense(), task, 2, recorder_with(tmp_path / "run.zarr", resume=True))
+    assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 2
+
+
+def test_overwriting(task, tmp_path):  # noqa: F811
+    run(dense(), task, 3, recorder_with(tmp_path / "run.zarr"))
+    run(dense(), task, 2, recorder_with(tmp_path / "run.zarr", overwrite=True))
+    assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 2
+
+
+def test_an_error_in_training_keeps_what_there_is(task, tmp_path):  # noqa: F811
+    with pytest.raises(ZeroDivisionError):
+        run(dense(), task, 9, recorder_with(tmp_path / "run.zarr"), before=lambda i: 1 / (4 - i))
+    stored = wb.open_run(tmp_path / "run.zarr")
+    assert stored.attrs["state"] == "stopped"
+    assert stored["monitors"].sizes["step"] == 4
+    assert events_of(tmp_path / "run.zarr")[-1]["kind"] == "stopped"
+
+
+def test_a_hosts_store_gets_the_parts_alone(task, tmp_path):  # noqa: F811
+    """The numbers of each update are the host's, who also closes it."""
+    writer = BackgroundWriter(RunWriter(tmp_path / "run.zarr", {"subject": "x"}))
+    recorder = recorder_with()
+    run(dense(), task, 3, recorder, writer=writer, probe=task.probe(50))
+    writer.close()
+    stored = wb.open_run(tmp_path / "run.zarr")
+    assert set(stored.children) == {"attention", "optimizer", "activations"}
+    assert "state" not in stored.attrs
+    assert len(of_part(recorder, "monitors")) == 3
+
+
+def test_numbers_that_come_late_are_told(task, tmp_path):  # noqa: F811
+    recorder = recorder_with(tmp_path / "run.zarr", every=None)
+    logged = ({"yours": 1.0}, {}, {"mine": 5.0})  # what comes between two batches belongs to the first of them
+    with pytest.warns(RecordingWarning, match="'mine' was first logged at step 1"):
+        run(dense(), task, 3, recorder, before=lambda i: recorder.log(**logged[i]))
+    stored = wb.open_run(tmp_path / "run.zarr")["monitors"]
+    assert "mine" not in stored
+    assert stored["yours"].values.tolist()[0] == 1.0
+    assert np.isnan(stored["yours"].values[1:]).all()
+    assert float(recorder.heard[1].values["mine"]) == 5.0
+    (told,) = [e for e in events_of(tmp_path / "run.zarr") if e["kind"] == "not recorded"]
+    assert told["source"] == "mine"
+
+
+def test_a_store_that_is_removed_stops_nothing(task, tmp_path):  # noqa: F811
+    def before(i):
+        if i == 3:
+            (tmp_path / "run.zarr").rename(tmp_path / "elsewhere")
+
+    recorder = recorder_with(tmp_path / "run.zarr", rows_per_block=1)
+    with pytest.warns(RecordingWarning, match="is gone"):
+        run(dense(), task, 9, recorder, before=before)
+    assert len(of_part(recorder, "monitors")) == 9
+
+
+def test_mirrors_hear_the_scalars(task):  # noqa: F811
+    rows = []
+    run(dense(), task, 3, recorder_with(log=rows.append))
+    (look,) = [row for row in rows if "attention/effective_rank/D2/min" in row]
+    assert look["step"] == 2
+    assert [row["monitors/batch_size"] for row in rows if "monitors/batch_size" in row] == [8, 8, 8]
+
+
+def test_events_of_the_caller(task, tmp_path):  # noqa: F811
+    model, recorder = dense(), recorder_with(tmp_path / "run.zarr")
+    with recorder.attach(model, adam(model)):
+        recorder.event("alarm", source="effective_rank D2", score=3.0, message="It falls.", layer=1, head=0)
+    (told,) = [e for e in events_of(tmp_path / "run.zarr") if e["kind"] == "alarm"]
+    assert (told["layer"], told["head"], told["score"], told["step"]) == (1, 0, 3.0, 0)
+    with pytest.raises(ThresholdError, match=r"event\(\) needs a run"):
+        recorder.event("alarm")

@@ -1,0 +1,62 @@
+"""A process that writes a run in the background until it is killed; one child for each path on its standard input.
+
+Forking saves the imports. The child prints each step that is on disk for certain.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from workbench.io.background_writer import BackgroundWriter, Part
+from workbench.io.run_writer import RunWriter
+
+EVERY = 5
+PARTS = (
+    Part("monitors", {"loss": (), "grad_norm": (), "is_on": ()}, dtypes={"is_on": "bool"}),
+    Part("attention", {"stable_rank": ("layer", "head", "term")}, coords={"term": ["D2", "D3"]}),
+)
+
+
+def monitors(step):
+    return {"loss": np.sin(step), "grad_norm": 1.0 * step, "is_on": step % 3 == 0}
+
+
+def attention(step):
+    return {"stable_rank": step + np.arange(24.0).reshape(3, 4, 2)}
+
+
+def write(path: str) -> None:
+    writer = BackgroundWriter(RunWriter(path, {}), rows_per_block=7, seconds_per_block=0.05)
+    for part in PARTS:
+        writer.declare(part)
+    for step in range(100_000):
+        writer.add("monitors", step, monitors(step))
+        if step % EVERY == 0:
+            writer.add("attention", step, attention(step))
+        if step % 50 == 0:
+            writer.event(step, "alarm", message=f"at {step}", layer=step % 7)
+        if step % 40 == 39:
+            assert writer.flush()
+            print(step, flush=True)
+        time.sleep(0.0005)
+
+
+def main() -> None:
+    RunWriter(sys.argv[1], {})  # imports what writing needs
+    print("ready", flush=True)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            print(os.getpid(), flush=True)
+            write(line.strip())
+            os._exit(0)
+        os.waitpid(child, 0)
+        print("over", flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    main()

@@ -1,0 +1,127 @@
+import errno
+import os
+
+import numpy as np
+import pytest
+import xarray as xr
+import zarr.storage
+
+import workbench as wb
+from tests.koopman.snapshots import snapshots
+from workbench.errors import SchemaError, StoreError
+from workbench.schema.runs import SCHEMA_VERSION
+
+
+@pytest.fixture
+def spectra():
+    return wb.koopman.whitened_dmd(*snapshots(6, 80))
+
+
+@pytest.fixture
+def run(spectra):
+    monitors = xr.Dataset({"loss": ("step", [2.0, 1.0])}, {"step": [0, 10]}, {"unit": "nat"})
+    tree = xr.DataTree.from_dict({"/spectra": spectra, "/monitors": monitors})
+    tree.attrs.update(config='{"norm": "none"}', seed=3)
+    return tree
+
+
+@pytest.mark.parametrize(("write", "suffix"), [(wb.save, "zarr"), (wb.export_netcdf, "nc")])
+def test_what_is_read_back_is_equal(tmp_path, run, spectra, write, suffix):
+    path = write(run, tmp_path / f"a.{suffix}")
+    found = wb.open_run(path).load()
+    assert found["spectra"].to_dataset().identical(spectra)
+    assert found["monitors"].to_dataset().identical(run["monitors"].to_dataset())
+    assert found["spectra"].eigenvalue.dtype == np.complex128
+    assert found["spectra"].is_reliable.dtype == bool
+    assert found.attrs["config"] == '{"norm": "none"}'
+    assert found.attrs["schema_version"] == SCHEMA_VERSION
+    assert wb.schema.validate_spectra(found["spectra"].to_dataset())
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_missing_modes_come_back_as_nan(tmp_path):
+    with pytest.warns(wb.koopman.RankWarning):
+        parts = [wb.koopman.whitened_dmd(*snapshots(6, n)) for n in (80, 4)]
+    both = xr.concat(parts, "layer", join="outer", fill_value={"is_reliable": False}, combine_attrs="override")
+    for write, name in ((wb.save, "a.zarr"), (wb.export_netcdf, "a.nc")):
+        found = wb.open_run(write(both, tmp_path / name))["spectra"].to_dataset()
+        assert np.isnan(found.eigenvalue.values[1, 3:]).all()
+        assert found.equals(both)
+
+
+def test_store_to_netcdf_and_back_again(tmp_path, run):
+    opened = wb.open_run(wb.save(run, tmp_path / "a.zarr"))
+    there = wb.open_run(wb.export_netcdf(opened, tmp_path / "a.nc"))
+    assert wb.open_run(wb.save(there, tmp_path / "b.zarr")).identical(opened)
+
+
+@pytest.mark.parametrize(("write", "suffix"), [(wb.save, "zarr"), (wb.export_netcdf, "nc")])
+def test_nothing_is_overwritten_unless_told(tmp_path, run, spectra, write, suffix):
+    path = write(spectra, tmp_path / f"a.{suffix}")
+    with pytest.raises(StoreError, match="exists already; pass overwrite=True to replace it"):
+        write(run, path)
+    assert "monitors" not in wb.open_run(path).children
+    write(run, path, overwrite=True)
+    assert "monitors" in wb.open_run(path).children
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_full_disk_leaves_the_old_store_and_no_rubbish(tmp_path, run, spectra, monkeypatch):
+    path = wb.save(spectra, tmp_path / "a.zarr")
+    write = zarr.storage.LocalStore.set
+    n_written = 0
+
+    async def set_until_full(self, key, value):
+        nonlocal n_written
+        n_written += 1
+        if n_written > 10:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        await write(self, key, value)
+
+    monkeypatch.setattr(zarr.storage.LocalStore, "set", set_until_full)
+    for target, overwrite in ((path, True), (tmp_path / "b.zarr", False)):
+        n_written = 0
+        with pytest.raises(
+            StoreError, match=r"The disk is full, so .* was not written and what was there is unchanged"
+        ):
+            wb.save(run, target, overwrite=overwrite)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.zarr"]
+    assert wb.open_run(path)["spectra"].to_dataset().identical(spectra)
+
+
+def test_data_of_a_newer_schema_are_refused_before_anything_is_written(tmp_path, spectra):
+    spectra.attrs["schema_version"] = SCHEMA_VERSION + 1
+    with pytest.raises(SchemaError, match="update the workbench"):
+        wb.save(spectra, tmp_path / "a.zarr")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["/", "/spectra"])
+def test_a_store_of_a_newer_schema_is_refused(tmp_path, run, where):
+    path = wb.save(run, tmp_path / "a.zarr")
+    zarr.open_group(path)[where].attrs["schema_version"] = SCHEMA_VERSION + 1
+    with pytest.raises(SchemaError, match=f"schema version {SCHEMA_VERSION + 1}, this workbench reads up to"):
+        wb.open_run(path)
+
+
+def test_what_is_no_run_is_refused(tmp_path, run):
+    with pytest.raises(StoreError, match="There is no run at"):
+        wb.open_run(tmp_path / "none.zarr")
+    (tmp_path / "a.nc").write_bytes(b"\x89HDF\r\n\x1a\n broken")
+    with pytest.raises(StoreError, match="is no run or is damaged"):
+        wb.open_run(tmp_path / "a.nc")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StoreError, match="is no run or is damaged"):
+        wb.open_run(tmp_path / "empty")
+    xr.Dataset({"a": 1}).to_zarr(tmp_path / "other.zarr", consolidated=False)
+    with pytest.raises(StoreError, match="was not written by the workbench"):
+        wb.open_run(tmp_path / "other.zarr")
+
+
+def test_attributes_that_cannot_be_stored_are_refused(tmp_path, spectra):
+    spectra.attrs["config"] = {"nested": 1}
+    with pytest.raises(SchemaError, match=r"Attribute 'config' is .* which netCDF cannot hold"):
+        wb.save(spectra, tmp_path / "a.zarr")
+    with pytest.raises(SchemaError, match="A run is a DataTree"):
+        wb.save([1, 2], tmp_path / "a.zarr")
+    assert not list(tmp_path.iterdir())

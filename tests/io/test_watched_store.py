@@ -1,0 +1,74 @@
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import workbench as wb
+from workbench.errors import StoreError
+from workbench.io.run_writer import RunWriter
+
+
+def rows(value):
+    count = np.full(4, int(value))
+    return xr.Dataset({"loss": ("step", np.full(4, value)), "count": ("step", count)}, {"step": range(4)})
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "run.zarr"
+    writer = RunWriter(path, {})
+    writer.append("monitors", rows(0.0))  # zeros are what Zarr does not write
+    writer.append("attention", rows(np.pi))
+    writer.commit()
+    return path
+
+
+def values(run):
+    return [run[part][name].values.tolist() for part in ("monitors", "attention") for name in ("loss", "count")]
+
+
+def test_chunks_that_were_never_written_read_as_they_were(path):
+    assert not list((path / "monitors" / "count").glob("c/*"))
+    assert values(wb.open_run(path)) == [[0.0] * 4, [0] * 4, [np.pi] * 4, [3] * 4]
+
+
+def test_a_run_that_was_removed_does_not_read_as_zeros(path):
+    run, loaded = wb.open_run(path), wb.open_run(path).load()
+    shutil.rmtree(path)
+    for part in ("monitors", "attention"):
+        with pytest.raises(StoreError, match="was removed or replaced after it had been opened; open it again"):
+            run[part]["count"].load()
+    assert values(loaded)[3] == [3] * 4
+
+
+def test_a_part_that_was_removed_does_not_read_as_zeros(path):
+    run = wb.open_run(path)
+    shutil.rmtree(path / "attention")
+    with pytest.raises(StoreError, match="was removed or replaced"):
+        run["attention"]["count"].load()
+    assert run["monitors"]["count"].values.tolist() == [0] * 4
+
+
+def test_a_run_that_was_replaced_does_not_read_as_the_other(path):
+    run = wb.open_run(path)
+    other = RunWriter(path, {}, overwrite=True)
+    other.append("attention", rows(7.0))
+    other.commit()
+    with pytest.raises(StoreError, match="was removed or replaced"):
+        run["attention"]["loss"].load()
+    assert wb.open_run(path)["attention"]["loss"].values.tolist() == [7.0] * 4
+
+
+def test_a_run_that_grows_stays_readable(path):
+    run = wb.open_run(path)
+    writer = RunWriter.reopen(path, before_step=10)
+    writer.append("attention", rows(7.0).assign_coords(step=range(4, 8)))
+    writer.commit()
+    assert run["attention"]["loss"].values.tolist() == [np.pi] * 4
+
+
+def test_an_open_run_can_be_sent_to_another_process(path):
+    run = pickle.loads(pickle.dumps(wb.open_run(path)))
+    assert values(run)[2] == [np.pi] * 4

@@ -1,0 +1,620 @@
+"""The residual stream of many families, of models written by hand, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.models.model_families import BERT, BY_NAME, FAMILIES, LLAMA, MHA, N_TOKENS, VIT, Family, build, make_inputs
+from workbench.errors import AnatomyError, SnapshotError
+from workbench.models.anatomy import call_model, read_anatomy
+from workbench.models.probing import undisturbed, watch
+
+
+def passing_states(model, inputs, anatomy):
+    """(state in, state out) of every site, by hooks of the test's own."""
+    pairs = [[None, None] for _ in anatomy.sites]
+    n_calls = {}
+
+    def enter(module, args, kwargs):
+        call = n_calls.setdefault(id(module), 0)
+        for pair, site in zip(pairs, anatomy.sites, strict=True):
+            if site.module is module and site.call == call:
+                pair[0] = site.state_in(args, kwargs).clone()
+
+    def leave(module, args, kwargs, output):
+        call = n_calls[id(module)]
+        n_calls[id(module)] += 1
+        for pair, site in zip(pairs, anatomy.sites, strict=True):
+            if site.module is module and site.call == call:
+                pair[1] = site.state_out(output).clone()
+
+    handles = []
+    for module in {id(site.module): site.module for site in anatomy.sites}.values():
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            output = call_model(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return pairs, output
+
+
+def tensors_of(output):
+    """All tensors of an output, nested or not, in order."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple | list) else []
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
+def everything(model):
+    """What must not change: flags, weights, buffers, versions of objects, hooks."""
+    hook_tables = [
+        len(table)
+        for module in model.modules()
+        for name, table in vars(module).items()
+        if "hooks" in name and table is not None
+    ]
+    return {
+        "training": [module.training for module in model.modules()],
+        "weights": [p.clone() for p in model.parameters()],
+        "buffers": [b.clone() for b in model.buffers()],
+        "buffer_objects": [id(b) for b in model.buffers()],
+        "hooks": hook_tables,
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+    }
+
+
+def random_states():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
+
+
+def assert_same(before, after):
+    for name in before:
+        if name in ("weights", "buffers"):
+            assert all(torch.equal(a, b) for a, b in zip(before[name], after[name], strict=True)), name
+        else:
+            assert before[name] == after[name], name
+
+
+# --- families --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_covers_the_families_that_were_seen():
+    assert len({family.name for family in FAMILIES}) >= 60
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_family(family):
+    """Stack, length and width; the chain of states; and that reading left no trace, bit for bit."""
+    model, inputs = build(family), make_inputs(family)
+    with torch.no_grad(), undisturbed(model):  # as RWKV changes itself when it runs
+        expected = tensors_of(call_model(model, inputs))
+    model.train()
+    next(model.children()).eval()  # a mixture of modes must survive
+    before, states_before = everything(model), random_states()
+
+    anatomy = read_anatomy(model, inputs)
+
+    assert_same(before, everything(model))
+    states_after = random_states()
+    assert states_before[:2] == states_after[:2]
+    assert torch.equal(states_before[2], states_after[2])
+    assert anatomy.stack == family.stack
+    assert len(anatomy.sites) == family.n_blocks
+    assert anatomy.width == family.width
+    assert anatomy.other_stacks == family.others
+    assert len({site.name for site in anatomy.sites}) == family.n_blocks
+
+    model.eval()
+    with undisturbed(model):
+        pairs, output = passing_states(model, inputs, anatomy)
+    for got, wanted in zip(tensors_of(output), expected, strict=True):
+        assert torch.equal(got, wanted)
+    for (entered, left), (next_entered, _) in pairwise(pairs):
+        assert torch.equal(left, next_entered)
+        assert not torch.equal(entered, left)
+        assert entered.shape[-1] == family.width
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "bloom", "falcon", "bert", "albert", "opt", "zamba2", "vit", "mixtral"]
+)
+def test_states_are_the_hidden_states_of_transformers(name):
+    """An independent account: ``hidden_states[i]`` enters block i (the last one is behind the final norm)."""
+    family = BY_NAME[name]
+    model, inputs = build(family), make_inputs(family)
+    anatomy = read_anatomy(model, inputs)
+    pairs, _ = passing_states(model, inputs, anatomy)
+    with torch.no_grad():
+        hidden = model(inputs, output_hidden_states=True).hidden_states
+    for (entered, _), wanted in zip(pairs, hidden, strict=False):
+        torch.testing.assert_close(entered, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "jamba", "mixtral"])
+def test_blocks_are_of_the_class_that_transformers_records(name):
+    family = BY_NAME[name]
+    model = build(family)
+    anatomy = read_anatomy(model, make_inputs(family))
+    recorded = set()
+    for module in model.modules():
+        entries = (getattr(module, "_can_record_outputs", None) or {}).get("hidden_states", [])
+        for entry in entries if isinstance(entries, list | tuple) else [entries]:
+            recorded.add(getattr(entry, "target_class", entry))
+    recorded -= {None}
+    assert recorded, "this family no longer says what it records; choose another"
+    assert all(isinstance(site.module, tuple(recorded)) for site in anatomy.sites)
+
+
+def test_shared_module_is_read_once_per_call():
+    family = BY_NAME["albert"]
+    anatomy = read_anatomy(build(family), make_inputs(family))
+    stem = "encoder.albert_layer_groups.0"
+    assert [site.name for site in anatomy.sites] == [stem, f"{stem}#1", f"{stem}#2"]
+    assert [site.call for site in anatomy.sites] == [0, 1, 2]
+
+
+def test_rwkv_rescales_no_weight():
+    """The control: its own forward in eval mode does change weights, in place."""
+    family = BY_NAME["rwkv"]
+    model, inputs = build(family), make_inputs(family)
+    before = [p.clone() for p in model.parameters()]
+    read_anatomy(model, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert model.config.rescale_every == 2
+    with torch.no_grad():
+        model(inputs)
+    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_the_encoder_can_be_asked_for():
+    family = BY_NAME["t5"]
+    anatomy = read_anatomy(build(family), make_inputs(family), stack="encoder.block")
+    assert (anatomy.stack, len(anatomy.sites), anatomy.other_stacks) == ("encoder.block", 2, ("decoder.block",))
+
+
+# --- models written by hand ------------------------------------------------------------------------------------------
+
+
+class Branch(nn.Module):
+    def __init__(self, width=16, hidden=20):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Block(Branch):
+    def forward(self, x, extra=None):
+        return x + super().forward(x)
+
+
+class TupleBlock(Block):
+    def forward(self, aux, *, state):
+        return {"aux": aux, "state": super().forward(state)}
+
+
+class PlainAttributes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = Block(), Block(), Block()
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.head(self.third(self.second(self.first(x))))
+
+
+class NanoGpt(nn.Module):
+    def __init__(self, n_layer=3, promised=None):
+        super().__init__()
+        self.config = SimpleNamespace(n_layer=promised or n_layer)
+        self.transformer = nn.ModuleDict(
+            {"wte": nn.Embedding(50, 16), "h": nn.ModuleList(Block() for _ in range(n_layer)), "ln_f": nn.LayerNorm(16)}
+        )
+
+    def forward(self, tokens):
+        x = self.transformer.wte(tokens)
+        for block in self.transformer.h:
+            x = block(x)
+        return self.transformer.ln_f(x)
+
+
+class ResidualOutside(nn.Module):
+    """Branches only, as some libraries keep them: the sums are nobody's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(16), Branch()]) for _ in range(4))
+
+    def forward(self, x):
+        for norm, branch in self.layers:
+            x = x + branch(norm(x))
+        return x
+
+
+class Grouped(nn.Module):
+    """Blocks in groups, or blocks of two parts."""
+
+    def __init__(self, *, parts_differ):
+        super().__init__()
+        second = (lambda: Block(hidden=30)) if parts_differ else Block
+        self.groups = nn.ModuleList(nn.Sequential(Block(), second()) for _ in range(3))
+
+    def forward(self, x):
+        for group in self.groups:
+            x = group(x)
+        return x
+
+
+class Stages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(Block(w) for _ in range(n)) for w, n in ((16, 2), (24, 5), (40, 2)))
+        self.widen = nn.ModuleList([nn.Linear(16, 24), nn.Linear(24, 40)])
+
+    def forward(self, x):
+        for i, stage in enumerate(self.stages):
+            for block in stage:
+                x = block(x)
+            x = self.widen[i](x) if i < 2 else x
+        return x
+
+
+class StagesInOneList(nn.Module):
+    """Stages and what lies between them in one list; the last stage alone is a long stack of one width."""
+
+    def __init__(self):
+        super().__init__()
+        stages = [[Block() for _ in range(2)], [nn.Sequential(nn.Linear(16, 24))]]
+        stages += [[Block(24) for _ in range(n)] for n in (3, 8)]
+        self.net = nn.ModuleList(nn.Sequential(*stage) for stage in stages)
+
+    def forward(self, x):
+        for stage in self.net:
+            x = stage(x)
+        return x
+
+
+class TwoStreams(nn.Module):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Block(), Block()
+
+        def forward(self, x, y):
+            return self.a(x), self.b(y) + x
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Pair() for _ in range(3))
+
+    def forward(self, x):
+        y = 2 * x
+        for block in self.blocks:
+            x, y = block(x, y)
+        return x + y
+
+
+class ScaledBetween(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            x = block(x / 2 if i == 3 else x)
+        return x
+
+
+class WideHead(nn.Module):
+    """A short chain that is a small part of all repeated weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.tail = nn.Sequential(Block(), Block())
+        self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(16), Branch(hidden=400)]) for _ in range(4))
+
+    def forward(self, x):
+        for norm, branch in self.layers:
+            x = x + branch(norm(x))
+        return self.tail(x)
+
+
+@pytest.fixture
+def vectors():
+    return torch.randn(2, N_TOKENS, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_plain_attributes(vectors):
+    anatomy = read_anatomy(PlainAttributes(), vectors)
+    assert anatomy.stack == "[Block]"
+    assert [site.name for site in anatomy.sites] == ["first", "second", "third"]
+
+
+def test_nano_gpt():
+    anatomy = read_anatomy(NanoGpt(), torch.arange(14).view(2, 7))
+    assert (anatomy.stack, len(anatomy.sites), anatomy.width) == ("transformer.h", 3, 16)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_pytorch_encoder_is_kept_off_its_fast_path(batch_first):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=batch_first)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=batch_first).eval()
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        before = model(x)
+    anatomy = read_anatomy(model, x)
+    assert (anatomy.stack, len(anatomy.sites), anatomy.width) == ("layers", 3, 16)
+    assert torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad():
+        assert torch.equal(model(x), before)
+
+
+def test_state_may_sit_in_keywords_and_mappings(vectors):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(TupleBlock() for _ in range(3))
+
+        def forward(self, x):
+            aux = torch.zeros_like(x)
+            for block in self.blocks:
+                x = block(aux, state=x)["state"]
+            return x
+
+    anatomy = read_anatomy(Model(), vectors)
+    assert {(site.input_slot, site.output_slot) for site in anatomy.sites} == {("state", "state")}
+    with pytest.raises(AnatomyError, match=r"arguments of blocks\.0 held no tensor at 'state'"):
+        anatomy.sites[0].state_in((vectors,), {})
+    with pytest.raises(AnatomyError, match=r"output of blocks\.0 held no tensor"):
+        anatomy.sites[0].state_out(vectors)
+
+
+@pytest.mark.parametrize(("parts_differ", "stack", "n_blocks"), [(False, "groups.*", 6), (True, "groups", 3)])
+def test_groups_of_blocks_and_blocks_of_parts(vectors, parts_differ, stack, n_blocks):
+    model = Grouped(parts_differ=parts_differ)
+    anatomy = read_anatomy(model, vectors)
+    assert (anatomy.stack, len(anatomy.sites)) == (stack, n_blocks)
+    model.config = {"num_hidden_layers": 9 - n_blocks}  # the config has the last word
+    assert len(read_anatomy(model, vectors).sites) == 9 - n_blocks
+
+
+def test_compiled_model_is_read_through_its_wrapper(vectors):
+    model = torch.compile(NanoGpt())
+    assert read_anatomy(model, torch.arange(14).view(2, 7)).stack == "transformer.h"
+
+
+def test_low_precision(vectors):
+    family = BY_NAME["llama"]
+    assert len(read_anatomy(build(family).bfloat16(), make_inputs(family)).sites) == 3
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (ResidualOutside, r"ResidualOutside has no stack of residual blocks"),
+        (Stages, r"stages\.\* \(9 blocks, widths 16, 24, 40\).*width of its state changes.*stages\.1 \(5 blocks"),
+        (StagesInOneList, r"net\.\* \(14 blocks, widths 16, 24\).*width of its state changes"),
+        (TwoStreams, r"blocks carries 2 residual streams side by side"),
+        (ScaledBetween, r"blocks \(6 blocks, 4 of 5 links\).*what reaches blocks\.3 is not what"),
+        (WideHead, r"tail \(2 blocks, 1 of 1 links\), holds only \d+% of the weights of all repeated modules"),
+        (lambda: nn.Sequential(Block()), r"no stack of residual blocks.*pass its container as stack="),
+    ],
+    ids=[
+        "residual outside",
+        "stages",
+        "stages in one list",
+        "two streams",
+        "scaled between",
+        "small part",
+        "single block",
+    ],
+)
+def test_refusals(model, message, vectors):
+    with pytest.raises(AnatomyError, match=message):
+        read_anatomy(model(), vectors)
+
+
+def test_a_length_that_the_config_does_not_promise():
+    tokens = torch.arange(14).view(2, 7)
+    model = NanoGpt(n_layer=3, promised=4)
+    with pytest.raises(AnatomyError, match=r"n_layer = 4, but the stacks found are transformer\.h \(3 blocks"):
+        read_anatomy(model, tokens)
+    assert len(read_anatomy(model, tokens, stack="transformer.h").sites) == 3
+
+
+def test_what_a_stack_named_by_hand_must_be(vectors):
+    assert len(read_anatomy(Stages(), vectors, stack="stages.1").sites) == 5
+    assert len(read_anatomy(ScaledBetween(), vectors, stack="blocks").sites) == 6
+    with pytest.raises(AnatomyError, match=r"no stack 'nothing'.*expected one of"):
+        read_anatomy(Stages(), vectors, stack="nothing")
+    with pytest.raises(AnatomyError, match=r"do not keep the shape"):
+        read_anatomy(Stages(), vectors, stack="stages.*")
+
+
+def test_features_must_be_last():
+    model = nn.Sequential(*[nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(4)])
+    with pytest.raises(AnatomyError, match=r"is not its feature dimension"):
+        read_anatomy(model, torch.randn(2, 8, 9, 9))
+
+
+@pytest.mark.parametrize(
+    ("name", "auto", "config", "inputs", "message"),
+    [
+        (
+            "swin",
+            "AutoModel",
+            {
+                "image_size": 32,
+                "patch_size": 2,
+                "embed_dim": 8,
+                "depths": [2, 2],
+                "num_heads": [2, 2],
+                "window_size": 4,
+            },
+            "pixels",
+            r"num_hidden_layers = 2, but the stacks found are encoder\.layers\.\*\.blocks \(4 blocks, widths 8, 16\)",
+        ),
+        (
+            "gemma3n_text",
+            "AutoModelForCausalLM",
+            {
+                **LLAMA,
+                "head_dim": 6,
+                "vocab_size_per_layer_input": 97,
+                "hidden_size_per_layer_input": 8,
+                "laurel_rank": 4,
+                "num_kv_shared_layers": 0,
+                "layer_types": ["full_attention"] * 3,
+                "activation_sparsity_pattern": [0.0] * 3,
+                "intermediate_size": [40] * 3,
+            },
+            "tokens",
+            r"several residual streams at once: its state has shape \(4, 2, 7, 24\)",
+        ),
+        (
+            "deepseek_v4",
+            "AutoModelForCausalLM",
+            {
+                **MHA,
+                "num_key_value_heads": 1,
+                "head_dim": 12,
+                "q_lora_rank": 12,
+                "o_lora_rank": 12,
+                "o_groups": 2,
+                "index_n_heads": 2,
+                "index_head_dim": 8,
+                "index_topk": 4,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+                "sliding_window": 8,
+                "qk_rope_head_dim": 4,
+                "num_hash_layers": 0,
+                "compress_ratios": [0, 0, 0],
+            },
+            "tokens",
+            r"several residual streams at once: its state has shape \(2, 7, 4, 24\)",
+        ),
+        (
+            "reformer",
+            "AutoModelForCausalLM",
+            {
+                "vocab_size": 97,
+                "hidden_size": 24,
+                "attn_layers": ["local", "local"],
+                "axial_pos_embds": False,
+                "num_attention_heads": 4,
+                "attention_head_size": 6,
+                "feed_forward_size": 40,
+                "is_decoder": True,
+                "local_attn_chunk_length": 8,
+                "max_position_embeddings": 64,
+            },
+            "tokens",
+            r"2 residual streams side by side",
+        ),
+        ("xlm", "AutoModel", {"vocab_size": 97, "emb_dim": 24, "n_layers": 3, "n_heads": 4}, "tokens", r"has no stack"),
+    ],
+)
+def test_families_that_are_refused(name, auto, config, inputs, message):
+    family = Family(name, config, "", auto=auto, inputs=inputs)
+    model = build(family)
+    before = everything(model)
+    picture = torch.randn(2, 3, 32, 32)
+    with pytest.raises(AnatomyError, match=message):
+        read_anatomy(model, picture if inputs == "pixels" else make_inputs(family))
+    assert_same(before, everything(model))
+
+
+def test_two_towers_of_one_length():
+    text, vision = {**BERT, "projection_dim": 12}, dict(VIT)
+    family = Family("clip", {"text_config": text, "vision_config": vision, "projection_dim": 12}, "", auto="AutoModel")
+    inputs = {"pixel_values": torch.randn(2, 3, 16, 16), "input_ids": make_inputs(family)}
+    anatomy = read_anatomy(build(family), inputs)
+    assert anatomy.stack == "text_model.encoder.layers"
+    assert anatomy.other_stacks == ("vision_model.encoder.layers",)
+
+
+# --- no trace --------------------------------------------------------------------------------------------------------
+
+
+class Restless(NanoGpt):
+    """Draws random numbers, counts its calls, writes to weights and buffers, and may raise in the middle."""
+
+    def __init__(self, *, raises):
+        super().__init__()
+        self.raises = raises
+        self.n_calls = 0
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, tokens):
+        self.n_calls += 1
+        self.cache = tokens
+        self.seen += 1
+        self.seen = self.seen * 2
+        with torch.no_grad():
+            self.transformer.h[0].up.weight.mul_(0.5)
+            self.transformer.h[1].up.weight.data.add_(1.0)
+        random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
+        x = self.transformer.wte(tokens)
+        for i, block in enumerate(self.transformer.h):
+            if self.raises and i == 2:
+                raise RuntimeError("in the middle")
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_no_trace_of_a_restless_model(raises):
+    model = Restless(raises=raises).train()
+    model.transformer.h[0].register_forward_hook(lambda *args: None)
+    before, states = everything(model), random_states()
+    if raises:
+        with pytest.raises(SnapshotError, match="in the middle"):
+            read_anatomy(model, torch.arange(14).view(2, 7))
+    else:
+        assert len(read_anatomy(model, torch.arange(14).view(2, 7)).sites) == 3
+    assert_same(before, everything(model))
+    assert model.n_calls == 0
+    after = random_states()
+    assert states[:2] == after[:2]
+    assert torch.equal(states[2], after[2])
+    assert torch.is_grad_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_watch_removes_hooks_when_attaching_fails(vectors):
+    block = Block()
+    with pytest.raises(AttributeError), watch([(block, print, True), (None, print, True)]):
+        pass
+    assert not block._forward_pre_hooks
+
+
+def test_gradients_are_as_before(vectors):
+    model = PlainAttributes()
+    model(vectors).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    read_anatomy(model, vectors)
+    assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))
+
+
+def test_embedding_and_head_in_the_same_sequential_are_not_blocks():
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(500, 8), *layers, nn.Linear(8, 500))
+    found = read_anatomy(model, torch.randint(500, (2, 7)))
+    assert [site.name for site in found.sites] == ["1", "2", "3"]

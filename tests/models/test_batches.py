@@ -1,0 +1,109 @@
+import pytest
+import torch
+
+from workbench.errors import SnapshotError, ThresholdError
+from workbench.models.batches import Batches, TokenSelection
+
+TOKENS = torch.arange(200 * 64).reshape(200, 64)
+
+
+def test_big_inputs_are_split_and_nothing_is_lost():
+    batches = Batches.of(TOKENS).split()
+    assert sum(batches.n_rows) == 200
+    assert max(batches.n_rows) * 64 <= 4096
+    assert torch.equal(torch.cat(list(batches.items)), TOKENS)
+    mask = torch.ones_like(TOKENS)
+    parts = Batches.of({"input_ids": TOKENS, "attention_mask": mask, "flag": True}).split()
+    assert all(part["flag"] is True for part in parts.items)
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts.items]), TOKENS)
+
+
+def test_iterators_are_read_once_and_probing_loses_nothing():
+    batches = Batches.of(TOKENS[i : i + 3] for i in range(0, 12, 3))
+    probe, everything = batches.probe_and_all()
+    assert torch.equal(probe, TOKENS[:2])
+    assert torch.equal(torch.cat(list(everything.items)), TOKENS[:12])
+    assert everything.n_rows is None
+
+
+@pytest.mark.parametrize("empty", [[], iter(()), TOKENS[:0]])
+def test_empty_inputs_are_refused(empty):
+    with pytest.raises(SnapshotError, match="The inputs are empty; pass at least one"):
+        Batches.of(empty).probe_and_all()
+
+
+def test_unusable_inputs_are_refused():
+    with pytest.raises(SnapshotError, match="Inputs are a int, expected a tensor"):
+        Batches.of(3)
+    with pytest.raises(SnapshotError, match="Text needs a tokenizer"):
+        Batches.of(["a", "b"])
+    with pytest.raises(SnapshotError, match="A batch holds no tensor"):
+        Batches.of({"n": 3})
+
+
+def choose(inputs, n_snapshots, **options):
+    batches = Batches.of(inputs).split()
+    selection = TokenSelection(n_snapshots, **options)
+    selection.begin(batches)
+    shape = lambda batch: (batch["input_ids"] if isinstance(batch, dict) else batch).shape  # noqa: E731
+    chosen = [selection.choose(shape(batch), batch) for batch in batches.items if not selection.is_complete]
+    return chosen, selection
+
+
+def test_states_are_spread_over_all_rows():
+    chosen, selection = choose(TOKENS, 1000, seed=1)
+    assert sum(map(len, chosen)) == 1000 == selection.n_chosen
+    assert len(chosen) == len(Batches.of(TOKENS).split().n_rows)
+    assert all(torch.equal(part, part.unique()) for part in chosen)
+    assert selection.describe() == "1000 of 12800 tokens"
+    again, _ = choose(TOKENS, 1000, seed=1)
+    other, _ = choose(TOKENS, 1000, seed=2)
+    assert all(map(torch.equal, chosen, again))
+    assert not all(map(torch.equal, chosen, other))
+
+
+def test_an_iterator_gives_its_first_states():
+    chosen, selection = choose((TOKENS[i : i + 2] for i in range(0, 200, 2)), 300)
+    assert [len(part) for part in chosen] == [128, 128, 44]
+    assert chosen[2].tolist() == list(range(44))
+    assert selection.is_complete
+
+
+def test_padding_and_first_tokens_are_left_out():
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
+    inputs = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "attention_mask": mask}
+    assert choose(inputs, None)[0][0].tolist() == [0, 1, 2, 5, 6, 7]
+    chosen, selection = choose(inputs, None, skip_first=1)
+    assert chosen[0].tolist() == [1, 2, 6, 7]
+    assert selection.describe() == "every token, first 1 of each sequence left out"
+
+
+def test_fewer_states_than_asked_takes_all_there_are():
+    chosen, selection = choose(TOKENS[:2], 1000)
+    assert len(chosen[0]) == 128
+    assert selection.describe() == "every token"
+
+
+def test_impossible_selections_are_refused():
+    with pytest.raises(SnapshotError, match="n_snapshots is 2, expected at least 3"):
+        TokenSelection(2)
+    with pytest.raises(ThresholdError, match="skip_first is -1, expected at least 0"):
+        TokenSelection(10, skip_first=-1)
+
+
+def test_a_mask_that_hides_nothing_need_not_fit():
+    inputs = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "attention_mask": torch.ones(2, 9)}
+    chosen, selection = choose(inputs, None)
+    assert len(chosen[0]) == 8
+    assert selection.describe() == "every token"
+
+
+def test_a_mask_that_hides_tokens_and_does_not_fit_is_refused():
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 5:] = 0
+    inputs = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "attention_mask": mask}
+    with pytest.raises(SnapshotError, match=r"attention_mask of shape \(2, 9\) hides tokens"):
+        choose(inputs, None)
+    chosen, selection = choose(inputs | {"decoder_input_ids": torch.zeros(2, 4, dtype=torch.int64)}, None)
+    assert len(chosen[0]) == 8  # the mask is that of the encoder
+    assert selection.describe() == "every token; a mask did not fit the states and was not used"

@@ -1,0 +1,316 @@
+import errno
+import json
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from tests.zoo.zoo_models import MAKERS, inputs_for, unsettled
+from workbench.errors import CheckpointError
+from workbench.models.checkpoint import read_state
+
+
+@pytest.fixture
+def tiny():
+    return wb.zoo.transformer("rms_norm", d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=8)
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=32, max_position_embeddings=16,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+TOKENS = torch.arange(6)[None]
+
+
+def test_zoo_checkpoints_come_back_bit_for_bit(tiny, tmp_path):
+    folder = wb.save_checkpoint(tiny, tmp_path / "tiny")
+    subject = wb.open_checkpoint(folder)
+    assert subject.name == "tiny"
+    assert not subject.model.training
+    assert torch.equal(subject.model(TOKENS), tiny.eval()(TOKENS))
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+    with pytest.raises(CheckpointError, match="holds a checkpoint already; pass overwrite=True"):
+        wb.save_checkpoint(tiny, folder)
+    wb.save_checkpoint(tiny, folder, overwrite=True)
+    with pytest.raises(CheckpointError, match="Linear is not of the zoo; save it with its own save_pretrained"):
+        wb.save_checkpoint(nn.Linear(2, 2), tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_kind_of_the_zoo_comes_back_bit_for_bit(name, tmp_path):
+    model = unsettled(MAKERS[name](3)).eval()
+    opened = wb.open_checkpoint(wb.save_checkpoint(model, tmp_path / "saved")).model
+    assert type(opened) is type(model)
+    assert opened.config == model.config
+    assert torch.equal(opened(inputs_for(model)), model(inputs_for(model)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "mamba tied"])
+def test_tied_weights_are_kept_once_and_stay_tied(name, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import load_model
+
+    model = unsettled(MAKERS[name](3))
+    folder = wb.save_checkpoint(model, tmp_path / "saved")
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert len(file.keys()) == sum(1 for _ in model.parameters()) < len(model.state_dict())
+    opened = wb.open_checkpoint(folder).model
+    with torch.no_grad():
+        next(p for key, p in opened.named_parameters() if "embedding" in key).zero_()
+    assert not opened(inputs_for(model)).any()  # the head went with it
+    load_model(opened, folder / "model.safetensors")  # safetensors' own loader takes the file too
+    assert torch.equal(opened(inputs_for(model)), model.eval()(inputs_for(model)))
+
+
+def test_zoo_checkpoints_keep_their_dtype_or_get_the_one_asked_for(tiny, tmp_path):
+    folder = wb.save_checkpoint(tiny.double(), tmp_path / "double")
+    opened = wb.open_checkpoint(folder).model
+    assert torch.equal(opened(TOKENS), tiny.eval()(TOKENS))
+    for dtype in (torch.bfloat16, "bfloat16"):
+        assert wb.open_checkpoint(folder, dtype=dtype).model.head.weight.dtype == torch.bfloat16
+
+
+def test_a_zoo_checkpoint_without_its_weights_is_refused(tiny, tmp_path):
+    folder = wb.save_checkpoint(tiny, tmp_path / "tiny")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="There is no file .*model.safetensors; check the path"):
+        wb.open_checkpoint(folder)
+
+
+def test_any_module_is_a_subject(tiny):
+    tiny.train()
+    subject = wb.open_checkpoint(tiny)
+    assert subject.model is tiny
+    assert tiny.training
+    assert subject.name == "Transformer"
+    with pytest.raises(CheckpointError, match="comes without a tokenizer; pass token ids instead of text"):
+        subject.tokenize("text")
+
+
+def test_hugging_face_folder(llama_folder):
+    from transformers import LlamaForCausalLM
+
+    subject = wb.open_checkpoint(llama_folder)
+    assert isinstance(subject.model, LlamaForCausalLM)
+    direct = LlamaForCausalLM.from_pretrained(llama_folder)
+    assert torch.equal(subject.model(TOKENS).logits, direct(TOKENS).logits)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pt"])
+def test_state_with_its_module(tiny, tmp_path, suffix):
+    path = tmp_path / f"weights{suffix}"
+    if suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file(tiny.state_dict(), path)
+    else:
+        torch.save({"state_dict": tiny.state_dict()} if suffix == ".pt" else tiny.state_dict(), path)
+    other = wb.zoo.transformer("rms_norm", d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=8, seed=9)
+    before = other(TOKENS)
+    subject = wb.open_checkpoint(path, module=other)
+    assert torch.equal(subject.model(TOKENS), tiny(TOKENS))
+    assert not torch.equal(before, tiny(TOKENS))
+    with pytest.raises(CheckpointError, match="holds weights without an architecture; pass module="):
+        wb.open_checkpoint(path)
+    deeper = wb.zoo.transformer("rms_norm", d_model=16, n_layers=3, n_heads=2, vocab_size=32, max_length=8)
+    kept = {name: tensor.clone() for name, tensor in deeper.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"does not fit Transformer: it lacks \d+ tensors \(blocks.2"):
+        wb.open_checkpoint(path, module=deeper)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in deeper.state_dict().items())
+
+
+class _Bomb:
+    def __reduce__(self):
+        return (open, ("exploded", "w"))
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt"])
+def test_a_pickle_with_code_is_refused_and_not_run(tiny, tmp_path, monkeypatch, suffix):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weight": _Bomb()}, tmp_path / f"bad{suffix}")
+    with pytest.raises(CheckpointError, match="holds more than tensors, possibly code, and was not loaded"):
+        wb.open_checkpoint(tmp_path / f"bad{suffix}", module=tiny)
+    (tmp_path / f"raw{suffix}").write_bytes(pickle.dumps({"weight": _Bomb()}))
+    with pytest.raises(CheckpointError, match="holds more than tensors, possibly code, and was not loaded"):
+        wb.open_checkpoint(tmp_path / f"raw{suffix}", module=tiny)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_folder_whose_pickle_holds_code_is_refused(llama_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text((llama_folder / "config.json").read_text())
+    torch.save({"model.embed_tokens.weight": _Bomb()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickle with more than tensors, possibly code, and was not loaded"):
+        wb.open_checkpoint(tmp_path)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_pickle_that_is_no_state_dict_is_refused(tmp_path):
+    torch.save([1, 2, 3], tmp_path / "list.pt")
+    with pytest.raises(CheckpointError, match="holds no state dict; save module.state_dict"):
+        read_state(tmp_path / "list.pt")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, 0.99])
+def test_truncated_files_are_refused(tiny, tmp_path, llama_folder, keep):
+    from safetensors.torch import save_file
+
+    def truncate(path):
+        data = path.read_bytes()
+        path.write_bytes(data[: keep if isinstance(keep, int) else int(keep * len(data))])
+
+    save_file(tiny.state_dict(), tmp_path / "weights.safetensors")
+    torch.save(tiny.state_dict(), tmp_path / "weights.bin")
+    truncate(tmp_path / "weights.safetensors")
+    truncate(tmp_path / "weights.bin")
+    with pytest.raises(
+        CheckpointError, match="weights.safetensors is truncated or no safetensors file; fetch it again"
+    ):
+        wb.open_checkpoint(tmp_path / "weights.safetensors", module=tiny)
+    with pytest.raises(CheckpointError, match="weights.bin is damaged or incomplete; fetch it again"):
+        wb.open_checkpoint(tmp_path / "weights.bin", module=tiny)
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    for file in llama_folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    truncate(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="model.safetensors is truncated or no safetensors file"):
+        wb.open_checkpoint(folder)
+
+
+def test_truncated_gguf_is_refused(tmp_path, monkeypatch):
+    import numpy as np
+    from gguf import GGUFWriter
+
+    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "model.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor("output.weight", np.ones((64, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    data = path.read_bytes()
+    for keep in (0, 3, 10, 60, len(data) // 2, len(data) - 1000):
+        path.write_bytes(data[:keep])
+        with pytest.raises(CheckpointError, match=r"model.gguf is truncated or .*; fetch it again"):
+            wb.open_checkpoint(path)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_offline_hub_access_is_one_sentence(monkeypatch):
+    def no_network(*_, **__):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(CheckpointError) as caught:
+        wb.open_checkpoint("nobody/no-such-model")
+    assert str(caught.value) == (
+        "'nobody/no-such-model' is no folder here, and the Hugging Face hub cannot be reached; "
+        "check the spelling, go online, or pass a local folder."
+    )
+
+
+def test_remote_code_runs_only_when_asked(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"model_type": "made_up", "auto_map": {"AutoConfig": "made_up.Config", "AutoModel": "made_up.Model"}}
+        )
+    )
+    (tmp_path / "made_up.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(
+        CheckpointError, match="needs Python code of its own; read that code, then pass trust_remote_code=True"
+    ):
+        wb.open_checkpoint(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: p / "missing.safetensors", "There is no file or folder .*missing.safetensors; check the path"),
+        (lambda p: p, "has no config.json, so it is no checkpoint folder"),
+        (lambda p: p / "notes.txt", "is no checkpoint format known here"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(tmp_path, make, message):
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(CheckpointError, match=message):
+        wb.open_checkpoint(make(tmp_path))
+
+
+def test_broken_configs_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{ not json")
+    with pytest.raises(CheckpointError, match="is no valid JSON"):
+        wb.open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text('{"workbench_architecture": "transformer", "n_heads": 5}')
+    with pytest.raises(CheckpointError, match=r"does not describe a transformer: n_heads \(5\) does not divide"):
+        wb.open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text('{"workbench_architecture": "perceiver"}')
+    with pytest.raises(CheckpointError, match="holds a 'perceiver', which this version does not know"):
+        wb.open_checkpoint(tmp_path)
+
+
+def test_a_damaged_gguf_leaves_nothing_in_the_cache(tmp_path):
+    folder = tmp_path / "cache"
+    code = """
+import sys, workbench as wb
+try: wb.open_checkpoint(sys.argv[1])
+except wb.WorkbenchError as error: print(type(error).__name__)
+"""
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    found = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x.gguf")], capture_output=True, text=True,
+                           check=True, env={"WORKBENCH_CACHE": str(folder), "PATH": "/usr/bin"})  # fmt: skip
+    assert found.stdout.strip() == "CheckpointError"
+    assert not folder.exists()
+
+
+def test_a_hub_name_in_the_local_cache_opens_offline(llama_folder, tmp_path):
+    repository = tmp_path / "models--somebody--tiny"
+    snapshot = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(llama_folder, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    code = """
+import torch, workbench as wb
+subject = wb.open_checkpoint("somebody/tiny")
+print(subject.name, type(subject.model).__name__, subject.source)
+"""
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert found.stdout.strip() == "tiny LlamaForCausalLM hub somebody/tiny"
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tiny, tmp_path, monkeypatch):
+    import safetensors.torch
+
+    folder = wb.save_checkpoint(tiny, tmp_path / "tiny")
+    before = (folder / "model.safetensors").read_bytes()
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(.*No space left on device\); check its folder"):
+        wb.save_checkpoint(tiny, folder, overwrite=True)
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]

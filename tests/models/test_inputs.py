@@ -1,0 +1,183 @@
+"""Inputs as users have them: what is clear simply works, everything else ends in one sentence."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import workbench as wb
+from workbench.errors import AnatomyError, SnapshotError, WorkbenchError
+
+pytestmark = pytest.mark.filterwarnings("ignore::workbench.koopman.spectra.RankWarning")
+TOKENS = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)).eval()
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.fixture(scope="module")
+def vit():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    return ViTForImageClassification(ViTConfig(num_hidden_layers=2, image_size=16, patch_size=4, **sizes)).eval()
+
+
+def radius(model, inputs):
+    return wb.profile(model, inputs, progress=False, n_snapshots=None)["spectral_radius"].values
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        TOKENS.numpy(), TOKENS.numpy().astype(np.int32), TOKENS.numpy().astype(np.uint16), TOKENS.to(torch.uint8),
+        TOKENS.to(torch.int32), TOKENS.numpy()[::-1][::-1], TOKENS.tolist(), {"input_ids": TOKENS.tolist()},
+        {"input_ids": TOKENS.numpy()}, [TOKENS.numpy()], [TOKENS[:2].numpy(), TOKENS[2:]], [*TOKENS.tolist()],
+        (TOKENS.numpy(),), TOKENS.numpy().astype(">i8"),
+    ],
+    ids=lambda inputs: type(inputs).__name__,
+)  # fmt: skip
+def test_the_same_tokens_in_any_form_give_the_same_spectra(llama, inputs):
+    np.testing.assert_allclose(radius(llama, inputs), radius(llama, TOKENS), rtol=1e-5)
+
+
+def test_ids_of_one_sequence_are_a_batch_of_one(llama, gpt2):
+    for model in (llama, gpt2):
+        expected = radius(model, TOKENS[:1])
+        for inputs in (TOKENS[0], TOKENS[0].numpy(), TOKENS[0].tolist(), {"input_ids": TOKENS[0]}):
+            np.testing.assert_allclose(radius(model, inputs), expected, rtol=1e-5)
+
+
+def test_lists_of_different_lengths_are_sequences_of_their_own(llama):
+    found = wb.profile(llama, [[1, 2, 3, 4, 5], [3, 4, 5]], progress=False, n_snapshots=None)
+    assert found.attrs["n_snapshots"] == 8
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sentence"),
+    [
+        (TOKENS.float(), "takes token ids, whole numbers, and float32 was given; pass ids.long()"),
+        (TOKENS > 3, "takes token ids, whole numbers, and bool was given"),
+        (TOKENS.to(torch.complex64), "holds complex numbers"),
+        (TOKENS + 60, r"Token ids reach from \d+ to \d+, but GPT2LMHeadModel knows 64 tokens \(0 to 63\)"),
+        (TOKENS - 60, r"Token ids reach from -\d+ to -?\d+"),
+        (TOKENS.repeat(1, 6), "Sequences have 96 tokens, but GPT2LMHeadModel takes at most 64; cut them"),
+        (TOKENS[:0], "The inputs are empty"),
+        (torch.zeros(8, 0, dtype=torch.int64), r"The inputs are empty.*shape \(8, 0\)"),
+        (TOKENS.to("meta"), "on the meta device and holds no values"),
+        (TOKENS.to_sparse(), "sparse tensor, expected a dense one"),
+        (torch.tensor(3), "holds no tensor"),
+        (np.array(["a", "b"]), "expected numbers"),
+        ({"input_ids": [[1, 2, 3], [1, 2]]}, "pad its rows to one length"),
+        ({"input_ids": "text"}, "holds no tensor"),
+        ({"tokens": TOKENS}, "cannot run on inputs of tokens int64"),
+        (IMAGES, "cannot run on inputs of float32"),
+        (torch.randn(2, 5, 32), "pass them as {'inputs_embeds': vectors}"),
+        (None, "Inputs are a NoneType"),
+        (b"text", "Inputs are a bytes"),
+        (3.5, "Inputs are a float"),
+    ],
+)
+def test_other_inputs_end_in_one_sentence(gpt2, inputs, sentence):
+    for call in (wb.profile, wb.read_anatomy, wb.flow.measure, wb.query_key_weights, wb.router_weights):
+        with pytest.raises(SnapshotError, match=sentence) as caught:
+            call(gpt2, inputs)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sentence"),
+    [
+        (IMAGES[0], r"takes images of shape \(image, 3, 16, 16\), and one image alone was given; pass image\[None\]"),
+        (torch.randn(2, 3, 20, 20), r"takes images of shape \(image, 3, 16, 16\), and those given have shape"),
+        (torch.randn(2, 1, 16, 16), r"takes images of shape \(image, 3, 16, 16\)"),
+        (TOKENS, r"takes images of shape \(image, 3, 16, 16\)"),
+        (IMAGES.to("meta"), "meta device"),
+    ],
+)
+def test_wrong_images_end_in_one_sentence(vit, inputs, sentence):
+    with pytest.raises(SnapshotError, match=sentence):
+        wb.profile(vit, inputs, progress=False)
+
+
+def test_images_as_arrays_work(vit):
+    np.testing.assert_allclose(radius(vit, IMAGES.numpy()), radius(vit, IMAGES), rtol=1e-5)
+
+
+def test_our_own_models_refuse_as_clearly():
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+    with pytest.raises(SnapshotError, match="Token ids reach from 999 to 999, but Transformer knows 256 tokens"):
+        wb.profile(model, torch.full((2, 5), 999), progress=False)
+    with pytest.raises(WorkbenchError, match=r"expected \(batch, 3, 32, 32\)"):
+        wb.profile(wb.zoo.vit(d_model=16, n_layers=2, n_heads=2), torch.randn(2, 1, 20, 20), progress=False)
+
+
+def test_the_model_s_own_error_is_the_cause(gpt2):
+    with pytest.raises(SnapshotError) as caught:
+        wb.profile(gpt2, TOKENS + 60, progress=False)
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
+class Shell(nn.Module):
+    """Holds a network, as a LightningModule does, and has no forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+
+
+def test_models_that_cannot_be_looked_into_end_in_one_sentence():
+    zoo = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+    with pytest.raises(AnatomyError, match="Transformer is compiled by TorchScript"):
+        wb.profile(torch.jit.trace(zoo, TOKENS), TOKENS, progress=False)
+    with pytest.raises(SnapshotError, match="Shell has no forward of its own"):
+        wb.profile(Shell(), TOKENS, progress=False)
+    with pytest.raises(SnapshotError, match="parameters of Transformer are on the meta device"):
+        wb.profile(zoo.to("meta"), TOKENS, progress=False)
+    for call in (wb.read_anatomy, wb.query_key_weights, wb.router_weights):
+        with pytest.raises(AnatomyError, match="A model is a NoneType, expected an nn.Module or a subject"):
+            call(None, TOKENS)
+
+
+def test_an_exported_program_ends_in_one_sentence():
+    exported = torch.export.export(wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2), (TOKENS,))
+    for model in (exported, exported.module()):
+        with pytest.raises(WorkbenchError):
+            wb.profile(model, TOKENS, progress=False)
+
+
+def test_a_subject_serves_wherever_a_model_does(llama):
+    subject = wb.open_checkpoint(llama)
+    assert len(wb.read_anatomy(subject, TOKENS).sites) == 2
+    weights = wb.query_key_weights(subject, [TOKENS, TOKENS])  # a list means batches here too
+    assert torch.equal(weights[0].query, wb.query_key_weights(llama, TOKENS)[0].query)
+    assert wb.router_weights(subject, TOKENS) == []
+
+
+def test_text_works_wherever_inputs_do():
+    class Bytes:
+        def __init__(self, model):
+            self.model = model
+
+        def tokenize(self, texts):
+            return {"input_ids": torch.tensor([list(text.encode()) for text in texts])}
+
+    subject = Bytes(wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2))
+    assert len(wb.read_anatomy(subject, ["some text", "more text"]).sites) == 2
+    assert len(wb.query_key_weights(subject, ["some text", "more text"])) == 2

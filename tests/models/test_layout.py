@@ -1,0 +1,222 @@
+"""Which axis counts sequences, several streams, and blocks that are none: read for certain, or refused."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import XLNetConfig, XLNetModel
+
+import workbench as wb
+from tests.models.layout_models import (
+    VOCABULARY,
+    WIDTH,
+    Chain,
+    Decoder,
+    EarlyExit,
+    FoldedStreams,
+    ResidualOutside,
+    ScaledOutside,
+    TwoStreams,
+    Universal,
+)
+from workbench.errors import AnatomyError, SnapshotError
+
+pytestmark = pytest.mark.filterwarnings("ignore::workbench.koopman.spectra.RankWarning")
+N_ROWS, N_TOKENS = 6, 20
+
+
+def ids_of(model, n_rows=N_ROWS, n_tokens=N_TOKENS, seed=0):
+    tokens = torch.randint(VOCABULARY, (n_rows, n_tokens), generator=torch.Generator().manual_seed(seed))
+    return tokens if model.ids_first else tokens.T.contiguous()
+
+
+def axes(model, inputs, **options):
+    layout = wb.read_anatomy(model, inputs, **options).layout
+    return layout.inputs, layout.states
+
+
+def spectra(model, inputs, **options):
+    return wb.profile(model, inputs, progress=False, n_snapshots=None, **options)
+
+
+@pytest.fixture(params=[(True, True), (True, False), (False, True), (False, False)], ids=str)
+def decoder(request):
+    torch.manual_seed(1)
+    ids_first, states_first = request.param
+    return Decoder(ids_first=ids_first, states_first=states_first).eval()
+
+
+@pytest.mark.parametrize(("n_rows", "n_tokens"), [(6, 20), (20, 6), (7, 7), (2, 9), (9, 2), (2, 2), (1, 8)])
+def test_axes_are_found_whatever_their_lengths(decoder, n_rows, n_tokens):
+    expected = (0 if decoder.ids_first else 1, 0 if decoder.states_first else 1)
+    assert axes(decoder, ids_of(decoder, n_rows, n_tokens)) == expected
+    assert axes(decoder, ids_of(decoder, n_rows, n_tokens), batch_first=decoder.ids_first) == expected
+
+
+@pytest.mark.parametrize(("n_rows", "n_tokens"), [(6, 20), (8, 8)])
+def test_masks_and_first_tokens_act_on_sequences(decoder, n_rows, n_tokens):
+    tokens = ids_of(decoder, n_rows, n_tokens)
+    mask = torch.ones(n_rows, n_tokens, dtype=torch.int64)
+    mask[1:, 5:] = 0
+    inputs = {"input_ids": tokens, "attention_mask": mask if decoder.ids_first else mask.T}
+    whole = {"input_ids": tokens, "attention_mask": torch.ones_like(inputs["attention_mask"])}
+    # Only the first sequence is whole; of the others five tokens count.
+    assert spectra(decoder, inputs).attrs["n_snapshots"] == n_tokens + 5 * (n_rows - 1)
+    assert spectra(decoder, inputs, skip_first=2).attrs["n_snapshots"] == n_tokens - 2 + 3 * (n_rows - 1)
+    assert spectra(decoder, whole, skip_first=2).attrs["n_snapshots"] == (n_tokens - 2) * n_rows
+
+
+def test_spectra_are_those_of_the_model_with_sequences_first(decoder):
+    """The same weights, with both axes the other way round, have the same spectra."""
+    usual = Decoder(ids_first=True, states_first=True).eval()
+    usual.load_state_dict(decoder.state_dict())
+    tokens = ids_of(usual, 30, 12)
+    mask = torch.ones_like(tokens)
+    mask[3:, 7:] = 0
+    given = {"input_ids": tokens, "attention_mask": mask}
+    turned = given if decoder.ids_first else {name: value.T.contiguous() for name, value in given.items()}
+    expected, found = spectra(usual, given, skip_first=1), spectra(decoder, turned, skip_first=1)
+    np.testing.assert_allclose(found["spectral_radius"], expected["spectral_radius"], rtol=1e-4)
+    np.testing.assert_allclose(found["update_norm"], expected["update_norm"], rtol=1e-4)
+
+
+def test_big_inputs_are_split_between_sequences(decoder):
+    """Five thousand tokens take two passes; a sequence that was cut would have other states."""
+    tokens = ids_of(decoder, 50, 100)
+    seen = []
+    decoder.embedding.register_forward_hook(lambda module, args, output: seen.append(args[0].shape))
+    spectra(decoder, tokens)
+    lengths = {shape[1 if decoder.ids_first else 0] for shape in seen[-2:]}
+    assert lengths == {100}
+    assert sum(shape[0 if decoder.ids_first else 1] for shape in seen[-2:]) == 50
+
+
+def test_pytorch_s_own_layers_say_it_themselves():
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+    assert axes(encoder, torch.randn(N_TOKENS, N_ROWS, WIDTH)) == (1, 1)
+    hidden = torch.zeros(N_ROWS, N_TOKENS, dtype=torch.bool)
+    hidden[2:, 4:] = True
+    inputs = {"src": torch.randn(N_TOKENS, N_ROWS, WIDTH), "src_key_padding_mask": hidden}
+    assert spectra(encoder, inputs).attrs["n_snapshots"] == int((~hidden).sum())
+
+
+def test_one_sequence_of_vectors_is_not_split():
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+    lengths = []
+    encoder.layers[0].register_forward_hook(lambda module, args, output: lengths.append(args[0].shape[0]))
+    assert spectra(encoder, torch.randn(4500, WIDTH)).attrs["n_snapshots"] == 4500
+    assert lengths[-1] == 4500
+
+
+def test_states_with_tokens_first_inside_transformers():
+    model = XLNetModel(XLNetConfig(vocab_size=VOCABULARY, d_model=WIDTH, n_layer=2, n_head=4, d_inner=32)).eval()
+    tokens = torch.randint(VOCABULARY, (5, 9))
+    assert axes(model, tokens) == (0, 1)
+    mask = torch.ones(5, 9)
+    mask[1:, :4] = 0
+    inputs = {"input_ids": tokens, "attention_mask": mask}
+    assert spectra(model, inputs).attrs["n_snapshots"] == int(mask.sum())
+
+
+def test_where_no_token_depends_on_another_the_user_is_asked():
+    model, inputs = Chain(), torch.randn(4, 7, WIDTH)
+    assert axes(model, inputs) == (None, None)
+    assert spectra(model, inputs).attrs["n_snapshots"] == 28
+    with pytest.raises(AnatomyError, match=r"skip_first needs to know .* pass batch_first=True"):
+        spectra(model, inputs, skip_first=1)
+    assert spectra(model, inputs, skip_first=1, batch_first=True).attrs["n_snapshots"] == 24
+    assert spectra(model, inputs, skip_first=1, batch_first=False).attrs["n_snapshots"] == 21
+
+
+class MixesSequences(Chain):
+    """Takes the mean over the batch out, as batch normalization does, and over tokens."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean((0, 1), keepdim=True))
+
+
+def test_sequences_that_depend_on_each_other_are_refused_unless_told():
+    model, inputs = MixesSequences(), torch.randn(4, 7, WIDTH)
+    with pytest.raises(AnatomyError, match="changes states along both axes"):
+        wb.read_anatomy(model, inputs)
+    assert axes(model, inputs, batch_first=True) == (0, 0)
+    assert axes(model, inputs, batch_first=False) == (1, 1)
+
+
+def test_several_streams_are_refused_by_name():
+    both = torch.randn(2, 9, WIDTH), torch.randn(2, 5, WIDTH)
+    with pytest.raises(AnatomyError, match="transformer_blocks carries 2 residual streams side by side"):
+        wb.read_anatomy(TwoStreams(), both)
+    for said in (None, True):
+        with pytest.raises(AnatomyError, match="several residual streams are folded into the batch"):
+            wb.read_anatomy(FoldedStreams().eval(), torch.randint(VOCABULARY, (4, 11)), batch_first=said)
+
+
+def test_branches_are_neither_profiled_nor_suggested():
+    model, tokens = ResidualOutside().eval(), torch.randint(VOCABULARY, (2, 11))
+    for stack in ("layers.*", "layers.0"):
+        with pytest.raises(AnatomyError, match=f"The modules of '{stack}' are no residual blocks".replace("*", r"\*")):
+            wb.read_anatomy(model, tokens, stack=stack)
+    with pytest.raises(AnatomyError, match=r"layers\.0\.0\.0 has no matrix among its parameters"):
+        wb.read_anatomy(model, tokens, stack="layers.*.*")
+    with pytest.raises(AnatomyError, match="no container of this model holds residual blocks"):
+        wb.read_anatomy(model, tokens, stack="nothing")
+
+
+def test_blocks_with_a_scaled_stream_between_them_can_be_named():
+    tokens = torch.randint(VOCABULARY, (2, 11))
+    assert len(wb.read_anatomy(ScaledOutside(), tokens, stack="blocks").sites) == 4
+    with pytest.raises(AnatomyError, match=r"expected one of blocks \(4 blocks, 0 of 3 links\)"):
+        wb.read_anatomy(ScaledOutside(), tokens, stack="nothing")
+
+
+@pytest.mark.parametrize("kind", ["pre", "post", "none"])
+def test_residual_blocks_of_every_norm_pass_the_check(kind):
+    from workbench.models.residual_check import why_no_blocks
+
+    model = wb.zoo.transformer(norm={"pre": "pre_ln", "post": "post_ln", "none": "none"}[kind], n_layers=3, d_model=32)
+    tokens = torch.randint(VOCABULARY, (2, 11))
+    assert not why_no_blocks(model, tokens, wb.read_anatomy(model, tokens).sites)
+
+
+@pytest.mark.parametrize("model", [EarlyExit(), Universal()], ids=["early exit", "universal"])
+def test_snapshots_are_counted_by_layer_where_depth_depends_on_data(model):
+    deep, shallow = torch.randint(VOCABULARY, (3, 40)), torch.randint(VOCABULARY, (2, 40))
+    deep[0, 0], shallow[0, 0] = 60, 1
+    found = spectra(model, [deep, shallow])
+    assert found["layer_snapshots"].values.tolist() == [200, 200, 120, 120]
+    assert found.attrs["n_snapshots"] == 200
+    assert "layer_snapshots" not in spectra(model, [deep, deep])
+    with pytest.raises(SnapshotError, match="depth depends on the data; pass anatomy="):
+        spectra(model, [shallow, deep])
+    again = spectra(model, [shallow, deep], anatomy=wb.read_anatomy(model, deep))
+    assert again["layer_snapshots"].values.tolist() == [200, 200, 120, 120]
+
+
+def test_flow_and_weights_of_a_model_with_tokens_first(decoder):
+    """Everything that runs over sequences gives what it gives with sequences first."""
+    usual = Decoder(ids_first=True, states_first=True).eval()
+    usual.load_state_dict(decoder.state_dict())
+    tokens = ids_of(usual, 5, 9)
+    expected = wb.flow.measure(usual, tokens, jacobian=False)
+    found = wb.flow.measure(decoder, tokens if decoder.ids_first else tokens.T.contiguous(), jacobian=False)
+    np.testing.assert_allclose(found["token_cosine"], expected["token_cosine"], rtol=1e-3, atol=1e-6)
+    weights = [wb.query_key_weights(model, ids)[0] for model, ids in ((usual, tokens), (decoder, ids_of(decoder)))]
+    assert torch.equal(weights[0].query, weights[1].query)
+
+
+def test_kss_draws_whole_sequences():
+    torch.manual_seed(0)
+    model = Decoder(ids_first=False, states_first=False)
+    lengths = []
+    model.embedding.register_forward_hook(lambda module, args, output: lengths.append(tuple(args[0].shape)))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    kss = wb.KSS.published()
+    with kss.attach(model, optimizer):
+        for step in range(12):
+            optimizer.zero_grad()
+            model(ids_of(model, 40, 30, seed=step)).square().mean().backward()
+            optimizer.step()
+    assert {length for length, n_rows in lengths if n_rows > 2} == {30}

@@ -1,0 +1,54 @@
+"""The whole way on real weights."""
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from workbench.errors import CheckpointError
+
+pytestmark = pytest.mark.smollm2
+
+
+@pytest.fixture(scope="module")
+def subject():
+    try:
+        path = wb.samples.smollm2(download=False)
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    return wb.open_checkpoint(path)
+
+
+def test_continuation_proves_the_weights(subject):
+    prompt = subject.tokenize("The capital of France is")
+    found = subject.model.generate(**prompt, max_new_tokens=2, do_sample=False)
+    assert subject.tokenizer.decode(found[0]) == "The capital of France is Paris."
+
+
+def test_second_opening_takes_the_converted_weights(subject):
+    assert (subject.folder / "model.safetensors").exists()
+    again = wb.open_checkpoint(wb.samples.smollm2(download=False))
+    assert again.folder == subject.folder
+
+
+def test_profile_of_a_real_model(subject):
+    passages = wb.tasks.reference_passages(24, n_characters=300)
+    with pytest.warns(wb.koopman.RankWarning, match=r"in layer 0 \(model.layers.0\)"):
+        spectra = wb.profile(subject, passages, n_snapshots=1024, skip_first=1, progress=False)
+    assert spectra.sizes == {"layer": 30, "mode": 576}
+    assert spectra.attrs["stack"] == "model.layers"
+    # The first block's input is the token alone, so its states are as many as there are different tokens.
+    assert 300 < int(spectra["rank"][0]) < 576
+    assert (spectra["rank"][1:] == 576).all()
+    assert np.isfinite(spectra.eigenvalue[1:]).all()
+    assert (spectra.significant_digits > 5).all()
+    thirds = wb.depth_thirds(spectra)
+    assert list(thirds.third.values) == ["early", "middle", "late"]
+    assert float(thirds.near_unit_mass.sel(third="late")) > float(thirds.near_unit_mass.sel(third="early"))
+
+
+def test_first_token_is_massive(subject):
+    passages = wb.tasks.reference_passages(8)
+    kept, dropped = (
+        wb.profile(subject, passages, n_snapshots=None, skip_first=skip, rank=16, progress=False) for skip in (0, 1)
+    )
+    assert float((kept.spectral_radius / dropped.spectral_radius).max()) > 2

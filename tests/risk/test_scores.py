@@ -1,0 +1,154 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binomtest
+from sklearn.metrics import brier_score_loss, roc_auc_score
+from sklearn.metrics import log_loss as log_loss_of_sklearn
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.risk.scores import auroc, auroc_within, brier, calibration_error, log_loss, reliability, resamples
+
+runs_of_both_kinds = st.lists(
+    st.tuples(st.sampled_from([-np.inf, 0.0, 0.25, 0.5, 1.0, 7.0, np.inf]), st.booleans()), min_size=2, max_size=40
+).filter(lambda runs: 0 < sum(label for _, label in runs) < len(runs))
+
+
+def by_counting(score, label):
+    pairs = [(a, b) for a, x in zip(score, label, strict=True) if x for b, y in zip(score, label, strict=True) if not y]
+    return np.mean([1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs])
+
+
+@settings(deadline=None)
+@given(runs_of_both_kinds)
+def test_auroc_counts_the_pairs_in_the_right_order(runs):
+    score, label = map(np.array, zip(*runs, strict=True))
+    assert auroc(score, label, n_bootstrap=0).value == pytest.approx(by_counting(score, label))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(20, 200))
+def test_auroc_is_that_of_sklearn(seed, n):
+    random = np.random.default_rng(seed)
+    label = np.arange(n) % 3 == 0
+    score = np.round(random.normal(size=n) + label, 1)
+    found = auroc(score, label, n_bootstrap=50, seed=seed)
+    assert found.value == pytest.approx(roc_auc_score(label, score))
+    assert 0 <= found.low <= found.high <= 1
+    assert auroc(-score, label, n_bootstrap=0).value == pytest.approx(1 - found.value)
+
+
+def test_each_resample_is_the_auroc_of_the_runs_that_were_drawn():
+    random = np.random.default_rng(1)
+    groups = np.repeat(np.arange(12), 5)
+    label, score = random.random(60) < 0.4, np.round(random.normal(size=60), 1)
+    counts = next(iter(resamples(groups, 60, 200, 3))).astype(int)
+    assert (counts.reshape(200, 12, 5) == counts.reshape(200, 12, 5)[..., :1]).all()  # groups are drawn whole
+    assert (counts[:, ::5].sum(axis=1) == 12).all()
+    values = [roc_auc_score(np.repeat(label, n), np.repeat(score, n)) for n in counts]
+    found = auroc(score, label, groups=groups, n_bootstrap=200, seed=3)
+    np.testing.assert_allclose((found.low, found.high), np.quantile(values, [0.025, 0.975]))
+
+
+def test_small_blocks_of_resamples_say_the_same():
+    whole = np.concatenate([*resamples(None, 30, 50, 0)])
+    np.testing.assert_array_equal(np.concatenate([*resamples(None, 30, 50, 0, block=100)]), whole)
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says():
+    random, truth = np.random.default_rng(0), 0.7602  # P(N(1, 1) > N(0, 1))
+    hits = 0
+    for _ in range(100):
+        label = np.arange(80) < 40
+        found = auroc(random.normal(size=80) + label, label, n_bootstrap=200)
+        hits += found.low <= truth <= found.high
+    assert hits >= 86  # of 95 expected; below 86 with a probability of 1e-4
+
+
+def test_runs_that_belong_together_widen_the_interval():
+    random = np.random.default_rng(0)
+    label, score = np.repeat(random.random(20) < 0.5, 10), np.repeat(random.normal(size=20), 10)
+    alone, together = (auroc(score, label, groups=g) for g in (None, np.repeat(np.arange(20), 10)))
+    assert alone.value == together.value
+    assert together.high - together.low > 2 * (alone.high - alone.low)
+
+
+def test_within_kinds_only_runs_of_one_kind_are_compared():
+    # Each kind has a level of its own, which says everything over all runs and nothing within a kind.
+    kind = np.repeat(["a", "b"], 100)
+    label = np.r_[np.arange(100) < 90, np.arange(100) < 10]
+    score = np.repeat([1.0, 0.0], 100)
+    assert auroc(score, label, n_bootstrap=0).value == pytest.approx(0.9)
+    assert auroc_within(score, label, kind, n_bootstrap=0).value == 0.5
+    random = np.random.default_rng(0)
+    score = random.normal(size=200)
+    found = auroc_within(score, label, kind, n_bootstrap=0).value
+    n_pairs = {k: label[kind == k].sum() * (~label[kind == k]).sum() for k in "ab"}
+    parts = {k: roc_auc_score(label[kind == k], score[kind == k]) * n_pairs[k] for k in "ab"}
+    assert found == pytest.approx(sum(parts.values()) / sum(n_pairs.values()))
+
+
+def test_a_perfect_score_has_an_interval_of_no_width():
+    assert auroc([0.0, 0.1, 0.9, 1.0], [False, False, True, True]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda: auroc([0.1, np.nan], [True, False]), ThresholdError, "1 scores are NaN; leave those runs out."),
+        (lambda: auroc([0.1], [True, False]), ThresholdError, "There are 1 scores for 2 runs"),
+        (lambda: auroc([0.1, 0.2], [True, True]), SchemaError, "All runs ended alike, so no AUROC says anything"),
+        (lambda: auroc([0.1, 0.2], [True, False], groups=["a"]), ThresholdError, "There are 1 groups for 2 runs"),
+        (lambda: auroc([0.1, 0.2], [True, False], level=1), ThresholdError, "level lies between 0 and 1"),
+        (lambda: reliability([0.1, 1.2], [True, False]), ThresholdError, "A probability is 1.2, expected 0 to 1."),
+        (lambda: reliability([np.nan], [True]), SchemaError, "No run has a probability"),
+        (lambda: reliability([0.1], [True], n_bins=0), ThresholdError, "n_bins must be at least 1"),
+        (lambda: brier([np.nan], [True]), ThresholdError, "1 scores are NaN"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call()
+
+
+def test_calibrated_probabilities_have_no_error_beyond_chance():
+    random = np.random.default_rng(0)
+    probability = random.random(100_000)
+    label = random.random(100_000) < probability
+    found = reliability(probability, label)
+    assert found.attrs["ece"] < 0.01  # chance alone: about .4 / sqrt(1e4)
+    assert ((found.low <= found.mean_probability) & (found.mean_probability <= found.high)).sum() >= 8
+    too_sure = reliability(np.clip(1.5 * probability - 0.25, 0, 1), label)
+    # The mean over p of |p - clip(1.5 p - .25)| is 1/12.
+    assert too_sure.attrs["ece"] == pytest.approx(1 / 12, abs=0.01)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(0, 1), st.lists(st.booleans(), min_size=1, max_size=50))
+def test_a_constant_probability_is_wrong_by_its_distance_from_the_rate(probability, label):
+    found = reliability([probability] * len(label), label)
+    assert found.attrs["ece"] == pytest.approx(abs(probability - np.mean(label)), abs=1e-12)
+    assert found.n_runs.values.sum() == len(label)
+    assert (found.n_runs > 0).sum() == 1
+    assert calibration_error([probability] * len(label), label) == found.attrs["ece"]
+
+
+def test_bins_hold_their_lower_bound_and_refused_runs_are_counted():
+    probability = [0.0, 0.1, 0.2, 0.95, 1.0, np.nan]
+    found = reliability(probability, [False, True, False, True, True, True])
+    assert found.n_runs.values.tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0, 2]
+    assert found.attrs["n_left_out"] == 1
+    assert found.attrs["n_runs"] == 5
+    assert np.isnan(found.rate.values[3:9]).all()
+    interval = binomtest(2, 2).proportion_ci(0.95, method="wilson")
+    assert (found.low.values[-1], found.high.values[-1]) == (interval.low, interval.high)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1000))
+def test_brier_and_log_loss_are_those_of_sklearn(seed):
+    random = np.random.default_rng(seed)
+    probability, label = random.uniform(0.01, 0.99, 30), np.arange(30) % 2 == 0
+    assert brier(probability, label) == pytest.approx(brier_score_loss(label, probability))
+    assert log_loss(probability, label) == pytest.approx(log_loss_of_sklearn(label, probability))
+    assert np.isfinite(log_loss([0.0, 1.0], [True, False]))

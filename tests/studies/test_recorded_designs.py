@@ -1,0 +1,94 @@
+"""The recorded designs: what is claimed of the verdicts, and one trial made anew."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests.data_scripts import load_script
+from workbench.assessment.failure_modes import CRITERIA, healthy_bands
+from workbench.assessment.pilot_run import N_TRIALS, N_UPDATES
+from workbench.schema.statuses import VERDICTS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def designs():
+    return wb.samples.assessed_designs()
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script("make_assessed_designs")
+
+
+def counts(verdicts):
+    return {verdict: int((verdicts == verdict).sum()) for verdict in VERDICTS}
+
+
+def test_the_published_counts_are_those_of_the_recorded_designs(designs):
+    """Beside the dumbest rule there is: a design is bad if a trial of it broke."""
+    held_out = designs.isel(design=designs["study"].values == "held out")
+    share, verdicts = held_out["share_diverged"].values, held_out["verdict"].values
+    a_trial_broke = held_out["share_broken"].values > 0
+    assert counts(verdicts[share == 1]) == {"proceed": 0, "cannot say": 0, "at risk": 0, "refuse": 60}
+    assert counts(verdicts[share == 0]) == {"proceed": 87, "cannot say": 7, "at risk": 3, "refuse": 2}
+    assert (a_trial_broke[share == 1].sum(), a_trial_broke[share == 0].sum()) == (60, 3)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for words in (
+        "all 60 whose every run diverged are refused",
+        "5 of the 99 of which none did are flagged",
+        '7 of the 99 end with "cannot say"',
+        "60 of 60 and 3 of 99",
+    ):
+        assert words in text, words
+
+
+def test_a_design_that_the_risk_model_does_not_know_has_no_risk_and_never_proceeds(designs):
+    is_far = ~designs["is_familiar"].values.astype(bool)
+    assert is_far.sum() == 14
+    for name in ("probability", "tried_probability"):
+        np.testing.assert_array_equal(np.isnan(designs[name].values), is_far)
+    assert "proceed" not in designs["verdict"].values[is_far]
+    has_broken = designs["share_broken"].values > 0
+    assert set(designs["verdict"].values[has_broken]) == {"at risk", "refuse"}
+
+
+def test_the_designs_are_those_that_the_script_chooses(designs, script):
+    rows = script.designs()
+    chosen = sorted(script.to_try(rows))
+    assert designs["settings"].values.tolist() == rows["settings"].values[chosen].tolist()
+    assert designs["share_diverged"].values.tolist() == rows["share_diverged"].values[chosen].tolist()
+    assert (designs.attrs["n_updates"], designs.attrs["n_trials"]) == (N_UPDATES, N_TRIALS)
+
+
+def test_a_verdict_follows_from_the_recorded_numbers(designs, script):
+    """The risk after the trials, from what was recorded of them."""
+    from workbench.assessment.plan_risk import after_trial
+
+    for i in np.random.default_rng(0).choice(designs.sizes["design"], 20, replace=False):
+        row = designs.isel(design=i)
+        found = after_trial(row["probability"].values, float(row["share_broken"]))
+        assert float(found) == pytest.approx(float(row["tried_probability"]), rel=1e-4, nan_ok=True)
+
+
+def test_one_trial_made_anew_is_as_recorded(designs, script):
+    narrow = [
+        i
+        for i, text in enumerate(designs["settings"].values)
+        if json.loads(text)["model"].get("d_model") == 24 and json.loads(text)["model"].get("family") is None
+    ]
+    i = narrow[0]
+    found = script.tried(str(designs["settings"].values[i]))
+    for name, value in found.items():
+        assert value == pytest.approx(float(designs[name].values[i]), rel=1e-3, nan_ok=True)
+
+
+def test_every_criterion_that_needs_one_has_a_healthy_band():
+    bands = healthy_bands()
+    missing = {criterion.name for criterion in CRITERIA if criterion.band is None} - set(bands)
+    assert not missing
+    assert min(band.n_reference for band in bands.values()) >= 5

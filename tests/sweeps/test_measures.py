@@ -1,0 +1,221 @@
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from pytorch_optimizer import SAM
+from torch import nn
+
+import workbench as wb
+from tests.sweeps.small_sweeps import SIZE, TASK, my_model
+from workbench.errors import AnatomyError, ThresholdError
+from workbench.schema.sweeps import MEASURES, SETTINGS
+from workbench.sweeps.trial_updates import rehearsed_rate
+from workbench.training.training_plan import TrainingPlan
+
+PLAN = {"n_steps": 20, "learning_rate": 0.01, "warmup": 5}
+
+
+def task(**changes):
+    return wb.tasks.associative_recall(**{k: v for k, v in {**TASK, **changes}.items() if k != "name"})
+
+
+def model(norm="pre_ln", **changes):
+    return wb.zoo.transformer(norm, **{**SIZE, **changes})
+
+
+def test_a_case_holds_all_settings_and_measures():
+    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, **PLAN)
+    assert set(case.coords) == set(SETTINGS)
+    assert set(case.data_vars) == set(MEASURES)
+    for name, rule in {**SETTINGS, **MEASURES}.items():
+        assert case[name].dims == rule.dims
+        assert case[name].attrs["long_name"] == rule.long_name
+    assert (case.sizes["run"], case.sizes["layer"], case.sizes["mode"]) == (1, 2, 16)
+    assert case["n_tokens"].item() == 4 * 8
+    assert (case["norm"].item(), case["optimizer"].item(), case["momentum"].item()) == ("pre_ln", "AdamW", 0.9)
+    assert case["mean_rate_share"].item() == pytest.approx((0.2 + 0.4 + 0.6 + 0.8 + 16) / 20)
+
+
+def test_its_spectra_are_those_of_profile():
+    fresh = model()
+    case = wb.sweeps.measure_case(fresh, task(), n_snapshots=64, **PLAN)
+    spectra = wb.profile(fresh, task().probe(64), n_snapshots=64, progress=False)
+    for name in ("near_unit_mass", "spectral_radius", "nonlinearity_ratio"):
+        np.testing.assert_allclose(case[name].values[0], spectra[name].values, rtol=1e-6)
+    np.testing.assert_allclose(case["eigenvalue"].values[0], spectra["eigenvalue"].values, rtol=1e-5, atol=1e-6)
+
+
+def test_measuring_leaves_model_and_random_numbers_alone():
+    fresh = model().train()
+    before = copy.deepcopy(fresh.state_dict())
+    random = torch.get_rng_state()
+    wb.sweeps.measure_case(fresh, task(), n_snapshots=64, **PLAN)
+    assert fresh.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in fresh.state_dict().items())
+    assert all(weight.grad is None for weight in fresh.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+
+
+class Parabola(nn.Module):
+    """Frozen residual blocks, and an output whose loss is known in closed form."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = my_model(8, seed=0).requires_grad_(False)
+        self.weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+
+    def forward(self, tokens):
+        return self.body(tokens) * 0 + self.weight.square().sum() / 2
+
+
+def quadratic(logits, targets):
+    """|w|^2 / 2, whatever the targets."""
+    return logits.mean()
+
+
+def test_rates_of_the_trial_update_against_a_parabola():
+    # Loss |w|^2/2 at w = (3, 4): gradient w, norm 5. With SGD the first update at rate r gives (1 - r) w, so the loss
+    # rises beyond r = 2; it is above 50 where 25/2 (1-r)^2 > 50, that is r > 3.
+    case = wb.sweeps.measure_case(
+        Parabola(), task(), n_snapshots=32, loss=quadratic, n_steps=5, learning_rate=0.1, optimizer="SGD"
+    )
+    assert case["initial_loss"].item() == pytest.approx(12.5)
+    assert case["initial_grad_norm"].item() == pytest.approx(5)
+    assert case["overshoot_rate"].item() == pytest.approx(2, rel=0.06)
+    assert case["breaking_rate"].item() == pytest.approx(3, rel=0.06)
+
+
+def test_the_rehearsal_against_a_parabola():
+    # Each update multiplies w by 1 - r; ten of them bring 25/2 above 50 where (r - 1)^20 > 4.
+    options = {"n_snapshots": 32, "loss": quadratic, "n_steps": 5, "learning_rate": 0.1, "optimizer": "SGD"}
+    case = wb.sweeps.measure_case(Parabola(), task(), **options)
+    assert case["rehearsed_rate"].item() == pytest.approx(1 + 4**0.05, rel=0.06)
+    # Clipped to norm 1 the ninth of these updates no longer grows: from 5 it goes by steps of r, back and forth.
+    clipped = wb.sweeps.measure_case(Parabola(), task(), clip_norm=1.0, **options)["rehearsed_rate"].item()
+    assert clipped == pytest.approx(15, rel=0.06)  # the first update alone breaks it, as |5 - r| > 10
+    short = [next(task().stream())] * 3
+    rate = rehearsed_rate(Parabola(), short, TrainingPlan(n_steps=5, optimizer="SGD"), quadratic)
+    assert rate == pytest.approx(1 + 4**0.25, rel=0.06)
+
+
+@pytest.mark.parametrize("optimizer", ["LBFGS", lambda weights: SAM(weights, torch.optim.SGD, rho=0.05, lr=0.1)])
+def test_an_optimizer_of_several_gradients_cannot_be_tried(optimizer):
+    case = wb.sweeps.measure_case(Parabola(), task(), n_snapshots=32, loss=quadratic, n_steps=5, optimizer=optimizer)
+    for name in ("overshoot_rate", "breaking_rate", "rehearsed_rate"):
+        assert math.isnan(case[name].item())
+    assert case["initial_grad_norm"].item() == pytest.approx(5)
+
+
+def test_without_a_rehearsal_its_rate_is_nan():
+    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, rehearses=False, **PLAN)
+    assert math.isnan(case["rehearsed_rate"].item())
+    assert math.isfinite(case["breaking_rate"].item())
+
+
+def test_clipping_and_other_optimizers_take_part_in_the_trial():
+    def rates(**plan):
+        case = wb.sweeps.measure_case(
+            Parabola(), task(), n_snapshots=32, loss=quadratic, n_steps=5, learning_rate=0.1, **plan
+        )
+        return case["overshoot_rate"].item(), case["breaking_rate"].item()
+
+    # Clipped to norm 1 the update is w/5 a unit of rate: five times the rate.
+    np.testing.assert_allclose(rates(optimizer="SGD", clip_norm=1.0), (10, 15), rtol=0.06)
+    # Adam's first update is sign(g): |w - r (1, 1)|^2 = 25 - 14 r + 2 r^2 rises beyond r = 7, and is 100 at 10.5.
+    options = {"weight_decay": 0.0}
+    np.testing.assert_allclose(rates(optimizer="AdamW", optimizer_options=options), (7, 10.56), rtol=0.06)
+
+
+def test_without_gradients_what_needs_them_is_nan():
+    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, takes_gradients=False, **PLAN)
+    for name in ("initial_grad_norm", "overshoot_rate", "breaking_rate", "rehearsed_rate"):
+        assert math.isnan(case[name].item())
+    assert math.isfinite(case["initial_loss"].item())
+
+
+def test_a_model_of_ones_own_is_a_case_too():
+    case = wb.sweeps.measure_case(my_model(8, seed=0), task(), n_snapshots=32, architecture="mine", **PLAN)
+    assert (case["family"].item(), case["architecture"].item()) == ("", "mine")
+    assert (case["n_layers"].item(), case["d_model"].item()) == (3, 8)
+    assert math.isnan(case["init_std"].item())
+
+
+def test_stream_rms_is_that_of_the_states():
+    fresh = my_model(8, seed=0)
+    tokens, _ = next(task().stream())
+    entering = fresh.embedding(tokens)
+    leaving = entering
+    for block in fresh.blocks:
+        leaving = block(leaving)
+    case = wb.sweeps.measure_case(fresh, task(), n_snapshots=32, **PLAN)
+    assert case["stream_rms_first"].item() == pytest.approx(entering.square().mean().sqrt().item(), rel=1e-5)
+    assert case["stream_rms_last"].item() == pytest.approx(leaving.square().mean().sqrt().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"norm": "pre_ln"}, 0), ({"norm": "post_ln"}, 0), ({"norm": "none", "initialization": "rezero"}, 1)],
+)
+def test_the_scale_response_says_whether_a_norm_takes_the_scale_out(options, expected):
+    fresh = model(**options)
+    case = wb.sweeps.measure_case(fresh, task(), n_snapshots=64, rehearses=False, **PLAN)
+    assert case["scale_response"].item() == pytest.approx(expected, abs=0.1)
+    assert not any(module._forward_pre_hooks for module in fresh.modules())
+
+
+def test_where_the_output_begins_at_zero_the_stream_answers():
+    case = wb.sweeps.measure_case(
+        model("none", initialization="fixup"), task(), n_snapshots=64, rehearses=False, **PLAN
+    )
+    assert case["logit_std"].item() == 0
+    assert case["scale_response"].item() == pytest.approx(1)
+
+
+def test_replanning_is_measuring_under_the_other_plan():
+    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, **PLAN)
+    other = {"n_steps": 30, "learning_rate": 0.5, "warmup": 2, "schedule": "cosine"}
+    replanned = wb.sweeps.replan(case, **other)
+    measured = wb.sweeps.measure_case(model(), task(), n_snapshots=64, **other)
+    for name in {*SETTINGS, *MEASURES} - {"settings"}:
+        np.testing.assert_array_equal(replanned[name].values, measured[name].values, err_msg=name)
+    assert case["learning_rate"].item() == 0.01
+    again = wb.sweeps.replan(replanned, learning_rate=0.2)
+    assert (again["schedule"].item(), again["n_steps"].item(), again["learning_rate"].item()) == ("cosine", 30, 0.2)
+
+
+def test_replanning_with_another_optimizer_forgets_the_trial_update():
+    case = wb.sweeps.replan(wb.sweeps.measure_case(model(), task(), n_snapshots=64, **PLAN), optimizer="SGD")
+    assert case["optimizer"].item() == "SGD"
+    assert np.isnan(case["breaking_rate"].item())
+    assert np.isnan(case["overshoot_rate"].item())
+    assert np.isnan(case["rehearsed_rate"].item())
+    assert np.isfinite(case["initial_grad_norm"].item())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"learning_rate": 0.0}, "learning_rate is 0.0, expected a positive number"),
+        ({"learning_rate": math.nan}, "learning_rate is nan, expected a positive number"),
+        ({"speed": 3}, "'speed' is no setting of a training run"),
+        ({"schedule": "zigzag"}, "schedule is 'zigzag'"),
+    ],
+)
+def test_impossible_plans_are_refused(changes, said):
+    with pytest.raises(ThresholdError, match=said):
+        wb.sweeps.measure_case(model(), task(), **{**PLAN, **changes})
+    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, takes_gradients=False, **PLAN)
+    with pytest.raises(ThresholdError, match=said):
+        wb.sweeps.replan(case, **changes)
+
+
+def test_a_plan_needs_its_number_of_steps():
+    with pytest.raises(ThresholdError, match="needs n_steps"):
+        wb.sweeps.measure_case(model(), task(), learning_rate=0.1)
+
+
+def test_a_model_without_a_residual_stream_is_refused():
+    with pytest.raises(AnatomyError):
+        wb.sweeps.measure_case(nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16)), task(), **PLAN)

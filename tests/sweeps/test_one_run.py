@@ -1,0 +1,91 @@
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from tests.sweeps.small_sweeps import small_grid
+from workbench.schema.sweeps import MEASURES, OUTCOMES, SETTINGS
+from workbench.sweeps.one_run import outcome
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return [wb.sweeps.make_run(run.as_dict()) for run in small_grid(seed=[0])]
+
+
+def test_a_row_says_everything(rows):
+    for row in rows:
+        assert set(row) == {*SETTINGS, *MEASURES, *OUTCOMES}
+
+
+def test_it_ends_as_training_alone_ends(rows):
+    run = small_grid(seed=[0])[0]
+    records = list(wb.train(run.make_model(), run.make_task(), n_steps=5, learning_rate=1e-3, seed=0))
+    assert rows[0]["final_loss"] == pytest.approx(records[-1].loss, rel=1e-5)
+    assert rows[0]["grad_norm_step_100"] == pytest.approx(records[-1].grad_norm, rel=1e-4)
+    assert not rows[0]["has_diverged"]
+
+
+def test_a_rate_that_breaks_it_is_seen(rows):
+    broken = rows[1]
+    assert broken["has_diverged"]
+    assert broken["cause"] in ("loss", "grad_norm", "non-finite")
+    assert broken["divergence_step"] < 5
+    assert math.isnan(broken["accuracy"])
+
+
+def test_the_same_settings_give_the_same_row(rows):
+    run = small_grid(seed=[0])[2]
+    n_threads = torch.get_num_threads()
+    again = wb.sweeps.make_run(json.loads(json.dumps(run.as_dict())))
+    assert torch.get_num_threads() == n_threads
+    for name, value in rows[2].items():
+        if name != "seconds":
+            np.testing.assert_array_equal(value, again[name], err_msg=name)
+
+
+@dataclass
+class Record:
+    step: int
+    loss: float
+    grad_norm: float
+    accuracy: float = 0.5
+    cause: str = ""
+
+    @property
+    def diverged(self):
+        return bool(self.cause)
+
+
+def test_predictors_of_table_2_against_their_definition():
+    rng = np.random.default_rng(0)
+    norms = rng.uniform(1, 2, 130)
+    found = outcome([Record(i, 1.0, norm, accuracy=float(i >= 120)) for i, norm in enumerate(norms)])
+    assert found["grad_norm_step_100"] == norms[100]
+    assert found["grad_norm_variance"] == pytest.approx(np.var(norms[1:101]))
+    assert found["n_loss_spikes"] == 0
+    assert found["accuracy"] == pytest.approx(10 / 16)  # the last eighth are 16 of 130 steps
+
+
+def test_a_run_that_ends_in_nan_is_as_dangerous_as_can_be():
+    found = outcome([Record(0, 1.0, 1.0), Record(1, math.nan, math.nan, math.nan, "non-finite")])
+    assert found["grad_norm_step_100"] == math.inf
+    assert found["grad_norm_variance"] == math.inf
+    assert found["n_loss_spikes"] == 1
+    assert found["divergence_step"] == 1
+    assert math.isnan(found["final_loss"])
+
+
+def test_spikes_are_counted_where_planted():
+    rng = np.random.default_rng(1)
+    loss = 3 + 0.01 * rng.uniform(-1, 1, 300)  # no value lies more than three deviations out
+    assert wb.sweeps.count_spikes(loss) == 0
+    for place in (50, 120, 250):
+        loss[place] += 1
+    assert wb.sweeps.count_spikes(loss) == 3
+    loss[280] = np.inf
+    assert wb.sweeps.count_spikes(loss) == 4

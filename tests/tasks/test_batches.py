@@ -1,0 +1,152 @@
+"""What a batch may be, and what is made of it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+
+from workbench.errors import WorkbenchError
+from workbench.tasks.batch_forms import as_batch, looks_like_batch, stack_rows
+from workbench.tasks.merging import n_states
+
+TOKENS = torch.tensor([[5, 6, 7, 8], [9, 1, 2, 3]])
+NEXT = [[6, 7, 8, -100], [1, 2, 3, -100]]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        TOKENS,
+        TOKENS.int(),
+        TOKENS.numpy(),
+        [TOKENS],
+        (TOKENS,),
+        {"input_ids": TOKENS},
+        {"input_ids": TOKENS.tolist(), "text": ["a", "b"]},
+        {"input_ids": TOKENS, "labels": TOKENS},
+        {"input_ids": TOKENS, "labels": None, "attention_mask": None},
+    ],
+)
+def test_token_ids_are_to_predict_the_next_and_all_are_kept(batch):
+    inputs, targets = as_batch(batch)
+    assert torch.equal(inputs, TOKENS)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert targets.tolist() == NEXT
+    assert TOKENS.tolist() == [[5, 6, 7, 8], [9, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_pair_stays_as_it_is(kind):
+    inputs, targets = as_batch(kind([TOKENS, TOKENS + 1]))
+    assert torch.equal(inputs, TOKENS)
+    assert torch.equal(targets, TOKENS + 1)
+    inputs, targets = as_batch(kind([{"input_ids": TOKENS, "name": "x"}, np.array([1, 0], dtype=np.int32)]))
+    assert inputs.keys() == {"input_ids"}
+    assert targets.dtype == torch.int64
+    assert targets.tolist() == [1, 0]
+    assert as_batch(kind([torch.zeros(2, 3), torch.ones(2)]))[1].dtype == torch.float32
+
+
+def test_masks_are_inputs_and_take_targets_away():
+    """A target goes where its own token is padding, or the position that is to predict it; padding left and right."""
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
+    inputs, targets = as_batch({"input_ids": TOKENS, "attention_mask": mask, "position_ids": TOKENS * 0, "idx": [1, 2]})
+    assert list(inputs) == ["input_ids", "attention_mask", "position_ids"]
+    assert torch.equal(inputs["attention_mask"], mask)
+    assert targets.tolist() == [[6, 7, -100, -100], [-100, 2, 3, -100]]
+
+
+def test_labels_of_rows_are_classes():
+    mask = torch.ones_like(TOKENS)
+    inputs, targets = as_batch({"input_ids": TOKENS, "attention_mask": mask, "label": [1, 0]})
+    assert targets.tolist() == [1, 0]
+    assert torch.equal(inputs["input_ids"], TOKENS)
+
+
+def test_the_loss_is_hugging_faces_own():
+    """Oracle: the loss that a model of transformers computes from the same labels and mask."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes)).eval()
+    tokens = torch.randint(50, (3, 9))
+    mask = (torch.arange(9) < torch.tensor([[9], [6], [2]])).long()
+    labels = torch.where(mask == 1, tokens, -100)
+    labels[0, :4] = -100  # a prompt
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+    inputs, targets = as_batch(batch)
+    output = model(**batch)
+    ours = cross_entropy(model(**inputs).logits.flatten(0, 1), targets.flatten())
+    assert torch.allclose(ours, output.loss, rtol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    n_rows=st.integers(1, 5),
+    length=st.integers(1, 7),
+    form=st.sampled_from(["tensor", "array", "list", "tuple", "columns", "pair"]),
+)
+def test_stacked_rows_are_the_batch(n_rows, length, form):
+    tokens = torch.randint(99, (n_rows, length), generator=torch.Generator().manual_seed(n_rows))
+    make = {
+        "tensor": lambda row: row,
+        "array": lambda row: row.numpy(),
+        "list": lambda row: row.tolist(),
+        "tuple": lambda row: (row,),
+        "columns": lambda row: {"input_ids": row.tolist(), "text": "x"},
+        "pair": lambda row: (row, int(row[0])),
+    }[form]
+    rows = [make(row) for row in tokens]
+    inputs, targets = as_batch(stack_rows(rows))
+    assert torch.equal(inputs, tokens)
+    if form == "pair":
+        assert torch.equal(targets, tokens[:, 0])
+    assert not any(looks_like_batch(row) for row in rows)
+    assert looks_like_batch(stack_rows(rows))
+
+
+def test_states_are_counted():
+    assert n_states(TOKENS) == 8
+    assert n_states({"input_ids": TOKENS, "attention_mask": torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1]])}) == 5
+    assert n_states({"input_ids": TOKENS}) == 8
+    assert n_states(torch.zeros(3, 1, 8, 8)) == 48
+    assert n_states(torch.zeros(3, 5, 16)) == 15
+    assert n_states(torch.zeros(3, 16)) == 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (TOKENS[0], r"A batch without targets has shape \(4,\), expected \(batch, token\); make batches"),
+        (TOKENS.float(), "A batch without targets holds float32, expected token ids; pass other inputs together"),
+        (TOKENS > 3, "A batch without targets holds bool, expected token ids"),
+        ((TOKENS, TOKENS, TOKENS), "A batch is a tuple of 3 parts; expected token ids"),
+        (TOKENS.tolist(), "A batch is a list of 2 parts; expected token ids"),
+        ("text", "A batch is a str; expected token ids"),
+        (("text", TOKENS), "A batch is a tuple of 2 parts"),
+        ((TOKENS, torch.zeros(3)), r"inputs of shape \(2, 4\) and targets of shape \(3,\); expected the same number"),
+        (({"x": TOKENS}, torch.zeros(3)), r"inputs of shape {'x': \(2, 4\)} and targets of shape \(3,\)"),
+        ({"text": ["a"]}, "A batch has the columns text; expected input_ids, pixel_values or images."),
+        ({"pixel_values": torch.zeros(2, 1, 4, 4)}, "A batch has pixel_values but no labels; expected the classes"),
+        (
+            {"images": torch.zeros(2, 1, 4, 4, dtype=torch.uint8), "labels": [1, 2]},
+            r"images are uint8, expected floating point; scale them, to \[0, 1\] for example",
+        ),
+        ({"images": torch.zeros(2, 1, 4, 4), "labels": [1, 2, 3]}, r"2 images and labels of shape \(3,\), expected"),
+        ({"input_ids": TOKENS, "labels": TOKENS[:, 1:]}, r"labels have shape \(2, 3\) and input_ids \(2, 4\)"),
+        (
+            {"input_ids": [[1, 2], [3]]},
+            "input_ids cannot be made a tensor .* expected numbers, in rows of equal length",
+        ),
+        (
+            {"input_ids": list(TOKENS)},
+            "input_ids is a list of tensors, in which rows and columns may have been exchang",
+        ),
+    ],
+)
+def test_other_batches_are_refused(batch, message):
+    with pytest.raises(WorkbenchError, match=message):
+        as_batch(batch)

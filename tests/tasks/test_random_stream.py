@@ -1,0 +1,61 @@
+import random
+
+import numpy as np
+import torch
+
+from workbench.tasks.random_stream import RandomStream
+
+
+def draw():
+    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+
+def test_streams_are_their_own_and_leave_the_global_states_alone():
+    expected = draw_alone(3)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    torch.manual_seed(1)
+    outside = draw()
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    torch.manual_seed(1)
+    one, other = RandomStream(3), RandomStream(4)
+    found = []
+    for _ in range(4):
+        with one.active():
+            found.append(draw())
+        with other.active():
+            draw()
+    assert found == expected
+    assert draw() == outside
+
+
+def draw_alone(seed):
+    stream = RandomStream(seed)
+    with stream.active():
+        return [draw() for _ in range(4)]
+
+
+def test_a_stream_goes_on_from_its_stored_state(tmp_path):
+    stream = RandomStream(5)
+    with stream.active():
+        np.random.randn()  # noqa: NPY002  (leaves a second normal number waiting)
+        draw()
+    torch.save(stream.state_dict(), tmp_path / "state.pt")
+    restored = RandomStream(99)
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    with stream.active():
+        expected = [*draw(), np.random.randn()]  # noqa: NPY002
+    with restored.active():
+        assert [*draw(), np.random.randn()] == expected  # noqa: NPY002
+
+
+def test_an_error_inside_puts_the_global_states_back():
+    stream, before = RandomStream(0), torch.get_rng_state()
+    try:
+        with stream.active():
+            torch.rand(3)
+            raise ValueError
+    except ValueError:
+        pass
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,341 @@
+"""What holds for every task that is made on the fly, and what each of them is."""
+
+import hashlib
+import json
+import random
+import subprocess
+import sys
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import workbench as wb
+from workbench.errors import ThresholdError
+from workbench.tasks.images import split_rows
+from workbench.tasks.task import mixed_seed, shuffled_rows
+from workbench.tasks.text import split_text
+
+tasks = wb.tasks
+MAKERS = [tasks.associative_recall, tasks.text_bytes, tasks.synthetic_lm, tasks.random_tokens, tasks.digits]
+TOKEN_MAKERS = MAKERS[:-1]
+
+#: Options that every one of them takes, in their ranges.
+seeds = st.integers(-(2**32), 2**32)
+batch_sizes = st.integers(1, 9)
+indices = st.integers(0, 10**6)
+
+
+def equal(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def random_states():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+
+
+# What all have in common
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@settings(max_examples=15, deadline=None)
+@given(seed=seeds, index=indices, batch_size=batch_sizes)
+def test_a_batch_follows_from_seed_and_number_alone(make, seed, index, batch_size):
+    before = random_states()
+    task = make(seed=seed, batch_size=batch_size)
+    first = task.batch(index)
+    task.batch(index + 1)
+    assert equal(first, make(seed=seed, batch_size=batch_size).batch(index))
+    assert random_states() == before
+    assert len(first[0]) == len(first[1]) == batch_size
+    assert first[1].dtype == torch.int64
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_other_seeds_and_numbers_give_other_batches(make):
+    batches = [make(seed=seed).batch(index)[0] for seed in (1, 2) for index in (7, 8)]
+    assert len({batch.numpy().tobytes() for batch in batches}) == 4
+
+
+@pytest.mark.parametrize("make", TOKEN_MAKERS)
+@settings(max_examples=20, deadline=None)
+@given(seed=seeds, index=indices, batch_size=batch_sizes, length=st.integers(9, 40))
+def test_tokens_and_targets_lie_in_the_vocabulary(make, seed, index, batch_size, length):
+    task = make(seed=seed, length=length, batch_size=batch_size)
+    tokens, targets = task.batch(index)
+    assert tokens.shape == targets.shape == (batch_size, length)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert tokens.min() >= 0
+    assert tokens.max() < task.vocab_size
+    predicted = targets[targets != -100]
+    assert predicted.min() >= 0
+    assert predicted.max() < task.vocab_size
+
+
+@pytest.mark.parametrize("make", [tasks.text_bytes, tasks.synthetic_lm, tasks.random_tokens])
+def test_targets_are_the_next_tokens(make):
+    tokens, targets = make(length=30).batch(2)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert (targets >= 0).all()
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("start", [0, 5])
+def test_a_stream_is_the_batches_from_a_number_on(make, start):
+    task = make(seed=1, batch_size=3)
+    for i, batch in enumerate(islice(task.stream(start), 3)):
+        assert equal(batch, task.batch(start + i))
+    assert equal(next(iter(task)), task.batch(0))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@settings(max_examples=8, deadline=None)
+@given(n_tokens=st.integers(1, 3000), batch_size=batch_sizes)
+def test_a_probe_has_enough_states_and_is_always_the_same(make, n_tokens, batch_size):
+    task = make(seed=4, batch_size=batch_size)
+    probe = task.probe(n_tokens)
+    task.batch(3)
+    assert torch.equal(probe, task.probe(n_tokens))
+    assert torch.equal(probe, make(seed=4, batch_size=batch_size + 1).probe(n_tokens))
+    per_row = 16 if task.name == "digits" else task.length
+    assert n_tokens <= len(probe) * per_row < n_tokens + per_row
+    assert probe.shape[1:] == task.batch(0)[0].shape[1:]
+
+
+@pytest.mark.parametrize("make", [tasks.associative_recall, tasks.random_tokens, tasks.synthetic_lm])
+def test_probe_sequences_are_never_trained_on(make):
+    task = make(seed=1)
+    probe = {tuple(row) for row in task.probe(100 * task.length).tolist()}
+    trained = {tuple(row) for index in range(60) for row in task.batch(index)[0].tolist()}
+    assert len(probe) == 100
+    assert not probe & trained
+
+
+def test_text_is_probed_on_its_validation_part():
+    held_out = bytes(split_text("validation").tolist())
+    assert all(bytes(row) in held_out for row in tasks.text_bytes(length=60).probe(600).tolist())
+
+
+def test_a_probe_that_wants_more_than_there_is_gets_everything_once():
+    images = tasks.digits().probe(10**6)
+    assert len(images) == 360
+    held_out = tasks.digits(split="validation", batch_size=360).batch(0)[0]
+    assert sorted(map(bytes, images.numpy())) == sorted(map(bytes, held_out.numpy()))
+    assert len(tasks.synthetic_lm(n_validation_sequences=7).probe(10**6)) == 7
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_description_tells_tasks_apart_and_is_plain(make):
+    described = make().describe()
+    assert described["task"] == make.__name__
+    assert json.loads(json.dumps(described)) == described
+    assert make(seed=1).describe() != described == make(seed=np.int64(0)).describe()
+    assert isinstance(make(), tasks.Task)
+    assert make(seed=np.int64(5)).batch(3)[0].equal(make(seed=5).batch(3)[0])
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_batches_go_to_a_device(make):
+    inputs, targets = make().batch(0, device="meta")
+    assert inputs.device.type == targets.device.type == "meta"
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0, expected at least 1."),
+        ({"batch_size": 2.5}, "batch_size is 2.5, expected a whole number."),
+        ({"batch_size": True}, "batch_size is True, expected a whole number."),
+        ({"seed": 2**40}, "seed is 1099511627776, expected at most 4294967296."),
+        ({"seed": "0"}, "seed is '0', expected a whole number."),
+    ],
+)
+def test_impossible_options_are_refused(make, options, message):
+    with pytest.raises(ThresholdError) as caught:
+        make(**options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_impossible_requests_are_refused(make):
+    with pytest.raises(ThresholdError, match="start is -1, expected at least 0"):
+        make().stream(-1)
+    with pytest.raises(ThresholdError, match="n_tokens is 0, expected at least 1"):
+        make().probe(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tasks.associative_recall(length=8), "length is 8, expected at least 9: 4 pairs and a query"),
+        (
+            lambda: tasks.associative_recall(vocab_size=9),
+            "vocab_size is 9, too small for 4 different keys; expected at",
+        ),
+        (lambda: tasks.associative_recall(n_pairs=0), "n_pairs is 0, expected at least 1"),
+        (lambda: tasks.text_bytes(split="test"), "split is 'test', expected 'train' or 'validation'"),
+        (lambda: tasks.text_bytes(length=10**6), "length is 1000000, expected at most .* the validation text"),
+        (lambda: tasks.synthetic_lm(split="test"), "split is 'test', expected 'train' or 'validation'"),
+        (lambda: tasks.synthetic_lm(vocab_size=24), "vocab_size is 24, expected at least 25"),
+        (lambda: tasks.synthetic_lm(n_sequences=0), "n_sequences is 0, expected at least 1"),
+        (lambda: tasks.synthetic_lm(n_validation_sequences=0), "n_validation_sequences is 0, expected at least 1"),
+        (lambda: tasks.random_tokens(vocab_size=1), "vocab_size is 1, expected at least 2"),
+        (lambda: tasks.digits(image_size=28), "image_size is 28, expected a multiple of 8"),
+        (lambda: tasks.digits(split="test"), "split is 'test', expected 'train' or 'validation'"),
+        (lambda: tasks.reference_passages(1_000_000), "fewer than 1000000 passages"),
+        (lambda: tasks.reference_passages(0), "n_passages is 0, expected at least 1"),
+    ],
+)
+def test_impossible_tasks_are_refused(make, message):
+    with pytest.raises(ThresholdError, match=message):
+        make()
+
+
+# Epochs
+
+
+@settings(max_examples=60, deadline=None)
+@given(n_rows=st.integers(1, 40), batch_size=st.integers(1, 60), start=st.integers(-5, 50), seed=st.integers())
+def test_every_epoch_has_each_row_once(n_rows, batch_size, start, seed):
+    n_batches = -(-3 * n_rows // batch_size) + 1
+    batches = [
+        shuffled_rows(n_rows, batch_size=batch_size, index=start + i, key=("test", seed)) for i in range(n_batches)
+    ]
+    assert {len(batch) for batch in batches} == {batch_size}
+    rows = torch.cat(batches)[(-start * batch_size) % n_rows :]  # from the next beginning of an epoch on
+    for epoch in (rows[:n_rows], rows[n_rows : 2 * n_rows]):
+        assert sorted(epoch.tolist()) == list(range(n_rows))
+
+
+def test_epochs_differ_in_order():
+    first, second = (shuffled_rows(500, batch_size=500, index=i, key=("test", 0)) for i in range(2))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, torch.arange(500))
+
+
+def test_mixed_seeds_differ():
+    keys = [(a, b, c) for a in ("x", "y") for b in range(-5, 5) for c in range(100)]
+    mixed = {mixed_seed(*key) for key in keys}
+    assert len(mixed) == len(keys)
+    assert all(0 <= seed < 2**63 for seed in mixed)
+
+
+# Associative recall
+
+
+@settings(max_examples=30, deadline=None)
+@given(n_pairs=st.integers(1, 6), padding=st.integers(0, 5), extra=st.integers(0, 300), index=indices)
+def test_recall_sequences_answer_their_query(n_pairs, padding, extra, index):
+    task = tasks.associative_recall(
+        n_pairs=n_pairs, length=2 * n_pairs + 1 + padding, vocab_size=2 * n_pairs + 2 + extra, seed=5
+    )
+    tokens, targets = task.batch(index)
+    half = task.vocab_size // 2
+    for row, target in zip(tokens.tolist(), targets.tolist(), strict=True):
+        pairs = dict(zip(row[0 : 2 * n_pairs : 2], row[1 : 2 * n_pairs : 2], strict=True))
+        assert len(pairs) == n_pairs
+        assert all(0 < key < half <= value for key, value in pairs.items())
+        assert row[2 * n_pairs : -1] == [0] * padding
+        assert target == [-100] * (len(row) - 1) + [pairs[row[-1]]]
+
+
+def test_recall_is_the_papers_by_default_and_stays_what_recorded_data_saw():
+    task = tasks.associative_recall()
+    assert (task.length, task.vocab_size, task.n_pairs) == (64, 256, 4)
+    digest = hashlib.sha256()
+    for part in task.batch(0):
+        digest.update(part.numpy().tobytes())
+    assert digest.hexdigest() == "5c355a8a6bf31636f5263ed6b0250e0a42ed92151a7d0b887872acaf5f56ba03"
+
+
+# Text
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_text_batches_stay_what_recorded_data_saw(split):
+    """The windows begin where torch's generator, seeded by seed and number, says."""
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    border = int(len(text) * 0.9)
+    text = text[:border] if split == "train" else text[border:]
+    generator = torch.Generator().manual_seed(42 * 1_000_003 + 17)
+    starts = torch.randint(len(text) - 61, (32, 1), generator=generator).flatten().tolist()
+    tokens, targets = tasks.text_bytes(length=60, seed=42, split=split).batch(17)
+    assert [bytes(row) for row in tokens.tolist()] == [text[start : start + 60] for start in starts]
+    assert [bytes(row) for row in targets.tolist()] == [text[start + 1 : start + 61] for start in starts]
+
+
+def test_passages_are_different_text():
+    passages = tasks.reference_passages(40, n_characters=300)
+    assert len(set(passages)) == 40
+    assert all(len(passage) == 300 for passage in passages)
+
+
+# Random tokens
+
+
+def test_random_tokens_are_uniform_and_independent():
+    tokens, targets = tasks.random_tokens(vocab_size=10, length=500, batch_size=200).batch(0)
+    joint = torch.bincount((tokens * 10 + targets).flatten(), minlength=100)
+    chi_square = ((joint - 1000.0) ** 2 / 1000).sum()
+    assert 50 < chi_square < 170  # 99 degrees of freedom: mean 99, standard deviation 14
+
+
+# Digits
+
+
+def test_importing_scikit_learn_leaves_the_random_numbers_alone():
+    """In a fresh interpreter, since the first import is the one that draws."""
+    code = """
+import random, numpy, torch
+before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+import workbench as wb
+wb.tasks.digits().batch(0)
+assert before == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+print("same")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "same"
+
+
+def test_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images, targets = tasks.digits(batch_size=1437).batch(0)
+    held_out, held_out_targets = tasks.digits(batch_size=360, split="validation").batch(0)
+    assert images.shape == (1437, 1, 8, 8)
+    assert images.dtype == torch.float32
+    ours = [
+        (*image.flatten().tolist(), int(digit))
+        for image, digit in zip(torch.cat([images, held_out]), torch.cat([targets, held_out_targets]), strict=True)
+    ]
+    theirs = [(*(row / 16).tolist(), digit) for row, digit in zip(data.data, data.target.tolist(), strict=True)]
+    assert sorted(ours) == sorted(theirs)
+    assert images.min() == 0
+    assert images.max() == 1
+
+
+@pytest.mark.parametrize("seed", [0, 1, -5])
+def test_digit_splits_are_disjoint_complete_and_stratified(seed):
+    from sklearn.datasets import load_digits
+
+    train, validation = (split_rows(seed, split).tolist() for split in ("train", "validation"))
+    assert sorted(train + validation) == list(range(1797))
+    assert not torch.equal(split_rows(seed, "train"), split_rows(seed + 1, "train"))
+    classes = load_digits().target
+    share = np.bincount(classes[validation], minlength=10) / np.bincount(classes, minlength=10)
+    assert np.allclose(share, 0.2, atol=0.005)
+
+
+def test_larger_digits_repeat_each_pixel():
+    small, large = (tasks.digits(image_size=size).batch(3) for size in (8, 24))
+    assert large[0].shape == (32, 1, 24, 24)
+    assert torch.equal(large[1], small[1])
+    assert torch.equal(large[0], torch.kron(small[0], torch.ones(1, 1, 3, 3)))
+    assert tasks.digits().n_classes == 10

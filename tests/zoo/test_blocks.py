@@ -1,0 +1,198 @@
+"""Attention, the joining of branches, and the initializations, against formulas typed in."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+import workbench as wb
+from tests.zoo.zoo_models import IMAGE, TEXT, inputs_for, unsettled
+from workbench.zoo.attention import rotate, window_mask
+
+
+def naive_attention(attention, x, *, window, is_causal):
+    """Attention of one sequence, token by token and head by head; x: (token, feature), float64."""
+    n_tokens, head_dim = len(x), attention.query.out_features // attention.n_heads
+    group = attention.n_heads // attention.n_kv_heads
+    mixed = torch.zeros(n_tokens, attention.n_heads, head_dim, dtype=x.dtype)
+    for head in range(attention.n_heads):
+        q = attention.query(x)[:, head * head_dim :][:, :head_dim]
+        k = attention.key(x)[:, head // group * head_dim :][:, :head_dim]
+        v = attention.value(x)[:, head // group * head_dim :][:, :head_dim]
+        q, k = attention.query_norm(q), attention.key_norm(k)
+        for i in range(n_tokens):
+            first = 0 if window is None else max(0, i - window + 1)
+            seen = range(first, i + 1 if is_causal else n_tokens)
+            scores = torch.stack([turned(q[i], i, attention) @ turned(k[j], j, attention) for j in seen])
+            weights = (scores / math.sqrt(head_dim)).softmax(0)
+            mixed[i, head] = sum(w * v[j] for w, j in zip(weights, seen, strict=True))
+    return attention.out(attention.inner_norm(mixed.flatten(1)))
+
+
+def turned(vector, position, attention):
+    """Rotary positions as a product of complex numbers; feature i is paired with feature i + half."""
+    if attention.rotary_base is None:
+        return vector
+    half = len(vector) // 2
+    angle = [position * attention.rotary_base ** (-2 * i / len(vector)) for i in range(half)]
+    pairs = torch.complex(vector[:half], vector[half:]) * torch.exp(1j * torch.tensor(angle, dtype=vector.dtype))
+    return torch.cat((pairs.real, pairs.imag))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"n_kv_heads": 2},
+        {"n_kv_heads": 1, "has_bias": False},
+        {"window": 3},
+        {"window": 1},
+        {"position": "rotary", "rotary_base": 100.0},
+        {"position": "rotary", "window": 4, "n_kv_heads": 2, "qk_norm": True},
+        {"norm": "sub_ln", "qk_norm": True},
+        {"family": "vit"},
+        {"family": "vit", "n_kv_heads": 1},
+    ],
+)
+def test_attention_is_the_formula(options):
+    size = IMAGE if "family" in options else TEXT
+    model = wb.zoo.build(wb.zoo.ArchitectureConfig(**{**size, **options}))
+    attention = unsettled(model).double().blocks[1].attention
+    x = torch.randn(2, 9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = [
+        naive_attention(attention, row, window=options.get("window"), is_causal="family" not in options) for row in x
+    ]
+    torch.testing.assert_close(attention(x), torch.stack(expected), rtol=0, atol=1e-12)
+
+
+def test_rotated_products_depend_on_distance_alone():
+    q, k = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    turned_q, turned_k = (rotate(x.expand(1, 1, 12, 8), 50.0)[0, 0] for x in (q, k))
+    products = turned_q @ turned_k.T
+    for distance in range(5):
+        diagonal = products.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-12)
+    assert torch.equal(turned_q[0], q)
+    assert abs(products[3, 0] - products[0, 0]) > 1e-2
+
+
+def test_a_window_counts_the_token_itself():
+    assert window_mask(4, 2).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    model = unsettled(wb.zoo.transformer(window=3, **{**TEXT, "n_layers": 1}))
+    tokens = inputs_for(model)
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 32
+    difference = (model(tokens) - model(changed)).abs().amax((0, 2))
+    assert difference.nonzero().flatten().tolist() == [5, 6, 7]
+
+
+def test_parallel_branches_read_one_input():
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+    block = unsettled(wb.zoo.transformer(is_parallel=True, **TEXT)).blocks[0]
+    normed = block.attention_norm(x)
+    torch.testing.assert_close(block(x), x + block.attention(normed) + block.mlp(normed))
+    block = unsettled(wb.zoo.transformer("deep_norm_post", is_parallel=True, **TEXT)).blocks[0]
+    alpha = (2 * 2) ** 0.25
+    torch.testing.assert_close(block(x), block.attention_norm(alpha * x + block.attention(x) + block.mlp(x)))
+
+
+def test_mlps_are_their_formulas():
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    for kind, activation in (
+        ("gelu", lambda u: u * 0.5 * (1 + torch.erf(u / math.sqrt(2)))),
+        ("gelu_tanh", lambda u: 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))),
+    ):
+        mlp = unsettled(wb.zoo.transformer(mlp=kind, **TEXT)).blocks[0].mlp
+        torch.testing.assert_close(mlp(x), mlp.down(activation(mlp.up(x))))
+    mlp = unsettled(wb.zoo.transformer(mlp="swiglu", **TEXT)).blocks[0].mlp
+    gate = mlp.gate(x)
+    torch.testing.assert_close(mlp(x), mlp.down(gate / (1 + torch.exp(-gate)) * mlp.up(x)))
+
+
+# Initializations
+
+
+@pytest.mark.parametrize("family", ["transformer", "vit"])
+def test_fixup_scales_the_branches_and_begins_as_the_identity(family):
+    size = {**(IMAGE if family == "vit" else TEXT), "n_layers": 3, "norm": "none"}
+    plain = wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, **size))
+    fixup = wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, initialization="fixup", **size))
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+    factor = (2 * 3) ** -0.5  # n_branches^(-1 / (2m - 2)) with m = 2 matrices in each
+    for here, there in zip(fixup.blocks, plain.blocks, strict=True):
+        assert torch.equal(here(x), x)
+        torch.testing.assert_close(here.mlp.up.weight, factor * there.mlp.up.weight)
+        torch.testing.assert_close(here.attention.value.weight, factor * there.attention.value.weight)
+        assert torch.equal(here.attention.query.weight, there.attention.query.weight)
+        assert not here.mlp.down.weight.any()
+        assert not here.attention.out.weight.any()
+        scalars = {name: p.item() for name, p in here.named_parameters() if p.ndim == 0}
+        biases = ["attention.input_bias", "attention.mixed_bias", "mlp.input_bias", "mlp.activation_bias"]
+        assert scalars == {f"{name}.bias": 0.0 for name in [*biases, "mlp.hidden_bias"]} | {
+            "attention_scale.scale": 1.0,
+            "mlp_scale.scale": 1.0,
+        }
+    assert not fixup(inputs_for(fixup)).any()
+
+
+def test_scalar_biases_stand_before_every_map_and_activation():
+    block = unsettled(wb.zoo.transformer("none", initialization="fixup", **TEXT)).blocks[0]
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    mlp = block.mlp
+    b1, b2, b3 = (module.bias for module in (mlp.input_bias, mlp.activation_bias, mlp.hidden_bias))
+    torch.testing.assert_close(mlp(x), mlp.down(functional.gelu(mlp.up(x + b1) + b2) + b3))
+    torch.testing.assert_close(block._transform(x), block.mlp_scale.scale * mlp(x))
+
+
+def test_rezero_begins_as_the_identity_and_its_factors_learn():
+    plain = wb.zoo.transformer("none", **TEXT)
+    model = wb.zoo.transformer("none", initialization="rezero", **TEXT)
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+    for here, there in zip(model.blocks, plain.blocks, strict=True):
+        assert torch.equal(here(x), x)
+        assert torch.equal(here.mlp.down.weight, there.mlp.down.weight)
+    model(inputs_for(model)).square().mean().backward()
+    factors = [getattr(block, name).scale for block in model.blocks for name in ("attention_scale", "mlp_scale")]
+    assert all(factor.grad != 0 for factor in factors)
+
+
+def test_xavier_has_the_variance_of_both_sides():
+    model = wb.zoo.transformer(initialization="xavier", d_model=64, n_layers=1)
+    for linear in (model.blocks[0].mlp.up, model.blocks[0].attention.out, model.head):
+        n_out, n_in = linear.weight.shape
+        assert linear.weight.var().item() == pytest.approx(2 / (n_in + n_out), rel=0.05)
+        assert linear.weight.abs().max() <= math.sqrt(6 / (n_in + n_out))
+    tied = wb.zoo.transformer(initialization="xavier", ties_embeddings=True, d_model=64, n_layers=1)
+    for embedding in (model.token_embedding, tied.token_embedding):
+        assert embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["transformer", "moe", "kan"])
+def test_last_matrices_are_scaled_by_the_number_of_branches(family):
+    plain, scaled = (
+        wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, scales_residual_init=flag, **TEXT)).state_dict()
+        for flag in (False, True)
+    )
+    last = ("attention.out.weight", "mlp.down.weight", "down.base_weight", "down.coefficient")
+    n_scaled = 0
+    for key, tensor in plain.items():
+        is_last = key.endswith(last) or ("experts" in key and key.endswith("down.weight"))
+        n_scaled += is_last
+        torch.testing.assert_close(scaled[key], tensor / 2 if is_last else tensor)  # sqrt(2 * 2 layers)
+    assert n_scaled == {"transformer": 4, "moe": 18, "kan": 6}[family]
+
+
+@pytest.mark.parametrize("family", ["transformer", "moe", "kan"])
+def test_deep_norm_scales_every_matrix_on_the_path(family):
+    plain, deep = (
+        wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, norm=norm, **TEXT)).state_dict()
+        for norm in ("post_ln", "deep_norm_post")
+    )
+    n_scaled = 0
+    for key, tensor in plain.items():
+        *_, layer, kind = key.split(".")
+        is_on_path = layer in ("value", "out", "up", "down") and kind in ("weight", "base_weight", "coefficient")
+        n_scaled += is_on_path
+        torch.testing.assert_close(deep[key], tensor * 16**-0.25 if is_on_path else tensor)  # (8 * 2 layers)^(-1/4)
+    assert n_scaled == {"transformer": 8, "moe": 36, "kan": 12}[family]

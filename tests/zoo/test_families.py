@@ -1,0 +1,158 @@
+"""What holds for every model of the zoo."""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from tests.zoo.zoo_models import IMAGE, MAKERS, TEXT, inputs_for, unsettled
+from workbench.errors import ThresholdError
+
+every_model = pytest.mark.parametrize("name", MAKERS)
+every_text_model = pytest.mark.parametrize("name", [name for name in MAKERS if not name.startswith("vit")])
+
+
+@every_model
+def test_logits_have_the_promised_shape_and_every_weight_a_gradient(name):
+    model = unsettled(MAKERS[name](0))
+    inputs = inputs_for(model)
+    logits = model(inputs)
+    assert logits.shape == ((3, 5) if model.config.family == "vit" else (3, 20, 32))
+    assert logits.dtype == torch.float32
+    assert model.training
+    loss = logits.square().mean()
+    if hasattr(model, "auxiliary_loss"):
+        loss = loss + model.auxiliary_loss()
+    loss.backward()
+    unreached = [key for key, parameter in model.named_parameters() if parameter.grad is None]
+    assert unreached == []
+    # A bias of the keys shifts all scores of a query alike, so its gradient is zero; an expert may get no token.
+    idle = [key for key, p in model.named_parameters() if not p.grad.any() and "expert" not in key]
+    assert all(key.endswith("key.bias") for key in idle)
+
+
+@every_text_model
+def test_no_position_sees_what_comes_later(name):
+    model = unsettled(MAKERS[name](0)).eval()
+    tokens = inputs_for(model)
+    changed = tokens.clone()
+    changed[:, 12] = (changed[:, 12] + 1) % 32
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :12], after[:, :12], rtol=1e-5, atol=1e-6)
+    assert ((before - after)[:, 12].abs().amax(-1) > 1e-4).all()
+
+
+@every_model
+def test_same_seed_same_weights_and_no_global_randomness(name):
+    before = torch.get_rng_state()
+    one, same, other = (MAKERS[name](seed).state_dict() for seed in (3, 3, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(one[key], same[key]) for key in one)
+    embedding = next(key for key in one if "embedding" in key)
+    assert not torch.equal(one[embedding], other[embedding])
+    assert all(torch.isfinite(tensor).all() for tensor in one.values())
+    assert one[embedding].std() == pytest.approx(0.02, rel=0.25)
+
+
+@every_model
+def test_profile_finds_every_block(name):
+    model = MAKERS[name](0)
+    spectra = wb.profile(model, inputs_for(model, n_rows=16), progress=False)
+    assert spectra.sizes["layer"] == model.config.n_layers == 2
+    assert spectra.sizes["mode"] == 16
+    assert np.isfinite(spectra.spectral_radius).all()
+    starts_as_identity = name in ("fixup", "rezero")
+    assert (spectra.is_informative == (not starts_as_identity)).all()
+    assert spectra.attrs["subject"] == type(model).__name__
+
+
+@every_model
+def test_copies_are_whole(name):
+    model = unsettled(MAKERS[name](0))
+    inputs = inputs_for(model)
+    logits = model(inputs)  # with a graph, which a copy must not need
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(inputs), logits)
+    assert {id(p) for p in copied.parameters()}.isdisjoint(id(p) for p in model.parameters())
+    assert sum(1 for _ in copied.parameters()) == sum(1 for _ in model.parameters())
+    torch.save(model, io.BytesIO())
+
+
+@every_model
+def test_the_configuration_builds_the_same_model(name):
+    model = MAKERS[name](5)
+    again = wb.zoo.build(wb.zoo.ArchitectureConfig.from_dict(model.config.as_dict()))
+    assert type(again) is type(model)
+    assert again.config == model.config
+    state = again.state_dict()
+    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+    assert wb.zoo.is_zoo_model(model)
+
+
+@pytest.mark.parametrize("family", wb.zoo.FAMILIES)
+def test_every_family_learns(family):
+    options = IMAGE if family == "vit" else TEXT
+    model = wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, **options))
+    inputs = inputs_for(model, n_rows=4)
+    targets = torch.arange(4) if family == "vit" else inputs[:, 1:]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(30):
+        logits = model(inputs) if family == "vit" else model(inputs)[:, :-1].transpose(1, 2)
+        loss = torch.nn.functional.cross_entropy(logits, targets)
+        (loss + (model.auxiliary_loss() if family == "moe" else 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(np.log(5 if family == "vit" else 32), rel=0.1)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("family", ["transformer", "moe", "mamba", "kan"])
+def test_sequences_beyond_the_longest_are_refused(family):
+    model = wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, **TEXT))
+    with pytest.raises(ThresholdError) as caught:
+        model(torch.zeros(1, 25, dtype=torch.int64))
+    assert str(caught.value) == (
+        "The sequences have 25 tokens, but max_length is 24; cut them, or build the model with a larger max_length."
+    )
+
+
+def test_query_and_key_weights_are_read_in_every_layout():
+    for name in ("llama", "parallel", "fixup", "mixtral"):
+        model = unsettled(MAKERS[name](0))
+        for layer, found in zip(model.blocks, wb.query_key_weights(model, inputs_for(model)), strict=True):
+            heads = layer.attention.key.weight.unflatten(0, (-1, model.config.head_dim)).transpose(1, 2)
+            if name == "llama":  # behind the norm of the keys, whose gain is in the weights read
+                heads = heads * layer.attention.key_norm.weight
+            torch.testing.assert_close(found.key, heads.detach())
+
+
+# Vision
+
+
+def test_patches_are_those_of_a_strided_convolution():
+    model = wb.zoo.vit(**IMAGE)
+    images = inputs_for(model)
+    kernel = model.patch_embedding.weight.unflatten(1, (2, 2, 2))
+    expected = torch.nn.functional.conv2d(images, kernel, model.patch_embedding.bias, stride=2)
+    found = model.patch_embedding(model._patches(images))
+    torch.testing.assert_close(found, expected.flatten(2).transpose(1, 2))
+
+
+def test_without_positions_the_order_of_the_patches_does_not_matter():
+    images = torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    mirrored = images.unflatten(3, (4, 2)).flip(3).flatten(3)
+    blind, seeing = (unsettled(wb.zoo.vit(position=kind, **IMAGE)) for kind in ("none", "learned"))
+    torch.testing.assert_close(blind(mirrored), blind(images))
+    assert (seeing(mirrored) - seeing(images)).abs().max() > 1e-2
+
+
+def test_images_of_another_shape_are_refused():
+    with pytest.raises(ThresholdError) as caught:
+        wb.zoo.vit(**IMAGE)(torch.zeros(3, 1, 8, 8))
+    assert str(caught.value) == "The images have shape (3, 1, 8, 8), expected (batch, 2, 8, 8)."

@@ -1,0 +1,159 @@
+"""The experiments that a diagnosis proposes: choose one, run it, and see what came of it."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from workbench.errors import ThresholdError
+from workbench.reports.quantity import Numbers
+from workbench.reports.wording import clause
+from workbench.tasks import as_task
+from workbench.widgets.report.choice_table import ChoiceTable, cell, row
+from workbench.widgets.risk.risk_verdict import HEAD
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.tasks import Task
+    from workbench.widgets.base import WorkbenchWidget
+
+_MISSING = "To run an experiment here, open the diagnosis as AssessmentReport(tree, model=..., task=...)."
+
+
+class ExperimentsView:
+    """A table of experiments, the words of the chosen one, and a button that runs it.
+
+    Attributes:
+        table: A row an experiment, in the order proposed; its ``value`` is the chosen one's place in the tree.
+        words: What is changed, what to expect, and the outcome.
+        button: Runs the chosen experiment.
+        box: All of it.
+    """
+
+    def __init__(self, owner: WorkbenchWidget, run: Callable[[int], None], *, can_run: bool) -> None:
+        self._numbers: Numbers | None = None
+        self.is_visible = False
+        self.table = ChoiceTable(label="experiments", empty="The diagnosis proposes no experiment.")
+        self.table.columns = ["experiment", "would decide about", "steps", "share of the run", "outcome"]
+        self.words = ipywidgets.HTML()
+        self.button = ipywidgets.Button(
+            description="Run", button_style="primary", layout={"width": "104px"}, disabled=not can_run,
+            tooltip="Replay a part of the run twice: unchanged, and with this change" if can_run else _MISSING,
+        )  # fmt: skip
+        self._can_run = can_run
+        self.box = ipywidgets.VBox([self.table, self.words, self.button])
+        owner.watch(self.table, lambda _: self._say())
+        owner.on_click(self.button, lambda _: run(self.chosen))
+
+    @property
+    def chosen(self) -> int:
+        """Place of the chosen experiment in the tree.
+
+        Raises:
+            ThresholdError: If there is none.
+        """
+        if not self.table.value:
+            raise ThresholdError("No experiment is chosen; choose a row of the table.")
+        return int(self.table.value)
+
+    def tell(self, tree: xr.DataTree) -> None:
+        """Show the experiments of another diagnosis, or of the same one once an experiment is done."""
+        self._numbers = Numbers(tree)
+        data = self._data()
+        titles = dict(zip(self._numbers.names("causes", "cause"), self._numbers.texts("causes", "title"), strict=True))
+        places = [] if data is None else sorted(range(data.sizes["experiment"]), key=data["order"].values.__getitem__)
+        self.table.fill(row(str(place), self._cells(place, titles)) for place in places)
+        self._say()
+
+    def draw(self) -> None:
+        """Nothing is drawn here."""
+
+    def _data(self) -> xr.Dataset | None:
+        if not self._numbers.has("experiments"):
+            return None
+        data = self._numbers.node("experiments")
+        return data if data.sizes.get("experiment", 0) else None
+
+    def _cells(self, place: int, titles: Mapping[str, str]) -> list[dict[str, Any]]:
+        def text(name: str) -> str:
+            return self._numbers.value("experiments", name, experiment=place).text
+
+        cause = text("cause")
+        cost = f"{100 * float(self._data()['cost'].values[place]):.0f} %"
+        return [
+            cell(text("title")), cell(titles.get(cause, cause)), cell(text("n_steps"), is_number=True),
+            cell(cost, is_number=True), cell(self._answer(place)),
+        ]  # fmt: skip
+
+    def _outcome(self, place: int) -> str:
+        if "outcome" not in self._data():
+            return ""
+        return self._numbers.text("experiments", "outcome", experiment=place)
+
+    def _answer(self, place: int) -> str:
+        """What the outcome speaks for; empty before there is one."""
+        if not self._outcome(place):
+            return ""
+        return "for the cause" if bool(self._data()["supports"].values[place]) else "against the cause"
+
+    def _say(self) -> None:
+        """The words of the chosen row."""
+        self.button.layout.display = None if self.table.value else "none"
+        if not self.table.value:
+            self.words.value = ""
+            return
+        place = self.chosen
+        of = {
+            name: self._numbers.value("experiments", name, experiment=place).text
+            for name in ("title", "from_step", "n_steps", "expected_if_right", "expected_if_wrong")
+        }
+        lines = [f"Replays {of['n_steps']} steps from step {of['from_step']} on, with this change and without it."]
+        lines.append(
+            f"Expected if it is the cause: {clause(of['expected_if_right'])}; else {clause(of['expected_if_wrong'])}."
+        )
+        if outcome := self._outcome(place):
+            lines.append(f"Done: {clause(outcome)}. That speaks {self._answer(place)}.")
+        if not self._can_run:
+            lines.append(_MISSING)
+        title = of["title"][:1].upper() + of["title"][1:]
+        style = "white-space:normal;line-height:1.5;color:var(--jp-content-font-color1,#222);margin:6px 2px"
+        body = "".join(f"<div>{html.escape(line)}</div>" for line in lines)
+        self.words.value = (
+            f'<div aria-live="polite" style="{style}"><div style="{HEAD}">{html.escape(title)}</div>{body}</div>'
+        )
+
+
+class WatchedTask:
+    """A task that says before each batch that it is asked for one.
+
+    Args:
+        task: Any that `workbench.tasks.as_task` takes.
+        watch: Called with the batches given so far, over all streams; what it raises ends the stream.
+    """
+
+    def __init__(self, task: Any, watch: Callable[[int], None]) -> None:
+        self._task: Task = as_task(task)
+        self._watch = watch
+        self._n_given = 0
+        for name in ("vocab_size", "n_classes"):
+            if hasattr(self._task, name):
+                setattr(self, name, getattr(self._task, name))
+
+    def stream(self, start: int = 0) -> Iterator[Any]:
+        """The task's batches."""
+        for batch in self._task.stream(start):
+            self._watch(self._n_given)
+            self._n_given += 1
+            yield batch
+
+    def probe(self, n_tokens: int) -> Any:
+        """The task's inputs to look at."""
+        return self._task.probe(n_tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """The task's description."""
+        return self._task.describe()

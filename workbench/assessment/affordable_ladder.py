@@ -1,0 +1,103 @@
+"""The ladder of sizes of an assessment: which sizes are affordable, and the planned rate against what they foretell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.scaling.ladder_study import scaling_study
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.hardware import AssessmentPlan
+    from workbench.scaling.designs import Design
+    from workbench.tasks import Task
+    from workbench.training.training_plan import TrainingPlan
+
+#: Largest width and depth of a rung, by thoroughness; a quarter of the target, if that is less wide.
+WIDEST, DEEPEST = {"quick": 128, "full": 256}, {"quick": 4, "full": 12}
+#: Stable rates are carried on to widths of at most so many times the widest rung's (``data/make_scaling.py`` tried it).
+LARGEST_REACH = 4.0
+#: Updates of the runs of a thorough ladder; a quick one rehearses ten.
+N_STEPS = 100
+_Z95 = 1.96
+
+
+def ladder(
+    design: Design,
+    task: Task,
+    training: TrainingPlan,
+    plan: AssessmentPlan,
+    *,
+    seed: int,
+    progress: bool | Callable[[str], None] = False,
+) -> xr.Dataset:
+    """Study a ladder of sizes below the target, as `workbench.scaling_study` does.
+
+    Stable rates, which take most of the time, are not looked for where none of them would say anything of the target.
+
+    Args:
+        design: At the target size.
+        task: What the rungs learn.
+        training: The plan of the run.
+        plan: Its ``[assessment]`` may say widths, depths, seeds and thoroughness; by default "quick": three widths up
+            to 128, at most 4 blocks, two seeds, rates rehearsed for ten updates.
+        seed: Of the first models.
+        progress: As in `workbench.scaling_study`.
+
+    Returns:
+        What `scaling_study` returns, and, 0-dim, ``rate_over_edge``: the planned rate over the stable rate foretold for
+        the target, with ``rate_over_edge_error``, the standard error of its logarithm; NaN where the ladder does not
+        support it, and the attribute ``unsupported`` says why.
+    """
+    wanted = plan.assessment
+    widths = sorted(wanted.widths) if wanted.widths else affordable_widths(design, WIDEST[wanted.thoroughness])
+    depths = sorted(wanted.depths) if wanted.depths else [min(design.depth, DEEPEST[wanted.thoroughness])]
+    seeds = wanted.seeds or (seed, seed + 1)
+    settings = {
+        name: getattr(training, name)
+        for name in ("warmup", "schedule", "optimizer", "optimizer_options", "clip_norm", "precision")
+    }
+    settings["warmup"] = min(training.warmup, N_STEPS // 2)
+    edge = "trained" if wanted.thoroughness == "full" else "rehearsed"
+    if design.width > LARGEST_REACH * max(widths):
+        edge = "none"
+    study = scaling_study(
+        design, widths, depths, task=task, learning_rate=training.learning_rate, n_steps=N_STEPS, seeds=seeds,
+        edge=edge, largest_reach=LARGEST_REACH, n_coordinate_steps=5, progress=progress, **settings,
+    )  # fmt: skip
+    reason = _reason(study, design.width, max(widths))
+    return study.assign(_against(study, training.learning_rate)).assign_attrs(unsupported=reason)
+
+
+def affordable_widths(design: Design, widest: int) -> list[int]:
+    """Three widths, each twice the one before, up to a quarter of the target or the widest that is affordable."""
+    largest = max(min(design.width // 4, widest), 16)
+    return sorted({design.nearest_width(max(8, largest // share)) for share in (4, 2, 1)})
+
+
+def _against(study: xr.Dataset, rate: float) -> dict[str, Any]:
+    about = {"long_name": "planned rate over the stable rate at the target size", "units": "1"}
+    value, error = math.nan, math.nan
+    if "stable_rate_edge" in study["quantity"].values:
+        edge = study.sel(quantity="stable_rate_edge")
+        low, middle, high = (float(edge[f"at_target{end}"]) for end in ("_low", "", "_high"))
+        if bool(edge["is_supported"]) and middle > 0:
+            value, error = rate / middle, float(np.log(high / low)) / (2 * _Z95)
+    return {
+        "rate_over_edge": ((), value, about),
+        "rate_over_edge_error": ((), error, {"long_name": "standard error of its logarithm", "units": "1"}),
+    }
+
+
+def _reason(study: xr.Dataset, width: int, widest: int) -> str:
+    if "stable_rate_edge" not in study["quantity"].values:
+        return (
+            f"The stable rate was not looked for: the target is {width / widest:.3g} times as wide as the widest rung, "
+            f"and it is carried on to {LARGEST_REACH:g} times."
+        )
+    return str(study.sel(quantity="stable_rate_edge")["reason"].values)

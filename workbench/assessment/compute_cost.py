@@ -1,0 +1,52 @@
+"""What a run costs, and how many updates a budget pays for."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from workbench.models.model_sizes import model_sizes
+
+if TYPE_CHECKING:
+    from workbench.assessment.measured_model import MeasuredModel
+    from workbench.hardware import AssessmentPlan
+
+
+def flops_per_token(measured: MeasuredModel, plan: AssessmentPlan) -> float:
+    """Work of one token, forward and backward, in floating-point operations, by the usual count.
+
+    Six for each weight that a token meets, and 12 x blocks x width x length for the attention scores (PaLM,
+    arXiv:2204.02311, Appendix B). Of experts only those that a token goes to are counted.
+    """
+    sizes = model_sizes(measured.design or measured.model)
+    n_weights = measured.n_weights - _idle_weights(measured)
+    length = plan.training.sequence_length or 0
+    scores = 12 * (sizes.depth or 0) * (sizes.width or 0) * length if sizes.n_heads else 0
+    return float(6 * n_weights + scores)
+
+
+def _idle_weights(measured: MeasuredModel) -> int:
+    """Weights of the experts that a token does not go to, from a thin model's share of expert weights."""
+    sizes = model_sizes(measured.design or measured.model)
+    config = getattr(measured.model, "config", None)
+    top_k = next((getattr(config, n) for n in ("top_k", "num_experts_per_tok") if getattr(config, n, None)), None)
+    if not sizes.n_experts or not top_k:
+        return 0
+    own = sum(
+        weight.numel()
+        for name, weight in measured.model.named_parameters()
+        if "expert" in name and weight.numel() >= sizes.n_experts
+    )
+    whole = sum(weight.numel() for weight in measured.model.parameters())
+    return int(measured.n_weights * own / whole * (1 - top_k / sizes.n_experts))
+
+
+def steps_in_budget(plan: AssessmentPlan, flops: float) -> float:
+    """Updates that the budget of a plan allows; NaN: it sets none."""
+    length = plan.training.sequence_length
+    if length is None or (plan.budget.tokens is None and plan.budget.flops is None):
+        return math.nan
+    tokens = plan.batch_size * length
+    of_tokens = math.inf if plan.budget.tokens is None else plan.budget.tokens / tokens
+    of_flops = math.inf if plan.budget.flops is None else plan.budget.flops / (flops * tokens)
+    return float(math.floor(min(of_tokens, of_flops)))

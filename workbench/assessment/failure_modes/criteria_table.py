@@ -1,0 +1,199 @@
+"""All criteria judged over one assessment, as the two tables that reports read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.assessment.failure_modes.criterion import NOT_MEASURED, STATES, Band, Criterion, Reading, judge
+from workbench.assessment.failure_modes.flow_criteria import FLOW
+from workbench.assessment.failure_modes.modes import FAILURE_MODES
+from workbench.assessment.failure_modes.plan_criteria import PLAN
+from workbench.assessment.failure_modes.reference import healthy_bands
+from workbench.assessment.failure_modes.size_ranges import Sizes
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+CRITERIA: tuple[Criterion, ...] = (*FLOW, *PLAN)
+#: A state that is less sure than this does not decide about its failure mode.
+LEAST_CONFIDENCE = 0.5
+#: Why a mode stays open though nothing that was measured of it is bad.
+ALONE = "only a stand-in was measured, and what is healthy of it says nothing of the design"
+TOO_SHORT = "trials of a few updates that do not break say nothing of the rest"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One judged criterion."""
+
+    criterion: str
+    failure_mode: str
+    title: str
+    units: str
+    band: Band
+    reading: Reading
+    state: str
+    confidence: float
+    path: str
+    variable: str
+    reason: str
+    is_outside: bool = False
+    acquits: bool = True
+
+
+def judged(tree: xr.DataTree, bands: Mapping[str, Band] | None = None) -> tuple[xr.Dataset, xr.Dataset]:
+    """Every criterion of an assessment, and what follows for the failure modes.
+
+    A band judges nothing outside of the sizes of the healthy models behind it; a value that is not finite fails all the
+    same. What is healthy of a stand-in, or of trials of a few updates, does not say that the failure mode is far.
+
+    Args:
+        tree: The measured parts of an assessment, with its sizes as attributes.
+        bands: Healthy bands by criterion; None: the shipped ones.
+
+    Returns:
+        Dataset with dim ``criterion``: ``failure_mode``, ``title``, ``value``, ``units``, ``low`` and ``high`` (the
+        healthy band; NaN: open), ``failing_low`` and ``failing_high``, ``n_reference``, ``state``, ``confidence`` (NaN:
+        nothing was judged, or what is healthy says nothing), ``layer`` (-1: none), ``path``, ``variable``,
+        ``selection`` (JSON), ``reason`` and ``is_outside`` (no healthy model of this size was recorded). And one with
+        dim ``failure_mode``: ``title``, ``meaning``, ``state``, ``confidence`` (as above), ``worst_criterion`` and
+        ``reason`` (of a mode that was not measured; empty: none in particular).
+    """
+    bands, sizes = healthy_bands() if bands is None else bands, Sizes.of(tree)
+    rows = [_judged(criterion, tree, bands, sizes) for criterion in CRITERIA]
+    if "/hardware" in tree.groups:
+        rows += _hazards(tree["/hardware"].to_dataset())
+    is_stand_in = sizes is not None and sizes.is_stand_in
+    rows = [_without_acquittal(row) if is_stand_in or not row.acquits else row for row in rows]
+    return _criteria(rows), _modes(rows, ALONE if is_stand_in else TOO_SHORT)
+
+
+def _without_acquittal(row: Row) -> Row:
+    """A row that is sure of what is bad alone."""
+    return replace(row, acquits=False, confidence=math.nan if row.state == STATES[0] else row.confidence)
+
+
+def _judged(criterion: Criterion, tree: xr.DataTree, bands: Mapping[str, Band], sizes: Sizes | None) -> Row:
+    band = criterion.band or bands.get(criterion.name)
+    if band is not None and not criterion.band:
+        band = band.open_but(criterion.bad_side)
+    reading = criterion.reads(tree)
+    if isinstance(reading, Reading) and band is None:
+        reading = "no healthy recorded run shows this number"
+    if isinstance(reading, Reading) and band.is_open:
+        reading = "healthy recorded runs show every value of it, so it tells nothing"
+    is_outside = False
+    if isinstance(reading, Reading) and band.sizes and math.isfinite(reading.value):
+        why = "the size of what was measured is not known" if sizes is None else sizes.outside(band.sizes)
+        reading, is_outside = why or reading, bool(why)
+    if isinstance(reading, str):
+        reading, state, confidence, reason = Reading(math.nan), NOT_MEASURED, math.nan, reading
+    else:
+        state, confidence = judge(reading, band, scale=criterion.scale)
+        reason = criterion.meaning if state != STATES[0] else ""
+    path = criterion.path if criterion.path in tree.groups else "/flow_numbers"
+    return Row(
+        criterion.name, criterion.failure_mode, criterion.title, criterion.units, band or Band(), reading, state,
+        confidence, path if state != NOT_MEASURED else "", criterion.variable if state != NOT_MEASURED else "", reason,
+        is_outside, criterion.acquits,
+    )  # fmt: skip
+
+
+def _hazards(hardware: xr.Dataset) -> list[Row]:
+    """Each hazard of the hardware plan that applies, as its own room judged it."""
+    rows = []
+    for i, name in enumerate(hardware["hazard"].values):
+        one = hardware.isel(hazard=i)
+        if not bool(one["applies"]):
+            continue
+        band = Band(
+            high=_or(float(one["healthy_limit"]), math.inf), failing_high=_or(float(one["failing_limit"]), math.inf)
+        )
+        state = str(one["state"].values)
+        rows.append(
+            Row(
+                f"hazard_{name}", "precision_headroom", str(one["title"].values), str(one["unit"].values), band,
+                Reading(float(one["effect"]), 0.0, {"hazard": i}), state, math.nan if state == NOT_MEASURED else 1.0,
+                "/hardware", "effect", str(one["meaning"].values) if state != STATES[0] else "",
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _or(value: float, otherwise: float) -> float:
+    return otherwise if math.isnan(value) else value
+
+
+def _criteria(rows: Iterable[Row]) -> xr.Dataset:
+    import xarray as xr
+
+    rows = list(rows)
+    numbers = {
+        "value": [row.reading.value for row in rows],
+        "low": [_closed(row.band.low) for row in rows],
+        "high": [_closed(row.band.high) for row in rows],
+        "failing_low": [_closed(row.band.failing_low) for row in rows],
+        "failing_high": [_closed(row.band.failing_high) for row in rows],
+        "spread": [row.reading.spread for row in rows],
+        "confidence": [row.confidence for row in rows],
+    }
+    texts = {
+        name: [getattr(row, name) for row in rows]
+        for name in ("failure_mode", "title", "units", "state", "path", "variable", "reason")
+    }
+    texts["selection"] = [json.dumps(dict(row.reading.selection)) for row in rows]
+    whole = {
+        "n_reference": [row.band.n_reference for row in rows],
+        "layer": [row.reading.layer for row in rows],
+        "is_outside": [row.is_outside for row in rows],
+    }
+    columns = {**{k: np.array(v, dtype=float) for k, v in numbers.items()}, **whole, **texts}
+    return xr.Dataset(
+        {name: ("criterion", np.asarray(values)) for name, values in columns.items()},
+        {"criterion": [row.criterion for row in rows]},
+    )
+
+
+def _closed(limit: float) -> float:
+    return limit if math.isfinite(limit) else math.nan
+
+
+def _modes(rows: Iterable[Row], why_open: str) -> xr.Dataset:
+    """The worst sure state of each mode's criteria; what none of them could measure is not measured.
+
+    Args:
+        rows: All criteria.
+        why_open: Why a healthy criterion that acquits nothing leaves its mode open.
+    """
+    import xarray as xr
+
+    found = []
+    for name in FAILURE_MODES:
+        judged_rows = [row for row in rows if row.failure_mode == name and row.state != NOT_MEASURED]
+        own = [row for row in judged_rows if row.acquits or row.state != STATES[0]]
+        sure = [row for row in own if row.confidence >= LEAST_CONFIDENCE] or own
+        if not sure:
+            found.append((NOT_MEASURED, math.nan, "", why_open if judged_rows else ""))
+            continue
+        worst = max(sure, key=lambda row: (STATES.index(row.state), row.confidence))
+        # A healthy mode is as sure as the least sure of its criteria.
+        confidence = min(row.confidence for row in sure) if worst.state == STATES[0] else worst.confidence
+        found.append((worst.state, confidence, worst.criterion, ""))
+    state, confidence, worst, reason = zip(*found, strict=True)
+    return xr.Dataset(
+        {
+            "title": ("failure_mode", [mode.title for mode in FAILURE_MODES.values()]),
+            "meaning": ("failure_mode", [mode.meaning for mode in FAILURE_MODES.values()]),
+            "state": ("failure_mode", list(state)),
+            "confidence": ("failure_mode", np.array(confidence, dtype=float)),
+            "worst_criterion": ("failure_mode", list(worst)),
+            "reason": ("failure_mode", list(reason)),
+        },
+        {"failure_mode": list(FAILURE_MODES)},
+    )

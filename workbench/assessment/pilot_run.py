@@ -1,0 +1,169 @@
+"""The first updates of a plan, tried out on copies: whether they break, how soon, and what attention and routing do."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.callbacks.train import train
+from workbench.errors import ThresholdError
+from workbench.models.anatomy import read_anatomy
+from workbench.models.losses import token_loss
+from workbench.models.probing import on_device_of
+from workbench.monitors.probe_pass import ProbeLook
+from workbench.tasks import as_task
+from workbench.tasks.task import require_whole
+from workbench.training.training_plan import TrainingPlan
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from torch import Tensor, nn
+
+    from workbench.callbacks.kss import KSS
+    from workbench.tasks import Inputs, Task
+
+#: Updates of one trial, and the trials: half of the recorded runs that break do so within ten updates, 95 % within 49.
+N_UPDATES, N_TRIALS = 60, 2
+#: Updates between two looks at attention and routing in the first trial, and token states of a look.
+LOOK_EVERY, N_LOOKED_AT = 5, 256
+#: What is looked at: name -> part of the look, its variable, and what stands for all layers and heads.
+_LOOKED_AT: dict[str, tuple[str, str, Callable[[np.ndarray], Any]]] = {
+    "attention_entropy_share_min": ("attention", "attention_entropy_share", np.nanmin),
+    "attention_logit_max": ("attention", "attention_logit_max", np.nanmax),
+    "routing_change": ("router", "routing_change", np.nanmax),
+    "max_violation": ("router", "max_violation", np.nanmax),
+    "dead_experts": ("router", "dead_experts", np.nanmax),
+}
+_MEANING = {
+    "attention_entropy_share_min": ("smallest attention entropy share", "1"),
+    "attention_logit_max": ("largest attention logit", "1"),
+    "routing_change": ("largest routing change between two looks", "1"),
+    "max_violation": ("largest MaxVio", "1"),
+    "dead_experts": ("most dead experts of a layer", "expert"),
+}
+
+
+def dress_rehearsal(
+    model: nn.Module,
+    task: Any,
+    plan: TrainingPlan,
+    *,
+    n_updates: int = N_UPDATES,
+    n_trials: int = N_TRIALS,
+    loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
+    kss: Callable[[], KSS] | None = None,
+) -> xr.Dataset:
+    """Train copies of a model for the first updates of a plan, at the rate it really means.
+
+    A warm-up longer than half of a trial is shortened to that, and what follows it stays at the peak rate: a plan of
+    many thousand steps is tried at its peak, not at the first hundredth of its warm-up. Optimizer, clipping, precision
+    and the label of divergence are the plan's. Each trial has batches of its own, none of them the first ones of the
+    run.
+
+    Args:
+        model: It is left alone.
+        task: See `workbench.tasks.as_task`.
+        plan: With an optimizer given by name or as a function.
+        n_updates: Of one trial.
+        n_trials: How many.
+        loss: From logits and targets.
+        kss: Makes the Koopman Spectral Shaping to try with it, one a trial; None: none.
+
+    Returns:
+        Dataset with dims ``trial`` and ``step``: ``loss`` and ``grad_norm`` (trial, step; NaN after a trial broke),
+        ``has_diverged``, ``divergence_step`` (NaN: it did not) and ``cause`` (trial); ``share_broken`` of the trials
+        (0-dim); of the first trial, dim
+        ``look`` (coordinate ``look_step``): ``attention_entropy_share_min``, ``attention_logit_max``,
+        ``routing_change`` since the look before, ``max_violation`` and ``dead_experts``, each the worst of all layers
+        and heads, NaN where the model has no such thing; attributes ``n_updates``, ``warmup`` and ``learning_rate``,
+        as tried.
+
+    Raises:
+        ThresholdError: If the optimizer is a ready one, which belongs to the model itself, or a number is below 1.
+    """
+    import torch
+    import xarray as xr
+
+    require_whole(1, n_updates=n_updates, n_trials=n_trials)
+    if isinstance(plan.optimizer, torch.optim.Optimizer):
+        raise ThresholdError(
+            "A ready optimizer cannot be tried on a copy; name its class, or pass a function that makes it."
+        )
+    warmup = min(plan.warmup, n_updates // 2)
+    tried = replace(plan, n_steps=n_updates, warmup=warmup, schedule="constant", stops_at_divergence=True)
+    settings = {item.name: getattr(tried, item.name) for item in fields(TrainingPlan)}
+    task = as_task(task)
+    numbers = np.full((2, n_trials, n_updates), math.nan)
+    steps, causes = np.full(n_trials, math.nan), [""] * n_trials
+    looks: list[dict[str, float]] = []
+    for trial in range(n_trials):
+        later, trained = _Later(task, start=(trial + 1) * n_updates), copy.deepcopy(model)
+        looker = _looker(trained, task) if trial == 0 else None
+        for record in train(trained, later, loss=loss, kss=None if kss is None else kss(), **settings):
+            numbers[:, trial, record.step] = record.loss, record.grad_norm
+            if record.diverged:
+                steps[trial], causes[trial] = record.step, record.cause
+            elif looker is not None and record.step % LOOK_EVERY == 0:
+                looks.append({"look_step": record.step} | _look(looker))
+    dims = ("trial", "step")
+    return xr.Dataset(
+        {
+            "loss": (dims, numbers[0], {"long_name": "loss", "units": "nat"}),
+            "grad_norm": (dims, numbers[1], {"long_name": "gradient norm", "units": "1"}),
+            "has_diverged": ("trial", np.isfinite(steps)),
+            "share_broken": (
+                (),
+                float(np.isfinite(steps).mean()),
+                {"long_name": "share of trials that broke", "units": "1"},
+            ),
+            "divergence_step": ("trial", steps, {"long_name": "step of divergence", "units": "step"}),
+            "cause": ("trial", np.array(causes)),
+            **{
+                name: ("look", [look[name] for look in looks], {"long_name": long_name, "units": unit})
+                for name, (long_name, unit) in _MEANING.items()
+            },
+        },
+        {
+            "trial": np.arange(n_trials),
+            "step": np.arange(n_updates),
+            "look_step": ("look", np.array([look["look_step"] for look in looks], dtype=int)),
+        },
+        {"n_updates": n_updates, "warmup": warmup, "learning_rate": float(plan.learning_rate or math.nan)},
+    )
+
+
+def _looker(model: nn.Module, task: Task) -> ProbeLook:
+    inputs = on_device_of(model, task.probe(N_LOOKED_AT))
+    return ProbeLook(model, read_anatomy(model, inputs), inputs)
+
+
+def _look(looker: ProbeLook) -> dict[str, float]:
+    taken = looker.take(("attention", "router"))
+    found = {}
+    for name, (part, variable, worst) in _LOOKED_AT.items():
+        values = taken.get(part, {}).get(variable)
+        is_seen = values is not None and bool(np.isfinite(values).any())
+        found[name] = float(worst(values)) if is_seen else math.nan
+    return found
+
+
+@dataclass(frozen=True)
+class _Later:
+    """A task from a later batch on."""
+
+    task: Task
+    start: int
+
+    def stream(self, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
+        return self.task.stream(self.start + start)
+
+    def probe(self, n_tokens: int) -> Inputs:
+        return self.task.probe(n_tokens)
+
+    def describe(self) -> dict[str, Any]:
+        return {**self.task.describe(), "from_batch": self.start}

@@ -1,0 +1,113 @@
+"""Changes to a plan that may make it safe, and what trying each of them out showed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.assessment.pilot_run import dress_rehearsal
+from workbench.callbacks.kss import KSS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import xarray as xr
+    from torch import nn
+
+    from workbench.training.training_plan import TrainingPlan
+
+#: Trials of each change; each has as many updates as the rehearsal of the plan.
+N_TRIALS = 2
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change to a plan.
+
+    Attributes:
+        setting: What is changed.
+        current, proposed: Its value now and then, as texts.
+        plan: The plan with the change.
+        kss: Whether KSS is on.
+    """
+
+    setting: str
+    current: str
+    proposed: str
+    plan: TrainingPlan
+    kss: bool = False
+
+
+def possible_changes(plan: TrainingPlan, stable_rate: float, breaking_rate: float = math.nan) -> list[Change]:
+    """The single changes worth trying for a plan that may break, the cheapest for training first.
+
+    Args:
+        plan: As it stands.
+        stable_rate: Largest learning rate that the risk model thinks stable; NaN: it does not know.
+        breaking_rate: That broke the model itself within a few trial updates; not finite: none is known. A quarter of
+            it, or of the plan's rate if that is lower, is tried where no stable rate is known.
+    """
+    rate = plan.learning_rate
+    known = [value for value in (rate, breaking_rate) if math.isfinite(value) and value > 0]
+    lower = min(stable_rate, rate / 1.5) if math.isfinite(stable_rate) and stable_rate > 0 else min(known) / 4
+    lower = float(f"{lower:.2g}")
+    changes = []
+    if plan.clip_norm is None:
+        changes.append(Change("clip_norm", "none", "1", replace(plan, clip_norm=1.0)))
+    longer = max(2 * plan.warmup, 100)
+    changes.append(Change("warmup", str(plan.warmup), str(longer), replace(plan, warmup=longer)))
+    changes.append(Change("kss", "off", "KSS.recommended()", plan, kss=True))
+    changes.append(Change("learning_rate", f"{rate:g}", f"{lower:g}", replace(plan, learning_rate=lower)))
+    return changes
+
+
+def try_changes(
+    model: nn.Module,
+    task: Any,
+    changes: list[Change],
+    *,
+    n_updates: int,
+    say: Callable[[str], None] | None = None,
+) -> xr.Dataset:
+    """Rehearse each change.
+
+    Args:
+        model: It is left alone.
+        task: As in `dress_rehearsal`.
+        changes: From `possible_changes`.
+        n_updates: Of each trial.
+        say: Called with a few words before each change; what it raises ends it.
+
+    Returns:
+        Dataset with dim ``change``: ``setting``, ``current``, ``proposed``, ``n_trials``, ``n_broken``, ``first_loss``,
+        ``last_loss`` (mean over the trials that did not break; NaN: all did) and ``largest_grad_norm``.
+    """
+    import xarray as xr
+
+    rows = []
+    for change in changes:
+        if say is not None:
+            say(f"{change.setting} {change.current} → {change.proposed}")
+        tried = dress_rehearsal(
+            model,
+            task,
+            change.plan,
+            n_updates=n_updates,
+            n_trials=N_TRIALS,
+            kss=KSS.recommended if change.kss else None,
+        )
+        rows.append((change.setting, change.current, change.proposed, *_outcome(tried)))
+    names = ("setting", "current", "proposed", "n_trials", "n_broken", "first_loss", "last_loss", "largest_grad_norm")
+    columns = [np.array(column) for column in zip(*rows, strict=True)] if rows else [np.array([])] * len(names)
+    return xr.Dataset({name: ("change", column) for name, column in zip(names, columns, strict=True)})
+
+
+def _outcome(tried: xr.Dataset) -> tuple[int, int, float, float, float]:
+    broke = tried["has_diverged"].values
+    kept = tried["loss"].values[~broke]
+    last = float(kept[:, -min(10, kept.shape[1]) :].mean()) if len(kept) else math.nan
+    largest = float(np.nanmax(tried["grad_norm"].values)) if np.isfinite(tried["grad_norm"].values).any() else math.nan
+    return len(broke), int(broke.sum()), float(np.nanmean(tried["loss"].values[:, 0])), last, largest

@@ -1,0 +1,334 @@
+"""Alarms: signals that have left what healthy runs do, said as soon as it can be known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.callbacks.alarms.attribution import Attribution, Attributor
+from workbench.callbacks.alarms.calibration import KINDS, Calibration
+from workbench.callbacks.alarms.detector import Detector
+from workbench.callbacks.alarms.detector_options import DetectorOptions
+from workbench.callbacks.alarms.onset import onset
+from workbench.callbacks.alarms.recorded_settings import SettingsFollower
+from workbench.callbacks.alarms.settling import Settling
+from workbench.callbacks.alarms.watched import WATCHED, Watched
+from workbench.errors import SchemaError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_PLACES = ("layer", "head")
+#: An alarm sounds again only after its score has fallen below this share of the threshold.
+_REARM = 0.5
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One signal that has left what healthy runs do.
+
+    Attributes:
+        step: Updates done when it was known.
+        signal: Such as ``"effective_rank D2"``.
+        layer: Where it is worst; -1: the signal has no layers, or it lies outside the blocks.
+        head: Where it is worst; -1: the signal has no heads.
+        score: How many times the threshold.
+        value: Of the signal there, in its own unit.
+        is_outcome: Whether the signal is the loss or the norm of the gradients.
+        message: In plain words.
+    """
+
+    step: int
+    signal: str
+    layer: int
+    head: int
+    score: float
+    value: float
+    is_outcome: bool
+    message: str
+
+    def as_event(self) -> dict[str, Any]:
+        """For a run's events: everything but step and kind."""
+        return {
+            "source": self.signal,
+            "score": self.score,
+            "message": self.message,
+            "layer": self.layer,
+            "head": self.head,
+        }
+
+
+class Alarms:
+    """Listens to a `workbench.Recorder` and raises alarms; causal, so a replay of the record gives the same ones.
+
+    Each signal is compared with the run's own healthy start, which begins once the run has settled and its warm-up is
+    over, and with its own recent past, in units of how far healthy runs stray. The thresholds follow from the
+    false-alarm budget, one for the mechanism monitors together and one for loss and gradient norm together.
+
+    Args:
+        budget: Share of healthy runs that may raise a false alarm of either group: the knob between early and sure.
+        calibration: What healthy runs do; None: the one that ships, of small transformers (see data/README.md). Your
+            own comes from `calibrate`.
+        paired: A healthy run of the same model to compare with, step by step, instead of the run's own start.
+        options: Of the detectors; None: those of the calibration.
+        attributor: Names the fault; None: the one that ships.
+        on_alarm: Called with each `Alarm` as it is raised; what it raises goes through to the training loop.
+
+    Raises:
+        ThresholdError: If the budget is out of range.
+        SchemaError: If the paired run has no monitors.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: float = 0.05,
+        calibration: Calibration | None = None,
+        paired: xr.DataTree | None = None,
+        options: DetectorOptions | None = None,
+        attributor: Attributor | None = None,
+        on_alarm: Callable[[Alarm], None] | None = None,
+    ) -> None:
+        if calibration is None:
+            calibration = Calibration.shipped(paired=paired is not None)
+        self.calibration = calibration
+        self.options = options or calibration.options
+        self.budget = budget
+        self.attributor = attributor or Attributor.shipped()
+        self.on_alarm = on_alarm
+        self._pair = None if paired is None else Pair(paired)
+        self.reset()
+
+    @property
+    def budget(self) -> float:
+        """Share of healthy runs that may raise a false alarm; may be turned at any time."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: float) -> None:
+        groups = ("mechanism", "outcome")
+        self._thresholds = {group: self.calibration.threshold(budget, group=group) for group in groups}
+        self._budget = budget
+
+    def reset(self, *, step: int = 0) -> None:
+        """Forget the run so far: its healthy start is learned anew from ``step`` on, after an action for instance."""
+        self._from = step
+        self._follows: dict[str, _Follow] = {}
+        self._settling = Settling(self.options)
+        self._settings = SettingsFollower(self._settling)
+        self._silent_until = -1
+        self._told = ""
+        self.raised: list[Alarm] = []
+
+    @property
+    def settled_at(self) -> int:
+        """Step at which the healthy start begins, as far as it can be known by now; it moves on during a warm-up."""
+        return self._from + self._settling.end
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has heard nothing yet."""
+        return not self._follows
+
+    def rest(self, step: int, *, n_steps: int) -> None:
+        """Raise nothing for a while and forget the recent past, but not the healthy start: after an action."""
+        self._silent_until, self._told = step + n_steps, ""
+        for follow in self._follows.values():
+            follow.forget_past()
+
+    def observe(self, observation: Any) -> list[Alarm]:
+        """Take in what a recorder saw.
+
+        Args:
+            observation: A `workbench.monitors.Observation`.
+
+        Returns:
+            Alarms that this look raises; most looks raise none.
+        """
+        fresh = []
+        if observation.part == "monitors":
+            self._settling.update(observation.step - self._from, observation.values)
+            self._settings.update(observation.step - self._from, observation.values)
+        for watched, values, layers in looks_at(observation.part, observation.values, observation.coords):
+            follow = self._follows.get(watched.name)
+            if follow is None:
+                follow = self._follows[watched.name] = _Follow(
+                    watched, self.options, self._settling, has_pair=self._pair is not None
+                )
+            compared = watched.badness(values)
+            if self._pair is not None:
+                compared = compared - self._pair.badness(watched, observation.step, compared.shape)
+            follow.update(observation.step - self._from, compared, values, layers, self.calibration)
+            threshold = self._thresholds["outcome" if watched.is_outcome else "mechanism"]
+            if observation.step >= self._silent_until and (alarm := follow.alarm(observation.step, threshold)):
+                fresh.append(alarm)
+        self.raised += fresh
+        if self.on_alarm is not None:
+            for alarm in fresh:
+                self.on_alarm(alarm)
+        return fresh
+
+    def scores(self) -> dict[str, float]:
+        """The latest score of each signal, in units of the scale of healthy runs; of its worst layer and head."""
+        return {name: follow.score for name, follow in self._follows.items()}
+
+    def departures(self) -> dict[str, dict[str, float]]:
+        """The latest departure of each signal and kind, at its worst layer and head; what `Calibration.of` takes."""
+        return {name: dict(follow.latest) for name, follow in self._follows.items()}
+
+    def attribute(self) -> Attribution:
+        """Which fault the signals point to now, with the evidence."""
+        return self.attributor.attribute(self.features())
+
+    def new_attribution(self, fresh: Sequence[Alarm]) -> Attribution | None:
+        """What the signals point to, where alarms are fresh and it is another fault than was said last."""
+        if not fresh or (found := self.attribute()).cause == self._told:
+            return None
+        self._told = found.cause
+        return found
+
+    def features(self) -> dict[str, float]:
+        """What `attribute` goes by: the latest signed score of each signal, and how the run's settings have changed."""
+        return {name: follow.signed for name, follow in self._follows.items()} | self._settings.changes()
+
+    def onset(self, signal: str) -> int | None:
+        """The last step before a signal changed, as far as the detectors remember; None where that is too little."""
+        follow = self._follows.get(signal)
+        return None if follow is None else follow.onset(self._from)
+
+
+@dataclass
+class _Follow:
+    """One signal: its detector, latest score and whether its alarm is armed."""
+
+    watched: Watched
+    options: DetectorOptions
+    settling: Settling
+    has_pair: bool
+    score: float = float("nan")
+    signed: float = 0.0
+    latest: dict[str, float] = field(default_factory=dict)
+    is_armed: bool = True
+    was_finite: bool = False
+    place: tuple[int, int] = (-1, -1)
+    value: float = float("nan")
+    unit: int = 0
+    is_broken: bool = False
+
+    def __post_init__(self) -> None:
+        self.detector = Detector(self.options, part=self.watched.part, has_pair=self.has_pair, settling=self.settling)
+
+    def update(
+        self, step: int, compared: np.ndarray, values: np.ndarray, layers: np.ndarray | None, calibration: Calibration
+    ) -> None:
+        self.is_broken = self.was_finite and not np.isfinite(compared).any()
+        self.was_finite |= bool(np.isfinite(compared).any())
+        departure = self.detector.update(step, compared)
+        self.score, self.signed = float("nan"), 0.0
+        if departure is None:
+            return
+        scores = []
+        for kind in KINDS:
+            departed = getattr(departure, kind)
+            if np.isfinite(departed).any():
+                self.latest[kind] = float(np.nanmax(departed))
+            scores.append(calibration.score(self.watched.name, kind, departed))
+        together = np.fmax(*scores)
+        if not np.isfinite(together).any():
+            return
+        worst = np.unravel_index(np.nanargmax(together), together.shape)
+        self.score, self.value = float(together[worst]), float(values[worst])
+        self.unit = int(np.ravel_multi_index(worst, together.shape)) if worst else 0
+        lowest = float(np.nanmin(np.fmin(*scores)))
+        self.signed = self.score if self.score >= -lowest else lowest
+        where = [int(i) for i in worst]
+        layer = -1 if not where else (where[0] if layers is None else int(layers[where[0]]))
+        self.place = (layer, where[1] if len(where) > 1 else -1)
+
+    def forget_past(self) -> None:
+        """Go on as if the signal had no past but its healthy start; the alarm is armed again."""
+        self.detector.forget_past()
+        self.is_armed = True
+
+    def onset(self, offset: int) -> int | None:
+        """See `Alarms.onset`; of the layer and head that were worst."""
+        steps, values = self.detector.past()
+        found = onset(steps, values.reshape(len(steps), -1)[:, self.unit]) if len(steps) else None
+        return None if found is None else found + offset
+
+    def alarm(self, step: int, threshold: float) -> Alarm | None:
+        score = float("inf") if self.is_broken else self.score / threshold
+        if not score >= 1:  # also where it is not known
+            self.is_armed |= score < _REARM
+            return None
+        if not self.is_armed:
+            return None
+        self.is_armed = False
+        return Alarm(
+            step=step,
+            signal=self.watched.name,
+            layer=self.place[0],
+            head=self.place[1],
+            score=score,
+            value=self.value,
+            is_outcome=self.watched.is_outcome,
+            message=self._message(),
+        )
+
+    def _message(self) -> str:
+        if self.is_broken:
+            return f"{self.watched.name} is not finite any more."
+        layer, head = self.place
+        where = f" in layer {layer}" if layer >= 0 else ""
+        where += f", head {head}" if head >= 0 else ""
+        way = "low" if self.watched.is_bad_low else "high"
+        return f"{self.watched.name} is too {way} ({self.value:.4g}){where}: {self.watched.points_to}."
+
+
+def looks_at(
+    part: str, values: Mapping[str, np.ndarray], coords: Mapping[str, Any]
+) -> Iterable[tuple[Watched, np.ndarray, np.ndarray | None]]:
+    """The watched signals in one look: the signal, its values by layer and head, and the layers' numbers."""
+    for watched in WATCHED:
+        if watched.part != part or watched.variable not in values:
+            continue
+        found = np.asarray(values[watched.variable], dtype=np.float64)
+        if watched.term:
+            terms = [str(term) for term in coords["term"]]
+            if watched.term not in terms:
+                continue
+            found = found[..., terms.index(watched.term)]
+        layers = np.asarray(coords["layer"]) if "layer" in coords and found.ndim else None
+        yield watched, found, layers
+
+
+class Pair:
+    """The healthy run that another is compared with."""
+
+    def __init__(self, run: xr.DataTree) -> None:
+        if "monitors" not in run.children:
+            raise SchemaError("The paired run has no monitors; record it as the run that it is compared with.")
+        self._run = run
+        self._known: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+
+    def badness(self, watched: Watched, step: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Of the paired run's latest look up to this step; NaN where it has none."""
+        if watched.name not in self._known:
+            self._known[watched.name] = self._read(watched)
+        steps, values = self._known[watched.name]
+        place = int(np.searchsorted(steps, step, side="right")) - 1
+        if place < 0 or values.shape[1:] != shape:
+            return np.full(shape, np.nan)
+        return values[place]
+
+    def _read(self, watched: Watched) -> tuple[np.ndarray, np.ndarray]:
+        part = self._run.children.get(watched.part)
+        if part is None or watched.variable not in part:
+            return np.zeros(0, int), np.zeros((0,))
+        variable = part[watched.variable]
+        if watched.term:
+            variable = variable.sel(term=watched.term)
+        return part["step"].values, watched.badness(variable.values)

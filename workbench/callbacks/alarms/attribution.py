@@ -1,0 +1,175 @@
+"""Which fault do the signals point to? A linear model over the scores, small enough to read, with its evidence."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench.callbacks.alarms.watched import WATCHED
+from workbench.errors import StoreError, ThresholdError
+from workbench.io.atomic import check_free, replacing
+
+_SHIPPED = Path(__file__).parent / "shipped" / "attribution.json"
+#: Scores beyond this say no more.
+_CLIP = 3.0
+#: What is known of a run's settings, and how it is said.
+SETTINGS = {
+    "rate_change": ("the learning rate has risen", "the learning rate has fallen"),
+    "batch_change": ("the batches have grown", "the batches have shrunk"),
+    "has_lost_auxiliary_loss": ("the auxiliary loss is gone", ""),
+}
+_N_EVIDENCE = 3
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """What the signals point to.
+
+    Attributes:
+        cause: The likeliest fault.
+        probability: Of each fault, falling; adds up to 1. How sure the model is among the faults that it knows, not
+            how likely there is a fault.
+        evidence: What speaks for the cause most, in plain words.
+    """
+
+    cause: str
+    probability: Mapping[str, float]
+    evidence: tuple[str, ...]
+
+    @property
+    def message(self) -> str:
+        """One sentence."""
+        because = "; ".join(self.evidence)
+        return f"This looks like {self.cause.replace('_', ' ')} ({self.probability[self.cause]:.0%}): {because}."
+
+    def as_event(self) -> dict[str, Any]:
+        """For a run's events: everything but step and kind."""
+        return {"source": self.cause, "score": self.probability[self.cause], "message": self.message}
+
+
+@dataclass(frozen=True)
+class Attributor:
+    """Multinomial logistic regression from scores to faults.
+
+    Attributes:
+        causes: The faults, shape (cause,).
+        features: Names of signals and settings, shape (feature,).
+        weight: Shape (cause, feature).
+        bias: Shape (cause,).
+    """
+
+    causes: tuple[str, ...]
+    features: tuple[str, ...]
+    weight: np.ndarray
+    bias: np.ndarray
+
+    @classmethod
+    def fit(
+        cls, examples: Iterable[tuple[Mapping[str, float], str]], *, uses_settings: bool = True, penalty: float = 1.0
+    ) -> Attributor:
+        """From looks at faulted runs.
+
+        Args:
+            examples: Scores of a look (signals and settings, by name), and the fault that was there.
+            uses_settings: Whether settings may be evidence; without them the mechanism alone decides.
+            penalty: Strength of the quadratic penalty of the weights.
+
+        Raises:
+            ThresholdError: If there are fewer than two faults among the examples.
+        """
+        from sklearn.linear_model import LogisticRegression
+
+        examples = list(examples)
+        causes = sorted({cause for _, cause in examples})
+        if len(causes) < 2:
+            raise ThresholdError(f"The examples show {len(causes)} kinds of fault, expected at least 2.")
+        features = [w.name for w in WATCHED] + (list(SETTINGS) if uses_settings else [])
+        seen = {name for scores, _ in examples for name in scores}
+        features = tuple(name for name in features if name in seen)
+        table = np.array([_row(features, scores) for scores, _ in examples])
+        model = LogisticRegression(C=1 / penalty, max_iter=5000, class_weight="balanced")
+        model.fit(table, [cause for _, cause in examples])
+        weight, bias = model.coef_, model.intercept_
+        if len(causes) == 2:
+            weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
+        return cls(tuple(map(str, model.classes_)), features, weight, bias)
+
+    def attribute(self, scores: Mapping[str, float]) -> Attribution:
+        """The likeliest fault.
+
+        Args:
+            scores: Of each signal, in units of what healthy runs reach, negative where it went the other way; and of
+                `SETTINGS` what is known: logarithms of the changes of learning rate and batch size, and 1 where the
+                auxiliary loss is gone.
+        """
+        row = _row(self.features, scores)
+        logits = self.weight @ row + self.bias
+        probability = np.exp(logits - logits.max())
+        probability /= probability.sum()
+        best = int(probability.argmax())
+        # What lifts the cause above the mean of the others, feature by feature.
+        lift = (self.weight[best] - self.weight.mean(axis=0)) * row
+        telling = [i for i in np.argsort(-lift)[:_N_EVIDENCE] if lift[i] > 0]
+        order = np.argsort(-probability)
+        return Attribution(
+            self.causes[best],
+            {self.causes[i]: float(probability[i]) for i in order},
+            tuple(_words(self.features[i], float(row[i])) for i in telling) or ("nothing stands out",),
+        )
+
+    def save(self, path: Path, *, overwrite: bool = False) -> Path:
+        """Write it as JSON."""
+        check_free(Path(path), overwrite=overwrite)
+        content = {
+            "causes": list(self.causes),
+            "features": list(self.features),
+            "weight": [[float(f"{value:.5g}") for value in row] for row in self.weight],
+            "bias": [float(f"{value:.5g}") for value in self.bias],
+        }
+        with replacing(Path(path)) as partial:
+            partial.write_text(json.dumps(content, indent=1) + "\n")
+        return Path(path)
+
+    @classmethod
+    def open(cls, path: Path) -> Attributor:
+        """Read what `save` wrote.
+
+        Raises:
+            StoreError: If it is not there or something else.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            weight, bias = np.array(content["weight"], float), np.array(content["bias"], float)
+            causes, features = tuple(content["causes"]), tuple(content["features"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{path} is no attributor ({error}); pass one from Attributor.save().") from error
+        if weight.shape != (len(causes), len(features)) or bias.shape != (len(causes),):
+            raise StoreError(f"{path} is damaged: its weights do not fit its causes and features; write it again.")
+        return cls(causes, features, weight, bias)
+
+    @classmethod
+    def shipped(cls) -> Attributor:
+        """The one fitted to the recorded study; see data/README.md."""
+        return cls.open(_SHIPPED)
+
+
+def _row(features: tuple[str, ...], scores: Mapping[str, float]) -> np.ndarray:
+    row = np.array([scores.get(name, 0.0) for name in features], dtype=float)
+    row = np.where(np.isnan(row), 0.0, row)
+    return np.clip(row, -_CLIP, _CLIP)
+
+
+def _words(name: str, value: float) -> str:
+    if name in SETTINGS:
+        up, down = SETTINGS[name]
+        factor = f" ({math.exp(abs(value)):.3g} times)" if name != "has_lost_auxiliary_loss" else ""
+        return (up if value > 0 else down) + factor
+    watched = next(w for w in WATCHED if w.name == name)
+    is_low = watched.is_bad_low == (value > 0)
+    return f"{name} is {'low' if is_low else 'high'} ({abs(value):.2g} times what healthy runs reach)"

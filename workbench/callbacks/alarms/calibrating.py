@@ -1,0 +1,104 @@
+"""Measure what healthy runs do: the calibration of alarms from one's own runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.callbacks.alarms.alarms import Pair, looks_at
+from workbench.callbacks.alarms.calibration import KINDS, Calibration
+from workbench.callbacks.alarms.detector import Detector
+from workbench.callbacks.alarms.detector_options import DetectorOptions
+from workbench.callbacks.alarms.replaying import observations
+from workbench.callbacks.alarms.settling import Settling
+from workbench.callbacks.alarms.watched import WATCHED
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_GROUPS = {watched.name: "outcome" if watched.is_outcome else "mechanism" for watched in WATCHED}
+
+
+def calibrate(
+    runs: Iterable[xr.DataTree],
+    *,
+    options: DetectorOptions | None = None,
+    about: str = "",
+) -> Calibration:
+    """What healthy runs do; `workbench.Alarms` takes it.
+
+    Args:
+        runs: Healthy ones of the kind to be watched: same recorder, similar models and lengths; twenty for a budget of
+            5 %.
+        options: Of the detectors.
+        about: Where they come from, for people.
+
+    Raises:
+        ThresholdError: If there are fewer than five runs.
+        SchemaError: If one has no monitors.
+    """
+    options = options or DetectorOptions()
+    return Calibration.of([departures(run, options) for run in runs], options, groups=_GROUPS, about=about)
+
+
+def calibrate_paired(
+    pairs: Sequence[tuple[xr.DataTree, xr.DataTree]], *, options: DetectorOptions | None = None, about: str = ""
+) -> Calibration:
+    """How far two healthy runs of one model go apart; `workbench.Alarms` takes it with ``paired=``.
+
+    Args:
+        pairs: Healthy runs of the same kind: the one to watch, the one to compare it with.
+        options: Of the detectors.
+        about: Where they come from, for people.
+
+    Raises:
+        ThresholdError: If there are fewer than five pairs.
+        SchemaError: If a run has no monitors.
+    """
+    options = options or DetectorOptions()
+    found = [departures(run, options, pair=pair) for run, pair in pairs]
+    return Calibration.of(found, options, groups=_GROUPS, about=about)
+
+
+def departures(
+    run: xr.DataTree, options: DetectorOptions, *, pair: xr.DataTree | None = None
+) -> dict[str, dict[str, float]]:
+    """The largest departure of each signal over all steps, layers and heads of a run.
+
+    Args:
+        run: With monitors.
+        options: Of the detectors.
+        pair: Another run to compare with, step by step.
+
+    Returns:
+        Signal name and kind -> departure on the scale of `Watched.badness`.
+
+    Raises:
+        SchemaError: If a run has no monitors.
+    """
+    detectors: dict[str, Detector] = {}
+    settling = Settling(options)
+    compared_with = None if pair is None else Pair(pair)
+    largest: dict[str, dict[str, float]] = {}
+    for look in observations(run):
+        if look.part == "monitors":
+            settling.update(look.step, look.values)
+        for watched, values, _ in looks_at(look.part, look.values, look.coords):
+            if watched.name not in detectors:
+                detectors[watched.name] = Detector(
+                    options, part=watched.part, has_pair=pair is not None, settling=settling
+                )
+            compared = watched.badness(values)
+            if compared_with is not None:
+                compared = compared - compared_with.badness(watched, look.step, compared.shape)
+            departure = detectors[watched.name].update(look.step, compared)
+            if departure is None:
+                continue
+            found = largest.setdefault(watched.name, {})
+            for kind in KINDS:
+                departed = getattr(departure, kind)
+                if np.isfinite(departed).any():
+                    found[kind] = max(found.get(kind, -np.inf), float(np.nanmax(departed)))
+    return largest

@@ -1,0 +1,96 @@
+"""How long before the loss did the mechanism warn?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.callbacks.alarms.alarms import Alarm
+from workbench.callbacks.alarms.watched import WATCHED
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_OUTCOMES = frozenset(watched.name for watched in WATCHED if watched.is_outcome)
+
+
+@dataclass(frozen=True)
+class LeadTime:
+    """When each kind of warning came first; steps, None: it did not.
+
+    Attributes:
+        mechanism: First alarm of a mechanism monitor.
+        outcome: First alarm of the loss, the norm of the gradients or the spike score.
+        divergence: Where the run diverged.
+        by_outcome: First alarm of each of these three.
+    """
+
+    mechanism: Alarm | None
+    outcome: Alarm | None
+    divergence: int | None
+    by_outcome: dict[str, int]
+
+    @property
+    def steps(self) -> float:
+        """Steps from the mechanism's alarm to the first of the others or the divergence; NaN where one is missing.
+
+        Negative where the mechanism came later.
+        """
+        ends = [*self.by_outcome.values(), *([] if self.divergence is None else [self.divergence])]
+        return math.nan if self.mechanism is None or not ends else float(min(ends) - self.mechanism.step)
+
+    @property
+    def to_divergence(self) -> float:
+        """Steps from the mechanism's alarm to the divergence; NaN where one is missing."""
+        return math.nan if self.mechanism is None or self.divergence is None else self.divergence - self.mechanism.step
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the mechanism warned, and nothing else had shown anything by then."""
+        return self.mechanism is not None and not self.steps <= 0
+
+
+def lead_time(alarms: Iterable[Alarm], *, divergence: int | None = None, since: int = 0) -> LeadTime:
+    """First alarms of each kind.
+
+    Args:
+        alarms: Of one run.
+        divergence: Step at which it diverged; None: it did not.
+        since: Alarms before this step, such as that of a fault's onset, do not count.
+    """
+    late = sorted((alarm for alarm in alarms if alarm.step >= since), key=lambda alarm: alarm.step)
+    mechanism = next((alarm for alarm in late if not alarm.is_outcome), None)
+    outcome = next((alarm for alarm in late if alarm.is_outcome), None)
+    by_outcome: dict[str, int] = {}
+    for alarm in late:
+        if alarm.is_outcome:
+            by_outcome.setdefault(alarm.signal, alarm.step)
+    return LeadTime(mechanism, outcome, divergence, by_outcome)
+
+
+def recorded_alarms(run: xr.DataTree) -> list[Alarm]:
+    """The alarms among the events of a run that was trained with them."""
+    if "events" not in run.children:
+        return []
+    events = run["events"].to_dataset(inherit=False).load()
+    found = []
+    for i in np.flatnonzero(events["kind"].values == "alarm"):
+        row = events.isel(event=int(i))
+        signal = str(row["source"].item())
+        found.append(
+            Alarm(
+                step=int(row["step"]),
+                signal=signal,
+                layer=int(row["layer"]),
+                head=int(row["head"]),
+                score=float(row["score"]),
+                value=math.nan,
+                is_outcome=signal in _OUTCOMES,
+                message=str(row["message"].item()),
+            )
+        )
+    return found

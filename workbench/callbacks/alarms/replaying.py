@@ -1,0 +1,62 @@
+"""A recorded run told again, look by look, as the recorder told it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.callbacks.alarms.watched import WATCHED
+from workbench.callbacks.recorder.options import Observation
+from workbench.errors import SchemaError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.callbacks.alarms.alarms import Alarm, Alarms
+
+#: In the order in which a recorder tells the looks of one step: the numbers of the update last.
+_PARTS = tuple(dict.fromkeys([*(w.part for w in WATCHED if w.part != "monitors"), "monitors"]))
+
+
+def observations(run: xr.DataTree) -> Iterator[Observation]:
+    """The looks of a recorded run that alarms listen to, in their order.
+
+    Args:
+        run: From `workbench.open_run`.
+
+    Raises:
+        SchemaError: If it has no monitors.
+    """
+    if "monitors" not in run.children:
+        raise SchemaError("The run has no monitors to replay; record it with wb.train() or a wb.Recorder.")
+    looks = []
+    for place, name in enumerate(_PARTS):
+        if name not in run.children:
+            continue
+        part = run[name].to_dataset(inherit=False).load()
+        coords = {name: np.asarray(value.values) for name, value in part.coords.items() if "step" not in value.dims}
+        values = {name: v.values for name, v in part.data_vars.items() if v.dims[:1] == ("step",)}
+        looks += [(int(step), place, row, name, values, coords) for row, step in enumerate(part["step"].values)]
+    looks.sort(key=lambda look: look[:2])
+    for step, _, row, name, values, coords in looks:
+        yield Observation(step, name, {key: value[row] for key, value in values.items()}, coords)
+
+
+def replay(run: xr.DataTree, alarms: Alarms) -> list[Alarm]:
+    """The alarms that a recorded run raises.
+
+    Args:
+        run: From `workbench.open_run`.
+        alarms: As they would have listened; afterwards they are where they would have been.
+
+    Returns:
+        In the order of their steps.
+
+    Raises:
+        SchemaError: If the run has no monitors.
+    """
+    for observation in observations(run):
+        alarms.observe(observation)
+    return list(alarms.raised)

@@ -1,0 +1,97 @@
+"""One table of all stability controls, for sweeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from workbench.callbacks.baselines.mup import MuP
+from workbench.callbacks.baselines.optimizers import LAMB, SAM, Lion
+from workbench.callbacks.baselines.penalties import ActivationVariance, GradientPenalty, JacobianPenalty, RandomL2
+from workbench.errors import ThresholdError
+from workbench.models.parametrizations import LinearParametrization, SpectralNorm, WeightNorm
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Control:
+    """A way to keep training stable, ready to be put on a run.
+
+    Attributes:
+        name: For tables.
+        settings: Arguments of `workbench.train` that it consists of.
+        parametrization: What is done to the fresh model; None: nothing.
+        rate_factor: The learning rate over the nominal one.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    parametrization: LinearParametrization | MuP | None = None
+    rate_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rate_factor, str) or not 0 < self.rate_factor < math.inf:
+            raise ThresholdError(f"The rate factor of {self.name} is {self.rate_factor}, expected a positive number.")
+
+    def prepare(self, make_model: Callable[[], nn.Module], rate: float) -> tuple[nn.Module, dict[str, Any]]:
+        """A model and the arguments of `workbench.train` to train it with under this control.
+
+        Args:
+            make_model: Gives a fresh model of the zoo (for muP, a transformer), for a comparison the same each time.
+            rate: Nominal peak learning rate.
+
+        Returns:
+            The model, parametrized where the control does that, and the settings, the learning rate among them; add
+            ``n_steps``, ``warmup``, ``kss`` and the like.
+
+        Raises:
+            ThresholdError: If the control does not fit the model.
+        """
+        model, rate = make_model(), self.rate_factor * rate
+        if self.parametrization is not None:
+            self.parametrization.apply(model)
+        if isinstance(self.parametrization, MuP):
+            return model, {**self.settings, "optimizer": self.parametrization.optimizer(model, rate)}
+        return model, {**self.settings, "learning_rate": rate}
+
+
+def controls(*, base_width: int = 16, rate_factors: Mapping[str, float] | None = None) -> dict[str, Control]:
+    """The controls of the KSS paper's tables, by name, in their order; each with AdamW where it is no optimizer itself.
+
+    The paper does not say at which rates it compares optimizers. Here the nominal rate is the rate for all of them:
+    Lion takes longer steps than Adam at it, LAMB's are a share of each weight's size, and muP's is the rate at the base
+    width.
+
+    Args:
+        base_width: Of muP. The paper gives none; at the model's own width muP would change nothing.
+        rate_factors: Name -> rate over the nominal rate, such as ``{"Lion": 0.1}``; 1 where nothing is given.
+
+    Raises:
+        ThresholdError: If a name is unknown or a factor is not positive.
+    """
+    made = [
+        Control("none"),
+        Control("clip 0.5", {"clip_norm": 0.5}),
+        Control("clip 1.0", {"clip_norm": 1.0}),
+        Control("spectral norm", parametrization=SpectralNorm()),
+        Control("weight norm", parametrization=WeightNorm()),
+        Control("gradient penalty 0.1", {"penalties": (GradientPenalty(0.1),)}),
+        Control("random l2", {"penalties": (RandomL2(),)}),
+        Control("Jacobian penalty", {"penalties": (JacobianPenalty(),)}),
+        Control("activation variance", {"penalties": (ActivationVariance(),)}),
+        Control("SAM 0.05", {"optimizer": SAM(0.05)}),
+        Control("SAM 0.10", {"optimizer": SAM(0.10)}),
+        Control("Lion", {"optimizer": Lion()}),
+        Control("LAMB", {"optimizer": LAMB()}),
+        Control("muP", parametrization=MuP(base_width)),
+    ]
+    table = {control.name: control for control in made}
+    for name, factor in (rate_factors or {}).items():
+        if name not in table:
+            raise ThresholdError(f"There is no control '{name}'; choose from {', '.join(table)}.")
+        table[name] = Control(name, table[name].settings, table[name].parametrization, factor)
+    return table

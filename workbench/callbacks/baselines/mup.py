@@ -1,0 +1,180 @@
+"""Maximal update parametrization (Yang et al. 2022, arXiv:2203.03466).
+
+The package ``mup`` has had no release since 2022 and wants its own layers in the model, so this is written here, for
+the zoo's transformer and Adam: the paper's Table 8, in the equivalent form with an output multiplier. With the width
+multiplier m = width / base width:
+
+- embeddings, biases, norms: initial size and rate as at the base width,
+- matrices in the blocks: initial standard deviation / sqrt(m), rate / m (decoupled weight decay x m, so that decay per
+  step is the same),
+- output head: initial size and rate as at the base width, logits / m,
+- attention: logits q.k / d_head instead of / sqrt(d_head), equal at the base width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from workbench.errors import ThresholdError
+from workbench.models.parametrizations import make_plain, require_plain
+from workbench.zoo import Transformer
+from workbench.zoo.module_of import module_of
+
+if TYPE_CHECKING:
+    from workbench.models.subject import Subject
+
+OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+
+
+@dataclass(frozen=True)
+class MuP:
+    """The parametrization relative to a base width, at which it changes nothing.
+
+    All inner widths are taken to grow in proportion to ``d_model``.
+
+    Attributes:
+        base_width: ``d_model`` at which ``init_std`` and the learning rate are meant.
+        base_heads: Attention heads at the base width; None: as many as the model has, so that heads grow wider.
+    """
+
+    base_width: int = 16
+    base_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("base_width", "base_heads"):
+            value = getattr(self, name)
+            if value is None and name == "base_heads":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ThresholdError(f"{name} is {value}, expected a whole number of at least 1.")
+
+    def apply(self, model: Subject | nn.Module) -> Callable[[], None]:
+        """Put initial sizes and multipliers on a fresh model, in place, before its optimizer is made.
+
+        Args:
+            model: A transformer of the zoo with normal initialization and an output head of its own.
+
+        Returns:
+            A function that takes the multipliers off; the weights stay as they act.
+
+        Raises:
+            ThresholdError: If it is another model, or parametrized already.
+        """
+        model = module_of(model)
+        config = _config_of(model)
+        require_plain(model)
+        m = self.multiplier(model)
+        base_head_dim = self.base_width / (self.base_heads or config.n_heads)
+        query_scale = math.sqrt(base_head_dim / config.head_dim)
+        with torch.no_grad():
+            for weight in hidden_matrices(model):
+                weight.div_(math.sqrt(m))
+        _scale(model.head, 1 / m)
+        for block in model.blocks:
+            # Scaled queries are scaled attention logits; a norm of the queries would undo what comes before it.
+            _scale(block.attention.query_norm if config.qk_norm else block.attention.query, query_scale)
+        return lambda: make_plain(model)
+
+    def multiplier(self, model: Subject | nn.Module) -> float:
+        """m, the width over the base width."""
+        return _config_of(module_of(model)).d_model / self.base_width
+
+    def optimizer(self, model: Subject | nn.Module, rate: float, name: str = "AdamW", **options: Any) -> MuPOptimizer:
+        """For ``train(optimizer=)``, without ``learning_rate``, which would make the groups' rates equal.
+
+        Args:
+            model: The model that is going to train.
+            rate: Peak rate at the base width.
+            name: ``"AdamW"`` or ``"Adam"``.
+            **options: Further arguments of it.
+
+        Raises:
+            ThresholdError: If rate, name or model do not fit.
+        """
+        if name not in OPTIMIZERS:
+            raise ThresholdError(f"muP's rates are those of {', '.join(OPTIMIZERS)}, not of '{name}'; choose one.")
+        if not 0 < rate < math.inf:
+            raise ThresholdError(f"The learning rate is {rate}, expected a positive number.")
+        return MuPOptimizer(rate, self.multiplier(model), name, dict(options), module_of(model))
+
+
+@dataclass(frozen=True)
+class MuPOptimizer:
+    """Makes Adam with two groups of weights: at the full rate, and the blocks' matrices at a share of it.
+
+    Attributes:
+        rate: Of the first group.
+        multiplier: m; the second group's rate is ``rate / m``.
+        name: Class in ``torch.optim``.
+        options: Its further arguments.
+        model: Whose weights it will be given.
+    """
+
+    rate: float
+    multiplier: float
+    name: str
+    options: Mapping[str, Any]
+    model: nn.Module = field(repr=False)
+
+    def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over these weights."""
+        hidden = {id(weight) for weight in hidden_matrices(self.model)}
+        groups = [
+            {"params": [weight for weight in weights if id(weight) not in hidden], "lr": self.rate},
+            {"params": [weight for weight in weights if id(weight) in hidden], "lr": self.rate / self.multiplier},
+        ]
+        optimizer = OPTIMIZERS[self.name](groups, **{"lr": self.rate, **self.options})
+        if self.name == "AdamW":
+            optimizer.param_groups[1]["weight_decay"] *= self.multiplier
+        return optimizer
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The matrices in the blocks, whose both sides grow with the width."""
+    return [weight for weight in model.blocks.parameters() if weight.ndim == 2]
+
+
+class Scaled(nn.Module):
+    """A weight times a number that is not trained."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight as it acts."""
+        return self.factor * weight
+
+    def extra_repr(self) -> str:
+        """For the run's configuration."""
+        return f"factor={self.factor:.6g}"
+
+
+def _scale(module: nn.Module, factor: float) -> None:
+    if math.isclose(factor, 1.0):
+        return
+    for name in [name for name, _ in module.named_parameters(recurse=False)]:
+        parametrize.register_parametrization(module, name, Scaled(factor))
+
+
+def _config_of(model: nn.Module) -> Any:
+    if not isinstance(model, Transformer):
+        raise ThresholdError(
+            f"muP is worked out for wb.zoo.transformer(), but the model is a {type(model).__name__}; choose another "
+            "control for it."
+        )
+    config = model.config
+    if config.initialization != "normal":
+        raise ThresholdError(
+            f"muP sets the initial sizes itself, but initialization is '{config.initialization}'; choose 'normal'."
+        )
+    if config.ties_embeddings:
+        raise ThresholdError("muP treats embedding and output head differently; pass ties_embeddings=False.")
+    return config

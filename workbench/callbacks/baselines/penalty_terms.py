@@ -1,0 +1,169 @@
+"""The residual stream of a training step with its graph, and the penalties on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from workbench.callbacks.baselines.penalties import Penalty, Stream
+from workbench.errors import AnatomyError, ThresholdError
+from workbench.models.anatomy import Anatomy, read_anatomy
+from workbench.models.batches import take_rows
+from workbench.models.probing import HookRequest, on_device_of, unwrap, watch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from workbench.models.subject import Subject
+
+
+class PenaltyTerms:
+    """Adds penalties to a loss: listens to the residual stream while the model runs.
+
+        terms = PenaltyTerms(model, [JacobianPenalty(0.1)])
+        with terms.watch(step) as penalty_of:
+            loss = cross_entropy(model(tokens), targets)
+            penalty = penalty_of(loss)  # None where nothing is due
+        (loss if penalty is None else loss + penalty).backward()
+
+    What a penalty draws depends on the seed and the step alone: a pass that is repeated within a step (SAM, LBFGS)
+    meets the same penalty, and no random state is touched.
+
+    Args:
+        model: Whose blocks `workbench.read_anatomy` finds.
+        penalties: From this package; a coefficient of 0 switches one off.
+        seed: Of what the penalties draw.
+        stack: See `workbench.read_anatomy`.
+
+    Raises:
+        ThresholdError: If something among the penalties is none.
+    """
+
+    def __init__(
+        self, model: Subject | nn.Module, penalties: Sequence[Penalty], *, seed: int = 0, stack: str | None = None
+    ) -> None:
+        if isinstance(penalties, Penalty):
+            raise ThresholdError(f"penalties is one {type(penalties).__name__}, expected a sequence; pass [it].")
+        for penalty in penalties:
+            if not isinstance(penalty, Penalty):
+                raise ThresholdError(
+                    f"penalties holds a {type(penalty).__name__}, expected penalties such as "
+                    "wb.baselines.GradientPenalty()."
+                )
+        self.model = unwrap(model)
+        self.penalties = tuple(penalties)
+        self.seed = seed
+        self.stack = stack
+        self._anatomy: Anatomy | None = None
+
+    @property
+    def are_on(self) -> bool:
+        """Whether any penalty can become due."""
+        return any(penalty.coefficient for penalty in self.penalties)
+
+    def read_anatomy(self, inputs: Any) -> None:
+        """Find the residual blocks; `watch` needs it done once.
+
+        Args:
+            inputs: A batch as the model will get it; its first two rows are used.
+
+        Raises:
+            AnatomyError: If the residual stream cannot be read with certainty.
+        """
+        inputs = on_device_of(self.model, take_rows(inputs, slice(0, 2)))
+        self._anatomy = read_anatomy(self.model, inputs, stack=self.stack)
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """The penalties as plain values, by name; a second one of a kind is called ``<name> 2``."""
+        seen, described = Counter(), {}
+        for penalty in self.penalties:
+            name = type(penalty).__name__
+            seen[name] += 1
+            described[name if seen[name] == 1 else f"{name} {seen[name]}"] = penalty.describe()
+        return described
+
+    @contextmanager
+    def watch(self, step: int) -> Iterator[Callable[[Tensor], Tensor | None]]:
+        """Listen to one forward pass.
+
+        Args:
+            step: Updates done before this one.
+
+        Yields:
+            A function from the task's loss to the weighted sum of the penalties that are due in this step, a 0-dim
+            tensor; None if there are none. Call it within the context.
+
+        Raises:
+            AnatomyError: From the function, if the blocks did not run as modules.
+        """
+        due = [(i, p) for i, p in enumerate(self.penalties) if p.coefficient and step % p.interval == 0]
+        if not due:
+            yield lambda task_loss: None
+            return
+        if self._anatomy is None:
+            raise AnatomyError("The penalties have not seen the model yet; call read_anatomy(inputs) first.")
+        listener = _Listener(self._anatomy)
+
+        def penalty_of(task_loss: Tensor) -> Tensor:
+            stream = listener.stream(type(self.model).__name__)
+            parts = [p.coefficient * p.value(stream, task_loss, self._random(i, step, stream.device)) for i, p in due]
+            return torch.stack(parts).sum()
+
+        with ExitStack() as stack:
+            if any(penalty.is_second_order for _, penalty in due):
+                # The fused attention kernels have no second derivative.
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(watch(listener.hooks()))
+            yield penalty_of
+
+    def _random(self, number: int, step: int, device: torch.device) -> torch.Generator:
+        words = np.random.SeedSequence((self.seed, number, step)).generate_state(2, np.uint32)
+        return torch.Generator(device).manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
+
+
+class _Listener:
+    """Hooks that keep the states of one forward pass."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self._sites = anatomy.sites
+        self._index = {(id(site.module), site.call): i for i, site in enumerate(anatomy.sites)}
+        self._n_entered, self._n_left = Counter(), Counter()
+        self._entering: dict[int, Tensor] = {}
+        self._leaving: dict[int, Tensor] = {}
+
+    def hooks(self) -> list[HookRequest]:
+        """For `watch`."""
+        blocks = {id(site.module): site.module for site in self._sites}.values()
+        return [request for block in blocks for request in ((block, self._enter, True), (block, self._leave, False))]
+
+    def stream(self, name: str) -> Stream:
+        """What was heard."""
+        layers = range(len(self._sites))
+        if not all(i in self._leaving for i in layers):
+            raise AnatomyError(
+                f"Not every block of {name} ran as a module in this step, as it does not in compiled code; train the "
+                "module itself, without penalties, or with them off."
+            )
+        return Stream(tuple(self._entering[i] for i in layers), tuple(self._leaving[i] for i in layers))
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if (i := self._site(module, self._n_entered)) is not None:
+            state = self._sites[i].state_in(args, kwargs)
+            if not state.requires_grad:  # before the first weight that is trained
+                state.requires_grad_()
+            self._entering[i] = state
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if (i := self._site(module, self._n_left)) is not None:
+            self._leaving[i] = self._sites[i].state_out(output)
+
+    def _site(self, module: nn.Module, n_calls: Counter) -> int | None:
+        call = n_calls[module]
+        n_calls[module] += 1
+        return self._index.get((id(module), call))

@@ -1,0 +1,167 @@
+"""Faults of how a run is set up: its rate, its batches, its loss, its data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from workbench.callbacks.faults.fault import Fault, require_positive, require_share
+from workbench.errors import ThresholdError
+from workbench.models.batches import count_rows, take_rows
+from workbench.tasks.task import require_whole
+
+
+@dataclass(kw_only=True, eq=False)
+class LargeRate(Fault):
+    """The learning rate is multiplied.
+
+    Attributes:
+        factor: By which, after the schedule; above 0.
+        ramp: Steps over which it grows from 1 to that, linearly, each time it is switched on; 0: at once.
+    """
+
+    kind: ClassVar[str] = "large_rate"
+    meaning: ClassVar[str] = "the learning rate is multiplied"
+    factor: float = 10.0
+    ramp: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive(factor=self.factor)
+        require_whole(0, ramp=self.ramp)
+        super().__post_init__()
+
+    @property
+    def effect(self) -> str:
+        """What it does while it is on."""
+        return f"the learning rate is multiplied by {self.factor:g}" + (
+            f", reached over {self.ramp} steps" if self.ramp else ""
+        )
+
+    def rate_factor(self, n_steps_on: int) -> float:
+        """By what the rate is multiplied in the step after ``n_steps_on`` steps with it."""
+        return 1 + (self.factor - 1) * (min(1.0, (n_steps_on + 1) / self.ramp) if self.ramp else 1.0)
+
+
+@dataclass(kw_only=True, eq=False)
+class SmallBatch(Fault):
+    """Only the first rows of each batch are used.
+
+    Attributes:
+        n_rows: How many.
+    """
+
+    kind: ClassVar[str] = "small_batch"
+    meaning: ClassVar[str] = "only the first rows of each batch are used"
+    n_rows: int = 2
+
+    def __post_init__(self) -> None:
+        require_whole(1, n_rows=self.n_rows)
+        super().__post_init__()
+
+    @property
+    def effect(self) -> str:
+        """What it does while it is on."""
+        if self.n_rows == 1:
+            return "only the first row of each batch is used"
+        return f"only the first {self.n_rows} rows of each batch are used"
+
+    def batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+        """What is left of a batch.
+
+        Raises:
+            ThresholdError: If it has fewer rows.
+        """
+        if (n_rows := count_rows(inputs)) < self.n_rows:
+            raise ThresholdError(
+                f"small_batch keeps n_rows = {self.n_rows} rows, but a batch has {n_rows}; keep fewer."
+            )
+        return take_rows(inputs, slice(0, self.n_rows)), targets[: self.n_rows]
+
+
+@dataclass(kw_only=True, eq=False)
+class NoAuxiliaryLoss(Fault):
+    """The model's own auxiliary loss, such as a router's balance, is left out.
+
+    What is recorded as ``auxiliary_loss`` is what was added: 0, and further penalties, which stay.
+    """
+
+    kind: ClassVar[str] = "no_auxiliary_loss"
+    meaning: ClassVar[str] = "the model's auxiliary loss, such as a router's balance, is left out"
+
+    @property
+    def effect(self) -> str:
+        """What it does while it is on."""
+        return "the model's auxiliary loss is left out"
+
+
+@dataclass(kw_only=True, eq=False)
+class CorruptedData(Fault):
+    """Labels or tokens are replaced by random ones of those in the batch.
+
+    Attributes:
+        what: ``"labels"`` (targets but -100) or ``"tokens"`` (of the inputs).
+        share: Of them, each drawn on its own; above 0, at most 1.
+    """
+
+    kind: ClassVar[str] = "corrupted_data"
+    meaning: ClassVar[str] = "labels or tokens are replaced by random ones"
+    what: str = "labels"
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.what not in ("labels", "tokens"):
+            raise ThresholdError(f"what is '{self.what}', expected 'labels' or 'tokens'.")
+        require_share(self.share)
+        super().__post_init__()
+
+    @property
+    def effect(self) -> str:
+        """What it does while it is on."""
+        return f"{100 * self.share:g} % of the {self.what} are replaced by random ones of the batch"
+
+    def batch(self, inputs: Any, targets: Tensor, generator: torch.Generator) -> tuple[Any, Tensor]:
+        """A batch with the corruption; what was passed stays as it is.
+
+        Args:
+            inputs: As the model takes them.
+            targets: Their targets.
+            generator: On the CPU.
+
+        Raises:
+            ThresholdError: If there are no whole numbers to replace.
+        """
+        if self.what == "labels":
+            if targets.is_floating_point():
+                raise ThresholdError("corrupted_data replaces class numbers, but these targets are not whole numbers.")
+            return inputs, self._replaced(targets, targets != -100, generator)
+        return _with_tokens(
+            inputs, lambda tokens: self._replaced(tokens, torch.ones_like(tokens) > 0, generator)
+        ), targets
+
+    def _replaced(self, values: Tensor, may_change: Tensor, generator: torch.Generator) -> Tensor:
+        known = values[may_change].unique()
+        if not len(known):
+            return values
+        # Drawn on the CPU, so that every device sees the same numbers.
+        is_hit = (torch.rand(values.shape, generator=generator) < self.share).to(values.device) & may_change
+        drawn = torch.randint(len(known), values.shape, generator=generator).to(values.device)
+        return torch.where(is_hit, known[drawn], values)
+
+
+def _with_tokens(inputs: Any, change: Any) -> Any:
+    """Inputs with their token ids changed: a tensor, ``input_ids`` of a mapping, or the first positional argument."""
+    if isinstance(inputs, Mapping) and isinstance(tokens := inputs.get("input_ids"), Tensor):
+        return {**inputs, "input_ids": change(tokens)}
+    if isinstance(inputs, tuple | list) and inputs and isinstance(inputs[0], Tensor) and _are_tokens(inputs[0]):
+        return (change(inputs[0]), *inputs[1:])
+    if isinstance(inputs, Tensor) and _are_tokens(inputs):
+        return change(inputs)
+    raise ThresholdError("corrupted_data finds no token ids in these inputs; corrupt 'labels' instead.")
+
+
+def _are_tokens(values: Tensor) -> bool:
+    return not values.is_floating_point() and values.dtype != torch.bool

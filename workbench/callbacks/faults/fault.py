@@ -1,0 +1,143 @@
+"""A fault of training that can be switched on and off while a model trains."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import Any, ClassVar
+
+from workbench.errors import ThresholdError
+from workbench.tasks.task import require_whole
+
+
+@dataclass(kw_only=True, eq=False)
+class Fault:
+    """A fault and its switch; `workbench.faults.catalog` lists the kinds.
+
+    ``fault.enabled`` is a plain attribute. It is read once a step, so a script, a schedule or a button may turn it at
+    any time, from any thread; every switch is an event of the run. Nothing else of a fault can change: it is part of
+    the run's configuration.
+
+    Attributes:
+        start: Step from which it is on; None: off until it is switched on by hand.
+        stop: Step from which it is off again; None: on to the end. A switch by hand overrides both from then on.
+    """
+
+    kind: ClassVar[str]
+    meaning: ClassVar[str]
+    start: int | None = None
+    stop: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("start", "stop"):
+            if getattr(self, name) is not None:
+                require_whole(0, **{name: getattr(self, name)})
+        if self.stop is not None and self.start is None:
+            raise ThresholdError(f"stop is {self.stop} but start is not given; pass start= too, or switch by hand.")
+        if self.stop is not None and self.stop <= self.start:
+            raise ThresholdError(f"stop is {self.stop}, expected a step after start = {self.start}.")
+        self._lock = threading.RLock()
+        self._observers: list[Callable[[str, Any, Any], None]] = []
+        self._by_hand: bool | None = None
+        self._by_schedule = False
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "enabled" and not name.startswith("_") and getattr(self, "_is_made", False):
+            raise ThresholdError(
+                f"{name} of {self.name} cannot be changed, only enabled can; make a new fault for another {name}."
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def name(self) -> str:
+        """What records and events call it: its kind, as a run has one fault of a kind at most."""
+        return self.kind
+
+    @property
+    def effect(self) -> str:
+        """What it does while it is on, in plain words."""
+        raise NotImplementedError
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it is on."""
+        with self._lock:
+            return self._by_schedule if self._by_hand is None else self._by_hand
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._turn(_by_hand=bool(value))
+
+    def begin_step(self, step: int) -> bool:
+        """Let the schedule act, and say whether the fault is on in this step.
+
+        Args:
+            step: Updates done before it.
+        """
+        is_due = self.start is not None and self.start <= step and (self.stop is None or step < self.stop)
+        return self._turn(_by_schedule=is_due)
+
+    def observe(self, observer: Callable[[str, Any, Any], None]) -> Callable[[], None]:
+        """Call ``observer("enabled", before, after)`` after each switch, in the thread that made it.
+
+        Returns:
+            A function that ends it.
+        """
+        with self._lock:
+            self._observers.append(observer)
+
+        def stop() -> None:
+            with self._lock:
+                if observer in self._observers:
+                    self._observers.remove(observer)
+
+        return stop
+
+    def describe(self) -> dict[str, Any]:
+        """Everything but the switch, as plain values."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The switch, for a checkpoint; None for ``by_hand`` means that the schedule rules."""
+        return {"by_hand": self._by_hand}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the switch that `state_dict` gave."""
+        self._turn(_by_hand=state["by_hand"])
+
+    def _turn(self, **change: bool | None) -> bool:
+        """Change who says what about the switch, tell observers, and return where it stands."""
+        with self._lock:
+            before = self.enabled
+            vars(self).update(change)
+            after, observers = self.enabled, list(self._observers)
+        if before != after:
+            for observer in observers:
+                observer("enabled", before, after)
+        return after
+
+
+def require_share(share: float) -> None:
+    """Refuse a share that is not above 0 and at most 1.
+
+    Raises:
+        ThresholdError: That gives the value.
+    """
+    if not (isinstance(share, Real) and 0 < share <= 1):
+        raise ThresholdError(f"share is {share}, expected a number above 0 and at most 1.")
+
+
+def require_positive(**options: float) -> None:
+    """Refuse options that are not positive, finite numbers.
+
+    Raises:
+        ThresholdError: That names the option.
+    """
+    for name, value in options.items():
+        if not (isinstance(value, Real) and value > 0 and math.isfinite(value)):
+            raise ThresholdError(f"{name} is {value}, expected a positive number.")

@@ -1,0 +1,347 @@
+"""The faults of one run at work: what the training loop asks in each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.callbacks.faults.communication import (
+    DroppedBucket,
+    Gradients,
+    LowPrecisionReduction,
+    StaleReduction,
+    in_buckets,
+    ring_sum,
+)
+from workbench.callbacks.faults.conditions import CorruptedData, LargeRate, NoAuxiliaryLoss, SmallBatch
+from workbench.callbacks.faults.fault import Fault
+from workbench.callbacks.faults.flash_attention_mode import NO_CUT, FlashAttentionMode, attention_modules
+from workbench.callbacks.faults.low_precision_fault import LowPrecisionAttention
+from workbench.errors import ThresholdError
+from workbench.models.batches import count_rows, take_rows
+from workbench.models.probing import call_model, undisturbed, unwrap
+from workbench.tasks.task import mixed_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.utils.hooks import RemovableHandle
+
+_OF_GRADIENTS = (DroppedBucket, LowPrecisionReduction, StaleReduction)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a forward and backward pass gave; its gradients are on the weights.
+
+    Attributes:
+        loss: Of the task.
+        auxiliary_loss: Weighted auxiliary terms; NaN if there are none.
+        logits: As the model gave them.
+        is_finite: Whether the total is; otherwise there was no backward pass.
+    """
+
+    loss: float
+    auxiliary_loss: float
+    logits: Tensor
+    is_finite: bool
+
+
+class Injection:
+    """The faults of a run; without any, every method leaves everything as it is.
+
+    They act in the order in which data flow, whatever their order in the list: corrupted data, a smaller batch,
+    attention, the loss, then gradients: split over ranks, lost, added up, late; and the rate. Gradients are changed
+    before their norm is measured.
+
+    Args:
+        faults: From `workbench.faults`.
+        seed: Of what they draw: a function of it and the step.
+
+    Raises:
+        ThresholdError: If something among them is no fault, two are of one kind, or two disagree.
+    """
+
+    def __init__(self, faults: Sequence[Fault], *, seed: int = 0) -> None:
+        if isinstance(faults, Fault):
+            raise ThresholdError(f"faults is one {faults.name}, expected a sequence; pass [it].")
+        self._faults: dict[type[Fault], Fault] = {}
+        for fault in faults:
+            if not isinstance(fault, Fault):
+                raise ThresholdError(
+                    f"faults holds a {type(fault).__name__}, expected faults such as wb.faults.large_rate()."
+                )
+            if type(fault) in self._faults:
+                raise ThresholdError(f"faults holds {fault.kind} twice, expected one of a kind; join or drop one.")
+            self._faults[type(fault)] = fault
+        dropped, reduced = self._faults.get(DroppedBucket), self._faults.get(LowPrecisionReduction)
+        if dropped and dropped.needs_ranks and reduced and dropped.n_ranks != reduced.n_ranks:
+            raise ThresholdError(
+                f"dropped_bucket has n_ranks = {dropped.n_ranks} but low_precision_reduction {reduced.n_ranks}; "
+                "give both the same number."
+            )
+        self.seed = seed
+        self.active: tuple[str, ...] = ()
+        self._step = 0
+        self._on_since: dict[type[Fault], int] = {}
+        self._changes: list[tuple[str, str]] = []
+        self._mode = FlashAttentionMode() if LowPrecisionAttention in self._faults else None
+        self._handles: list[RemovableHandle] = []
+        self._weights: list[nn.Parameter] = []
+        self._kept: list[Gradients] = []
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """The faults as plain values, by kind."""
+        return {fault.kind: fault.describe() for fault in self._faults.values()}
+
+    def attach(self, optimizer: torch.optim.Optimizer, *, looks_again: bool) -> None:
+        """Take note of the weights whose gradients may be changed.
+
+        Args:
+            optimizer: Over them.
+            looks_again: Whether it takes further gradients within a step, by a closure.
+
+        Raises:
+            ThresholdError: If a fault of the gradients does not go with the optimizer or the weights.
+        """
+        self._weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        for fault in self._of(*_OF_GRADIENTS):
+            if looks_again:
+                raise ThresholdError(
+                    f"{fault.name} changes the gradients of one backward pass a step, but {type(optimizer).__name__} "
+                    "takes several; choose another optimizer, or leave the fault out."
+                )
+            n_buckets = getattr(fault, "n_buckets", 1)
+            if n_buckets > len(self._weights):
+                raise ThresholdError(
+                    f"{fault.name} has n_buckets = {n_buckets}, but only {len(self._weights)} weight tensors are "
+                    "trained; take fewer buckets."
+                )
+
+    @property
+    def looks_at_the_model(self) -> bool:
+        """Whether `attach_to_model` has anything to do."""
+        return bool(self._of(LowPrecisionAttention, NoAuxiliaryLoss))
+
+    def attach_to_model(self, model: nn.Module, inputs: Any, has_auxiliary_loss: Callable[[Any], bool]) -> None:
+        """Find what the faults have to touch in a model by running it; `detach` ends it.
+
+        Args:
+            model: About to be trained; left as it was.
+            inputs: A few rows, where the model is.
+            has_auxiliary_loss: From the model's output: whether there is an auxiliary loss.
+
+        Raises:
+            ThresholdError: If it has no attention or no auxiliary loss that could be changed.
+        """
+        model = unwrap(model)
+        if NoAuxiliaryLoss in self._faults:
+            with undisturbed(model):
+                has_one = has_auxiliary_loss(call_model(model, inputs))
+            if not has_one:
+                raise ThresholdError(
+                    f"no_auxiliary_loss needs a model with an auxiliary loss, but {type(model).__name__} has none; "
+                    "take a mixture of experts (Hugging Face: with output_router_logits=True), or leave the fault out."
+                )
+        if self._mode is not None:
+            modules = attention_modules(model, inputs)
+            if not modules:
+                raise ThresholdError(
+                    "low_precision_attention needs a model that calls torch's scaled_dot_product_attention itself, "
+                    f"but {type(model).__name__} does not; load a Hugging Face model with attn_implementation='sdpa', "
+                    "or leave the fault out."
+                )
+            self._handles = self._mode.reaches_recomputation(modules)
+
+    def detach(self) -> None:
+        """Remove all hooks; the switches stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def begin_step(self, step: int) -> None:
+        """Read the switches for the coming step."""
+        self._step = step
+        for kind, fault in self._faults.items():
+            is_on = fault.begin_step(step)
+            if is_on == (kind in self._on_since):
+                continue
+            if is_on:
+                self._on_since[kind] = step
+                self._changes.append((fault.name, f"{fault.name} on: {fault.effect}."))
+            else:
+                del self._on_since[kind]
+                self._changes.append((fault.name, f"{fault.name} off."))
+        self.active = tuple(fault.name for kind, fault in self._faults.items() if kind in self._on_since)
+        if self._mode is not None:
+            attention = self._on(LowPrecisionAttention)
+            self._mode.cut = NO_CUT if attention is None else attention.cut
+        if self._on(StaleReduction) is None:
+            self._kept.clear()
+
+    def new_changes(self) -> list[tuple[str, str]]:
+        """Name and sentence of every switch since the last call."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    @property
+    def rate_factor(self) -> float:
+        """By what the learning rate is multiplied in this step."""
+        fault = self._on(LargeRate)
+        return 1.0 if fault is None else fault.rate_factor(self._step - self._on_since[LargeRate])
+
+    @property
+    def keeps_auxiliary_loss(self) -> bool:
+        """Whether the model's own auxiliary loss counts in this step."""
+        return self._on(NoAuxiliaryLoss) is None
+
+    def switch_off(self, kind: type[Fault]) -> None:
+        """By hand, from the next step on."""
+        if kind in self._faults:
+            self._faults[kind].enabled = False
+
+    def attention(self) -> AbstractContextManager[Any]:
+        """Enter it around each forward and backward pass."""
+        return nullcontext() if self._mode is None else self._mode
+
+    def batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+        """The batch of this step as the faults leave it.
+
+        Raises:
+            ThresholdError: If it has fewer rows than are to be kept, or nothing that could be corrupted.
+        """
+        if (fault := self._on(CorruptedData)) is not None:
+            inputs, targets = fault.batch(inputs, targets, self._random(fault))
+        if (fault := self._on(SmallBatch)) is not None:
+            inputs, targets = fault.batch(inputs, targets)
+        return inputs, targets
+
+    def backward(
+        self,
+        one_pass: Callable[[Any, Tensor], Pass],
+        inputs: Any,
+        targets: Tensor,
+        *,
+        scale: Callable[[], float] = lambda: 1.0,
+    ) -> Pass:
+        """Forward and backward over a batch, and the faults of its gradients.
+
+        Args:
+            one_pass: Does it for some rows; clears the gradients before.
+            inputs: Of the batch.
+            targets: Of the batch.
+            scale: Gives the number by which the gradients are multiplied (float16).
+
+        Returns:
+            What it gave; over several ranks their mean, with the logits of all.
+        """
+        faults = self._of(*_OF_GRADIENTS)
+        if not any(type(fault) in self._on_since for fault in faults):
+            return one_pass(inputs, targets)
+        parts, ranks = [], []
+        for shard in self._shards(inputs, targets):
+            parts.append(one_pass(*shard))
+            if not parts[-1].is_finite:
+                break
+            ranks.append([weight.grad for weight in self._weights])
+        whole = _joined(parts)
+        if whole.is_finite:
+            for weight, gradient in zip(self._weights, self._reduced(ranks, scale), strict=True):
+                weight.grad = gradient
+        return whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on alike, in types that ``torch.load(weights_only=True)`` reads."""
+        return {
+            "switches": {fault.kind: fault.state_dict() for fault in self._faults.values()},
+            "on_since": {kind.kind: step for kind, step in self._on_since.items()},
+            "kept": [list(gradients) for gradients in self._kept],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave; the switches of the faults are set to it."""
+        for fault in self._faults.values():
+            fault.load_state_dict(state["switches"][fault.kind])
+        on_since = state["on_since"]
+        self._on_since = {kind: on_since[kind.kind] for kind in self._faults if kind.kind in on_since}
+        self._kept = [
+            [None if one is None else one.to(weight.device) for weight, one in zip(self._weights, kept, strict=True)]
+            for kept in state["kept"]
+        ]
+
+    def _of(self, *kinds: type[Fault]) -> list[Fault]:
+        return [self._faults[kind] for kind in kinds if kind in self._faults]
+
+    def _on(self, kind: type[Fault]) -> Any:
+        return self._faults[kind] if kind in self._on_since else None
+
+    def _random(self, fault: Fault) -> torch.Generator:
+        return torch.Generator().manual_seed(mixed_seed("fault", fault.kind, self.seed, self._step))
+
+    def _shards(self, inputs: Any, targets: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        dropped, reduced = self._on(DroppedBucket), self._on(LowPrecisionReduction)
+        splitting = reduced or (dropped if dropped is not None and dropped.needs_ranks else None)
+        if splitting is None:
+            yield inputs, targets
+            return
+        n_rows = count_rows(inputs)
+        if n_rows < splitting.n_ranks:
+            raise ThresholdError(
+                f"{splitting.name} splits a batch over n_ranks = {splitting.n_ranks}, but one has only {n_rows} rows; "
+                "take fewer ranks or larger batches."
+            )
+        for rows in torch.arange(n_rows).tensor_split(splitting.n_ranks):
+            which = slice(int(rows[0]), int(rows[-1]) + 1)
+            yield take_rows(inputs, which), targets[which]
+
+    def _reduced(self, ranks: list[Gradients], scale_now: Callable[[], float]) -> Gradients:
+        """What the optimizer gets of the gradients of all ranks."""
+        if (dropped := self._on(DroppedBucket)) is not None:
+            dropped.drop(ranks, self._buckets(dropped.n_buckets), self._random(dropped))
+        reduced = self._on(LowPrecisionReduction)
+        gradients = ranks[0] if len(ranks) == 1 else _mean(ranks, reduced)
+        if (stale := self._on(StaleReduction)) is None:
+            return gradients
+        scale = scale_now()
+        # Kept without the scale, which may be another one by the time; what overflowed stays infinite.
+        self._kept = [*self._kept[-stale.delay :], [None if g is None else g / scale for g in gradients]]
+        late = stale.late(self._kept, self._buckets(stale.n_buckets), self._random(stale))
+        return [None if g is None else g * scale for g in late]
+
+    def _buckets(self, n_buckets: int) -> list[list[int]]:
+        return in_buckets([weight.numel() for weight in self._weights], n_buckets)
+
+
+def _mean(ranks: list[Gradients], reduced: LowPrecisionReduction | None) -> Gradients:
+    """Mean over ranks, in a ring of low precision if there is such a fault."""
+    found = [i for i in range(len(ranks[0])) if any(rank[i] is not None for rank in ranks)]
+    shapes = {i: next(rank[i] for rank in ranks if rank[i] is not None) for i in found}
+    flat = [
+        torch.cat([(torch.zeros_like(shapes[i]) if rank[i] is None else rank[i]).flatten() for i in found])
+        for rank in ranks
+    ]
+    total = torch.stack(flat).sum(0) if reduced is None else ring_sum(flat, reduced)
+    parts = (total / len(ranks)).split([shapes[i].numel() for i in found])
+    mean: Gradients = [None] * len(ranks[0])
+    for i, part in zip(found, parts, strict=True):
+        mean[i] = part.view_as(shapes[i]).to(shapes[i].dtype)
+    return mean
+
+
+def _joined(parts: list[Pass]) -> Pass:
+    """The passes of all ranks as one; every rank counts alike."""
+    if len(parts) == 1:
+        return parts[0]
+    is_finite = all(part.is_finite for part in parts)
+    return Pass(
+        loss=math.fsum(part.loss for part in parts) / len(parts) if is_finite else math.nan,
+        auxiliary_loss=math.fsum(part.auxiliary_loss for part in parts) / len(parts) if is_finite else math.nan,
+        logits=torch.cat([part.logits for part in parts]),
+        is_finite=is_finite,
+    )

@@ -1,0 +1,24 @@
+"""Koopman Spectral Shaping (KSS, arXiv:2602.22988): a penalty on the spectrum of the residual stream, live."""
+
+from workbench.callbacks.kss.control import KSS, Band, Control, KSSOptions
+from workbench.callbacks.kss.penalty import LayerPenalty, PenaltyShape, layer_penalty
+from workbench.callbacks.kss.shaper import Shaper
+from workbench.callbacks.kss.shaping import Shaping
+from workbench.callbacks.kss.trust_region import TrustRegion
+
+__all__ = [
+    "KSS",
+    "Band",
+    "Control",
+    "KSSOptions",
+    "LayerPenalty",
+    "PenaltyShape",
+    "Shaper",
+    "Shaping",
+    "TrustRegion",
+    "layer_penalty",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,356 @@
+"""The state of KSS that may change while a model trains, and who may change it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from workbench.callbacks.kss.penalty import PenaltyShape
+from workbench.callbacks.kss.trust_region import TrustRegion
+from workbench.errors import ThresholdError
+
+if TYPE_CHECKING:
+    import torch
+    from lightning.pytorch import Callback
+    from torch import nn
+    from transformers import TrainerCallback
+
+    from workbench.callbacks.kss.shaper import Shaper
+    from workbench.models.subject import Subject
+
+COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
+SIDES = ("both", "output", "input")
+
+
+@dataclass(frozen=True)
+class KSSOptions:
+    """The choices behind the penalty that stay fixed over a run.
+
+    Attributes:
+        penalty: The penalty as a function of the spectrum.
+        n_snapshots: Token states per layer and time. They come from as many rows of the batch as are needed, in a pass
+            of their own: 512 states of 64 features are eight for each feature.
+        side: Which states carry the gradient. The operator maps what enters a block to what leaves it; ``"both"`` is
+            the derivative of the penalty as it stands. ``"output"`` asks each block to change what it writes, given
+            what it reads; ``"input"`` the blocks before it to change what it reads.
+        coupling: How the gradient reaches the weights. ``"gradient"`` adds strength times it to the task's, as adding
+            the penalty to the loss does, except that clipping does not see it; an adaptive optimizer then divides both
+            by the same running size. ``"decoupled"`` subtracts learning rate times strength times it after the update,
+            as AdamW decouples weight decay. ``"projection"`` steps, after the update, to where the penalty would be
+            zero if it were linear: strength times P/|grad P|^2 times its gradient (Polyak 1987), strength 1 the whole
+            way; only a penalty that can be zero (``unstable_term="log"``, ``beta=0``) suits it. ``"trust_region"`` uses
+            no gradient: it takes back updates that throw a layer out of its band; see ``trust_region``.
+        trust_region: The band, for that coupling.
+        trigger: Spectral radius above which a layer takes part; 0: always. A run inside its band then pays for the
+            forward pass alone.
+        skip_first: Leading tokens of each sequence to leave out.
+        seed: Of the choice of layers, rows and tokens.
+    """
+
+    penalty: PenaltyShape = field(default_factory=PenaltyShape)
+    n_snapshots: int = 512
+    side: str = "both"
+    coupling: str = "gradient"
+    trust_region: TrustRegion = field(default_factory=TrustRegion)
+    trigger: float = 0.0
+    skip_first: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n_snapshots < 3:
+            raise ThresholdError(f"n_snapshots is {self.n_snapshots}, expected at least 3.")
+        for name, known in (("side", SIDES), ("coupling", COUPLINGS)):
+            if getattr(self, name) not in known:
+                raise ThresholdError(f"{name} is '{getattr(self, name)}', expected one of {', '.join(known)}.")
+        if not 0 <= self.trigger < math.inf:
+            raise ThresholdError(f"trigger is {self.trigger}, expected a spectral radius of at least 0.")
+        if self.skip_first < 0:
+            raise ThresholdError(f"skip_first is {self.skip_first}, expected at least 0.")
+
+
+@dataclass(frozen=True)
+class Control:
+    """What KSS does in one step; names as in `KSS`."""
+
+    enabled: bool
+    strength: float
+    interval: int
+    gamma: float
+    layers: str | tuple[int, ...]
+
+    def is_due(self, step: int) -> bool:
+        """Whether the penalty acts in this step."""
+        return self.enabled and self.strength > 0 and step % self.interval == 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, which JSON gives back."""
+        return {**vars(self), "layers": self.layers if isinstance(self.layers, str) else [*self.layers]}
+
+    @classmethod
+    def of_dict(cls, values: Mapping[str, Any]) -> Control:
+        """What `as_dict` gave.
+
+        Raises:
+            ThresholdError: If a value is out of range.
+        """
+        return cls(**{name: _checked(name, value) for name, value in values.items()})
+
+
+class KSS:
+    """Koopman Spectral Shaping: a penalty on the spectrum of each block, and its controls.
+
+    The controls are plain attributes. They are read once a step, so a script, a schedule, an alarm or a button may turn
+    them at any time, from any thread, and every change is recorded with the run.
+
+    Args:
+        strength: alpha, the weight of the penalty; the paper tries .01 to .20.
+        interval: Optimizer steps between two applications; the paper's 10 to 20. Strength over interval is the dose.
+        enabled: Whether it acts.
+        gamma: Near-unit mass to aim at, in [0, 1]; the paper's 0.3 to 0.5.
+        layers: ``"half"``, drawn anew each time, as the paper does; ``"all"``; or the numbers of the layers.
+        options: What stays fixed over a run.
+        controller: Adjusts the strength by what is measured; see `Band`.
+
+    Raises:
+        ThresholdError: If a value is out of range; nothing is changed then.
+    """
+
+    #: The controls, in the order in which they are recorded.
+    CONTROLS = tuple(item.name for item in fields(Control))
+
+    def __init__(
+        self,
+        *,
+        strength: float = 0.15,
+        interval: int = 10,
+        enabled: bool = True,
+        gamma: float = 0.4,
+        layers: str | Collection[int] = "half",
+        options: KSSOptions | None = None,
+        controller: Band | None = None,
+    ) -> None:
+        self.options = options or KSSOptions()
+        self.controller = controller
+        self._lock = threading.RLock()
+        self._observers: list[Callable[[str, Any, Any], None]] = []
+        given = {
+            "enabled": enabled,
+            "strength": strength,
+            "interval": interval,
+            "gamma": gamma,
+            "layers": layers,
+        }
+        self._control = Control(**{name: _checked(name, value) for name, value in given.items()})
+
+    @classmethod
+    def published(cls, **controls: Any) -> KSS:
+        """The paper's settings (arXiv:2602.22988): strength .15 every 10 steps, half the layers, rank 32."""
+        return cls(**controls)
+
+    @classmethod
+    def recommended(cls, **controls: Any) -> KSS:
+        """The variant that kept most runs alive for least in our sweeps (data/README.md): a trust region.
+
+        64 token states of each batch, in eight leading directions; all layers, after every update; a block may lengthen
+        the states up to twofold, and beyond that by a quarter more in a step.
+        """
+        options = KSSOptions(n_snapshots=64, coupling="trust_region", penalty=PenaltyShape(rank=8))
+        return cls(**{"strength": 1.0, "interval": 1, "layers": "all", "options": options, **controls})
+
+    enabled: bool = property(lambda self: self._control.enabled, lambda self, value: self.set(enabled=value))
+    strength: float = property(lambda self: self._control.strength, lambda self, value: self.set(strength=value))
+    interval: int = property(lambda self: self._control.interval, lambda self, value: self.set(interval=value))
+    gamma: float = property(lambda self: self._control.gamma, lambda self, value: self.set(gamma=value))
+    layers: str | tuple[int, ...] = property(
+        lambda self: self._control.layers, lambda self, value: self.set(layers=value)
+    )
+
+    @property
+    def control(self) -> Control:
+        """All controls as they are at this moment."""
+        return self._control
+
+    def set(self, **controls: Any) -> None:
+        """Change several controls at once, between two steps.
+
+        Raises:
+            ThresholdError: If a name is unknown or a value is out of range; nothing is changed then.
+        """
+        unknown = [name for name in controls if name not in self.CONTROLS]
+        if unknown:
+            raise ThresholdError(f"KSS has no control '{unknown[0]}'; choose from {', '.join(self.CONTROLS)}.")
+        checked = {name: _checked(name, value) for name, value in controls.items()}
+        with self._lock:
+            before = self._control
+            self._control = Control(**{**vars(before), **checked})
+            changes = [(n, getattr(before, n), v) for n, v in checked.items() if getattr(before, n) != v]
+            observers = list(self._observers)
+        for change in changes:
+            for observer in observers:
+                observer(*change)
+
+    def observe(self, observer: Callable[[str, Any, Any], None]) -> Callable[[], None]:
+        """Call ``observer(name, before, after)`` after each change of a control, in the thread that made it.
+
+        Returns:
+            A function that ends it.
+        """
+        with self._lock:
+            self._observers.append(observer)
+
+        def stop() -> None:
+            with self._lock:
+                if observer in self._observers:
+                    self._observers.remove(observer)
+
+        return stop
+
+    def attach(self, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> Shaper:
+        """Let KSS act on a model in any training loop: one line before it.
+
+            with kss.attach(model, optimizer):
+                for batch in loader:
+                    model(**batch).loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Gradient accumulation, mixed precision, gradient checkpointing and DDP need nothing more.
+
+        Args:
+            model: The module that the loop calls, or its subject; it may be wrapped by DDP or ``torch.compile``.
+            optimizer: Over its weights; it may be wrapped too.
+
+        Returns:
+            The `Shaper` at work; leaving its context, or ``detach()``, ends it.
+
+        Raises:
+            ThresholdError: If the optimizer looks at the loss several times a step (LBFGS) or moves no weight of the
+                model, or the weights are split over processes (FSDP).
+        """
+        from workbench.callbacks.kss.shaper import Shaper
+
+        return Shaper(self, model, optimizer)
+
+    def trainer_callback(self) -> TrainerCallback:
+        """Let KSS act inside a Hugging Face ``Trainer``: ``Trainer(..., callbacks=[kss.trainer_callback()])``.
+
+        See `workbench.callbacks.kss.integrations.trainer_callback`.
+        """
+        from workbench.callbacks.kss.integrations import trainer_callback
+
+        return trainer_callback(self)
+
+    def lightning_callback(self) -> Callback:
+        """Let KSS act inside a Lightning ``Trainer``: ``Trainer(..., callbacks=[kss.lightning_callback()])``.
+
+        See `workbench.callbacks.kss.integrations.lightning_callback`.
+
+        Raises:
+            MissingPackageError: If Lightning is not installed.
+        """
+        from workbench.callbacks.kss.integrations import lightning_callback
+
+        return lightning_callback(self)
+
+    def describe(self) -> dict[str, Any]:
+        """What stays fixed over a run, as plain values."""
+        own = self.options
+        options = vars(own) | {"penalty": dict(vars(own.penalty)), "trust_region": dict(vars(own.trust_region))}
+        return options | {"controller": None if self.controller is None else dict(vars(self.controller))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The controls, as plain values, for a checkpoint."""
+        return self._control.as_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up controls that `state_dict` gave."""
+        self.set(**state)
+
+    def __repr__(self) -> str:
+        return "KSS(" + ", ".join(f"{name}={value!r}" for name, value in vars(self._control).items()) + ")"
+
+
+@dataclass(frozen=True)
+class Band:
+    """Holds a measure of the spectrum in a band by turning the strength of KSS.
+
+    After each application the strength is multiplied by ``factor`` if the measure lies above the band, divided by it
+    if it lies below, and left alone within: an integral controller in the logarithm of the strength, which needs no
+    model of how the measure answers.
+
+    Attributes:
+        quantity: ``"spectral_radius"``, the largest of the layers looked at, or ``"near_unit_mass"``, their mean.
+        low: Lower edge of the band.
+        high: Upper edge of the band.
+        factor: Above 1.
+        weakest: The strength is never lower; above 0, from where it can rise again.
+        strongest: The strength is never higher.
+    """
+
+    quantity: str = "spectral_radius"
+    low: float = 1.05
+    high: float = 2.0
+    factor: float = 1.25
+    weakest: float = 1e-3
+    strongest: float = 1e3
+
+    def __post_init__(self) -> None:
+        if self.quantity not in ("spectral_radius", "near_unit_mass"):
+            raise ThresholdError(f"quantity is '{self.quantity}', expected 'spectral_radius' or 'near_unit_mass'.")
+        if not 0 <= self.low <= self.high < math.inf:
+            raise ThresholdError(f"The band is {self.low} to {self.high}, expected 0 <= low <= high.")
+        if not 1 < self.factor < math.inf:
+            raise ThresholdError(f"factor is {self.factor}, expected more than 1.")
+        if not 0 < self.weakest <= self.strongest < math.inf:
+            raise ThresholdError(
+                f"The strength may run from {self.weakest} to {self.strongest}, expected 0 < weakest <= strongest."
+            )
+
+    def adjusted(self, strength: float, measure: float) -> float:
+        """The strength for the next step; unchanged where there is no measure (NaN)."""
+        if measure > self.high:
+            strength *= self.factor
+        elif measure < self.low:
+            strength /= self.factor
+        else:
+            return strength
+        return min(max(strength, self.weakest), self.strongest)
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A control's value in its own type.
+
+    Raises:
+        ThresholdError: If it is none.
+    """
+    if name == "enabled":
+        return bool(value)
+    if name == "layers":
+        return _checked_layers(value)
+    if name == "interval":
+        if not _is_whole(value, lowest=1):
+            raise ThresholdError(f"interval is {value}, expected a whole number of steps, at least 1.")
+        return int(value)
+    highest = 1.0 if name == "gamma" else math.inf
+    if not (isinstance(value, Real) and 0 <= value <= highest and math.isfinite(value)):
+        expected = "a number of at least 0" if name == "strength" else "a share between 0 and 1"
+        raise ThresholdError(f"{name} is {value}, expected {expected}.")
+    return float(value)
+
+
+def _checked_layers(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, str) and value in ("half", "all"):
+        return value
+    is_many = isinstance(value, Collection) and not isinstance(value, str | bytes) and len(value) > 0
+    if not (is_many and all(_is_whole(i, lowest=0) for i in value)):
+        raise ThresholdError(f"layers is {value!r}, expected 'half', 'all', or numbers of layers counted from 0.")
+    return tuple(sorted({int(i) for i in value}))
+
+
+def _is_whole(value: Any, *, lowest: int) -> bool:
+    is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number and value == int(value) and value >= lowest

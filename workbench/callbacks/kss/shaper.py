@@ -1,0 +1,431 @@
+"""KSS at work on one model: what is done around each optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from workbench.callbacks.kss.attachment import (
+    bare,
+    check_attachable,
+    entrances,
+    eval_mode,
+    innermost,
+    is_trained,
+    named_arguments,
+    recomputation_error,
+)
+from workbench.callbacks.kss.control import Control
+from workbench.callbacks.kss.penalty import LayerPenalty, layer_penalty
+from workbench.callbacks.kss.shaping import Shaping
+from workbench.callbacks.kss.shared_control import control_of_first_rank, is_shared, summed
+from workbench.callbacks.kss.trust_region import energy_gain
+from workbench.errors import SnapshotError, ThresholdError
+from workbench.koopman.moments import SnapshotMoments
+from workbench.models.anatomy import Anatomy, read_anatomy
+from workbench.models.batches import Batches, TokenSelection, count_rows, take_rows
+from workbench.models.capture import StreamWatcher, empty_moments
+from workbench.models.probing import as_written, call_model, undisturbed, watch
+from workbench.zoo.module_of import module_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.callbacks.kss.control import KSS
+    from workbench.models.subject import Subject
+
+#: A trust region that watches the energy gain takes eigenvalues in every so many of its looks.
+SPECTRA_EVERY = 10
+#: Why layers did not act although they had a penalty.
+NO_GRADIENT, GRADIENT_NOT_FINITE = "no gradient", "gradient not finite"
+
+
+class Shaper:
+    """KSS attached to a model and an optimizer; made by `KSS.attach`.
+
+    The model's inputs are remembered by a hook. When a step is due, hooks on the optimizer run a few rows of them
+    through the model once more, in eval mode, and let the gradient of the penalty act on the weights. A pass of its own
+    makes KSS independent of how the loss is scaled, accumulated, recomputed or reduced; the task's loss and gradient
+    norm stay what they are without it.
+
+    Attributes:
+        step: Optimizer steps done.
+        last: What was done in the last step; None before the first.
+        n_skipped: Layers left out although they were due, by reason, over all steps.
+    """
+
+    def __init__(self, kss: KSS, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.kss = kss
+        model = module_of(model)
+        self.model = bare(model)
+        self.optimizer = innermost(optimizer)
+        check_attachable(self.model, self.optimizer)
+        self._is_shared = is_shared()
+        self.step = 0
+        self.last: Shaping | None = None
+        self.n_skipped: dict[str, int] = {}
+        self._anatomy: Anatomy | None = None
+        self._states_per_row = self._states_of_a_row = 0.0
+        self._entrances = entrances(model)
+        self._inputs: dict[nn.Module, Any] = {}
+        self._control: Control | None = None
+        self._control_before: Control | None = None
+        self._changes: list[str] = []
+        self._is_own_pass = False
+        self._update_size = 1.0
+        self._rates: list[Any] = []
+        self._weights_before: dict[nn.Parameter, Tensor] = {}
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        remember = torch.compiler.disable(self._remember)  # it writes down what it sees, and is not to be compiled
+        self._handles = [
+            *(module.register_forward_pre_hook(remember, with_kwargs=True) for module in self._entrances),
+            self.optimizer.register_step_pre_hook(self._before_update),
+            self.optimizer.register_step_post_hook(self._after_update),
+        ]
+
+    def __enter__(self) -> Shaper:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Remove all hooks; the controls stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._inputs.clear()
+        self._end_update()
+        self._kept.clear()
+
+    def read_anatomy(self, inputs: Any) -> None:
+        """Find the residual blocks now, not in the first step that is due.
+
+        Args:
+            inputs: What `workbench.read_anatomy` takes.
+
+        Raises:
+            AnatomyError: If the residual stream cannot be read with certainty.
+            ThresholdError: If KSS is to look at a layer that the model does not have.
+        """
+        self._anatomy = read_anatomy(self.model, inputs)
+        self._draw_layers(self.kss.control, np.random.default_rng(0))
+
+    def begin_step(self, step: int | None = None) -> None:
+        """Read the controls for the coming step, on every rank those of rank 0.
+
+        A loop that counts its steps itself calls this.
+        """
+        self.step = self.step if step is None else step
+        control = self.kss.control
+        if self._is_shared and (first := control_of_first_rank(control)) != control:
+            self.kss.set(**vars(first))
+            control = first
+        before, self._control = self._control_before, control
+        self.last = Shaping(self.step, self._control)
+        if before is not None and before != self._control:
+            pairs = ((name, getattr(before, name), value) for name, value in vars(self._control).items())
+            self._changes += [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
+        self._control_before = self._control
+
+    def new_changes(self) -> list[str]:
+        """What was changed by others since the last call, such as ``strength 5.0 -> 2.0``; the controller's own not."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on alike; plain values, as JSON takes them."""
+        return {
+            "control": self.kss.state_dict(),
+            "control_before": None if self._control_before is None else self._control_before.as_dict(),
+            "step": self.step,
+            "states_per_row": self._states_per_row,
+            "update_size": self._update_size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave; the controls of the `KSS` object are set to it."""
+        self.kss.load_state_dict(state["control"])
+        before = state["control_before"]
+        self._control_before = None if before is None else Control.of_dict(before)
+        self.step, self._states_per_row = state["step"], state["states_per_row"]
+        self._update_size = state["update_size"]
+
+    def _remember(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._is_own_pass or not (module.training and torch.is_grad_enabled()):
+            return
+        # Lightning under DDP puts a plain function in the place of forward, whose arguments are not the model's.
+        if not isinstance(module.forward, FunctionType) or hasattr(module.forward, "__wrapped__"):
+            self._inputs[module] = named_arguments(bare(module), args, kwargs)
+
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        if self._control is None:
+            self.begin_step()
+        if self.kss.options.coupling == "trust_region":
+            self._begin_update()
+        if self.kss.options.coupling != "gradient":
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._act(self._control)
+            return None
+        # The batch is yet to come: the optimizer will have the closure run it (Lightning).
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (optimizer, self._acting_after(closure), *args[2:]), others
+
+    def _acting_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def closure_and_penalty() -> Any:
+            loss = closure()
+            self._act(self._control)
+            return loss
+
+        return closure_and_penalty
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._restore_rates()
+        if self.kss.options.coupling != "gradient":
+            self._act(self._control)
+        self._end_update()
+        self.step += 1
+        self._control = None
+        self._inputs.clear()  # not to keep a batch alive
+
+    def _act(self, control: Control) -> None:
+        """Let the penalty act, if it is due."""
+        if not control.is_due(self.step):
+            return
+        called = next((module for module in self._entrances if module in self._inputs), None)
+        if called is None:
+            raise SnapshotError(
+                f"KSS did not see {type(self.model).__name__} run before this update; attach it to the module that the "
+                "training loop calls, and keep that in training mode."
+            )
+        self._is_own_pass = True
+        try:
+            look = self._hold_in_band if self.kss.options.coupling == "trust_region" else self._shape
+            with as_written():
+                look(bare(called), self._inputs[called], control)
+        finally:
+            self._is_own_pass = False
+        self._states_per_row = self._states_of_a_row  # from the next step on: within one, rows are to be the same
+        band, strength = self.kss.controller, control.strength
+        if band is not None and self.kss.strength == strength:  # whoever turned it meanwhile knows better
+            self.kss.strength = band.adjusted(strength, getattr(self.last, band.quantity))
+            # What the controller does is in the strengths recorded, and no event.
+            self._control_before = replace(self._control_before, strength=self.kss.strength)
+
+    @torch.enable_grad()  # SAM takes its steps without
+    def _shape(self, model: nn.Module, inputs: Any, control: Control) -> None:
+        """Look at the layers that are due and let their penalty act."""
+        parts = self._layer_penalties(model, inputs, control)
+        trigger = self.kss.options.trigger
+        outside = {i: p for i, p in parts.items() if p.value is not None and p.spectral_radius > trigger}
+        acting = {i: part for i, part in outside.items() if part.value.requires_grad}
+        valued = [float(part.value.detach()) for part in parts.values() if part.value is not None]
+        skipped = {i: part.reason for i, part in parts.items() if part.reason}
+        skipped |= dict.fromkeys(outside.keys() - acting.keys(), NO_GRADIENT)
+        gradients = None
+        if acting:
+            # The mean over the layers looked at: a layer left out counts as zero, so that no other pulls harder for it.
+            total = sum(part.value for part in acting.values()) / len(parts)
+            gradients = self._gradients(total)
+            if gradients is None:
+                skipped |= dict.fromkeys(acting, GRADIENT_NOT_FINITE)
+            else:
+                self._apply(control, float(total.detach()), gradients)
+        for reason in skipped.values():
+            self.n_skipped[reason] = self.n_skipped.get(reason, 0) + 1
+        self.last = self._shaping(
+            control,
+            parts,
+            layers=tuple(parts),
+            penalty=float(np.mean(valued)) if valued else math.nan,
+            skipped=skipped,
+            n_acting=len(acting) if gradients is not None else 0,
+        )
+
+    def _shaping(self, control: Control, parts: Mapping[int, LayerPenalty], **what: Any) -> Shaping:
+        spectra = [part for part in parts.values() if len(part.modulus)]
+        return Shaping(
+            self.step,
+            control,
+            spectral_radius=max((part.spectral_radius for part in spectra), default=math.nan),
+            near_unit_mass=float(np.mean([part.near_unit_mass for part in spectra])) if spectra else math.nan,
+            **what,
+        )
+
+    @torch.no_grad()
+    def _begin_update(self) -> None:
+        """Cut the coming update, and remember the weights if it is to be looked at."""
+        self._end_update()  # of an update that failed
+        if not (self._control.enabled and self._control.strength > 0):
+            return
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * self._update_size
+        if self._control.is_due(self.step):
+            weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+            # Into the same memory each time: fresh pages cost more than the copy.
+            self._weights_before = {w: self._kept.setdefault(w, torch.empty_like(w)).copy_(w) for w in weights}
+
+    def _restore_rates(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate
+        self._rates = []
+
+    def _end_update(self) -> None:
+        self._restore_rates()
+        self._weights_before = {}
+
+    @torch.no_grad()
+    def _hold_in_band(self, model: nn.Module, inputs: Any, control: Control) -> None:
+        """Take the update back if it threw a layer out of its band."""
+        region, options = self.kss.options.trust_region, self.kss.options
+        moments = self._moments_of_layers(model, inputs, control)
+        # The gain needs no eigenvalues; they are then for the record alone, and taken at times.
+        has_spectra = region.measure == "spectral_radius" or self.step % (SPECTRA_EVERY * control.interval) == 0
+        of_spectra = moments if has_spectra else {}
+        parts = {i: layer_penalty(m, options.penalty, gamma=control.gamma) for i, m in of_spectra.items()}
+        after = {i: self._measured(m, parts.get(i)) for i, m in moments.items()}
+        layers, broken = tuple(moments), []
+        if region.outside(after):
+            weights_after = {weight: weight.detach().clone() for weight in self._weights_before}
+            self._put(self._weights_before)
+            moments = self._moments_of_layers(model, inputs, control)
+            broken = region.broken({i: self._measured(m) for i, m in moments.items()}, after)
+            if not broken:
+                self._put(weights_after)
+        self.last = self._shaping(control, parts, layers=layers, n_acting=len(broken), update_size=self._update_size)
+        self._update_size = region.next_size(self._update_size, control.strength, is_broken=bool(broken))
+
+    def _measured(self, moments: SnapshotMoments, part: LayerPenalty | None = None) -> float:
+        """What the trust region watches, of one layer; NaN where there is no spectrum."""
+        options = self.kss.options
+        if options.trust_region.measure == "energy_gain":
+            return energy_gain(moments)
+        return (part or layer_penalty(moments, options.penalty, gamma=0.0)).spectral_radius
+
+    def _put(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
+        for weight, value in weights.items():
+            weight.copy_(value)
+
+    def _layer_penalties(self, model: nn.Module, inputs: Any, control: Control) -> dict[int, LayerPenalty]:
+        """The penalty of each layer that is due."""
+        with torch.enable_grad():
+            moments = self._moments_of_layers(model, inputs, control)
+            shape = self.kss.options.penalty
+            return {i: layer_penalty(m, shape, gamma=control.gamma) for i, m in moments.items()}
+
+    def _moments_of_layers(self, model: nn.Module, inputs: Any, control: Control) -> dict[int, SnapshotMoments]:
+        """Run some rows of the batch through the model and take the moments of each layer that is due.
+
+        Within a step these are the same rows, tokens and layers each time.
+        """
+        has_gradient = torch.is_grad_enabled()
+        options = self.kss.options
+        # Of the step alone: resuming needs no more, and ranks whose last batches differ draw the same layers.
+        random = np.random.default_rng([options.seed, self.step])
+        if self._anatomy is None:
+            self._anatomy = read_anatomy(model, inputs)
+        layout = self._anatomy.layout
+        layers = self._draw_layers(control, random)
+        if layout.can_split:
+            axis = layout.inputs or 0
+            inputs = take_rows(inputs, self._draw_rows(count_rows(inputs, axis), random), axis)
+        selection = TokenSelection(options.n_snapshots, options.skip_first, int(random.integers(2**31)))
+        states: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def take(i: int, x: Tensor, y: Tensor) -> None:
+            if has_gradient and not y.requires_grad and is_trained(self._anatomy.sites[i].module):
+                raise recomputation_error(model)
+            states[i] = (
+                x if options.side != "output" else x.detach(),
+                y if options.side != "input" else y.detach(),
+            )
+
+        watcher = StreamWatcher(self._anatomy, selection, take, layers=layers)
+        selection.begin(Batches([inputs], True, layout))
+        watcher.begin(inputs)
+        device = next(self.model.parameters()).device.type
+        with (
+            undisturbed(model),
+            watch(watcher.hooks()),
+            torch.set_grad_enabled(has_gradient),
+            torch.autocast(device, enabled=False),
+        ):
+            call_model(model, inputs)
+        self._states_of_a_row = watcher.leading.numel() / count_rows(inputs, layout.inputs or 0)
+        return {i: self._moments(i, *states[i]) for i in layers}
+
+    def _moments(self, layer: int, x: Tensor, y: Tensor) -> SnapshotMoments:
+        """Moments of the states of all ranks."""
+        moments = empty_moments(self._anatomy, layer, x)
+        is_usable = len(x) > 0
+        try:
+            moments.update(x, y)
+        except SnapshotError:
+            is_usable = False
+        if not is_usable:  # the penalty will say so, on every rank
+            moments = SnapshotMoments.of_nothing_finite(moments.n_features, device=moments.mean_x.device)
+        return moments.all_reduce() if self._is_shared else moments
+
+    def _gradients(self, total: Tensor) -> dict[nn.Parameter, Tensor] | None:
+        """Of the penalty in the weights that the optimizer moves; None if it is not finite."""
+        weights = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        try:
+            with eval_mode(self.model):  # blocks that recompute their forward repeat that of the own pass
+                found = torch.autograd.grad(total, weights, allow_unused=True)
+        except RuntimeError as error:
+            if "checkpoint" in str(error):
+                raise recomputation_error(self.model) from error
+            raise
+        if self._is_shared:
+            found = summed(weights, found)
+        gradients = {weight: g for weight, g in zip(weights, found, strict=True) if g is not None}
+        norm = torch.nn.utils.get_total_norm(list(gradients.values()))
+        return gradients if bool(torch.isfinite(norm)) else None
+
+    @torch.no_grad()
+    def _apply(self, control: Control, penalty: float, gradients: dict[nn.Parameter, Tensor]) -> None:
+        coupling = self.kss.options.coupling
+        if coupling == "gradient":
+            # A fused optimizer is handed scaled gradients and unscales them itself.
+            scale = getattr(self.optimizer, "grad_scale", None)
+            for weight, gradient in gradients.items():
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                weight.grad.add_(gradient if scale is None else gradient * scale, alpha=control.strength)
+            return
+        rates = {weight: group["lr"] for group in self.optimizer.param_groups for weight in group["params"]}
+        if coupling == "projection":
+            square = sum(float(gradient.double().square().sum()) for gradient in gradients.values())
+            step = penalty / square if square > 0 else 0.0
+        for weight, gradient in gradients.items():
+            size = step if coupling == "projection" else float(rates[weight])
+            weight.add_(gradient, alpha=-control.strength * size)
+
+    def _draw_layers(self, control: Control, random: np.random.Generator) -> list[int]:
+        n_layers = len(self._anatomy.sites)
+        if control.layers == "all":
+            return list(range(n_layers))
+        if control.layers == "half":
+            return sorted(random.choice(n_layers, size=max(1, n_layers // 2), replace=False).tolist())
+        if (highest := max(control.layers)) >= n_layers:
+            raise ThresholdError(f"KSS is to look at layer {highest}, but the model has layers 0 to {n_layers - 1}.")
+        return list(control.layers)
+
+    def _draw_rows(self, n_rows: int, random: np.random.Generator) -> Tensor:
+        """As many rows as the snapshots need; all of them the first time, to learn how many states a row has."""
+        wanted = n_rows
+        if self._states_per_row:
+            wanted = min(n_rows, math.ceil(self.kss.options.n_snapshots / self._states_per_row))
+        return torch.from_numpy(np.sort(random.choice(n_rows, size=wanted, replace=False)))

@@ -1,0 +1,53 @@
+"""What KSS did in one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workbench.callbacks.kss.control import Control
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """What KSS did in one step.
+
+    Attributes:
+        step: Optimizer steps done before this one.
+        control: The controls that the step used.
+        layers: Layers looked at; empty where nothing was due.
+        penalty: Mean penalty of the layers that took part; NaN if none did.
+        spectral_radius: Largest over the layers looked at; NaN if there is no spectrum, or none was taken.
+        near_unit_mass: Mean over the layers looked at; NaN likewise.
+        skipped: Why layers were left out although they were due: layer -> reason.
+        n_acting: Layers whose gradient reached the weights, or for whose sake the update was taken back.
+        update_size: Share of the optimizer's own update that was tried; below 1 only in a trust region.
+    """
+
+    step: int
+    control: Control
+    layers: tuple[int, ...] = ()
+    penalty: float = math.nan
+    spectral_radius: float = math.nan
+    near_unit_mass: float = math.nan
+    skipped: Mapping[int, str] | None = None
+    n_acting: int = 0
+    update_size: float = 1.0
+
+    def monitors(self) -> dict[str, float]:
+        """The numbers of the step; names as in ``schema.MONITORS``."""
+        return {
+            "kss_enabled": self.control.enabled,
+            "kss_strength": self.control.strength,
+            "kss_interval": self.control.interval,
+            "kss_gamma": self.control.gamma,
+            "kss_penalty": self.penalty,
+            "kss_spectral_radius": self.spectral_radius,
+            "kss_near_unit_mass": self.near_unit_mass,
+            "kss_acting": self.n_acting,
+            "kss_skipped": len(self.skipped or ()),
+            "kss_update_size": self.update_size,
+        }

@@ -1,0 +1,74 @@
+"""KSS without a gradient: updates are cut so that no block's spectrum leaves its band in one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workbench.errors import ThresholdError
+
+if TYPE_CHECKING:
+    from workbench.koopman.moments import SnapshotMoments
+
+MEASURES = ("energy_gain", "spectral_radius")
+
+
+@dataclass(frozen=True)
+class TrustRegion:
+    """When an update is taken back, and how the next ones are cut.
+
+    An update that lifts the measure of a layer above the band, by more than the share that it may rise in one step, is
+    taken back, and the following ones are divided by 1 + strength. With every update that is kept they grow again by
+    ``recovery``, up to the optimizer's own: the rule by which trust-region methods find their radius (Nocedal & Wright
+    2006, chapter 4), with the spectrum in the place of the model's error.
+
+    Attributes:
+        measure: ``"energy_gain"``, by which factor a block lengthens the states, sqrt(E|y|^2 / E|x|^2) about their
+            means, or ``"spectral_radius"``. A block may keep its eigenvalues and yet amplify, as operators that are not
+            normal do; the gain sees both.
+        highest: Upper edge of the band; inside it nothing is ever done.
+        rise: Share by which the measure may rise in one step above the band.
+        recovery: Factor of the update's size after each one that is kept.
+        smallest: The size never falls below this share of the optimizer's own update.
+    """
+
+    measure: str = "energy_gain"
+    highest: float = 2.0
+    rise: float = 0.25
+    recovery: float = 1.02
+    smallest: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.measure not in MEASURES:
+            raise ThresholdError(f"measure is '{self.measure}', expected one of {', '.join(MEASURES)}.")
+        for name, lowest in (("highest", 0.0), ("rise", 0.0), ("recovery", 1.0)):
+            if not lowest <= getattr(self, name) < math.inf:
+                raise ThresholdError(f"{name} is {getattr(self, name)}, expected a number of at least {lowest:g}.")
+        if not 0 < self.smallest <= 1:
+            raise ThresholdError(f"smallest is {self.smallest}, expected a share above 0, at most 1.")
+
+    def outside(self, measured: Mapping[int, float]) -> list[int]:
+        """Layers above the band; one without a finite measure is."""
+        return [layer for layer, value in measured.items() if not value <= self.highest]
+
+    def broken(self, before: Mapping[int, float], after: Mapping[int, float]) -> list[int]:
+        """Layers for whose sake the update is taken back."""
+
+        def limit(layer: int) -> float:
+            risen = before[layer] * (1 + self.rise)
+            return max(self.highest, risen) if math.isfinite(risen) else self.highest
+
+        return [layer for layer in after if not after[layer] <= limit(layer)]
+
+    def next_size(self, size: float, strength: float, *, is_broken: bool) -> float:
+        """Share of the optimizer's own update that the next one takes."""
+        return max(self.smallest, size / (1 + strength)) if is_broken else min(1.0, size * self.recovery)
+
+
+def energy_gain(moments: SnapshotMoments) -> float:
+    """By which factor a block lengthens the states about their means: sqrt(E|y|^2 / E|x|^2), unit 1."""
+    before = float(moments.c_xx.diagonal().sum())
+    after = before + float((2 * moments.c_dx.diagonal() + moments.c_dd.diagonal()).sum())
+    return math.sqrt(max(after, 0.0) / before) if before > 0 else math.nan

@@ -1,0 +1,407 @@
+"""A recorder at work on one model: what it does around each optimizer step."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from workbench.callbacks.kss.attachment import bare, innermost
+from workbench.callbacks.recorder.batch_watch import BatchWatch
+from workbench.callbacks.recorder.collectors import Looks, Reading
+from workbench.callbacks.recorder.full_parameters import Weights
+from workbench.callbacks.recorder.options import Observation, is_due, plain, say
+from workbench.callbacks.recorder.ranks import is_shared, of_all_ranks, of_first_rank
+from workbench.callbacks.recorder.updates import total_gradient_norm, was_skipped
+from workbench.errors import ThresholdError, WorkbenchError
+from workbench.monitors.scalars import SpikeScore
+
+if TYPE_CHECKING:
+    from workbench.callbacks.recorder.output import Output
+    from workbench.callbacks.recorder.recorder import Recorder
+
+#: Numbers that every update has, in the order in which they are stored; NaN where nobody knows.
+NUMBERS = (
+    "loss",
+    "auxiliary_loss",
+    "accuracy",
+    "grad_norm",
+    "learning_rate",
+    "batch_size",
+    "n_tokens",
+    "spike_score",
+)
+#: What is lost with what is no part of its own.
+_WORDS = {
+    "probe": "What the probe shows (activations, attention logits, routing)",
+    "looks": "What was not read yet",
+    "monitors": "The gradient norm",
+}
+
+
+class AttachedRecorder:
+    """A recorder attached to a model and an optimizer; made by `Recorder.attach`.
+
+    Hooks on the optimizer see each update from both sides, hooks on the model count what goes in. Looks are taken after
+    the update of step s, from 0, where (s + 1) is a multiple of the part's cadence: the row of step s shows the weights
+    that the loss of step s + 1 will see. Spectra are taken before the update of step s where s is a multiple, as
+    `workbench.train` does.
+
+    Numbers given to `log` belong to the update of the batch that went through the model last: to the coming one before
+    ``optimizer.step()``, and still to the one just made until the next batch begins.
+
+    Attributes:
+        step: Updates done; whoever counts otherwise may set it between two updates.
+        numbers: Of the last update, as they were stored.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        output: Output,
+        *,
+        weights: Weights,
+        probe: Any,
+        step: int,
+        spikes: SpikeScore,
+        reading: Reading | None = None,
+        raises_alarms: bool = True,
+    ) -> None:
+        self.recorder, self.output = recorder, output
+        self.model, self.optimizer = bare(model), innermost(optimizer)
+        self.step = step
+        self.numbers: dict[str, float] = {}
+        self._every = recorder.every
+        self._alarms = recorder.alarms if raises_alarms else None
+        self._weights, self._reading = weights, reading
+        self._looks: Looks | None = None
+        self._pending: dict[str, float | Tensor] = {}  # what was logged
+        self._noted: dict[str, float | Tensor] = {}  # what the recorder found itself
+        self._open_step: int | None = None
+        self._spikes = spikes
+        self._is_told_norm = False
+        self._closure_loss: Any = None
+        self._is_ready = False
+        if self._weights.are_coarse:
+            say(
+                f"{type(self.model).__name__} is trained in low precision without a copy in float32; updates below "
+                "2^-9 of a weight do not show in bfloat16, so take small changes of the monitors with care."
+            )
+        self.batches = BatchWatch(
+            model, n_probe_tokens=recorder.n_probe_tokens, probe=probe, begin=_weakly(self._begin_batch)
+        )
+        try:
+            if probe is not None:
+                self._prepare()
+            before, after = self._before_step, self._after_step
+            self._handles = [
+                self.optimizer.register_step_pre_hook(before),
+                self.optimizer.register_step_post_hook(after),
+            ]
+        except BaseException:
+            self.batches.detach()
+            raise
+
+    def __enter__(self) -> AttachedRecorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        self.detach(is_broken=kind is not None)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it still records."""
+        return bool(self._handles)
+
+    @property
+    def pending(self) -> dict[str, float | Tensor]:
+        """Numbers of the present step, so far."""
+        return dict(self._pending)
+
+    def flush(self) -> None:
+        """Write what there is, the present step included if its update is made."""
+        if self._open_step is not None:
+            self._close_row()
+        self.output.flush()
+
+    def detach(self, *, is_broken: bool = False) -> None:
+        """Remove all hooks and write what there is; the model and the optimizer are let go.
+
+        Args:
+            is_broken: Whether training ended by an error.
+        """
+        if not self._handles:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        try:
+            self._close_row()
+        finally:
+            self.batches.detach()
+            self._looks = self._weights = None
+            self.model = self.optimizer = None
+            self.output.end(self.step, is_broken=is_broken)
+            self.recorder.detached(self.step)
+
+    def log(self, **numbers: Any) -> None:
+        """Numbers of an update, such as ``loss`` and ``accuracy``; see the class for which.
+
+        Raises:
+            ThresholdError: If one is no number.
+        """
+        for name, value in numbers.items():
+            self._pending[name] = _as_number(name, value)
+
+    def finish_step(self, **numbers: Any) -> dict[str, float]:
+        """Say that no more numbers are to come for this step, also where its update was left out.
+
+        A loop that knows when a step ends calls this; others need not. One that counts its steps itself sets ``step``.
+
+        Returns:
+            All numbers of the step.
+        """
+        self.log(**numbers)
+        self._is_told_norm = "grad_norm" in numbers  # then it need not be computed
+        if self._open_step is None:
+            self._open_row()
+        self._close_row()
+        return self.numbers
+
+    def begin_window(self) -> None:
+        """Compare queries and keys with what they are now: somebody else has changed the weights.
+
+        The look after that gives no spectra of updates, as its window is not full.
+        """
+        if self._looks is not None:
+            self._guarded("attention", lambda: self._looks.begin_window(self.step))
+
+    # Around the update
+
+    def _begin_batch(self) -> None:
+        """A batch goes in: the numbers that come next are not the last update's."""
+        if self._open_step is not None:
+            self._close_row()
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._before_update()
+            return None
+        # The batch is yet to come: the optimizer will have the closure run it (Lightning).
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (optimizer, self._looking_after(closure), *args[2:]), others
+
+    def _looking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        n_calls = 0
+
+        def closure_and_look() -> Any:
+            nonlocal n_calls
+            loss = closure()
+            n_calls += 1
+            if n_calls == 1:  # LBFGS asks several times
+                self._closure_loss = loss
+                self._before_update()
+            return loss
+
+        return closure_and_look
+
+    def _before_update(self) -> None:
+        """Gradients are there, weights are still the old ones."""
+        if self._open_step is not None:  # no batch was seen since the last update
+            self._close_row()
+        with self.batches_paused():
+            if not self._is_ready:
+                self._prepare()
+            self._guarded("monitors", self._note_update)
+            if self._every["spectra"] is not None and self.step % self._every["spectra"] == 0:
+                self._take_spectra()
+            if is_due(self.step, self._every["optimizer"]):
+                self._guarded("optimizer", self._looks.begin_update)
+
+    def _note_update(self) -> None:
+        # Sharded gradients need every rank, and what has been logged need not be the same on all.
+        if is_shared() or ("grad_norm" not in self._pending and not self._is_told_norm):
+            self._noted["grad_norm"] = total_gradient_norm(self.optimizer)
+        self._noted["learning_rate"] = max(float(group["lr"]) for group in self.optimizer.param_groups)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._looks is None:  # its closure was never called
+            return
+        if was_skipped(optimizer):
+            self._looks.forget_update()
+            self._noted.clear()
+            return
+        self._open_row()
+        with self.batches_paused():
+            self._look_at_parts()
+        self.step += 1
+        if not self.batches.has_seen and not self.output.is_hosted:
+            self._close_row()  # nothing will say when the next batch begins
+
+    # Rows
+
+    def _open_row(self) -> None:
+        """Numbers of the update that is being made, over all ranks; more may come until the row is closed."""
+        seen = self.batches.take()
+        found = seen.numbers() if seen.n_forwards else {}
+        self._pending, self._noted = found | self._noted | self._pending, {}
+        loss, self._closure_loss = self._closure_loss, None
+        if "loss" not in self._pending and isinstance(loss, Real | Tensor):
+            self.log(loss=loss)
+        self._pending = of_all_ranks({name: float(value) for name, value in self._pending.items()})
+        self._open_step = self.step
+
+    def _close_row(self) -> None:
+        step, self._open_step = self._open_step, None
+        if step is None:
+            return
+        pending, self._pending = self._pending, {}
+        numbers = dict.fromkeys(NUMBERS, math.nan) | {name: float(value) for name, value in pending.items()}
+        if "loss" in pending:
+            self._spikes.update(numbers["loss"])
+        numbers["spike_score"] = self._spikes.score
+        self.numbers = numbers
+        self._tell(Observation(step, "monitors", plain(numbers)))
+
+    # Looks
+
+    def _prepare(self) -> None:
+        """Read the model, once there is a probe; a model that cannot be read has fewer parts."""
+        probe, subjects = self.batches.settle_probe()
+        probe = of_first_rank(probe)
+        self._is_ready = True
+        if (plain := self.recorder.keep_probe(probe)) is not None:
+            self.output.commit(probe=plain)
+        with self.batches_paused():
+            self._looks = Looks(
+                self.recorder.options,
+                subjects,
+                self.optimizer,
+                self._weights,
+                probe,
+                self.event,
+                self._reading,
+            )
+            self._guarded("looks", lambda: self._looks.begin(self.step))
+
+    def batches_paused(self) -> _Paused:
+        """Forwards of the recorder's own do not count."""
+        return _Paused(self.batches)
+
+    def _look_at_parts(self) -> None:
+        """After the update of ``self.step``."""
+        looks = {part: look for part, look in self._looks.after_update.items() if is_due(self.step, self._every[part])}
+        probed = self._guarded("probe", lambda: self._looks.probed(looks)) or {}
+        for part, look in looks.items():
+            of_part = probed.get(part, {})
+            values = self._guarded(part, lambda look=look, of_part=of_part: look(self.step, of_part))
+            if values is not None:
+                self._tell(Observation(self.step, part, plain(values), self._looks.coords(part)))
+
+    def _take_spectra(self) -> None:
+        spectra = self._guarded("spectra", lambda: self._looks.spectra(self.step))
+        if spectra is not None:
+            self.output.add_dataset("spectra", spectra)
+            row = spectra.isel(step=0, drop=True)
+            values, coords = ({name: v.values for name, v in part.items()} for part in (row.data_vars, row.coords))
+            self.recorder.tell(Observation(self.step, "spectra", values, coords))
+
+    def _guarded(self, part: str, action: Callable[[], Any]) -> Any:
+        """Do something that may fail, and never stop the training by it: the part is switched off then."""
+        if not self._looks.is_on(part):
+            return None
+        try:
+            return action()
+        except Exception as error:  # noqa: BLE001  (whatever it is, the training goes on; it is told)
+            self._looks.switch_off(part)
+            reason = str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"
+            message = f"{_WORDS.get(part, part)} cannot be recorded from step {self.step} on ({reason})."
+            self.event("not recorded", source=part, message=message)
+            say(f"{message} Training goes on.")
+            return None
+
+    def event(
+        self,
+        kind: str,
+        *,
+        source: str = "",
+        score: float = math.nan,
+        message: str = "",
+        layer: int = -1,
+        head: int = -1,
+        step: int | None = None,
+    ) -> None:
+        """Note something that happened; see ``schema.EVENTS``. Without ``step`` it happened now."""
+        self.output.event(
+            self.step if step is None else step,
+            kind,
+            source=source,
+            score=score,
+            message=message,
+            layer=layer,
+            head=head,
+        )
+
+    def _tell(self, observation: Observation) -> None:
+        """Observers last: what they raise is the caller's."""
+        self.output.add(observation)
+        if self._alarms is not None:
+            self._hear(observation)
+        self.recorder.tell(observation)
+
+    def _hear(self, observation: Observation) -> None:
+        """What the alarms say of an observation, as events."""
+        fresh = self._alarms.observe(observation)
+        for alarm in fresh:
+            self.event("alarm", step=alarm.step, **alarm.as_event())
+        if (found := self._alarms.new_attribution(fresh)) is not None:
+            self.event("attribution", step=observation.step, **found.as_event())
+
+
+class _Paused:
+    """While it lasts, forwards are the recorder's own."""
+
+    def __init__(self, batches: BatchWatch) -> None:
+        self.batches = batches
+
+    def __enter__(self) -> None:
+        self.was_paused, self.batches.is_paused = self.batches.is_paused, True
+
+    def __exit__(self, *exception: object) -> None:
+        self.batches.is_paused = self.was_paused
+
+
+def _as_number(name: str, value: Any) -> float | Tensor:
+    """A number, or a tensor of one that nobody has waited for yet."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().reshape(())
+    if isinstance(value, np.ndarray) and value.size == 1:
+        return float(value.item())
+    if isinstance(value, Real):
+        return float(value)
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise ThresholdError(
+        f"log() got {name} as a {type(value).__name__}{shape}, expected one number; pass its mean or another number."
+    )
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A call of a method that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return call

@@ -1,0 +1,201 @@
+"""What the training loop feeds the model: counted as it passes, and a few rows of the first batch kept as probe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.callbacks.kss.attachment import bare, entrances, named_arguments
+from workbench.errors import SnapshotError
+from workbench.models.batches import count_rows, take_rows
+
+#: A Hugging Face Trainer tells the model how many labels all batches of an update have; the losses then add up.
+_LABELS_OF_UPDATE = "num_items_in_batch"
+
+
+@dataclass
+class Seen:
+    """What went through one entrance of the model since the last update.
+
+    Attributes:
+        n_forwards: How many times it was called.
+        n_rows: Rows in all.
+        n_tokens: Tokens in all: a number, or a 0-dim tensor that nobody has waited for yet.
+        losses: Those in the outputs, 0-dim.
+        are_shares: Whether the losses are shares of the update's, and not means of their own.
+    """
+
+    n_forwards: int = 0
+    n_rows: float = 0.0
+    n_tokens: float | Tensor = 0.0
+    losses: tuple[Tensor, ...] = ()
+    are_shares: bool = False
+
+    def numbers(self) -> dict[str, float | Tensor]:
+        """Names as in ``schema.MONITORS``."""
+        found: dict[str, float | Tensor] = {"batch_size": self.n_rows, "n_tokens": self.n_tokens}
+        if self.losses:
+            total = torch.stack([loss.float() for loss in self.losses]).sum()
+            found["loss"] = total if self.are_shares else total / len(self.losses)
+        return found
+
+
+class BatchWatch:
+    """Hooks on the model that the loop calls.
+
+    Forwards count in training mode and with gradients; those within a backward pass, which recompute activations, and
+    those of the recorder itself do not. Hooks never change what passes.
+
+    Args:
+        model: As the loop has it.
+        n_probe_tokens: About how many tokens to keep of the first batch.
+        probe: Inputs to use instead.
+        begin: Called when a training forward begins, before it is counted.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, n_probe_tokens: int, probe: Any = None, begin: Callable[[], None] = lambda: None
+    ) -> None:
+        self.probe = probe
+        self.is_paused = False
+        self.has_seen = False
+        self._n_probe_tokens = n_probe_tokens
+        self._begin = begin
+        self._entrances = entrances(model)
+        self._seen: dict[nn.Module, Seen] = {}
+        self._first: dict[nn.Module, Any] = {}
+        # They write down what they see, and are not to be compiled.
+        enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+        self._handles = [
+            handle
+            for module in self._entrances
+            for handle in (
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave),
+            )
+        ]
+
+    def detach(self) -> None:
+        """Remove the hooks, and forget."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._entrances, self._seen, self._first, self.probe = [], {}, {}, None
+
+    def settle_probe(self) -> tuple[Any, list[nn.Module]]:
+        """The probe: what was given, else rows of the first batch, from now on; None before there was one.
+
+        Returns:
+            It, and the modules that it may be for, out of what wraps them: the one that got it, or all entrances.
+        """
+        modules = self._entrances
+        if self.probe is None and self._first:
+            modules = [module for module in self._entrances if module in self._first][:1]
+            self.probe = self._first[modules[0]]
+        self._first = {}
+        return self.probe, list(dict.fromkeys(bare(module) for module in modules))
+
+    def take(self) -> Seen:
+        """What was seen since the last call, by the outermost entrance that was used."""
+        seen = next((self._seen[module] for module in self._entrances if module in self._seen), Seen())
+        self._seen = {}
+        return seen
+
+    @property
+    def n_forwards(self) -> int:
+        """Training forwards since the last `take`."""
+        return max((seen.n_forwards for seen in self._seen.values()), default=0)
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self._counts(module):
+            return
+        self._begin()
+        self.has_seen = True
+        inputs = named_arguments(bare(module), args, kwargs)
+        seen = self._seen.setdefault(module, Seen())
+        seen.n_forwards += 1
+        try:
+            seen.n_rows += count_rows(inputs)
+        except SnapshotError:
+            seen.n_rows = math.nan
+        seen.n_tokens = seen.n_tokens + count_tokens(inputs)
+        seen.are_shares = isinstance(inputs, Mapping) and inputs.get(_LABELS_OF_UPDATE) is not None
+        if self.probe is None and module not in self._first:
+            self._first[module] = few_rows(inputs, self._n_probe_tokens)
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._counts(module) and module in self._seen and (loss := _loss_in(output)) is not None:
+            self._seen[module].losses += (loss.detach(),)
+
+    def _counts(self, module: nn.Module) -> bool:
+        if self.is_paused or not (module.training and torch.is_grad_enabled()):
+            return False
+        if torch._C._current_graph_task_id() != -1:  # within backward: gradient checkpointing runs it once more
+            return False
+        # Lightning under DDP puts a plain function in the place of forward, whose arguments are not the model's.
+        return not isinstance(module.forward, FunctionType) or hasattr(module.forward, "__wrapped__")
+
+
+def count_tokens(inputs: Any) -> float | Tensor:
+    """Tokens in a batch, what a mask hides left out; NaN where its rows are no sequences."""
+    if isinstance(inputs, Mapping):
+        mask = inputs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            return (mask != 0).sum().double()
+        inputs = tuple(inputs.values())
+    values = inputs if isinstance(inputs, tuple | list) else (inputs,)
+    first = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
+    if first is None:
+        return math.nan
+    is_sequence = first.ndim == (3 if first.is_floating_point() else 2)
+    return float(first.shape[0] * first.shape[1]) if is_sequence else math.nan
+
+
+def few_rows(inputs: Any, n_tokens: int) -> Any:
+    """Copies of the first rows of a batch, about as many as hold so many tokens; None if it has no rows.
+
+    A single row that is longer is cut, where all tensors have one entry a token.
+    """
+    try:
+        n_rows = count_rows(inputs)
+    except SnapshotError:
+        return None
+    if isinstance(inputs, Mapping):
+        inputs = {name: value for name, value in inputs.items() if name != _LABELS_OF_UPDATE}
+    tensors = [
+        v for v in (inputs.values() if isinstance(inputs, Mapping) else _listed(inputs)) if isinstance(v, Tensor)
+    ]
+    length = next((v.shape[1] for v in tensors if v.ndim in (2, 3)), 1)
+    rows = _copied(take_rows(inputs, slice(0, min(n_rows, max(1, n_tokens // max(1, length))))))
+    if length > n_tokens and all(v.shape[1:] == (length,) for v in tensors):
+        rows = _mapped(rows, lambda tensor: tensor[:, :n_tokens].clone())
+    return rows
+
+
+def _loss_in(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def _listed(inputs: Any) -> list[Any]:
+    return list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+
+
+def _copied(inputs: Any) -> Any:
+    return _mapped(inputs, lambda tensor: tensor.detach().clone())
+
+
+def _mapped(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(inputs, Tensor):
+        return change(inputs)
+    if isinstance(inputs, Mapping):
+        return {name: _mapped(value, change) for name, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return type(inputs)(_mapped(value, change) for value in inputs)
+    return inputs

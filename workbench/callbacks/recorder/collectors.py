@@ -1,0 +1,343 @@
+"""The looks of a recorder at one model: what is read once, and what each part gives when it is due."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from workbench.callbacks.recorder.full_parameters import Weights, readable, reshard
+from workbench.callbacks.recorder.query_keys import SPECTRA_OF_HEADS, TERMS, QueryKeyWindow
+from workbench.callbacks.recorder.updates import UpdateLook
+from workbench.callbacks.run_recording import SpectraTaker
+from workbench.errors import SnapshotError, ThresholdError, WorkbenchError
+from workbench.models.anatomy import Anatomy, read_anatomy
+from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
+from workbench.models.batches import take_rows
+from workbench.models.probing import as_written, on_device_of
+from workbench.models.router_weights import Router, router_weights
+from workbench.monitors.curvature import preconditioned_sharpness, sharpness
+from workbench.monitors.probe_pass import PARTS as PROBED
+from workbench.monitors.probe_pass import ProbeLook
+from workbench.monitors.router_health import router_conditioning, router_similarity
+from workbench.schema.runs import ROUTER
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.callbacks.recorder.recorder import Options
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read of a model, once: names and places, so that it serves a wrapped or sharded one as well.
+
+    Attributes:
+        anatomy: The residual blocks; None: they cannot be read.
+        query_keys: One per block.
+        routers: Of the blocks that have one.
+        troubles: Why something is missing, by part.
+    """
+
+    anatomy: Anatomy | None
+    query_keys: list[QueryKey | Unreadable] = field(default_factory=list)
+    routers: list[Router | Unreadable] = field(default_factory=list)
+    troubles: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_model(model: nn.Module, inputs: Any) -> Reading:
+    """Blocks, query and key weights, and routers of a model; the model is left as it was.
+
+    Args:
+        model: Out of what wraps it.
+        inputs: A few rows, as `workbench.models.probing.call_model` takes them.
+    """
+    troubles = {}
+    with warnings.catch_warnings(), as_written(), readable(model):
+        warnings.simplefilter("ignore")
+        try:
+            anatomy = read_anatomy(model, take_rows(inputs, slice(0, 2)))
+        except Exception as error:  # noqa: BLE001  (a foreign model may fail in any way; it is told)
+            return Reading(None, troubles={"anatomy": _reason(error)})
+        query_keys, routers = [], []
+        try:
+            query_keys = query_key_weights(model, inputs, anatomy=anatomy)
+        except Exception as error:  # noqa: BLE001
+            troubles["attention"] = _reason(error)
+        try:
+            routers = router_weights(model, inputs, anatomy=anatomy)
+        except Exception as error:  # noqa: BLE001
+            troubles["router"] = _reason(error)
+    return Reading(anatomy, query_keys, routers, troubles)
+
+
+class Looks:
+    """Everything a recorder looks at in one model.
+
+    Args:
+        options: Of the recorder.
+        subjects: Modules that the probe may be for, the outermost first, each with all weights: the first that can be
+            read is the model.
+        optimizer: Innermost.
+        weights: As the optimizer has them.
+        probe: A few rows that stay the same; None: there are none, and only the updates can be looked at.
+        event: Notes something: kind, and what `schema.EVENTS` has.
+        reading: What was read of the model before it was sharded; None: it is read now.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        subjects: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        weights: Weights,
+        probe: Any,
+        event: Callable[..., None],
+        reading: Reading | None = None,
+    ) -> None:
+        self.options, self.optimizer, self.weights = options, optimizer, weights
+        self.model = self._outermost = subjects[0]
+        self._event = event
+        self._off = {part for part, every in options.every.items() if every is None}
+        self._told: set[int] = set()
+        self._window_begins = 0
+        self.n_heads = 0
+        self._had_attention: np.ndarray | None = None
+        self.probe = None if probe is None else on_device_of(self.model, probe)
+        self.reading = self._read(subjects) if reading is None else reading
+        reading, weights.model = self.reading, self.model
+        self.names = [site.name for site in reading.anatomy.sites] if reading.anatomy is not None else []
+        self.routers = [router for router in reading.routers if isinstance(router, Router)]
+        self.query_keys = QueryKeyWindow(reading.query_keys, weights, options.alpha)
+        self._update = UpdateLook(optimizer, weights, reading.anatomy)
+        self._probe_look: ProbeLook | None = None
+        self._taker: SpectraTaker | None = None
+        self.after_update: dict[str, Callable[[int, dict[str, np.ndarray]], dict[str, np.ndarray]]] = {
+            "attention": self.attention,
+            "router": self.router,
+            "optimizer": self.update,
+            "activations": self.activations,
+            "curvature": self.curvature,
+        }
+
+    def begin(self, step: int) -> None:
+        """Say what cannot be recorded, and take base points after ``step`` updates."""
+        if (reason := self.reading.troubles.get("anatomy")) is not None:
+            if self.weights.are_elsewhere:
+                reason += " Sharded weights can be read before they are: recorder.prepare(model, inputs)."
+            for part in ("attention", "router", "activations", "spectra"):  # sharpness needs no blocks
+                self._miss(part, f"The blocks of {type(self.model).__name__} cannot be read: {reason}")
+            return
+        for source in ("attention", "router"):
+            if (reason := self.reading.troubles.get(source)) is not None and self.is_on(source):
+                self._event("not recorded", source=source, message=reason)
+        taken = self._first_pass()
+        if self.is_on("attention"):
+            self._begin_attention(taken.get("attention", {}))
+        if self.is_on("router"):
+            for router in self.reading.routers:
+                if isinstance(router, Unreadable):
+                    self._event("not recorded", source="router", message=router.reason, layer=router.layer)
+            if not self.routers:
+                self.switch_off("router")  # a dense model has none: nothing is amiss
+        self.begin_window(step)
+        self._tell_unreadable()
+
+    def _first_pass(self) -> dict[str, dict[str, np.ndarray]]:
+        """What the probe shows at first; it says what it will ever show."""
+        if self.probe is None or not any(self.is_on(part) for part in PROBED):
+            return {}
+        try:
+            self._probe_look = ProbeLook(self.model, self.reading.anatomy, self.probe, routers=self.reading.routers)
+            return self.probed(PROBED)
+        except Exception as error:  # noqa: BLE001  (a foreign model may fail in any way; it is told)
+            self._miss("activations", f"The probe does not pass through the model: {_reason(error)}")
+            self.switch_off("probe")
+            return {}
+
+    def is_on(self, part: str) -> bool:
+        """Whether a part is recorded."""
+        return part not in self._off
+
+    def switch_off(self, part: str) -> None:
+        """Record a part no more."""
+        self._off.add(part)
+
+    def coords(self, part: str) -> dict[str, np.ndarray]:
+        """Values along the dimensions of a part, and names."""
+        if part == "curvature":
+            return {}
+        if part == "optimizer":
+            names, layers = self._update.module_names, self._update.layers
+            return {"module": np.arange(len(names)), "module_name": np.array(names), "layer": np.array(layers)}
+        layers = [router.layer for router in self.routers] if part == "router" else [*range(len(self.names))]
+        coords = {"layer": np.array(layers), "layer_name": np.array([self.names[layer] for layer in layers])}
+        if part == "attention":
+            coords |= {"head": np.arange(self.n_heads), "term": np.array(TERMS)}
+        if part == "router":
+            coords["expert"] = np.arange(max(router.n_experts for router in self.routers))
+        return coords
+
+    def probed(self, parts: Collection[str]) -> dict[str, dict[str, np.ndarray]]:
+        """One pass over the probe for all parts that need one."""
+        wanted = [part for part in parts if part in PROBED and self.is_on(part)]
+        if self._probe_look is None or not wanted or not self.is_on("probe"):
+            return {}
+        try:
+            with as_written(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
+                return self._probe_look.take(wanted)
+        finally:
+            reshard(self._outermost)
+
+    def attention(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Query-key updates, and attention on the probe."""
+        values, broken = self.query_keys.look(self.n_heads)
+        for name in ("attention_logit_max", "attention_entropy", "attention_entropy_share"):
+            values[name] = np.full((len(self.names), self.n_heads), np.nan)
+            if name in probed:
+                values[name][:, : probed[name].shape[1]] = probed[name]
+        is_lost = (self._had_attention & np.isnan(values["attention_entropy"])).any(1) if probed else []
+        self._tell_broken(step, {int(layer): "attention scores" for layer in np.flatnonzero(is_lost)} | broken)
+        is_full, self._window_begins = step + 1 - self._window_begins == self.options.every["attention"], step + 1
+        if not is_full:  # over fewer updates the numbers would mean something else
+            for name in SPECTRA_OF_HEADS:
+                values[name][:] = np.nan
+        return values
+
+    def begin_window(self, step: int) -> None:
+        """Compare queries and keys with what they are now, after ``step`` updates."""
+        self._window_begins = step
+        if self.is_on("attention"):
+            self.query_keys.begin()
+
+    def router(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Weights of the routers, and where the probe goes."""
+        values = {name: np.full(len(self.routers), np.nan) for name in ROUTER if name != "expert_load"}
+        values["expert_load"] = np.full((len(self.routers), max(router.n_experts for router in self.routers)), np.nan)
+        broken = {}
+        for i, router in enumerate(self.routers):
+            weight = router.read(self.weights).weight.float()
+            values["router_similarity"][i] = float(router_similarity(weight))
+            values["router_conditioning"][i] = float(router_conditioning(weight))
+            if not bool(torch.isfinite(weight).all()):
+                broken[router.layer] = "router weights"
+        self._tell_broken(step, broken)
+        return values | dict(probed)
+
+    def begin_update(self) -> None:
+        """Before an update that is looked at."""
+        self._update.begin()
+
+    def forget_update(self) -> None:
+        """The update did not happen."""
+        self._update.forget()
+
+    def update(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The update, from both sides."""
+        del probed
+        values, broken = self._update.end()
+        self._tell_broken(step, broken)
+        return values
+
+    def activations(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The residual stream on the probe."""
+        if not probed:
+            raise SnapshotError("the probe did not pass through the model")
+        is_bad = ~np.isfinite(probed["activation_max"])
+        self._tell_broken(step, {int(layer): "activations" for layer in np.flatnonzero(is_bad)})
+        return dict(probed)
+
+    def curvature(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Sharpness of the loss on the probe, and as Adam scales it."""
+        del step, probed
+        if self.weights.are_elsewhere:
+            raise SnapshotError("the optimizer does not move the model's own weights, or they are split over ranks")
+        rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
+
+        def loss(model: nn.Module) -> Tensor:
+            return self.options.loss_of(model, self.probe)
+
+        with as_written():
+            plain = sharpness(self.model, loss)
+            try:
+                scaled = preconditioned_sharpness(self.model, loss, self.optimizer)
+            except ThresholdError:  # no second moments
+                scaled = math.nan
+        return {
+            "sharpness": plain,
+            "sharpness_rate": plain * rate,
+            "preconditioned_sharpness": scaled,
+            "preconditioned_sharpness_rate": scaled * rate,
+        }
+
+    def spectra(self, step: int) -> xr.Dataset | None:
+        """Spectra of the residual stream on the probe; None, and an event, where the stream is not finite."""
+        try:
+            with as_written():
+                if self._taker is None:
+                    self._taker = SpectraTaker(self.model, self.probe, self.options.profile_options)
+                return self._taker.take(step)
+        except SnapshotError as error:
+            self._event("no spectra", message=str(error))
+            return None
+        finally:
+            reshard(self._outermost)
+
+    def _read(self, subjects: Sequence[nn.Module]) -> Reading:
+        """Read the first module that can be read; a LightningModule is often a shell without a forward."""
+        if self.probe is None:
+            return Reading(None, troubles={"anatomy": "no batch went through it before its first update."})
+        readings = []
+        for subject in subjects:
+            readings.append(read_model(subject, self.probe))
+            reshard(self._outermost)
+            if readings[-1].anatomy is not None:
+                self.model = subject
+                return readings[-1]
+        return readings[0]
+
+    def _begin_attention(self, probed: Mapping[str, np.ndarray]) -> None:
+        unreadable = [reading for reading in self.reading.query_keys if isinstance(reading, Unreadable)]
+        if not probed and not self.query_keys.n_heads:
+            reason = f" {unreadable[0].reason}" if unreadable else ""
+            self._miss("attention", f"No layer has attention that can be read.{reason}")
+            return
+        for reading in unreadable:
+            self._event("not recorded", source="attention", message=reading.reason, layer=reading.layer)
+        n_seen = probed["attention_entropy"].shape[1] if probed else 0
+        self.n_heads = max(self.query_keys.n_heads, n_seen)
+        self._had_attention = np.zeros((len(self.names), self.n_heads), dtype=bool)
+        self._had_attention[:, :n_seen] = ~np.isnan(probed["attention_entropy"]) if probed else False
+
+    def _miss(self, part: str, reason: str) -> None:
+        if self.is_on(part):
+            self.switch_off(part)
+            self._event("not recorded", source=part, message=reason)
+
+    def _tell_unreadable(self) -> None:
+        """Events for what the probe will never show."""
+        if self._probe_look is None:
+            return
+        read = (*self.reading.routers, *self.reading.query_keys)
+        known = {reading.reason for reading in read if isinstance(reading, Unreadable)}
+        for sentence in self._probe_look.unreadable:
+            if sentence not in known and (self.is_on("attention") or not sentence.startswith("The attention")):
+                self._event("not recorded", source="probe", message=sentence)
+
+    def _tell_broken(self, step: int, broken: Mapping[int, str]) -> None:
+        """An event for each layer that is not finite, once."""
+        for layer, what in broken.items():
+            if layer not in self._told:
+                self._told.add(layer)
+                message = f"Layer {layer} ({self.names[layer]}) holds {what} that are not finite."
+                self._event("not finite", source=what, message=message, layer=layer, step=step)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,168 @@
+"""Weights as the optimizer has them: in full precision, and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from workbench.errors import ThresholdError
+from workbench.models.probing import undisturbed
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class Weights:
+    """The weights of a model by name, read from what the optimizer moves.
+
+    An optimizer may hold copies in float32 of weights that the model has in bfloat16. They are found by their values
+    and shapes, in the model's order where several would fit. Readers of recipes take this object in the model's place.
+
+    Args:
+        model: Out of what wraps it.
+        optimizer: Innermost.
+
+    Raises:
+        ThresholdError: If the optimizer moves no weight of the model, nor a copy of one.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        own = {id(p): p for p in model.parameters()}
+        moved = [p for group in optimizer.param_groups for p in group["params"]]
+        self._of_model = own
+        self._master: dict[int, Tensor] = {}
+        foreign = [p for p in moved if id(p) not in own]
+        is_moved = {id(p) for p in moved}
+        if foreign:
+            free = [p for p in own.values() if p.requires_grad and id(p) not in is_moved]
+            self._master = _matched(free, foreign)
+        self._is_moved = is_moved
+        if not self._master and not (own.keys() & is_moved):
+            raise ThresholdError(
+                f"The optimizer moves no weight of {type(model).__name__}, nor a copy of one; attach the recorder to "
+                "the model that it trains."
+            )
+
+    def get_parameter(self, name: str) -> Tensor:
+        """A weight by its path in the model, whole, without gradient; computed if it is parametrized."""
+        module, _, attribute = name.rpartition(".")
+        owner = self.model.get_submodule(module)
+        if parametrize.is_parametrized(owner, attribute):
+            with undisturbed(self.model):
+                return getattr(owner, attribute).detach().clone()
+        return whole(self.moved(self.model.get_parameter(name)))
+
+    def moved(self, parameter: Tensor) -> Tensor:
+        """What the optimizer moves in the place of a parameter of the model; the parameter, if nothing."""
+        return self._master.get(id(parameter), parameter).detach()
+
+    def moved_names(self) -> dict[int, str]:
+        """Path of the parameter that each tensor of the optimizer stands for, by its id."""
+        own_id = {id(master): parameter for parameter, master in self._master.items()}
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return {key: names[own_id.get(key, key)] for key in self._is_moved if own_id.get(key, key) in names}
+
+    @property
+    def are_elsewhere(self) -> bool:
+        """Whether the optimizer moves copies, or weights that are split over ranks."""
+        return bool(self._master) or any(hasattr(p, "to_local") for p in self._of_model.values())
+
+    @property
+    def are_coarse(self) -> bool:
+        """Whether trained weights are kept in low precision alone."""
+        return any(
+            p.dtype in _LOW_PRECISION and id(p) not in self._master
+            for p in self._of_model.values()
+            if p.requires_grad and id(p) in self._is_moved
+        )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor whose parts lie on several ranks, put together; every rank has to ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@contextmanager
+def readable(model: nn.Module) -> Iterator[None]:
+    """Weights as plain parameters, so that a forward shows which of them it uses.
+
+    Parametrized weights become parameters with the values they have, sharded ones are gathered. Everything is put back.
+    """
+    with ExitStack() as stack:
+        for module in [m for m in model.modules() if hasattr(m, "unshard") and hasattr(m, "reshard")]:
+            stack.enter_context(_gathered(module))
+        for module in [m for m in model.modules() if parametrize.is_parametrized(m)]:
+            stack.enter_context(_without_parametrization(model, module))
+        yield
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered weights: FSDP would go on with them after the optimizer has moved the shards."""
+    for module in model.modules():
+        if hasattr(module, "unshard") and hasattr(module, "reshard"):
+            module.reshard()
+
+
+@contextmanager
+def _gathered(module: Any) -> Iterator[None]:
+    """One module of FSDP2 with its weights gathered, also after its forward."""
+    groups = _shard_groups(module)
+    before = [(group, group.post_forward_mesh_info) for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None  # as set_reshard_after_forward(False, recurse=False) does
+    module.unshard()
+    try:
+        yield
+    finally:
+        for group, info in before:
+            group.post_forward_mesh_info = info
+        module.reshard()
+
+
+def _shard_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]
+
+
+@contextmanager
+def _without_parametrization(model: nn.Module, module: nn.Module) -> Iterator[None]:
+    names = list(module.parametrizations)
+    with undisturbed(model):
+        values = {name: getattr(module, name).detach().clone() for name in names}
+    parametrized, table = type(module), module._modules.pop("parametrizations")
+    module.__class__ = parametrized.__bases__[0]
+    for name, value in values.items():
+        module._parameters[name] = nn.Parameter(value, requires_grad=False)
+    try:
+        yield
+    finally:
+        for name in names:
+            del module._parameters[name]
+        module.__class__ = parametrized
+        module._modules["parametrizations"] = table
+
+
+def _matched(parameters: list[Tensor], masters: list[Tensor]) -> dict[int, Tensor]:
+    """Id of each parameter that has a copy -> the copy."""
+    pairs, free = {}, list(parameters)
+    for master in masters:
+        fitting = [p for p in free if p.shape == master.shape]
+        same = (p for p in fitting if torch.equal(own_part(master.detach()).to(p.dtype), own_part(p.detach())))
+        found = next(same, None)
+        if found is None:
+            found = next(iter(fitting), None)
+        if found is not None:
+            pairs[id(found)] = master
+            free = [p for p in free if p is not found]
+    return pairs

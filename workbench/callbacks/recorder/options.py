@@ -1,0 +1,89 @@
+"""What a recorder looks at and how often, and what it tells those who listen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from workbench.errors import ThresholdError
+from workbench.io.background_writer import RecordingWarning
+
+#: Steps between two looks at each part, unless told otherwise; None: never.
+CADENCE: dict[str, int | None] = {
+    "attention": 10,
+    "router": 10,
+    "optimizer": 10,
+    "activations": 50,
+    "curvature": None,
+    "spectra": None,
+}
+#: Below this many updates noise outweighs what they add up to.
+_SHORTEST_WINDOW = 10
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one look at one part gave.
+
+    Attributes:
+        step: The update it belongs to, from 0; looks are taken right after it (spectra right before it).
+        part: ``"monitors"`` (the numbers of the update itself), or one of the parts looked at.
+        values: Of each variable, without the dimension of the steps; dimensions as in `workbench.schema`.
+        coords: Values along those dimensions: ``layer``, ``head``, ``term``, ``module``, ... and ``layer_name``.
+    """
+
+    step: int
+    part: str
+    values: Mapping[str, np.ndarray]
+    coords: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def checked_cadence(every: Mapping[str, int | None] | int | None) -> dict[str, int | None]:
+    """Steps between two looks at each part.
+
+    Args:
+        every: One number for all parts that are on by default; by part, the others as by default; None: no looks.
+
+    Raises:
+        ThresholdError: If a part is unknown or a number is none.
+    """
+    if every is None:
+        return dict.fromkeys(CADENCE)
+    if isinstance(every, Mapping):
+        unknown = [name for name in every if name not in CADENCE]
+        if unknown:
+            raise ThresholdError(f"A recorder has no part '{unknown[0]}'; choose from {', '.join(CADENCE)}.")
+        given = dict(every)
+    else:
+        given = {name: every for name, default in CADENCE.items() if default is not None}
+    for name, value in given.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ThresholdError(
+                f"every['{name}'] is {value!r}, expected a whole number of steps, at least 1, or None."
+            )
+    cadence = CADENCE | given
+    if cadence["attention"] is not None and cadence["attention"] < _SHORTEST_WINDOW:
+        say(
+            f"Updates of queries and keys are compared over {cadence['attention']} steps; what updates have in common "
+            f"adds up with their number, noise only with its root, so use {_SHORTEST_WINDOW} or more to see it."
+        )
+    return cadence
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Whether a part is looked at after the update of a step: after every so many updates, counted from the first."""
+    return every is not None and (step + 1) % every == 0
+
+
+def say(sentence: str) -> None:
+    """Warn whoever runs the training, without stopping it."""
+    warnings.warn(sentence, RecordingWarning, stacklevel=3)
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Values as float64 arrays."""
+    return {name: np.asarray(value, dtype=np.float64) for name, value in values.items()}

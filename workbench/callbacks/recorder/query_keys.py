@@ -1,0 +1,104 @@
+"""Spectra of how the query-key product of each head moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.models.attention_weights import QueryKey, Unreadable
+from workbench.monitors.attention_health import qk_update_spectrum
+from workbench.monitors.matrices import effective_rank, frobenius_norm, spectral_entropy, stable_rank
+
+if TYPE_CHECKING:
+    from workbench.callbacks.recorder.full_parameters import Weights
+
+TERMS = ("D2", "D3", "dWq", "dWk", "W")
+#: What is said of each of them.
+SPECTRA_OF_HEADS = ("frobenius_norm", "stable_rank", "effective_rank", "spectral_entropy")
+#: Entries of query weights that are compared in one call; their float64 copies and factors take some ten times that.
+_ENTRIES_AT_A_TIME = 1 << 23
+
+
+class QueryKeyWindow:
+    """Query and key weights as they were at the last look, and what became of them.
+
+    Layers of one shape go through in one call; only the rows of queries and keys are kept, in float32 at least.
+
+    Args:
+        readings: One per layer.
+        weights: Where to read them.
+        alpha: Power of the singular values in effective rank and entropy.
+    """
+
+    def __init__(self, readings: Sequence[QueryKey | Unreadable], weights: Weights, alpha: float) -> None:
+        self.n_layers = len(readings)
+        self.weights, self.alpha = weights, alpha
+        self._groups = _by_shape([reading for reading in readings if isinstance(reading, QueryKey)])
+        self.n_heads = max((group[0].query.shape[0] for group in self._groups), default=0)
+        self._base: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self) -> None:
+        """Take the present weights as the base point."""
+        self._base = [self._read(group) for group in self._groups]
+
+    def look(self, n_heads: int) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+        """What happened since the base point; the present weights are the next one.
+
+        Args:
+            n_heads: Length of the dimension of the heads; NaN where a layer has fewer.
+
+        Returns:
+            Of each variable an array (layer, head, term), and what is wrong with layers that hold values that are not
+            finite.
+        """
+        shape = (self.n_layers, n_heads, len(TERMS))
+        measures = {
+            "frobenius_norm": frobenius_norm,
+            "stable_rank": stable_rank,
+            "effective_rank": lambda s: effective_rank(s, alpha=self.alpha),
+            "spectral_entropy": lambda s: spectral_entropy(s, alpha=self.alpha),
+        }
+        values = {name: np.full(shape, np.nan) for name in measures}
+        broken: dict[int, str] = {}
+        for place, group in enumerate(self._groups):
+            before, now = self._base[place], self._read(group)
+            self._base[place] = now
+            for part in _parts(now[0]):
+                layers = [reading.layer for reading in group[part]]
+                spectra = qk_update_spectrum(*(w[part] for w in (*before, *now)))
+                is_finite = [all(bool(torch.isfinite(w[part][i]).all()) for w in now) for i in range(len(layers))]
+                broken |= {
+                    layer: "query and key weights" for layer, good in zip(layers, is_finite, strict=True) if not good
+                }
+                n_own = now[0].shape[1]
+                for i, term in enumerate(TERMS):
+                    for name, measure in measures.items():
+                        values[name][layers, :n_own, i] = measure(spectra[term]).cpu().numpy()
+        return values, broken
+
+    def _read(self, group: Sequence[QueryKey]) -> tuple[Tensor, Tensor]:
+        """Query and key weights, shape (layer, head, feature, head_dim), in float32 at least."""
+        queries = [reading.query_recipe.read(self.weights)[0] for reading in group]
+        keys = [reading.key_recipe.read(self.weights)[0] for reading in group]
+        return torch.stack([_wide(q) for q in queries]), torch.stack([_wide(k) for k in keys])
+
+
+def _by_shape(readings: Sequence[QueryKey]) -> list[list[QueryKey]]:
+    groups: dict[tuple, list[QueryKey]] = {}
+    for reading in readings:
+        groups.setdefault((reading.query.shape, reading.key.shape), []).append(reading)
+    return list(groups.values())
+
+
+def _wide(weight: Tensor) -> Tensor:
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def _parts(queries: Tensor) -> list[slice]:
+    """Layers that go through together."""
+    step = max(1, _ENTRIES_AT_A_TIME // max(1, queries[0].numel()))
+    return [slice(start, start + step) for start in range(0, len(queries), step)]

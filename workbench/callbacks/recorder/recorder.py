@@ -1,0 +1,367 @@
+"""The recorder as users have it: what to look at and how often, and where it goes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.callbacks.kss.attachment import bare, innermost
+from workbench.callbacks.recorder.attached import AttachedRecorder
+from workbench.callbacks.recorder.collectors import Reading, read_model
+from workbench.callbacks.recorder.full_parameters import Weights
+from workbench.callbacks.recorder.loggers import mirror_to
+from workbench.callbacks.recorder.options import CADENCE, Observation, checked_cadence
+from workbench.callbacks.recorder.output import Output
+from workbench.callbacks.recorder.probe_text import of_plain, to_plain
+from workbench.callbacks.recorder.ranks import is_first, of_first_rank
+from workbench.callbacks.run_recording import recorded_configuration
+from workbench.errors import AnatomyError, StoreError, ThresholdError
+from workbench.io.atomic import check_free
+from workbench.io.background_writer import BackgroundWriter
+from workbench.io.provenance import versions
+from workbench.io.run_writer import RunWriter
+from workbench.io.store import open_run
+from workbench.models.probing import on_device_of
+from workbench.monitors.scalars import SpikeScore
+from workbench.training.configuration import describe_model, first_difference
+from workbench.zoo.module_of import module_of
+
+if TYPE_CHECKING:
+    import torch
+    from lightning.pytorch import Callback
+    from torch import nn
+    from transformers import TrainerCallback
+
+    from workbench.callbacks.alarms import Alarms
+    from workbench.models.subject import Subject
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a recorder was told, as its looks need it."""
+
+    every: Mapping[str, int | None]
+    alpha: float
+    loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    profile_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Recorder:
+    """Watches any training run: what its weights, updates and activations do, and its loss beside them.
+
+    One line attaches it to a loop; it removes itself at the end:
+
+        recorder = wb.Recorder("runs/a.zarr")
+        with recorder.attach(model, optimizer):
+            for batch in loader:
+                loss = model(**batch).loss
+                loss.backward()
+                recorder.log(loss=loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Everything is seen from around the optimizer's step, and in passes of its own over a few rows that stay the same
+    (eval mode, no gradients), so that gradient accumulation and checkpointing, mixed precision, ``torch.compile``, DDP
+    and FSDP2 need nothing more, and the training is the same to the bit. Once attached it never stops a training run:
+    a look that fails is switched off and told, as an event and a warning. What an observer raises does go through.
+
+    Args:
+        path: Of the run's store; None: nothing is written, but observers and mirrors hear it.
+        every: Steps between two looks, by part: ``attention``, ``router``, ``optimizer`` (10 each), ``activations``
+            (50), ``curvature``, ``spectra`` (off); one number for all that are on; None: no looks, only the numbers of
+            each update. The window of ``attention``: queries and keys are compared over so many steps.
+        probe: Inputs to look at activations, attention and routing with, a few rows; None: the first rows of the first
+            batch. All looks use the same.
+        n_probe_tokens: About how many tokens of the first batch to take.
+        alpha: Power of the singular values in effective rank and spectral entropy.
+        loss_of: From the model and the probe to a loss; for ``curvature``.
+        profile_options: Further arguments of `workbench.profile`, for ``spectra``.
+        log: Mirrors of the scalars: a TensorBoard writer, or callables that take a dictionary; one or several.
+        alarms: Hear everything; what they say is among the run's events, and goes to their ``on_alarm``.
+        rows_per_block: Rows of a part that are written at once, in a thread of their own.
+        overwrite: Replace the run at ``path``.
+        resume: Go on with the run at ``path``, from the step given to `attach`: rows from then on are dropped. Where
+            there is none it begins.
+
+    Raises:
+        ThresholdError: If an option is out of range.
+        StoreError: If the path is taken.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        every: Mapping[str, int | None] | int | None = CADENCE,
+        probe: Any = None,
+        n_probe_tokens: int = 512,
+        alpha: float = 2.0,
+        loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+        profile_options: Mapping[str, Any] | None = None,
+        log: Any = None,
+        alarms: Alarms | None = None,
+        rows_per_block: int = 200,
+        overwrite: bool = False,
+        resume: bool = False,
+    ) -> None:
+        if not 0 < alpha < math.inf:
+            raise ThresholdError(f"alpha is {alpha}, expected a positive number such as 2.")
+        for name, value in (("n_probe_tokens", n_probe_tokens), ("rows_per_block", rows_per_block)):
+            if value < 1:
+                raise ThresholdError(f"{name} is {value}, expected at least 1.")
+        self.every = checked_cadence(every)
+        if self.every["curvature"] is not None and loss_of is None:
+            raise ThresholdError(
+                "curvature needs the loss as a function; pass loss_of=, from model and probe to a loss."
+            )
+        self.path = None if path is None else Path(path)
+        self.alarms = alarms
+        self.probe, self.n_probe_tokens = probe, n_probe_tokens
+        self.options = Options(self.every, float(alpha), loss_of, dict(profile_options or {}))
+        self._mirrors = [] if log is None else [mirror_to(each) for each in (log if isinstance(log, list) else [log])]
+        self._rows_per_block, self._overwrite, self._resumes = rows_per_block, overwrite, resume
+        self._observers: list[Callable[[Observation], None]] = []
+        self._attached: AttachedRecorder | None = None
+        self._reading: Reading | None = None
+        self._step = 0
+        self._kept_probe: Any = None
+        self._last_model: weakref.ref[nn.Module] | None = None
+        self._is_loaded = False
+        if self.path is not None and not resume:
+            check_free(self.path, overwrite=overwrite)
+
+    def attach(
+        self,
+        model: Subject | nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        writer: BackgroundWriter | None = None,
+        probe: Any = None,
+        step: int | None = None,
+        raises_alarms: bool = True,
+    ) -> AttachedRecorder:
+        """Watch a model that a loop trains: one line before it.
+
+        Args:
+            model: The module that the loop calls, or its subject; it may be wrapped by DDP, FSDP2 or ``torch.compile``.
+            optimizer: Over its weights, or over copies of them in float32; it may be wrapped too.
+            writer: Of another's store, where the parts go beside the numbers of each update, which are its owner's.
+            probe: Instead of the recorder's own.
+            step: Updates done; None: 0, or, on the model that it was attached to last, where it was detached.
+            raises_alarms: Whether ``alarms`` hear this run; a loop that hands them everything itself says no.
+
+        Returns:
+            The recorder at work; leaving its context, or ``detach()``, ends it.
+
+        Raises:
+            ThresholdError: If the optimizer moves no weight of the model, or the recorder is attached already.
+            StoreError: If the store cannot be written, or holds another run.
+        """
+        if self._attached is not None and self._attached.is_attached:
+            raise ThresholdError("The recorder is attached already; detach it first, or use another one.")
+        model = module_of(model)
+        weights = Weights(bare(model), innermost(optimizer))
+        goes_on = self._is_loaded or (self._last_model is not None and self._last_model() is bare(model))
+        if not goes_on:
+            self._step, self._kept_probe = 0, None
+        step = self._step if step is None else int(step)
+        goes_on |= self._resumes
+        output = Output(writer, is_hosted=True) if writer is not None else self._output(model, step, goes_on=goes_on)
+        if raises_alarms and self.alarms is not None and self.alarms.is_new and output.path is not None and step:
+            from workbench.callbacks.alarms.replaying import replay
+
+            replay(open_run(output.path), self.alarms)
+        self._last_model, self._is_loaded = weakref.ref(bare(model)), False
+        probe = next((p for p in (probe, self.probe, self._kept_probe) if p is not None), None)
+        self._attached = AttachedRecorder(
+            self,
+            model,
+            optimizer,
+            output,
+            weights=weights,
+            probe=probe,
+            step=step,
+            spikes=_spikes_before(step, output.path),
+            reading=self._reading,
+            raises_alarms=raises_alarms,
+        )
+        return self._attached
+
+    def trainer_callback(self) -> TrainerCallback:
+        """Watch a Hugging Face ``Trainer``: ``Trainer(..., callbacks=[recorder.trainer_callback()])``.
+
+        See `workbench.callbacks.recorder.integrations.trainer_callback`.
+        """
+        from workbench.callbacks.recorder.integrations import trainer_callback
+
+        return trainer_callback(self)
+
+    def lightning_callback(self) -> Callback:
+        """Watch a Lightning ``Trainer``: ``Trainer(..., callbacks=[recorder.lightning_callback()])``.
+
+        See `workbench.callbacks.recorder.integrations.lightning_callback`.
+
+        Raises:
+            MissingPackageError: If Lightning is not installed.
+        """
+        from workbench.callbacks.recorder.integrations import lightning_callback
+
+        return lightning_callback(self)
+
+    def prepare(self, model: Subject | nn.Module, inputs: Any) -> None:
+        """Read blocks, queries, keys and routers now, from a model that cannot be read later because it is sharded.
+
+        Args:
+            model: As it is before ``fully_shard``; names of its weights stay.
+            inputs: A few rows.
+
+        Raises:
+            AnatomyError: If the blocks cannot be read.
+        """
+        model = bare(module_of(model))
+        reading = read_model(model, on_device_of(model, inputs))
+        if reading.anatomy is None:
+            raise AnatomyError(reading.troubles["anatomy"])
+        self._reading = reading
+
+    def log(self, **numbers: Any) -> None:
+        """Numbers of the present update, such as ``loss`` and ``accuracy``; tensors are read when the update is made.
+
+        What is logged before ``optimizer.step()`` belongs to that update; until the next batch begins, what is logged
+        after it still does. With several ranks the usual ones are averaged, if they come before the update.
+
+        Raises:
+            ThresholdError: If the recorder is not attached, or one is no number.
+        """
+        self._at_work("log()").log(**numbers)
+
+    def event(self, kind: str, **what: Any) -> None:
+        """Note something that happened: ``source``, ``score``, ``message``, ``layer``, ``head``; see ``schema.EVENTS``.
+
+        Raises:
+            ThresholdError: If the recorder is not attached.
+        """
+        self._at_work("event()").event(kind, **what)
+
+    def observe(self, callback: Callable[[Observation], None]) -> Callable[[], None]:
+        """Call ``callback(observation)`` with every `Observation` as it comes, after it was handed to the store.
+
+        What the callback raises goes through to the training loop: it is the caller's code.
+
+        Returns:
+            A function that ends it.
+        """
+        self._observers.append(callback)
+
+        def stop() -> None:
+            if callback in self._observers:
+                self._observers.remove(callback)
+
+        return stop
+
+    def tell(self, observation: Observation) -> None:
+        """Hand an observation to all mirrors, on rank 0 alone, and observers."""
+        for mirror in self._mirrors if is_first() else ():
+            mirror(observation)
+        for observer in list(self._observers):
+            observer(observation)
+
+    def describe(self) -> dict[str, Any]:
+        """What is looked at and how often, as plain values."""
+        return {"every": dict(self.every), "alpha": self.options.alpha, "profile_options": self.options.profile_options}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as JSON takes it; what was recorded before is on disk when this returns."""
+        if self._attached is not None and self._attached.is_attached:
+            self._step = self._attached.step
+            self._attached.flush()
+        return {"step": self._step, "probe": to_plain(self._kept_probe)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave: with the next `attach`, in the same store if it is there.
+
+        Raises:
+            ThresholdError: If the recorder is attached.
+        """
+        if self._attached is not None and self._attached.is_attached:
+            raise ThresholdError("The recorder is attached already; load its state before that.")
+        self._step, self._is_loaded = state["step"], True
+        if (probe := of_plain(state["probe"])) is not None:
+            self._kept_probe = probe
+
+    def keep_probe(self, probe: Any) -> Any:
+        """Remember the rows that an attachment looks at, for the next; JSON of them, None if there is none."""
+        self._kept_probe = probe
+        return None if (plain := to_plain(probe)) is None else json.dumps(plain)
+
+    def detached(self, step: int) -> None:
+        """Remember where an attachment ended."""
+        self._step = step
+
+    def _at_work(self, what: str) -> AttachedRecorder:
+        if self._attached is None or not self._attached.is_attached:
+            raise ThresholdError(f"{what} needs a run; attach the recorder first: recorder.attach(model, optimizer).")
+        return self._attached
+
+    def _output(self, model: nn.Module, step: int, *, goes_on: bool) -> Output:
+        """The recorder's own store; on rank 0 alone, and what it raises on every rank."""
+        if self.path is None:
+            return Output(None)
+        writer, problem = None, ""
+        if is_first():
+            try:
+                writer = self._writer(bare(model), step, goes_on=goes_on)
+            except StoreError as error:
+                problem = str(error)
+        if problem := of_first_rank(problem):
+            raise StoreError(problem)
+        output = Output(writer)
+        word = "resumed" if step else "started"
+        output.event(step, word, message=f"{word.capitalize()} at step {step}.")
+        return output
+
+    def _writer(self, model: nn.Module, step: int, *, goes_on: bool) -> BackgroundWriter:
+        configuration = json.loads(
+            json.dumps({"model": describe_model(model), "recorder": self.describe()}, default=str)
+        )
+        if goes_on and self.path.exists():
+            recorded = recorded_configuration(self.path)
+            if (difference := first_difference(recorded, configuration)) is not None:
+                name, before, now = difference
+                raise StoreError(
+                    f"The run at {self.path} was recorded with {name} = {before}, this recorder says {now}; go on with "
+                    "the same, or record into another run."
+                )
+            writer = RunWriter.reopen(self.path, before_step=step)
+            writer.commit(state="running")
+            if self._kept_probe is None and "probe" in (attrs := open_run(self.path).attrs):
+                self._kept_probe = of_plain(json.loads(attrs["probe"]))
+        else:
+            attrs = {
+                "subject": configuration["model"]["name"],
+                "state": "running",
+                "configuration": json.dumps(configuration),
+                "versions": versions(),
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+            writer = RunWriter(self.path, attrs, overwrite=self._overwrite)
+        return BackgroundWriter(writer, rows_per_block=self._rows_per_block)
+
+
+def _spikes_before(step: int, path: Path | None) -> SpikeScore:
+    """The spike score of the losses that a store holds from before a step."""
+    spikes = SpikeScore()
+    if step and path is not None:
+        run = open_run(path)
+        if "monitors" in run and "loss" in run["monitors"]:
+            of_steps = run["monitors"]["loss"]
+            for loss in of_steps.values[of_steps["step"].values < step]:
+                spikes.update(loss)
+    return spikes

@@ -1,0 +1,169 @@
+"""Health of one update, by module: its gradients, its size, the optimizer's memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+
+from workbench.callbacks.recorder.full_parameters import Weights, own_part
+from workbench.callbacks.recorder.ranks import added_up
+from workbench.monitors.optimizer_health import adam_staleness, gradient_rms
+
+if TYPE_CHECKING:
+    from workbench.models.anatomy import Anatomy
+
+#: What is summed of each module, as a sum of squares and a count.
+_GRADIENT, _WEIGHT, _CHANGE, _STALENESS = range(4)
+
+
+class UpdateLook:
+    """Looks at an update from both of its sides.
+
+    Sums of squares are taken tensor by tensor and added up over ranks that hold shards, so that no weight is gathered.
+
+    Args:
+        optimizer: Innermost.
+        weights: Which tensors of the optimizer stand for which of the model.
+        anatomy: The blocks; None: unknown, all weights are "outside".
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: Weights, anatomy: Anatomy | None) -> None:
+        self.optimizer = optimizer
+        sites = () if anatomy is None else anatomy.sites
+        blocks = {}
+        for layer, site in enumerate(sites):
+            blocks.setdefault(id(site.module), (layer, site))
+        self.module_names = [*(site.name for _, site in blocks.values()), "outside"]
+        self.layers = [*(layer for layer, _ in blocks.values()), -1]
+        place = {}
+        for i, (_, site) in enumerate(blocks.values()):
+            place |= {f"{site.name.split('#')[0]}.{name}": i for name, _ in site.module.named_parameters()}
+        outside = len(self.module_names) - 1
+        self._module = {key: place.get(name, outside) for key, name in weights.moved_names().items()}
+        self._before: list[Tensor] = []
+        self._sums = np.zeros(0)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Right before the update: gradients, and a copy of the weights."""
+        self._sums = np.zeros((len(self.module_names), 4, 2))
+        self._before = []
+        for _, weight, module in self._weights():
+            before = own_part(weight.detach())
+            self._before.append(before.clone())
+            self._add(module, _WEIGHT, before, weight)
+            if weight.grad is not None:
+                self._add(module, _GRADIENT, _unscaled(self.optimizer, own_part(weight.grad)), weight)
+
+    @torch.no_grad()
+    def end(self) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+        """Right after it.
+
+        Returns:
+            Of each variable an array (module,), and what is wrong with layers that hold values that are not finite.
+        """
+        eps = [math.nan] * len(self.module_names)
+        for (group, weight, module), before in zip(self._weights(), self._before, strict=True):
+            self._add(module, _CHANGE, own_part(weight.detach()).float() - before.float(), weight)
+            moment = second_moment(self.optimizer, group, weight)
+            if moment is not None and weight.grad is not None:
+                eps[module] = float(group.get("eps", math.nan))
+                gradient = own_part(weight.grad)
+                if gradient.numel():
+                    staleness = float(adam_staleness(gradient, own_part(moment), eps=eps[module]))
+                    share = _share(weight)
+                    self._sums[module, _STALENESS] += (
+                        staleness**2 * gradient.numel() * share,
+                        gradient.numel() * share,
+                    )
+        self._before = []
+        if any(_is_sharded(weight) for _, weight, _ in self._weights()):
+            self._sums = added_up(self._sums)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            total, count = self._sums[..., 0], self._sums[..., 1]
+            rms = np.sqrt(total / np.where(count > 0, count, np.nan))
+            has_gradient = count[:, _GRADIENT] > 0
+            values = {
+                "module_grad_norm": np.where(has_gradient, np.sqrt(total[:, _GRADIENT]), np.nan),
+                "module_weight_norm": np.where(count[:, _WEIGHT] > 0, np.sqrt(total[:, _WEIGHT]), np.nan),
+                "update_ratio": rms[:, _CHANGE] / rms[:, _WEIGHT],
+                "adam_staleness": rms[:, _STALENESS],
+                "gradient_rms": rms[:, _GRADIENT],
+                "gradient_rms_over_eps": rms[:, _GRADIENT] / np.array(eps),
+            }
+        is_bad = ~np.isfinite(total[:, _WEIGHT] + total[:, _GRADIENT] + total[:, _CHANGE])
+        broken = {
+            layer: "weights or gradients" for layer, bad in zip(self.layers, is_bad, strict=True) if bad and layer >= 0
+        }
+        return values, broken
+
+    def forget(self) -> None:
+        """Let go of the copy of the weights, where the update did not happen."""
+        self._before = []
+
+    def _weights(self) -> Sequence[tuple[dict, Tensor, int]]:
+        return [
+            (group, weight, self._module[id(weight)])
+            for group in self.optimizer.param_groups
+            for weight in group["params"]
+            if id(weight) in self._module
+        ]
+
+    def _add(self, module: int, what: int, tensor: Tensor, weight: Tensor) -> None:
+        if tensor.numel():
+            count = tensor.numel() * _share(weight)
+            self._sums[module, what] += (float(gradient_rms(tensor)) ** 2 * count, count)
+
+
+def total_gradient_norm(optimizer: torch.optim.Optimizer) -> float:
+    """Norm of all gradients together, as the optimizer gets them; NaN if there are none."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not gradients:
+        return math.nan
+    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return float(_unscaled(optimizer, norm.detach()))
+
+
+def second_moment(optimizer: torch.optim.Optimizer, group: dict, weight: Tensor) -> Tensor | None:
+    """Adam's second moment of a weight after bias correction; None where the optimizer keeps none of its shape."""
+    state = optimizer.state.get(weight, {})
+    moment, n_steps = state.get("exp_avg_sq"), state.get("step", group.get("step"))
+    if not isinstance(moment, Tensor) or moment.shape != weight.shape:
+        return None
+    betas = group.get("betas")
+    if n_steps is None or betas is None:
+        return moment
+    n_steps = float(n_steps)
+    return moment / (1 - float(betas[1]) ** n_steps) if n_steps > 0 else moment
+
+
+def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused optimizer just left out its update, because gradients overflowed in float16."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
+def _unscaled(optimizer: torch.optim.Optimizer, gradient: Tensor) -> Tensor:
+    """Fused optimizers are handed gradients that a scaler has blown up, and unscale them themselves."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return gradient if scale is None else gradient / scale
+
+
+def _is_sharded(weight: Tensor) -> bool:
+    return hasattr(weight, "to_local") and distributed.is_initialized()
+
+
+def _share(weight: Tensor) -> float:
+    """1 over how many ranks hold the same part of a weight, for sums over all ranks."""
+    if not _is_sharded(weight):
+        return 1.0
+    n_parts = math.prod(
+        weight.device_mesh.size(dim) for dim, placement in enumerate(weight.placements) if placement.is_shard()
+    )
+    return n_parts / distributed.get_world_size()

@@ -1,0 +1,204 @@
+"""What checkpoints say beside a log: the size of each block's weights, and whether they fit their configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import CheckpointError
+from workbench.models.checkpoint import ZOO_KEY
+from workbench.models.run_checkpoints import list_checkpoints
+from workbench.zoo.module_of import module_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from workbench.models.subject import Subject
+
+_WEIGHTS = "model.safetensors"
+#: ``blocks.3.mlp.up.weight``: the name of the stack, the number of the block, the rest.
+_NUMBERED = re.compile(r"^(.*?)\.?(\d+)\.(.+)$")
+
+
+@dataclass(frozen=True)
+class WeightLook:
+    """Sizes of the blocks' weights at one checkpoint.
+
+    Attributes:
+        norm: Root of the summed squares of each block's matrices, shape (block,).
+        step: Of the checkpoint; 0 where it does not say.
+        place: Its folder.
+    """
+
+    norm: np.ndarray
+    step: int
+    place: Path
+
+
+def find_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
+    """Checkpoints by step, rising.
+
+    Those of `workbench.train` (``step-00000500``), of Hugging Face's Trainer (``checkpoint-500``), or one folder with
+    weights.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    folder = Path(folder)
+    found = list_checkpoints(folder)
+    if not found and folder.is_dir():
+        for place in folder.glob("checkpoint-*"):
+            if place.name.removeprefix("checkpoint-").isdigit() and (place / _WEIGHTS).exists():
+                found[int(place.name.removeprefix("checkpoint-"))] = place
+        if not found and (folder / _WEIGHTS).exists():
+            found = {_step_of(folder): folder}
+    if not found:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint; pass a folder of step-*, checkpoint-* or one with {_WEIGHTS}."
+        )
+    return dict(sorted(found.items()))
+
+
+def checkpoints_of(run: Any, folder: str | os.PathLike[str] | None = None) -> dict[int, Path]:
+    """Checkpoints of a run by step, rising: those in a folder, or beside its store; empty if there are none beside it.
+
+    Raises:
+        CheckpointError: If a folder was given and holds none.
+    """
+    if folder is not None:
+        return find_checkpoints(folder)
+    if isinstance(run, str | os.PathLike):
+        beside = Path(run).with_suffix(".checkpoints")
+        if beside.is_dir() and any(beside.glob("step-*")):
+            return find_checkpoints(beside)
+    return {}
+
+
+def look_at_weights(place: Path, *, step: int = 0, model: Subject | nn.Module | None = None) -> WeightLook | None:
+    """Sizes of the blocks' matrices in a checkpoint; None: its names have no numbered blocks.
+
+    Args:
+        place: Folder of the checkpoint.
+        step: Of it.
+        model: The model it belongs to; None: what its own config.json says.
+
+    Raises:
+        CheckpointError: If the weights do not fit the model or configuration, or cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = place / _WEIGHTS
+    check_fits(place, model=model)
+    try:
+        with safe_open(file, framework="pt") as weights:
+            squares: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+            for name in weights.keys():  # noqa: SIM118  (safetensors has no iterator)
+                match = _NUMBERED.match(name)
+                tensor = weights.get_tensor(name) if match else None
+                if tensor is not None and tensor.ndim > 1:
+                    squares[match[1]][int(match[2])] += float(tensor.double().square().sum())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"The weights in {place} cannot be read ({error}); write the checkpoint again."
+        ) from error
+    stack = max(squares.values(), key=len, default={})
+    if len(stack) < 2:
+        return None
+    return WeightLook(np.sqrt([stack[i] for i in sorted(stack)]), step, place)
+
+
+def check_fits(place: Path, *, model: Subject | nn.Module | None = None) -> None:
+    """Refuse a checkpoint whose weights are not those of its model.
+
+    Args:
+        place: Folder of the checkpoint.
+        model: The model it should fit; None: what its config.json says. Where neither says anything, nothing is
+            refused.
+
+    Raises:
+        CheckpointError: That names the first weight that does not fit, and both shapes.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = place / _WEIGHTS
+    if not file.exists():
+        raise CheckpointError(f"{place} has no {_WEIGHTS}; pass the folder of a checkpoint that was written whole.")
+    expected = _shapes_of(model) if model is not None else _shapes_of_config(place)
+    if expected is None:
+        return
+    try:
+        with safe_open(file, framework="pt") as weights:
+            found = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"The weights in {place} cannot be read ({error}); write the checkpoint again."
+        ) from error
+    whose = "the model" if model is not None else "its config.json"
+    for name, shape in expected.items():
+        if name in found and found[name] != shape:
+            raise CheckpointError(
+                f"{name} in {place} has the shape {_words(found[name])}, but {whose} says {_words(shape)}; pass the "
+                f"checkpoint that "
+                "belongs to this configuration."
+            )
+    # Tied weights are kept once, so a few names may be missing; a block that is missing is another model.
+    if extra := [name for name in found if name not in expected]:
+        raise CheckpointError(
+            f"{place} holds {extra[0]} of shape {_words(found[extra[0]])}, but {whose} has no such weight; pass the "
+            f"checkpoint that "
+            "belongs to this configuration."
+        )
+    sizes = {shape: name for name, shape in found.items()}
+    if missing := [name for name, shape in expected.items() if name not in found and shape not in sizes]:
+        raise CheckpointError(
+            f"{place} lacks {missing[0]} of shape {_words(expected[missing[0]])}, which {whose} says it has; pass "
+            f"the checkpoint that "
+            "belongs to this configuration."
+        )
+
+
+def _shapes_of(model: Subject | nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in module_of(model).state_dict().items()}
+
+
+def _shapes_of_config(place: Path) -> dict[str, tuple[int, ...]] | None:
+    """Shapes that the checkpoint's own configuration asks for; None: it is of a kind that we cannot build."""
+    import torch
+
+    from workbench.zoo import ArchitectureConfig, build
+
+    config = dict(_config(place))
+    if ZOO_KEY in config:
+        return _shapes_of(build(ArchitectureConfig.from_dict({"family": config.pop(ZOO_KEY), **config})))
+    names = config.get("architectures") or [""]
+    import transformers
+
+    if (kind := getattr(transformers, names[0], None)) is None:
+        return None
+    with torch.device("meta"):
+        return _shapes_of(kind(kind.config_class.from_dict(config)))
+
+
+def _config(place: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads((place / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _step_of(folder: Path) -> int:
+    match = re.search(r"(\d+)$", folder.name)
+    return int(match[1]) if match else 0
+
+
+def _words(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "a scalar"

@@ -1,0 +1,350 @@
+"""Run an experiment: a part of the run again from a checkpoint, as it was and with one change, on copies."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from workbench.callbacks.faults import Fault
+from workbench.callbacks.train import train
+from workbench.diagnosis.checkpoint_evidence import check_fits, checkpoints_of
+from workbench.diagnosis.experiment_changes import ACT_ON, Course, ShiftedTask, change_model, shifted
+from workbench.diagnosis.failed_run import Record, read_record
+from workbench.diagnosis.failure import running_median
+from workbench.errors import CheckpointError, ThresholdError
+from workbench.models.run_checkpoints import load_weights
+from workbench.tasks import Task, as_task
+from workbench.training.checkpoints import read_checkpoint
+from workbench.training.training_plan import TrainingPlan
+from workbench.zoo.module_of import module_of
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.models.subject import Subject
+
+#: Share of the recorded rise that counts as the failure come again.
+_AGAIN = 0.4
+_WINDOW = 7
+#: A loss that rises by more than so many times its scatter has left its course.
+_NOISES = 10.0
+#: And by at least this share of itself, for a run that diverges at once has no course to speak of.
+_SHARE = 0.5
+#: The first loss of a replay from step 0 may differ from the recorded one by this share.
+_FIRST_LOSS = 0.2
+
+
+def run_experiment(
+    tree: xr.DataTree,
+    experiment: str | int = 0,
+    *,
+    model: Subject | nn.Module,
+    task: Any,
+    run: Any = None,
+    checkpoints: str | os.PathLike[str] | None = None,
+    n_steps: int | None = None,
+    faults: Sequence[Fault] = (),
+    **training: Any,
+) -> xr.DataTree:
+    """Replay a part of a failed run twice, unchanged and with one change, and note what came of it.
+
+    Everything happens on copies: neither the model nor the run or its checkpoints are touched. The same arguments give
+    the same numbers.
+
+    Args:
+        tree: From `workbench.diagnose`.
+        experiment: Name of a cause, or place among ``tree["experiments"]``, 0 for the first.
+        model: Of the run. Where the replay begins at step 0, with the weights that training began with: they are
+            compared with the run's checkpoint of step 0 or, without one, by the loss of the first batch.
+        task: That it was trained on: batch n of its stream is what the run saw at step n.
+        run: The run; None: the store that the diagnosis was made from.
+        checkpoints: Their folder; None: beside the store. An experiment from step 0 needs none.
+        n_steps: To replay; None: as proposed.
+        faults: Of the run, if it was made with any (`workbench.faults`): they act in both replays as they did, but
+            those that act on the very thing that the experiment puts right.
+        **training: Fields of `TrainingPlan` that the record does not say, such as ``optimizer`` where it was
+            somebody's own.
+
+    Returns:
+        The tree with the experiment's row filled in: ``outcome`` (a sentence), ``is_done``, ``supports``, ``value`` and
+        ``twin_value`` (mean loss over the last fifth of the changed and the unchanged replay, in nats; NaN: it
+        diverged).
+
+    Raises:
+        ThresholdError: If there is no such experiment, a setting is impossible, or a replay from step 0 begins with
+            another loss than the run.
+        CheckpointError: If the checkpoint is not there or does not fit the model, or the model's weights are not those
+            of step 0 where the replay begins there.
+        StoreError: If the run cannot be read.
+    """
+    import xarray as xr
+
+    table = tree["experiments"].to_dataset()
+    at = _place(table, experiment)
+    row = table.isel(experiment=at)
+    change = json.loads(str(row["change"].values))
+    from_step = int(row["from_step"].values)
+    n_steps = int(row["n_steps"].values) if n_steps is None else n_steps
+    if n_steps < 1:
+        raise ThresholdError(f"n_steps is {n_steps}, expected at least 1.")
+    source = tree.attrs.get("run") if run is None else run
+    if source is None or (isinstance(source, str) and not source):
+        raise ThresholdError("The diagnosis was not made from a store; pass run= with what it was made from.")
+    replay = _Replay(
+        read_record(source), source, module_of(model), as_task(task), from_step, n_steps, faults, checkpoints, training
+    )
+    twin = replay.losses({})
+    replay.check_begins_as_recorded(twin)
+    changed = replay.losses(change)
+    kind = str(tree.attrs["failure_kind"])
+    has_failed = _judge(kind, replay.record, int(tree.attrs["failure_step"]), twin, changed)
+    value, twin_value = _level(changed), _level(twin)
+    outcome, supports = _verdict(kind, str(row["title"].values), has_failed, value, twin_value, changed, twin)
+    blank = {
+        "outcome": ("", "", "what came of it; empty: it was not run"),
+        "is_done": (False, "", "whether it was run"),
+        "supports": (False, "", "whether it speaks for the cause"),
+        "value": (math.nan, "nat", "mean loss over the last fifth of the changed replay; NaN: not run, or diverged"),
+        "twin_value": (
+            math.nan,
+            "nat",
+            "mean loss over the last fifth of the unchanged replay; NaN: not run, or diverged",
+        ),
+    }
+    answer = {"outcome": outcome, "is_done": True, "supports": supports, "value": value, "twin_value": twin_value}
+    columns = {}
+    for name, (empty, units, meaning) in blank.items():
+        values = table[name].values.tolist() if name in table else [empty] * table.sizes["experiment"]
+        values[at] = answer[name]
+        columns[name] = (
+            "experiment",
+            np.array(values),
+            {"long_name": name.replace("_", " "), "units": units, "meaning": meaning},
+        )
+    done = tree.copy()
+    done["experiments"] = xr.DataTree(table.assign(columns))
+    return done
+
+
+def _place(table: xr.Dataset, experiment: str | int) -> int:
+    causes = [str(cause) for cause in table["cause"].values] if "cause" in table else []
+    if isinstance(experiment, str):
+        if experiment not in causes:
+            raise ThresholdError(f"No experiment is about '{experiment}'; there are {', '.join(causes) or 'none'}.")
+        return causes.index(experiment)
+    if not 0 <= experiment < len(causes):
+        raise ThresholdError(f"experiment is {experiment}, expected 0 to {len(causes) - 1} or the name of a cause.")
+    return experiment
+
+
+class _Replay:
+    """What both replays share."""
+
+    def __init__(
+        self,
+        record: Record,
+        source: Any,
+        model: nn.Module,
+        task: Task,
+        from_step: int,
+        n_steps: int,
+        faults: Sequence[Fault],
+        checkpoints: Any,
+        training: Mapping[str, Any],
+    ) -> None:
+        self.record, self.model, self.task = record, model, task
+        self.from_step, self.n_steps, self.faults = from_step, n_steps, tuple(faults)
+        found = checkpoints_of(source, checkpoints)
+        self.place = found.get(from_step) if from_step else None
+        if from_step and self.place is None:
+            known = ", ".join(map(str, found))
+            raise CheckpointError(
+                f"The replay begins at the checkpoint of step {from_step}, "
+                + (f"but there are those of {known} only" if found else "and there is none beside the run")
+                + "; pass checkpoints= with its folder."
+            )
+        if from_step in found:
+            check_fits(found[from_step], model=model)
+        self.has_first = from_step == 0 and 0 in found
+        if self.has_first:
+            _check_is_first(model, found[0])
+        said = record.setting("training", default={})
+        known = {item.name for item in fields(TrainingPlan)}
+        self.plan = {
+            name: value
+            for name, value in said.items()
+            if name in known and name not in ("n_steps", "warmup", "schedule")
+        }
+        self.plan.pop("stops_at_divergence", None)
+        for name in training:
+            if name not in known:
+                raise ThresholdError(
+                    f"run_experiment() knows no setting '{name}'; choose from {', '.join(sorted(known))}."
+                )
+        self.plan |= training
+        options = self.plan.get("optimizer_options", {})
+        if isinstance(options.get("betas"), list):
+            self.plan["optimizer_options"] = {**options, "betas": tuple(options["betas"])}
+
+    def losses(self, change: Mapping[str, Any]) -> np.ndarray:
+        """Loss of each replayed step; NaN from where it diverged."""
+        model = copy.deepcopy(self.model)
+        setting = str(change.get("setting", ""))
+        plan = dict(self.plan)
+        if setting == "precision":
+            plan["precision"] = change["value"]
+        optimizer = self._optimizer(model, plan, change)
+        faults = [
+            shifted(fault, self.from_step) for fault in self.faults if not isinstance(fault, ACT_ON.get(setting, ()))
+        ]
+        task = ShiftedTask(self.task, self.from_step, change)
+        removes = change_model(model, task, change)
+        peak = max(float(group["lr"]) for group in optimizer.param_groups)
+        keep = {
+            name: plan[name]
+            for name in ("clip_norm", "precision", "seed", "loss_limit", "grad_norm_limit")
+            if name in plan
+        }
+        schedule = Course(self._rates(peak), self.from_step, peak, change)
+        try:
+            records = train(
+                model, task, optimizer=optimizer, schedule=schedule, n_steps=self.n_steps, faults=faults, **keep
+            )
+            found = [math.nan if record.diverged else record.loss for record in records]
+        finally:
+            for remove in removes:
+                remove()
+        return np.array(found + [math.nan] * (self.n_steps - len(found)))
+
+    def check_begins_as_recorded(self, twin: np.ndarray) -> None:
+        """Refuse other weights than the run began with, by the loss of the first batch; a checkpoint says it better."""
+        loss = float(self.record.values("monitors", "loss")[0])
+        if self.from_step or self.has_first or self.record.steps[0] != 0 or not np.isfinite([loss, twin[0]]).all():
+            return
+        if abs(twin[0] - loss) > _FIRST_LOSS * abs(loss):
+            raise ThresholdError(
+                f"The replay from step 0 begins with a loss of {twin[0]:.3g}, the run began with {loss:.3g}; pass the "
+                "model with the weights that training began with, and the run's own task, precision and faults."
+            )
+
+    def _optimizer(self, model: nn.Module, plan: Mapping[str, Any], change: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """As the checkpoint has it, at the peak rate."""
+        given = {name: plan[name] for name in ("optimizer", "optimizer_options", "learning_rate") if name in plan}
+        optimizer = TrainingPlan(n_steps=1, **given).optimizer_for(model)
+        peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        if self.place is not None:
+            load_weights(model, self.place)
+            if (self.place / "training.pt").exists():  # other checkpoints have weights alone: the optimizer begins anew
+                optimizer.load_state_dict(read_checkpoint(self.place).optimizer)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak
+            if change.get("setting") == "optimizer_eps":
+                if "eps" not in group:
+                    raise ThresholdError(
+                        f"{type(optimizer).__name__} has no eps to change; run the experiment of another cause."
+                    )
+                group["eps"] = change["value"]
+        return optimizer
+
+    def _rates(self, peak: float) -> np.ndarray:
+        """The rate of each step of the run, from 0."""
+        rate = self.record.monitor("learning_rate")
+        last = int(self.record.steps[-1])
+        if rate is None:
+            return np.full(last + 1, peak)
+        known = np.isfinite(rate)
+        return np.interp(np.arange(last + 1), self.record.steps[known], rate[known])
+
+
+def _check_is_first(model: nn.Module, place: Path) -> None:
+    """Refuse a model with other weights than those of the run's first checkpoint."""
+    first = copy.deepcopy(model)
+    load_weights(first, place)
+    for (name, own), right in zip(model.state_dict().items(), first.state_dict().values(), strict=True):
+        if not torch.allclose(own, right, rtol=1e-3, atol=1e-6, equal_nan=True):
+            raise CheckpointError(
+                f"The replay begins at step 0, but the model's {name} is not that of {place}; pass the model with the "
+                "weights that training began with, such as wb.open_checkpoint() of that folder gives."
+            )
+
+
+def _judge(kind: str, record: Record, step: int, twin: np.ndarray, changed: np.ndarray) -> tuple[bool, bool]:
+    """Whether the unchanged and the changed replay have failed as the run did."""
+    if kind == "stalled":
+        return True, not _is_lower(changed, twin)
+    loss = record.values("monitors", "loss")
+    loss = loss[np.isfinite(loss)]
+    if kind == "diverged":  # a loss that runs away does so in a few steps, which a median would hide
+        recorded = float(np.max(loss - np.minimum.accumulate(loss)))
+        rise = max(_AGAIN * recorded, _NOISES * _noise(loss), _SHARE * float(np.min(loss)))
+        return tuple(_has_risen(losses, rise) for losses in (twin, changed))
+    smooth = running_median(loss, _WINDOW)
+    rise = _AGAIN * float(np.max(smooth - np.minimum.accumulate(smooth)))
+    return tuple(_has_risen(losses, rise, window=_WINDOW) for losses in (twin, changed))
+
+
+def _has_risen(losses: np.ndarray, rise: float, *, window: int = 1) -> bool:
+    """Whether it diverged, or rose so far above where it had come down to."""
+    if not np.isfinite(losses).all():
+        return True
+    smooth = running_median(losses, min(window, len(losses)))
+    return bool(np.max(smooth - np.minimum.accumulate(smooth)) > max(rise, 1e-9))
+
+
+def _noise(losses: np.ndarray) -> float:
+    """Scatter from step to step, robustly."""
+    return 1.48 * float(np.median(np.abs(np.diff(losses)))) / math.sqrt(2) if len(losses) > 2 else 0.0
+
+
+def _is_lower(changed: np.ndarray, twin: np.ndarray) -> bool:
+    """Whether the changed replay ends lower by more than its noise."""
+    if not np.isfinite(changed).all():
+        return False
+    if not np.isfinite(twin).all():
+        return True
+    n_last = max(3, len(changed) // 5)
+    noise = _noise(twin) * math.sqrt(2 / n_last)
+    return _level(twin) - _level(changed) > max(2.5 * noise, 0.02 * abs(_level(twin)))
+
+
+def _level(losses: np.ndarray) -> float:
+    """Mean over the last fifth; NaN: it diverged."""
+    return float(np.mean(losses[-max(1, len(losses) // 5) :]))
+
+
+def _verdict(
+    kind: str,
+    title: str,
+    failed: tuple[bool, bool],
+    value: float,
+    twin_value: float,
+    changed: np.ndarray,
+    twin: np.ndarray,
+) -> tuple[str, bool]:
+    """One sentence, and whether it speaks for the cause."""
+
+    def how(losses: np.ndarray, level: float) -> str:
+        bad = np.flatnonzero(~np.isfinite(losses))
+        return f"diverged after {bad[0]} steps" if len(bad) else f"ended at a loss of {level:.3g}"
+
+    ends = f"with {title} the replay {how(changed, value)}, unchanged it {how(twin, twin_value)}"
+    again, still = failed
+    if not again:
+        return f"Undecided, as the failure did not come again: {ends}.", False
+    if kind == "stalled":
+        return f"{'For' if not still else 'Against'} this cause: {ends}.", not still
+    return (
+        f"{'For' if not still else 'Against'} this cause, as the failure "
+        f"{'stays away' if not still else 'comes again'}: {ends}.",
+        not still,
+    )

@@ -1,0 +1,180 @@
+"""A failed run as the signs read it: plain arrays by name, and nothing of what a study planted.
+
+Whatever a run is kept in becomes a `Record`: a store, a tree in memory, a thin log, with or without checkpoints. What
+is not there is None, and the signs that need it are silent. Events of kind "fault" and the faults of a configuration
+are left out here, at the only door, so that no sign can read them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError, StoreError
+from workbench.io.store import open_run
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.diagnosis.checkpoint_evidence import WeightLook
+
+#: Parts that signs look at.
+PARTS = ("monitors", "optimizer", "activations", "attention", "router", "spectra")
+_LEAST_STEPS = 5
+#: A run whose last step is beyond these has diverged (RKSP's label, as in `workbench.TrainingPlan`).
+_LOSS_LIMIT, _NORM_LIMIT = 50.0, 500.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a run.
+
+    Attributes:
+        parts: Name of a part -> dataset with a coordinate ``step``; ``monitors`` is always there.
+        configuration: What the store says of model, task and training; empty where nothing does.
+        subject: Name of the model, for titles.
+        diverged_at: Step of the recorded divergence; None: none was recorded.
+        weights: What checkpoints say of each block's weights; None: there are none.
+        source: Path of the run, or "".
+    """
+
+    parts: Mapping[str, xr.Dataset]
+    configuration: Mapping[str, Any] = field(default_factory=dict)
+    subject: str = ""
+    diverged_at: int | None = None
+    weights: WeightLook | None = None
+    source: str = ""
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Of the monitors, int64, rising."""
+        return self.parts["monitors"]["step"].values.astype(np.int64)
+
+    def has(self, part: str, variable: str) -> bool:
+        """Whether a part holds a variable with any finite value."""
+        return (
+            part in self.parts and variable in self.parts[part] and bool(np.isfinite(self.values(part, variable)).any())
+        )
+
+    def values(self, part: str, variable: str) -> np.ndarray:
+        """A variable as float64, first dimension ``step``."""
+        return np.asarray(self.parts[part][variable].values, dtype=np.float64)
+
+    def monitor(self, name: str) -> np.ndarray | None:
+        """A number of each step; None: it was not recorded."""
+        return self.values("monitors", name) if self.has("monitors", name) else None
+
+    def steps_of(self, part: str) -> np.ndarray:
+        """When a part was looked at."""
+        return self.parts[part]["step"].values.astype(np.int64)
+
+    def setting(self, *path: str, default: Any = None) -> Any:
+        """A value of the configuration, such as ``setting("training", "warmup")``."""
+        found: Any = self.configuration
+        for name in path:
+            if not isinstance(found, Mapping) or name not in found:
+                return default
+            found = found[name]
+        return default if found is None else found
+
+
+def read_record(run: Any, *, weights: WeightLook | None = None) -> Record:
+    """A run as the signs read it.
+
+    Args:
+        run: Path of a store or netCDF file, a tree as `workbench.open_run` gives it, or a dataset from `read_log`.
+        weights: What checkpoints say, see `workbench.diagnosis.checkpoint_evidence`.
+
+    Raises:
+        StoreError: If there is no run at the path.
+        SchemaError: If it has no monitors with a loss, or too few steps to say anything.
+    """
+    import xarray as xr
+
+    source = ""
+    if isinstance(run, str | os.PathLike):
+        source = str(Path(run))
+        run = open_run(run)
+    if isinstance(run, xr.Dataset):
+        run = xr.DataTree.from_dict({"/monitors": run})
+        run.attrs["subject"] = run["monitors"].attrs.get("subject", "")
+    if not isinstance(run, xr.DataTree):
+        raise StoreError(
+            f"A run is a path, a DataTree or a Dataset from read_log, not a {type(run).__name__}; pass one of them."
+        )
+    if "monitors" not in run.children or "loss" not in run["monitors"] or "step" not in run["monitors"].coords:
+        raise SchemaError(
+            "The run has no monitors with a loss to diagnose; record it with wb.train() or a wb.Recorder."
+        )
+    parts = {
+        name: run[name].to_dataset(inherit=False).load()
+        for name in PARTS
+        if name in run.children and run[name].sizes.get("step", 0)
+    }
+    is_short = "monitors" not in parts or parts["monitors"].sizes["step"] < _LEAST_STEPS
+    if is_short and not ("monitors" in parts and _divergence(run) is not None):
+        raise SchemaError(
+            f"The run has fewer than {_LEAST_STEPS} recorded steps, too few to diagnose; record more of it."
+        )
+    return Record(
+        parts=parts,
+        configuration=_configuration(run.attrs),
+        subject=str(run.attrs.get("subject", "")),
+        diverged_at=_divergence(run),
+        weights=weights,
+        source=source,
+    )
+
+
+def _configuration(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Model, task and training of a store, without the faults that were injected."""
+    try:
+        found = json.loads(attrs.get("configuration", "{}"))
+    except ValueError:
+        return {}
+    return {name: value for name, value in found.items() if name != "faults"} if isinstance(found, dict) else {}
+
+
+def _events(run: xr.DataTree) -> list[tuple[int, str]]:
+    """Steps and kinds of the events; those that tell of faults are left out."""
+    if "events" not in run.children or "kind" not in run["events"]:
+        return []
+    events = run["events"].to_dataset(inherit=False)
+    pairs = zip(events["step"].values.tolist(), events["kind"].values.tolist(), strict=True)
+    return [(int(step), str(kind)) for step, kind in pairs if str(kind) != "fault"]
+
+
+def _divergence(run: xr.DataTree) -> int | None:
+    """Step at which it diverged: by its events, where the loss is not finite, or by the label at its last step."""
+    found = [step for step, kind in _events(run) if kind == "divergence"]
+    if found:
+        return min(found)
+    loss = np.asarray(run["monitors"]["loss"].values, dtype=np.float64)
+    norm = (
+        np.asarray(run["monitors"]["grad_norm"].values, dtype=np.float64)
+        if "grad_norm" in run["monitors"]
+        else np.zeros(1)
+    )
+    if loss[-1] > _LOSS_LIMIT or norm[-1] > _NORM_LIMIT:
+        return int(run["monitors"]["step"].values[-1])
+    bad = np.flatnonzero(~np.isfinite(loss))
+    if not len(bad) or bad[-1] != len(loss) - 1:  # a hole in a log is no divergence; an end without numbers is
+        return None
+    last_good = np.flatnonzero(np.isfinite(loss))
+    return (
+        int(run["monitors"]["step"].values[last_good[-1] + 1])
+        if len(last_good)
+        else int(run["monitors"]["step"].values[0])
+    )
+
+
+def finite_log10(value: float, least: float = 1e-12) -> float:
+    """log10 of a number that is at least a little above zero; NaN of what is not finite."""
+    return math.log10(max(value, least)) if math.isfinite(value) else math.nan

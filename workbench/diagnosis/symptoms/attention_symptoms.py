@@ -1,0 +1,167 @@
+"""Signs inside attention: where arithmetic with too few bits shows first (arXiv:2606.28116)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from workbench.diagnosis.failed_run import Record, finite_log10
+from workbench.diagnosis.failure import Failure
+from workbench.diagnosis.symptoms.symptom import Sign, ramp
+from workbench.formatting import short
+
+
+def attention_signs(record: Record, failure: Failure) -> Iterator[Sign]:
+    """What the part ``attention`` says, at the last look before the failure (of a run that stalled: the last)."""
+    if "attention" not in record.parts:
+        return
+    steps = record.steps_of("attention")
+    before = np.flatnonzero(steps <= failure.step + 1) if failure.kind != "stalled" else np.arange(len(steps))
+    look = int(before[-1]) if len(before) else 0
+    place = {"path": "/attention", "step": int(steps[look])}
+    if record.has("attention", "attention_logit_max"):
+        logits = np.abs(record.values("attention", "attention_logit_max"))
+        level = float(np.nanmax(logits[look])) if np.isfinite(logits[look]).any() else math.nan
+        if math.isfinite(level):
+            layer = int(np.nanargmax(np.nanmax(logits[look], axis=-1)))
+            yield Sign(
+                "attention_logits",
+                ramp(finite_log10(level), 1.0, 2.3, low=-0.5, high=2),
+                level,
+                "1",
+                10.0,
+                f"At step {steps[look]} the largest attention logit is {level:.3g}, in block {layer}.",
+                variable="attention_logit_max",
+                selection={"step": int(steps[look]), "layer": layer},
+                **place,
+            )
+    if record.has("attention", "attention_entropy_share"):
+        shares = record.values("attention", "attention_entropy_share")[look]
+        share = float(np.nanmin(np.nanmean(shares, axis=-1)))
+        if record.has("attention", "attention_logit_max"):
+            level, mean = (
+                float(np.nanmax(np.abs(record.values("attention", "attention_logit_max")[look]))),
+                float(np.nanmean(shares)),
+            )
+            yield Sign(
+                "logits_without_focus",
+                ramp(finite_log10(level), 1.2, 2.2) * ramp(mean, 0.35, 0.65, high=1),
+                level,
+                "1",
+                10.0,
+                f"At step {steps[look]} an attention logit is as large as {level:.3g} while attention is still "
+                f"{100 * mean:.0f} % as wide as "
+                "it could be.",
+                variable="attention_logit_max",
+                selection={"step": int(steps[look])},
+                **place,
+            )
+        yield Sign(
+            "attention_narrows",
+            ramp(share, 0.5, 0.05),
+            share,
+            "1",
+            0.5,
+            f"At step {steps[look]} the attention entropy of the narrowest block is {100 * share:.0f} % of what it "
+            f"could be.",
+            variable="attention_entropy_share",
+            selection={"step": int(steps[look])},
+            **place,
+        )
+    yield from _of_update_spectra(record, failure, look)
+
+
+def _of_update_spectra(record: Record, failure: Failure, look: int) -> Iterator[Sign]:
+    part = record.parts["attention"]
+    if not record.has("attention", "effective_rank") or "term" not in part.coords:
+        return
+    terms = [str(term) for term in part["term"].values]
+    steps = record.steps_of("attention")
+    place = {"path": "/attention", "step": int(steps[look])}
+    if "D2" in terms:
+        rank = record.values("attention", "effective_rank")[..., terms.index("D2")]
+        now = rank[look].reshape(-1)
+        if np.isfinite(now).any():
+            found = float(np.nanmedian(now))
+            yield Sign(
+                "updates_of_one_direction",
+                ramp(found, 4.0, 1.3, low=-0.5),
+                found,
+                "1",
+                4.0,
+                f"At step {steps[look]} the updates of queries and keys have a median effective rank of {found:.2f} "
+                f"over the heads.",
+                variable="effective_rank",
+                selection={"step": int(steps[look]), "term": "D2"},
+                **place,
+            )
+    if {"D2", "W"} <= set(terms) and record.has("attention", "frobenius_norm"):
+        norms = record.values("attention", "frobenius_norm")
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = norms[look][..., terms.index("D2")] / norms[look][..., terms.index("W")]
+        if np.isfinite(share).any():
+            found = float(np.nanmax(share))
+            yield Sign(
+                "queries_and_keys_move",
+                ramp(finite_log10(found), -0.3, 0.5, low=-0.5),
+                found,
+                "1",
+                0.5,
+                f"Up to step {steps[look]} the product of queries and keys of one head moved by {found:.3g} of its "
+                f"size in a window.",
+                variable="frobenius_norm",
+                selection={"step": int(steps[look]), "term": "D2"},
+                **place,
+            )
+        size = norms[..., terms.index("W")].reshape(len(steps), -1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            growth = np.nanmax(size[look]) / np.nanmedian(size[0]) if np.isfinite(size[look]).any() else math.nan
+        yield from _of_query_updates(record, terms, look)
+        other = _weight_growth(record, int(steps[0]), int(steps[look]))
+        if math.isfinite(growth) and growth > 0 and math.isfinite(other):
+            excess = finite_log10(float(growth)) - 2 * finite_log10(other)  # a product of two matrices
+            yield Sign(
+                "attention_outgrows_the_rest",
+                ramp(excess, 0.3, 1.3, low=-0.5, high=2),
+                10**excess,
+                "1",
+                1.0,
+                f"By step {steps[look]} queries and keys have grown {short(10**excess)} times as much as the other "
+                f"weights.",
+                variable="frobenius_norm",
+                selection={"step": int(steps[look]), "term": "W"},
+                **place,
+            )
+
+
+def _of_query_updates(record: Record, terms: list[str], look: int) -> Iterator[Sign]:
+    """Whether the updates of the queries spread over more directions as they go on, as rounding makes them."""
+    if "dWq" not in terms or not look:
+        return
+    rank = np.nanmedian(record.values("attention", "effective_rank")[..., terms.index("dWq")], axis=(1, 2))
+    late = float(np.nanmedian(rank[max(1, look - 2) : look + 1]) / rank[0]) if rank[0] > 0 else math.nan
+    if math.isfinite(late):
+        step = int(record.steps_of("attention")[look])
+        yield Sign(
+            "updates_scatter",
+            ramp(late, 0.85, 1.25, low=-0.5),
+            late,
+            "1",
+            0.6,
+            f"Up to step {step} the updates of the queries run along {late:.2g} times as many directions as at first.",
+            path="/attention",
+            variable="effective_rank",
+            step=step,
+            selection={"step": step, "term": "dWq"},
+        )
+
+
+def _weight_growth(record: Record, first: int, last: int) -> float:
+    """Growth of a block's weights between two steps, median over the modules; NaN: not recorded."""
+    if not record.has("optimizer", "module_weight_norm"):
+        return math.nan
+    steps = record.steps_of("optimizer")
+    norm = np.nanmedian(record.values("optimizer", "module_weight_norm"), axis=1)
+    return float(np.interp(last, steps, norm) / np.interp(first, steps, norm))

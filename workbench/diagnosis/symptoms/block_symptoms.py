@@ -1,0 +1,232 @@
+"""Signs of one block that is unlike its neighbours, and of a stack that is out of band from the start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from workbench.diagnosis.failed_run import Record, finite_log10
+from workbench.diagnosis.failure import Failure
+from workbench.diagnosis.symptoms.symptom import Sign, fold, ramp
+from workbench.formatting import short
+
+#: Neighbours differ by less than this factor, as a power of ten.
+_ALIKE, _UNLIKE = 0.35, 1.0
+#: Spectral radius that a block has at most, as a power of ten: the first one, and the others.
+_FIRST_RADIUS, _RADIUS = 1.75, 1.5
+
+
+def block_signs(record: Record, failure: Failure) -> Iterator[Sign]:
+    """What differs between the blocks, at the first look at each of several quantities."""
+    if record.has("optimizer", "module_weight_norm"):
+        yield from _of_modules(record)
+    if record.has("activations", "state_norm"):
+        yield from _of_states(record, failure)
+    if "spectra" in record.parts:
+        yield from _of_spectra(record)
+    if record.weights is not None and not record.has("optimizer", "module_weight_norm"):
+        sizes = record.weights.norm
+        yield from _odd_block(
+            "odd_weights",
+            sizes,
+            np.arange(len(sizes)),
+            record.weights.step,
+            "the weights of block {} are {} times as large as those of the others",
+            path="",
+            variable="",
+        )
+
+
+def odd_one(values: np.ndarray) -> tuple[int, float]:
+    """Place and log10 ratio of the value that is most unlike the median of the others; (-1, 0) of fewer than three."""
+    logs = np.log10(np.maximum(np.asarray(values, dtype=np.float64), 1e-12))
+    known = np.flatnonzero(np.isfinite(logs))
+    if len(known) < 3:
+        return -1, 0.0
+    ratio = {int(i): float(logs[i] - np.median(logs[known[known != i]])) for i in known}
+    place = max(ratio, key=lambda i: abs(ratio[i]))
+    return place, ratio[place]
+
+
+def _odd_block(
+    name: str, values: np.ndarray, layers: np.ndarray, step: int, words: str, *, path: str, variable: str
+) -> Iterator[Sign]:
+    place, log_ratio = odd_one(values)
+    if place < 0:
+        return
+    layer, factor = int(layers[place]), 10**log_ratio
+    strength = ramp(abs(log_ratio), _ALIKE, _UNLIKE, high=2.5)
+    sentence = words.format(layer, short(factor))
+    selection = (
+        {"step": step, "layer": layer}
+        if path not in ("", "/optimizer")
+        else {"step": step, "module": layer}
+        if path
+        else {}
+    )
+    yield Sign(
+        name,
+        strength,
+        factor,
+        "1",
+        1.0,
+        f"At step {step} {sentence}{_usual(strength)}.",
+        step=step,
+        layer=layer if strength > 0 else -1,
+        path=path,
+        variable=variable,
+        selection=selection,
+    )
+
+
+def _of_modules(record: Record) -> Iterator[Sign]:
+    part = record.parts["optimizer"]
+    layers = part["layer"].values if "layer" in part.coords else np.arange(part.sizes["module"])
+    own, step = np.flatnonzero(layers >= 0), int(part["step"].values[0])
+    for name, variable, words in (
+        (
+            "odd_weights",
+            "module_weight_norm",
+            "the weights of block {} are {} times as large as those of the others",
+        ),
+        ("odd_gradients", "module_grad_norm", "the gradients of block {} are {} times those of the others"),
+        ("odd_updates", "update_ratio", "the relative updates of block {} are {} times those of the others"),
+    ):
+        if record.has("optimizer", variable):
+            values = record.values("optimizer", variable)[0][own]
+            yield from _odd_block(name, values, layers[own], step, words, path="/optimizer", variable=variable)
+    if record.has("optimizer", "module_grad_norm"):
+        norm = record.values("optimizer", "module_grad_norm")[0][own]
+        if np.isfinite(norm).sum() > 1 and np.nanmax(norm) > 0:
+            spread = finite_log10(float(np.nanmax(norm) / max(np.nanmin(norm), 1e-12)))
+            yield Sign(
+                "gradients_differ_by_depth",
+                ramp(spread, 0.9, 2.0, high=2),
+                10**spread,
+                "1",
+                3.0,
+                f"At step {step} the gradients of two blocks differ {fold(10**spread)}.",
+                step=step,
+                path="/optimizer",
+                variable="module_grad_norm",
+                selection={"step": step},
+            )
+
+
+def _of_states(record: Record, failure: Failure) -> Iterator[Sign]:
+    steps, norm = record.steps_of("activations"), record.values("activations", "state_norm")
+    first = norm[0]
+    place = {"path": "/activations", "variable": "state_norm"}
+    if np.isfinite(first).sum() >= 2:
+        growth = first[-1] / first[0]
+        yield Sign(
+            "stream_grows_by_depth",
+            ramp(abs(finite_log10(growth)), 0.7, 1.7, high=2),
+            float(growth),
+            "1",
+            2.0,
+            f"At step {steps[0]} the stream leaves the last block {short(growth)} times as large as the first.",
+            step=int(steps[0]),
+            selection={"step": int(steps[0])},
+            **place,
+        )
+        gains = np.nan_to_num(np.abs(np.diff(np.log10(np.maximum(first, 1e-12)))))
+        jump = int(np.argmax(gains))
+        yield Sign(
+            "stream_jumps_at_a_block",
+            ramp(float(gains[jump]), 0.5, 1.3, high=2),
+            float(first[jump + 1] / first[jump]),
+            "1",
+            1.5,
+            f"At step {steps[0]} block {jump + 1} changes the size of the stream "
+            f"{fold(first[jump + 1] / first[jump])}{_usual(gains[jump] - 0.5)}.",
+            step=int(steps[0]),
+            layer=jump + 1 if gains[jump] > 0.5 else -1,
+            selection={"step": int(steps[0]), "layer": jump + 1},
+            **place,
+        )
+    look = _last_before(steps, failure)
+    later = float(np.nanmedian(norm[look] / first)) if np.isfinite(norm[look] / first).any() else math.nan
+    if math.isfinite(later) and look:
+        yield Sign(
+            "stream_grows_in_training",
+            ramp(finite_log10(later), 0.7, 2.0, low=-0.5, high=2),
+            later,
+            "1",
+            5.0,
+            f"By step {steps[look]} the stream has grown {fold(later)} since step {steps[0]}.",
+            step=int(steps[look]),
+            selection={"step": int(steps[look])},
+            **place,
+        )
+
+
+def _of_spectra(record: Record) -> Iterator[Sign]:
+    """What the modes of the first spectra say, which are those of the fresh model where they were taken at step 0."""
+    if not record.has("spectra", "spectral_radius"):
+        return
+    part = record.parts["spectra"]
+    step, layers, radius = (
+        int(part["step"].values[0]),
+        part["layer"].values,
+        record.values("spectra", "spectral_radius")[0],
+    )
+    if not np.isfinite(radius).any():
+        return
+    # The first block meets the bare embedding, which is small and of low rank, so it may stretch it more than others
+    # do.
+    excess = np.log10(np.maximum(radius, 1e-12)) - np.where(np.arange(len(radius)) == 0, _FIRST_RADIUS, _RADIUS)
+    place = {"path": "/spectra", "variable": "spectral_radius", "step": step}
+    top, low = int(np.nanargmax(excess)), int(np.nanargmin(radius))
+    yield Sign(
+        "block_blows_up",
+        ramp(float(excess[top]), 0.0, 0.8, low=-0.5, high=2.5),
+        float(radius[top]),
+        "1",
+        3.0,
+        f"At step {step} block {layers[top]} stretches its strongest mode {fold(radius[top])}{_usual(excess[top])}.",
+        layer=int(layers[top]) if excess[top] > 0 else -1,
+        selection={"step": step, "layer": int(layers[top])},
+        **place,
+    )
+    forgets = ramp(float(radius[low]), 0.97, 0.5)
+    yield Sign(
+        "block_forgets",
+        forgets,
+        float(radius[low]),
+        "1",
+        1.0,
+        f"At step {step} no mode of block {layers[low]} keeps more than {radius[low]:.2g} of its size; a residual "
+        f"block keeps some whole.",
+        layer=int(layers[low]) if forgets > 0 else -1,
+        selection={"step": step, "layer": int(layers[low])},
+        **place,
+    )
+    if record.has("spectra", "near_unit_mass"):
+        mass = float(np.nanmean(record.values("spectra", "near_unit_mass")[0]))
+        yield Sign(
+            "near_unit_mass",
+            ramp(mass, 0.3, 0.95),
+            mass,
+            "1",
+            0.2,
+            f"At step {step} {100 * mass:.0f} % of the modes lie on the unit circle, as without normalization.",
+            step=step,
+            path="/spectra",
+            variable="near_unit_mass",
+            selection={"step": step},
+        )
+
+
+def _usual(excess: float) -> str:
+    """What is said of a number that is the most unusual of its kind, and still as in other runs."""
+    return "" if excess > 0 else ", which is usual"
+
+
+def _last_before(steps: np.ndarray, failure: Failure) -> int:
+    if failure.kind == "stalled":
+        return len(steps) - 1
+    before = np.flatnonzero(steps <= failure.step + 1)
+    return int(before[-1]) if len(before) else 0

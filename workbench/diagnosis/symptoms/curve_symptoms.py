@@ -1,0 +1,301 @@
+"""Signs of the curves that every log has: the loss, the gradient norm and the learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from workbench.diagnosis.failed_run import Record, finite_log10
+from workbench.diagnosis.failure import Failure, running_median
+from workbench.diagnosis.symptoms.symptom import Sign, fold, in_steps, ramp
+from workbench.formatting import short
+
+#: A rate that rises by this factor from one step to the next, after the first few, jumps.
+_JUMP, _FIRST = 1.5, 4
+#: A jump may come so many steps before the failure; and a few after it, as its first step is found to within the noise.
+_BEFORE, _AFTER = 40, 20
+#: The rate is spent below this share of its peak.
+_SPENT = 0.1
+
+
+def curve_signs(record: Record, failure: Failure) -> Iterator[Sign]:
+    """What loss, gradient norm and learning rate say, whatever made them."""
+    yield from _of_the_loss(record, failure)
+    yield from _of_the_gradients(record, failure)
+    yield from _of_the_rate(record, failure)
+
+
+def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
+    steps, loss = record.steps, record.values("monitors", "loss")
+    first, low = float(loss[0]), float(np.nanmin(failure.smooth))
+    n_before = failure.step - int(steps[0])
+    place = {"path": "/monitors", "variable": "loss", "step": failure.step, "selection": {"step": failure.step}}
+    is_divergence, is_spike = failure.kind == "diverged", failure.kind == "spike"
+    yield Sign(
+        "fails_at_once",
+        ramp(math.log10(1 + n_before), 1.5, 0.3) if is_divergence else 0.0,
+        n_before,
+        "step",
+        math.nan,
+        f"{failure.words[0].upper()}{failure.words[1:]}, {n_before} steps after the first.",
+        **place,
+    )
+    yield Sign(
+        "diverges",
+        1.0 if is_divergence else 0.0,
+        float(record.diverged_at or math.nan),
+        "step",
+        math.nan,
+        f"The run diverged at step {record.diverged_at}." if is_divergence else "The run did not diverge.",
+        **place,
+    )
+    share = (first - low) / first if first > 0 else math.nan
+    if math.isfinite(share):
+        learned = (
+            f"The loss has come down by {100 * share:.0f} % of its first value, from {first:.3g} to {low:.3g} nats"
+        )
+        yield Sign(
+            "hardly_learns",
+            ramp(share, 0.3, 0.05) if failure.kind == "stalled" else 0.0,
+            share,
+            "1",
+            0.3,
+            f"{learned}.",
+            **place,
+        )
+    yield Sign(
+        "spike_recovers",
+        failure.recovered if is_spike else 0.0,
+        failure.recovered,
+        "1",
+        math.nan,
+        f"Of a rise of {failure.rise:.3g} nats {100 * failure.recovered:.0f} % was made good by the end."
+        if is_spike
+        else "There is no rise that was made good.",
+        **place,
+    )
+    if is_spike or is_divergence:
+        tall = failure.smooth[failure.row :] - failure.smooth[failure.row]
+        n_rising = int(np.argmax(tall >= 0.5 * np.nanmax(tall))) if np.nanmax(tall) > 0 else 1
+        yield Sign(
+            "abrupt",
+            ramp(math.log10(1 + n_rising), 1.6, 0.8),
+            n_rising,
+            "step",
+            math.nan,
+            f"Half of the rise of the loss came within {in_steps(max(n_rising, 1))}.",
+            **place,
+        )
+    noise = _relative_noise(loss, failure)
+    if math.isfinite(noise):
+        sentence = f"From step to step the loss scatters by {100 * noise:.2g} % of its level."
+        yield Sign("loss_noise", ramp(finite_log10(noise), -1.3, -0.5, low=-1), noise, "1", 0.05, sentence, **place)
+    n_classes = record.setting("task", "vocab_size") or record.setting("model", "config", "n_classes")
+    if n_classes and n_classes > 1:
+        guess = math.log(n_classes)
+        yield Sign(
+            "first_loss",
+            ramp(first / guess, 1.3, 3.0, high=3),
+            first,
+            "nat",
+            guess,
+            f"The first loss is {first:.3g} nats where guessing costs {guess:.3g}.",
+            step=int(steps[0]),
+            path="/monitors",
+            variable="loss",
+            selection={"step": int(steps[0])},
+        )
+
+
+def _relative_noise(loss: np.ndarray, failure: Failure) -> float:
+    """Scatter of the loss from step to step over its level, in the last part before the failure, or at the end."""
+    end = len(loss) if failure.kind == "stalled" else max(failure.row + 1, 8)
+    part = loss[max(0, end - 80) : end]
+    part = part[np.isfinite(part)]
+    if len(part) < 8:
+        return math.nan
+    level = float(np.median(part))
+    return 1.48 * float(np.median(np.abs(np.diff(part)))) / math.sqrt(2) / level if level > 0 else math.nan
+
+
+def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
+    norm = record.monitor("grad_norm")
+    if norm is None:
+        return
+    steps, row = record.steps, failure.row
+    first = norm[np.isfinite(norm)][0]
+    place = {"path": "/monitors", "variable": "grad_norm"}
+    yield Sign(
+        "first_gradient",
+        ramp(finite_log10(first), 0.7, 2.0, high=3),
+        float(first),
+        "1",
+        5.0,
+        f"The gradient norm begins at {short(first)}.",
+        step=int(steps[0]),
+        selection={"step": int(steps[0])},
+        **place,
+    )
+    logs = np.log10(np.maximum(np.where(np.isfinite(norm), norm, np.nan), 1e-12))
+    window = logs[max(0, row - 60) : row + 1]
+    window = window[np.isfinite(window)]
+    if len(window) >= 10:
+        scatter = float(1.48 * np.median(np.abs(np.diff(window))) / math.sqrt(2))
+        yield Sign(
+            "gradient_noise",
+            ramp(scatter, 0.08, 0.25, low=-1),
+            scatter,
+            "decade",
+            0.08,
+            f"From step to step the gradient norm scatters by a factor of {10**scatter:.2f}.",
+            step=failure.step,
+            selection={"step": failure.step},
+            **place,
+        )
+    if failure.kind == "stalled":
+        late = logs[-max(5, len(logs) // 10) :]
+        change = float(np.nanmedian(late) - np.nanmedian(logs[: max(5, len(logs) // 10)]))
+        yield Sign(
+            "gradients_fade",
+            ramp(change, -0.3, -1.3),
+            10**change,
+            "1",
+            1.0,
+            f"At the end the gradient norm is {short(10**change)} times what it was at the start.",
+            step=int(steps[-1]),
+            selection={"step": int(steps[-1])},
+            **place,
+        )
+        return
+    before = logs[max(0, row - 40) : max(1, row - 8)]
+    build_up = (
+        float(np.nanmedian(logs[max(0, row - 3) : row + 1]) - np.nanmedian(before)) if len(before) >= 3 else math.nan
+    )
+    if math.isfinite(build_up):
+        yield Sign(
+            "gradients_build_up",
+            ramp(build_up, 0.1, 0.6, low=-0.5),
+            10**build_up,
+            "1",
+            1.0,
+            f"When the loss began to rise the gradient norm was {short(10**build_up)} times what it had been 8 to 40 "
+            f"steps before.",
+            step=failure.step,
+            selection={"step": failure.step},
+            **place,
+        )
+        burst = float(np.nanmax(logs[row : row + 15]) - np.nanmedian(before))
+        yield Sign(
+            "gradients_burst",
+            ramp(burst, 0.3, 1.3, high=2),
+            10**burst,
+            "1",
+            1.0,
+            f"Within 15 steps of that the gradient norm reached {short(10**burst)} times its level.",
+            step=failure.step,
+            selection={"step": failure.step},
+            **place,
+        )
+
+
+def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
+    rate = record.monitor("learning_rate")
+    if rate is None or not np.nanmax(rate) > 0:
+        return
+    steps, row = record.steps, failure.row
+    peak = float(np.nanmax(rate))
+    place = {"path": "/monitors", "variable": "learning_rate", "kind": "log"}
+    factors = np.ones(len(rate))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors[1:] = rate[1:] / np.maximum(rate[:-1], peak * 1e-6)
+    factors[:_FIRST] = 1.0
+    near = slice(max(0, row - _BEFORE), min(len(rate), row + _AFTER + 1)) if failure.kind != "stalled" else slice(None)
+    factors = np.where(np.isfinite(factors), factors, 1.0)
+    at = int(np.argmax(factors[near])) + near.indices(len(rate))[0]
+    factor = float(factors[at])
+    has_jumped = factor >= _JUMP
+    yield Sign(
+        "rate_jumps",
+        ramp(math.log10(factor), 0.1, 0.7) if has_jumped else 0.0,
+        factor,
+        "1",
+        1.0,
+        f"The learning rate rose {fold(factor)} from one step to the next, at step {steps[at]}"
+        f"{_distance(failure.step - int(steps[at])) if failure.kind != 'stalled' else ''}."
+        if has_jumped
+        else "The learning rate did not jump before the failure.",
+        step=int(steps[at]),
+        selection={"step": int(steps[at])},
+        **place,
+    )
+    spent = float(np.mean(rate[int(np.nanargmax(rate)) :] < _SPENT * peak)) if len(rate) > 1 else 0.0
+    yield Sign(
+        "rate_is_spent",
+        ramp(spent, 0.25, 0.7) if failure.kind == "stalled" else 0.0,
+        spent,
+        "1",
+        0.25,
+        f"For {100 * spent:.0f} % of the steps after its peak the learning rate was below a tenth of it.",
+        step=int(steps[-1]),
+        selection={"step": int(steps[-1])},
+        **place,
+    )
+    start = float(rate[0] / np.nanmax(rate[: max(2, len(rate) // 3)]))
+    yield Sign(
+        "starts_at_full_rate",
+        ramp(start, 0.3, 0.9, high=1),
+        start,
+        "1",
+        0.05,
+        f"The first step was taken at {100 * start:.0f} % of the rate that followed.",
+        step=int(steps[0]),
+        selection={"step": int(steps[0])},
+        **place,
+    )
+    top = int(
+        np.argmax(rate >= 0.98 * np.nanmax(rate[: max(row + 1, 2)]))
+    )  # where it first was as high as when it failed
+    is_rising = failure.kind != "stalled" and row > 0 and rate[row] < 0.98 * peak and top >= row - 2
+    yield Sign(
+        "fails_in_warm_up",
+        1.0 if is_rising else 0.0,
+        float(rate[row]),
+        "1",
+        peak,
+        f"It failed while the rate was rising, at {rate[row]:.3g}."
+        if is_rising
+        else f"It failed at a rate of {rate[row]:.3g}, not while the rate was first rising.",
+        step=failure.step,
+        selection={"step": failure.step},
+        **place,
+    )
+    yield Sign(
+        "peak_rate",
+        ramp(math.log10(peak), -2.0, -1.0, low=-1, high=2),
+        peak,
+        "1",
+        0.01,
+        f"The largest learning rate is {peak:.3g}.",
+        step=int(steps[int(np.nanargmax(rate))]),
+        selection={"step": int(steps[int(np.nanargmax(rate))])},
+        **place,
+    )
+
+
+def level_change(values: np.ndarray, window: int = 15) -> tuple[int, float]:
+    """Row and size of the largest change between the medians of the ``window`` values before and after it."""
+    if len(values) < 2 * window:
+        return 0, 0.0
+    smooth = running_median(values, window)
+    change = smooth[window:] - smooth[:-window]
+    at = int(np.nanargmax(np.abs(change)))
+    return at + window // 2, float(change[at])
+
+
+def _distance(n: int) -> str:
+    """How far before the failure something was, as the end of a sentence."""
+    if n == 0:
+        return ", where it failed"
+    return f", {in_steps(abs(n))} {'before' if n > 0 else 'after'} the failure"

@@ -1,0 +1,80 @@
+"""Signs that are made of others: what several of them say together, which a sum of each alone cannot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from workbench.diagnosis.symptoms.symptom import Sign, in_steps
+
+#: Any one of these is enough to suspect a block, or the router; in words, what each looks at.
+_OF_BLOCKS = {
+    "block_blows_up": "how far it stretches its strongest mode",
+    "odd_weights": "the size of its weights",
+    "stream_jumps_at_a_block": "how it changes the size of the stream",
+    "block_forgets": "how little of the stream it keeps",
+}
+_OF_ROUTERS = {
+    "experts_die": "how many experts get no tokens",
+    "auxiliary_loss_is_gone": "how small the auxiliary loss is",
+    "auxiliary_loss_rules": "how large the auxiliary loss is",
+    "router_is_sure_at_once": "how sure the router is from the start",
+}
+#: The strongest of them has to speak this strongly before the sentence says that something is unusual.
+_UNUSUAL = 0.3
+
+
+def joint_signs(signs: Mapping[str, Sign]) -> Iterator[Sign]:
+    """What the signs read so far say together; of those that are not there nothing is assumed."""
+    if (top := _strongest(signs, _OF_BLOCKS)) is not None:
+        which = f"Block {top.layer}" if top.layer >= 0 else "A block"
+        said = (
+            f"{which} stands out from the others, most of all" if _is_unusual(top) else "No block stands out, not even"
+        )
+        yield _of_several("a_block_stands_out", top, f"{said} by {_OF_BLOCKS[top.name]}.")
+    if (top := _strongest(signs, _OF_ROUTERS)) is not None:
+        if "has_routers" in signs and signs["has_routers"].strength == 0:
+            sentence = "Nothing is routed, so that no routing can be off."
+        else:
+            said = "unusual, most of all" if _is_unusual(top) else "as usual; what differs most is"
+            sentence = f"The routing is {said} {_OF_ROUTERS[top.name]}."
+        yield _of_several("routing_is_off", top, sentence)
+    yield from _burst(signs)
+
+
+def _strongest(signs: Mapping[str, Sign], names: Iterable[str]) -> Sign | None:
+    return max((signs[name] for name in names if name in signs), key=lambda sign: sign.strength, default=None)
+
+
+def _of_several(name: str, top: Sign, sentence: str) -> Sign:
+    """A sign whose value says how unusual the strongest of its members is; their own rows have what was measured."""
+    value = max(top.strength, 0.0)
+    return replace(
+        top, name=name, sentence=sentence, value=value, units="1", reference=0.0, path="", variable="", selection={}
+    )
+
+
+def _is_unusual(sign: Sign) -> bool:
+    return sign.strength >= _UNUSUAL
+
+
+def _burst(signs: Mapping[str, Sign]) -> Iterator[Sign]:
+    """A rise of the loss that is made good, while neither rate nor rows nor gradients had moved before."""
+    if "spike_recovers" not in signs or "abrupt" not in signs:
+        return
+    excuses = ("rate_jumps", "gradients_build_up", "few_rows", "batches_shrink")
+    innocence = math.prod(1 - min(max(signs[name].strength, 0.0), 1.0) for name in excuses if name in signs)
+    strength = min(signs["abrupt"].strength, 1.0) * min(signs["spike_recovers"].strength, 1.0) * innocence
+    yield replace(
+        signs["spike_recovers"],
+        name="rise_out_of_nothing",
+        strength=strength,
+        sentence=f"The loss rose within {in_steps(max(int(signs['abrupt'].value), 1))} and "
+        f"{100 * signs['spike_recovers'].value:.0f} % of it was made good, "
+        + (
+            "while rate, rows and gradients before it were as ever."
+            if innocence > 0.5
+            else "but rate, rows or gradients had moved before."
+        ),
+    )

@@ -1,0 +1,153 @@
+"""Signs of a mixture of experts that routes badly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from workbench.diagnosis.failed_run import Record, finite_log10
+from workbench.diagnosis.failure import Failure
+from workbench.diagnosis.symptoms.symptom import Sign, ramp
+
+
+def routing_signs(record: Record, failure: Failure) -> Iterator[Sign]:
+    """What the part ``router`` says at the end, and what the auxiliary loss weighs."""
+    auxiliary = record.monitor("auxiliary_loss")
+    if auxiliary is not None:
+        loss = record.values("monitors", "loss")
+        share = float(np.nanmedian(auxiliary) / np.nanmedian(loss))
+        n_zero = float(np.mean(auxiliary[np.isfinite(auxiliary)] == 0))
+        place = {"path": "/monitors", "variable": "auxiliary_loss", "kind": "log"}
+        yield Sign(
+            "auxiliary_loss_rules",
+            ramp(finite_log10(share), -0.7, 0.7, high=2) if share > 0 else 0.0,
+            share,
+            "1",
+            0.02,
+            f"The auxiliary loss is {share:.3g} times the loss of the task.",
+            **place,
+        )
+        is_gone = n_zero > 0.1 or share < 0
+        yield Sign(
+            "auxiliary_loss_is_gone",
+            1.0 if is_gone else 0.0,
+            share if share < 0 else n_zero,
+            "1",
+            0.0,
+            "The auxiliary loss is negative: it rewards imbalance."
+            if share < 0
+            else f"The auxiliary loss was zero in {100 * n_zero:.0f} % of the steps.",
+            **place,
+        )
+    if "router" not in record.parts:
+        if "optimizer" in record.parts or "activations" in record.parts:  # the model was looked at, and has none
+            yield Sign("has_routers", 0.0, 0.0, "block", 0.0, "No block routes its tokens to experts.")
+            yield Sign("experts_die", 0.0, 0.0, "1", 0.0, "There are no experts that could go without tokens.")
+        return
+    steps = record.steps_of("router")
+    # Before a spike the router tells the cause; afterwards it may only have suffered.
+    before = np.flatnonzero(steps <= failure.step + 1) if failure.kind != "stalled" else np.arange(len(steps))
+    seen = (
+        np.flatnonzero(np.isfinite(record.values("router", "dead_experts")).any(axis=1))
+        if record.has("router", "dead_experts")
+        else before
+    )
+    before = np.intersect1d(before, seen)
+    look = int(before[-1]) if len(before) else int(seen[0]) if len(seen) else 0
+    place = {"path": "/router", "step": int(steps[look]), "selection": {"step": int(steps[look])}}
+    yield Sign(
+        "has_routers",
+        1.0,
+        float(record.parts["router"].sizes["layer"]),
+        "block",
+        0.0,
+        f"{record.parts['router'].sizes['layer']} blocks route their tokens to experts.",
+    )
+    n_experts = record.parts["router"].sizes.get("expert", 0)
+    if record.has("router", "dead_experts") and n_experts:
+        dead = record.values("router", "dead_experts")[look]
+        layer, share = int(np.nanargmax(dead)), float(np.nanmax(dead) / n_experts)
+        yield Sign(
+            "experts_die",
+            ramp(share, 0.1, 0.5, high=2),
+            share,
+            "1",
+            0.0,
+            f"At step {steps[look]} {100 * share:.0f} % of the experts of block {layer} get no tokens.",
+            layer=_layer_of(record, layer) if share > 0.1 else -1,
+            variable="dead_experts",
+            **place,
+        )
+    if record.has("router", "max_violation") and n_experts > 1:
+        violation = float(np.nanmax(record.values("router", "max_violation")[look]))
+        yield Sign(
+            "load_is_uneven",
+            ramp(violation / (n_experts - 1), 0.4, 1.0),
+            violation,
+            "1",
+            0.5,
+            f"At step {steps[look]} MaxVio, the excess load of the fullest expert, is {violation:.3g}.",
+            variable="max_violation",
+            **place,
+        )
+    if record.has("router", "routing_entropy_share"):
+        entropy = record.values("router", "routing_entropy_share")
+        first, now = float(np.nanmin(entropy[0])), float(np.nanmin(entropy[look]))
+        yield Sign(
+            "router_is_sure_at_once",
+            ramp(first, 0.8, 0.2, high=1.3),
+            first,
+            "1",
+            0.95,
+            f"At step {steps[0]} the router's entropy is already down to {100 * first:.0f} % of what it could be.",
+            variable="routing_entropy_share",
+            path="/router",
+            step=int(steps[0]),
+            selection={"step": int(steps[0])},
+        )
+        yield Sign(
+            "router_is_sure",
+            ramp(now, 0.6, 0.1),
+            now,
+            "1",
+            0.7,
+            f"At step {steps[look]} the router's entropy is {100 * now:.0f} % of what it could be.",
+            variable="routing_entropy_share",
+            **place,
+        )
+    if record.has("router", "router_similarity"):
+        alike = float(np.nanmax(record.values("router", "router_similarity")[look]))
+        yield Sign(
+            "router_rows_are_alike",
+            ramp(alike, 0.3, 0.9),
+            alike,
+            "1",
+            0.0,
+            f"At step {steps[look]} the router's rows have a mean cosine of {alike:.2f}.",
+            variable="router_similarity",
+            **place,
+        )
+    if record.has("router", "routing_change"):
+        change = (
+            float(np.nanmedian(record.values("router", "routing_change")[max(1, look - 5) : look + 1]))
+            if look
+            else math.nan
+        )
+        if math.isfinite(change):
+            yield Sign(
+                "routing_keeps_changing",
+                ramp(change, 0.15, 0.6),
+                change,
+                "1",
+                0.1,
+                f"Up to step {steps[look]} {100 * change:.0f} % of the tokens changed their expert between two looks.",
+                variable="routing_change",
+                **place,
+            )
+
+
+def _layer_of(record: Record, place: int) -> int:
+    part = record.parts["router"]
+    return int(part["layer"].values[place]) if "layer" in part.coords else place

@@ -1,0 +1,66 @@
+"""One sign: a number read from a run, how strongly it speaks, and the sentence that says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.formatting import short
+
+#: Where signs come from. ``mechanism``: what the model did; ``log``: settings that every step records, such as its rate
+#: and rows; ``configuration``: what the store says of the plan.
+KINDS = ("mechanism", "log", "configuration")
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What one look at a run found.
+
+    Attributes:
+        name: Its id, also the name of the feature that the ranking reads.
+        strength: How strongly it speaks: 0 for nothing unusual, about 1 where an engineer would point at it; below 0
+            for the contrary. Never NaN: a sign that cannot be read is not there.
+        value: What was measured.
+        units: Of value and reference.
+        reference: What runs usually have; NaN: nothing in particular.
+        sentence: For people, with the numbers.
+        kind: One of `KINDS`.
+        step: Of the run; -1: none in particular.
+        layer: Block; -1: none in particular.
+        path: Part of the run that holds the number, such as ``"/monitors"``; empty: the configuration, checkpoints
+            or several other signs.
+        variable: In that part.
+        selection: Dimension -> value at which the number stands there.
+    """
+
+    name: str
+    strength: float
+    value: float
+    units: str
+    reference: float
+    sentence: str
+    kind: str = "mechanism"
+    step: int = -1
+    layer: int = -1
+    path: str = ""
+    variable: str = ""
+    selection: Mapping[str, Any] = field(default_factory=dict)
+
+
+def ramp(value: float, zero: float, one: float, *, low: float = 0.0, high: float = 1.5) -> float:
+    """0 where a value is at ``zero``, 1 at ``one``, linear between and beyond, cut at ``low`` and ``high``."""
+    if not math.isfinite(value):
+        return high if value * (one - zero) > 0 else low if not math.isnan(value) else 0.0
+    return float(min(max((value - zero) / (one - zero), low), high))
+
+
+def fold(factor: float) -> str:
+    """A factor in words, such as "12-fold" or "3,380-fold"."""
+    return f"{short(factor)}-fold"
+
+
+def in_steps(n: int) -> str:
+    """A number of steps in words."""
+    return "one step" if n == 1 else f"{n} steps"

@@ -1,0 +1,160 @@
+"""Signs of the updates: their size against the weights and the rate, and what Adam knows of the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from workbench.diagnosis.failed_run import Record, finite_log10
+from workbench.diagnosis.failure import Failure
+from workbench.diagnosis.symptoms.symptom import Sign, ramp
+from workbench.formatting import short
+
+
+def update_signs(record: Record, failure: Failure) -> Iterator[Sign]:
+    """What the part ``optimizer`` says of all modules together (medians over the blocks)."""
+    if not record.has("optimizer", "update_ratio"):
+        return
+    steps = record.steps_of("optimizer")
+    ratio = _over_blocks(record, "update_ratio")
+    look = _last_look(steps, failure)
+    place = {"path": "/optimizer", "step": int(steps[look]), "selection": {"step": int(steps[look])}}
+    size = float(np.nanmax(ratio[: look + 1]))
+    yield Sign(
+        "update_size",
+        ramp(finite_log10(size), -1.0, 0.0, low=-1.5),
+        size,
+        "1",
+        0.1,
+        f"Before the failure one update moved the weights of a block by up to {100 * size:.3g} % of their size.",
+        variable="update_ratio",
+        **place,
+    )
+    yield Sign(
+        "first_update",
+        ramp(finite_log10(float(ratio[0])), -1.0, 0.0, low=-1.5),
+        float(ratio[0]),
+        "1",
+        0.1,
+        f"At step {steps[0]} an update moved the weights of a block by {100 * ratio[0]:.3g} % of their size.",
+        variable="update_ratio",
+        path="/optimizer",
+        step=int(steps[0]),
+        selection={"step": int(steps[0])},
+    )
+    yield from _shortfall(record, failure, steps, ratio, look)
+    if record.has("optimizer", "gradient_rms_over_eps"):
+        over = float(np.nanmedian(_over_blocks(record, "gradient_rms_over_eps")[: look + 1]))
+        yield Sign(
+            "eps_rules",
+            ramp(finite_log10(over), 1.5, 0.0, low=-1),
+            over,
+            "1",
+            1e4,
+            f"The gradients' rms is {short(over)} times the optimizer's eps; below about one eps rules the update.",
+            variable="gradient_rms_over_eps",
+            **place,
+        )
+    if record.has("optimizer", "adam_staleness"):
+        stale = np.nanmax(record.values("optimizer", "adam_staleness"), axis=1)
+        near = stale[max(0, look - 1) : look + 3]
+        found = float(np.nanmax(near)) if np.isfinite(near).any() else math.nan
+        if math.isfinite(found):
+            yield Sign(
+                "staleness",
+                ramp(finite_log10(found), 0.2, 0.8, high=2),
+                found,
+                "1",
+                1.0,
+                f"Around the failure gradients were {short(found)} times what Adam's memory of them says.",
+                variable="adam_staleness",
+                **place,
+            )
+    if record.has("optimizer", "module_weight_norm"):
+        weights = _over_blocks(record, "module_weight_norm")
+        growth = float(weights[-1] / weights[0])
+        yield Sign(
+            "weights_grow",
+            ramp(finite_log10(growth), 0.2, 1.0, low=-0.5, high=2),
+            growth,
+            "1",
+            1.3,
+            f"The weights of a block are {short(growth)} times as large at the end as at step {steps[0]}.",
+            variable="module_weight_norm",
+            path="/optimizer",
+            step=int(steps[-1]),
+            selection={"step": int(steps[-1])},
+        )
+
+
+def _shortfall(record: Record, failure: Failure, steps: np.ndarray, ratio: np.ndarray, look: int) -> Iterator[Sign]:
+    """Whether updates are as large as the rate says: with Adam about one rate a step for each weight."""
+    rate = record.monitor("learning_rate")
+    needed = ("module_weight_norm", "module_grad_norm", "gradient_rms")
+    if rate is None or not all(record.has("optimizer", name) for name in needed):
+        return
+    weight, norm, rms = (record.values("optimizer", name) for name in needed)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        size = np.sqrt(
+            np.nanmedian(np.where(rms > 0, (norm / rms) ** 2, np.nan), axis=0)
+        )  # root of the number of weights
+        moved = record.values("optimizer", "update_ratio") * weight / size
+    rate_there = np.interp(steps, record.steps, rate)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.nanmedian(moved[:, _blocks(record)], axis=1) / np.where(rate_there > 0, rate_there, np.nan)
+    known = share[: look + 1][np.isfinite(share[: look + 1])]
+    if not len(known):
+        return
+    found = float(np.median(known))
+    yield Sign(
+        "updates_fall_short",
+        ramp(finite_log10(found), -0.4, -1.6, low=-1, high=2),
+        found,
+        "1",
+        0.5,
+        f"An update moves a weight by {found:.3g} of the learning rate, where Adam moves it by about half of it or "
+        f"all.",
+        path="/optimizer",
+        variable="update_ratio",
+        step=int(steps[look]),
+        selection={"step": int(steps[look])},
+    )
+    if record.has("optimizer", "gradient_rms_over_eps"):
+        over = np.nanmedian(_over_blocks(record, "gradient_rms_over_eps")[: look + 1])
+        is_small = ramp(finite_log10(float(over)), 0.7, 2.0, high=1)
+        yield Sign(
+            "updates_get_lost",
+            is_small * ramp(abs(finite_log10(found) + 0.25), 0.3, 0.9),
+            found,
+            "1",
+            0.5,
+            f"An update moves a weight by {found:.3g} of the learning rate although the gradients are {over:.3g} "
+            f"times eps.",
+            path="/optimizer",
+            variable="update_ratio",
+            step=int(steps[look]),
+            selection={"step": int(steps[look])},
+        )
+
+
+def _blocks(record: Record) -> np.ndarray:
+    """Places of the blocks among the modules; of all where none is a block."""
+    part = record.parts["optimizer"]
+    layer = part["layer"].values if "layer" in part.coords else np.arange(part.sizes["module"])
+    found = np.flatnonzero(layer >= 0)
+    return found if len(found) else np.arange(part.sizes["module"])
+
+
+def _over_blocks(record: Record, name: str) -> np.ndarray:
+    """Median over the blocks of a variable of the optimizer, shape (step,)."""
+    return np.nanmedian(record.values("optimizer", name)[:, _blocks(record)], axis=1)
+
+
+def _last_look(steps: np.ndarray, failure: Failure) -> int:
+    """The last look before the failure, or the first; of a run that stalled the last of all."""
+    if failure.kind == "stalled":
+        return len(steps) - 1
+    before = np.flatnonzero(steps <= failure.step + 1)
+    return int(before[-1]) if len(before) else 0

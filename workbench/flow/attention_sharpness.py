@@ -1,0 +1,160 @@
+"""Attention and routing of the block that is running, as far as `workbench.monitors.attention_calls` does not tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from workbench.monitors.attention_calls import BlockCalls, BlockNotes
+from workbench.monitors.matrices import widened
+
+#: Scores as low as this are a mask's.
+_MASKED = -1e4
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """How far the attention of one layer is from looking everywhere alike.
+
+    Attributes:
+        logit_std: Deviation of a token's logits over what it sees from their mean there, RMS over tokens, (head,).
+        sink_share: Attention on the first token of the sequence, mean over tokens, (head,). Only tokens count that see
+            it and something else; NaN where there are none.
+    """
+
+    logit_std: Tensor
+    sink_share: Tensor
+
+
+def sharpness(logits: Tensor, is_visible: Tensor, rows: Tensor | None = None) -> Sharpness:
+    """Scale of the logits and share of the sink.
+
+    Args:
+        logits: What enters the softmax, shape (batch, head, token, token).
+        is_visible: What may be seen, boolean, broadcast to it.
+        rows: Tokens that count, boolean, shape (batch, token); None: all.
+    """
+    logits, is_visible = widened(logits), is_visible.expand(logits.shape)
+    n_seen = is_visible.sum(-1)
+    counts = n_seen > 1 if rows is None else (n_seen > 1) & rows[:, None].to(logits.device)
+    kept = torch.where(is_visible, logits, 0.0)
+    mean = kept.sum(-1, keepdim=True) / n_seen.clamp_min(1)[..., None]
+    variance = torch.where(is_visible, logits - mean, 0.0).square().sum(-1) / n_seen.clamp_min(1)
+    std = (variance.masked_fill(~counts, 0).sum((0, -1)) / counts.sum((0, -1))).sqrt()
+    weights = logits.masked_fill(~is_visible, -torch.inf).softmax(-1)
+    first = _first_token(is_visible, rows)
+    index = first[:, None, None, None].expand(*logits.shape[:3], 1)
+    sees_first = counts & is_visible.gather(-1, index)[..., 0]
+    on_first = weights.gather(-1, index)[..., 0].masked_fill(~sees_first, 0)
+    return Sharpness(std, on_first.sum((0, -1)) / sees_first.sum((0, -1)))
+
+
+def routing_margin(logits: Tensor, choices: Tensor) -> Tensor:
+    """How safely the choice of experts is made.
+
+    Args:
+        logits: Of the router, shape (token, expert).
+        choices: Experts chosen, shape (token, k).
+
+    Returns:
+        Mean over tokens of the softmax probability of the least likely expert chosen less that of the most likely one
+        rejected, 0-dim; negative where a correction overrules the logits, NaN where all experts are chosen.
+    """
+    probability = widened(logits).softmax(-1)
+    if choices.shape[-1] >= probability.shape[-1]:
+        return probability.new_full((), torch.nan)
+    is_chosen = torch.zeros_like(probability, dtype=torch.bool).scatter(-1, choices.long(), True)
+    last = probability.masked_fill(~is_chosen, torch.inf).amin(-1)
+    first = probability.masked_fill(is_chosen, -torch.inf).amax(-1)
+    return (last - first).mean()
+
+
+class FlowCalls(BlockCalls):
+    """`BlockCalls` that also measures the sharpness of what it saw.
+
+    Attributes:
+        sharpness: Of the blocks whose attention was seen; keyed by the identity of their notes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharpness: dict[int, Sharpness] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        block = self.block
+        if block is None:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "").strip("_")
+        was_unseen = block.attention is None
+        result = func(*args, **kwargs)
+
+        def known(*_: Any, **__: Any) -> Any:
+            return result
+
+        known.__name__ = name
+        with torch.no_grad():  # looking needs no graph, the call itself does
+            super().__torch_function__(known, types, args, kwargs)
+        if was_unseen and block.attention is not None:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                self.sharpness[id(block)] = _SEEN[name](block, args, kwargs, result)
+        return result
+
+
+def _of_fused(block: BlockNotes, args: tuple, kwargs: dict[str, Any], result: Any) -> Sharpness:
+    del result
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    q, k, mask = given["query"].detach(), given["key"].detach(), given.get("attn_mask")
+    n_tokens = q.shape[-2]
+    n_rows = block.n_tokens // n_tokens
+    q, k = (x.reshape(n_rows, -1, *x.shape[-2:]) for x in (q, k))
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scale = given.get("scale")
+    logits = widened(q) @ widened(k).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    is_visible = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device)
+    if given.get("is_causal"):
+        is_visible = is_visible.tril()
+    if mask is not None:
+        if mask.ndim == 3 and given["query"].ndim == 3:
+            mask = mask.reshape(n_rows, -1, *mask.shape[-2:]) if mask.shape[0] % n_rows == 0 else mask[:, None]
+        is_open = mask if mask.dtype == torch.bool else mask > _MASKED
+        logits = logits if mask.dtype == torch.bool else logits + mask.detach()
+        is_visible = is_visible & is_open
+    return sharpness(logits, is_visible, block.rows_as(n_rows, n_tokens))
+
+
+def _of_softmax(block: BlockNotes, args: tuple, kwargs: dict[str, Any], result: Any) -> Sharpness:
+    del result
+    logits = (args[0] if args else kwargs["input"]).detach()
+    n_tokens = logits.shape[-2]
+    n_rows = block.n_tokens // n_tokens
+    logits = logits.reshape(n_rows, -1, *logits.shape[-2:])
+    return sharpness(logits, logits > _MASKED, block.rows_as(n_rows, n_tokens))
+
+
+def _of_packed(block: BlockNotes, args: tuple, kwargs: dict[str, Any], result: Any) -> Sharpness:
+    """The call again, for its weights: their logarithms are the logits but for a constant of each token."""
+    del result
+    asked = {**kwargs, "need_weights": True, "average_attn_weights": False, "training": False}
+    weights = functional.multi_head_attention_forward(*args, **asked)[1]
+    n_rows, _, n_tokens, _ = weights.shape
+    return sharpness(widened(weights).log(), weights > 0, block.rows_as(n_rows, n_tokens))
+
+
+_SEEN = {
+    "scaled_dot_product_attention": _of_fused,
+    "softmax": _of_softmax,
+    "multi_head_attention_forward": _of_packed,
+}
+
+
+def _first_token(is_visible: Tensor, rows: Tensor | None) -> Tensor:
+    """Position of the first token of each sequence that is no padding, shape (batch,)."""
+    if rows is not None:
+        return rows.to(torch.uint8).argmax(-1).to(is_visible.device)
+    return torch.zeros(len(is_visible), dtype=torch.int64, device=is_visible.device)

@@ -1,0 +1,87 @@
+"""As many sequences and tokens of a batch as are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.models.batches import count_rows, take_rows
+from workbench.models.layout import BATCH_FIRST, Layout
+
+_MASKS = ("attention_mask", "decoder_attention_mask")
+
+
+def first_rows(batch: Any, targets: Any, n_tokens: int, layout: Layout = BATCH_FIRST) -> tuple[Any, Any]:
+    """The first sequences of a batch and their targets, with about so many tokens; at least one, cut if it is longer.
+
+    Args:
+        batch: As `call_model` takes it.
+        targets: A tensor with an entry for each sequence, or None.
+        n_tokens: Most tokens. Only token ids, and what is shaped like them, can be cut within a sequence.
+        layout: Which axis of the batch counts sequences; where that is not known, it is left whole.
+    """
+    if layout.inputs is None:
+        return batch, targets
+    axis = layout.inputs
+    length = _length(batch, axis)
+    n_rows = max(1, n_tokens // length)
+    if n_rows < count_rows(batch, axis):
+        batch = take_rows(batch, slice(0, n_rows), axis)
+        if isinstance(targets, Tensor) and targets.ndim:
+            targets = take_rows(targets, slice(0, n_rows), axis if targets.ndim > 1 else 0)
+    if length > n_tokens and not axis and _has_tokens(batch):
+        batch = _columns(batch, length, lambda x: x[:, :n_tokens])
+        if isinstance(targets, Tensor) and targets.ndim == 2 and targets.shape[1] == length:
+            targets = targets[:, :n_tokens]
+    return batch, targets
+
+
+def one_sequence(batch: Any, n_tokens: int, layout: Layout = BATCH_FIRST) -> Any:
+    """The sequence with the least padding, without it, and cut to its first tokens where it consists of token ids."""
+    if layout.inputs != 0:
+        return batch if layout.inputs is None else take_rows(batch, slice(0, 1), layout.inputs)
+    masks = (
+        [batch[name] for name in _MASKS if isinstance(batch.get(name), Tensor)] if isinstance(batch, Mapping) else []
+    )
+    length = _length(batch)
+    masks = [mask for mask in masks if mask.shape == (count_rows(batch), length)]
+    row = int(masks[-1].ne(0).sum(1).argmax()) if masks else 0
+    batch = take_rows(batch, slice(row, row + 1))
+    if not _has_tokens(batch):
+        return batch
+    kept = masks[-1][row].ne(0).nonzero().flatten() if masks else torch.arange(length)
+    return _columns(batch, length, lambda x: x[:, kept[:n_tokens].to(x.device)])
+
+
+def _length(batch: Any, axis: int = 0) -> int:
+    """Tokens of a sequence; 1 where rows are no sequences."""
+    tensor = next(value for value in _values(batch) if isinstance(value, Tensor) and value.ndim)
+    if tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point()):
+        return max(1, tensor.shape[1 - axis])
+    return 1
+
+
+def _has_tokens(batch: Any) -> bool:
+    """Whether every tensor that runs over sequences is token ids, or a mask or position of them."""
+    tensors = [value for value in _values(batch) if isinstance(value, Tensor) and value.ndim]
+    return all(tensor.ndim <= 2 and not tensor.is_floating_point() for tensor in tensors)
+
+
+def _columns(batch: Any, length: int, cut: Callable[[Tensor], Tensor]) -> Any:
+    def taken(value: Any) -> Any:
+        return cut(value) if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == length else value
+
+    if isinstance(batch, Mapping):
+        return {name: taken(value) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(taken(value) for value in batch)
+    return taken(batch)
+
+
+def _values(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    return list(batch) if isinstance(batch, tuple | list) else [batch]

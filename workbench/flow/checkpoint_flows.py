@@ -1,0 +1,68 @@
+"""The flow of a model at every checkpoint of its training."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from workbench.errors import CheckpointError
+from workbench.flow.flow_measurement import measure
+from workbench.models.run_checkpoints import list_checkpoints, load_weights
+from workbench.models.subject import Subject
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+def along_run(
+    store: str | os.PathLike[str],
+    model: nn.Module | Subject,
+    inputs: Any,
+    *,
+    steps: Collection[int] | None = None,
+    **options: Any,
+) -> xr.Dataset:
+    """`measure` at the checkpoints that lie beside a run's store, on the same inputs.
+
+    Args:
+        store: Of the run, such as ``runs/mine.zarr``; `workbench.train` with ``checkpoint_every`` writes its
+            checkpoints beside it.
+        model: Of the run; a copy gets the weights of each checkpoint, itself it is left alone.
+        inputs: As for `measure`; not an iterator that can be read only once.
+        steps: Of the checkpoints to look at; None: all.
+        **options: Of `measure`.
+
+    Returns:
+        As `measure`, with the dim ``step`` before all others.
+
+    Raises:
+        CheckpointError: If there is no checkpoint, or not of those steps, or its weights do not fit the model.
+    """
+    import xarray as xr
+
+    folder = Path(store).with_suffix(".checkpoints")
+    found = list_checkpoints(folder)
+    if not found:
+        raise CheckpointError(f"There are no checkpoints in {folder}; train with checkpoint_every=, or check the path.")
+    chosen = sorted(found) if steps is None else sorted(steps)
+    if missing := [step for step in chosen if step not in found]:
+        known = ", ".join(map(str, found))
+        raise CheckpointError(f"{folder} has no checkpoint of step {missing[0]}; there are: {known}.")
+    subject = model if isinstance(model, Subject) else None
+    copied = copy.deepcopy(subject.model if subject else model)
+    flows = []
+    for step in chosen:
+        load_weights(copied, found[step])
+        viewed = replace(subject, model=copied) if subject else copied
+        flows.append(measure(viewed, inputs, **options))
+    whole = xr.concat(
+        flows, dim=xr.IndexVariable("step", chosen), data_vars="all", coords="minimal", combine_attrs="override"
+    )
+    unseen = dict.fromkeys(line for flow in flows for line in flow.attrs["unseen"].splitlines())
+    return whole.assign_attrs(unseen="\n".join(unseen), store=str(store))

@@ -1,0 +1,193 @@
+"""From a model and inputs to its information flow."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import ThresholdError
+from workbench.flow import assemble as columns
+from workbench.flow.batch_slicing import first_rows, one_sequence
+from workbench.flow.gains import PLAIN, FlowPass
+from workbench.flow.gradient_targets import Loss
+from workbench.flow.jacobian import EXACT_UP_TO, SequenceJacobians
+from workbench.io.provenance import versions
+from workbench.models.anatomy import Anatomy, read_anatomy
+from workbench.models.attention_weights import Unreadable
+from workbench.models.batches import Batches
+from workbench.models.checkpoint import open_checkpoint
+from workbench.models.probing import on_device_of, unwrap
+from workbench.models.router_weights import Router, router_weights
+from workbench.models.subject import Subject
+from workbench.schema.flows import FLOW
+from workbench.schema.runs import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+def measure(
+    subject: Subject | nn.Module,
+    inputs: Any,
+    *,
+    targets: Any = None,
+    loss: Loss | None = None,
+    stack: str | None = None,
+    anatomy: Anatomy | None = None,
+    batch_first: bool | None = None,
+    jacobian: bool = True,
+    n_singular: int = 8,
+    n_tokens: int = 1024,
+    n_jacobian_tokens: int = 8,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> xr.Dataset:
+    """How signal and gradient pass through a model: what each block and sub-layer amplifies or attenuates.
+
+    The model runs forward and backward once, in eval mode. Weights get no gradients, and modes, random states, hooks,
+    weights and buffers are left as they were.
+
+    A sub-layer is one addition to the residual stream. Its gains compare the stream after it (after the normalization
+    too, where the stream itself passes one, as in Post-LN) with the stream before, so that the gains of a block's
+    sub-layers multiply to the block's. With signal gain s and gradient gain g of every block, states grow as s^l and
+    gradients as g^(L-l); both are 1 on average at a critical initialization (Schoenholz et al. 2017, arXiv:1611.01232).
+
+    Args:
+        subject: From `open_checkpoint`, or any module whose blocks `read_anatomy` finds.
+        inputs: As for `workbench.profile`; of several batches the first is used.
+        targets: Class numbers as `token_loss` takes them, or what ``loss`` takes, with an entry per row of the inputs;
+            of several batches those of the first. None: the next tokens where the model gives logits of its tokens,
+            otherwise the gradient is that of the output along a random direction. ``attrs["cotangent"]`` says which.
+        loss: From logits and targets to a 0-dim tensor; None: mean cross entropy.
+        stack: Name of the block stack to read, where a model has several; see `read_anatomy`.
+        anatomy: Of this model, to save reading it again; ``stack`` and ``batch_first`` are not looked at then.
+        batch_first: As in `workbench.profile`.
+        jacobian: Whether to compute singular values, which takes longest.
+        n_singular: Largest singular values to compute.
+        n_tokens: Most tokens to look at: the first sequences of the inputs, at least one. Singular values, attention
+            and routing are of the same or fewer.
+        n_jacobian_tokens: Tokens of the one sequence whose states the Jacobians are of: the first of the row with the
+            least padding. Inputs other than token ids are not cut.
+        dtype: Precision to compute in, on a copy of the model; None: the model's own.
+        seed: Of the random direction and of what estimates singular values.
+
+    Returns:
+        Dataset of `FLOW`: dims ``boundary`` (states between blocks, from 0, which enters the first), ``layer`` (with
+        ``layer_name``), ``sublayer`` (with ``sublayer_name`` by layer; "" where there is none), ``head`` and
+        ``singular``. NaN: there is no such thing, or it cannot be seen; ``attrs["unseen"]`` says why, a line a reason.
+
+    Raises:
+        AnatomyError: If the residual stream cannot be read with certainty.
+        SnapshotError: If the inputs do not reach every block, or there is no gradient.
+        ThresholdError: If an option is out of its range.
+    """
+    for name, value in {"n_singular": n_singular, "n_tokens": n_tokens, "n_jacobian_tokens": n_jacobian_tokens}.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ThresholdError(f"{name} is {value!r}, expected a whole number of at least 1.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ThresholdError(f"dtype is {dtype}, expected a floating-point type such as torch.float64.")
+    targets = next(iter(targets), None) if isinstance(targets, list | tuple) else targets
+    subject = open_checkpoint(subject)
+    model = unwrap(subject.model)
+    probe, batches = Batches.of(inputs, subject).probe_and_all()
+    if dtype is not None:
+        model, probe = _as_dtype(model, probe, dtype)
+        anatomy, stack, batch_first = _read_again(anatomy, stack, batch_first)
+    if anatomy is None:
+        anatomy = read_anatomy(model, probe, stack=stack, batch_first=batch_first)
+    layout = anatomy.layout
+    batch, targets = first_rows(batches.first(), targets, n_tokens, layout)
+    batch = on_device_of(model, batch if dtype is None else _cast(batch, dtype))
+    unseen: list[str] = []
+    readable = router_weights(model, batch, anatomy=anatomy)
+    unseen += [router.reason for router in readable if isinstance(router, Unreadable)]
+    routers = {router.layer: router for router in readable if isinstance(router, Router)}
+    run = FlowPass(model, anatomy, batch, targets=targets, loss=loss, routers=routers, seed=seed)
+    values = columns.of_stream(run, unseen) | columns.of_sublayers(run.blocks, anatomy, unseen)
+    values |= columns.of_attention(run.blocks, anatomy, unseen) | columns.of_routing(run.blocks, routers, unseen)
+    attrs = {"n_tokens": run.n_tokens, "cotangent": run.cotangent}
+    if jacobian:
+        jacobians = SequenceJacobians(model, anatomy, one_sequence(batch, n_jacobian_tokens, layout), seed=seed)
+        jacobians.measure(n_singular)
+        values |= columns.of_jacobians(jacobians, anatomy, unseen)
+        is_exact = jacobians.n_entries <= EXACT_UP_TO
+        attrs |= {
+            "n_jacobian_entries": jacobians.n_entries,
+            "singular_values": "exact" if is_exact else "Lanczos; the mean from 16 random vectors",
+        }
+    else:
+        values |= columns.no_jacobians(len(anatomy.sites), n_singular)
+        unseen.append("Singular values were not asked for (jacobian=False).")
+    attrs |= {
+        "subject": subject.name,
+        "source": subject.source,
+        "stack": anatomy.stack,
+        "dtype": _dtype_name(model),
+        "seed": int(seed),
+        "unseen": "\n".join(dict.fromkeys(unseen)),
+        **({"unloaded": subject.unloaded} if subject.unloaded else {}),
+    }
+    return _as_dataset(values, [site.name for site in anatomy.sites], attrs)
+
+
+def _as_dataset(values: dict[str, np.ndarray], layer_names: list[str], attrs: dict[str, Any]) -> xr.Dataset:
+    import xarray as xr
+
+    sublayer_name = values.pop("sublayer_name")
+    variables = {name: (rule.dims, values[name], rule.attrs) for name, rule in FLOW.items()}
+    coords = {
+        "boundary": np.arange(len(layer_names) + 1),
+        "layer": np.arange(len(layer_names)),
+        "layer_name": ("layer", np.array(layer_names, dtype=str)),
+        "sublayer": np.arange(sublayer_name.shape[1]),
+        "sublayer_name": (("layer", "sublayer"), sublayer_name),
+        "head": np.arange(values["sink_share"].shape[1]),
+        "singular": np.arange(len(values["end_to_end_singular_value"])),
+    }
+    provenance = {
+        "schema_version": SCHEMA_VERSION,
+        "versions": versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return xr.Dataset(variables, coords, {**provenance, **attrs})
+
+
+def _read_again(
+    anatomy: Anatomy | None, stack: str | None, batch_first: bool | None
+) -> tuple[None, str | None, bool | None]:
+    """What to read the anatomy of a copy by, where that of the model is known."""
+    if anatomy is None:
+        return None, stack, batch_first
+    axis = anatomy.layout.inputs
+    return None, anatomy.stack, None if axis is None else axis == 0
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    if isinstance(batch, Mapping):
+        return {name: cast(value) for name, value in batch.items()}
+    return tuple(cast(value) for value in batch) if isinstance(batch, tuple | list) else cast(batch)
+
+
+def _as_dtype(model: nn.Module, batch: Any, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    """Copies in another precision."""
+    batch = _cast(batch, dtype)
+    copied = copy.deepcopy(model).to(dtype)
+    for config in {id(c): c for c in (getattr(m, "config", None) for m in copied.modules())}.values():
+        for name, value in PLAIN.items():  # or experts refuse float64
+            if getattr(config, name, None) is not None:
+                setattr(config, name, value)
+    return copied, batch
+
+
+def _dtype_name(model: nn.Module) -> str:
+    parameter = next(model.parameters(), None)
+    return "none" if parameter is None else str(parameter.dtype).removeprefix("torch.")

@@ -1,0 +1,90 @@
+"""What the gradient is of: a loss on targets, or a random direction at the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import SnapshotError
+from workbench.models.losses import token_loss
+
+#: From logits and targets to a 0-dim tensor.
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def end_of(output: Any, inputs: Any, targets: Any, loss: Loss | None, *, seed: int) -> tuple[Tensor, str]:
+    """The number whose gradient is taken, and a name for it.
+
+    Args:
+        output: What the model returned.
+        inputs: What it was given.
+        targets: For the loss; None: the next tokens, where the model gives logits of its tokens.
+        loss: From logits and targets to a 0-dim tensor; None: `token_loss`.
+        seed: Of the random direction that stands for a loss where there are no targets.
+
+    Raises:
+        SnapshotError: If the output holds no tensor with a gradient, or the targets do not fit it.
+    """
+    result = _result_in(output)
+    if result is None:
+        raise SnapshotError(
+            "The model returned no floating-point tensor that depends on its blocks; pass such a model."
+        )
+    what = "given targets"
+    if targets is None and (tokens := _tokens_in(inputs)) is not None and _predicts(result, tokens):
+        targets, what = _next_tokens(tokens, inputs), "next tokens"
+    if targets is None:
+        generator = torch.Generator().manual_seed(seed)
+        direction = torch.randn(result.shape, generator=generator).to(result)
+        return (result * direction).sum(), f"random direction at the output, seed {seed}"
+    try:
+        value = (loss or token_loss)(result, targets.to(result.device))
+    except (RuntimeError, ValueError, IndexError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise SnapshotError(
+            f"The loss of an output of shape {tuple(result.shape)} on targets of shape {tuple(targets.shape)} failed "
+            f"({first}); pass targets for these inputs, or the loss that they are for."
+        ) from error
+    if value.numel() != 1:
+        raise SnapshotError(f"The loss has shape {tuple(value.shape)}, expected a single number; return its mean.")
+    return value.squeeze(), f"loss on {what}"
+
+
+def _result_in(output: Any) -> Tensor | None:
+    """The logits, or the first tensor that has a gradient."""
+    if isinstance(output, Mapping):
+        candidates = [output.get("logits"), *output.values()]
+    elif isinstance(output, tuple | list):
+        candidates = list(output)
+    else:
+        candidates = [getattr(output, "logits", None), output]
+    fitting = [t for t in candidates if isinstance(t, Tensor) and t.is_floating_point() and t.requires_grad]
+    return fitting[0] if fitting else None
+
+
+def _tokens_in(inputs: Any) -> Tensor | None:
+    """Token ids, shape (sequence, token): those of the decoder where there are two kinds."""
+    if isinstance(inputs, Mapping):
+        inputs = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    elif isinstance(inputs, tuple | list):
+        inputs = inputs[0] if inputs else None
+    is_tokens = isinstance(inputs, Tensor) and not inputs.is_floating_point() and inputs.ndim == 2
+    return inputs if is_tokens and inputs.shape[1] > 1 else None
+
+
+def _predicts(result: Tensor, tokens: Tensor) -> bool:
+    return result.ndim == 3 and result.shape[:2] == tokens.shape and result.shape[2] > int(tokens.max())
+
+
+def _next_tokens(tokens: Tensor, inputs: Any) -> Tensor:
+    """The tokens one place on; -100 behind the last, and for padding."""
+    targets = torch.full_like(tokens, -100, dtype=torch.int64)
+    targets[:, :-1] = tokens[:, 1:]
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    if isinstance(mask, Tensor) and mask.shape == tokens.shape:
+        hidden = mask[:, 1:] == 0
+        targets[:, :-1][hidden] = -100
+    return targets

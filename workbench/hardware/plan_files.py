@@ -1,0 +1,289 @@
+"""The plan of a run before compute is committed: read from TOML, and checked."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from workbench.errors import ThresholdError
+from workbench.hardware.plan_sections import (
+    DTYPES,
+    SECTIONS,
+    AssessmentSection,
+    BudgetSection,
+    HardwareSection,
+    Section,
+    TargetSection,
+    TaskSection,
+    TrainingSection,
+    nearest,
+    read_section,
+    task_options,
+    unknown_key,
+)
+from workbench.models.model_sizes import model_sizes, nearest_size
+from workbench.training.training_plan import TrainingPlan
+
+if TYPE_CHECKING:
+    from workbench.tasks import Task
+
+_SMALLEST_BATCH = 32
+_DEFAULT_LENGTH = 64
+#: A batch that is measured on has at most so many rows, and so many tokens.
+MEASURED_ROWS = 32
+MEASURED_TOKENS = 4096
+#: The narrowest vocabulary of `workbench.tasks.synthetic_lm`.
+_SYNTHETIC_VOCABULARY = 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssessmentPlan:
+    """What is to be trained, on what, and for how much; made by `read_plan`.
+
+    Attributes:
+        training: Settings of the run.
+        task: What is learned.
+        hardware: Devices and number formats.
+        target: The size that the plan is for.
+        budget: What may be spent.
+        assessment: How thoroughly to look.
+    """
+
+    training: TrainingSection = field(default_factory=TrainingSection)
+    task: TaskSection = field(default_factory=TaskSection)
+    hardware: HardwareSection = field(default_factory=HardwareSection)
+    target: TargetSection = field(default_factory=TargetSection)
+    budget: BudgetSection = field(default_factory=BudgetSection)
+    assessment: AssessmentSection = field(default_factory=AssessmentSection)
+
+    def __post_init__(self) -> None:
+        # An optimizer that does not take its options is refused now, not when the run begins.
+        if not self.training.optimizer_options:
+            return
+        try:
+            self.training_plan().optimizer_for(nn.ParameterList([nn.Parameter(torch.zeros(1, 1))]))
+        except ThresholdError as error:
+            raise ThresholdError(f"[training] {error}") from error
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in the global batch."""
+        if self.training.batch_size is not None:
+            return self.training.batch_size
+        return -(-_SMALLEST_BATCH // self.n_shares) * self.n_shares
+
+    @property
+    def n_shares(self) -> int:
+        """Micro-batches of one update, those of all ranks together."""
+        return self.hardware.data_parallel * self.hardware.accumulation
+
+    @property
+    def rows_per_share(self) -> int:
+        """Sequences in a micro-batch of one rank; at least 1."""
+        return max(1, self.batch_size // self.n_shares)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The format of activations and of what devices send each other of them.
+
+        That of the weights where these are in a low one, else the precision of training.
+        """
+        name = self.hardware.weight_dtype if self.hardware.weight_dtype != "float32" else self.training.precision
+        return DTYPES[name]
+
+    def training_plan(self) -> TrainingPlan:
+        """The settings of the run, as `workbench.train` knows them.
+
+        Raises:
+            ThresholdError: If they contradict each other or there is no such optimizer.
+        """
+        values = {
+            item.name: getattr(self.training, item.name)
+            for item in fields(TrainingPlan)
+            if hasattr(self.training, item.name)
+        }
+        options = self.training.optimizer_options
+        values["optimizer_options"] = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+        return TrainingPlan(**values)
+
+    def make_task(
+        self,
+        vocab_size: int | None = None,
+        *,
+        max_length: int | None = None,
+        image_size: int | None = None,
+        n_channels: int | None = None,
+        seed: int | None = None,
+        n_rows: int | None = None,
+    ) -> Task:
+        """The task of the plan, sized for a model and small enough to measure on.
+
+        A batch of it is a small sample of the plan's global batch, not that batch: at most 32 rows, and no more than
+        4,096 tokens. What depends on the size of the global batch, its sampling noise and the number of terms that are
+        added up, is scaled or resampled from such samples; see `workbench.hardware.assess_hardware`.
+
+        Args:
+            vocab_size: Tokens of the model; None: it reads none.
+            max_length: Longest sequence that the model reads; None: any.
+            image_size: Pixels along a side, where it reads images.
+            n_channels: Channels of these.
+            seed: Of the data; None: that of the plan.
+            n_rows: Rows of a batch, instead of those above.
+
+        Raises:
+            ThresholdError: If the task does not fit the model.
+        """
+        from workbench import tasks
+
+        name = self.task.name
+        if name is None:
+            name = "digits" if vocab_size is None and image_size is not None else "synthetic_lm"
+            if name == "synthetic_lm" and vocab_size is not None and vocab_size < _SYNTHETIC_VOCABULARY:
+                name = "random_tokens"
+        length = min(self.training.sequence_length or _DEFAULT_LENGTH, max_length or MEASURED_TOKENS, MEASURED_TOKENS)
+        rows = min(self.batch_size, MEASURED_ROWS, max(1, MEASURED_TOKENS // length)) if n_rows is None else n_rows
+        sized = {"length": length, "batch_size": rows, "vocab_size": vocab_size}
+        sized |= {"image_size": image_size, "n_channels": n_channels}
+        known = task_options(name)
+        options = {key: value for key, value in sized.items() if key in known and value is not None}
+        task = getattr(tasks, name)(
+            **{**options, **self.task.options}, seed=self.training.seed if seed is None else seed
+        )
+        reads = getattr(task, "vocab_size", None)
+        if vocab_size is not None and reads is not None and reads > vocab_size:
+            remedy = f"vocab_size = {vocab_size}" if "vocab_size" in known else "a task with fewer tokens"
+            raise ThresholdError(
+                f"[task] {name} has {reads} tokens, but the model knows only {vocab_size}; the nearest is {remedy}."
+            )
+        if max_length is not None and getattr(task, "length", 0) > max_length:
+            raise ThresholdError(
+                f"[task] {name} has sequences of {task.length} tokens, but the model reads at most {max_length}; the "
+                f"nearest is length = {max_length}."
+            )
+        return task
+
+    def check_against(self, source: Any = None) -> None:
+        """Refuse sizes that are impossible in themselves, or for a model.
+
+        Args:
+            source: A design, which is taken at the target size of the plan; or a model, a subject or a configuration;
+                None: check the plan alone. What it does not say is not checked.
+
+        Raises:
+            ThresholdError: That names the key and the nearest value that is possible.
+        """
+        n = self.n_shares
+        if self.batch_size % n:
+            near = max(n, round(self.batch_size / n) * n)
+            raise ThresholdError(
+                f"[training] batch_size is {self.batch_size}, which {self._shares()} do not divide; the nearest is "
+                f"{near}."
+            )
+        if source is None:
+            return
+        if callable(resized := getattr(source, "resized", None)):
+            source = resized(self.target.width, self.target.depth)
+        sizes, hardware, depth = model_sizes(source), self.hardware, self.target.depth
+        depth = sizes.depth if depth is None else depth
+        if not sizes.bears_tensor_parallel(hardware.tensor_parallel):
+            highest = max(size for size in (sizes.n_heads, sizes.width, sizes.inner_width) if size is not None)
+            near = nearest_size(hardware.tensor_parallel, sizes.bears_tensor_parallel, highest=highest)
+            raise ThresholdError(
+                f"[hardware] tensor_parallel is {hardware.tensor_parallel}, which does not divide "
+                f"{_what_is_cut(sizes, hardware.tensor_parallel)}; the nearest is {near}."
+            )
+        if depth is not None and hardware.pipeline_parallel > depth:
+            raise ThresholdError(
+                f"[hardware] pipeline_parallel is {hardware.pipeline_parallel}, but the model has {depth} blocks; the "
+                f"nearest is {depth}."
+            )
+        length = self.training.sequence_length
+        if length is not None and sizes.max_length is not None and length > sizes.max_length:
+            raise ThresholdError(
+                f"[training] sequence_length is {length}, but the model reads at most {sizes.max_length} tokens; the "
+                f"nearest is {sizes.max_length}."
+            )
+        if self.task.name is not None:
+            self.make_task(
+                sizes.vocabulary,
+                max_length=sizes.max_length,
+                image_size=sizes.image_size,
+                n_channels=sizes.n_channels,
+            )
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """The sections as plain values, for TOML or JSON; `read_plan` gives an equal plan of them."""
+        sections = {title: getattr(self, title).as_dict() for title in SECTIONS}
+        return {title: keys for title, keys in sections.items() if keys}
+
+    def _shares(self) -> str:
+        hardware = self.hardware
+        return f"data_parallel = {hardware.data_parallel} ranks of accumulation = {hardware.accumulation} micro-batches"
+
+
+def read_plan(source: str | os.PathLike[str] | Mapping[str, Any] | AssessmentPlan | None = None) -> AssessmentPlan:
+    """A plan from a TOML file, a mapping of sections, or a plan; every section and key may be left out.
+
+    Args:
+        source: Path of the file, or its sections as mappings, or a ready plan, which is returned; None: the plan of
+            defaults.
+
+    Raises:
+        ThresholdError: If the file cannot be read (with the line that is no TOML), or a section, key or value is
+            unknown or impossible; it names the key and the nearest one.
+    """
+    if isinstance(source, AssessmentPlan):
+        return source
+    if source is None or isinstance(source, Mapping):
+        return _from_mapping(source or {})
+    if not isinstance(source, str | os.PathLike):
+        raise ThresholdError(
+            f"The plan is a {type(source).__name__}, expected the path of a TOML file, a mapping or a plan."
+        )
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise ThresholdError(f"There is no plan at {path}; pass the path of a TOML file.")
+    try:
+        sections = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ThresholdError(f"{path.name} is no valid TOML: {error}; correct it there.") from error
+    try:
+        return _from_mapping(sections)
+    except ThresholdError as error:
+        raise ThresholdError(f"{path.name}: {error}") from error
+
+
+def _from_mapping(sections: Mapping[str, Any]) -> AssessmentPlan:
+    found: dict[str, Section] = {}
+    for title, keys in sections.items():
+        if title not in SECTIONS:
+            if not isinstance(keys, Mapping) and any(title in _keys(other) for other in SECTIONS):
+                raise ThresholdError(unknown_key(title, ""))
+            raise ThresholdError(
+                f"The plan knows no section '{title}'; the nearest is '{nearest(str(title), SECTIONS)}', of "
+                f"{', '.join(SECTIONS)}."
+            )
+        found[title] = read_section(title, keys)
+    return AssessmentPlan(**found)
+
+
+def _keys(title: str) -> set[str]:
+    return set() if title == "task" else {item.name for item in fields(SECTIONS[title])}
+
+
+def _what_is_cut(sizes: Any, n: int) -> str:
+    """What ``n`` devices cannot share equally."""
+    if sizes.n_heads is not None and sizes.n_heads % n:
+        return f"the {sizes.n_heads} attention heads"
+    if sizes.n_kv_heads is not None and sizes.n_kv_heads % n and n % sizes.n_kv_heads:
+        return f"the {sizes.n_kv_heads} key-value heads"
+    if sizes.n_heads is None and sizes.width is not None and sizes.width % n:
+        return f"the width of {sizes.width}"
+    return f"the inner width of {sizes.inner_width}"

@@ -1,0 +1,260 @@
+"""Gradients of the shares of one update: measured on a few micro-batches, drawn anew for as many as a plan has."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import SnapshotError
+from workbench.models.losses import auxiliary_loss
+from workbench.models.probing import call_model, unwrap
+from workbench.training import low_precision
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Batch = tuple[Any, Tensor]
+
+#: Gradient entries kept of all shares together; of larger models every so-manieth entry of each weight is looked at.
+MAX_VALUES = 2**25
+#: The same for terms that are drawn anew.
+_MAX_DRAWN = 2**23
+
+
+class WorkingCopy:
+    """A float32 copy of a model, in eval mode, to take gradients of and to change; the model is left alone.
+
+    Args:
+        model: Any module.
+        loss: From logits and targets.
+
+    Attributes:
+        model: The copy.
+        names: Of its trainable weights.
+        weights: The trainable weights.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        self.model = copy.deepcopy(unwrap(model)).float().eval()
+        self.model.zero_grad(set_to_none=True)
+        self.loss = loss
+        named = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
+        self.names = [name for name, _ in named]
+        self.weights = [weight for _, weight in named]
+
+    def look(self, batch: Batch, *, autocast: torch.dtype | None = None, scale: float = 1.0) -> float:
+        """Take the gradients of one batch, which stay on the weights, and return its loss.
+
+        Args:
+            batch: Inputs and targets.
+            autocast: Compute the forward pass in this format where torch's autocast does; None: as the weights are.
+            scale: What the loss is multiplied by before the backward pass.
+        """
+        inputs, targets = batch
+        device = next((weight.device.type for weight in self.weights), "cpu")
+        self.model.zero_grad(set_to_none=True)
+        with low_precision.autocast(device, autocast):
+            output = call_model(self.model, inputs)
+            own = self.loss(output if isinstance(output, Tensor) else output.logits, targets)
+            extra = auxiliary_loss(self.model, output)
+            total = own if extra is None else own + extra
+        (total * scale).backward()
+        return float(own.detach())
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient of each weight, zero where it has none."""
+        return [torch.zeros_like(w) if w.grad is None else w.grad.detach() for w in self.weights]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which entries of a model's gradients are looked at, and where they belong.
+
+    Attributes:
+        steps: Of each weight every so-manieth entry is kept.
+        sizes: Entries kept of each weight.
+        layers: Block that each weight belongs to, -1 for none.
+        n_layers: Blocks.
+    """
+
+    steps: tuple[int, ...]
+    sizes: tuple[int, ...]
+    layers: tuple[int, ...]
+    n_layers: int
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], layers: Sequence[int], n_layers: int, *, n_shares: int) -> Layout:
+        """The layout of a model's weights for so many shares."""
+        step = max(1, -(-sum(w.numel() for w in weights) * n_shares // MAX_VALUES))
+        steps = tuple(min(step, w.numel()) for w in weights)
+        sizes = tuple(-(-w.numel() // s) for w, s in zip(weights, steps, strict=True))
+        return cls(steps, sizes, tuple(layers), n_layers)
+
+    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The entries that are kept, as one float32 vector on the CPU."""
+        parts = [t.detach().flatten()[::s].float().cpu() for t, s in zip(tensors, self.steps, strict=True)]
+        return torch.cat(parts)
+
+    @property
+    def factor(self) -> Tensor:
+        """Entries that each kept one stands for, shape (entry,), float64."""
+        return torch.repeat_interleave(torch.tensor(self.steps, dtype=torch.float64), torch.tensor(self.sizes))
+
+    @property
+    def layer(self) -> Tensor:
+        """The block of each kept entry, shape (entry,), int64."""
+        return torch.repeat_interleave(torch.tensor(self.layers), torch.tensor(self.sizes))
+
+
+@dataclass(frozen=True)
+class Discrepancy:
+    """How far a gradient is from its reference.
+
+    Attributes:
+        relative_error: Norm of the difference over the norm of the reference.
+        error_norm: Norm of the difference.
+        shrinkage: 1 - <found, reference> / <reference, reference>: what is missing along the reference. Above 0: too
+            short, and always so, however many updates are averaged.
+        cosine: Of the angle between them.
+        layer_errors: Relative error within each block, shape (layer,); NaN where the reference is zero.
+    """
+
+    relative_error: float
+    error_norm: float
+    shrinkage: float
+    cosine: float
+    layer_errors: np.ndarray
+
+
+def compare(found: Tensor, reference: Tensor, factor: Tensor, layer: Tensor, n_layers: int) -> Discrepancy:
+    """How far ``found`` is from ``reference``.
+
+    Args:
+        found: Shape (entry,).
+        reference: Shape (entry,), float64.
+        factor: Entries that each stands for.
+        layer: Block of each entry, -1 for none.
+        n_layers: Blocks.
+    """
+    found, reference = found.double(), reference.double()
+    squares, error = reference.square() * factor, (found - reference).square() * factor
+    length, along = float(squares.sum()), float((found * reference * factor).sum())
+    own_length = float((found.square() * factor).sum())
+    norms = [torch.zeros(n_layers + 1, dtype=torch.float64).index_add_(0, layer + 1, v) for v in (error, squares)]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        layer_errors = np.sqrt(norms[0][1:].numpy() / norms[1][1:].numpy())
+    if not length:  # nothing to be wrong by, or all of it
+        lost = math.inf if float(error.sum()) else 0.0
+        return Discrepancy(lost, math.sqrt(float(error.sum())), lost, math.nan, np.full(n_layers, np.nan))
+    return Discrepancy(
+        relative_error=math.sqrt(float(error.sum()) / length),
+        error_norm=math.sqrt(float(error.sum())),
+        shrinkage=1 - along / length,
+        cosine=along / math.sqrt(length * own_length) if 0 < own_length < math.inf else math.nan,
+        layer_errors=np.where(np.isfinite(layer_errors), layer_errors, np.nan),
+    )
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Gradients that are added up.
+
+    Attributes:
+        values: float32, shape (term, entry).
+        factor: Entries that each one stands for, shape (entry,).
+        layer: Block of each, -1 for none, shape (entry,).
+        n_layers: Blocks.
+        are_measured: Whether each is the very gradient of some rows; else they are drawn anew from those.
+    """
+
+    values: Tensor
+    factor: Tensor
+    layer: Tensor
+    n_layers: int
+    are_measured: bool
+
+    @property
+    def exact_sum(self) -> Tensor:
+        """The sum in float64, shape (entry,)."""
+        total = torch.zeros(self.values.shape[1], dtype=torch.float64)
+        for term in self.values:
+            total += term.double()
+        return total
+
+    def compare(self, found: Tensor, reference: Tensor) -> Discrepancy:
+        """How far a sum is from another."""
+        return compare(found, reference, self.factor, self.layer, self.n_layers)
+
+
+class ShareGradients:
+    """Gradients of micro-batches, each the mean over its rows.
+
+    Args:
+        gradients: float32, shape (micro-batch, entry).
+        rows: Sequences in a micro-batch.
+        layout: Of the entries.
+
+    Raises:
+        SnapshotError: If some are not finite.
+    """
+
+    def __init__(self, gradients: Tensor, rows: int, layout: Layout) -> None:
+        if not bool(gradients.isfinite().all()):
+            raise SnapshotError(
+                "The gradients of the model are not finite on these batches, so nothing that is added to them can be "
+                "judged; look at its initialization first."
+            )
+        self.values, self.rows, self.layout = gradients, rows, layout
+        self.factor, self.layer = layout.factor, layout.layer
+        self.mean = gradients.double().mean(0)
+        n = len(gradients)
+        # Row by row, so that no second copy of everything is made.
+        spread = sum(float(((g.double() - self.mean).square() * self.factor).sum()) for g in gradients) / max(n - 1, 1)
+        #: Trace of the covariance of the gradient of one sequence.
+        self.row_variance = spread * rows
+        squared = float((self.mean.square() * self.factor).sum())
+        #: Squared norm of the expected gradient, without what the noise of the measured rows adds to it; at least 0.
+        self.squared_norm = max(0.0, squared - spread / n)
+        #: By which the measured mean is too long, for the same reason; 0 if it is all noise.
+        self.mean_share = math.sqrt(self.squared_norm / squared) if squared else 0.0
+
+    @property
+    def norm(self) -> float:
+        """Norm of the mean of all measured micro-batches."""
+        return math.sqrt(float((self.mean.square() * self.factor).sum()))
+
+    def noise(self, n_rows: int) -> float:
+        """Sampling noise of the gradient of ``n_rows`` sequences: root of the expected squared distance to its mean."""
+        return math.sqrt(self.row_variance / n_rows)
+
+    def terms(self, n_terms: int, rows: int, generator: torch.Generator) -> Terms:
+        """Gradients of ``n_terms`` shares of ``rows`` sequences each.
+
+        Where enough rows were measured these are their very gradients. Otherwise terms are drawn with replacement from
+        the measured ones: the mean, shortened by what the noise of the few measured rows adds to its length (McCandlish
+        et al. 2018, arXiv:1812.06162, appendix A), and a deviation from it, scaled to the variance of ``rows`` rows.
+        So magnitude, direction and noise of each term are as the plan's would be, not the draws of its very data.
+
+        Args:
+            n_terms: Shares.
+            rows: Sequences in each.
+            generator: Of the draws; on the CPU.
+        """
+        group, n = rows // self.rows, len(self.values)
+        if rows % self.rows == 0 and n_terms * group <= n:
+            values = self.values[: n_terms * group].view(n_terms, group, -1)
+            values = values[:, 0] if group == 1 else values.mean(1)
+            return Terms(values, self.factor, self.layer, self.layout.n_layers, True)
+        step = max(1, -(-self.values.shape[1] * n_terms // _MAX_DRAWN))
+        # Every so-manieth from somewhere on, so that no weight is left out by the stride alone.
+        start = int(torch.randint(step, (1,), generator=generator))
+        values, mean = self.values[:, start::step], self.mean[start::step].float()
+        scale = math.sqrt(self.rows / rows * n / max(n - 1, 1))
+        drawn = torch.randint(n, (n_terms,), generator=generator)
+        terms = (values[drawn] - mean).mul_(scale).add_(mean * self.mean_share)
+        return Terms(terms, self.factor[start::step] * step, self.layer[start::step], self.layout.n_layers, False)

@@ -1,0 +1,304 @@
+"""Parts of a run that grow row by row: what their rows look like, and the rows that wait to be written."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import StoreError
+from workbench.schema.runs import EVENTS
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: What Python needs for a row or an array beside its numbers, and for a number in a list.
+_BYTES_PER_OBJECT, _BYTES_PER_NUMBER = 120, 32
+#: Types that have no value for "nothing can be said".
+_NEEDED = (bool, int, str)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What every row of a part holds.
+
+    Attributes:
+        name: Of the part, such as ``attention``.
+        dims: Dimensions of each variable, without the one that grows, such as ``{"loss": (), "kurtosis": ("layer",)}``.
+        coords: Values along dimensions, ``{"term": ["D2", "D3"]}``, or, with a name of its own, a dimension and the
+            values along it: ``{"layer_name": ("layer", ["blocks.0", "blocks.1"])}``.
+        attrs: Attributes of each variable: ``long_name``, ``units``, ``meaning``.
+        dtypes: Of variables that are not ``float64``, such as ``{"dead_experts": "int64"}``.
+        dim: What the part grows along. ``step``: its steps are the coordinate.
+    """
+
+    name: str
+    dims: Mapping[str, tuple[str, ...]]
+    coords: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    dim: str = "step"
+
+    @classmethod
+    def of_scalars(
+        cls, name: str, values: Mapping[str, Any], attrs: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> Part:
+        """A part of numbers, each of the type that it has in this first row: truth value, integer or float."""
+        kinds = {"b": "bool", "i": "int64", "u": "int64"}
+        dtypes = {key: kinds[kind] for key, value in values.items() if (kind := np.asarray(value).dtype.kind) in kinds}
+        return cls(name, dict.fromkeys(values, ()), attrs=attrs or {}, dtypes=dtypes)
+
+    def dataset(self, steps: Sequence[int], columns: Mapping[str, np.ndarray]) -> xr.Dataset:
+        """Rows as a dataset.
+
+        Args:
+            steps: One a row.
+            columns: Of each variable, shape (row, ...).
+        """
+        import xarray as xr
+
+        variables = {
+            name: ((self.dim, *dims), columns[name], self.attrs.get(name, {})) for name, dims in self.dims.items()
+        }
+        coords = {
+            name: (*values, self.attrs.get(name, {})) if _has_dim(values) else (name, np.asarray(values))
+            for name, values in self.coords.items()
+        }
+        step = {"step": (self.dim, np.asarray(steps, dtype=np.int64), self.attrs.get("step", {}))}
+        if self.dim == "step":
+            return xr.Dataset(variables, coords | step)
+        return xr.Dataset(step | variables, coords)
+
+    def dtype(self, name: str) -> np.dtype:
+        """The type of a variable."""
+        return np.dtype(self.dtypes.get(name, "float64"))
+
+
+def _has_dim(values: Any) -> bool:
+    return (
+        isinstance(values, tuple) and len(values) == 2 and isinstance(values[0], str) and not isinstance(values[1], str)
+    )
+
+
+def events_part(present: Sequence[str] | None = None, *, has_places: bool = True) -> Part:
+    """Events: when, what, shown by what, how strong, where, and a sentence.
+
+    Args:
+        present: Variables of the events that a store holds already, which may lack ``layer`` and ``head``.
+        has_places: Whether the events of a store that holds none yet are to have them.
+    """
+    dtypes = {"kind": "str", "source": "str", "message": "str", "layer": "int64", "head": "int64"}
+    names = ["kind", "source", "score", "message", "layer", "head"]
+    places = ("layer", "head") if present is None and has_places else present or ()
+    names = [name for name in names if name in places or name not in ("layer", "head")]
+    attrs = {name: rule.attrs for name, rule in EVENTS.items()}
+    own = {
+        "layer": {"long_name": "layer", "units": "1", "meaning": "layer that the event is about; -1: none"},
+        "head": {"long_name": "head", "units": "1", "meaning": "attention head that the event is about; -1: none"},
+    }
+    return Part("events", dict.fromkeys(names, ()), attrs=own | attrs, dtypes=dtypes, dim="event")
+
+
+def check_layout(rows: xr.Dataset, layout: xr.Dataset, part: str, dim: str, where: Any) -> None:
+    """Refuse rows that do not fit those a part holds.
+
+    Args:
+        rows: Rows to come; of a dimension whose size is not known yet, of size 0.
+        layout: See `RunWriter.layout`.
+        part: Its name.
+        dim: What it grows along.
+        where: Path of the run.
+
+    Raises:
+        StoreError: If names, dimensions, sizes, kinds or coordinates differ.
+    """
+    advice = "record the same as before, or into another run"
+    begin = f"Part '{part}' of the run at {where}"
+    if set(map(str, rows.variables)) != set(map(str, layout.variables)):
+        have, new = (
+            sorted(set(layout.variables) - set(rows.variables)),
+            sorted(set(rows.variables) - set(layout.variables)),
+        )
+        words = [
+            f"has {', '.join(have)}, which the rows lack" if have else "",
+            f"lacks their {', '.join(new)}" if new else "",
+        ]
+        raise StoreError(f"{begin} {' and '.join(filter(None, words))}; {advice}.")
+    for name, new in rows.variables.items():
+        old = layout[name].variable
+        if dim in old.dims:
+            new = new.transpose(dim, ...) if dim in new.dims else new
+        sizes = [(d, old.sizes.get(d), n) for d, n in new.sizes.items() if d != dim and n]
+        if old.dims != new.dims or any(had != has for _, had, has in sizes):
+            raise StoreError(
+                f"{begin} has '{name}' with {dict(old.sizes)}, the rows have it with {dict(new.sizes)}; {advice}."
+            )
+        if _kind(old) != _kind(new):
+            raise StoreError(f"{begin} has '{name}' as {old.dtype}, the rows have it as {new.dtype}; {advice}.")
+        if dim not in old.dims and not _are_same(old.values, new.values):
+            raise StoreError(f"{begin} has other values of '{name}' than the rows; {advice}.")
+
+
+def _are_same(old: np.ndarray, new: np.ndarray) -> bool:
+    if old.dtype.kind in "UTO":
+        return old.tolist() == new.tolist()
+    return np.array_equal(old, new, equal_nan=old.dtype.kind in "fc")
+
+
+def _kind(variable: xr.Variable) -> str:
+    return "text" if variable.dtype.kind in "UTO" else variable.dtype.kind
+
+
+@dataclass
+class Lost:
+    """Rows that had to be dropped."""
+
+    first: int
+    last: int
+    n_rows: int
+    why: str
+
+    def and_also(self, other: Lost | None) -> Lost:
+        """Both together."""
+        if other is None:
+            return self
+        first, last = min(self.first, other.first), max(self.last, other.last)
+        return Lost(first, last, self.n_rows + other.n_rows, self.why)
+
+    def message(self, part: str) -> str:
+        """One sentence, of the part that lacks them."""
+        n_rows = "1 row" if self.n_rows == 1 else f"{self.n_rows} rows"
+        return f"Part '{part}' lacks {n_rows} of steps {self.first} to {self.last}: {self.why}."
+
+
+@dataclass
+class Row:
+    """One row: its step, what it holds, and about how many bytes that is."""
+
+    step: int
+    values: Any
+    n_bytes: int
+
+
+class WaitingRows:
+    """Rows of one part, in order, until they are on disk.
+
+    Args:
+        part: What they hold; None: each row is a dataset.
+        layout: Of the datasets, if the store has some already.
+    """
+
+    def __init__(self, part: Part | None, layout: xr.Dataset | None = None) -> None:
+        self.part = part
+        self.layout = layout
+        self.rows: deque[Row] = deque()
+        self.n_bytes = 0
+        self.n_new = 0
+        self.last_step: int | None = None
+        self.lost: Lost | None = None
+        if part is not None:
+            types = {"b": bool, "i": int, "u": int, "f": float, "c": complex, "U": str}
+            self._scalars = [(name, types[part.dtype(name).kind]) for name, dims in part.dims.items() if not dims]
+            self._arrays = [(name, dims) for name, dims in part.dims.items() if dims]
+            self._sizes = {coord: len(values) for coord, values in part.coords.items() if not _has_dim(values)}
+            self._sizes |= {values[0]: len(values[1]) for values in part.coords.values() if _has_dim(values)}
+
+    def put(self, row: Row) -> None:
+        """Add a row at the end."""
+        self.rows.append(row)
+        self.n_bytes += row.n_bytes
+        self.n_new += 1
+        self.last_step = row.step
+
+    def take(self) -> list[Row]:
+        """All rows; none is left."""
+        taken = list(self.rows)
+        self.rows.clear()
+        self.n_bytes = self.n_new = 0
+        return taken
+
+    def put_back(self, rows: list[Row]) -> None:
+        """Rows that could not be written, before those that came since."""
+        self.rows.extendleft(reversed(rows))
+        self.n_bytes += sum(row.n_bytes for row in rows)
+
+    def drop_oldest(self, why: str) -> None:
+        """Lose a row and keep account of it."""
+        row = self.rows.popleft()
+        self.n_bytes -= row.n_bytes
+        self.lost = Lost(row.step, row.step, 1, why).and_also(self.lost)
+
+    def empty(self) -> xr.Dataset:
+        """No rows, as they go to disk; dimensions of unknown size have size 0."""
+        columns = {
+            name: np.empty((0, *(self._sizes.get(dim, 0) for dim in dims)), self.part.dtype(name))
+            for name, dims in self.part.dims.items()
+        }
+        return self.part.dataset([], columns)
+
+    def row(self, step: int, values: Mapping[str, Any]) -> Row:
+        """A row with copies of the values, checked.
+
+        Raises:
+            StoreError: If there are other variables than declared, or of other shapes or kinds.
+        """
+        name = self.part.name
+        if not values.keys() <= self.part.dims.keys():
+            unknown = ", ".join(sorted(values.keys() - self.part.dims.keys()))
+            raise StoreError(f"Part '{name}' has no variable {unknown}; name each one in its Part.")
+        copies, n_bytes = [], _BYTES_PER_OBJECT
+        for variable, kind in self._scalars:
+            try:
+                value = kind(values[variable] if variable in values or kind in _NEEDED else math.nan)
+            except (KeyError, TypeError, ValueError) as error:
+                given = repr(values[variable]) if variable in values else "missing"
+                raise StoreError(
+                    f"'{variable}' of part '{name}' is {given} at step {step}, expected one {kind.__name__}; "
+                    "only floating-point variables may be left out."
+                ) from error
+            copies.append(value)
+            n_bytes += _BYTES_PER_NUMBER + (len(value) if kind is str else 0)
+        for variable, dims in self._arrays:
+            array = self._copy(step, variable, dims, values)
+            copies.append(array)
+            n_bytes += array.nbytes + _BYTES_PER_OBJECT
+        return Row(step, copies, n_bytes)
+
+    def _copy(self, step: int, variable: str, dims: tuple[str, ...], values: Mapping[str, Any]) -> np.ndarray:
+        dtype = self.part.dtype(variable)
+        begin = f"'{variable}' of part '{self.part.name}'"
+        if variable not in values:
+            if dtype.kind not in "fc" or not all(dim in self._sizes for dim in dims):
+                raise StoreError(f"{begin} is missing at step {step}; give it, with NaN where nothing can be said.")
+            return np.full([self._sizes[dim] for dim in dims], np.nan, dtype)
+        try:
+            array = np.array(values[variable], dtype=dtype)
+        except (TypeError, ValueError) as error:
+            raise StoreError(f"{begin} is no array of {dtype} at step {step} ({error}); convert it first.") from error
+        expected = tuple(self._sizes.get(dim) for dim in dims)
+        if array.ndim != len(dims) or any(size not in (None, n) for size, n in zip(expected, array.shape, strict=True)):
+            words = " x ".join(
+                f"{dim} ({'any' if size is None else size})" for dim, size in zip(dims, expected, strict=True)
+            )
+            raise StoreError(
+                f"{begin} has shape {array.shape} at step {step}, expected {words}; give the same ones always."
+            )
+        self._sizes |= zip(dims, array.shape, strict=True)
+        return array
+
+    def dataset(self, rows: list[Row]) -> xr.Dataset:
+        """Rows as they go to disk."""
+        import xarray as xr
+
+        if self.part is None:
+            return xr.concat([row.values for row in rows], "step", combine_attrs="override")
+        names = [name for name, _ in self._scalars + self._arrays]
+        columns = {
+            name: np.array([row.values[place] for row in rows], dtype=self.part.dtype(name))
+            for place, name in enumerate(names)
+        }
+        return self.part.dataset([row.step for row in rows], columns)

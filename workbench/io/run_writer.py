@@ -1,0 +1,220 @@
+"""A run that grows on disk: rows are appended while it trains, and any process may read it meanwhile.
+
+Zarr keeps the length of each array in a file of its own, so an interrupted append would leave arrays of different
+lengths, which nothing can open. Here readers go by one file alone, the consolidated metadata in the root: rows are
+written first, and that file is replaced, in one step, last. Killed at any moment, the store opens with every row of the
+last commit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import StoreError
+from workbench.io.atomic import check_free, replacing
+from workbench.schema.runs import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    import xarray as xr
+    import zarr
+
+#: A chunk holds about this much; it is written again with each append until it is full.
+_BYTES_PER_CHUNK = 1 << 17
+
+
+class RunWriter:
+    """Appends parts of a run to a Zarr store.
+
+    What is appended becomes visible to readers with the next `commit`.
+
+    Args:
+        path: Of the store.
+        attrs: Attributes of the run: text and numbers.
+        overwrite: Replace what is at ``path``.
+
+    Raises:
+        StoreError: If the path is taken, or cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], attrs: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        import zarr
+
+        self.path = Path(path)
+        self._parts: dict[str, _Extent] = {}
+        self._arrays: dict[str, list[zarr.Array]] = {}
+        self._attrs = {"schema_version": SCHEMA_VERSION, **attrs}
+        check_free(self.path, overwrite=overwrite)
+        with replacing(self.path) as partial:
+            zarr.create_group(partial)
+            self._write_root(partial)
+        self._folder = self.path.stat().st_ino
+
+    @classmethod
+    def reopen(cls, path: str | os.PathLike[str], *, before_step: int) -> RunWriter:
+        """Go on with a store, keeping what was committed for steps before ``before_step``.
+
+        Args:
+            path: Of a store made by this class.
+            before_step: Rows from this step on are dropped; they are about to be made again.
+
+        Raises:
+            StoreError: If there is no such store, or it is damaged.
+        """
+        from workbench.io.store import open_run
+
+        committed = open_run(path)
+        writer = cls.__new__(cls)
+        writer.path, writer._attrs, writer._arrays = Path(path), dict(committed.attrs), {}
+        writer._folder = writer.path.stat().st_ino
+        writer._parts = {
+            part: _Extent(node["step"].dims[0], int(np.count_nonzero(node["step"].values < before_step)))
+            for part, node in committed.children.items()
+        }
+        # Readers first: once they see the shorter arrays, the rows beyond may go.
+        writer.commit()
+        # What a killed process had begun but not committed: parts, and rows ahead of the committed ones.
+        for folder in writer.path.iterdir():
+            if folder.is_dir() and folder.name not in writer._parts:
+                shutil.rmtree(folder)
+        for part, extent in writer._parts.items():
+            for array in writer._growing(part):
+                array.resize((extent.n_rows, *array.shape[1:]))
+        return writer
+
+    def append(self, part: str, rows: xr.Dataset) -> None:
+        """Add rows to a part of the run, along the dimension of its variable ``step``.
+
+        Args:
+            part: Such as ``monitors``; made by its first rows.
+            rows: The same variables every time; what does not run over steps is written the first time only.
+
+        Raises:
+            StoreError: If the disk is full, or the store cannot be written; the same rows may be appended again
+                then, with others after them, and are there once.
+        """
+        from workbench.io.store import with_text
+
+        (dim,) = rows["step"].dims
+        rows = with_text(rows, of_variable_length=True)
+        with _said(self.path):
+            self._check_is_there()
+            if part not in self._parts:
+                if (self.path / part).exists():  # what a failed try left
+                    shutil.rmtree(self.path / part)
+                encoding = {name: {"chunks": _chunks(variable)} for name, variable in rows.variables.items()}
+                # Rows first in every array, so that it grows by whole rows.
+                rows = rows.transpose(dim, ...)
+                rows.to_zarr(self.path, group=part, mode="a", consolidated=False, zarr_format=3, encoding=encoding)
+                self._parts[part] = _Extent(dim, rows.sizes[dim])
+                return
+            start = self._parts[part].n_rows
+            stop = start + rows.sizes[dim]
+            for array in self._growing(part):
+                array.resize((stop, *array.shape[1:]))
+                array[start:stop] = rows[array.basename].transpose(dim, ...).values
+            self._parts[part] = _Extent(dim, stop)
+
+    def commit(self, **attrs: Any) -> None:
+        """Show readers everything appended so far, in one step.
+
+        Args:
+            **attrs: Attributes of the run to set at the same time.
+
+        Raises:
+            StoreError: If the disk is full, or the store cannot be written; readers see the last commit then.
+        """
+        self._attrs |= attrs
+        with _said(self.path):
+            self._check_is_there()
+            self._write_root(self.path)
+
+    def is_there(self) -> bool:
+        """Whether the store is still where it was made, and not another one in its place."""
+        try:
+            return (self.path / "zarr.json").exists() and self.path.stat().st_ino == self._folder
+        except FileNotFoundError:
+            return False
+
+    def layout(self, part: str) -> xr.Dataset | None:
+        """What a part holds, without its rows: every variable, the growing ones of length zero; None: no such part."""
+        import xarray as xr
+        import zarr
+
+        if part not in self._parts:
+            return None
+        variables = {}
+        for array in zarr.open_group(self.path / part, mode="r", use_consolidated=False).array_values():
+            dims = array.metadata.dimension_names or ()
+            dtype = np.dtype(array.attrs.get("dtype", array.dtype))  # xarray writes truth values as integers
+            is_growing = dims[:1] == (self._parts[part].dim,)
+            values = np.empty((0, *array.shape[1:]), dtype) if is_growing else array[...]
+            variables[array.basename] = (dims, values)
+        return xr.Dataset(variables)
+
+    def _check_is_there(self) -> None:
+        # Otherwise Zarr would make the folders again, without the rows that were in them.
+        if not self.is_there():
+            raise StoreError(f"The run at {self.path} is gone: removed, moved or replaced while it was being written.")
+
+    def _growing(self, part: str) -> list[zarr.Array]:
+        """The arrays of a part that get longer: those over the dimension of its steps."""
+        import zarr
+
+        if part not in self._arrays:
+            dim = self._parts[part].dim
+            arrays = zarr.open_group(self.path / part, mode="r+", use_consolidated=False).array_values()
+            self._arrays[part] = [array for array in arrays if (array.metadata.dimension_names or ())[:1] == (dim,)]
+        return self._arrays[part]
+
+    def _write_root(self, folder: Path) -> None:
+        """Replace the root's metadata: its attributes, and the metadata of every array with its committed length."""
+        members = {}
+        for part, extent in self._parts.items():
+            for file in sorted([folder / part / "zarr.json", *(folder / part).glob("*/zarr.json")]):
+                metadata = json.loads(file.read_text())
+                if metadata.get("dimension_names", [])[:1] == [extent.dim]:
+                    metadata["shape"][0] = extent.n_rows
+                members[file.parent.relative_to(folder).as_posix()] = metadata
+        root = {
+            "zarr_format": 3,
+            "node_type": "group",
+            "attributes": self._attrs,
+            "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": members},
+        }
+        with replacing(folder / "zarr.json") as partial:
+            partial.write_text(json.dumps(root))
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """How far a part goes: the dimension it grows along, and its committed rows."""
+
+    dim: str
+    n_rows: int
+
+
+def _chunks(variable: xr.Variable) -> tuple[int, ...]:
+    """Whole rows, as many as a chunk holds."""
+    row = variable.shape[1:]
+    n_bytes = max(1, int(np.prod(row)) * variable.dtype.itemsize)
+    return (max(1, _BYTES_PER_CHUNK // n_bytes), *(max(1, size) for size in row)) if variable.ndim else ()
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    """Turn a failed write into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"The run at {path} cannot be written ({error.strerror or error}); what was committed before is safe."
+        ) from error

@@ -1,0 +1,188 @@
+"""A run on disk: a tree of datasets in one Zarr store, exported to netCDF on request. Nothing is ever lost halfway."""
+
+from __future__ import annotations
+
+import json
+import numbers
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.errors import SchemaError, StoreError
+from workbench.io.atomic import check_free, replacing
+from workbench.schema.runs import (
+    PARTS,
+    SCHEMA_VERSION,
+    check_version,
+    validate_events,
+    validate_monitors,
+    validate_part,
+    validate_spectra,
+)
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: Parts of a run that follow the schema; others are stored as they are.
+_VALIDATORS = {
+    "spectra": validate_spectra,
+    "monitors": validate_monitors,
+    "events": validate_events,
+    **{part: partial(validate_part, part) for part in PARTS},
+}
+
+
+def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.DataTree:
+    """A run from whatever holds its parts.
+
+    Args:
+        data: A run; a spectra dataset alone; or parts by name, such as ``{"spectra": ..., "monitors": ...}``.
+
+    Returns:
+        A tree with one child a part; the parts' data are shared, not copied.
+
+    Raises:
+        SchemaError: If a part does not follow the schema, or an attribute cannot be stored.
+    """
+    import xarray as xr
+
+    if isinstance(data, xr.Dataset):
+        data = {"spectra": data}
+    if isinstance(data, xr.DataTree):
+        run = data.copy()
+    elif isinstance(data, Mapping) and all(isinstance(part, xr.Dataset) for part in data.values()):
+        run = xr.DataTree.from_dict({f"/{name.strip('/')}": part for name, part in data.items()})
+    else:
+        raise SchemaError(f"A run is a DataTree, a Dataset or a mapping of datasets, not a {type(data).__name__}.")
+    for node in run.subtree:
+        check_version(node)
+        _check_attrs(node)
+    for name, validate in _VALIDATORS.items():
+        if name in run.children:
+            validate(run[name].to_dataset())
+    run.attrs.setdefault("schema_version", SCHEMA_VERSION)
+    return run
+
+
+def save(
+    run: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset], path: str | os.PathLike[str], *, overwrite: bool = False
+) -> Path:
+    """Write a run into a Zarr store.
+
+    The store appears whole or not at all: it is written beside its place and moved there at the end.
+
+    Args:
+        run: See `as_run`.
+        path: Of the store, by custom ending in ``.zarr``.
+        overwrite: Replace what is there; the old store stays until the new one is complete.
+
+    Returns:
+        The path.
+
+    Raises:
+        SchemaError: If the run does not follow the schema; no file is touched then.
+        StoreError: If the path is taken, or the disk is full; what was there before is still there then.
+    """
+    run = as_run(run)
+    path = Path(path)
+    check_free(path, overwrite=overwrite)
+    with replacing(path) as partial:
+        # Strings of one fixed length have no Zarr 3 specification; those of variable length do.
+        with_text(run, of_variable_length=True).to_zarr(partial, zarr_format=3, consolidated=False, mode="w-")
+    return path
+
+
+def export_netcdf(
+    run: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset], path: str | os.PathLike[str], *, overwrite: bool = False
+) -> Path:
+    """Write a run into one netCDF-4 file, a group for each part; complex numbers as netCDF4 compound types.
+
+    Args:
+        run: See `as_run`.
+        path: Of the file, by custom ending in ``.nc``.
+        overwrite: Replace what is there.
+
+    Returns:
+        The path.
+
+    Raises:
+        SchemaError: If the run does not follow the schema; no file is touched then.
+        StoreError: If the path is taken, or the disk is full.
+    """
+    run = as_run(run)
+    path = Path(path)
+    check_free(path, overwrite=overwrite)
+    with replacing(path) as partial:
+        run.to_netcdf(partial, engine="netcdf4", auto_complex=True)
+    return path
+
+
+def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
+    """Open a run written by `save`, `train` or `export_netcdf`; of a Zarr store values are read when they are needed.
+
+    Reading values raises a `StoreError` once the store was removed or replaced; ``run.load()`` reads all of them now.
+
+    Args:
+        path: Of a Zarr store or a netCDF file.
+
+    Returns:
+        The run.
+
+    Raises:
+        StoreError: If there is no run, or it is damaged.
+        SchemaError: If it follows the schema of a newer version.
+    """
+    import xarray as xr
+
+    path = Path(path)
+    if not path.exists():
+        raise StoreError(f"There is no run at {path}; check the path.")
+    try:
+        if path.is_dir():
+            # A run that grows is consistent only as its consolidated metadata say.
+            from workbench.io.watched_store import WatchedStore
+
+            run = xr.open_datatree(WatchedStore(path), engine="zarr", consolidated=_is_consolidated(path))
+        else:
+            # Closed at once: HDF5 crashes where a forgotten file is closed in one thread while another opens one.
+            with xr.open_datatree(path, engine="netcdf4", auto_complex=True) as file:
+                run = file.load()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise StoreError(f"{path} is no run or is damaged ({first}); write it again with wb.save().") from error
+    if "schema_version" not in run.attrs:
+        raise StoreError(f"{path} was not written by the workbench; open it with xarray itself.")
+    for node in run.subtree:
+        check_version(node)
+    return with_text(run, of_variable_length=False)
+
+
+def _is_consolidated(store: Path) -> bool:
+    return bool(json.loads((store / "zarr.json").read_text()).get("consolidated_metadata"))
+
+
+def _check_attrs(node: xr.DataTree) -> None:
+    for name, value in node.attrs.items():
+        items = value if isinstance(value, list | tuple | np.ndarray) else [value]
+        if not all(isinstance(item, str | numbers.Real) and not isinstance(item, bool | np.bool_) for item in items):
+            raise SchemaError(
+                f"Attribute '{name}' is {value!r}, which netCDF cannot hold; use numbers or text (JSON if nested)."
+            )
+
+
+def with_text(data: xr.DataTree | xr.Dataset, *, of_variable_length: bool) -> xr.DataTree | xr.Dataset:
+    """The same data with text as variable-length strings, as Zarr has them, or as NumPy's usual fixed-length ones."""
+    import xarray as xr
+
+    dtype = np.dtypes.StringDType() if of_variable_length else np.str_
+
+    def convert(part: xr.Dataset) -> xr.Dataset:
+        texts = {name: v for name, v in part.variables.items() if v.dtype.kind in "UTO"}
+        new = {name: (v.dims, np.array(np.asarray(v).tolist(), dtype=dtype), v.attrs) for name, v in texts.items()}
+        return part.assign(new).set_coords([name for name in new if name in part.coords])
+
+    return convert(data) if isinstance(data, xr.Dataset) else xr.map_over_datasets(convert, data)

@@ -1,0 +1,373 @@
+"""From moments to modes: the whitened operator, its eigenvalues, residuals and condition (RKSP, arXiv:2602.22988)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from workbench.errors import SnapshotError, ThresholdError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.koopman.moments import SnapshotMoments
+
+#: Below this width LAPACK on the host is faster than cuSOLVER's general eigensolver, by reports on other machines.
+CUDA_EIG_MIN_WIDTH = 2048
+#: Beyond this condition the inverse of V no longer gives left eigenvectors to eight digits; LAPACK computes them then.
+_INVERTIBLE = 1e7
+#: Below this width a full singular value decomposition is as quick as Lanczos.
+_SMALL = 64
+
+
+@dataclass(frozen=True)
+class DmdOptions:
+    """The choices behind one operator.
+
+    Attributes:
+        ridge: eps of S = C_xx + eps I. The paper's 1e-5 is absolute; as the residual stream's scale runs over five
+            orders of magnitude, ours is relative by default. At full rank the eigenvalues and residuals do not depend
+            on it; the eigenvector condition, the nonlinearity ratio and the Kreiss constant do.
+        ridge_kind: ``"relative"`` to the mean variance trace(C_xx) / d, or ``"absolute"`` as published.
+        rank: Number of leading principal components, found by a randomized range finder; None uses all.
+        rank_tolerance: Directions with less than this fraction of the largest variance do not count (numerical rank).
+        seed: Of the random sketch; used only with ``rank``.
+    """
+
+    ridge: float = 1e-5
+    ridge_kind: str = "relative"
+    rank: int | None = None
+    rank_tolerance: float = 1e-12
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.ridge) and self.ridge >= 0):
+            raise ThresholdError(f"ridge is {self.ridge}, expected a finite number of at least 0.")
+        if self.ridge_kind not in ("relative", "absolute"):
+            raise ThresholdError(f"ridge_kind is '{self.ridge_kind}', expected 'relative' or 'absolute'.")
+        if self.rank is not None and self.rank < 1:
+            raise ThresholdError(f"rank is {self.rank}, expected None or at least 1.")
+        if not 0 < self.rank_tolerance < 1:
+            raise ThresholdError(f"rank_tolerance is {self.rank_tolerance}, expected a number between 0 and 1.")
+
+
+@dataclass(frozen=True)
+class WhitenedOperator:
+    """A = Yw pinv(Xw) in the m principal directions of the states, with what the measures need beside it.
+
+    Whitened coordinates are PCA ones: a rotation of the paper's ZCA coordinates, which changes no eigenvalue,
+    residual, condition or norm.
+
+    Attributes:
+        matrix: A, shape (m, m).
+        gram: Diagonal of Xw Xw' / (N-1), shape (m,); 1 where the ridge is negligible.
+        update_gram: Dw Dw' / (N-1) with Dw = Yw - Xw, shape (m, m).
+        unexplained: Share of |Yw - Xw|_F^2 that no linear map of Xw explains, in [0, 1]; over all d directions, as the
+            paper's formula has it, unless the caller asked for a rank.
+        covariance_condition: Largest over smallest eigenvalue of C_xx used.
+        n_snapshots: N.
+    """
+
+    matrix: Tensor
+    gram: Tensor
+    update_gram: Tensor
+    unexplained: Tensor
+    covariance_condition: float
+    n_snapshots: int
+
+    @property
+    def rank(self) -> int:
+        """m, the number of modes."""
+        return len(self.gram)
+
+    @property
+    def update_norm(self) -> float:
+        """|Yw - Xw|_F / sqrt(N m), unit 1: the update's size relative to the state's own spread."""
+        energy = float(self.update_gram.diagonal().sum()) * (self.n_snapshots - 1)
+        return float(np.sqrt(max(energy, 0.0) / (self.n_snapshots * self.rank)))
+
+    @property
+    def energy_gain(self) -> float:
+        """E|Yw|^2 / E|Xw|^2, unit 1."""
+        before = self.gram.sum()
+        cross = ((self.matrix.diagonal() - 1) * self.gram).sum()
+        return float((before + 2 * cross + self.update_gram.diagonal().sum()) / before)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Eigenvalues of one operator with what their eigenvectors say, sorted by falling modulus.
+
+    Attributes:
+        eigenvalue: Shape (m,), complex128.
+        residual: r_j, shape (m,).
+        eigenvector_condition: kappa(V); inf for a defective operator.
+        right: Unit right eigenvectors, shape (m, m).
+        left: Rows u_j* of the inverse of ``right``; None where that inverse is not accurate.
+    """
+
+    eigenvalue: np.ndarray
+    residual: np.ndarray
+    eigenvector_condition: float
+    right: Tensor
+    left: Tensor | None
+
+
+def whitened_operator(moments: SnapshotMoments, options: DmdOptions | None = None) -> WhitenedOperator:
+    """The operator that maps whitened states to whitened next states (RKSP: A = Yw pinv(Xw)).
+
+    Everything follows from the moments and is differentiable in them.
+
+    Args:
+        moments: Of at least three snapshots.
+        options: See `DmdOptions`.
+
+    Returns:
+        The operator on the span of the states, on the moments' device.
+
+    Raises:
+        SnapshotError: If there are fewer than three snapshots, or the states do not vary.
+    """
+    options = options or DmdOptions()
+    trace = _total_variance(moments)
+    c_xx = moments.c_xx
+    basis, variance, condition = _principal_directions(c_xx, options)
+    ridge = options.ridge * (trace / moments.n_features if options.ridge_kind == "relative" else 1.0)
+    whiten = (variance + ridge).rsqrt()
+    n_null = basis.shape[1] - len(whiten) if options.rank is None and ridge > 0 else 0
+    used = basis[:, n_null:]
+    # Rows over every direction kept in `basis`, columns over the directions where the states vary.
+    rows = torch.cat([torch.full((n_null,), ridge, dtype=whiten.dtype, device=whiten.device).rsqrt(), whiten])
+    gram = variance * whiten.square()
+    cross = (basis.T @ moments.c_dx @ used) * rows[:, None] * whiten
+    change = cross / gram
+    update_gram = (used.T @ moments.c_dd @ used) * whiten[:, None] * whiten
+    null_energy = ((basis[:, :n_null].T @ moments.c_dd) * basis[:, :n_null].T).sum(1) * rows[:n_null].square()
+    total = torch.cat([null_energy, update_gram.diagonal()])
+    unexplained = (total - (change * cross).sum(1)).clamp(min=0).sum() / total.sum().clamp(
+        min=torch.finfo(torch.float64).tiny
+    )
+    matrix = change[n_null:] + torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return WhitenedOperator(matrix, gram, update_gram, unexplained, condition, moments.n_snapshots)
+
+
+def koopman_matrix(
+    moments: SnapshotMoments, options: DmdOptions | None = None, *, has_basis_gradient: bool = False
+) -> Tensor:
+    """The whitened operator alone, for gradients: the matrix of `whitened_operator`, without what the measures need.
+
+    Eigenvalues do not depend on how the directions are scaled or turned among themselves, so the whitening carries no
+    gradient; the directions' span does where a rank leaves some out. Its derivative is the first-order perturbation of
+    an invariant subspace, which divides by the gaps between kept and left-out variances alone; that of single
+    directions, as ``torch.linalg.eigh`` has it, divides by every gap and is infinite for equal variances.
+
+    Args:
+        moments: Of at least three snapshots; whatever carries a gradient there does so in the result.
+        options: See `DmdOptions`.
+        has_basis_gradient: Let the span of the leading directions follow the states; else it counts as constant.
+
+    Returns:
+        A, shape (m, m), on the moments' device.
+
+    Raises:
+        SnapshotError: If there are fewer than three snapshots, the states do not vary, or squares overflow.
+    """
+    options = options or DmdOptions()
+    trace = _total_variance(moments)
+    c_xx, constant = moments.c_xx, moments.c_xx.detach()
+    basis, variance, _ = _principal_directions(constant, options)
+    basis = basis[:, -len(variance) :]
+    if has_basis_gradient and len(variance) < len(constant):
+        all_variances, directions = torch.linalg.eigh(constant)
+        left_out = directions[:, : -len(variance)]
+        gaps = variance - all_variances[: -len(variance), None]
+        basis = basis + left_out @ ((left_out.T @ (c_xx - constant) @ basis) / gaps)
+    ridge = options.ridge * (trace / moments.n_features if options.ridge_kind == "relative" else 1.0)
+    whiten = basis * (variance + ridge).rsqrt()
+    change = torch.linalg.solve(whiten.T @ c_xx @ whiten, whiten.T @ moments.c_dx @ whiten, left=False)
+    return change + torch.eye(len(variance), dtype=change.dtype, device=change.device)
+
+
+def _total_variance(moments: SnapshotMoments) -> float:
+    """Trace of C_xx, once it is clear that there is a spectrum."""
+    if moments.n_snapshots < 3:
+        raise SnapshotError(
+            f"{moments.name[:1].upper()}{moments.name[1:]} has {moments.n_snapshots} snapshots, "
+            "expected at least 3; pass more tokens."
+        )
+    trace = float(moments.c_xx.detach().diagonal().sum())
+    # A covariance is finite where its diagonal is. Beyond that LAPACK may hang or take the process down.
+    if not np.isfinite(trace) or not bool(torch.isfinite(moments.c_dd.diagonal()).all()):
+        raise SnapshotError(
+            f"The states passing {moments.name} are so large that their squares overflow float64; scale them down."
+        )
+    # States that are all the same still vary by the rounding of the dtype they came in.
+    noise = moments.resolution**2 * float(moments.mean_x.detach().square().sum())
+    if not trace > noise:
+        raise SnapshotError(
+            f"The states entering {moments.name} are all the same, so there is no spectrum; pass inputs that differ."
+        )
+    return trace
+
+
+def _principal_directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Tensor, float]:
+    """Principal directions of the states by rising variance.
+
+    Returns:
+        basis (feature, k): every direction, those without variance first, or the leading ones if a rank is asked;
+        variance (m,) of its last m columns; the covariance's condition over these.
+    """
+    if options.rank is None or options.rank >= len(c_xx):
+        variance, basis = torch.linalg.eigh(c_xx)
+    else:
+        variance, basis = _leading_directions(c_xx, options.rank, options.seed)
+    is_used = variance > options.rank_tolerance * variance[-1]
+    variance = variance[is_used]
+    if options.rank is not None:
+        basis = basis[:, is_used][:, -options.rank :]
+        variance = variance[-options.rank :]
+    return basis, variance, float(variance[-1] / variance[0])
+
+
+def _leading_directions(c_xx: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Randomized range finder with power iterations (Halko, Martinsson & Tropp 2011, Algorithm 4.4)."""
+    generator = torch.Generator().manual_seed(seed)
+    width = min(rank + 10, len(c_xx))
+    sketch = torch.randn(len(c_xx), width, dtype=c_xx.dtype, generator=generator).to(c_xx.device)
+    for _ in range(4):
+        sketch = torch.linalg.qr(c_xx @ sketch).Q
+    variance, rotation = torch.linalg.eigh(sketch.T @ c_xx @ sketch)
+    return variance[-rank:], (sketch @ rotation)[:, -rank:]
+
+
+def eigenmodes(operator: WhitenedOperator) -> Modes:
+    """Eigenvalues, residuals and eigenvector condition (RKSP: r_j and kappa(V) = |V| |V^-1|).
+
+    The residual r_j = |u_j*(Yw - lambda_j Xw)| / |u_j* Xw| needs no snapshots: u_j* A = lambda_j u_j*, so the
+    numerator is u_j* times what the fit leaves over, whose second moment the operator carries.
+
+    Args:
+        operator: From `whitened_operator`.
+
+    Returns:
+        The modes; NumPy arrays on the host.
+
+    Raises:
+        SnapshotError: If the operator is not finite, or LAPACK finds no eigenvalues.
+    """
+    A = operator.matrix.detach()
+    if not bool(torch.isfinite(A).all()):
+        # LAPACK's driver may take the process down on such input.
+        raise SnapshotError("The whitened operator is not finite; the states are too badly scaled for float64.")
+    if A.is_cuda and len(A) < CUDA_EIG_MIN_WIDTH:
+        A = A.cpu()
+    try:
+        eigenvalue, right = torch.linalg.eig(A)
+    except torch.linalg.LinAlgError as error:
+        raise SnapshotError("LAPACK found no eigenvalues of the whitened operator; pass more snapshots.") from error
+    pairs = _ConjugatePairs(eigenvalue)
+    packed = pairs.pack(right)
+    left, status = torch.linalg.inv_ex(packed)
+    condition = _condition(packed, left) if int(status) == 0 else float("inf")
+    if condition > _INVERTIBLE:
+        singular = torch.linalg.svdvals(packed)
+        condition = float(singular[0] / singular[-1])
+        condition = condition if condition < 1 / torch.finfo(torch.float64).eps else float("inf")
+        eigenvalue, right, left = _both_eigenvectors(A)
+        pairs = _ConjugatePairs(eigenvalue)
+        left = pairs.pack(left).T
+    gram, update_gram = operator.gram.detach().to(A.device), operator.update_gram.detach().to(A.device)
+    change = A - torch.eye(len(A), dtype=A.dtype, device=A.device)
+    unexplained = update_gram - (change * gram) @ change.T
+    leftover = pairs.quadratic_form(left, unexplained).clamp(min=0)
+    residual = (leftover / pairs.mean((left.square() * gram).sum(1))).sqrt()
+    order = torch.argsort(eigenvalue.abs(), descending=True, stable=True)
+    return Modes(
+        eigenvalue=eigenvalue[order].cpu().numpy(),
+        residual=residual[order].cpu().numpy(),
+        eigenvector_condition=condition,
+        right=right[:, order],
+        left=pairs.unpack_rows(left)[order] if condition <= _INVERTIBLE else None,
+    )
+
+
+def significant_digits(operator: WhitenedOperator, modes: Modes) -> float:
+    """Decimal digits of the eigenvalues, relative to the spectral radius, that survive float64 moments.
+
+    Second moments square the states' condition, so rounding of about 2e-16 in the moments becomes about
+    2e-16 cond(C_xx) in the whitened operator; the eigenvalues themselves lose what their eigenvectors' condition says.
+    The sum, with one digit of margin, is below the digits that agree with a fit on the snapshots themselves in every
+    case tried (tests/spectral/test_dmd.py).
+
+    Returns:
+        Between 0 and 15.
+    """
+    error = 10 * torch.finfo(torch.float64).eps * (operator.covariance_condition + modes.eigenvector_condition)
+    return float(np.clip(-np.log10(error), 0.0, 15.0))
+
+
+class _ConjugatePairs:
+    """Complex eigenvectors of a real matrix, packed as real ones with the same singular values.
+
+    LAPACK lists conjugate pairs side by side, the one with positive imaginary part first. Replacing (v, conj v) by
+    sqrt(2) (Re v, Im v) multiplies V by a unitary matrix: the condition stays and all work is real.
+    """
+
+    def __init__(self, eigenvalue: Tensor) -> None:
+        self.first = torch.nonzero(eigenvalue.imag > 0).flatten()
+
+    def pack(self, columns: Tensor) -> Tensor:
+        packed = columns.real.clone()
+        packed[:, self.first] = columns.real[:, self.first] * 2**0.5
+        packed[:, self.first + 1] = columns.imag[:, self.first] * 2**0.5
+        return packed
+
+    def unpack_rows(self, rows: Tensor) -> Tensor:
+        unpacked = torch.complex(rows, torch.zeros_like(rows))
+        first = torch.complex(rows[self.first], -rows[self.first + 1]) / 2**0.5
+        unpacked[self.first] = first
+        unpacked[self.first + 1] = first.conj()
+        return unpacked
+
+    def quadratic_form(self, rows: Tensor, matrix: Tensor) -> Tensor:
+        """u_j* M u_j for every row, symmetric M."""
+        return self.mean(((rows @ matrix) * rows).sum(1))
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The values of rows with those of each pair replaced by their mean, as |u|^2 = (|Re|^2 + |Im|^2) / 2."""
+        values = values.clone()
+        mean = (values[self.first] + values[self.first + 1]) / 2
+        values[self.first] = mean
+        values[self.first + 1] = mean
+        return values
+
+
+def _condition(matrix: Tensor, inverse: Tensor) -> float:
+    """|matrix| |inverse| in the spectral norm.
+
+    A full singular value decomposition costs four times as much as the two largest singular values, which Lanczos
+    finds to machine precision.
+    """
+    if len(matrix) < _SMALL or not bool(torch.isfinite(inverse).all()):
+        singular = torch.linalg.svdvals(matrix)
+        return float(singular[0] / singular[-1]) if float(singular[-1]) > 0 else float("inf")
+    from scipy.sparse.linalg import ArpackError, svds
+
+    start = np.random.default_rng(0).normal(size=len(matrix))
+    try:
+        largest = [svds(m.cpu().numpy(), k=1, v0=start, return_singular_vectors=False)[0] for m in (matrix, inverse)]
+    except ArpackError:
+        return float(torch.linalg.cond(matrix))
+    return float(largest[0] * largest[1])
+
+
+def _both_eigenvectors(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvalues, right and left eigenvectors straight from LAPACK, for operators close to defective."""
+    import scipy.linalg
+
+    eigenvalue, left, right = scipy.linalg.eig(A.cpu().numpy(), left=True, right=True)
+    found = (torch.from_numpy(np.asarray(part, dtype=complex)).to(A.device) for part in (eigenvalue, right, left))
+    return tuple(found)

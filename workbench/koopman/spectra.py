@@ -1,0 +1,254 @@
+"""Spectra as labelled data: moments of every layer -> one Dataset."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from workbench.errors import SnapshotError
+from workbench.io.progress import n_cores, progress_bar
+from workbench.io.provenance import versions
+from workbench.koopman.dmd import DmdOptions, Modes, eigenmodes, significant_digits, whitened_operator
+from workbench.koopman.kreiss import kreiss_from_modes
+from workbench.koopman.measures import Thresholds, mass_fractions
+from workbench.koopman.moments import SnapshotMoments
+from workbench.schema.runs import SCHEMA_VERSION, SPECTRA, validate_spectra
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+class RankWarning(UserWarning):
+    """The states span fewer dimensions than the stream has."""
+
+
+@dataclass(frozen=True)
+class LayerSpectrum:
+    """Everything the spectra say about one layer; names and units as in ``schema.SPECTRA``."""
+
+    modes: Modes
+    values: dict[str, float]
+
+
+def layer_spectrum(moments: SnapshotMoments, options: DmdOptions | None = None) -> LayerSpectrum:
+    """Every measure of one layer, from its moments (RKSP).
+
+    Args:
+        moments: Of at least three snapshots.
+        options: See `DmdOptions`.
+
+    Returns:
+        The layer's modes and measures.
+
+    Raises:
+        SnapshotError: If there is no spectrum: too few snapshots, a constant stream, or values that are not finite.
+    """
+    operator = whitened_operator(moments, options)
+    modes = eigenmodes(operator)
+    values = {
+        "spectral_radius": float(np.abs(modes.eigenvalue).max()),
+        "eigenvector_condition": modes.eigenvector_condition,
+        "nonlinearity_ratio": float(operator.unexplained.sqrt()),
+        "kreiss_constant": kreiss_from_modes(operator.matrix, modes),
+        "rank": operator.rank,
+        "energy_gain": operator.energy_gain,
+        "update_norm": operator.update_norm,
+        "covariance_condition": operator.covariance_condition,
+        "significant_digits": significant_digits(operator, modes),
+    }
+    return LayerSpectrum(modes, values)
+
+
+def layer_spectra(
+    moments: Sequence[SnapshotMoments],
+    options: DmdOptions | None = None,
+    *,
+    n_workers: int | None = None,
+    progress: bool = False,
+) -> list[LayerSpectrum]:
+    """`layer_spectrum` of many layers, side by side on the cores.
+
+    LAPACK's general eigensolver gains little from a second core, and layers do not depend on each other; so each
+    layer gets one thread.
+
+    Args:
+        moments: One object a layer.
+        options: See `DmdOptions`.
+        n_workers: Layers at a time; None: as many as this process may use cores.
+        progress: Show a bar.
+
+    Returns:
+        One spectrum a layer, in the same order.
+
+    Raises:
+        SnapshotError: See `layer_spectrum`; the first layer without a spectrum ends the work.
+    """
+    n_workers = min(n_workers or n_cores(), len(moments)) or 1
+    bar = progress_bar(progress, total=len(moments), label="spectra", unit="layer")
+    with bar, _single_threaded_workers(n_workers) as pool:
+        futures = [pool.submit(layer_spectrum, m, options) for m in moments]
+        results = []
+        try:
+            for future in futures:
+                results.append(future.result())
+                bar.update()
+        finally:
+            for future in futures:
+                future.cancel()
+    return results
+
+
+def as_dataset(
+    layers: Sequence[LayerSpectrum],
+    layer_names: Sequence[str],
+    *,
+    thresholds: Thresholds | None = None,
+    options: DmdOptions | None = None,
+    attrs: dict[str, Any] | None = None,
+) -> xr.Dataset:
+    """Spectra of layers as one validated dataset.
+
+    Args:
+        layers: One spectrum a layer.
+        layer_names: One name a layer.
+        thresholds: Bounds of the masses; the paper's by default.
+        options: What the spectra were made with, for the record.
+        attrs: Provenance to add: subject, n_snapshots, token_selection, dtype, seed.
+
+    Returns:
+        Dataset with dims ``layer`` and ``mode``; layers with fewer modes are filled with NaN.
+    """
+    import xarray as xr
+
+    thresholds, options = thresholds or Thresholds(), options or DmdOptions()
+    n_modes = max(len(layer.modes.eigenvalue) for layer in layers)
+    eigenvalue = np.full((len(layers), n_modes), np.nan + 1j * np.nan)
+    residual = np.full((len(layers), n_modes), np.nan)
+    for i, layer in enumerate(layers):
+        eigenvalue[i, : len(layer.modes.eigenvalue)] = layer.modes.eigenvalue
+        residual[i, : len(layer.modes.residual)] = layer.modes.residual
+    columns: dict[str, np.ndarray] = {
+        "eigenvalue": eigenvalue,
+        "residual": residual,
+        "is_reliable": residual <= thresholds.reliable_residual,
+        **mass_fractions(np.abs(eigenvalue), thresholds),
+        **{name: np.array([layer.values[name] for layer in layers]) for name in layers[0].values},
+    }
+    columns["rank"] = columns["rank"].astype(np.int64)
+    columns["is_informative"] = columns["update_norm"] > thresholds.informative_update
+    variables = {
+        name: (
+            rule.dims,
+            columns[name],
+            {"long_name": rule.long_name, "units": rule.units, "meaning": rule.meaning},
+        )
+        for name, rule in SPECTRA.items()
+    }
+    operator = "whitened DMD, all directions" if options.rank is None else f"randomized DMD, rank {options.rank}"
+    provenance = {
+        "schema_version": SCHEMA_VERSION,
+        "subject": "unnamed",
+        "n_snapshots": 0,
+        "token_selection": "as given",
+        **thresholds.as_attrs(),
+        "ridge": float(options.ridge),
+        "ridge_kind": options.ridge_kind,
+        "rank_tolerance": float(options.rank_tolerance),
+        "operator": operator,
+        "dtype": "float64",
+        "seed": options.seed,
+        "versions": versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    coords = {
+        "layer": np.arange(len(layers)),
+        "mode": np.arange(n_modes),
+        "layer_name": ("layer", np.array(list(layer_names), dtype=str)),
+    }
+    return validate_spectra(xr.Dataset(variables, coords, {**provenance, **(attrs or {})}))
+
+
+def whitened_dmd(
+    X: Any,
+    Y: Any,
+    *,
+    options: DmdOptions | None = None,
+    thresholds: Thresholds | None = None,
+    device: torch.device | str = "cpu",
+) -> xr.Dataset:
+    """Koopman spectrum of one layer from its snapshots (RKSP, whitened DMD).
+
+    Args:
+        X: States entering, shape (snapshot, feature), NumPy or torch, floating point.
+        Y: States leaving, same shape; row i belongs to row i of ``X``.
+        options: Ridge, rank and seed; see `DmdOptions`.
+        thresholds: Bounds of the masses; the paper's by default.
+        device: Where moments are accumulated.
+
+    Returns:
+        Spectra dataset of one layer.
+
+    Raises:
+        SnapshotError: If the shapes disagree, there are fewer than three snapshots, the states are constant, or a
+            value is not finite.
+    """
+    X, Y = torch.as_tensor(X), torch.as_tensor(Y)
+    if X.ndim != 2:
+        raise SnapshotError(
+            f"X has shape {tuple(X.shape)}, expected (snapshot, feature); flatten batch and token into the first axis."
+        )
+    moments = SnapshotMoments(X.shape[1], device=device).update(X, Y)
+    layer = layer_spectrum(moments, options)
+    warn_if_rank_deficient([layer], [moments], options)
+    attrs = {"n_snapshots": moments.n_snapshots, "dtype": str(X.dtype).removeprefix("torch.")}
+    return as_dataset([layer], ["layer"], thresholds=thresholds, options=options, attrs=attrs)
+
+
+def warn_if_rank_deficient(
+    layers: Sequence[LayerSpectrum], moments: Sequence[SnapshotMoments], options: DmdOptions | None
+) -> None:
+    """Say once which layers have fewer modes than asked, because their states span fewer directions.
+
+    One missing direction on plenty of snapshots is no reason to warn: states behind a LayerNorm lie on a hyperplane.
+    """
+    width = moments[0].n_features
+    expected = min(width, options.rank) if options and options.rank else width
+    short = []
+    for layer, seen in zip(layers, moments, strict=True):
+        rank = layer.values["rank"]
+        is_hyperplane = rank == width - 1 and seen.n_snapshots > 2 * width
+        if rank < expected and not is_hyperplane:
+            short.append((rank, seen.name))
+    if short:
+        rank, name = min(short)
+        warnings.warn(
+            f"The states of {len(short)} of {len(layers)} layers span fewer than {expected} directions (least: {rank} "
+            f"in {name}); the spectra live in that span, so pass more distinct tokens to fill it.",
+            RankWarning,
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def _single_threaded_workers(n_workers: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool whose threads use one BLAS thread each; the caller's own settings come back afterwards."""
+    from threadpoolctl import threadpool_limits
+
+    before = torch.get_num_threads()
+    try:
+        # torch brings its own BLAS, SciPy another.
+        with (
+            threadpool_limits(1, user_api="blas"),
+            ThreadPoolExecutor(n_workers, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+        ):
+            yield pool
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,166 @@
+"""Find the residual stream of any model: run it once, and see which repeated modules hand their output to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from workbench.errors import AnatomyError
+from workbench.models.batches import Batches
+from workbench.models.block_calls import Slot, record_calls
+from workbench.models.layout import BATCH_FIRST, Layout, layout_of
+from workbench.models.probing import call_model, on_device_of, run_foreign, undisturbed, unwrap, watch
+from workbench.models.residual_check import why_no_blocks
+from workbench.models.site import Site
+from workbench.models.stacks import (
+    Candidate,
+    choose,
+    choose_by_name,
+    find_candidates,
+    is_outer,
+    links_between,
+    overlap,
+    refuse_several_streams,
+)
+
+if TYPE_CHECKING:
+    from workbench.models.subject import Subject
+
+__all__ = ["Anatomy", "Site", "call_model", "read_anatomy"]
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The residual blocks of a model, in the order in which the stream passes them.
+
+    Attributes:
+        stack: What holds the blocks: a module path such as ``transformer.h``; with ``*`` for an index where the blocks
+            are spread over several containers; ``path[Class]`` for blocks that are plain attributes of ``path``.
+        sites: One per block and call.
+        width: Size of the stream's last dimension.
+        other_stacks: Further complete stacks, such as the encoder when the decoder was chosen.
+        layout: Which axes of inputs and states count sequences.
+    """
+
+    stack: str
+    sites: tuple[Site, ...]
+    width: int
+    other_stacks: tuple[str, ...] = ()
+    layout: Layout = BATCH_FIRST
+
+
+def read_anatomy(
+    model: Subject | nn.Module, inputs: Any, *, stack: str | None = None, batch_first: bool | None = None
+) -> Anatomy:
+    """Find the residual blocks by running the model once.
+
+    A stack is a set of modules in one container, or of one class under one parent, each of which returns a state of
+    the shape it got, and the very state that the next one gets. Stacks inside the members of another are dropped, and
+    the longest is taken; its length must be the one that ``model.config`` promises, where there is a config. In an
+    encoder-decoder model the decoder is taken.
+
+    Which axis of the states counts sequences is read as well. Where the model's documentation does not say it, one
+    token is changed in a second run: the change spreads along the axis of tokens.
+
+    The model runs in eval mode without gradients. Training flags, random states, weights, buffers and hooks are left
+    as they were, also if it raises.
+
+    Args:
+        model: Any module, or a subject from `open_checkpoint`.
+        inputs: As for `workbench.profile`; one short sequence is enough. Of several batches the first is used.
+        stack: The stack to read instead of the one that would be chosen, named as in ``Anatomy.stack``. Its blocks
+            must keep the shape of the stream and add to it, but need not hand it on unchanged, nor be as many as the
+            config says.
+        batch_first: Whether inputs are (batch, token) or (batch, token, feature), rather than with tokens first; None:
+            find out.
+
+    Returns:
+        The blocks.
+
+    Raises:
+        AnatomyError: If there is no stack, if the longest one is not complete, if its length is not the config's, if
+            it carries several residual streams at once, if the modules of ``stack`` are no residual blocks, or if
+            batch and token cannot be told apart.
+        SnapshotError: If the model cannot run on the inputs.
+    """
+    subject, model = model, unwrap(model)
+    inputs, _ = Batches.of(inputs, None if subject is model else subject).probe_and_all()
+    inputs = on_device_of(model, inputs)
+    calls = record_calls(model, inputs)
+    candidates = find_candidates(model, calls)
+    plausible = [c for c in candidates if len(c.calls) > 1 and 2 * c.n_links >= len(c.calls) - 1]
+
+    def are_blocks(candidate: Candidate) -> bool:
+        return is_chain(candidate) or not why_no_blocks(model, inputs, _sites(candidate))
+
+    chosen = choose(model, plausible, are_blocks) if stack is None else choose_by_name(candidates, stack, are_blocks)
+    refuse_several_streams(chosen, inputs)
+    sites = _sites(chosen)
+    if stack is not None and not is_chain(chosen) and (reason := why_no_blocks(model, inputs, sites)):
+        raise AnatomyError(
+            f"The modules of '{stack}' are no residual blocks: {reason}; choose a container of whole blocks, or "
+            "another model."
+        )
+    others = [
+        c.name
+        for c in plausible
+        if c is not chosen and c.is_complete and not overlap(c, chosen) and is_outer(c, plausible)
+    ]
+    layout = layout_of(
+        model,
+        inputs,
+        chosen.shape[:-1],
+        batch_first=batch_first,
+        state_for=lambda given: _last_state(model, sites[-1], given),
+    )
+    return Anatomy(chosen.name, sites, chosen.shape[-1], tuple(dict.fromkeys(others)), layout)
+
+
+def _last_state(model: nn.Module, site: Site, inputs: Any) -> Tensor:
+    """The states that leave a block for these inputs, on the host."""
+    found: list[Tensor] = []
+    n_left = 0
+
+    def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        nonlocal n_left
+        if n_left == site.call:
+            found.append(site.state_out(output).detach().cpu().clone())
+        n_left += 1
+
+    with undisturbed(model), watch([(site.module, leave, False)]):
+        run_foreign(model, inputs)
+    if not found:
+        raise AnatomyError(
+            f"{site.name} ran for the given inputs, but not when one token was changed, so that batch and token cannot "
+            "be told apart; pass batch_first=."
+        )
+    return found[0]
+
+
+def is_chain(candidate: Candidate) -> bool:
+    """Whether several blocks hand the very state that one returns to the next."""
+    return len(candidate.calls) > 1 and candidate.is_complete
+
+
+def _sites(chosen: Candidate) -> tuple[Site, ...]:
+    calls, shape = chosen.calls, chosen.shape
+    into: list[list[Slot]] = [[s.slot for s in call.inputs if s.shape == shape] for call in calls]
+    out: list[list[Slot]] = [[s.slot for s in call.changed if s.shape == shape] for call in calls]
+    for position, (before, after) in enumerate(pairwise(calls)):
+        if links := links_between(before, after, shape):
+            out[position] = [a for a, _ in links]
+            into[position + 1] = [b for _, b in links]
+    sites, n_calls = [], {}
+    for call, input_slots, output_slots in zip(calls, into, out, strict=True):
+        number = n_calls[call.module] = n_calls.get(call.module, -1) + 1
+        name = f"{call.name}#{number}" if number else call.name
+        sites.append(Site(name, call.module, number, _prevailing(input_slots, into), _prevailing(output_slots, out)))
+    return tuple(sites)
+
+
+def _prevailing(slots: list[Slot], all_slots: list[list[Slot]]) -> Slot:
+    """Of several slots that fit, the one that fits in most sites; the first of equals."""
+    return max(dict.fromkeys(slots), key=lambda slot: sum(slot in others for others in all_slots))

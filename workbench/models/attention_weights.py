@@ -1,0 +1,370 @@
+"""Query and key weights per head, whatever the layout: decided by values, not by names.
+
+Rotary embeddings are the identity at position 0, so what reaches the attention scores there must be, column by column,
+the output of some linear map in the block, up to one constant factor. Matching the columns over several rows tells
+which row of which parameter belongs to which head and feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import SnapshotError
+from workbench.models.anatomy import Anatomy, read_anatomy
+from workbench.models.batches import Batches
+from workbench.models.column_matching import Columns, NormStep, Source, find_columns, first_token_columns
+from workbench.models.probe_inputs import probe_inputs
+from workbench.models.probing import on_device_of, unwrap
+from workbench.models.site import Site
+from workbench.models.tracing import BlockTrace, PackedAttention, ParameterSlice, Scores, trace_blocks
+
+if TYPE_CHECKING:
+    from workbench.models.subject import Subject
+
+
+@dataclass(frozen=True)
+class WeightRecipe:
+    """How to read a weight per head again at any time, without a forward.
+
+    Attributes:
+        parameter: The parameter's path in the model.
+        axis: Its axis that counts outputs.
+        index: Indices along that axis, int64, shape (head, head_dim).
+        bias: The bias's path; None without one.
+        bias_index: Indices into the bias, shape (head, head_dim).
+        norm: The norm between projection and scores, if there is one.
+        inner: The map before this one, for low-rank projections: its index has shape (1, rank).
+        inner_norm: The norm between the two.
+    """
+
+    parameter: str
+    axis: int
+    index: Tensor
+    bias: str | None = None
+    bias_index: Tensor | None = None
+    norm: NormStep | None = None
+    inner: WeightRecipe | None = None
+    inner_norm: NormStep | None = None
+
+    def read(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """Weight, shape (head, feature, head_dim), and bias, shape (head, head_dim), as they are now."""
+        model = unwrap(model)
+        matrix = model.get_parameter(self.parameter).detach()
+        index = self.index.to(matrix.device)
+        rows = (matrix if self.axis == 0 else matrix.T)[index]  # (head, head_dim, feature)
+        bias = None
+        if self.bias is not None:
+            bias = model.get_parameter(self.bias).detach()[self.bias_index.to(matrix.device)]
+        if self.inner is not None:
+            inner, inner_bias = self.inner.read(model)
+            inner, inner_bias = _after_norm(model, self.inner_norm, inner, inner_bias)
+            # The norm between the two scales the inner bias per token like the weight, the outer one not at all.
+            bias = rows @ inner_bias[0] if inner_bias is not None and bias is None else bias
+            rows = rows @ inner[0].T
+        weight, bias = _after_norm(model, self.norm, rows.transpose(1, 2), bias)
+        return weight, bias
+
+
+@dataclass(frozen=True)
+class QueryKey:
+    """Query and key weights of one attention layer.
+
+    Attributes:
+        layer: Index of the site.
+        site: Name of the site.
+        query: Shape (head, feature, head_dim), so that q = x @ query[head] + query_bias[head].
+        key: Shape (key-value head, feature, head_dim); query head h uses key head h // (heads / key-value heads).
+        query_bias: Shape (head, head_dim); None without one.
+        key_bias: Shape (key-value head, head_dim); None without one.
+        layout: Where the weights lie, in plain words.
+        notes: What to know about their scale: constant factors, norms between projection and scores.
+        query_recipe: How to read the query weights again.
+        key_recipe: How to read the key weights again.
+    """
+
+    layer: int
+    site: str
+    query: Tensor
+    key: Tensor
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    layout: str
+    notes: str
+    query_recipe: WeightRecipe
+    key_recipe: WeightRecipe
+
+    def read(self, model: nn.Module) -> QueryKey:
+        """The same weights as they are now, without a forward."""
+        query, query_bias = self.query_recipe.read(model)
+        key, key_bias = self.key_recipe.read(model)
+        return replace(self, query=query, key=key, query_bias=query_bias, key_bias=key_bias)
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A site whose weights cannot be read.
+
+    Attributes:
+        layer: Index of the site.
+        site: Name of the site.
+        reason: One sentence.
+    """
+
+    layer: int
+    site: str
+    reason: str
+
+
+def query_key_weights(
+    model: Subject | nn.Module, inputs: Any, *, anatomy: Anatomy | None = None
+) -> list[QueryKey | Unreadable]:
+    """Query and key weights of every block, per head.
+
+    The model runs once, on rows made from ``inputs`` that begin with different tokens. Every column of the queries and
+    keys that reach the attention scores must be found among the outputs of the block's linear maps; if one is not, the
+    block is `Unreadable`. In blocks with self- and cross-attention the self-attention is read.
+
+    Weights behind a norm of the queries or keys are exact up to a positive factor per token; the norm's gain is in
+    them, and ``notes`` says so. In multi-head latent attention only the part without position is one linear map of
+    the stream, and only that is returned.
+
+    Args:
+        model: Any module, or a subject from `open_checkpoint`; left as it was.
+        inputs: As for `workbench.profile`; of several batches the first is used.
+        anatomy: The model's blocks, if they are known already.
+
+    Returns:
+        One entry per site, in order. Weights are copies; ``read()`` gives the current ones.
+
+    Raises:
+        AnatomyError: If no anatomy was passed and none can be read.
+    """
+    subject, model = model, unwrap(model)
+    inputs = on_device_of(model, Batches.of(inputs, None if subject is model else subject).first())
+    anatomy = anatomy or read_anatomy(model, inputs)
+    last: Exception | None = None
+    for candidate in (probe_inputs(model, inputs, anatomy.layout), inputs):
+        try:
+            readings = trace_blocks(model, candidate, anatomy, _read_block)
+            break
+        except (
+            SnapshotError,
+            RuntimeError,
+            ValueError,
+            IndexError,
+            TypeError,
+            KeyError,
+        ) as error:  # the model may refuse made-up inputs
+            last = error
+    else:
+        raise last
+    return [
+        _finish(model, layer, site, reading)
+        for (layer, site), reading in zip(enumerate(anatomy.sites), readings, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What a block's trace says: recipes of query and key, and words."""
+
+    query: WeightRecipe
+    key: WeightRecipe
+    layout: str
+    notes: str
+
+
+def _finish(model: nn.Module, layer: int, site: Site, reading: _Reading | str) -> QueryKey | Unreadable:
+    if isinstance(reading, str):
+        return Unreadable(layer, site.name, reading)
+    query, query_bias = reading.query.read(model)
+    key, key_bias = reading.key.read(model)
+    return QueryKey(
+        layer, site.name, query, key, query_bias, key_bias, reading.layout, reading.notes, reading.query, reading.key
+    )
+
+
+def _read_block(layer: int, site: Site, trace: BlockTrace) -> _Reading | str:
+    if not trace.attentions:
+        return (
+            f"No attention scores were computed in {site.name}; it may be a state-space, convolution or "
+            "linear-attention block, or use a kernel of its own (try the model's 'sdpa' or 'eager' attention)."
+        )
+    reasons = []
+    for attention in trace.attentions:
+        read = _read_packed if isinstance(attention, PackedAttention) else _read_scores
+        reading = read(attention, trace)
+        if isinstance(reading, _Reading):
+            return reading
+        if reading:
+            reasons.append(reading)
+    reason = reasons[0] if reasons else "no product of queries and keys has one score per pair of tokens"
+    return f"The query and key weights of {site.name} cannot be read: {reason}."
+
+
+def _read_packed(attention: PackedAttention, trace: BlockTrace) -> _Reading | str:
+    del trace
+    if attention.query is not attention.key and not torch.equal(attention.query, attention.key):
+        return "its attention compares two different inputs"
+    query, key = attention.query_weight, attention.key_weight
+    if query is None or key is None:
+        return "the projection that PyTorch's multi-head attention got is no parameter of the model"
+
+    def recipe(weight: ParameterSlice, bias: ParameterSlice | None) -> WeightRecipe:
+        index = torch.arange(weight.size).view(attention.n_heads, -1)
+        bias_index = index + bias.start if bias is not None else None
+        return WeightRecipe(weight.name, weight.axis, index + weight.start, bias and bias.name, bias_index)
+
+    recipes = recipe(query, attention.query_bias), recipe(key, attention.key_bias)
+    same = "rows of one parameter, block after block" if query.name == key.name else "separate parameters"
+    return _Reading(*recipes, f"{query.name}: {same}, as PyTorch's multi-head attention documents it", "")
+
+
+def _read_scores(attention: Scores, trace: BlockTrace) -> _Reading | str:
+    n_tokens, head_dim = attention.query.shape[-2:]
+    n_rows = trace.state.shape[:-1].numel()
+    if attention.key.shape[-2] != n_tokens or n_rows % n_tokens or attention.query.ndim < 3:
+        return ""
+    n_batch = n_rows // n_tokens
+    sources = [
+        s for p in trace.projections[: attention.n_projections] if (s := Source.of(p, n_batch, n_tokens)) is not None
+    ]
+    if not sources:
+        return "no linear map before the scores has one row per token"
+    columns = []
+    for what, tensor in (("queries", attention.query), ("keys", attention.key)):
+        target = first_token_columns(tensor, n_batch, n_tokens)
+        if target is None:
+            return f"the {what}, of shape {tuple(tensor.shape)}, are not one row per token and head"
+        found = find_columns(target, sources, trace.norms, n_batch, n_tokens)
+        if isinstance(found, str):
+            return f"of the {what}, {found}"
+        columns.append(found)
+    return _combine(*columns, head_dim, trace.state.shape[-1])
+
+
+def _combine(query: Columns, key: Columns, head_dim: int, width: int) -> _Reading | str:
+    """Recipes from matched columns, restricted to the features that are one linear map in queries and keys both."""
+    kept = torch.arange(head_dim)
+    notes = []
+    for part in (query, key):
+        deep = part.is_deep.view(-1, head_dim)
+        if deep.any() and not deep.all():
+            if not (deep == deep[0]).all():
+                return "its heads mix features of low-rank and of direct projections differently"
+            kept = kept[deep[0][kept]]
+    if len(kept) < head_dim:
+        notes.append(f"only the {len(kept)} of {head_dim} features without position are given")
+    recipes = []
+    inputs = []
+    for what, part in (("query", query), ("key", key)):
+        index = torch.arange(part.source.numel()).view(-1, head_dim)[:, kept]
+        built = _recipe(part, index)
+        if isinstance(built, str):
+            return f"{built} ({what})"
+        recipe, source = built
+        recipes.append(recipe)
+        inputs.append(source.origin.into)
+        notes += _notes(what, part, index, recipe)
+    if inputs[0].shape != inputs[1].shape or not torch.equal(inputs[0], inputs[1]):
+        return "its queries and keys come from different inputs, as in cross-attention"
+    if inputs[0].shape[-1] != width:
+        notes.append(f"the weights act on {inputs[0].shape[-1]} features made from the stream's {width}")
+    return _Reading(*recipes, _layout(*recipes), "; ".join(notes))
+
+
+def _recipe(part: Columns, index: Tensor) -> tuple[WeightRecipe, Source] | str:
+    """Recipe of the columns ``index``, shape (head, feature), and their source; repeated heads are dropped."""
+    used = part.source[index]
+    if (used != used.flatten()[0]).any():
+        return "the columns of one head come from several linear maps"
+    source = part.sources[int(used.flatten()[0])]
+    column = part.column[index]
+    distinct = list(dict.fromkeys(map(tuple, column.tolist())))
+    n_shares = len(column) // len(distinct)
+    if column.tolist() != [list(head) for head in distinct for _ in range(n_shares)]:
+        return "its heads are shared in another order than one after the other"
+    column = torch.tensor(distinct)
+    if column.unique().numel() < column.numel():
+        return "one column of a projection serves several features"
+    if part.norm is None or source.origin.weight is None:
+        norm = None
+    else:
+        first = [
+            next(i for i, row in enumerate(part.column[index].tolist()) if tuple(row) == wanted) for wanted in distinct
+        ]
+        norm = replace(part.norm, gain_index=part.norm.gain_index[index[first]])
+    factors = part.factor[index]
+    if factors.std(correction=0) > 5e-3 * factors.abs().mean():
+        return "a different constant scales every column of one projection"
+    weight, bias = source.weight, source.bias
+    if weight is None:
+        return "the matrix of a projection is no parameter of the model"
+    if source.bias_value is not None and bias is None and source.bias_value[column].any():
+        return f"the bias that is added to {weight.name} is no parameter of the model"
+    inner = None
+    if source.inner is not None:
+        inner = WeightRecipe(
+            source.inner.weight.name, source.inner.weight.axis, (source.inner_column + source.inner.weight.start)[None]
+        )
+        inner = replace(inner, **_bias_of(source.inner, source.inner_column[None]))
+    recipe = WeightRecipe(
+        weight.name, weight.axis, column + weight.start, norm=norm, inner=inner, inner_norm=source.inner_norm
+    )
+    return replace(recipe, **_bias_of(source, column)), source
+
+
+def _bias_of(source: Source, column: Tensor) -> Mapping[str, Any]:
+    if source.bias is None:
+        return {}
+    return {"bias": source.bias.name, "bias_index": column + source.bias.start}
+
+
+def _notes(what: str, part: Columns, index: Tensor, recipe: WeightRecipe) -> list[str]:
+    notes = []
+    factor = float(part.factor[index].mean())
+    if abs(factor - 1) > 1e-4:
+        notes.append(f"the {what} reaches the scores times {factor:.4g}")
+    if recipe.norm is not None:
+        kind = "a LayerNorm" if recipe.norm.is_centred else "an RMS norm"
+        notes.append(f"{what}: exact up to a positive factor per token, for {kind} follows; its gain is included")
+        if recipe.norm.bias is not None:
+            notes.append(f"the norm of the {what} adds a bias of its own, {recipe.norm.bias}, not included")
+    if recipe.inner is not None:
+        notes.append(f"{what}: product of two matrices, exact up to a positive factor per token (a norm lies between)")
+    return notes
+
+
+def _layout(query: WeightRecipe, key: WeightRecipe) -> str:
+    def words(recipe: WeightRecipe) -> str:
+        heads, head_dim = recipe.index.shape
+        steps = recipe.index.diff(dim=1)
+        starts = recipe.index[:, 0].tolist()
+        strides = {b - a for a, b in pairwise(starts)}
+        order = "columns" if recipe.axis else "rows"
+        where = f"{recipe.parameter}, {order} from {starts[0]}"
+        spacing = f", one head every {strides.pop()}" if len(strides) == 1 else ", heads in groups" if strides else ""
+        inside = "" if (steps == 1).all() else ", features permuted"
+        through = f" after {recipe.inner.parameter}" if recipe.inner is not None else ""
+        return f"{where}: {heads} heads of {head_dim}{spacing}{inside}{through}"
+
+    return f"query {words(query)}; key {words(key)}"
+
+
+def _after_norm(
+    model: nn.Module, norm: NormStep | None, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Weight (head, feature, head_dim) and bias (head, head_dim) behind a norm, up to its positive factor per token."""
+    if norm is None:
+        return weight, bias
+    gain = norm.read_gain(model, weight)
+    if norm.is_centred:
+        weight = norm.centre(weight)
+        bias = norm.centre(bias[:, None])[:, 0] if bias is not None else None
+    return weight * gain[:, None], bias * gain if bias is not None else None

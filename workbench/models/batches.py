@@ -1,0 +1,433 @@
+"""Inputs as users have them -> batches as a model takes them, and which token states of a batch to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.errors import SnapshotError, ThresholdError
+from workbench.models.layout import BATCH_FIRST, Layout, require
+
+if TYPE_CHECKING:
+    from workbench.models.subject import Subject
+
+#: Tokens in one forward pass, so that activations stay small whatever the input.
+_TOKENS_PER_PASS = 4096
+#: Masks that are 0 at padding, laid out as the inputs; and PyTorch's own, (batch, token), which are True there.
+_MASKS = ("attention_mask", "decoder_attention_mask")
+_PADDING_MASKS = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask")
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches of model inputs.
+
+    Attributes:
+        items: Each a tensor, a mapping of keyword arguments, or a tuple of positional arguments.
+        is_known: Whether all items are there already, rather than coming from an iterator.
+        layout: Which axis of the items counts sequences.
+    """
+
+    items: Iterable[Any]
+    is_known: bool
+    layout: Layout = BATCH_FIRST
+
+    @classmethod
+    def of(cls, inputs: Any, subject: Subject | None = None) -> Batches:
+        """Batches from a tensor, an array, a mapping, a tuple of arguments, text, or an iterable of these.
+
+        Token ids may be of any integer type, NumPy arrays or plain lists; ids of one sequence alone, shape (token,),
+        are a batch of one.
+
+        Raises:
+            SnapshotError: If the inputs are none of these, or empty.
+        """
+        if isinstance(inputs, str) or (_is_list(inputs) and inputs and all(isinstance(x, str) for x in inputs)):
+            if subject is None:
+                raise SnapshotError(
+                    "Text needs a tokenizer; open the model with wb.open_checkpoint() or pass token ids."
+                )
+            inputs = subject.tokenize(inputs)
+        if _is_list(inputs):
+            # Lists of ids of different lengths are batches of one sequence each, for padding is not ours to make.
+            inputs = torch.tensor(inputs) if _is_numbers(inputs) else [_of_numbers(item) for item in inputs]
+        if isinstance(inputs, Tensor | np.ndarray | Mapping | tuple):
+            inputs = [inputs]
+        if _is_list(inputs):
+            if not inputs:
+                raise SnapshotError("The inputs are empty; pass at least one batch of tokens.")
+            items = [as_batch(item) for item in inputs]
+            for item in items:
+                count_rows(item)
+            return cls(items, True)
+        if isinstance(inputs, Iterable) and not isinstance(inputs, bytes | str):
+            return cls((as_batch(item) for item in inputs), False)
+        raise SnapshotError(
+            f"Inputs are a {type(inputs).__name__}, expected a tensor, a mapping, text, or an iterable of batches."
+        )
+
+    def probe_and_all(self) -> tuple[Any, Batches]:
+        """A row or two to try the model with, and batches that still hold everything."""
+        if self.is_known:
+            return _head(self.items[0]), self
+        iterator = iter(self.items)
+        try:
+            first = next(iterator)
+        except StopIteration:
+            raise SnapshotError("The inputs are empty; pass at least one batch of tokens.") from None
+
+        def everything() -> Iterator[Any]:
+            yield first
+            yield from iterator
+
+        return _head(first), Batches(everything(), False)
+
+    def first(self) -> Any:
+        """The first batch, whole.
+
+        Raises:
+            SnapshotError: If there is none.
+        """
+        for item in self.items:
+            return item
+        raise SnapshotError("The inputs are empty; pass at least one batch of tokens.")
+
+    def split(self, layout: Layout = BATCH_FIRST) -> Batches:
+        """Batches that one forward pass can take, cut between sequences and never within one.
+
+        Args:
+            layout: Which axis of the inputs counts sequences.
+        """
+        if not self.is_known:
+            return Batches(self.items, False, layout)
+        parts = [part for item in self.items for part in _split(item, layout)]
+        return Batches(parts, True, layout)
+
+    @property
+    def n_rows(self) -> list[int] | None:
+        """Sequences in each batch; None where they are not known beforehand."""
+        return [count_rows(item, self.layout.inputs or 0) for item in self.items] if self.is_known else None
+
+
+def as_batch(inputs: Any) -> Any:
+    """One batch as a model takes it: arrays become tensors, integers int64, ids of one sequence a batch of one.
+
+    Args:
+        inputs: A tensor or array; a mapping of keyword arguments; a tuple or list of positional ones.
+
+    Returns:
+        The same structure; what needs no change is passed on as it is.
+
+    Raises:
+        SnapshotError: If a tensor is empty, sparse, without memory (meta), or of a kind that no model takes.
+    """
+    if isinstance(inputs, Mapping):
+        return {name: _as_tensor(value, str(name)) for name, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return tuple(_as_tensor(value, None) for value in inputs)
+    return _as_tensor(inputs, "")
+
+
+def _as_tensor(value: Any, name: str | None) -> Any:
+    """A value as a tensor; the name is that of a keyword, "" of inputs that are one tensor, None of an argument."""
+    if name and name.endswith("_ids") and _is_list(value):
+        value = _from_lists(value, name)
+    if isinstance(value, np.ndarray):
+        value = _from_array(value)
+    if not isinstance(value, Tensor):
+        return value
+    what = f"'{name}'" if name else "The input"
+    if value.device.type == "meta":
+        raise SnapshotError(f"{what} is on the meta device and holds no values; make it on the CPU or a GPU.")
+    if value.layout is not torch.strided and value.layout is not getattr(torch, "jagged", None):
+        raise SnapshotError(f"{what} is a sparse tensor, expected a dense one; pass .to_dense().")
+    if value.ndim and not value.numel():
+        raise SnapshotError(
+            f"The inputs are empty; pass at least one batch of tokens ({what.lower()} has shape {tuple(value.shape)})."
+        )
+    if value.is_complex():
+        raise SnapshotError(f"{what} holds complex numbers, expected token ids, pixel values or embeddings.")
+    is_ids = value.ndim in (1, 2) and not (value.is_floating_point() or value.dtype is torch.bool)
+    if is_ids and (name == "" or (name and (name.endswith("_ids") or name == "attention_mask"))):
+        value = value if value.dtype in (torch.int64, torch.int32) else value.long()
+        value = value[None] if value.ndim == 1 else value
+    return value
+
+
+def _from_array(array: np.ndarray) -> Tensor:
+    if array.dtype.kind not in "biufc":
+        raise SnapshotError(
+            f"The input is an array of {array.dtype}, expected numbers; pass token ids as integers, or text as a list "
+            "of strings."
+        )
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        array = array.astype(np.int64)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return torch.from_numpy(np.array(array))  # a copy: what is read-only stays so, and strides may be negative
+
+
+def _from_lists(value: Sequence[Any], name: str) -> Tensor:
+    try:
+        return torch.tensor(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise SnapshotError(
+            f"'{name}' is a list that makes no tensor ({str(error).splitlines()[0]}); pad its rows to one length, as "
+            "tokenizer(..., padding=True, return_tensors='pt') does."
+        ) from error
+
+
+@dataclass
+class TokenSelection:
+    """Chooses token states, the same in every layer.
+
+    Padding (0 in an ``attention_mask``, True in PyTorch's ``src_key_padding_mask``) is never chosen. With inputs whose
+    number of rows is known, the states are spread at random over all of them; from an iterator they are taken in order.
+
+    Attributes:
+        n_snapshots: How many to choose in all; None for every one.
+        skip_first: Leading tokens of each sequence to leave out (massive activations sit on the first).
+        seed: Of the random choice.
+        layout: Which axes of inputs and states count sequences.
+        n_chosen: Chosen so far.
+        n_offered: Seen so far that could have been chosen.
+        has_unused_mask: Whether a mask came that does not fit the states and is not of their tokens, such as that of
+            an encoder for states of the decoder.
+    """
+
+    n_snapshots: int | None
+    skip_first: int = 0
+    seed: int = 0
+    layout: Layout = BATCH_FIRST
+    n_chosen: int = 0
+    n_offered: int = 0
+    has_unused_mask: bool = False
+    _rows_left: int | None = None
+    _generator: torch.Generator = field(default_factory=torch.Generator)
+
+    def __post_init__(self) -> None:
+        if self.n_snapshots is not None and self.n_snapshots < 3:
+            raise SnapshotError(f"n_snapshots is {self.n_snapshots}, expected at least 3.")
+        if self.skip_first < 0:
+            raise ThresholdError(f"skip_first is {self.skip_first}, expected at least 0.")
+        self._generator.manual_seed(self.seed)
+
+    def begin(self, batches: Batches) -> None:
+        """Say how much is to come, and how it is laid out."""
+        self.layout = batches.layout
+        self._rows_left = None if batches.n_rows is None else sum(batches.n_rows)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no more states are wanted."""
+        return self.n_snapshots is not None and self.n_chosen >= self.n_snapshots
+
+    def choose(self, leading_shape: torch.Size, batch: Any) -> Tensor:
+        """Indices into the flattened leading axes of the states of one batch, rising.
+
+        Args:
+            leading_shape: Of the states, without their feature.
+            batch: That they belong to.
+
+        Raises:
+            SnapshotError: If a mask hides tokens and does not fit the states.
+            AnatomyError: If ``skip_first`` or a mask needs to know which axis counts sequences, and nobody can tell.
+        """
+        candidates = self._candidates(leading_shape, batch)
+        self.n_offered += len(candidates)
+        if self.n_snapshots is None:
+            chosen = candidates
+        elif self._rows_left is None:
+            chosen = candidates[: self.n_snapshots - self.n_chosen]
+        else:
+            n_rows = count_rows(batch, self.layout.inputs or 0)
+            wanted = self.n_snapshots - self.n_chosen
+            quota = -(-wanted * n_rows // max(self._rows_left, n_rows))
+            self._rows_left -= n_rows
+            shuffled = torch.randperm(len(candidates), generator=self._generator)[:quota]
+            chosen = candidates[shuffled.sort().values]
+        self.n_chosen += len(chosen)
+        return chosen
+
+    def describe(self) -> str:
+        """What was chosen, for provenance."""
+        which = "every token" if self.n_chosen == self.n_offered else f"{self.n_chosen} of {self.n_offered} tokens"
+        if self.skip_first:
+            which += f", first {self.skip_first} of each sequence left out"
+        if self.has_unused_mask:
+            which += "; a mask did not fit the states and was not used"
+        return which
+
+    def _candidates(self, leading_shape: torch.Size, batch: Any) -> Tensor:
+        mask = torch.ones(leading_shape, dtype=torch.int64)
+        fitted = self._mask(tuple(leading_shape), batch)
+        if fitted is not None:
+            mask = fitted.long()
+        if self.skip_first:
+            if mask.ndim < 2:
+                raise SnapshotError("skip_first needs states of shape (batch, token, feature); pass batched inputs.")
+            axis = require(self.layout.states, "skip_first", tuple(leading_shape))
+            rows = mask.movedim(axis, 0)
+            kept = rows * (rows.flatten(1).cumsum(1) > self.skip_first).view(rows.shape)
+            mask = kept.movedim(0, axis)
+        return mask.flatten().nonzero().flatten()
+
+    def _mask(self, leading: tuple[int, ...], batch: Any) -> Tensor | None:
+        """Which tokens are no padding, boolean, laid out as the states; None: nothing says so."""
+        if not isinstance(batch, Mapping):
+            return None
+        found, unused = None, []
+        for name in (*_MASKS, *_PADDING_MASKS):
+            given = batch.get(name)
+            if not isinstance(given, Tensor):
+                continue
+            is_pytorch = name in _PADDING_MASKS
+            hides = given.cpu() != 0
+            shown = ~hides if is_pytorch else hides
+            axis = 0 if is_pytorch else self.layout.inputs
+            fitted = _laid_out(shown, leading, axis, self.layout.states)
+            if fitted is not None:
+                found = fitted
+            elif not bool(shown.all()):
+                unused.append((name, given))
+        if found is None and unused:
+            name, given = unused[0]
+            if name == "attention_mask" and "decoder_input_ids" in batch:  # it is of the encoder's tokens
+                self.has_unused_mask = True
+                return None
+            raise SnapshotError(
+                f"The {name} of shape {tuple(given.shape)} hides tokens, but the states have leading shape {leading}, "
+                "so that padding cannot be told from tokens; pass inputs without padding."
+            )
+        return found
+
+
+def _laid_out(mask: Tensor, leading: tuple[int, ...], axis: int | None, states: int | None) -> Tensor | None:
+    """A mask laid out as the states; None if it does not fit them.
+
+    Args:
+        mask: Shape (batch, token), or (token, batch) where ``axis`` is 1.
+        leading: Shape of the states without their feature.
+        axis: Of the mask that counts sequences; None: that of the states is not known either.
+        states: Axis of the states that counts sequences.
+    """
+    if mask.ndim != 2 or len(leading) != 2:
+        return mask if tuple(mask.shape) == leading else None
+    if axis is None or states is None:
+        shapes = [tuple(mask.shape) == leading, tuple(mask.shape[::-1]) == leading]
+        if all(shapes) and not bool(mask.all()):
+            require(None, "A mask that is as long as it is wide", leading)
+        return mask if shapes[0] else mask.T if shapes[1] else None
+    by_sequence = mask.movedim(axis, 0)
+    wanted = (leading[states], leading[1 - states])
+    if tuple(by_sequence.shape) != wanted and tuple(mask.shape) == wanted:
+        by_sequence = mask  # masks are often (batch, token) whatever the states are
+    return by_sequence.movedim(0, states) if tuple(by_sequence.shape) == wanted else None
+
+
+def _is_list(inputs: Any) -> bool:
+    return isinstance(inputs, Sequence) and not isinstance(inputs, str | tuple | bytes)
+
+
+def _of_numbers(item: Any) -> Any:
+    return torch.tensor(item) if _is_list(item) and _is_numbers(item) else item
+
+
+def _is_numbers(inputs: Sequence[Any]) -> bool:
+    """Whether a list is token ids of one sequence, or of several of one length."""
+    if all(isinstance(x, int) and not isinstance(x, bool) for x in inputs):
+        return bool(inputs)
+    return bool(inputs) and all(_is_list(x) and _is_numbers(x) and len(x) == len(inputs[0]) for x in inputs)
+
+
+def count_rows(batch: Any, axis: int = 0) -> int:
+    """Sequences in a batch: the length of its first tensor.
+
+    Args:
+        batch: A tensor, a mapping or a tuple.
+        axis: That counts sequences.
+
+    Raises:
+        SnapshotError: If it holds none.
+    """
+    tensors = [value for value in _values(batch) if isinstance(value, Tensor) and value.ndim]
+    if not tensors:
+        raise SnapshotError("A batch holds no tensor; pass token ids, pixel values or embeddings.")
+    return tensors[0].shape[axis if tensors[0].ndim > axis else 0]
+
+
+def _values(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, Mapping):
+        return batch.values()
+    return batch if isinstance(batch, tuple | list) else [batch]
+
+
+def _split(batch: Any, layout: Layout) -> Iterator[Any]:
+    """Sequences of one big batch in pieces that one forward pass can take."""
+    if isinstance(batch, tuple) or not layout.can_split:  # nobody knows which arguments run over sequences
+        yield batch
+        return
+    axis = layout.inputs or 0
+    if not _can_be_cut(batch, axis):  # such as several images for one text
+        yield batch
+        return
+    n_rows = count_rows(batch, axis)
+    first = next(value for value in _values(batch) if isinstance(value, Tensor) and value.ndim)
+    is_tokens = first.ndim == 3 or (first.ndim == 2 and not first.is_floating_point())
+    per_row = first.shape[1 - axis] if is_tokens else 1 if first.ndim == 2 else 256
+    step = max(1, _TOKENS_PER_PASS // max(per_row, 1))
+    if n_rows == 0:
+        raise SnapshotError("The inputs are empty; pass at least one row of tokens.")
+    if step >= n_rows:
+        yield batch
+        return
+    for i in range(0, n_rows, step):
+        yield take_rows(batch, slice(i, i + step), axis)
+
+
+def _head(batch: Any) -> Any:
+    """The first two rows, enough to read the anatomy; three, where that tells the axes apart better."""
+    if isinstance(batch, tuple) or not _can_be_cut(batch, 0):
+        return batch
+    first = next((value for value in _values(batch) if isinstance(value, Tensor) and value.ndim > 1), None)
+    return take_rows(batch, slice(0, 3 if first is not None and first.shape[1] == 2 else 2))
+
+
+def _can_be_cut(batch: Any, axis: int) -> bool:
+    """Whether all tensors have one entry a sequence, so that some sequences of them still belong together."""
+    n_rows = count_rows(batch, axis)
+    tensors = [value for value in _values(batch) if isinstance(value, Tensor) and value.ndim > 1]
+    return all(
+        value.shape[axis] in (1, n_rows) or (axis == 1 and value.shape[0] == n_rows)  # masks: batch first
+        for value in tensors
+    )
+
+
+def take_rows(batch: Any, which: slice | Tensor, axis: int = 0) -> Any:
+    """Some sequences of a batch: of every tensor in it that has one entry for each.
+
+    Args:
+        batch: A tensor, a mapping or a tuple.
+        which: The sequences.
+        axis: That counts sequences.
+    """
+    if isinstance(batch, Tensor):
+        axis = axis if batch.ndim > axis else 0
+        return batch[(slice(None),) * axis + (which if isinstance(which, slice) else which.to(batch.device),)]
+    n_rows = count_rows(batch, axis)
+
+    def taken(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        if value.ndim > axis and value.shape[axis] == n_rows:
+            return take_rows(value, which, axis)
+        return take_rows(value, which) if axis and value.shape[0] == n_rows else value  # masks: batch first
+
+    if isinstance(batch, Mapping):
+        return {name: taken(value) for name, value in batch.items()}
+    return tuple(taken(value) for value in batch)

@@ -1,0 +1,119 @@
+"""One run of a model: every call of a module that could be a block, and what states went in and came out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.models.probing import run_foreign, undisturbed, watch
+
+#: Where a tensor sits in a call's arguments (position or keyword) or in its output (None: the output itself).
+Slot = int | str | None
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor that entered or left a call: where it sat, its shape, and a fingerprint of its values."""
+
+    slot: Slot
+    shape: tuple[int, ...]
+    fingerprint: bytes
+
+
+@dataclass
+class Call:
+    """One call of a module: its name, and what tensors went in and came out.
+
+    Attributes:
+        name: Path of the module.
+        module: The module.
+        index: When it began, as a running number.
+        inputs: Tensors among its arguments.
+        outputs: Tensors that it returned.
+        end: When it ended.
+    """
+
+    name: str
+    module: nn.Module
+    index: int
+    inputs: list[State]
+    outputs: list[State] = field(default_factory=list)
+    end: int = -1
+
+    @property
+    def shapes(self) -> set[tuple[int, ...]]:
+        """Shapes that both enter and leave."""
+        return {s.shape for s in self.inputs} & {s.shape for s in self.outputs}
+
+    @property
+    def changed(self) -> list[State]:
+        """What leaves in a shape that also enters; where some of it differs from all that entered, only that."""
+        entered = {s.fingerprint for s in self.inputs}
+        leaving = [s for s in self.outputs if s.shape in self.shapes]
+        return [s for s in leaving if s.fingerprint not in entered] or leaving
+
+
+def record_calls(model: nn.Module, inputs: Any) -> list[Call]:
+    """Every call of a module that could be a block, in order of their beginning."""
+    watched = {module: name for name, module in model.named_modules() if name and _could_be_block(module)}
+    calls: list[Call] = []
+    running: list[Call] = []
+    clock = iter(range(1 << 62))
+
+    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        running.append(Call(watched[module], module, next(clock), _states(arguments(args, kwargs))))
+
+    def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        while running:  # a call that raised inside the model never left
+            call = running.pop()
+            if call.module is module:
+                call.outputs, call.end = _states(results(output)), next(clock)
+                calls.append(call)
+                return
+
+    requests = [(module, hook, is_before) for module in watched for hook, is_before in ((enter, True), (leave, False))]
+    with undisturbed(model), watch(requests):
+        run_foreign(model, inputs)
+    return sorted(calls, key=lambda call: call.index)
+
+
+def _could_be_block(module: nn.Module) -> bool:
+    is_plain_leaf = type(module).__module__.startswith("torch.nn.modules") and not any(True for _ in module.children())
+    return not is_plain_leaf and any(True for _ in module.parameters())
+
+
+def arguments(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[tuple[Slot, Any]]:
+    """Slots and values of a call's arguments."""
+    yield from enumerate(args)
+    yield from kwargs.items()
+
+
+def results(output: Any) -> Iterator[tuple[Slot, Any]]:
+    """Slots and values of a call's output."""
+    if isinstance(output, Mapping):
+        yield from output.items()
+    elif isinstance(output, tuple | list):
+        yield from enumerate(output)
+    else:
+        yield None, output
+
+
+def _states(values: Iterator[tuple[Slot, Any]]) -> list[State]:
+    return [
+        State(slot, tuple(value.shape), _fingerprint(value))
+        for slot, value in values
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1 and value.numel()
+    ]
+
+
+def _fingerprint(tensor: Tensor) -> bytes:
+    """Digest of the values, bit for bit: two states are the same only if nothing happened in between."""
+    if tensor.device.type == "meta":
+        return b"meta"
+    data = tensor.detach().to("cpu").contiguous()
+    return hashlib.blake2b(data.flatten().view(torch.uint8).numpy().data, digest_size=16).digest()

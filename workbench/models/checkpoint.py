@@ -1,0 +1,325 @@
+"""Open a checkpoint, whatever it is kept in: what comes out is a `Subject` that `profile` can look at."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from workbench.errors import CheckpointError, WorkbenchError
+from workbench.models.state_files import STATE_SUFFIXES, check_safetensors, read_state
+from workbench.models.state_fit import load_state, tied_names
+from workbench.models.subject import Subject
+from workbench.zoo.module_of import module_of
+
+if TYPE_CHECKING:
+    pass
+
+#: The key in a folder's config.json that names one of our own architectures.
+ZOO_KEY = "workbench_architecture"
+_HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+
+
+def open_checkpoint(
+    source: str | os.PathLike[str] | nn.Module | Subject,
+    *,
+    module: nn.Module | None = None,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype | str = "auto",
+    name: str | None = None,
+    strict: bool = True,
+) -> Subject:
+    """Open a model for study.
+
+    Names of tensors may have been changed by torch.compile (``_orig_mod.``) and by data parallelism (``module.``
+    before every name); they are read without these.
+
+    Args:
+        source: A Hugging Face folder or hub name; a folder saved by `save_checkpoint`; a ``.safetensors``, ``.bin``,
+            ``.pt`` or ``.pth`` state dict together with ``module``; a ``.gguf`` file; any ``nn.Module``; or a subject.
+            A GGUF file is converted once and kept under the user's cache folder.
+        module: The module that a state dict belongs to; its weights are replaced, unless an error is raised.
+        trust_remote_code: Let a Hugging Face checkpoint run Python code of its own.
+        dtype: Of the weights, one that torch computes in; "auto" keeps what the checkpoint has, or what ``module`` has.
+        name: For titles and stores; made from the source if not given.
+        strict: Refuse weights that are not all there or not all used, but for those of another head of the same
+            family. Otherwise open with those that fit: the rest of the model has random values, or those of
+            ``module``, and `Subject.unloaded` says which.
+
+    Returns:
+        The subject, in eval mode unless a module was passed, which is left as it is.
+
+    Raises:
+        CheckpointError: If there is nothing to open, or what is there is damaged, unsafe or does not fit.
+    """
+    wanted = _as_dtype(dtype)
+    if name is not None and not isinstance(name, str):
+        raise CheckpointError(f"name={name!r} is no text; pass a string, or leave it out.")
+    if module is not None and not isinstance(module, nn.Module):
+        raise CheckpointError(f"module= is of type {type(module).__name__}, expected the nn.Module of the weights.")
+    if isinstance(source, nn.Module):
+        source = Subject(source, name or type(source).__name__, f"module {type(source).__qualname__}")
+    if isinstance(source, Subject):
+        return _opened_already(source, module, wanted, name)
+    path, text = _as_path(source)
+    looks_like_path = path.suffix in (*STATE_SUFFIXES, ".gguf") or text.startswith((".", "/", "~"))
+    if not path.is_dir() and not path.is_file() and (looks_like_path or not _HUB_NAME.match(text)):
+        raise CheckpointError(f"There is no file or folder {text}; check the path.")
+    if path.is_file() and path.suffix not in (*STATE_SUFFIXES, ".gguf"):
+        raise CheckpointError(
+            f"{path} is no checkpoint format known here; pass a folder, a .safetensors, .bin, .pt or .gguf file."
+        )
+    if path.is_file() and path.suffix in STATE_SUFFIXES:
+        return _open_state(path, module, wanted, name, strict)
+    if module is not None:
+        raise CheckpointError(f"module= goes with a file of weights, which {text} is not; leave it out.")
+    if path.is_dir():
+        return _open_folder(path, trust_remote_code, wanted, name, strict)
+    if path.is_file():
+        from workbench.models.gguf_cache import converted_folder
+
+        folder, unloaded = converted_folder(path, strict=strict)
+        opened = _open_folder(folder, trust_remote_code, wanted, name or path.stem, strict, source=str(path))
+        return replace(opened, unloaded=unloaded or opened.unloaded)
+    return _open_hub(text, trust_remote_code, wanted, name, strict)
+
+
+def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Save a model of the zoo so that `open_checkpoint` reads it back: config.json and model.safetensors.
+
+    Args:
+        model: From ``wb.zoo``, or its subject.
+        folder: Where to; made if need be.
+        overwrite: Replace a checkpoint that is there.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: If the folder holds a checkpoint already, the model is not of the zoo, or the disk is full.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    from workbench.zoo import is_zoo_model
+
+    folder, model = Path(folder), module_of(model)
+    if not is_zoo_model(model):
+        raise CheckpointError(f"{type(model).__name__} is not of the zoo; save it with its own save_pretrained().")
+    if (folder / "model.safetensors").exists() and not overwrite:
+        raise CheckpointError(f"{folder} holds a checkpoint already; pass overwrite=True to replace it.")
+    if any(parametrize.is_parametrized(module) for module in model.modules()):
+        raise CheckpointError(
+            "The model's weights are parametrized, which no configuration says; save wb.baselines.plain_copy(model)."
+        )
+    options = model.config.as_dict()
+    config = {ZOO_KEY: options.pop("family"), **options}
+    state = model.state_dict()
+    tied = tied_names(state)
+    weights = {name: tensor.contiguous() for name, tensor in state.items() if name not in tied}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as scratch:
+            save_file(weights, Path(scratch) / "model.safetensors")
+            (Path(scratch) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            for file in sorted(Path(scratch).iterdir()):
+                file.chmod(0o644)  # safetensors writes for the owner alone
+                file.replace(folder / file.name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} cannot be written ({error}); check its folder and the space left.") from error
+    return folder
+
+
+def _as_dtype(dtype: Any) -> torch.dtype | str:
+    """The dtype itself, or "auto".
+
+    Raises:
+        CheckpointError: If torch has no such dtype, or does not compute in it.
+    """
+    if dtype is None or dtype == "auto":
+        return "auto"
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise CheckpointError(
+            f"dtype={dtype!r} is no dtype of weights; pass 'auto', 'float32', 'bfloat16' or 'float16'."
+        )
+    return found
+
+
+def _opened_already(subject: Subject, module: nn.Module | None, dtype: torch.dtype | str, name: str | None) -> Subject:
+    """The subject, under another name if one is given."""
+    if module is not None and module is not subject.model:
+        raise CheckpointError(
+            f"Both a {type(subject.model).__name__} and module= are given; pass one of them, or a file of weights for "
+            "the module."
+        )
+    if dtype != "auto" and any(p.is_floating_point() and p.dtype != dtype for p in subject.model.parameters()):
+        raise CheckpointError(
+            f"dtype= holds for weights that are read from a file; convert the {type(subject.model).__name__} with "
+            ".to() and pass it without dtype=."
+        )
+    return replace(subject, name=name) if name and name != subject.name else subject
+
+
+def _as_path(source: Any) -> tuple[Path, str]:
+    """What was passed, as a path and as it was written.
+
+    Raises:
+        CheckpointError: If it cannot be a path.
+    """
+    text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise CheckpointError(
+            f"open_checkpoint() got an object of type {type(source).__name__}; "
+            "pass the path of a folder or file, a hub name, or an nn.Module."
+        )
+    try:
+        path = Path(text).expanduser()
+        path.is_dir()
+    except (OSError, RuntimeError) as error:  # too long, not readable, or the home of an unknown user
+        raise CheckpointError(
+            f"{_shortened(text)} cannot be opened ({_shortened(str(error))}); check the path."
+        ) from error
+    if not text.strip():
+        raise CheckpointError("The path is empty; pass a folder, a file, a hub name, or an nn.Module.")
+    return path, text
+
+
+def _shortened(text: str) -> str:
+    """A text of any length as part of a line."""
+    text = " ".join(text.split())
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _open_folder(
+    folder: Path,
+    trust_remote_code: bool,
+    dtype: torch.dtype | str,
+    name: str | None,
+    strict: bool,
+    source: str | None = None,
+) -> Subject:
+    config_file = folder / "config.json"
+    if not config_file.exists():
+        gguf = sorted(folder.glob("*.gguf"))
+        hint = f"pass the file {gguf[0]}" if gguf else "pass the folder that save_pretrained() wrote"
+        raise CheckpointError(f"{folder} has no config.json, so it is no checkpoint folder; {hint}.")
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{config_file} is no valid JSON ({error}); fetch the checkpoint again.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"{config_file} holds a JSON {type(config).__name__}, expected an object with the options of a model; "
+            "fetch the checkpoint again."
+        )
+    if not isinstance(model_type := config.get("model_type", ""), str):
+        raise CheckpointError(
+            f"{config_file} has model_type = {_shortened(repr(model_type))}, expected a name; "
+            "fetch the checkpoint again."
+        )
+    for file in sorted(folder.glob("*.safetensors")):
+        check_safetensors(file)
+    if ZOO_KEY in config:
+        model, unloaded = _open_zoo(folder, config, dtype, strict)
+    else:
+        from workbench.models.pretrained import open_pretrained
+
+        model, unloaded = open_pretrained(
+            str(folder), folder, trust_remote_code=trust_remote_code, dtype=dtype, strict=strict
+        )
+    return Subject(model.eval(), name or folder.name, source or str(folder), folder, unloaded)
+
+
+def _open_zoo(folder: Path, config: dict[str, Any], dtype: torch.dtype | str, strict: bool) -> tuple[nn.Module, str]:
+    from workbench import zoo
+
+    options = dict(config)
+    family = options.pop(ZOO_KEY)
+    if not isinstance(family, str) or family not in zoo.FAMILIES:
+        raise CheckpointError(f"{folder} holds a '{family}', which this version does not know; update the workbench.")
+    try:
+        model = zoo.build(zoo.ArchitectureConfig.from_dict({**options, "family": family}))
+    except WorkbenchError as error:
+        raise CheckpointError(f"{folder / 'config.json'} does not describe a {family}: {error}") from error
+    except Exception as error:  # an option of a wrong type or size fails wherever it is used first
+        reason = f"{type(error).__name__}: {_shortened(str(error))}"
+        raise CheckpointError(
+            f"{folder / 'config.json'} does not describe a {family} ({reason}); fetch the checkpoint again."
+        ) from error
+    file = folder / "model.safetensors"
+    state = read_state(file)
+    if dtype == "auto":
+        dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
+    remedy = "fetch the checkpoint again or correct its config.json"
+    return model, load_state(model.to(dtype), state, file.name, remedy=remedy, left="random values", strict=strict)
+
+
+def _open_state(
+    path: Path, module: nn.Module | None, dtype: torch.dtype | str, name: str | None, strict: bool
+) -> Subject:
+    if module is None:
+        raise CheckpointError(
+            f"{path.name} holds weights without an architecture; pass module=, or the folder with its config.json."
+        )
+    remedy = "pass the module that it was saved from"
+    left = "the module's own values"
+    unloaded = load_state(module, read_state(path), path.name, remedy=remedy, left=left, strict=strict)
+    if dtype != "auto":
+        module.to(dtype)
+    return Subject(module, name or path.stem, str(path), unloaded=unloaded)
+
+
+def _open_hub(
+    hub_name: str, trust_remote_code: bool, dtype: torch.dtype | str, name: str | None, strict: bool
+) -> Subject:
+    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    from workbench.models.pretrained import errors_in_one_sentence, open_pretrained
+
+    try:
+        cached = try_to_load_from_cache(hub_name, "config.json")
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"'{hub_name}' is no path and cannot be the name of a model; check the spelling."
+        ) from error
+    is_cached = isinstance(cached, str)
+    if not is_cached and (constants.HF_HUB_OFFLINE or not _can_reach(constants.ENDPOINT)):
+        raise CheckpointError(
+            f"'{hub_name}' is no folder here, and the Hugging Face hub cannot be reached; "
+            "check the spelling, go online, or pass a local folder."
+        )
+    model, unloaded = open_pretrained(
+        hub_name,
+        Path(cached).parent if is_cached else None,
+        trust_remote_code=trust_remote_code,
+        dtype=dtype,
+        is_local=is_cached,
+        strict=strict,
+    )
+    tokenizer_files = ["*token*", "*.model", "config.json"]
+    with errors_in_one_sentence(hub_name, remedy="try again, or pass a local folder"):
+        folder = Path(snapshot_download(hub_name, allow_patterns=tokenizer_files, local_files_only=is_cached))
+    return Subject(model.eval(), name or hub_name.split("/")[-1], f"hub {hub_name}", folder, unloaded)
+
+
+def _can_reach(endpoint: str) -> bool:
+    """Whether the hub's address can be looked up: the hub's own client retries for half a minute before it gives up."""
+    if any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    host = endpoint.split("://")[-1].split("/")[0].split(":")[0]
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return False
+    return True

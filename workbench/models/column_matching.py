@@ -1,0 +1,295 @@
+"""Find the columns of one matrix among those of others by value, through norms if need be."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from workbench.models.tracing import Normalization, ParameterSlice, Projection
+
+#: Largest 1 - cosine between two columns that are the same up to rounding and a factor.
+_LARGEST_GAP = 1e-5
+#: Marks instead of a source: no column fits, and several do.
+_MISSING, _AMBIGUOUS = -1, -2
+
+
+@dataclass(frozen=True)
+class NormStep:
+    """A norm behind a projection.
+
+    Attributes:
+        gain: The gain's path in the model; None if it has none.
+        gain_offset: 1 if the norm multiplies by 1 + gain, else 0.
+        gain_index: For each column, its index in the flattened gain.
+        bias: Path of the bias that it adds.
+        is_centred: Whether the mean is subtracted first.
+        spans_heads: Whether it normalizes over all heads together rather than within each.
+    """
+
+    gain: str | None
+    gain_offset: int
+    gain_index: Tensor
+    bias: str | None
+    is_centred: bool
+    spans_heads: bool
+
+    def read_gain(self, model: nn.Module, like: Tensor) -> Tensor:
+        """Current gain, shaped like ``gain_index``."""
+        if self.gain is None:
+            return torch.ones(self.gain_index.shape, dtype=like.dtype, device=like.device)
+        gain = model.get_parameter(self.gain).detach().flatten()
+        return (gain + self.gain_offset)[self.gain_index.to(gain.device)].to(like)
+
+    def centre(self, weight: Tensor) -> Tensor:
+        """Weight (head, feature, head_dim) less its mean over what the norm spans."""
+        dims = (0, 2) if self.spans_heads else (2,)
+        return weight - weight.mean(dim=dims, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A linear map as a source of columns.
+
+    Attributes:
+        origin: The map whose input is the stream: itself, or the one before it.
+        weight: Its matrix; None if that is no parameter.
+        bias: Its bias; None if there is none or it is no parameter.
+        bias_value: The bias that was added.
+        columns: Its outputs at the first token, float64, shape (row, output).
+        into: Its inputs at the first token, shape (row, feature).
+        inner: The map before it, if its input is a norm of that map's output.
+        inner_column: Which outputs of the inner map.
+        inner_norm: The norm between.
+    """
+
+    origin: Projection
+    weight: ParameterSlice | None
+    bias: ParameterSlice | None
+    bias_value: Tensor | None
+    columns: Tensor
+    into: Tensor
+    inner: Source | None = None
+    inner_column: Tensor | None = None
+    inner_norm: NormStep | None = None
+
+    @classmethod
+    def of(cls, projection: Projection, n_batch: int, n_tokens: int) -> Source | None:
+        """The source that a projection is; None if it was not applied to every token."""
+        columns = _first_rows(projection.out, n_batch, n_tokens)
+        into = _first_rows(projection.into, n_batch, n_tokens)
+        if columns is None or into is None:
+            return None
+        return cls(projection, projection.weight, projection.bias, projection.bias_value, columns, into)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where each column of a target comes from.
+
+    Attributes:
+        sources: The linear maps.
+        source: Index of the map, shape (column,).
+        column: Which of its outputs, shape (column,).
+        factor: Constant between the two, shape (column,).
+        norm: The norm in between; its ``gain_index`` has shape (column,).
+    """
+
+    sources: Sequence[Source]
+    source: Tensor
+    column: Tensor
+    factor: Tensor
+    norm: NormStep | None = None
+
+    @property
+    def is_deep(self) -> Tensor:
+        """For each column, whether it comes from a map behind another map."""
+        return torch.tensor([self.sources[int(i)].inner is not None for i in self.source])
+
+
+def first_token_columns(heads: Tensor, n_batch: int, n_tokens: int) -> Tensor | None:
+    """Queries or keys (..., token, head_dim) at the first token, float64, shape (row, head * head_dim)."""
+    n_rest = heads.shape[:-2].numel()
+    if n_rest % n_batch or heads.shape[-2] != n_tokens:
+        return None
+    return heads.reshape(n_batch, n_rest // n_batch, n_tokens, heads.shape[-1])[:, :, 0].flatten(1).cpu().double()
+
+
+def find_columns(
+    target: Tensor, sources: Sequence[Source], norms: Sequence[Normalization], n_batch: int, n_tokens: int
+) -> Columns | str:
+    """Find each column of a target among the outputs of linear maps.
+
+    Args:
+        target: Shape (row, column).
+        sources: The maps.
+        norms: The norms that were applied; one may lie between a map and the target, or between two maps.
+        n_batch: Rows.
+        n_tokens: Tokens per row.
+
+    Returns:
+        The origin of every column, or a sentence's end that says how many were not found.
+    """
+    sources = _with_inner(_without_repetitions(sources), norms, n_batch, n_tokens)
+    direct = _match(target, [s.columns for s in sources])
+    if (direct[0] >= 0).all():
+        return Columns(sources, *direct)
+    if (direct[0] == _AMBIGUOUS).any():
+        return "several linear maps give the same values, so that the right one cannot be told (are they zero or tied?)"
+    best = float((direct[0] >= 0).double().mean())
+    for norm in norms:
+        into, out = (_first_rows(t, n_batch, n_tokens) for t in (norm.into, norm.out))
+        if into is None or out is None or into.shape != out.shape:
+            continue
+        if out.shape[1] > target.shape[1]:
+            continue
+        is_found, position, factor = _match(target, [out])
+        if (is_found < 0).any():
+            continue
+        source, column, inner_factor = _match(into[:, position], [s.columns for s in sources])
+        best = max(best, float((source >= 0).double().mean()))
+        if (source < 0).any() or inner_factor.std(correction=0) > 1e-6 * inner_factor.abs().mean():
+            continue
+        step = _norm_step(norm, into, out)
+        if step is None:
+            return "the norm that follows the projection is of no known kind"
+        # Positive per token as the norm's own factor; what is left is a constant that the scores see.
+        step = replace(step, gain_index=step.gain_index[position])
+        return Columns(sources, source, column, factor, step)
+    return f"only {best:.0%} of the columns are outputs of a linear map in the block"
+
+
+def _without_repetitions(sources: Sequence[Source]) -> list[Source]:
+    """Drop maps by the same weights that gave the same again."""
+    kept: list[Source] = []
+    for source in sources:
+        twins = (k for k in kept if k.weight == source.weight is not None and k.columns.shape == source.columns.shape)
+        if not any(torch.equal(k.columns, source.columns) for k in twins):
+            kept.append(source)
+    return kept
+
+
+def _with_inner(sources: Sequence[Source], norms: Sequence[Normalization], n_batch: int, n_tokens: int) -> list[Source]:
+    """Link a map to the one before it where only a norm lies between them."""
+    before: list[tuple[Tensor, dict]] = []
+    for norm in norms:
+        into, out = (_first_rows(t, n_batch, n_tokens) for t in (norm.into, norm.out))
+        if into is None or out is None or into.shape != out.shape:
+            continue
+        index, column, _ = _match(into, [s.columns for s in sources], exactly=True)
+        if (index < 0).any() or (index != index[0]).any():
+            continue
+        inner, step = sources[int(index[0])], _norm_step(norm, into, out)
+        if inner.weight is not None and step is not None and step.bias is None:
+            step = replace(step, gain_index=step.gain_index[None])
+            link = {"origin": inner.origin, "inner": inner, "inner_column": column, "inner_norm": step}
+            before.append((out, link))
+    linked = []
+    for source in sources:
+        links = (link for out, link in before if out.shape == source.into.shape and torch.equal(out, source.into))
+        linked.append(replace(source, **next(links, {})))
+    return linked
+
+
+def _first_rows(tensor: Tensor, n_batch: int, n_tokens: int) -> Tensor | None:
+    """What belongs to the first token of every row, float64, shape (row, rest); None if there is no such order."""
+    shape = tensor.shape
+    if len(shape) > 2 and shape[0] == n_batch and n_tokens in shape[1:-1]:
+        dim = 1 + shape[1:-1].index(n_tokens)
+        tensor = tensor.select(dim, 0)
+    elif len(shape) > 2 and shape[:2] == (n_tokens, n_batch):
+        tensor = tensor[0]
+    elif len(shape) > 1 and shape[0] == n_batch * n_tokens:
+        tensor = tensor.unflatten(0, (n_batch, n_tokens))[:, 0]
+    else:
+        return None
+    return tensor.flatten(1).cpu().double()
+
+
+def _match(target: Tensor, sources: Sequence[Tensor], *, exactly: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Source, column and factor of each target column: equal values, else proportional.
+
+    The source is -1 where there is none, and -2 where several fit.
+    """
+    table: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
+    for number, source in enumerate(sources):
+        for column, values in enumerate(source.T.contiguous().numpy()):
+            table[values.tobytes()].append((number, column))
+    n = target.shape[1]
+    found = torch.full((n,), _MISSING), torch.full((n,), _MISSING), torch.ones(n, dtype=torch.float64)
+    for j, values in enumerate(target.T.contiguous().numpy()):
+        _pick(found, j, table.get(values.tobytes(), []))
+    if not exactly and target.shape[0] > 2 and sources and (missing := (found[0] == _MISSING).nonzero()[:, 0]).numel():
+        _match_proportional(target, sources, found, missing)
+    return found
+
+
+def _pick(found: tuple[Tensor, Tensor, Tensor], j: int, options: list[tuple[int, int]]) -> None:
+    """Of several equal columns take the one that continues the row; without one, nobody can tell."""
+    if not options:
+        return
+    after = (int(found[0][j - 1]), int(found[1][j - 1]) + 1) if j else None
+    if after in options or len(options) == 1:
+        found[0][j], found[1][j] = after if after in options else options[0]
+    else:
+        found[0][j] = _AMBIGUOUS
+
+
+def _match_proportional(
+    target: Tensor, sources: Sequence[Tensor], found: tuple[Tensor, Tensor, Tensor], missing: Tensor
+) -> None:
+    """Match the missing columns up to a factor, where one column fits and no other comes close."""
+    target = target[:, missing]
+    lengths = target.norm(dim=0)
+    unit = target / lengths.clamp_min(1e-300)
+    cosines, columns = [], []
+    for source in sources:  # one at a time, for memory
+        cosine = unit.T @ (source / source.norm(dim=0).clamp_min(1e-300))
+        best, place = cosine.abs().topk(min(2, cosine.shape[1]), dim=1)
+        cosines.append(best if best.shape[1] == 2 else torch.cat([best, torch.zeros_like(best)], dim=1))
+        columns.append(place[:, 0])
+    ranked, order = torch.cat(cosines, dim=1).topk(2, dim=1)
+    gap, next_gap = 1 - ranked[:, 0], 1 - ranked[:, 1]
+    fits = (gap < _LARGEST_GAP) & (next_gap > torch.clamp(20 * gap, min=10 * _LARGEST_GAP)) & (lengths > 0)
+    for i in fits.nonzero()[:, 0].tolist():
+        number = int(order[i, 0]) // 2
+        column = int(columns[number][i])
+        values = sources[number][:, column]
+        j = int(missing[i])
+        found[0][j], found[1][j] = number, column
+        found[2][j] = (target[:, i] @ values) / (values @ values)
+
+
+def _norm_step(norm: Normalization, into: Tensor, out: Tensor) -> NormStep | None:
+    """Kind of a norm, by what it did: out = factor(token) * gain * (in [- mean]) + bias, factor > 0."""
+    n_columns, size = into.shape[1], norm.into.shape[-1]
+    if n_columns % size:
+        return None
+    gain, bias = norm.gain_value, norm.bias_value
+    gain_index = torch.arange(n_columns) % (gain.numel() if gain is not None else size)
+    if bias is not None:
+        out = out - bias.flatten().cpu().double()[torch.arange(n_columns) % bias.numel()]
+    grouped = out.unflatten(1, (-1, size))
+    best: tuple[float, bool, int] | None = None
+    for is_centred in (False, True):
+        for offset in (0, 1) if gain is not None else (0,):
+            rows = into.unflatten(1, (-1, size))
+            rows = rows - rows.mean(-1, keepdim=True) if is_centred else rows
+            values = (
+                rows if gain is None else rows * (gain.flatten().cpu().double() + offset)[gain_index].view(-1, size)
+            )
+            gap = 1 - torch.cosine_similarity(values, grouped, dim=-1).min()
+            if gap > 1e-4:
+                continue
+            # A constant gain fits with both offsets: then the size decides, for norms divide by the root mean square.
+            scale = (grouped * values).sum(-1) / (values * values).sum(-1) * rows.square().mean(-1).sqrt()
+            error = float((scale - 1).abs().mean()) if gain is not None else float(gap)
+            if best is None or error < best[0]:
+                best = (error, is_centred, offset)
+    if best is None:
+        return None
+    _, is_centred, offset = best
+    return NormStep(norm.gain, offset, gain_index, norm.bias, is_centred, size == n_columns)

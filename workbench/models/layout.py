@@ -1,0 +1,294 @@
+"""Which axis of inputs and states counts sequences and which counts tokens: known, or found by changing one token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import AnatomyError
+
+_ASK = (
+    "pass batch_first=True if the inputs are (batch, token) or (batch, token, feature), batch_first=False if they are "
+    "(token, batch) or (token, batch, feature)"
+)
+#: Inputs that accompany tokens and are not the tokens themselves.
+_COMPANIONS = ("mask", "position", "type", "label", "length")
+#: A state that changes by less than this share of the largest change has only been rounded differently.
+_ROUNDING = 16.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which axes count sequences.
+
+    Attributes:
+        inputs: Axis of the input tensors that counts sequences, 0 or 1; None: it cannot be told.
+        states: Axis of the states that counts sequences; None: it cannot be told, or states are (token, feature).
+        can_split: Whether a forward on a part of the inputs gives the same states as one on all of them.
+    """
+
+    inputs: int | None = 0
+    states: int | None = 0
+    can_split: bool = True
+
+
+#: Sequences first, as in transformers and in the zoo.
+BATCH_FIRST = Layout()
+
+
+def layout_of(
+    model: nn.Module,
+    inputs: Any,
+    leading: tuple[int, ...],
+    *,
+    batch_first: bool | None,
+    state_for: Callable[[Any], Tensor],
+) -> Layout:
+    """The axes that count sequences, in inputs and in states.
+
+    The layout of transformers' models, of the zoo, of images and of PyTorch's own transformer layers is documented. For
+    other models one token is changed: attention, convolutions and scans carry the change along the axis of tokens and
+    never from one sequence to another.
+
+    Args:
+        model: The module that ran.
+        inputs: What it was given; at most a few rows.
+        leading: Shape of the states without their feature.
+        batch_first: What the user says of the inputs; None: nothing.
+        state_for: From inputs to the states of these, as they leave the last block.
+
+    Returns:
+        The layout. Where no token depends on another, batch and token cannot be told apart by their effect; axes are
+        None then, and whoever needs them asks by `require`.
+
+    Raises:
+        AnatomyError: If the states of different sequences depend on each other, or several residual streams are
+            folded into the batch.
+    """
+    tokens = token_tensors(inputs)
+    axis = 1 - int(batch_first) if batch_first is not None else _documented_axis(model, inputs)
+    if axis is not None:
+        return Layout(axis, _axis_by_size(model, inputs, leading, axis, state_for, has_tokens=bool(tokens)))
+    if not tokens:  # vectors: each row is a sample of its own, unless it can be seen to be a token of one sequence
+        main = next(_tensors(inputs), None)
+        is_sequence = main is not None and main.ndim == 2 and len(_changed(main, inputs, state_for)) > 1
+        return Layout(None if is_sequence else 0, None if is_sequence else 0, not is_sequence)
+    name, main = tokens[0]
+    changed = _changed_states(name, main, inputs, state_for)
+    if changed.ndim != 2:
+        n_changed = int(changed.sum())
+        return Layout(None, None, n_changed <= 1)
+    n_rows, n_columns = (int(changed.any(dim=1 - dim).sum()) for dim in (0, 1))
+    if n_rows > 1 and n_columns > 1:
+        if _is_folded(tuple(main.shape[:2]), leading):
+            raise _folded(model, main, leading)
+        raise AnatomyError(
+            f"Changing one token of {type(model).__name__} changes states along both axes of {leading}, so that batch "
+            f"and token cannot be told apart; {_ASK}."
+        )
+    if n_rows <= 1 and n_columns <= 1:
+        return Layout(None, None)
+    states = 1 if n_rows > 1 else 0
+    fitting = [axis for axis in (0, 1) if main.shape[axis] == leading[states]]
+    if not fitting:
+        raise _folded(model, main, leading)
+    if len(fitting) == 2:  # as many sequences as tokens: see whether the second entry belongs to the first's sequence
+        fitting = [_axis_by_effect(name, main, inputs, state_for, changed, states)]
+    return Layout(fitting[0], states)
+
+
+def require(axis: int | None, what: str, leading: tuple[int, ...]) -> int:
+    """The axis, if it is known.
+
+    Args:
+        axis: From a `Layout`.
+        what: Who needs it, for the message.
+        leading: Shape of the states without their feature.
+
+    Raises:
+        AnatomyError: If it is not known.
+    """
+    if axis is None:
+        raise AnatomyError(
+            f"{what} needs to know which axis of states of shape {tuple(leading)} counts sequences, and no token of "
+            f"this model depends on another, so that it cannot be told; {_ASK}."
+        )
+    return axis
+
+
+def token_tensors(inputs: Any) -> list[tuple[Any, Tensor]]:
+    """Names (or positions) and values of the inputs that hold tokens: ids (a, b), or vectors (a, b, feature)."""
+    return [
+        (name, value)
+        for name, value in _named(inputs)
+        if (value.ndim == 3 if value.is_floating_point() else value.ndim == 2)
+        and not any(part in str(name) for part in _COMPANIONS)
+    ]
+
+
+def _named(inputs: Any) -> Iterator[tuple[Any, Tensor]]:
+    if isinstance(inputs, Mapping):
+        items = inputs.items()
+    else:
+        items = enumerate(inputs) if isinstance(inputs, tuple | list) else [(None, inputs)]
+    yield from ((name, value) for name, value in items if isinstance(value, Tensor) and value.ndim)
+
+
+def _tensors(inputs: Any) -> Iterator[Tensor]:
+    yield from (value for _, value in _named(inputs))
+
+
+def _documented_axis(model: nn.Module, inputs: Any) -> int | None:
+    """The axis of the inputs that counts sequences, where the model's documentation says it."""
+    if any(value.ndim > 3 for value in _tensors(inputs)):
+        return 0  # images, videos: convolutions take samples first
+    from workbench.zoo import is_zoo_model
+
+    modules = [cls.__module__.split(".") for cls in type(model).__mro__]
+    if is_zoo_model(model) or any(parts[0] == "transformers" for parts in modules):
+        return 0
+    if modules[0][:2] == ["torch", "nn"]:
+        attention = next((m for m in model.modules() if isinstance(m, nn.MultiheadAttention)), None)
+        has_batch = all(value.ndim == 3 for value in _tensors(inputs) if value.is_floating_point())
+        if attention is not None and has_batch:
+            return 0 if attention.batch_first else 1
+    return None
+
+
+def _axis_by_size(
+    model: nn.Module,
+    inputs: Any,
+    leading: tuple[int, ...],
+    axis: int,
+    state_for: Callable[[Any], Tensor],
+    *,
+    has_tokens: bool,
+) -> int | None:
+    """The axis of the states that is as long as the inputs have sequences."""
+    counts = {value.shape[axis] for value in _tensors(inputs) if value.ndim > axis}
+    fitting = [position for position, size in enumerate(leading) if size in counts]
+    if len(fitting) == 1:
+        return fitting[0]
+    if len(fitting) > 1:  # change a whole sequence: the axis along which one entry alone changes counts sequences
+        named = token_tensors(inputs) or [(n, v) for n, v in _named(inputs) if v.is_floating_point() and v.ndim > axis]
+        if not named:
+            return fitting[0]
+        changed = _changed_states(*named[0], inputs, state_for, sequence_axis=axis)
+        others = [tuple(d for d in range(changed.ndim) if d != position) for position in fitting]
+        single = [p for p, rest in zip(fitting, others, strict=True) if int(changed.any(dim=rest).sum()) == 1]
+        return next((p for p in single if leading[p] > 1), single[0] if single else fitting[0])
+    if has_tokens and len(leading) == 2:
+        _, main = token_tensors(inputs)[0]
+        if _is_folded(tuple(main.shape[:2]), leading):
+            raise _folded(model, main, leading)
+    return None
+
+
+def _is_folded(inputs: tuple[int, int], leading: tuple[int, ...]) -> bool:
+    """Whether the states are the tokens several times over, with one axis longer by a whole factor."""
+    for shape in (inputs, inputs[::-1]):
+        for axis in (0, 1):
+            factor, rest = divmod(leading[axis], shape[axis])
+            if factor > 1 and not rest and leading[1 - axis] == shape[1 - axis]:
+                return True
+    return False
+
+
+def _folded(model: nn.Module, main: Tensor, leading: tuple[int, ...]) -> AnatomyError:
+    return AnatomyError(
+        f"The states of {type(model).__name__} have leading shape {tuple(leading)} where its inputs have "
+        f"{tuple(main.shape[:2])}: several residual streams are folded into the batch, or tokens are regrouped, which "
+        "cannot be read; choose another model, or as stack= blocks with one state a token."
+    )
+
+
+def _axis_by_effect(
+    name: Any, main: Tensor, inputs: Any, state_for: Callable[[Any], Tensor], first: Tensor, states: int
+) -> int:
+    """The axis of the inputs that counts sequences, where both are of one length."""
+    along_rows = _changed_states(name, main, inputs, state_for, place=(1, 0))
+    sequence = first.any(dim=1 - states).nonzero().flatten().tolist()
+    other = along_rows.any(dim=1 - states).nonzero().flatten().tolist()
+    return 1 if other == sequence else 0
+
+
+def _changed_states(
+    name: Any,
+    main: Tensor,
+    inputs: Any,
+    state_for: Callable[[Any], Tensor],
+    *,
+    place: tuple[int, int] | None = None,
+    sequence_axis: int | None = None,
+) -> Tensor:
+    """Which states change with one token (or one whole sequence) of the inputs, boolean, of the leading shape."""
+    changed = main.clone()
+    if sequence_axis is not None:
+        selected: Any = (slice(None),) * sequence_axis + (0,)
+    else:
+        selected = place or _first_attended(inputs, main)
+    changed[selected] = _another(main, changed[selected])
+    return _difference(state_for(inputs), state_for(_with(inputs, name, changed)))
+
+
+def _changed(main: Tensor, inputs: Any, state_for: Callable[[Any], Tensor]) -> list[int]:
+    """Rows of vectors whose states change with the first."""
+    name = next(n for n, value in _named(inputs) if value is main)
+    changed = main.clone()
+    changed[0] = _another(main, changed[0])
+    difference = _difference(state_for(inputs), state_for(_with(inputs, name, changed)))
+    return (
+        difference.flatten(1).any(1).nonzero().flatten().tolist()
+        if difference.ndim > 1
+        else (difference.nonzero().flatten().tolist())
+    )
+
+
+def _difference(before: Tensor, after: Tensor) -> Tensor:
+    """Which states differ, boolean, of the leading shape."""
+    if before.shape != after.shape:
+        raise AnatomyError(
+            f"The states change their shape from {tuple(before.shape)} to {tuple(after.shape)} with one token, so that "
+            "batch and token cannot be told apart; pass batch_first=."
+        )
+    size = (before.double() - after.double()).abs().amax(-1)
+    largest = float(size.max()) if size.numel() else 0.0
+    changed = size > 0
+    if changed.ndim == 2 and int(changed.any(0).sum()) > 1 and int(changed.any(1).sum()) > 1:
+        # Experts get other numbers of tokens, and kernels of other shapes round differently.
+        eps = torch.finfo(before.dtype).eps if before.is_floating_point() else 0.0
+        changed = size > _ROUNDING * eps * max(largest, float(before.double().abs().max()))
+    return changed
+
+
+def _first_attended(inputs: Any, main: Tensor) -> tuple[int, int]:
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    if isinstance(mask, Tensor) and mask.shape == main.shape[:2] and bool(mask.any()):
+        return tuple(int(i) for i in mask.nonzero()[0])
+    return 0, 0
+
+
+def _another(main: Tensor, value: Tensor) -> Tensor:
+    """Something else of the same kind."""
+    if value.is_floating_point():
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(value.shape, generator=generator).to(value)
+        scale = float(main.float().std(correction=0))
+        return value.flip(-1) * -0.5 + noise * (scale or 1.0)
+    known = main.unique()
+    if len(known) > 1:
+        place = torch.searchsorted(known, value.contiguous())
+        return known[(place + 1) % len(known)]
+    return torch.where(value > 0, value - 1, value + 1)
+
+
+def _with(inputs: Any, name: Any, value: Tensor) -> Any:
+    if isinstance(inputs, Mapping):
+        return {**inputs, name: value}
+    if isinstance(inputs, tuple | list):
+        return tuple(value if position == name else item for position, item in enumerate(inputs))
+    return value

@@ -1,0 +1,123 @@
+"""The sizes of a model that a plan has to fit: heads, blocks, experts, vocabulary; from whatever describes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from workbench.models.probing import unwrap
+
+_NAMES = {
+    "n_heads": ("n_heads", "num_attention_heads", "n_head", "num_heads", "decoder_attention_heads"),
+    "n_kv_heads": ("n_kv_heads", "num_key_value_heads", "num_kv_heads"),
+    "depth": ("n_layers", "num_hidden_layers", "n_layer", "num_layers", "depth"),
+    "width": ("d_model", "hidden_size", "n_embd", "width"),
+    "inner_width": ("mlp_width", "intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size"),
+    "n_experts": ("n_experts", "num_local_experts", "num_experts", "n_routed_experts"),
+    "vocabulary": ("vocab_size",),
+    "max_length": ("max_length", "max_position_embeddings", "n_positions", "n_ctx", "max_target_positions"),
+    "image_size": ("image_size",),
+    "n_channels": ("n_channels", "num_channels", "in_channels"),
+    "patch_size": ("patch_size",),
+}
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model; None: there is no such thing, or nothing says it.
+
+    Attributes:
+        n_heads: Query heads of each block.
+        n_kv_heads: Key-value heads of each block.
+        depth: Residual blocks.
+        width: Of the residual stream.
+        inner_width: Of the hidden layer of the MLP, or of what takes its place.
+        n_experts: In each block.
+        vocabulary: Tokens.
+        max_length: Longest sequence, in tokens.
+        image_size: Pixels along the side of an image.
+        n_channels: Channels of an image.
+        patch_size: Pixels along the side of a patch.
+    """
+
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    depth: int | None = None
+    width: int | None = None
+    inner_width: int | None = None
+    n_experts: int | None = None
+    vocabulary: int | None = None
+    max_length: int | None = None
+    image_size: int | None = None
+    n_channels: int | None = None
+    patch_size: int | None = None
+
+    def bears_tensor_parallel(self, n: int) -> bool:
+        """Whether every matrix can be cut for ``n`` devices, each with whole heads.
+
+        Fewer key-value heads than devices are copied, so one number has to divide the other.
+        """
+        if self.n_heads is not None and self.n_heads % n:
+            return False
+        if self.n_kv_heads is not None and self.n_kv_heads % n and n % self.n_kv_heads:
+            return False
+        widths = [self.inner_width] if self.n_heads is not None else [self.width, self.inner_width]
+        return all(width % n == 0 for width in widths if width is not None)
+
+
+def model_sizes(source: Any) -> ModelSizes:
+    """Sizes of a design, a model, a subject, or the configuration of one.
+
+    Args:
+        source: Anything with ``describe()`` or ``config``, a configuration (the zoo's or one of transformers), or a
+            mapping of its options.
+    """
+    found: dict[str, int | None] = {}
+    option = _options(source)
+    for name, spellings in _NAMES.items():
+        values = (_side(option(spelling)) for spelling in spellings)
+        found[name] = next((int(v) for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
+    ratio, expand = option("mlp_ratio"), option("expand")
+    if found["inner_width"] is None and found["width"] is not None and found["n_heads"] is not None:
+        wide = (ratio if isinstance(ratio, int | float) else 4) * found["width"]
+        found["inner_width"] = int(wide) if float(wide).is_integer() else 8 * math.ceil(wide / 8)
+    if found["inner_width"] is None and found["width"] is not None and isinstance(expand, int):
+        found["inner_width"] = expand * found["width"]
+    if found["n_heads"] is None:
+        found["n_kv_heads"] = None
+    return ModelSizes(**found)
+
+
+def nearest_size(wanted: int, is_possible: Callable[[int], bool], *, highest: int) -> int:
+    """The possible number from 1 to ``highest`` that is nearest by ratio, of two equally near the smaller."""
+    possible = [n for n in range(1, highest + 1) if is_possible(n)]
+    return min(possible, key=lambda n: (abs(math.log(n / wanted)), n))
+
+
+def _side(value: Any) -> Any:
+    """Of a height and a width that are equal one number."""
+    is_square = isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]
+    return value[0] if is_square else value
+
+
+def _options(source: Any) -> Callable[[str], Any]:
+    """A function from the name of an option to its value, or None."""
+    if callable(describe := getattr(source, "describe", None)):
+        source = describe()
+    elif not isinstance(source, nn.Module) and isinstance(getattr(source, "model", None), nn.Module):
+        source = source.model
+    if isinstance(source, nn.Module):
+        source = getattr(unwrap(source), "config", None)
+    if callable(as_dict := getattr(source, "as_dict", None)):
+        source = as_dict()
+    if isinstance(source, Mapping):
+        # A composite description keeps the language part a level below.
+        inner = [value for value in source.values() if isinstance(value, Mapping)]
+        return lambda name: next((part[name] for part in (source, *inner) if part.get(name) is not None), None)
+    text = getattr(source, "text_config", None)
+    parts = [part for part in (source, text) if part is not None]
+    return lambda name: next((v for part in parts if (v := getattr(part, name, None)) is not None), None)

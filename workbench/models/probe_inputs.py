@@ -1,0 +1,81 @@
+"""Inputs that tell columns apart: several rows that begin differently, as long as no other dimension of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.models.layout import BATCH_FIRST, Layout
+
+_N_ROWS = 12
+_LENGTHS = (11, 13, 7, 17, 19)
+
+
+def probe_inputs(model: nn.Module, inputs: Any, layout: Layout = BATCH_FIRST) -> Any:
+    """Inputs like the given ones, with twelve different rows.
+
+    Token ids are drawn from those given, at a length that divides no dimension of the model's weights, so that shapes
+    are unambiguous; masks become ones. Other tensors are repeated with 10 % of noise.
+
+    Args:
+        model: The model that they are for.
+        inputs: What `call_model` takes.
+        layout: Which axis of the inputs counts sequences; where that is not known they are taken as they are.
+
+    Returns:
+        The same structure; it is the same every time, and the global random state is untouched.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sizes = {size for p in model.parameters() for size in p.shape}
+    n_tokens = next((n for n in _LENGTHS if all(size % n for size in sizes)), _LENGTHS[0])
+    if layout.inputs is None:
+        return inputs
+    n_given = _n_rows(inputs, layout.inputs)
+
+    def remake(value: Any, name: str) -> Any:
+        if not isinstance(value, Tensor) or value.ndim <= layout.inputs or value.shape[layout.inputs] != n_given:
+            return value
+        return remade(value.movedim(layout.inputs, 0), name).movedim(0, layout.inputs)
+
+    def remade(value: Tensor, name: str) -> Tensor:
+        if value.is_floating_point():
+            copies = value[torch.arange(_N_ROWS) % n_given].clone()
+            scale = 0.1 * float(value.float().std(correction=0)) if "mask" not in name else 0.0
+            noise = torch.randn(copies.shape, generator=generator) * scale
+            return copies + noise.to(copies)
+        if value.ndim != 2:
+            return value[torch.arange(_N_ROWS) % n_given]
+        if "mask" in name:
+            return value.new_ones(_N_ROWS, n_tokens)
+        if "position" in name:
+            return torch.arange(n_tokens, device=value.device).expand(_N_ROWS, -1).to(value)
+        if "type" in name:
+            return value.new_zeros(_N_ROWS, n_tokens)
+        return _draw(value, n_tokens, generator)
+
+    if isinstance(inputs, Mapping):
+        return {name: remake(value, name) for name, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return tuple(remake(value, "") for value in inputs)
+    return remake(inputs, "")
+
+
+def _draw(tokens: Tensor, n_tokens: int, generator: torch.Generator) -> Tensor:
+    """Rows of token ids that were given, or lie below them: the first of each row differs as far as it can."""
+    known = tokens.unique().cpu()
+    if len(known) < _N_ROWS:
+        known = torch.arange(int(known.max()) + 1)[-4 * _N_ROWS :]
+    firsts = known[torch.randperm(len(known), generator=generator)]
+    firsts = firsts[torch.arange(_N_ROWS) % len(firsts)]
+    rest = known[torch.randint(len(known), (_N_ROWS, n_tokens - 1), generator=generator)]
+    return torch.cat([firsts[:, None], rest], dim=1).to(tokens)
+
+
+def _n_rows(inputs: Any, axis: int) -> int:
+    values = (
+        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
+    )
+    return next((value.shape[axis] for value in values if isinstance(value, Tensor) and value.ndim > axis), 0)

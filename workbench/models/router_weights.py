@@ -1,0 +1,173 @@
+"""Router weights of mixture-of-experts blocks: the linear map whose outputs decide which experts a token goes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.models.anatomy import Anatomy, read_anatomy
+from workbench.models.attention_weights import Unreadable
+from workbench.models.batches import Batches
+from workbench.models.probing import on_device_of, unwrap
+from workbench.models.site import Site
+from workbench.models.tracing import BlockTrace, ParameterSlice, Projection, Selection, trace_blocks
+
+if TYPE_CHECKING:
+    from workbench.models.subject import Subject
+
+
+@dataclass(frozen=True)
+class Router:
+    """The router of one block.
+
+    Attributes:
+        layer: Index of the site.
+        site: Name of the site.
+        name: The weight's path in the model.
+        weight: Shape (expert, feature).
+        bias: Shape (expert,); None without one.
+        n_experts: Experts to choose from.
+        top_k: Experts that each token goes to.
+        scoring: How logits become what is compared: "logits", "softmax" or "sigmoid".
+        is_corrected: Whether a correction per expert is added before the choice, or experts are ruled out by group, so
+            that the largest logits need not be the experts chosen.
+        rows: Where the weight lies in the parameter.
+        bias_rows: Where the bias lies in its parameter.
+    """
+
+    layer: int
+    site: str
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    n_experts: int
+    top_k: int
+    scoring: str
+    is_corrected: bool
+    rows: ParameterSlice
+    bias_rows: ParameterSlice | None
+
+    def read(self, model: nn.Module) -> Router:
+        """The same router with the weights as they are now, without a forward."""
+        bias = _read(model, self.bias_rows) if self.bias_rows is not None else None
+        return replace(self, weight=_read(model, self.rows), bias=bias)
+
+
+def router_weights(
+    model: Subject | nn.Module, inputs: Any, *, anatomy: Anatomy | None = None
+) -> list[Router | Unreadable]:
+    """Routers of the blocks that have one.
+
+    The model runs once. A router is the linear map with one output per expert whose logits, as they are or through
+    softmax or sigmoid, are what the largest are taken of; that is checked on the values.
+
+    Args:
+        model: Any module, or a subject from `open_checkpoint`; left as it was.
+        inputs: As for `workbench.profile`; of several batches the first is used.
+        anatomy: The model's blocks, if they are known already.
+
+    Returns:
+        One entry per block that chooses the largest of something, in order; dense blocks are absent. A block whose
+        choice cannot be traced to a linear map is `Unreadable`; a dozen tokens are enough to tell.
+
+    Raises:
+        AnatomyError: If no anatomy was passed and none can be read.
+    """
+    subject, model = model, unwrap(model)
+    inputs = on_device_of(model, Batches.of(inputs, None if subject is model else subject).first())
+    anatomy = anatomy or read_anatomy(model, inputs)
+    found = trace_blocks(model, inputs, anatomy, _find_router)
+    routers = []
+    for layer, (site, finding) in enumerate(zip(anatomy.sites, found, strict=True)):
+        if isinstance(finding, str):
+            routers.append(Unreadable(layer, site.name, finding))
+        elif finding is not None:
+            bias = _read(model, finding.bias) if finding.bias is not None else None
+            weight = _read(model, finding.rows)
+            routers.append(
+                Router(
+                    layer,
+                    site.name,
+                    finding.rows.name,
+                    weight,
+                    bias,
+                    len(weight),
+                    finding.top_k,
+                    finding.scoring,
+                    finding.is_corrected,
+                    finding.rows,
+                    finding.bias,
+                )
+            )
+    return routers
+
+
+@dataclass(frozen=True)
+class _Finding:
+    rows: ParameterSlice
+    bias: ParameterSlice | None
+    top_k: int
+    scoring: str
+    is_corrected: bool
+
+
+def _read(model: nn.Module, rows: ParameterSlice) -> Tensor:
+    parameter = unwrap(model).get_parameter(rows.name).detach()
+    return parameter.narrow(rows.axis, rows.start, rows.size).transpose(0, rows.axis).clone()
+
+
+def _find_router(layer: int, site: Site, trace: BlockTrace) -> _Finding | str | None:
+    del layer
+    selections = [s for s in trace.selections if s.scores.is_floating_point() and s.scores.shape[-1] > 1]
+    for selection in reversed(selections):  # group-limited routers choose groups first, experts last
+        for projection in reversed(trace.projections):
+            if (how := _compared_as(projection, selection)) is None:
+                continue
+            scoring, is_corrected = how
+            if projection.weight is None:
+                return f"The router of {site.name} multiplies by a matrix that is no parameter of the model."
+            n_selected = selection.n_selected
+            if not selection.is_surely_one:  # the second expert may be chosen in a second step, among the others
+                n_selected = _n_different([s.scores for s in selections if s.scores.shape == selection.scores.shape])
+            return _Finding(projection.weight, projection.bias, n_selected, scoring, is_corrected)
+    if sure := [s for s in selections if s.is_surely_one]:
+        n_experts = sure[-1].scores.shape[-1]
+        return (
+            f"{site.name} chooses the largest of {n_experts} values, but they are not the logits of a linear map in "
+            "it, nor their softmax or sigmoid."
+        )
+    return None
+
+
+def _n_different(tensors: list[Tensor]) -> int:
+    different: list[Tensor] = []
+    for tensor in tensors:
+        if not any(torch.equal(tensor, other) for other in different):
+            different.append(tensor)
+    return len(different)
+
+
+def _compared_as(projection: Projection, selection: Selection) -> tuple[str, bool] | None:
+    """How a projection's outputs became what was compared; None if they did not."""
+    n_experts = selection.scores.shape[-1]
+    if projection.out.shape[-1] != n_experts or projection.out.numel() != selection.scores.numel():
+        return None
+    logits = projection.out.reshape(-1, n_experts).double()
+    scores = selection.scores.reshape(-1, n_experts).double()
+    rounding = max(1e-5, 4 * torch.finfo(projection.out.dtype).eps)
+    views = {"logits": logits, "softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}
+    for scoring, values in views.items():
+        if torch.allclose(values, scores, rtol=rounding, atol=rounding):
+            return scoring, False
+    for scoring, values in views.items():
+        # A correction is one number per expert; experts that are ruled out are set to zero or to minus infinity.
+        is_open = torch.isfinite(scores) & (scores != 0)
+        difference = (scores - values).masked_fill(~is_open, float("nan"))
+        middle = difference.nanmedian(dim=0).values
+        is_same = ((difference - middle).abs() <= 10 * rounding) | ~is_open
+        if is_same.all() and is_open.sum() > 2 * n_experts:
+            return scoring, True
+    return None

@@ -1,0 +1,82 @@
+"""One place where the residual stream passes a block: where the state sits among arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from workbench.errors import AnatomyError
+from workbench.models.block_calls import Slot, arguments, results
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where the residual stream passes a block.
+
+    Attributes:
+        name: Module path, such as ``transformer.h.3``; later calls of a shared module end in ``#1``, ``#2``, ...
+        module: The block.
+        call: Which call of this module within one forward, from 0.
+        input_slot: Where the state sits in the arguments: a position or a keyword.
+        output_slot: Where it sits in the output: an index or a key; None if the output is the state.
+    """
+
+    name: str
+    module: nn.Module
+    call: int
+    input_slot: Slot = 0
+    output_slot: Slot = None
+
+    def state_in(self, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
+        """Residual stream entering the block, shape (..., feature), as the block gets it.
+
+        ``Anatomy.layout`` says which axis counts sequences: (token, batch, feature) occurs too.
+
+        Args:
+            args: Positional arguments, as a forward pre-hook sees them.
+            kwargs: Keyword arguments, as a forward pre-hook with ``with_kwargs=True`` sees them.
+
+        Raises:
+            AnatomyError: If the state is not where it was when the anatomy was read.
+        """
+        return _take(dict(arguments(args, kwargs)), self.input_slot, self.name, "arguments")
+
+    def with_state(
+        self, args: tuple, kwargs: Mapping[str, Any], state: Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call of the block, with another state entering.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            state: The other state, shaped like the one that is there.
+        """
+        slot = self.input_slot
+        if isinstance(slot, str):
+            return args, {**kwargs, slot: state}
+        return (*args[:slot], state, *args[slot + 1 :]), dict(kwargs)
+
+    def state_out(self, output: Any) -> Tensor:
+        """Residual stream leaving the block, shaped like `state_in`.
+
+        Args:
+            output: What the block returned: a tensor, or a tuple or mapping that holds it.
+
+        Raises:
+            AnatomyError: If the state is not where it was when the anatomy was read.
+        """
+        return _take(dict(results(output)), self.output_slot, self.name, "output")
+
+
+def _take(values: dict[Slot, Any], slot: Slot, name: str, what: str) -> Tensor:
+    value = values.get(slot)
+    if not isinstance(value, Tensor):
+        where = "itself" if slot is None else f"at {slot!r}"
+        raise AnatomyError(
+            f"The {what} of {name} held no tensor {where}, where the residual stream was when the anatomy was read; "
+            "read the anatomy again with the kind of inputs that you use."
+        )
+    return value

@@ -1,0 +1,366 @@
+"""See what happens inside each block during one forward: projections, norms, attention scores, selections."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from workbench.models.anatomy import Anatomy
+from workbench.models.probing import run_foreign, storage_pointer, undisturbed, watch
+from workbench.models.site import Site
+
+Finding = TypeVar("Finding")
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """Where the rows or columns of an operand lie in a parameter.
+
+    Attributes:
+        name: The parameter's path in the model.
+        axis: The parameter's axis that counts outputs: 0 for [out, in], 1 for [in, out]; 0 for a vector.
+        start: Index of the first output along that axis.
+        size: Number of outputs.
+    """
+
+    name: str
+    axis: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear map that was applied.
+
+    Attributes:
+        weight: Its matrix; None if that is no parameter.
+        bias: Its bias as part of a parameter; None if there is none or it is no parameter.
+        bias_value: The bias that was added, if any.
+        into: What it was applied to, shape (..., feature).
+        out: What came out, shape (..., output).
+    """
+
+    weight: ParameterSlice | None
+    bias: ParameterSlice | None
+    bias_value: Tensor | None
+    into: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """A norm that was applied: what entered, what left, its gain and bias, and their names if they are parameters."""
+
+    into: Tensor
+    out: Tensor
+    gain: str | None
+    bias: str | None
+    gain_value: Tensor | None
+    bias_value: Tensor | None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Attention scores that were computed.
+
+    Attributes:
+        query: Shape (..., token, head_dim).
+        key: Shape (..., token, head_dim).
+        n_projections: How many linear maps the block had applied by then.
+    """
+
+    query: Tensor
+    key: Tensor
+    n_projections: int
+
+
+@dataclass(frozen=True)
+class PackedAttention:
+    """A call of PyTorch's own multi-head attention, whose layout PyTorch documents."""
+
+    query: Tensor
+    key: Tensor
+    n_heads: int
+    query_weight: ParameterSlice | None
+    key_weight: ParameterSlice | None
+    query_bias: ParameterSlice | None
+    key_bias: ParameterSlice | None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A choice of the largest along the last dimension.
+
+    Attributes:
+        scores: What was compared.
+        n_selected: How many were taken.
+        is_surely_one: Whether it can be nothing else; a maximum may also serve to keep an exponential in range.
+    """
+
+    scores: Tensor
+    n_selected: int
+    is_surely_one: bool
+
+
+@dataclass
+class BlockTrace:
+    """What happened inside one call of a block."""
+
+    state: Tensor
+    projections: list[Projection] = field(default_factory=list)
+    norms: list[Normalization] = field(default_factory=list)
+    attentions: list[Scores | PackedAttention] = field(default_factory=list)
+    selections: list[Selection] = field(default_factory=list)
+
+
+def trace_blocks(
+    model: nn.Module, inputs: Any, anatomy: Anatomy, analyse: Callable[[int, Site, BlockTrace], Finding]
+) -> list[Finding]:
+    """Run the model once and analyse each block as soon as it is through, so that one trace at a time is in memory.
+
+    Args:
+        model: The model, left as it was.
+        inputs: What `call_model` takes.
+        anatomy: The model's blocks.
+        analyse: Gets layer, site and trace.
+
+    Returns:
+        What ``analyse`` returned, in the order of the sites.
+    """
+    layers = {(site.module, site.call): layer for layer, site in enumerate(anatomy.sites)}
+    n_calls: dict[nn.Module, int] = {}
+    findings: dict[int, Finding] = {}
+    recorder = _Recorder(model)
+
+    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        site = anatomy.sites[layers[module, n_calls.get(module, 0)]]
+        recorder.trace = BlockTrace(site.state_in(args, kwargs).detach())
+
+    def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        layer = layers[module, n_calls.get(module, 0)]
+        n_calls[module] = n_calls.get(module, 0) + 1
+        trace, recorder.trace = recorder.trace, None
+        with torch._C.DisableTorchFunction():
+            findings[layer] = analyse(layer, anatomy.sites[layer], trace)
+
+    def leaf(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        recorder.record_leaf(module, args, output)
+
+    blocks = dict.fromkeys(site.module for site in anatomy.sites)
+    leaves = dict.fromkeys(m for block in blocks for m in block.modules() if not any(True for _ in m.children()))
+    requests = [(block, enter, True) for block in blocks]
+    requests += [(module, leaf, False) for module in leaves if module not in blocks]
+    requests += [(block, leave, False) for block in blocks]
+    with undisturbed(model), watch(requests), recorder:
+        run_foreign(model, inputs)
+    return [findings[layer] for layer in sorted(findings)]
+
+
+_CASTS = frozenset({"to", "type", "float", "half", "bfloat16", "double", "contiguous", "type_as", "clone"})
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes the calls of interest while a block runs; computes nothing and changes nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.trace: BlockTrace | None = None
+        self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._note(name, parameter)
+        # Copies of parameters in another precision: their address, and the copy itself lest the address be reused.
+        self._copies: list[Tensor] = []
+
+    def _note(self, name: str, tensor: Tensor) -> None:
+        if (pointer := storage_pointer(tensor)) is not None:
+            self._parameters.setdefault(pointer, []).append((name, tensor.detach()))
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        before = _Before(self, func, args, kwargs) if self.trace is not None else None
+        result = func(*args, **kwargs)
+        if before is not None and self.trace is not None:
+            before.record(result)
+        return result
+
+    def record_leaf(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Note a norm that is a module of its own making; PyTorch's own are seen as functions."""
+        if self.trace is None or not args or type(module).__module__.startswith("torch.nn.modules"):
+            return
+        if not isinstance(output, Tensor) or not isinstance(args[0], Tensor):
+            return
+        named = dict(module.named_parameters(recurse=False))
+        gain, bias = named.pop("weight", None), named.pop("bias", None)
+        is_map = args[0].shape != output.shape or named or (gain is not None and gain.shape[-1:] != output.shape[-1:])
+        if is_map:
+            return
+        if gain is not None and gain.ndim > 1 and gain.numel() != output.shape[-1] * output.shape[-2]:
+            return
+        self.add_norm(args[0], output, gain, bias)
+
+    def add_norm(self, into: Tensor, out: Tensor, gain: Tensor | None, bias: Tensor | None) -> None:
+        """Note a norm that was applied."""
+        names = self.name(gain), self.name(bias)
+        self.trace.norms.append(Normalization(_keep(into), _keep(out), *names, gain, bias))
+
+    def name(self, tensor: Any) -> str | None:
+        """Name of a whole parameter."""
+        place = self.locate(tensor)
+        return place[0] if place is not None and place[1].shape == tensor.shape else None
+
+    def locate(self, tensor: Any) -> tuple[str, Tensor] | None:
+        """The parameter in whose memory a tensor lies."""
+        pointer = storage_pointer(tensor)
+        owners = self._parameters.get(pointer, []) if pointer is not None else []
+        inside = [
+            (name, owner)
+            for name, owner in owners
+            if 0 <= tensor.storage_offset() - owner.storage_offset() < max(1, owner.numel())
+        ]
+        return inside[0] if inside else None
+
+    def slice(self, operand: Any, *, outputs_last: bool = False) -> ParameterSlice | None:
+        """Which outputs of which parameter an operand holds; None if it is no parameter or a stranger view of one."""
+        place = self.locate(operand)
+        if place is None:
+            return None
+        name, owner = place
+        offset = operand.storage_offset() - owner.storage_offset()
+        if operand.ndim == 1 and owner.ndim == 1 and operand.stride() == owner.stride():
+            return ParameterSlice(name, 0, offset // max(1, owner.stride(0)), operand.shape[0])
+        if operand.ndim != 2 or owner.ndim != 2:
+            return None
+        operand = operand.T if outputs_last else operand
+        for axis in (0, 1):
+            view = owner if axis == 0 else owner.T
+            start, rest = divmod(offset, view.stride(0)) if axis == 0 else (offset, 0)
+            if operand.stride() == view.stride() and operand.shape[1] == view.shape[1] and not rest:
+                return ParameterSlice(name, axis, start, operand.shape[0])
+        return None
+
+    def note_copy(self, source: Any, result: Any) -> None:
+        """Remember that a tensor is a parameter in another precision."""
+        name = self.name(source)
+        if name is None or not isinstance(result, Tensor) or result.shape != source.shape:
+            return
+        if storage_pointer(result) != storage_pointer(source):
+            self._copies.append(result)
+            self._note(name, result)
+
+
+class _Before:
+    """One call of a torch function: arguments now, result later."""
+
+    def __init__(self, recorder: _Recorder, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.recorder, self.func, self.args, self.kwargs = recorder, func, args, kwargs
+        self.name = getattr(func, "__name__", "").strip("_")
+
+    def record(self, result: Any) -> None:
+        handler = getattr(self, f"_on_{self.name}", None)
+        if handler is not None:
+            handler(result)
+        elif self.name in _CASTS and self.args:
+            self.recorder.note_copy(self.args[0], result)
+
+    def _get(self, position: int, name: str, default: Any = None) -> Any:
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    def _on_linear(self, result: Tensor) -> None:
+        weight, bias = self._get(1, "weight"), self._get(2, "bias")
+        self._project(self._get(0, "input"), self.recorder.slice(weight), bias, result)
+
+    def _on_addmm(self, result: Tensor) -> None:
+        bias, into, weight = self._get(0, "input"), self._get(1, "mat1"), self._get(2, "mat2")
+        self._project(into, self.recorder.slice(weight, outputs_last=True), bias, result)
+
+    def _on_matmul(self, result: Tensor) -> None:
+        a, b = self._get(0, "input"), self._get(1, "other", self.kwargs.get("mat2"))
+        weight = self.recorder.slice(b, outputs_last=True)
+        if weight is not None:
+            self._project(a, weight, None, result)
+        elif isinstance(b, Tensor) and a.ndim > 2 and b.ndim > 2:
+            self._score(a, b.transpose(-1, -2))
+
+    _on_bmm = _on_mm = _on_matmul
+
+    def _on_baddbmm(self, result: Tensor) -> None:
+        self._score(self._get(1, "batch1"), self._get(2, "batch2").transpose(-1, -2))
+
+    def _on_einsum(self, result: Tensor) -> None:
+        operands = self.args[1:] if len(self.args) == 3 else self._get(1, "operands", ())
+        equation = self.args[0]
+        if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) != 2:
+            return
+        inputs, out = equation.replace(" ", "").split("->")
+        first, second = inputs.split(",")
+        shared = set(first) & set(second)
+        batch = [i for i in out if i in shared]
+        contracted = [i for i in first if i in shared and i not in out]
+        rows = [[i for i in names if i not in shared] for names in (first, second)]
+        if len(contracted) != 1 or any(len(r) != 1 for r in rows) or len(batch) < 1:
+            return
+        views = [
+            operand.permute([names.index(i) for i in (*batch, row[0], contracted[0])])
+            for operand, names, row in zip(operands, (first, second), rows, strict=True)
+        ]
+        self._score(*views)
+
+    def _on_scaled_dot_product_attention(self, result: Tensor) -> None:
+        self._score(self._get(0, "query"), self._get(1, "key"))
+
+    def _on_multi_head_attention_forward(self, result: Any) -> None:
+        bound = inspect.signature(functional.multi_head_attention_forward).bind(*self.args, **self.kwargs).arguments
+        cut = self.recorder.slice
+        query, width = bound["query"], bound["embed_dim_to_check"]
+        if bound.get("use_separate_proj_weight", False):
+            weights = [cut(bound.get("q_proj_weight")), cut(bound.get("k_proj_weight"))]
+        else:
+            weights = [cut(part) for part in bound["in_proj_weight"].chunk(3)[:2]]
+        bias = bound["in_proj_bias"]
+        biases = [cut(part) for part in bias[: 2 * width].chunk(2)] if bias is not None else [None, None]
+        packed = PackedAttention(query, bound["key"], bound["num_heads"], *weights, *biases)
+        self.recorder.trace.attentions.append(packed)
+
+    def _on_rms_norm(self, result: Tensor) -> None:
+        self._normalize(self._get(2, "weight"), None, result)
+
+    def _on_layer_norm(self, result: Tensor) -> None:
+        self._normalize(self._get(2, "weight"), self._get(3, "bias"), result)
+
+    def _on_topk(self, result: Any) -> None:
+        scores, dim = self._get(0, "input"), self._get(2, "dim", -1)
+        if isinstance(scores, Tensor) and dim in (-1, scores.ndim - 1):
+            self.recorder.trace.selections.append(Selection(_keep(scores), int(self._get(1, "k")), True))
+
+    def _on_argmax(self, result: Any) -> None:
+        scores, dim = self._get(0, "input"), self._get(1, "dim")
+        if isinstance(scores, Tensor) and isinstance(dim, int) and dim in (-1, scores.ndim - 1):
+            self.recorder.trace.selections.append(Selection(_keep(scores), 1, False))
+
+    _on_max = _on_argmax
+
+    def _normalize(self, gain: Any, bias: Any, result: Tensor) -> None:
+        self.recorder.add_norm(self._get(0, "input"), result, gain, bias)
+
+    def _project(self, into: Tensor, weight: ParameterSlice | None, bias: Any, result: Tensor) -> None:
+        bias = bias if isinstance(bias, Tensor) else None
+        place = self.recorder.slice(bias) if bias is not None else None
+        self.recorder.trace.projections.append(Projection(weight, place, bias, _keep(into), _keep(result)))
+
+    def _score(self, query: Tensor, key: Tensor) -> None:
+        if query.shape[-1] == key.shape[-1]:
+            trace = self.recorder.trace
+            trace.attentions.append(Scores(_keep(query), _keep(key), len(trace.projections)))
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    """A copy, for what comes next may be written in place."""
+    return tensor.detach().clone()

@@ -1,0 +1,217 @@
+"""Attention and routing of the block that is running, from the calls that it makes; nothing is changed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from workbench.models.probing import storage_pointer
+from workbench.models.router_weights import Router
+from workbench.monitors.attention_health import AttentionLook, look_at_attention, look_at_logits
+
+
+@dataclass
+class BlockNotes:
+    """What is known of one call of a block.
+
+    Attributes:
+        leading: Shape of the residual stream without its features, such as (batch, token).
+        rows: Which tokens count, boolean, of that shape; None: all.
+        wants_attention: Whether to look at its attention.
+        router: Its router; None: there is none, or none to look at.
+        router_weight: The parameter in which the router's weight lies.
+        attention: Its first attention of its own tokens among themselves; None: not seen.
+        logits: The router's, shape (token, expert); None: not seen.
+        choices: The experts it chose, shape (token, k); None: not seen.
+        batch_axis: Axis of ``leading`` that counts sequences.
+    """
+
+    leading: torch.Size
+    rows: Tensor | None
+    wants_attention: bool = True
+    router: Router | None = None
+    router_weight: Tensor | None = None
+    attention: AttentionLook | None = None
+    logits: Tensor | None = None
+    choices: Tensor | None = None
+    batch_axis: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all rows together."""
+        return self.leading.numel()
+
+    def rows_as(self, n_rows: int, n_tokens: int) -> Tensor | None:
+        """Which tokens count, shape (batch, token), also where the stream has the two the other way round."""
+        if self.rows is None:
+            return None
+        rows = self.rows.movedim(self.batch_axis, 0)
+        return rows if tuple(rows.shape) == (n_rows, n_tokens) else None
+
+
+class BlockCalls(TorchFunctionMode):
+    """While active, fills in `block`, if there is one.
+
+    Attributes:
+        block: Notes on the block that is running; None between blocks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block: BlockNotes | None = None
+        self._casts: list[Tensor] = []  # copies of a router's weight; kept, lest their address be used again
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.block is not None and (note := _NOTES.get(getattr(func, "__name__", "").strip("_"))):
+            note(self, self.block, _Arguments(args, kwargs), result)
+        return result
+
+    def on_fused_attention(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
+        """`scaled_dot_product_attention`."""
+        del result
+        if not block.wants_attention or block.attention is not None:
+            return
+        q, k = given.get(0, "query"), given.get(1, "key")
+        if not _is_own_attention(block, q, k):
+            return
+        n_rows = block.n_tokens // q.shape[-2]
+        mask = given.get(3, "attn_mask")
+        if mask is not None and mask.ndim == 3 and q.ndim == 3:
+            mask = mask.reshape(n_rows, -1, *mask.shape[-2:]) if mask.shape[0] % n_rows == 0 else mask[:, None]
+        block.attention = look_at_attention(
+            q.reshape(n_rows, -1, *q.shape[-2:]),
+            k.reshape(n_rows, -1, *k.shape[-2:]),
+            scale=given.get(6, "scale"),
+            is_causal=bool(given.get(5, "is_causal", False)),
+            mask=mask,
+            rows=block.rows_as(n_rows, q.shape[-2]),
+        )
+
+    def on_softmax(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
+        """A softmax over as many columns as there are tokens, or one more: a sink, which counts as one to look at."""
+        del result
+        logits, dim = given.get(0, "input"), given.get(1, "dim")
+        if not block.wants_attention or block.attention is not None or not isinstance(logits, Tensor):
+            return
+        if logits.ndim < 3 or dim not in (-1, logits.ndim - 1) or logits.shape[-1] - logits.shape[-2] not in (0, 1):
+            return
+        if block.logits is not None and logits.numel() == block.logits.numel():  # as many experts as tokens
+            return
+        n_tokens = logits.shape[-2]
+        n_rows = block.n_tokens // n_tokens
+        if n_rows * n_tokens == block.n_tokens and logits.shape[0] % n_rows == 0:
+            logits = logits.reshape(n_rows, -1, *logits.shape[-2:])
+            block.attention = look_at_logits(logits, rows=block.rows_as(n_rows, n_tokens))
+
+    def on_packed_attention(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
+        """The call behind `torch.nn.MultiheadAttention`, inside which no other is seen."""
+        del result
+        if not block.wants_attention or block.attention is not None:
+            return
+        bound = inspect.signature(functional.multi_head_attention_forward).bind(*given.args, **given.kwargs)
+        bound.apply_defaults()
+        packed = bound.arguments
+        query, key = packed["query"], packed["key"]
+        has_extras = packed["bias_k"] is not None or packed["add_zero_attn"] or packed["static_k"] is not None
+        if has_extras or query.shape != key.shape or query.ndim != 3:
+            return
+        if packed["use_separate_proj_weight"]:
+            weights = packed["q_proj_weight"], packed["k_proj_weight"]
+        else:
+            weights = packed["in_proj_weight"].chunk(3)[:2]
+        bias = packed["in_proj_bias"]
+        biases = bias.chunk(3)[:2] if bias is not None else (None, None)
+        q, k = (  # (token, batch, feature) -> (batch, head, token, head_dim)
+            functional.linear(x, w, b).unflatten(-1, (packed["num_heads"], -1)).permute(1, 2, 0, 3)
+            for x, w, b in zip((query, key), weights, biases, strict=True)
+        )
+        n_tokens, n_rows = query.shape[:2]
+        mask = _packed_mask(packed["attn_mask"], packed["key_padding_mask"], n_rows)
+        block.attention = look_at_attention(q, k, mask=mask, rows=block.rows_as(n_rows, n_tokens))
+
+    def on_projection(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
+        """A linear map: is it the router's?"""
+        if block.router is None or not isinstance(result, Tensor) or result.shape[-1:] != (block.router.n_experts,):
+            return
+        if any(self._is_router_weight(block, operand) for operand in given.values()):
+            block.logits = result.detach().reshape(-1, block.router.n_experts).clone()
+
+    def on_choice(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
+        """The largest of something: of one value per expert, as many as the router takes? The last such counts."""
+        scores = given.get(0, "input")
+        if block.router is None or not isinstance(scores, Tensor):
+            return
+        chosen = result if isinstance(result, Tensor) else getattr(result, "indices", None)
+        if not isinstance(chosen, Tensor) or chosen.is_floating_point():
+            return
+        router = block.router
+        is_of_experts = scores.shape[-1:] == (router.n_experts,)
+        if is_of_experts and chosen.numel() * router.n_experts == scores.numel() * router.top_k:
+            block.choices = chosen.detach().reshape(-1, router.top_k).clone()
+
+    def on_cast(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
+        """A copy of the router's weight in another precision."""
+        if block.router is not None and isinstance(result, Tensor) and self._is_router_weight(block, given.args[0]):
+            self._casts.append(result)
+
+    def _is_router_weight(self, block: BlockNotes, operand: Any) -> bool:
+        pointer = storage_pointer(operand)
+        if pointer is None:
+            return False
+        return any(pointer == storage_pointer(weight) for weight in (block.router_weight, *self._casts))
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    def values(self) -> tuple:
+        return (*self.args, *self.kwargs.values())
+
+
+_NOTES: dict[str, Callable[[BlockCalls, BlockNotes, _Arguments, Any], None]] = {
+    "scaled_dot_product_attention": BlockCalls.on_fused_attention,
+    "softmax": BlockCalls.on_softmax,
+    "multi_head_attention_forward": BlockCalls.on_packed_attention,
+    **dict.fromkeys(("linear", "matmul", "mm", "addmm"), BlockCalls.on_projection),
+    **dict.fromkeys(("topk", "argmax", "max"), BlockCalls.on_choice),
+    **dict.fromkeys(
+        ("to", "type", "float", "half", "bfloat16", "double", "contiguous", "type_as", "clone"), BlockCalls.on_cast
+    ),
+}
+
+
+def _is_own_attention(block: BlockNotes, q: Any, k: Any) -> bool:
+    """Whether queries and keys are those of the block's tokens, head by head."""
+    if not isinstance(q, Tensor) or not isinstance(k, Tensor) or q.ndim not in (3, 4) or q.shape[-2] != k.shape[-2]:
+        return False
+    n_rows, rest = divmod(block.n_tokens, q.shape[-2])
+    return not rest and q.shape[0] % n_rows == 0 and (q.ndim == 3 or q.shape[0] == n_rows)
+
+
+def _packed_mask(mask: Tensor | None, padding: Tensor | None, n_rows: int) -> Tensor | None:
+    """What is added to the scores; in these masks True stands for what may not be seen."""
+    parts = []
+    if mask is not None:
+        mask = mask.reshape(n_rows, -1, *mask.shape[-2:]) if mask.ndim == 3 else mask[None, None]
+        parts.append(mask)
+    if padding is not None:
+        parts.append(padding[:, None, None, :])
+    as_added = [
+        torch.zeros(part.shape, device=part.device).masked_fill(part, -torch.inf) if part.dtype == torch.bool else part
+        for part in parts
+    ]
+    return sum(as_added[1:], as_added[0]) if as_added else None

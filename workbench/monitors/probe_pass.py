@@ -1,0 +1,276 @@
+"""One pass over a few fixed rows: what attention, routers and the residual stream do there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import ThresholdError
+from workbench.models.anatomy import Anatomy
+from workbench.models.attention_weights import Unreadable
+from workbench.models.batches import TokenSelection
+from workbench.models.probing import call_model, on_device_of, undisturbed, unwrap, watch
+from workbench.models.router_weights import Router, router_weights
+from workbench.models.site import Site
+from workbench.monitors.activations import activation_max, kurtosis, outlier_ratio, state_norm
+from workbench.monitors.attention_calls import BlockCalls, BlockNotes
+from workbench.monitors.router_health import (
+    dead_experts,
+    expert_load,
+    max_violation,
+    routing_change,
+    routing_entropy,
+    routing_entropy_share,
+)
+from workbench.monitors.scalars import log_z
+
+PARTS = ("attention", "router", "activations")
+_OF_STATES = {
+    "activation_max": activation_max,
+    "outlier_ratio": outlier_ratio,
+    "kurtosis": kurtosis,
+    "state_norm": state_norm,
+}
+_OF_ATTENTION = {
+    "attention_logit_max": "logit_max",
+    "attention_entropy": "entropy",
+    "attention_entropy_share": "entropy_share",
+}
+_OF_ROUTING = (
+    "routing_entropy",
+    "routing_entropy_share",
+    "max_violation",
+    "dead_experts",
+    "routing_change",
+)
+
+
+class ProbeLook:
+    """Looks at a model by running it on the same rows again and again.
+
+    The pass is one of its own: eval mode, no gradients, whatever precision the weights have. Modes, random states,
+    weights, buffers, plain attributes and hooks are left as they were, so training goes on as if nobody had looked.
+
+    Args:
+        model: Any module.
+        anatomy: Its blocks.
+        inputs: One batch, as `call_model` takes it; a few rows. Tokens that an ``attention_mask`` hides are left out.
+        routers: What `router_weights` gives for this model; None: it is asked, which runs the model once.
+
+    Attributes:
+        router_layers: Indices of the blocks with a router that can be read, in order.
+        n_experts: Experts of each of them.
+        unreadable: Why values are NaN that no look will ever give, one sentence each; filled by `take`. A value that is
+            NaN because the model's numbers are gets no sentence.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        inputs: Any,
+        *,
+        routers: Sequence[Router | Unreadable] | None = None,
+    ) -> None:
+        self.model, self.anatomy, self.inputs = unwrap(model), anatomy, inputs
+        found = router_weights(self.model, self._inputs_here(), anatomy=anatomy) if routers is None else routers
+        self._routers = {router.layer: router for router in found if isinstance(router, Router)}
+        self.router_layers = tuple(sorted(self._routers))
+        self.n_experts = tuple(self._routers[layer].n_experts for layer in self.router_layers)
+        self.unreadable = [router.reason for router in found if isinstance(router, Unreadable)]
+        self._choices: dict[int, Tensor] = {}
+
+    def take(self, parts: Collection[str] = PARTS) -> dict[str, dict[str, np.ndarray]]:
+        """Run the model and look.
+
+        Args:
+            parts: What to look at: "attention", "router", "activations".
+
+        Returns:
+            One entry per part that the model has, float64:
+
+            - ``attention``: ``attention_logit_max``, ``attention_entropy`` (nat) and ``attention_entropy_share``, each
+              (layer, head), see `AttentionLook`; padded with NaN where a layer has fewer heads. Scores are the model's
+              own, with its masks, positions and scale; those of its own tokens if there is cross-attention too. Absent
+              if no layer has attention that can be seen.
+            - ``router``: ``routing_entropy`` (nat), ``routing_entropy_share``, ``max_violation``, ``dead_experts`` and
+              ``routing_change`` since the last look at this part (NaN at the first), each (router layer,), and
+              ``expert_load``, (router layer, expert). All are NaN where a logit is. Absent in dense models.
+            - ``activations``: of the states that leave a block, ``activation_max``, ``outlier_ratio``, ``kurtosis``,
+              ``state_norm``, each (layer,), and ``log_z``, 0-dim, of what the model returns: its ``logits``, or the
+              tensor that it returns or that comes first.
+
+        Raises:
+            ThresholdError: If a part is none of the three.
+            AnatomyError: If the stream is not where it was when the anatomy was read.
+        """
+        if unknown := [part for part in parts if part not in PARTS]:
+            raise ThresholdError(f"There is no part {unknown[0]!r} to look at; expected some of {', '.join(PARTS)}.")
+        run = _Pass(self.model, self.anatomy, self._routers, self._inputs_here(), parts)
+        taken = {}
+        if "attention" in parts and (attention := self._attention(run)):
+            taken["attention"] = attention
+        if "router" in parts and self._routers:
+            taken["router"] = self._routing(run)
+        if "activations" in parts:
+            taken["activations"] = self._activations(run)
+        return taken
+
+    def _attention(self, run: _Pass) -> dict[str, np.ndarray]:
+        looks = []
+        for layer, site in enumerate(self.anatomy.sites):
+            notes = run.notes.get(layer)
+            looks.append(notes.attention if notes else None)
+            if looks[-1] is None:
+                self._say(
+                    f"The attention of {site.name} cannot be seen: it computes no scores of its tokens among "
+                    "themselves, or in a kernel of its own (try the model's 'sdpa' or 'eager' attention)."
+                )
+        if not any(looks):
+            return {}
+        n_heads = max(len(look.entropy) for look in looks if look)
+        return {
+            name: _stacked([getattr(look, attribute) if look else None for look in looks], n_heads)
+            for name, attribute in _OF_ATTENTION.items()
+        }
+
+    def _routing(self, run: _Pass) -> dict[str, np.ndarray]:
+        values: dict[str, list[Tensor | None]] = {name: [] for name in (*_OF_ROUTING, "expert_load")}
+        for layer in self.router_layers:
+            of_layer = self._routing_of(layer, run.notes.get(layer))
+            for name, column in values.items():
+                column.append(of_layer.get(name))
+        loads = _stacked(values.pop("expert_load"), max(self.n_experts))
+        return {name: _stacked(column, None) for name, column in values.items()} | {"expert_load": loads}
+
+    def _routing_of(self, layer: int, notes: BlockNotes | None) -> dict[str, Tensor]:
+        router = self._routers[layer]
+        logits, choices = (notes.logits, notes.choices) if notes else (None, None)
+        if logits is None:
+            self._say(f"The router of {router.site} was not called by way of {router.name}, so its logits are unknown.")
+            return {}
+        if choices is None and not router.is_corrected:
+            choices = logits.topk(router.top_k, dim=-1).indices
+        if notes.rows is not None and len(logits) == notes.n_tokens:
+            counts = notes.rows.flatten().to(logits.device)
+            logits = logits[counts]
+            choices = choices[counts] if choices is not None and len(choices) == len(counts) else choices
+        values = {"routing_entropy": routing_entropy(logits), "routing_entropy_share": routing_entropy_share(logits)}
+        if choices is None:
+            self._say(f"The choices of the router of {router.site} cannot be seen, only its logits.")
+            return values
+        if bool(logits.isnan().any()):  # the largest of nothing is no choice
+            return values
+        load = expert_load(choices, router.n_experts)
+        values |= {"expert_load": load, "max_violation": max_violation(load), "dead_experts": dead_experts(load)}
+        before = self._choices.get(layer)
+        if before is not None and before.shape == choices.shape:
+            values["routing_change"] = routing_change(before.to(choices.device), choices)
+        self._choices[layer] = choices
+        return values
+
+    def _activations(self, run: _Pass) -> dict[str, np.ndarray]:
+        layers = range(len(self.anatomy.sites))
+        values = {name: _stacked([run.states.get(i, {}).get(name) for i in layers], None) for name in _OF_STATES}
+        logits = _logits_in(run.output)
+        if logits is None:
+            self._say("The model returns no logits, so that log_z is unknown.")
+            return values | {"log_z": np.array(np.nan)}
+        rows = run.rows_of(logits.shape[:-1])
+        return values | {"log_z": log_z(logits if rows is None else logits[rows]).cpu().numpy().astype(np.float64)}
+
+    def _say(self, reason: str) -> None:
+        if reason not in self.unreadable:
+            self.unreadable.append(reason)
+
+    def _inputs_here(self) -> Any:
+        return on_device_of(self.model, self.inputs)
+
+
+class _Pass:
+    """One forward of a `ProbeLook`, and what was seen during it.
+
+    Attributes:
+        notes: Of each block that ran.
+        states: Name -> value of each block that ran.
+        output: What the model returned.
+    """
+
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, routers: Mapping[int, Router], batch: Any, parts: Collection[str]
+    ) -> None:
+        self.model, self.sites, self.routers, self.batch, self.parts = model, anatomy.sites, routers, batch, parts
+        self.layout = anatomy.layout
+        self.notes: dict[int, BlockNotes] = {}
+        self.states: dict[int, dict[str, Tensor]] = {}
+        self._layers = {(site.module, site.call): layer for layer, site in enumerate(self.sites)}
+        self._n_calls: dict[nn.Module, int] = {}
+        self._rows: dict[torch.Size, Tensor | None] = {}
+        self._calls = BlockCalls()
+        blocks = dict.fromkeys(site.module for site in self.sites)
+        hooks = [request for block in blocks for request in ((block, self._enter, True), (block, self._leave, False))]
+        watched = self._calls if {"attention", "router"} & set(parts) else nullcontext()
+        with undisturbed(model), watch(hooks), watched:
+            self.output = call_model(model, batch)
+
+    def rows_of(self, leading: torch.Size) -> Tensor | None:
+        """Which tokens of that leading shape count, boolean; None: all."""
+        if leading not in self._rows:
+            chosen = TokenSelection(None, layout=self.layout).choose(leading, self.batch)
+            rows = torch.zeros(leading.numel(), dtype=torch.bool)
+            rows[chosen] = True
+            self._rows[leading] = None if bool(rows.all()) else rows.view(leading)
+        return self._rows[leading]
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        layer, site = self._site(module)
+        if site is None:
+            return
+        leading = site.state_in(args, kwargs).shape[:-1]
+        router = self.routers.get(layer) if "router" in self.parts else None
+        weight = self.model.get_parameter(router.name) if router else None
+        axis, wants_attention = self.layout.states or 0, "attention" in self.parts
+        notes = BlockNotes(leading, self.rows_of(leading), wants_attention, router, weight, batch_axis=axis)
+        self.notes[layer] = self._calls.block = notes
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
+        layer, site = self._site(module)
+        self._n_calls[module] = self._n_calls.get(module, 0) + 1
+        self._calls.block = None
+        if site is None or "activations" not in self.parts:
+            return
+        state = site.state_out(output).detach()
+        rows = self.rows_of(state.shape[:-1])
+        state = state.flatten(0, -2) if rows is None else state[rows.to(state.device)]
+        self.states[layer] = {name: measure(state) for name, measure in _OF_STATES.items()}
+
+    def _site(self, module: nn.Module) -> tuple[int, Site] | tuple[None, None]:
+        layer = self._layers.get((module, self._n_calls.get(module, 0)))
+        return (None, None) if layer is None else (layer, self.sites[layer])
+
+
+def _logits_in(output: Any) -> Tensor | None:
+    """What a model returns as logits, shape (..., class): by that name, or the tensor that is there or comes first."""
+    if isinstance(output, Mapping):
+        output = output.get("logits")
+    elif hasattr(output, "logits"):
+        output = output.logits
+    elif isinstance(output, tuple | list) and output:
+        output = output[0]
+    is_logits = isinstance(output, Tensor) and output.ndim >= 2 and output.is_floating_point()
+    return output.detach() if is_logits else None
+
+
+def _stacked(values: Sequence[Tensor | None], width: int | None) -> np.ndarray:
+    """One row per value, shape (value, width), or (value,) of 0-dim values with no width; NaN where there is none."""
+    out = np.full((len(values),) if width is None else (len(values), width), np.nan)
+    for i, value in enumerate(values):
+        if value is not None:
+            row = value.detach().cpu().numpy()
+            out[i, ...] = row if width is None else np.append(row, np.full(width - len(row), np.nan))
+    return out

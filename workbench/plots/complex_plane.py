@@ -1,0 +1,222 @@
+"""One panel of the complex plane: unit circle, near-unit band and modes coloured by depth, for both backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.plots import style
+from workbench.plots.mode_columns import band_outline
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.plots.mode_columns import View
+
+_TOOLS = ("box_select", "lasso_select", "pan", "box_zoom", "wheel_zoom", "tap", "reset", "save", "hover")
+_TOOLTIPS = """<div style="font-size:12px;line-height:1.45">layer @layer, mode @mode<br>
+&lambda; = @real{0.0000} @imag{+0.0000}i<br>|&lambda;| = @modulus{0.0000}<br>residual @residual{0.000}</div>"""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one panel shows beside its modes.
+
+    Attributes:
+        title: Above the panel.
+        note: One small line under the title.
+        key: Small lines below the panel.
+        view: What the panel shows of the plane.
+        scale: Depth as colour.
+        has_scale: Draw the colour bar on the right.
+        side: Width and height of the frame in pixels (bokeh).
+        inches: Width and height of the panel (matplotlib).
+        row: Name of the row of panels that begins with this one, written on the left.
+        has_axis: Whether the real and the imaginary axis say numbers and names; they are bare otherwise.
+        word: Written in the middle, in place of modes that are not there.
+    """
+
+    title: str
+    note: str
+    key: str
+    view: View
+    scale: Scale
+    has_scale: bool
+    side: int = 240
+    inches: float = 3.4
+    row: str = ""
+    has_axis: tuple[bool, bool] = (True, True)
+    word: str = ""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Depth as colour: one step a layer of the deepest model; numbered only if all models are equally deep."""
+
+    n_layers: int
+    is_shared: bool
+
+    @property
+    def colors(self) -> list[str]:
+        """One colour a layer of the deepest model."""
+        return style.depth_colors(self.n_layers)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Depth where the colour bar begins and ends; each layer gets a band of its own."""
+        half = 0.5 / max(self.n_layers - 1, 1)
+        return -half, 1 + half
+
+    @property
+    def ticks(self) -> dict[float, str]:
+        """Depth -> what the colour bar says there."""
+        if not self.is_shared:
+            return {0.0: "first layer", 1.0: "last"}
+        numbers = range(0, self.n_layers, max(1, -(-self.n_layers // 8)))
+        return {i / max(self.n_layers - 1, 1): f"layer {i}" if i == 0 else str(i) for i in numbers}
+
+    def paint(self, depth: np.ndarray) -> np.ndarray:
+        """Colour of each mode, shape (mode,)."""
+        step = np.rint(depth * (self.n_layers - 1)).astype(int)
+        return np.array(self.colors, dtype=object)[step]
+
+
+def _ground(hv: Any, spectra: xr.Dataset) -> tuple[list[Any], Any, Any]:
+    """Axes, near-unit band and unit circle."""
+    axes = [hv.Dimension("real", label="Re λ"), hv.Dimension("imag", label="Im λ")]
+    angle = np.linspace(0, 2 * np.pi, 181)
+    band = hv.Polygons([band_outline(spectra)], axes, label="near-unit band")
+    circle = hv.Curve((np.cos(angle), np.sin(angle)), *axes, label="unit circle")
+    return axes, band, circle
+
+
+def panel_bokeh(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], look: Look) -> Any:
+    """One panel for bokeh; ``columns`` as `modes.mode_columns` gives them."""
+    axes, band, circle = _ground(hv, spectra)
+    n_modes = len(columns["real"])
+    modes = hv.Points(columns, axes, [name for name in columns if name not in ("real", "imag")], label="modes")
+    options = {"default_tools": [], "backend": "bokeh"}
+    hooks = [style.dress_bokeh, style.note_bokeh(look.note)]
+    if look.key:
+        hooks.append(style.note_bokeh(look.key, place="below"))
+    hooks.append(style.bare_bokeh(look.has_axis))
+    if look.row:
+        hooks.append(style.note_bokeh(look.row, place="left"))
+    if look.has_scale:
+        hooks.append(_scale_bokeh(look.scale))
+    panel = hv.Overlay(
+        [
+            band.opts(color=style.NEUTRAL, fill_alpha=0.2, line_alpha=0, **options),
+            circle.opts(color=style.NEUTRAL, line_width=1.2, **options),
+            modes.opts(
+                size=(7 if n_modes < 300 else 5.5 if n_modes < 2000 else 4) * min(1, look.side / 240),
+                tools=list(_TOOLS),
+                hover_tooltips=_TOOLTIPS,
+                hooks=[_markers_bokeh(look.scale)],
+                **options,
+            ),
+        ]
+    )
+    if look.word:
+        panel = panel * hv.Text(look.view.center, 0, look.word, fontsize=style.TICK_SIZE).opts(
+            text_color=style.NEUTRAL, **options
+        )
+    view = {"xlim": look.view.real, "ylim": look.view.imag, "show_legend": False}
+    frame = {"frame_width": look.side, "frame_height": look.side, "show_grid": True}
+    return panel.opts(**view, **frame, title=look.title, hooks=hooks, backend="bokeh")
+
+
+def _markers_bokeh(scale: Scale) -> Any:
+    """A holoviews hook: colour, filling and marker follow the columns.
+
+    holoviews would turn a column whose values are all the same into a constant, and a widget that writes other data
+    into the source later would see no effect.
+    """
+
+    def hook(plot: Any, element: Any) -> None:
+        from bokeh.models import LinearColorMapper
+        from bokeh.transform import transform
+
+        renderer = plot.handles["glyph_renderer"]
+        lowest, highest = scale.limits
+        painted = transform("depth", LinearColorMapper(palette=scale.colors, low=lowest, high=highest))
+        for glyph in (renderer.glyph, renderer.selection_glyph, renderer.nonselection_glyph):
+            glyph.update(fill_color=painted, line_color=painted, line_width=1.1, marker="marker", fill_alpha="fill")
+        renderer.nonselection_glyph.update(line_alpha=0.15, fill_alpha=0.1)
+        renderer.muted_glyph = renderer.hover_glyph = None
+
+    return hook
+
+
+def panel_matplotlib(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], look: Look) -> Any:
+    """One panel for matplotlib; ``columns`` as `modes.mode_columns` gives them."""
+    axes, band, circle = _ground(hv, spectra)
+    table = columns | {"paint": look.scale.paint(columns["depth"])}
+    others = [name for name in table if name not in ("real", "imag")]
+    crossed, hollow = columns["marker"] != "circle", columns["fill"] == 0
+    paint = hv.dim("paint")
+    kinds = {
+        "unreliable": (hollow & ~crossed, {"marker": "o", "color": "none", "edgecolors": paint}),
+        "reliable": (~hollow & ~crossed, {"marker": "o", "color": paint, "edgecolors": "none"}),
+        "uninformative": (crossed, {"marker": "X", "color": paint, "edgecolors": "none"}),
+    }
+    elements = [
+        band.opts(facecolor=style.NEUTRAL, alpha=0.2, edgecolor="none", backend="matplotlib"),
+        circle.opts(color=style.NEUTRAL, linewidth=1.0, backend="matplotlib"),
+    ]
+    for label, (chosen, marker) in kinds.items():
+        points = hv.Points({name: column[chosen] for name, column in table.items()}, axes, others, label=label)
+        elements.append(points.opts(s=16 if look.inches > 3 else 11, linewidth=0.9, **marker, backend="matplotlib"))
+    if look.word:
+        word = hv.Text(look.view.center, 0, look.word, fontsize=style.TICK_SIZE)
+        elements.append(word.opts(color=style.INK, backend="matplotlib"))
+    hooks = [style.dress_matplotlib, style.title_matplotlib(look.title, note=look.note, key=look.key)]
+    if look.row:
+        hooks.append(style.row_matplotlib(look.row))
+    if look.has_scale:
+        hooks.append(_scale_matplotlib(look.scale))
+    view = {"xlim": look.view.real, "ylim": look.view.imag, "show_legend": False}
+    view |= {name: "bare" for name, has in zip(("xaxis", "yaxis"), look.has_axis, strict=True) if not has}
+    frame = {"aspect": 1, "fig_inches": look.inches}
+    return hv.Overlay(elements).opts(**view, **frame, title="", hooks=hooks, backend="matplotlib")
+
+
+def _scale_bokeh(scale: Scale) -> Any:
+    def hook(plot: Any, element: Any) -> None:
+        from bokeh.models import ColorBar, FixedTicker, LinearColorMapper
+
+        if plot.state.select({"name": "depth"}):
+            return
+        lowest, highest = scale.limits
+        bar = ColorBar(
+            name="depth",
+            color_mapper=LinearColorMapper(palette=scale.colors, low=lowest, high=highest),
+            ticker=FixedTicker(ticks=list(scale.ticks)),
+            major_label_overrides=scale.ticks,
+            width=12,
+            background_fill_alpha=0,
+            bar_line_color=None,
+            major_tick_line_color=None,
+            major_label_text_color=style.NEUTRAL,
+            major_label_text_font_size=f"{style.TICK_SIZE}pt",
+        )
+        plot.state.add_layout(bar, "right")
+
+    return hook
+
+
+def _scale_matplotlib(scale: Scale) -> Any:
+    def hook(plot: Any, element: Any) -> None:
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import ListedColormap, Normalize
+
+        axis = plot.handles["axis"]
+        painted = ScalarMappable(Normalize(*scale.limits), ListedColormap(scale.colors))
+        bar = axis.figure.colorbar(painted, cax=axis.inset_axes([1.05, 0.0, 0.035, 1.0]), ticks=list(scale.ticks))
+        bar.set_ticklabels(list(scale.ticks.values()))
+        bar.outline.set_visible(False)
+        bar.ax.tick_params(length=0, colors=style.INK, labelsize=style.TICK_SIZE)
+
+    return hook

@@ -1,0 +1,148 @@
+"""Criteria of every unit beside each other, each measured by its own healthy band."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.plots import outcome_colors as looks
+from workbench.plots import style
+from workbench.plots.dataset_columns import columns_of
+from workbench.plots.primitives import Pen, laid_out
+from workbench.plots.word_columns import column_of_words
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: Of the axis and of a row, in bokeh's pixels, and the room that a letter beside it takes there.
+_WIDTH, _ROW, _LETTER = 360, 24, 6.3
+#: How far from the band a mark may stand; what lies further stands there.
+_REACH = 1.6
+#: State -> colour and marker; shape alone tells them apart too.
+STATE_LOOKS = {
+    "healthy": (looks.SURVIVED, "circle"),
+    "at risk": ("#8f7a00", "triangle"),
+    "failing": (looks.DIVERGED, "square"),
+    "not measured": (style.NEUTRAL, "circle"),
+}
+_LONGEST_TITLE = 46
+
+
+def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
+    """Draw criteria against their healthy bands: one row each, all bands the same shaded column.
+
+    Inside the band the axis is linear, or logarithmic where the band is wide (with one end, the ratio to it decides);
+    outside it is compressed, and what lies too far stands at the edge. Shape and colour are the state; a hollow mark
+    was not measured or has no band.
+
+    Args:
+        criteria: Dim ``criterion``: title, value, units, low, high (NaN: the band is open there), state.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout of one panel with options for that backend only.
+
+    Raises:
+        SchemaError: If a variable lacks.
+        ThresholdError: If the backend does not exist.
+    """
+    needed = ["title", "value", "units", "low", "high", "state"]
+    rows = columns_of(criteria, needed, what="table of criteria", source="wb.assess()", dim="criterion")
+    bands = [[float(rows[name][i]) for name in ("value", "low", "high")] for i in range(len(rows["title"]))]
+    places = np.array([place_in_band(*band) for band in bands])
+    height = -np.arange(len(places), dtype=float)
+    lowest = 0.5 - len(places)
+    left, right = -_REACH - 0.15, 1 + _REACH + 0.15
+    told = [_told(rows, i) for i in range(len(places))]
+    beside = int(24 + _LETTER * max(map(len, told), default=0))
+    with style.drawing(backend) as hv:
+        pen = Pen(hv, backend, "place", "criterion")
+        pen.boxes(0, lowest, 1, 0.5, colors=looks.SURVIVED, alpha=0.12)
+        pen.bars(left, height, right, height, color=style.NEUTRAL, width=0.6, alpha=0.5)
+        for state, (color, marker) in STATE_LOOKS.items():
+            is_it = np.array([str(its) == state for its in rows["state"]])
+            is_known = np.isfinite(places)
+            for is_hollow in (False, True):
+                chosen = is_it & (is_known != is_hollow)
+                if chosen.any():
+                    texts = {"name": rows["title"][chosen], "told": [told[i] for i in np.flatnonzero(chosen)]}
+                    pen.dots(
+                        np.where(is_known, places, 0.5)[chosen],
+                        height[chosen],
+                        color=color,
+                        marker=marker,
+                        size=11,
+                        is_hollow=is_hollow,
+                        columns={key: np.array(value) for key, value in texts.items()},
+                        tips=[("", "@name"), ("", "@told")],
+                        label="" if is_hollow and (is_it & is_known).any() else state,
+                    )
+        for end, sign in ((-_REACH, "‹"), (1 + _REACH, "›")):
+            is_out = places == end
+            column_of_words(pen, end + math.copysign(0.1, end), height[is_out], [sign] * is_out.sum(), align="center")
+        column_of_words(pen, right + 0.12, height, told)
+        # A row of its own: what stands above the frame of a matplotlib figure moves with the frame's height.
+        pen.words(left + 0.1, 1.0, "shaded: healthy   compressed outside   ‹ ›: further out than drawn")
+        titles = [_short(str(title)) for title in rows["title"]]
+        panel = pen.panel(
+            title="Criteria against their healthy bands",
+            view=((left, right + (right - left) * beside / _WIDTH), (lowest - 0.1, 1.5)),
+            size=(_WIDTH + beside, _ROW * (len(titles) + 1) + 14),
+            names=("", ""),
+            ticks=(
+                [(-_REACH / 2, "below"), (0.5, "healthy"), (1 + _REACH / 2, "above")],
+                [*zip(height, titles, strict=True)],
+            ),
+            bounds=(left, right),
+            grid=False,
+            legend=True,
+        )
+        return laid_out(hv, [panel], backend)
+
+
+def place_in_band(value: float, low: float, high: float) -> float:
+    """Where a value stands against a band that reaches from 0 to 1; NaN where there is no value or no band.
+
+    With both ends it is linear inside, logarithmic where the band spans more than a factor of ten. With an upper end
+    alone, 1 is that end and 0 is zero; with a lower end alone, 0 is that end and what is twice as large stands at one
+    half. Outside, the distance is compressed up to the reach.
+    """
+    has_low, has_high = math.isfinite(low), math.isfinite(high)
+    if math.isnan(value) or not (has_low or has_high):
+        return math.nan
+    if has_low and has_high and 0 < low < high / 10:
+        raw = (math.log(value) - math.log(low)) / math.log(high / low) if value > 0 else -math.inf
+    elif has_low and has_high and high > low:
+        raw = (value - low) / (high - low)
+    elif has_high:
+        raw = value / high if high > 0 else 1 + (value - high) / (abs(high) or 1.0)
+        raw = max(raw, 0.0)
+    else:
+        raw = (1 - low / value if value > low else (value - low) / low) if low > 0 else _above(value - low)
+    if raw < 0:
+        return -min(math.log1p(-raw), _REACH)
+    return min(1 + math.log1p(raw - 1), 1 + _REACH) if raw > 1 else raw
+
+
+def _above(distance: float) -> float:
+    return distance / (1 + distance) if distance >= 0 else distance
+
+
+def _told(rows: dict[str, np.ndarray], row: int) -> str:
+    value, low, high = (float(rows[name][row]) for name in ("value", "low", "high"))
+    unit = "" if str(rows["units"][row]) in ("1", "") else f" {rows['units'][row]}"
+    if math.isnan(value):
+        return "not measured"
+    ends = [None if math.isnan(end) else _number(end) for end in (low, high)]
+    band = {(True, True): "no band", (True, False): f"≤ {ends[1]}", (False, True): f"≥ {ends[0]}"}
+    return f"{_number(value)}{unit}  ({band.get((ends[0] is None, ends[1] is None), f'{ends[0]} to {ends[1]}')})"
+
+
+def _number(value: float) -> str:
+    return f"{float(f'{value:.3g}'):,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def _short(title: str) -> str:
+    return title if len(title) <= _LONGEST_TITLE else f"{title[: _LONGEST_TITLE - 1]}…"

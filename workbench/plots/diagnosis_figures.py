@@ -1,0 +1,201 @@
+"""A diagnosis: the causes by probability, what speaks for and against them, and when it was seen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots import outcome_colors as looks
+from workbench.plots import style
+from workbench.plots.dataset_columns import columns_of
+from workbench.plots.primitives import Pen, decades, laid_out
+from workbench.plots.word_columns import column_of_words
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_WIDTH, _ROW = 420, 24
+_SOURCE = "wb.diagnose()"
+_TABLE = {"what": "table of evidence", "source": _SOURCE, "dim": "evidence"}
+#: Where marks would cover each other along the steps, the words beside them stand on lines of their own.
+_LONGEST_NAME = 40
+
+
+def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
+    """Draw the probability of each cause as a bar, the most probable one above.
+
+    Args:
+        causes: Dim ``cause``: title, probability.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout of one panel with options for that backend only.
+
+    Raises:
+        SchemaError: If a variable lacks.
+        ThresholdError: If the backend does not exist.
+    """
+    rows = columns_of(causes, ["title", "probability"], what="table of causes", source=_SOURCE, dim="cause")
+    probability = rows["probability"].astype(float)
+    order = np.argsort(-probability, kind="stable")
+    titles, probability = [str(rows["title"][i]) for i in order], probability[order]
+    height = -np.arange(len(titles), dtype=float)
+    with style.drawing(backend) as hv:
+        pen = Pen(hv, backend, "probability", "cause")
+        colors = np.where(np.arange(len(titles)) == 0, looks.DIVERGED, style.NEUTRAL)
+        columns, tips = {"name": np.array(titles)}, [("", "@name")]
+        ends = (np.zeros(len(titles)), height - 0.32, np.nan_to_num(probability), height + 0.32)
+        pen.boxes(*ends, colors=colors, alpha=0.85, columns=columns, tips=tips)
+        told = [
+            "not known" if np.isnan(value) else "below 1%" if 0 < value < 0.005 else f"{value:.0%}"
+            for value in probability
+        ]
+        column_of_words(pen, np.nan_to_num(probability) + 0.015, height, told)
+        panel = pen.panel(
+            title="Causes by probability",
+            view=((0, 1.12), (height[-1] - 0.6, 0.6)),
+            size=(_WIDTH, _ROW * len(titles) + 12),
+            names=("probability", ""),
+            ticks=([0.0, 0.25, 0.5, 0.75, 1.0], [*zip(height, titles, strict=True)]),
+            formats=("percent", "plain"),
+            bounds=(0, 1),
+            grid=False,
+        )
+        return laid_out(hv, [panel], backend)
+
+
+def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -> Any:
+    """Draw how much each sign speaks for a cause (to the right) or against it (to the left), grouped by cause.
+
+    Args:
+        evidence: Dim ``evidence``: cause, weight (signed log-odds), and sign or quantity, by which signs are called.
+        n: Signs of each cause with a bar of their own, those that weigh most; the others are summed up in one bar.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout of one panel with options for that backend only.
+
+    Raises:
+        SchemaError: If a variable lacks.
+        ThresholdError: If ``n`` is not positive, or the backend does not exist.
+    """
+    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
+        raise ThresholdError(f"n is {n!r}, expected a whole number of at least 1.")
+    cause, names, weight = _grouped(evidence, n)
+    # One row for the name of each cause, then its signs.
+    height, heads, up = np.zeros(len(weight)), {}, 0.0
+    for i, name in enumerate(cause):
+        if name not in heads:
+            heads[name], up = up, up - 1
+        height[i], up = up, up - 1
+    at = height
+    reach = 1.35 * float(np.nanmax(np.abs(weight))) or 1.0
+    with style.drawing(backend) as hv:
+        pen = Pen(hv, backend, "log-odds", "sign")
+        for is_it, color in ((weight >= 0, looks.DIVERGED), (weight < 0, looks.SURVIVED)):
+            if is_it.any():
+                columns, tips = {"name": np.array(names)[is_it]}, [("", "@name")]
+                ends = (np.zeros(is_it.sum()), at[is_it] - 0.32, weight[is_it], at[is_it] + 0.32)
+                pen.boxes(*ends, colors=color, alpha=0.85, columns=columns, tips=tips)
+        for side, is_it in ((1, weight >= 0), (-1, weight < 0)):
+            told = [f"{value:+.2f}" for value in weight[is_it]]
+            align = "left" if side > 0 else "right"
+            column_of_words(pen, weight[is_it] + 0.02 * side * reach, at[is_it], told, align=align)
+        for name, up_here in heads.items():
+            pen.words(-0.98 * reach, up_here, name.replace("_", " "), is_bold=True)
+        pen.bars([0.0], [up + 0.5], [0.0], [0.5], color=pen.ink, width=1.2)
+        step = decades(reach / 4, reach / 1.5)[0]
+        ticks = [(k * step, f"{k * step:+g}" if k else "0") for k in range(-4, 5) if abs(k * step) <= 0.95 * reach]
+        panel = pen.panel(
+            title="What speaks for and against each cause",
+            view=((-reach, reach), (up + 0.4, 0.6)),
+            size=(_WIDTH, int(_ROW * -up) + 12),
+            names=("← against   log-odds   for →", ""),
+            ticks=(ticks, list(zip(at.tolist(), names, strict=True))),
+            grid=False,
+        )
+        return laid_out(hv, [panel], backend)
+
+
+def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
+    """Draw at which step each sign was seen, one row a sign, the earliest above; the size is what it weighs.
+
+    Args:
+        evidence: Dim ``evidence``: sign or quantity, step (below 0 or NaN: no step), weight.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout of one panel with options for that backend only.
+
+    Raises:
+        SchemaError: If a variable lacks, or no sign has a step.
+        ThresholdError: If the backend does not exist.
+    """
+    rows = columns_of(evidence, [_name_of(evidence), "step", "weight"], **_TABLE)
+    step, weight = rows["step"].astype(float), np.abs(rows["weight"].astype(float))
+    seen: dict[tuple[str, float], float] = {}
+    for name, at, heavy in zip(_signs(rows[_name_of(evidence)]), step, weight, strict=True):
+        if at >= 0:
+            seen[name, at] = max(seen.get((name, at), 0.0), float(np.nan_to_num(heavy)))
+    if not seen:
+        raise SchemaError("No sign of the evidence has a step, so there is no timeline; draw evidence_bars().")
+    first: dict[str, float] = {}
+    for name, at in seen:
+        first[name] = min(at, first.get(name, at))
+    lines = {name: -float(i) for i, name in enumerate(sorted(first, key=lambda name: (first[name], name)))}
+    heaviest, last = max(seen.values()) or 1.0, max(at for _, at in seen)
+    n_elsewhere = int((~(step >= 0)).sum())
+    margin = 0.04 * (last or 1.0)
+    with style.drawing(backend) as hv:
+        pen = Pen(hv, backend, "step", "sign")
+        heights = np.array(list(lines.values()))
+        pen.bars(0, heights, last + margin, heights, color=style.NEUTRAL, width=0.6, alpha=0.5)
+        for (name, at), heavy in seen.items():
+            size = 7 + 9 * heavy / heaviest
+            pen.dots(
+                [at],
+                [lines[name]],
+                color=looks.DIVERGED,
+                size=size,
+                columns={"name": np.array([name])},
+                tips=[("", "@name")],
+            )
+        note = [f"{n_elsewhere} sign{'s' if n_elsewhere > 1 else ''} of the whole run not shown"] if n_elsewhere else []
+        panel = pen.panel(
+            title="When the signs were seen",
+            note=note,
+            view=((-margin, last + 2 * margin), (heights.min() - 0.6, 0.6)),
+            size=(_WIDTH, _ROW * len(lines) + 12),
+            names=("step", ""),
+            ticks=(None, [(up, name) for name, up in lines.items()]),
+            grid=False,
+        )
+        return laid_out(hv, [panel], backend)
+
+
+def _grouped(evidence: xr.Dataset, n: int) -> tuple[list[str], list[str], np.ndarray]:
+    """Cause, name and weight of each bar: causes by what speaks for them together, signs from for to against."""
+    rows = columns_of(evidence, ["cause", _name_of(evidence), "weight"], **_TABLE)
+    cause, weight = rows["cause"].astype(str), np.nan_to_num(rows["weight"].astype(float))
+    names = np.array(_signs(rows[_name_of(evidence)]))
+    total = {name: weight[cause == name].sum() for name in dict.fromkeys(cause)}
+    bars: list[tuple[str, str, float]] = []
+    for name in sorted(total, key=lambda name: -total[name]):
+        mine = np.flatnonzero(cause == name)
+        mine = mine[np.argsort(-np.abs(weight[mine]), kind="stable")]
+        own, rest = (mine, []) if len(mine) == n + 1 else (mine[:n], mine[n:])
+        bars += [(name, str(names[i]), float(weight[i])) for i in sorted(own, key=lambda i: -weight[i])]
+        if len(rest):
+            bars.append((name, f"{len(rest)} others together", float(weight[rest].sum())))
+    return [bar[0] for bar in bars], [bar[1] for bar in bars], np.array([bar[2] for bar in bars])
+
+
+def _name_of(evidence: xr.Dataset) -> str:
+    return "sign" if "sign" in evidence else "quantity"
+
+
+def _signs(quantity: np.ndarray) -> list[str]:
+    names = [str(name).replace("_", " ") for name in quantity]
+    return [name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…" for name in names]

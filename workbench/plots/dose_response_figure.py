@@ -1,0 +1,274 @@
+"""What each control, or each dose of one, does: divergence and accuracy, one row a control, the published beside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError
+from workbench.plots import style
+from workbench.studies import published as papers
+from workbench.studies.outcomes import RATES, divergence_rates
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import xarray as xr
+
+MEASURES = ("divergence_rate", "accuracy", "near_unit_mass")
+OURS, PUBLISHED = style.MODEL_COLORS[0], style.MODEL_COLORS[1]
+
+
+def dose_response(
+    outcomes: xr.Dataset,
+    *,
+    measures: Sequence[str] = ("divergence_rate", "accuracy"),
+    reference: str | None = "none",
+    published: xr.Dataset | bool = True,
+    backend: str = "bokeh",
+) -> Any:
+    """Draw what came of each control: one row a control, one panel a measure, as in the paper's Fig. 2.
+
+    A dot with a line is the share of diverged runs with its Wilson interval; for the other measures, the dot is the
+    mean of the runs that converged and the small dots are these runs. A hollow diamond is what the paper publishes. The
+    vertical line is our reference. Rows are comparable where the same learning rates and seeds were run; see
+    `workbench.studies.outcomes.shared_cells`.
+
+    Args:
+        outcomes: One row a run, as `workbench.samples.shaping` gives them, which also gives the order of the controls.
+        measures: ``"divergence_rate"``, ``"accuracy"`` or ``"near_unit_mass"``.
+        reference: Control whose value is drawn through all rows, where there are runs of it; None: no such line.
+        published: Published figures by control, as `workbench.published.shaping_table` gives them; True: these; False:
+            none.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout with options for that backend only.
+
+    Raises:
+        SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice, or there is no such
+            measure.
+        ThresholdError: If the backend does not exist.
+    """
+    measures = [measures] if isinstance(measures, str) else list(measures)
+    for measure in measures:
+        if measure not in MEASURES:
+            raise SchemaError(f"There is no measure '{measure}' of outcomes; choose from {', '.join(MEASURES)}.")
+    if not measures:
+        raise SchemaError(f"No measure was named; choose from {', '.join(MEASURES)}.")
+    if isinstance(published, bool):
+        published = papers.shaping_table() if published else None
+    panels = [Responses.of(outcomes, measure, reference=reference, published=published) for measure in measures]
+    with style.drawing(backend) as hv:
+        draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
+        drawn = [draw(hv, panel, is_first=index == 0) for index, panel in enumerate(panels)]
+        layout = hv.Layout(drawn).cols(len(drawn))
+        if backend == "matplotlib":
+            return layout.opts(sublabel_format="", tight=True, hspace=0.08, fig_size=125, backend=backend)
+        return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
+
+
+@dataclass(frozen=True)
+class Responses:
+    """One measure of all controls.
+
+    Attributes:
+        measure: Its name.
+        controls: Names of the rows, from above.
+        values: Ours, shape (control,); NaN where no run says anything.
+        intervals: Lower and upper bounds, shape (2, control); NaN for means.
+        n_runs: Runs that the value is taken over, shape (control,).
+        runs: Columns ``row`` and ``value`` of the single runs behind a mean; empty for the divergence rate.
+        published: shape (control,); NaN where nothing is published.
+        reference: Value of the reference; NaN: none.
+        reference_name: Its name.
+    """
+
+    measure: str
+    controls: tuple[str, ...]
+    values: np.ndarray
+    intervals: np.ndarray
+    n_runs: np.ndarray
+    runs: dict[str, np.ndarray]
+    published: np.ndarray
+    reference: float
+    reference_name: str
+
+    @classmethod
+    def of(
+        cls, outcomes: xr.Dataset, measure: str, *, reference: str | None = None, published: xr.Dataset | None = None
+    ) -> Responses:
+        """Take one measure out of a table of outcomes; see `dose_response`."""
+        rates = divergence_rates(outcomes)
+        controls = tuple(map(str, rates["control"].values))
+        if measure == "divergence_rate":
+            n_runs, intervals = rates["n_runs"].values, np.array([rates["low"].values, rates["high"].values])
+            runs = {"row": np.zeros(0), "value": np.zeros(0)}
+        else:
+            single = outcomes[measure].values.astype(float)
+            is_told = ~outcomes["has_diverged"].values.astype(bool) & ~np.isnan(single)
+            row = np.array([controls.index(name) for name in outcomes["control"].values])
+            n_runs, intervals = np.bincount(row[is_told], minlength=len(controls)), np.full((2, len(controls)), np.nan)
+            runs = {"row": row[is_told].astype(float), "value": single[is_told]}
+        known = [] if published is None else published["control"].values.tolist()
+        theirs = [float(published[measure].sel(control=name)) if name in known else np.nan for name in controls]
+        values = rates[measure].values.astype(float)
+        line = values[controls.index(reference)] if reference in controls else np.nan
+        return cls(
+            measure, controls, values, intervals, n_runs, runs, np.array(theirs), float(line), str(reference or "")
+        )
+
+    @property
+    def title(self) -> str:
+        """Of the measure, over the runs it is taken over."""
+        return RATES[self.measure][0] + ("" if self.measure == "divergence_rate" else ", converged runs")
+
+    @property
+    def silent(self) -> list[int]:
+        """Rows in which no run says anything."""
+        return np.flatnonzero(np.isnan(self.values)).tolist()
+
+    @property
+    def note(self) -> str:
+        """What the markers are."""
+        few, many = self.n_runs.min(), self.n_runs.max()
+        n_runs = f"{few}" if few == many else f"{few} to {many}"
+        words = [f"● ours, {n_runs} runs" + (", 95 % interval" if self.measure == "divergence_rate" else "")]
+        if not np.isnan(self.published).all():
+            words.append("◇ published")
+        if not np.isnan(self.reference):
+            words.append(f"│ {self.reference_name}")
+        return "   ".join(words)
+
+    @property
+    def view(self) -> tuple[float, float]:
+        """Range of the axis: all of it for the divergence rate, else from zero to a little beyond what is drawn."""
+        drawn = np.concatenate([self.values, self.runs["value"], self.published])
+        highest = 1.0 if self.measure == "divergence_rate" else np.nanmax(drawn, initial=0.1)
+        return -0.03 * highest, 1.05 * highest
+
+
+def _elements(hv: Any, panel: Responses) -> dict[str, Any]:
+    """The parts of a panel by name; rows count downwards from 0."""
+    x, y = hv.Dimension("value", label=panel.title), hv.Dimension("place", label="control")
+    place = -np.arange(len(panel.controls), dtype=float)
+    has_ours, has_published = ~np.isnan(panel.values), ~np.isnan(panel.published)
+    low, high = panel.intervals
+    ours = {
+        "value": panel.values,
+        "place": place,
+        "low": low,
+        "high": high,
+        "n_runs": panel.n_runs,
+        "control": np.array(panel.controls),
+    }
+    parts = {}
+    if not np.isnan(panel.reference):
+        parts["reference"] = hv.VLine(panel.reference)
+    if len(panel.runs["value"]):
+        parts["runs"] = hv.Points({"value": panel.runs["value"], "place": -panel.runs["row"]}, [x, y])
+    has_interval = ~np.isnan(low)
+    if has_interval.any():
+        ends = (low[has_interval], place[has_interval], high[has_interval], place[has_interval])
+        parts["intervals"] = hv.Segments(ends, [x, y, "value_", "place_"])
+    parts["ours"] = hv.Points({k: v[has_ours] for k, v in ours.items()}, [x, y], ["low", "high", "n_runs", "control"])
+    theirs = {"value": panel.published, "place": place, "control": np.array(panel.controls)}
+    if has_published.any():
+        parts["published"] = hv.Points({k: v[has_published] for k, v in theirs.items()}, [x, y], ["control"])
+    for i in panel.silent:
+        word = "every run diverged" if panel.measure == "accuracy" else "nothing to measure"
+        parts[f"silent {i}"] = hv.Text(0.0, float(place[i]), word, halign="left", fontsize=style.TICK_SIZE - 1)
+    return parts
+
+
+def _view(panel: Responses, *, is_first: bool) -> dict[str, Any]:
+    return {
+        "xlim": panel.view,
+        "ylim": (0.6 - len(panel.controls), 0.6),
+        "yticks": [(-i, name if is_first else "") for i, name in enumerate(panel.controls)],
+        "xlabel": "",
+        "ylabel": "",
+        "show_legend": False,
+    }
+
+
+def _draw_bokeh(hv: Any, panel: Responses, *, is_first: bool) -> Any:
+    tips = [("", "@control"), (panel.title, "@value{0.0 %}"), ("runs", "@n_runs")]
+    if panel.measure == "divergence_rate":
+        tips.insert(2, ("interval", "@low{0 %} to @high{0 %}"))
+    looks = {
+        "reference": {"color": style.NEUTRAL, "line_width": 1},
+        "runs": {"color": OURS, "alpha": 0.35, "size": 4},
+        "intervals": {"color": OURS, "line_width": 2},
+        "ours": {"color": OURS, "size": 9, "tools": ["hover"], "hover_tooltips": tips},
+        "published": {
+            "line_color": PUBLISHED,
+            "fill_alpha": 0,
+            "marker": "diamond",
+            "size": 13,
+            "line_width": 1.8,
+            "tools": ["hover"],
+            "hover_tooltips": [("", "@control"), ("published", "@value{0.0 %}")],
+        },
+        "silent": {"text_color": style.NEUTRAL, "text_font_size": "9pt"},
+    }
+    parts = [part.opts(**looks[name.split()[0]], backend="bokeh") for name, part in _elements(hv, panel).items()]
+    return hv.Overlay(parts).opts(
+        **_view(panel, is_first=is_first),
+        title=panel.title,
+        frame_width=340,
+        frame_height=26 * len(panel.controls) + 20,
+        show_grid=True,
+        default_tools=[],
+        tools=["pan", "xwheel_zoom", "box_zoom", "reset", "save"],
+        active_tools=[],
+        hooks=[style.dress_bokeh, style.bare_bokeh((True, is_first)), _percent_bokeh, style.note_bokeh(panel.note)],
+        backend="bokeh",
+    )
+
+
+def _draw_matplotlib(hv: Any, panel: Responses, *, is_first: bool) -> Any:
+    looks = {
+        "reference": {"color": style.NEUTRAL, "linewidth": 0.8},
+        "runs": {"color": OURS, "alpha": 0.35, "s": 6, "edgecolors": "none"},
+        "intervals": {"color": OURS, "linewidth": 1.4},
+        "ours": {"color": OURS, "s": 34, "edgecolors": "none"},
+        "published": {"color": "none", "marker": "D", "s": 34, "edgecolors": PUBLISHED, "linewidth": 1.3},
+        "silent": {"color": style.NEUTRAL},
+    }
+    parts = [part.opts(**looks[name.split()[0]], backend="matplotlib") for name, part in _elements(hv, panel).items()]
+    ratio = 5.0 / (0.23 * len(panel.controls) + 0.3)
+    return hv.Overlay(parts).opts(
+        **_view(panel, is_first=is_first),
+        title="",
+        aspect=ratio,
+        hooks=[
+            style.dress_matplotlib,
+            _percent_matplotlib(ratio),
+            style.title_matplotlib(panel.title, note=panel.note),
+        ],
+        backend="matplotlib",
+    )
+
+
+def _percent_bokeh(plot: Any, element: Any) -> None:
+    from bokeh.models import NumeralTickFormatter
+
+    for axis in plot.state.xaxis:
+        axis.formatter = NumeralTickFormatter(format="0 %")
+
+
+def _percent_matplotlib(ratio: float) -> Any:
+    """A holoviews hook: percent below, and a frame ``ratio`` times as wide as high."""
+
+    def hook(plot: Any, element: Any) -> None:
+        from matplotlib.ticker import PercentFormatter
+
+        axis = plot.handles["axis"]
+        axis.set_aspect("auto")
+        axis.set_box_aspect(1 / ratio)
+        axis.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+    return hook

@@ -1,0 +1,92 @@
+"""The eigenvalues of every layer in the complex plane, one panel a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import ThresholdError
+from workbench.koopman.measures import remeasure
+from workbench.plots import style
+from workbench.plots.complex_plane import Look, Scale, panel_bokeh, panel_matplotlib
+from workbench.plots.mode_columns import View, band_outline, headline, key, mode_columns, silent_layers, view_of
+from workbench.plots.spectra_inputs import named_spectra, select_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import xarray as xr
+
+# What a widget that redraws these panels needs beside the figure.
+__all__ = ["View", "band_outline", "eigenvalue_map", "headline", "key", "mode_columns", "silent_layers", "view_of"]
+
+
+def eigenvalue_map(
+    spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree],
+    *,
+    step: int | str | None = None,
+    layers: Iterable[int] | None = None,
+    reliable_only: bool = False,
+    limit: float | str | None = None,
+    center: float = 0.0,
+    columns: int = 3,
+    backend: str = "bokeh",
+) -> Any:
+    """Draw the eigenvalues of each layer in the complex plane, one panel a model, all on the same linked axes.
+
+    The unit circle is drawn and the near-unit band shaded. Colour is depth. Modes whose residual is too large are
+    hollow; modes of a layer whose update is too small to say anything are crosses.
+
+    Args:
+        spectra: One spectra dataset or run, or several by name; dims ``layer``, ``mode``, and ``step`` if you name one.
+        step: Of runs that hold several: ``"first"``, ``"last"``, or a number (the latest recorded step up to it). The
+            titles say which step it is.
+        layers: Layer numbers to show, for example ``range(4)``; None shows all.
+        reliable_only: Leave out the modes whose residual is too large, from the picture and from the masses.
+        limit: Half the width of the view, unit 1. None fits all modes but shows at most 1.5, so that the unit circle
+            stays large; ``"all"`` shows every mode. Each panel says how many modes lie outside.
+        center: Middle of the view on the real axis. Modes of deep models crowd around 1: with 1.0 and no limit, the
+            view holds two thirds of them.
+        columns: Panels in a row.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout with options for that backend only; show it with ``workbench.widgets.show()`` or write it
+        with ``workbench.plots.save()``.
+
+    Raises:
+        SchemaError: If a dataset is no spectra dataset, or runs over runs, or over steps and none is named.
+        ThresholdError: If the backend, the limit, the step or all layers do not exist.
+    """
+    layers = None if layers is None else list(layers)
+    models, depths = {}, {}
+    for name, data in named_spectra(spectra, step=step).items():
+        measured = remeasure(data, reliable_only=True) if reliable_only else data
+        models[name] = select_layers(measured, layers)
+        depths[name] = data.sizes["layer"]
+    if not any(data.sizes["layer"] for data in models.values()):
+        raise ThresholdError(f"None of the layers {list(layers)} exists; choose from 0 to {max(depths.values()) - 1}.")
+    modes = {
+        name: mode_columns(data, n_layers=depths[name], reliable_only=reliable_only) for name, data in models.items()
+    }
+    view = view_of(modes, limit, center)
+    scale = Scale(max(depths.values()), is_shared=len(set(depths.values())) == 1)
+    first_key = key(next(iter(models.values())))
+    with style.drawing(backend) as hv:
+        panels = []
+        for index, (name, data) in enumerate(models.items()):
+            is_known = index > 0 and key(data) == first_key
+            look = Look(
+                title=name,
+                note=headline(data, modes[name], view),
+                key="\n".join(filter(None, ["" if is_known else key(data), silent_layers(data)])),
+                view=view,
+                scale=scale,
+                has_scale=index == min(columns, len(models)) - 1,
+                side={1: 420, 2: 300}.get(len(models), 240),
+            )
+            panel = panel_bokeh if backend == "bokeh" else panel_matplotlib
+            panels.append(panel(hv, data, modes[name], look))
+        layout = hv.Layout(panels).cols(columns)
+        if backend == "matplotlib":
+            return layout.opts(sublabel_format="", tight=True, hspace=0.3, vspace=0.5, backend=backend)
+        return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)

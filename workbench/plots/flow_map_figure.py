@@ -1,0 +1,283 @@
+"""What amplifies and what attenuates along depth: the signal on its way forward, the gradient on its way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError
+from workbench.plots import style
+from workbench.plots.dataset_columns import by_name
+from workbench.plots.primitives import Pen, decades, flowed, laid_out
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import xarray as xr
+
+#: Both have a contrast of at least 3 on white and on #111111, and differ for all eyes.
+AMPLIFIED, ATTENUATED = "#d55e00", "#1f77d4"
+_MOST_MODELS = 6
+#: Models up to which there is room to name their sub-layers.
+_MOST_NAMED = 3
+#: Models up to which all stand in one row; more are wrapped.
+_MOST_COLUMNS, _WRAPPED_COLUMNS = 4, 3
+#: Of a figure of bokeh, and what axes and legend, and the gap beside each frame, take of it.
+_TOTAL_WIDTH, _BESIDE, _BETWEEN_COLUMNS = 1200, 152, 54
+_MOST_WIDTH, _HEIGHT, _GAP = 460, 190, 30
+#: Distance of the lower frame from the upper one on a matplotlib figure, and of a row of models from the next.
+_BETWEEN, _BETWEEN_ROWS = 64, 90
+#: Room that a letter of a note and of a title takes.
+_LETTER, _LETTER_OF_TITLE = 6.2, 9.0
+_NEEDED = (
+    *("state_rms", "gradient_norm", "signal_gain", "gradient_gain"),
+    *("sublayer_signal_gain", "sublayer_gradient_gain"),
+)
+#: A size that spans less than this factor in all models is drawn on an axis that spans it.
+_LEAST_SPAN = 2.0
+
+
+def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bokeh") -> Any:
+    """Draw how signal and gradient grow or fade from block to block, several models side by side on common scales.
+
+    Above, the size of the residual stream from the first block to the last, over that of the state that enters; below,
+    the size of the loss's gradient on its way back, over that of the state that leaves the last block. Each box is a
+    sub-layer, or a block whose sub-layers were not seen: as wide as its part of the block and as high as its gain, in
+    one colour if it amplifies in that direction and in another if it attenuates. The axes are logarithmic: equal gains
+    are equally high. The small line names the sub-layers of a block from left to right.
+
+    Args:
+        flow: From `workbench.flow.flow_measurement`, or several by name; of one step.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout with one column a model, more than four in two rows of three, and options for that backend
+        only.
+
+    Raises:
+        SchemaError: If there is no flow, one lacks a variable or has several steps, or there are more than six.
+        ThresholdError: If the backend does not exist.
+    """
+    paths = paths_of(flow)
+    n_columns = len(paths) if len(paths) <= _MOST_COLUMNS else _WRAPPED_COLUMNS
+    width = min(_MOST_WIDTH, int((_TOTAL_WIDTH - _BESIDE) / n_columns - _BETWEEN_COLUMNS))
+    spans = [_span([getattr(path, way) for path in paths]) for way in ("forward", "backward")]
+    notes = [_notes(paths, way, width) for way in ("forward", "backward")]
+    # Frames of a matplotlib figure stand where they are told, and their notes need room between them.
+    above = [_HEIGHT + 13 * (1 + ways[0].count("\n")) for ways in notes]
+    height = sum(above) + _BETWEEN + _BETWEEN_ROWS
+    n_rows = -(-len(paths) // n_columns)
+    with style.drawing(backend) as hv:
+        panels: list[Any] = []
+        for first in range(0, len(paths), n_columns):
+            shown = range(first, min(first + n_columns, len(paths)))
+            for row, (axis, span) in enumerate(zip(("forward", "backward"), spans, strict=True)):
+                for i in shown:
+                    path, way, column = paths[i], getattr(paths[i], axis), i - first
+                    pen = Pen(hv, backend, f"depth {path.name}", axis)
+                    has_legend = row == 0 and i == n_columns - 1
+                    _draw(pen, way, has_legend=has_legend)
+                    bottom = (n_rows - 1 - first // n_columns) * height
+                    panel = pen.panel(
+                        title=_short(path.name, int(width / _LETTER_OF_TITLE)) if row == 0 else "",
+                        note=[notes[row][i]],
+                        view=((-0.15, path.n_layers + 0.15), span),
+                        size=(width, _HEIGHT),
+                        names=(f"← {axis}, block" if row else f"{axis}, block →", _UNITS[row]),
+                        ticks=(_depth_ticks(path.n_layers, width), _size_ticks(*span)),
+                        is_log=(False, True),
+                        legend=has_legend,
+                        bare=(False, column > 0),
+                        at=(column * (width + _GAP), bottom if row else bottom + _BETWEEN + above[1]),
+                    )
+                    panels.append(panel)
+                panels += [hv.Empty()] * (n_columns - len(shown))
+        return laid_out(hv, panels, backend, n_columns=n_columns)
+
+
+_UNITS = ("signal over entering", "gradient over leaving")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One direction through a model.
+
+    Attributes:
+        axis: Name of the direction.
+        size: At the boundaries between blocks, over that where it begins, shape (boundary,); NaN: not known.
+        left: Of each box, in blocks.
+        right: Of each box.
+        before: Size before it, in the direction of the flow.
+        after: Size after it.
+        name: What it is.
+        note: Phrases for the small lines above the frame.
+    """
+
+    axis: str
+    size: np.ndarray
+    left: np.ndarray
+    right: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+    name: np.ndarray
+    note: list[str] = field(default_factory=list)
+
+    @property
+    def gain(self) -> np.ndarray:
+        """Of each box."""
+        return self.after / self.before
+
+
+@dataclass(frozen=True)
+class Path:
+    """What is drawn of one model: its name, how many blocks it has, both directions, and a block's sub-layers."""
+
+    name: str
+    n_layers: int
+    forward: Way
+    backward: Way
+    parts: str
+
+
+def paths_of(flow: xr.Dataset | Mapping[str, xr.Dataset]) -> list[Path]:
+    """What is drawn; see `flow_map`."""
+    flows = by_name(flow, what="flow", source="wb.flow.measure()")
+    if len(flows) > _MOST_MODELS:
+        raise SchemaError(
+            f"There are {len(flows)} flows, expected at most {_MOST_MODELS} side by side; draw some of them."
+        )
+    paths = []
+    for given, data in flows.items():
+        name = given or str(data.attrs.get("subject", "flow"))
+        if missing := [variable for variable in _NEEDED if variable not in data]:
+            raise SchemaError(f"The flow '{name}' lacks {', '.join(missing)}; make it with wb.flow.measure().")
+        if "step" in data["state_rms"].dims:
+            raise SchemaError(f"The flow '{name}' has several steps; select one, for example flow.isel(step=-1).")
+        paths.append(_path_of(name, data))
+    return paths
+
+
+def _path_of(name: str, flow: xr.Dataset) -> Path:
+    n = flow.sizes["layer"]
+    forward, backward = (
+        _way(flow, "forward", "state_rms", "signal"),
+        _way(flow, "backward", "gradient_norm", "gradient"),
+    )
+    kinds = {tuple(label.partition(": ")[2] for label in forward.name[forward.left.astype(int) == i]) for i in range(n)}
+    kind = kinds.pop() if len(kinds) == 1 else ()
+    return Path(name, n, forward, backward, f"in a block: {', '.join(kind)}" if len(kind) > 1 else "")
+
+
+def _way(flow: xr.Dataset, axis: str, of_state: str, kind: str) -> Way:
+    n, is_forward = flow.sizes["layer"], axis == "forward"
+    names = flow["layer_name"].values if "layer_name" in flow.coords else np.arange(n).astype(str)
+    size = _positive(flow[of_state].values)
+    size = size / size[0 if is_forward else n]
+    boxes: list[tuple[float, float, float, float, str]] = []
+    for layer in range(n):
+        gains, labels = _sublayers(flow, layer, kind)
+        edges = layer + np.arange(len(gains) + 1) / len(gains)
+        before = size[layer] if is_forward else size[layer + 1]
+        of_block = []
+        for i in range(len(gains)) if is_forward else range(len(gains) - 1, -1, -1):
+            after = before * gains[i]
+            of_block.append((edges[i], edges[i + 1], before, after, f"{names[layer]}: {labels[i]}"))
+            before = after
+        boxes += of_block if is_forward else of_block[::-1]
+    columns = (np.array(column) for column in zip(*boxes, strict=True))
+    way = Way(axis, size, *columns)
+    return _with_note(way, size[n] if is_forward else size[0], n)
+
+
+def _sublayers(flow: xr.Dataset, layer: int, kind: str) -> tuple[np.ndarray, list[str]]:
+    """Gains of a block's sub-layers and their names; where one is not known that of the block."""
+    gains = flow[f"sublayer_{kind}_gain"].values[layer]
+    labels = flow["sublayer_name"].values[layer] if "sublayer_name" in flow.coords else np.full(len(gains), "")
+    is_there = (labels != "") | np.isfinite(gains)
+    gains, labels = _positive(gains[is_there]), labels[is_there]
+    if len(gains) and np.isfinite(gains).all():
+        return gains, [str(label) for label in labels]
+    return _positive(flow[f"{kind}_gain"].values[layer : layer + 1]), ["whole block"]
+
+
+def _with_note(way: Way, total: float, n_layers: int) -> Way:
+    if not np.isfinite(way.size).any():
+        way.note.append("not seen")
+    elif np.isfinite(total):
+        way.note.extend([f"in all ×{_number(total)}", f"a block ×{_number(total ** (1 / n_layers))}"])
+    unknown = int(np.isnan(way.size).sum())
+    if 0 < unknown < len(way.size):
+        way.note.append(f"{unknown} of {len(way.size)} states not seen or zero")
+    return way
+
+
+def _draw(pen: Pen, way: Way, *, has_legend: bool) -> None:
+    x = np.arange(len(way.size))
+    corners = [(way.left, way.before), (way.right, way.after)]
+    if way.axis == "backward":
+        corners = [(way.left, way.after), (way.right, way.before)]
+    depth, size = (np.stack(side, axis=1).ravel() for side in zip(*corners, strict=True))
+    pen.band(depth, np.ones(len(depth)), size, color=style.NEUTRAL, alpha=0.14)
+    pen.bars(-0.15, 1.0, len(x) - 0.85, 1.0, color=style.NEUTRAL, width=1, dash="dashed")
+    is_known = np.isfinite(way.gain)
+    if is_known.any():
+        low, high = np.minimum(way.before, way.after), np.maximum(way.before, way.after)
+        columns = {"name": way.name[is_known], "gain": way.gain[is_known]}
+        colors = np.where(way.gain >= 1, AMPLIFIED, ATTENUATED)[is_known]
+        tips = [("", "@name"), (f"{way.axis} gain", "@gain{0.000}")]
+        ends = (end[is_known] for end in (way.left, low, way.right, high))
+        pen.boxes(*ends, colors=colors, alpha=0.9, columns=columns, tips=tips)
+    pen.line(depth, size, color=pen.ink, width=1.2)
+    if has_legend:
+        for label, color in (("amplifies", AMPLIFIED), ("attenuates", ATTENUATED)):
+            pen.line([np.nan, np.nan], [np.nan, np.nan], color=color, width=9, label=label)
+
+
+def _span(ways: Sequence[Way]) -> tuple[float, float]:
+    """A logarithmic axis that holds all sizes, with room at both ends."""
+    values = np.concatenate([np.concatenate([way.size, way.before, way.after]) for way in ways])
+    values = np.append(values[np.isfinite(values)], 1.0)
+    low, high = np.log(values.min()), np.log(values.max())
+    middle, half = (low + high) / 2, max(high - low, np.log(_LEAST_SPAN)) / 2
+    return float(np.exp(middle - 1.12 * half)), float(np.exp(middle + 1.12 * half))
+
+
+def _depth_ticks(n_layers: int, width: int) -> list[tuple[float, str]]:
+    """The number of a block in its middle; of every second, fifth, ... where there is no room."""
+    most = max(2, width // 34)
+    every = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 100, 10**6) if n_layers / step <= most)
+    return [(layer + 0.5, str(layer)) for layer in range(0, n_layers, every)]
+
+
+def _size_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 of each decade, or fewer; more where there would be one or two."""
+    ticks = decades(low, high, n_most=6)
+    if len(ticks) > 2:
+        return ticks
+    powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    finer = [float(f"{mantissa}e{power}") for power in powers for mantissa in (1, 1.2, 1.5, 2, 3, 5, 7)]
+    return [at for at in finer if low <= at <= high]
+
+
+def _notes(paths: Sequence[Path], axis: str, width: int) -> list[str]:
+    """The small lines of each frame, as many for all: bokeh cuts off frames that it has to move down."""
+    named = axis == "forward" and len(paths) <= _MOST_NAMED
+    phrases = [[*getattr(path, axis).note, *([path.parts] if named else [])] for path in paths]
+    notes = [flowed(of_path, n_characters=width / _LETTER) for of_path in phrases]
+    n_breaks = max(note.count("\n") for note in notes)
+    return [note + "\n" * (n_breaks - note.count("\n")) for note in notes]
+
+
+def _short(name: str, n_letters: int) -> str:
+    return name if len(name) <= n_letters else f"{name[: n_letters - 1]}…"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if 0.1 <= value < 10 else f"{value:.3g}" if 1e-3 < value < 1e4 else f"{value:.1e}"
+
+
+def _positive(values: Any) -> np.ndarray:
+    values = np.asarray(values, float)
+    return np.where(np.isfinite(values) & (values > 0), values, np.nan)

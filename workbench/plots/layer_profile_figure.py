@@ -1,0 +1,210 @@
+"""Every measure of a layer against depth, several models in one panel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots import style
+from workbench.plots.spectra_inputs import given_name, named_spectra
+from workbench.schema.runs import SPECTRA
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import xarray as xr
+
+DEFAULT_MEASURES = ("near_unit_mass", "spectral_radius", "eigenvector_condition", "nonlinearity_ratio")
+LOGARITHMIC = frozenset({"eigenvector_condition", "kreiss_constant", "covariance_condition"})
+#: The value that separates decay from growth, where there is one.
+REFERENCE = {"spectral_radius": 1.0, "energy_gain": 1.0, "kreiss_constant": 1.0}
+
+
+def layer_profile(
+    spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree],
+    *,
+    step: int | str | None = None,
+    measures: Sequence[str] = DEFAULT_MEASURES,
+    depth: str | None = None,
+    columns: int = 2,
+    places: Mapping[str, int] | None = None,
+    backend: str = "bokeh",
+) -> Any:
+    """Draw each measure against depth: one panel a measure, one line a model.
+
+    Layers whose update is too small to say anything have hollow markers. Values that are not finite are left out and
+    named in the panel's second line.
+
+    Args:
+        spectra: One spectra dataset or run, or several by name; dims ``layer``, ``mode``, and ``step`` if you name one.
+        step: Of runs that hold several: ``"first"``, ``"last"``, or a number (the latest recorded step up to it). The
+            legend says which step it is.
+        measures: Names of per-layer variables of the schema.
+        depth: ``"index"`` (layer number) or ``"fraction"`` (0 first layer, 1 last). None takes the fraction only if
+            the models differ in depth.
+        columns: Panels in a row.
+        places: Place of each model among the looks (`style.model_style`), by name; None: the order given.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout with options for that backend only.
+
+    Raises:
+        SchemaError: If a dataset is no spectra dataset, holds several steps and none is named, or a measure is not in
+            the schema.
+        ThresholdError: If the backend, the step, the kind of depth or a model's place does not exist.
+    """
+    models = named_spectra(spectra, step=step)
+    measures = [measures] if isinstance(measures, str) else list(measures)
+    known = [name for name, variable in SPECTRA.items() if variable.dims == ("layer",) and variable.kind != "b"]
+    for measure in measures:
+        if measure not in known:
+            raise SchemaError(f"There is no measure '{measure}' of a layer; choose from {', '.join(known)}.")
+    if not measures:
+        raise SchemaError(f"No measure was named; choose from {', '.join(known)}.")
+    if depth is None:
+        depth = "index" if len({data.sizes["layer"] for data in models.values()}) == 1 else "fraction"
+    if depth not in ("index", "fraction"):
+        raise ThresholdError(f"The depth is '{depth}', expected 'index' or 'fraction'.")
+    names = models if step is None else [given_name(label, data) for label, data in models.items()]
+    order = dict(zip(models, style.model_places(names, places), strict=True))
+    with style.drawing(backend) as hv:
+        legend_at = min(columns, len(measures)) - 1 if len(models) > 1 or step is not None else -1
+        panels = [
+            _panel(
+                hv, models, measure, measures, order=order, depth=depth, has_legend=index == legend_at, backend=backend
+            )
+            for index, measure in enumerate(measures)
+        ]
+        layout = hv.Layout(panels).cols(columns)
+        if backend == "matplotlib":
+            return layout.opts(sublabel_format="", tight=True, hspace=0.3, vspace=0.75, backend=backend)
+        return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
+
+
+def measure_columns(spectra: xr.Dataset, measure: str, *, depth: str = "index") -> dict[str, np.ndarray]:
+    """One measure as columns: ``depth``, the measure (NaN where it is not finite), ``layer``, ``fill`` opacity."""
+    layer = spectra["layer"].values
+    value = spectra[measure].values.astype(float)
+    return {
+        "depth": layer.astype(float)
+        if depth == "index"
+        else np.linspace(0, 1, len(layer))
+        if len(layer) > 1
+        else [0.0],
+        measure: np.where(np.isfinite(value), value, np.nan),
+        "layer": layer,
+        "fill": np.where(spectra["is_informative"].values, 1.0, 0.0),
+    }
+
+
+def remark(models: Mapping[str, xr.Dataset], measure: str) -> str:
+    """Which layers of a measure are not finite and therefore not drawn; empty if there are none."""
+    remarks = []
+    for name, data in models.items():
+        value = data[measure].values.astype(float)
+        for word, missing in (("infinite", np.isinf(value)), ("undefined", np.isnan(value))):
+            layers = data["layer"].values[missing]
+            if len(layers):
+                shown = ", ".join(map(str, layers[:4])) + ("…" if len(layers) > 4 else "")
+                owner = f"{name} " if len(models) > 1 else ""
+                remarks.append(f"{owner}{word} in layer {shown}")
+    return "; ".join(remarks)
+
+
+def _panel(
+    hv: Any,
+    models: Mapping[str, xr.Dataset],
+    measure: str,
+    measures: Sequence[str],
+    *,
+    order: Mapping[str, int],
+    depth: str,
+    has_legend: bool,
+    backend: str,
+) -> Any:
+    x = hv.Dimension("depth", label="layer" if depth == "index" else "depth (0 first, 1 last layer)")
+    y = hv.Dimension(measure, label=SPECTRA[measure].long_name)
+    elements = []
+    is_bokeh = backend == "bokeh"
+    if measure in REFERENCE:
+        rule = hv.HLine(REFERENCE[measure])
+        width = {"line_width": 1} if is_bokeh else {"linewidth": 0.8}
+        elements.append(rule.opts(color=style.NEUTRAL, **width, backend=backend))
+    for name, data in models.items():
+        look = style.model_style(order[name])
+        columns = measure_columns(data, measure, depth=depth)
+        line = hv.Curve(columns, x, y, label=name)
+        if is_bokeh:
+            elements.append(line.opts(color=look["color"], line_dash=look["dash"], line_width=1.8, backend=backend))
+            elements.append(
+                hv.Scatter(columns, x, [y, "layer", "fill"], label=name).opts(
+                    color=look["color"],
+                    marker=look["marker"],
+                    fill_alpha=hv.dim("fill"),
+                    size=8,
+                    line_width=1.4,
+                    tools=["hover"],
+                    hover_tooltips=[("", name), ("layer", "@layer"), (SPECTRA[measure].long_name, f"@{measure}")],
+                    backend=backend,
+                )
+            )
+        else:
+            elements.append(line.opts(color=look["color"], linestyle=look["dash"], linewidth=1.5, backend=backend))
+            marker = style.MATPLOTLIB_MARKERS[look["marker"]]
+            for inside, chosen in ((look["color"], columns["fill"] > 0), ("none", columns["fill"] == 0)):
+                part = {key: np.asarray(column)[chosen] for key, column in columns.items()}
+                dots = hv.Scatter(part, x, [y, "layer", "fill"], label=name)
+                edge = {"edgecolors": look["color"], "linewidth": 1.1}
+                elements.append(dots.opts(color=inside, marker=marker, s=26, **edge, backend=backend))
+    note = remark(models, measure)
+    has_notes = any(remark(models, other) for other in measures)
+    view = {"logy": _is_logarithmic(models, measure), "xlabel": x.label, "ylabel": "", "padding": 0.08}
+    if is_bokeh:
+        hooks = [style.dress_bokeh, _layer_ticks_bokeh] if depth == "index" else [style.dress_bokeh]
+        if has_notes:
+            hooks.append(style.note_bokeh(note or " "))
+        view |= {"show_legend": has_legend}
+        if has_legend:
+            view |= {"legend_position": "right"}
+        return hv.Overlay(elements).opts(
+            **view,
+            title=SPECTRA[measure].long_name,
+            frame_width=300,
+            frame_height=175,
+            show_grid=True,
+            default_tools=[],
+            tools=["pan", "wheel_zoom", "box_zoom", "reset", "save"],
+            active_tools=[],
+            hooks=hooks,
+            backend=backend,
+        )
+    hooks = [style.dress_matplotlib, style.title_matplotlib(SPECTRA[measure].long_name, note=note)]
+    if depth == "index":
+        hooks.append(_layer_ticks_matplotlib)
+    if view["logy"]:
+        hooks.append(style.log_ticks_matplotlib(1.8))
+    if has_legend:
+        hooks.append(style.legend_matplotlib(order))
+    return hv.Overlay(elements).opts(
+        **view, show_legend=False, title="", aspect=1.8, fig_inches=(4, 2.3), hooks=hooks, backend=backend
+    )
+
+
+def _is_logarithmic(models: Mapping[str, xr.Dataset], measure: str) -> bool:
+    values = np.concatenate([data[measure].values.astype(float) for data in models.values()])
+    values = values[np.isfinite(values)]
+    return measure in LOGARITHMIC and len(values) > 0 and bool((values > 0).all())
+
+
+def _layer_ticks_bokeh(plot: Any, element: Any) -> None:
+    from bokeh.models import BasicTicker
+
+    for axis in plot.state.xaxis:
+        axis.ticker = BasicTicker(min_interval=1, num_minor_ticks=0)
+
+
+def _layer_ticks_matplotlib(plot: Any, element: Any) -> None:
+    plot.handles["axis"].xaxis.get_major_locator().set_params(integer=True)

@@ -1,0 +1,37 @@
+"""How figures show what became of a run, or what is predicted: one pair of colours and one ramp between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.plots import style
+
+if TYPE_CHECKING:
+    from workbench.plots.primitives import Pen
+
+#: Blue and vermilion: apart for every eye, and visible on white and on #111111.
+SURVIVED, DIVERGED = style.MODEL_COLORS[0], style.MODEL_COLORS[1]
+#: Paler than these two, so that marks and words stand out on a cell.
+_RAMP = ("#5f9fe2", "#f7f4ee", "#ea8a3e")
+#: A cell of which nothing is predicted.
+UNKNOWN = "#b4b4b4"
+#: Marks on coloured cells, which are as bright in a dark theme.
+MARK, MARK_GROUND = "#1a1a1a", "#ffffff"
+
+
+def probability_colors(probability: np.ndarray) -> np.ndarray:
+    """Colours from that of survival over a pale middle at one half to that of divergence; grey for NaN."""
+    anchors = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in _RAMP])
+    flat = np.asarray(probability, dtype=float).ravel()
+    known = np.where(np.isnan(flat), 0.0, flat)
+    rgb = np.stack([np.interp(known, [0, 0.5, 1], channel) for channel in anchors.T], axis=-1).round().astype(int)
+    colors = ["#{:02x}{:02x}{:02x}".format(*row) for row in rgb]
+    return np.where(np.isnan(flat), UNKNOWN, colors).reshape(np.shape(probability))
+
+
+def draw_color_key(pen: Pen, *, n: int = 60) -> None:
+    """A strip from 0 to 1 in the colours of `probability_colors`."""
+    edges = np.linspace(0, 1, n + 1)
+    pen.boxes(edges[:-1], 0, edges[1:], 1, colors=probability_colors((edges[:-1] + edges[1:]) / 2))

@@ -1,0 +1,159 @@
+"""Which single number foretells divergence: ours beside what the paper publishes, as a chart and as a table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots import style
+from workbench.plots.dataset_columns import columns_of, names_along
+from workbench.plots.primitives import Pen, laid_out
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+
+OURS, PUBLISHED = style.MODEL_COLORS[0], style.MODEL_COLORS[1]
+_SOURCE = "workbench.studies.outcomes.predictor_table()"
+_OURS = ("auroc", "low", "high")
+_COUNTS = ("n_runs", "n_diverged")
+_PUBLISHED = ("published_auroc", "published_low", "published_high")
+_WITHIN = ("auroc_within_architecture", "auroc_within_cell")
+_WIDTH, _ROW = 640, 34
+#: The columns of numbers to the right of the chart, where 1 is its end.
+_OURS_AT, _PUBLISHED_AT, _END = 1.06, 1.5, 1.92
+
+
+def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
+    """Draw the area under the ROC curve of each predictor, ours beside the published, with intervals and in numbers.
+
+    One row a predictor. A dot with a line is ours with its interval, a hollow diamond what the paper publishes, and a
+    small hollow triangle ours among runs of one architecture alone: where it falls to the upright line at .5, the score
+    only tells architectures apart. Below .5, higher scores are the safer ones.
+
+    Args:
+        table: Dataset with dim ``predictor`` (and perhaps a coordinate ``long_name``, shown instead): auroc, low, high;
+            where known n_runs, n_diverged, published_auroc, published_low, published_high, auroc_within_architecture
+            and auroc_within_cell; NaN: not known. attrs ``level``: of our intervals.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout of one panel with options for that backend only.
+
+    Raises:
+        SchemaError: If the dataset is no table of predictors, or has no row.
+        ThresholdError: If the backend does not exist.
+    """
+    names, columns = _columns(table)
+    row = -np.arange(len(names), dtype=float)
+    has_published = np.isfinite(columns["published_auroc"])
+    shift = 0.14 if has_published.any() else 0.0
+    with style.drawing(backend) as hv:
+        pen = Pen(hv, backend, "AUROC", "predictor")
+        pen.bars([0.5], [row[-1] - 0.6], [0.5], [0.6], color=style.NEUTRAL, width=1, dash="dashed")
+        pen.bars(columns["low"], row + shift, columns["high"], row + shift, color=OURS, width=2.2)
+        shown = {"predictor_": np.array(names)} | columns
+        tips = [("", "@predictor_"), ("ours", "@auroc{0.000} [@low{0.000}, @high{0.000}]")]
+        tips += [("runs", "@n_runs{0}, @n_diverged{0} diverged")] if np.isfinite(columns["n_runs"]).any() else []
+        is_known = np.isfinite(columns["auroc"])
+        ours = {key: column[is_known] for key, column in shown.items()}
+        pen.dots(ours["auroc"], row[is_known] + shift, color=OURS, size=10, columns=ours, tips=tips)
+        if has_published.any():
+            theirs = {key: column[has_published] for key, column in shown.items()}
+            below = row[has_published] - shift
+            pen.bars(theirs["published_low"], below, theirs["published_high"], below, color=PUBLISHED, width=1.6)
+            look = {"color": PUBLISHED, "marker": "diamond", "size": 10, "is_hollow": True}
+            tips = [("", "@predictor_"), ("published", "@published_auroc{0.000}")]
+            pen.dots(theirs["published_auroc"], below, columns=theirs, tips=tips, **look)
+        within = columns["auroc_within_architecture"]
+        if (has_within := np.isfinite(within)).any():
+            tips = [("", "@predictor_"), ("within one architecture", "@auroc_within_architecture{0.000}")]
+            look = {"color": OURS, "marker": "triangle", "size": 7, "is_hollow": True, "tips": tips}
+            kept = {key: column[has_within] for key, column in shown.items()}
+            pen.dots(within[has_within], row[has_within] + shift, columns=kept, **look)
+        heads = [(_OURS_AT, "ours", OURS, _OURS), (_PUBLISHED_AT, "published", PUBLISHED, _PUBLISHED)]
+        for at, head, color, keys in heads if has_published.any() else heads[:1]:
+            pen.words(at, 0.62, head, color=color, valign="bottom", is_bold=True)
+            for place, numbers in zip(row, zip(*(columns[key] for key in keys), strict=True), strict=True):
+                pen.words(at, place, _in_words(*numbers), color=color)
+        panel = pen.panel(
+            title="Area under the ROC curve for divergence",
+            note=_note(columns, has_published=bool(has_published.any()), level=float(table.attrs.get("level", 0.95))),
+            view=((-0.02, _END if has_published.any() else _PUBLISHED_AT), (row[-1] - 0.6, 1.15)),
+            size=(_WIDTH, _ROW * len(names) + 40),
+            names=("", ""),
+            ticks=([0.0, 0.25, 0.5, 0.75, 1.0], list(zip(row.tolist(), names, strict=True))),
+            grid=False,
+            bounds=(0.0, 1.0),
+        )
+        return laid_out(hv, [panel], backend)
+
+
+def predictor_frame(table: xr.Dataset, *, digits: int = 3) -> pd.DataFrame:
+    """The same table as numbers to read: one row a predictor, ours and published side by side.
+
+    Args:
+        table: As for `predictor_table`.
+        digits: Decimals; at least 1.
+
+    Returns:
+        Numbers under two rows of names: "ours" or "published", then what. Columns in which nothing is known are left
+        out; NaN elsewhere means unknown.
+
+    Raises:
+        SchemaError: If the dataset is no table of predictors, or has no row.
+        ThresholdError: If there are no digits.
+    """
+    import pandas as pd
+
+    if digits < 1:
+        raise ThresholdError(f"digits is {digits}, expected at least 1.")
+    names, columns = _columns(table)
+    words = {"auroc": "AUROC", "low": "low", "high": "high", "n_runs": "runs", "n_diverged": "diverged"}
+    words |= {"auroc_within_architecture": "within architecture", "auroc_within_cell": "within cell"}
+    frame = {}
+    for key, column in columns.items():
+        if np.isnan(column).all():
+            continue
+        source = "published" if key in _PUBLISHED else "ours"
+        heading = (source, words[key.removeprefix("published_")])
+        frame[heading] = pd.array(column).astype("Int64") if key in _COUNTS else np.round(column, digits)
+    drawn = pd.DataFrame(dict(enumerate(frame.values())), index=pd.Index(names, name="predictor"))
+    drawn.columns = pd.MultiIndex.from_tuples(list(frame))
+    return drawn
+
+
+def _columns(table: xr.Dataset) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Names of the rows and all columns, NaN where nothing is known."""
+    optional = (*_WITHIN, *_COUNTS, *_PUBLISHED)
+    columns = columns_of(table, _OURS, optional=optional, what="table of predictors", source=_SOURCE, dim="predictor")
+    if np.isnan(columns["auroc"].astype(float)).all():
+        raise SchemaError("The table of predictors has no AUROC; it needs runs that diverged and runs that survived.")
+    unknown = np.full(len(columns["auroc"]), np.nan)
+    return names_along(table, "predictor"), {
+        key: columns.get(key, unknown).astype(float) for key in (*_OURS, *optional)
+    }
+
+
+def _in_words(value: float, low: float, high: float) -> str:
+    if np.isnan(value):
+        return "—"
+    return f"{value:.3f}" + ("" if np.isnan([low, high]).any() else f" [{low:.3f}, {high:.3f}]")
+
+
+def _note(columns: dict[str, np.ndarray], *, has_published: bool, level: float) -> list[str]:
+    words = [f"● ours with {100 * level:g} % interval"]
+    if has_published:
+        words.append("◇ published")
+    if np.isfinite(columns["auroc_within_architecture"]).any():
+        words.append("△ ours within one architecture")
+    words.append("┆ no better than chance")
+    if (
+        np.isfinite(columns["n_runs"]).all()
+        and len(set(columns["n_runs"])) == 1
+        and len(set(columns["n_diverged"])) == 1
+    ):
+        words.append(f"{columns['n_runs'][0]:g} runs, {columns['n_diverged'][0]:g} diverged")
+    return words

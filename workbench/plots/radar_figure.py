@@ -1,0 +1,224 @@
+"""Architectures as radar charts: one axis a measure, ours solid, published dashed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.plots import style
+from workbench.plots.radar_axes import DEFAULT_MEASURES, Axis, Chart, Texts, axes_of, outline
+from workbench.studies.comparison import SOURCES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import xarray as xr
+
+# What a widget that redraws these charts needs beside the figure.
+__all__ = ["DEFAULT_MEASURES", "Axis", "Chart", "Texts", "axes_of", "outline", "radar"]
+
+#: More fillings than this only hide each other.
+_N_FILLED = 4
+_RINGS = (0.25, 0.5, 0.75, 1.0)
+#: What a picture shows: half its width, its bottom and its top, where the rim has radius 1.
+_WIDTH, _LOW, _HIGH = 1.95, -1.5, 1.5
+
+
+def radar(
+    comparison: xr.Dataset,
+    *,
+    measures: Sequence[str] | None = None,
+    overlay: bool = False,
+    columns: int = 3,
+    places: Mapping[str, int] | None = None,
+    backend: str = "bokeh",
+) -> Any:
+    """Draw a comparison as radar charts (after RKSP Fig. 6): one axis a measure, growing outwards.
+
+    Fractions run from 0 in the centre to 1 at the rim; measures without a bound run over a logarithmic range of round
+    numbers that holds every architecture, which the figure states. Published figures are dashed with hollow markers. A
+    value that is unknown or infinite leaves a gap, and is written as "–" or "∞".
+
+    Args:
+        comparison: From `workbench.compare`.
+        measures: At least three of its variables by ``architecture`` and ``source``; None takes the masses near and
+            beyond 1, the spectral radius, the nonlinearity ratio and the eigenvector condition.
+        overlay: Draw all architectures into one chart, which is readable for about four. By default each has a chart of
+            its own with its values in figures, published ones in parentheses.
+        columns: Charts in a row.
+        places: Place of each architecture among the looks (`style.model_style`), by name; None: the order given.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout with options for that backend only.
+
+    Raises:
+        SchemaError: If the dataset is no comparison, or has no such measure.
+        ThresholdError: If the backend or an architecture's place does not exist, or there are fewer than three
+            measures.
+    """
+    axes = axes_of(comparison, measures)
+    names = comparison["architecture"].values.tolist()
+    charts = [
+        Chart.of(comparison, axes, name, place)
+        for name, place in zip(names, style.model_places(names, places), strict=True)
+    ]
+    with style.drawing(backend) as hv:
+        draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
+        if overlay:
+            panels = [draw(hv, axes, charts, Texts.of_all(axes, charts))]
+        else:
+            corner = (len(charts) - 1) // columns * columns
+            panels = [
+                draw(hv, axes, [chart], Texts.of_one(axes, chart, has_key=index == corner))
+                for index, chart in enumerate(charts)
+            ]
+        layout = hv.Layout(panels).cols(columns)
+        if backend == "matplotlib":
+            return layout.opts(
+                sublabel_format="",
+                tight=True,
+                hspace=0.1,
+                vspace=-0.1,
+                fig_size=150 if overlay else 100,
+                backend=backend,
+            )
+        return layout.opts(shared_axes=False, merge_tools=True, toolbar=None, backend=backend)
+
+
+def _elements(hv: Any, axes: list[Axis], charts: list[Chart]) -> Iterator[tuple[str, Any, Chart | None]]:
+    """What is drawn, from bottom to top: kind, element without a look, and its architecture."""
+    dims = [hv.Dimension("x"), hv.Dimension("y")]
+    rings = [np.array([axis.point(ring) for axis in [*axes, axes[0]]]) for ring in _RINGS]
+    spokes = [np.array([(0.0, 0.0), axis.point(1.0)]) for axis in axes]
+    yield "grid", hv.Path(rings + spokes, dims), None
+    outlines = [(chart, source, outline(axes, chart.values[source])) for chart in charts for source in SOURCES]
+    for chart, source, columns in outlines:
+        if source == "ours" and len(charts) <= _N_FILLED and np.isfinite(columns["x"]).all():
+            yield "fill", hv.Polygons([{key: columns[key] for key in ("x", "y")}], dims, label=chart.name), chart
+    for chart, source, columns in outlines:
+        yield f"{source} line", hv.Curve((columns["x"], columns["y"]), *dims, label=chart.name), chart
+    for chart, source, columns in outlines:
+        has_place = np.isfinite(columns["x"][:-1])  # the last point only closes the line
+        table = {key: column[:-1][has_place] for key, column in columns.items()}
+        table["measure"] = np.array([axis.title for axis in axes], dtype=object)[has_place]
+        table["who"] = np.full(len(table["x"]), f"{chart.name}, {source}", dtype=object)
+        yield f"{source} points", hv.Points(table, dims, ["value", "measure", "who"], label=chart.name), chart
+
+
+def _labels(hv: Any, axes: list[Axis], texts: Texts) -> Iterator[tuple[Any, str, str]]:
+    """The texts at the ends of the axes, with their horizontal and vertical alignment."""
+    for axis, text in zip(axes, texts.at_axes, strict=True):
+        x, y = axis.point(1.11)
+        side = "center" if abs(x) < 0.1 else "left" if x > 0 else "right"
+        level = "bottom" if y > 0.9 else "top" if y < -0.6 else "middle"
+        if level == "top" and side != "center":
+            x *= 0.8
+        yield hv.Labels(([x], [y], [text]), ["x", "y"], "text"), side, level
+
+
+def _draw_bokeh(hv: Any, axes: list[Axis], charts: list[Chart], texts: Texts) -> Any:
+    parts = []
+    for kind, element, chart in _elements(hv, axes, charts):
+        options = {"backend": "bokeh", "default_tools": []}
+        look = style.model_style(chart.place) if chart else {"color": style.NEUTRAL, "marker": ""}
+        color, marker = look["color"], look["marker"]
+        if kind.startswith("published") and len(charts) == 1:
+            color = style.NEUTRAL
+        hover = {"tools": ["hover"], "hover_tooltips": [("", "@who"), ("@measure", "@value")]}
+        options |= {
+            "grid": {"color": color, "alpha": 0.35, "line_width": 0.8},
+            "fill": {"color": color, "fill_alpha": 0.16, "line_alpha": 0},
+            "ours line": {"color": color, "line_width": 2},
+            "published line": {"color": color, "line_width": 1.6, "line_dash": "dashed"},
+            "ours points": {"color": color, "marker": marker, "size": 7, **hover},
+            "published points": {"color": color, "marker": marker, "size": 8, "fill_alpha": 0, **hover},
+        }[kind]
+        parts.append(element.opts(**options))
+    for element, side, level in _labels(hv, axes, texts):
+        look = {"text_color": style.NEUTRAL, "text_font_size": f"{style.TICK_SIZE}pt"}
+        parts.append(element.opts(text_align=side, text_baseline=level, **look, backend="bokeh"))
+    hooks = [style.dress_bokeh, _no_grid_bokeh, style.note_bokeh(texts.note)]
+    if texts.key:
+        hooks.append(style.note_bokeh(texts.key, place="below"))
+    height = 285 if len(charts) == 1 else 400
+    return hv.Overlay(parts).opts(
+        title=texts.title,
+        xlim=(-_WIDTH, _WIDTH),
+        ylim=(_LOW, _HIGH),
+        xaxis=None,
+        yaxis=None,
+        frame_width=round(height * 2 * _WIDTH / (_HIGH - _LOW)),
+        frame_height=height,
+        show_legend=len(charts) > 1,
+        legend_position="right",
+        default_tools=[],
+        hooks=hooks,
+        backend="bokeh",
+    )
+
+
+def _draw_matplotlib(hv: Any, axes: list[Axis], charts: list[Chart], texts: Texts) -> Any:
+    parts = []
+    for kind, element, chart in _elements(hv, axes, charts):
+        look = style.model_style(chart.place) if chart else {"color": style.NEUTRAL, "marker": "circle"}
+        color, marker = look["color"], style.MATPLOTLIB_MARKERS[look["marker"]]
+        if kind.startswith("published") and len(charts) == 1:
+            color = style.INK
+        options = {
+            "grid": {"color": color, "alpha": 0.35, "linewidth": 0.7},
+            "fill": {"facecolor": color, "alpha": 0.16, "edgecolor": "none"},
+            "ours line": {"color": color, "linewidth": 1.7},
+            "published line": {"color": color, "linewidth": 1.3, "linestyle": "dashed"},
+            "ours points": {"color": color, "marker": marker, "s": 20, "edgecolors": "none"},
+            "published points": {"color": "none", "marker": marker, "s": 26, "edgecolors": color, "linewidth": 1.1},
+        }[kind]
+        parts.append(element.opts(**options, backend="matplotlib"))
+    for element, side, level in _labels(hv, axes, texts):
+        level = "center" if level == "middle" else level
+        look = {"color": style.INK, "size": style.TICK_SIZE}
+        parts.append(element.opts(horizontalalignment=side, verticalalignment=level, **look, backend="matplotlib"))
+    hooks = [_no_axes_matplotlib, style.title_matplotlib(texts.title, note=texts.note, key=texts.key)]
+    if len(charts) > 1:
+        hooks.append(_legend_matplotlib(charts))
+    return hv.Overlay(parts).opts(
+        title="",
+        xlim=(-_WIDTH, _WIDTH),
+        ylim=(_LOW, _HIGH),
+        aspect="equal",
+        fig_inches=4,
+        show_legend=False,
+        hooks=hooks,
+        backend="matplotlib",
+    )
+
+
+def _no_grid_bokeh(plot: Any, element: Any) -> None:
+    for grid in plot.state.grid:
+        grid.visible = False
+
+
+def _no_axes_matplotlib(plot: Any, element: Any) -> None:
+    plot.handles["axis"].set_axis_off()
+
+
+def _legend_matplotlib(charts: list[Chart]) -> Any:
+    def hook(plot: Any, element: Any) -> None:
+        from matplotlib.lines import Line2D
+
+        handles = []
+        for chart in charts:
+            look = style.model_style(chart.place)
+            marker = style.MATPLOTLIB_MARKERS[look["marker"]]
+            handles.append(Line2D([], [], color=look["color"], marker=marker, markersize=5, label=chart.name))
+        plot.handles["axis"].legend(
+            handles=handles,
+            loc="center left",
+            bbox_to_anchor=(1.02, 0.5),
+            frameon=False,
+            fontsize=style.TICK_SIZE,
+            labelcolor=style.INK,
+        )
+
+    return hook

@@ -1,0 +1,143 @@
+"""How the predicted risk of divergence rises with the learning rate, with its interval and the measured runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.plots import outcome_colors as looks
+from workbench.plots import style
+from workbench.plots.primitives import Pen, decades, laid_out, stretches
+from workbench.plots.risk_grid import RiskGrid, Runs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import xarray as xr
+
+_SIZE = (560, 300)
+#: Where the runs stand: below 0 those that survived, above 1 those that diverged.
+_RUG = 0.07
+
+
+def risk_curve(
+    risk: xr.Dataset,
+    *,
+    runs: xr.Dataset | None = None,
+    places: Mapping[str, int] | None = None,
+    backend: str = "bokeh",
+) -> Any:
+    """Draw the predicted probability of divergence over the learning rate, of one architecture or of several.
+
+    The strip around a line is its interval. The large dot is the stability edge, the largest rate with little risk, and
+    the line through it its interval; the legend says both in numbers. Where the model has seen nothing alike the line
+    is dotted, and the ground is grey where there is no prediction. Measured runs stand below 0 % where they survived
+    and above 100 % where they diverged.
+
+    Args:
+        risk: As for `workbench.plots.risk_map`.
+        runs: Measured runs, as for `workbench.plots.risk_map`.
+        places: Place of each architecture among the looks (`style.model_style`), by name; None: the order given.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout of one panel with options for that backend only.
+
+    Raises:
+        SchemaError: If the risk or the runs lack a variable or dimension, or a probability or rate is none.
+        ThresholdError: If the backend or an architecture's place does not exist.
+    """
+    grid = RiskGrid.of(risk)
+    measured = Runs.of(runs, grid)
+    order = style.model_places(grid.architectures, places)
+    left, right = grid.bounds[[0, -1]]
+    with style.drawing(backend) as hv:
+        pen = Pen(hv, backend, "learning rate", "probability")
+        for piece in stretches(np.isnan(grid.probability).all(0)):
+            start, stop = grid.bounds[piece.start], grid.bounds[piece.stop]
+            pen.boxes(start, 0, stop, 1, colors=style.NEUTRAL, alpha=0.18)
+        pen.bars(left, grid.below, right, grid.below, color=style.NEUTRAL, width=1, dash="dashed")
+        for row, place in enumerate(order):
+            _draw_architecture(pen, grid, row, style.model_style(place))
+        _draw_rug(pen, measured, [style.model_style(place)["color"] for place in order])
+        panel = pen.panel(
+            title="Predicted risk of divergence",
+            note=_note(grid, measured),
+            view=((left, right), (-2 * _RUG, 1 + 2 * _RUG)),
+            size=_SIZE,
+            names=("learning rate", "probability of divergence"),
+            ticks=(decades(left, right), [0.0, grid.below, 0.5, 0.8, 1.0]),
+            formats=("plain", "percent"),
+            is_log=(True, False),
+            legend=True,
+        )
+        return laid_out(hv, [panel], backend)
+
+
+def _draw_architecture(pen: Pen, grid: RiskGrid, row: int, look: Mapping[str, str]) -> None:
+    color, probability, is_familiar = look["color"], grid.probability[row], grid.is_familiar[row]
+    pen.band(grid.rates, grid.low[row], grid.high[row], color=color)
+    name = grid.architectures[row]
+    words = grid.edge_in_words(row)
+    label = f"{name}: stable up to {words}" if name else f"stable up to {words}"
+    if np.isnan(grid.edges[0, row]):
+        label = f"{name}: no stable rate predicted" if name else "no stable rate predicted"
+    # The dotted line runs on to the next familiar rate, so that the two meet.
+    unfamiliar = ~is_familiar
+    if unfamiliar.any():
+        reach = (
+            unfamiliar
+            | np.roll(unfamiliar, 1) & ~_first(len(unfamiliar))
+            | np.roll(unfamiliar, -1) & ~_last(len(unfamiliar))
+        )
+        pen.line(grid.rates, np.where(reach, probability, np.nan), color=color, dash="dotted", width=2)
+    pen.line(
+        grid.rates, np.where(is_familiar, probability, np.nan), color=color, dash=look["dash"], width=2.4, label=label
+    )
+    shown = np.array([f"{low:.0%} to {high:.0%}" for low, high in zip(grid.low[row], grid.high[row], strict=True)])
+    is_known = np.isfinite(probability)
+    if pen.is_bokeh and is_known.any():  # unseen, for the pointer
+        tips = [("", name), ("learning rate", "$x"), ("risk", "$y{0 %}"), ("interval", "@shown")][not name :]
+        dots = {"color": color, "size": 10, "alpha": 0.0, "tips": tips}
+        pen.dots(grid.rates[is_known], probability[is_known], columns={"shown": shown[is_known]}, **dots)
+    edge, low, high = grid.edges[:, row]
+    left, right = grid.bounds[[0, -1]]
+    if low <= right and high >= left:
+        ends = np.clip([low, high], left, right)
+        pen.bars(ends[0], grid.below, ends[1], grid.below, color=color, width=3)
+    if left <= edge <= right:
+        pen.dots([edge], [grid.below], color=color, marker=look["marker"], size=13, edge=looks.MARK_GROUND)
+
+
+def _draw_rug(pen: Pen, runs: Runs, colors: list[str]) -> None:
+    if not len(runs.row):
+        return
+    jitter = 0.35 * _RUG * runs.spots
+    one_color = len(colors) == 1
+    for row, color in enumerate(colors):
+        for has_diverged in (False, True):
+            is_it = (runs.row == row) & (runs.has_diverged == has_diverged)
+            if is_it.any():
+                outcome = looks.DIVERGED if has_diverged else looks.SURVIVED
+                y = (1 + _RUG if has_diverged else -_RUG) + jitter[is_it]
+                tips = [("", "diverged" if has_diverged else "survived"), ("learning rate", "$x")]
+                look = {"color": outcome if one_color else color, "is_hollow": not has_diverged, "tips": tips}
+                pen.dots(runs.rate[is_it], y, size=6, alpha=0.8, **look)
+
+
+def _first(n: int) -> np.ndarray:
+    return np.arange(n) == 0
+
+
+def _last(n: int) -> np.ndarray:
+    return np.arange(n) == n - 1
+
+
+def _note(grid: RiskGrid, runs: Runs) -> list[str]:
+    words = [] if np.isnan(grid.edges[0]).all() else [f"large mark: {grid.edge_meaning}"]
+    words += ["○ below: runs that survived", "● above: runs that diverged"] if len(runs.row) else []
+    is_extrapolated = ~grid.is_familiar & np.isfinite(grid.probability)
+    words += ["dotted: unlike the runs that the model has seen"] if is_extrapolated.any() else []
+    words += ["no line: not predicted"] if np.isnan(grid.probability).any() else []
+    return words + runs.remarks

@@ -1,0 +1,146 @@
+"""Where training will diverge: predicted risk over learning rate and architecture, with the runs that were measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.plots import outcome_colors as looks
+from workbench.plots import style
+from workbench.plots.primitives import Pen, decades, laid_out
+from workbench.plots.risk_grid import RiskGrid, Runs
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_WIDTH, _ROW, _KEY = 580, 48, (240, 12)
+#: Share of the frame's width right of the cells, for the words.
+_WORDS = 0.3
+#: Strokes across a cell that stand for "not familiar".
+_N_STROKES = 3
+
+
+def risk_map(risk: xr.Dataset, *, runs: xr.Dataset | None = None, backend: str = "bokeh") -> Any:
+    """Draw the predicted probability of divergence: one row an architecture, learning rates to the right.
+
+    The upright bar in a row is the stability edge, the largest rate with little risk, and the line through it its
+    interval; both stand in numbers to the right. Hatched cells are unlike the runs that the model has seen, grey ones
+    have no prediction. Dots are measured runs, filled where they diverged; runs of one rate stand above each other.
+
+    Args:
+        risk: Dataset with dims ``architecture`` (may be missing: one row) and ``learning_rate``: probability; where
+            known low, high and is_familiar; by architecture largest_stable_rate, largest_stable_rate_low and
+            largest_stable_rate_high; attrs ``below`` (share of risk at the edge; .20 where it is missing) and
+            ``level`` (of the intervals). NaN: not predicted.
+        runs: Measured runs, dim ``run``: architecture, learning_rate and has_diverged, such as a sweep; None: none.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout of the map and its key of colours, with options for that backend only.
+
+    Raises:
+        SchemaError: If the risk or the runs lack a variable or dimension, or a probability or rate is none.
+        ThresholdError: If the backend does not exist.
+    """
+    grid = RiskGrid.of(risk)
+    measured = Runs.of(runs, grid)
+    with style.drawing(backend) as hv:
+        pen = Pen(hv, backend, "learning rate", "architecture")
+        _draw_cells(pen, grid)
+        _draw_edges(pen, grid)
+        _draw_runs(pen, measured)
+        left, right = grid.bounds[[0, -1]]
+        end = right * (right / left) ** (_WORDS / (1 - _WORDS))
+        n_rows = len(grid.architectures)
+        if has_edges := not np.isnan(grid.edges[0]).all():
+            start = right * (right / left) ** 0.03
+            pen.words(start, 0.54, "stable up to", valign="bottom", is_bold=True)
+            for row in range(n_rows):
+                pen.words(start, -row, grid.edge_in_words(row))
+        key = Pen(hv, backend, "probability of divergence", "key")
+        looks.draw_color_key(key)
+        marks = sorted({0.0, grid.below, 0.5, 1.0})
+        panels = [
+            pen.panel(
+                title="Predicted risk of divergence",
+                note=_note(grid, measured),
+                view=((left, end if has_edges else right), (0.5 - n_rows, 0.5 + 0.4 * has_edges)),
+                size=(_WIDTH, round(_ROW * (n_rows + 0.4 * has_edges))),
+                names=("learning rate", ""),
+                ticks=(decades(left, right), [(-float(i), name) for i, name in enumerate(grid.architectures)]),
+                is_log=(True, False),
+                grid=False,
+                bounds=(left, right),
+                at=(0, 90),
+            ),
+            key.panel(
+                title="",
+                view=((0, 1), (0, 1)),
+                size=_KEY,
+                names=("risk of divergence", ""),
+                ticks=(marks, [(0.0, "")]),
+                formats=("percent", "plain"),
+                grid=False,
+                bare=(False, True),
+            ),
+        ]
+        return laid_out(hv, panels, backend)
+
+
+def _draw_cells(pen: Pen, grid: RiskGrid) -> None:
+    bounds = grid.bounds
+    row, rate = np.divmod(np.arange(grid.probability.size), len(grid.rates))
+    left, right = bounds[rate], bounds[rate + 1]
+    probability, is_familiar = grid.probability.ravel(), grid.is_familiar.ravel()
+    words = np.array(
+        [_in_words(*cell) for cell in zip(probability, grid.low.ravel(), grid.high.ravel(), is_familiar, strict=True)]
+    )
+    columns = {"name": np.array(grid.architectures)[row], "rate": grid.rates[rate], "words": words}
+    tips = [("", "@name"), ("learning rate", "@rate"), ("risk", "@words")][not any(grid.architectures) :]
+    colors = looks.probability_colors(probability)
+    pen.boxes(left, -row - 0.46, right, -row + 0.46, colors=colors, columns=columns, tips=tips)
+    # A few strokes side by side from the lower left to the upper right of each.
+    cell = np.repeat(np.flatnonzero(~is_familiar), _N_STROKES)
+    place = np.tile(np.arange(_N_STROKES), len(cell) // _N_STROKES) / _N_STROKES
+    width = np.log(right[cell] / left[cell])
+    start, stop = left[cell] * np.exp(width * place), left[cell] * np.exp(width * (place + 1 / _N_STROKES))
+    pen.bars(start, -row[cell] - 0.46, stop, -row[cell] + 0.46, color="#6f6f6f", width=1)
+
+
+def _draw_edges(pen: Pen, grid: RiskGrid) -> None:
+    left, right = grid.bounds[[0, -1]]
+    for row, (edge, low, high) in enumerate(grid.edges.T):
+        if low <= right and high >= left:
+            ends = np.clip([low, high], left, right)
+            for color, width in ((looks.MARK_GROUND, 4.5), (looks.MARK, 2)):
+                pen.bars(ends[0], -row, ends[1], -row, color=color, width=width)
+        if left <= edge <= right:
+            for color, width in ((looks.MARK_GROUND, 6.5), (looks.MARK, 3.5)):
+                pen.bars(edge, -row - 0.42, edge, -row + 0.42, color=color, width=width)
+
+
+def _draw_runs(pen: Pen, runs: Runs) -> None:
+    y = -runs.row + 0.34 * runs.spots
+    for has_diverged in (False, True):
+        is_it = runs.has_diverged == has_diverged
+        if is_it.any():
+            face = looks.MARK if has_diverged else looks.MARK_GROUND
+            tips = [("", "diverged" if has_diverged else "survived"), ("learning rate", "$x")]
+            pen.dots(runs.rate[is_it], y[is_it], color=face, edge=looks.MARK, size=6, tips=tips)
+
+
+def _in_words(probability: float, low: float, high: float, is_familiar: bool) -> str:
+    unlike = "" if is_familiar else "unlike the runs that the model has seen"
+    if np.isnan(probability):
+        return f"not predicted: {unlike}" if unlike else "not predicted"
+    interval = "" if np.isnan([low, high]).any() else f" [{low:.0%}, {high:.0%}]"
+    return f"{probability:.0%}{interval}" + (f", {unlike}" if unlike else "")
+
+
+def _note(grid: RiskGrid, runs: Runs) -> list[str]:
+    words = [] if np.isnan(grid.edges[0]).all() else [f"┃ {grid.edge_meaning}"]
+    words += ["○ survived", "● diverged"] if len(runs.row) else []
+    words += ["hatched: unlike the runs that the model has seen"] if (~grid.is_familiar).any() else []
+    words += ["grey: not predicted"] if np.isnan(grid.probability).any() else []
+    return words + runs.remarks

@@ -1,0 +1,316 @@
+"""How a quantity goes with the size of a model, and what that foretells of a larger one."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.plots import outcome_colors as looks
+from workbench.plots import style
+from workbench.plots.dataset_columns import by_name
+from workbench.plots.primitives import Pen, decades, flowed, laid_out
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import xarray as xr
+
+_SOURCE = "wb.scaling_study()"
+_NEEDED = (
+    "measured", "curve", "curve_low", "curve_high", "at_target", "at_target_low", "at_target_high", "is_supported",
+    "reason", "scale",
+)  # fmt: skip
+_SIZE, _CHECK_WIDTH, _ROW = (520, 320), 330, 17
+#: Room that a letter of a note takes.
+_LETTER = 6.2
+#: Glyphs up to which holoviews shows a legend; a study has nine at most.
+_MOST_GLYPHS = 1000
+_CHECK_NOTE = "shaded: no significant growth or vanishing of updates with the width"
+_STATES = {"grows": "updates grow", "vanishes": "updates vanish", "diverged": "a run diverged"}
+_TITLES = {
+    "stable_rate_edge": "largest stable learning rate",
+    "near_unit_mass": "near-unit mass M",
+    "spectral_radius": "spectral radius",
+    "nonlinearity_ratio": "nonlinearity ratio",
+}
+
+
+def scaling_trend(
+    study: xr.Dataset | Mapping[str, xr.Dataset],
+    *,
+    quantity: str = "stable_rate_edge",
+    along: str | None = None,
+    places: Mapping[str, int] | None = None,
+    backend: str = "bokeh",
+) -> Any:
+    """Draw a ladder of sizes: what was measured, the trend with its interval, and what it foretells at the target.
+
+    Small dots are single seeds, the line is the trend and the strip its prediction interval. The large mark is the
+    value foretold, full where the ladder supports it and hollow where it does not; a cross is what was measured at the
+    target. Of a single study with a coordinate check a second panel shows, for each layer group, the power of the width
+    that its updates grow with: in the standard parametrization above the shaded range, in muP within.
+
+    Args:
+        study: From `workbench.scaling_study`; several by name, or with a dimension ``architecture``.
+        quantity: One of the study's.
+        along: ``"width"`` or ``"depth"``; None: the width where the first ladder has several.
+        places: Place of each study among the looks (`style.model_style`), by name; None: the order given.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout of one or two panels with options for that backend only.
+
+    Raises:
+        SchemaError: If a dataset is no scaling study, or has no such quantity.
+        ThresholdError: If the backend, the direction or a place does not exist.
+    """
+    studies = _studies(study)
+    if along not in (None, "width", "depth"):
+        raise ThresholdError(f"along is {along!r}, expected 'width' or 'depth'.")
+    first = next(iter(studies.values()))
+    along = along or ("width" if len(np.unique(first["width"])) > 1 else "depth")
+    ladders = [Ladder.of(name, data, quantity, along) for name, data in studies.items()]
+    order = style.model_places(list(studies), places)
+    with style.drawing(backend) as hv:
+        note = _note(ladders)
+        if len(studies) == 1 and "coordinate_exponent" in first and np.isfinite(first["coordinate_exponent"]).any():
+            note, of_check = _equally_high(note, _wrapped(_CHECK_NOTE, _CHECK_WIDTH))
+            panels = [_check_panel(hv, backend, first, of_check)]
+        else:
+            panels = []
+        panels.insert(0, _trend_panel(hv, backend, ladders, order, quantity, along, note))
+        return laid_out(hv, panels, backend, n_columns=2)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """One study as it is drawn.
+
+    Attributes:
+        name: Of the study.
+        size: Widths or depths of the seeds' dots.
+        value: What they measured.
+        curve_size: Widths or depths of the trend.
+        curve: The trend, its lower and its upper end, shape (3, point).
+        goal: Width or depth of the target.
+        at_target: Value foretold, and its interval's ends.
+        measured_at_target: Mean over seeds, lower and upper end; NaN: not measured.
+        is_supported: Whether the ladder supports it.
+        reason: Why not.
+        is_log: Whether the axis of the values is logarithmic.
+        is_off: Whether the target differs from the line in the other direction too.
+    """
+
+    name: str
+    size: np.ndarray
+    value: np.ndarray
+    curve_size: np.ndarray
+    curve: np.ndarray
+    goal: float
+    at_target: np.ndarray
+    measured_at_target: np.ndarray
+    is_supported: bool
+    reason: str
+    is_log: bool
+    is_off: bool
+
+    @classmethod
+    def of(cls, name: str, data: xr.Dataset, quantity: str, along: str) -> Ladder:
+        """Read off a study.
+
+        Raises:
+            SchemaError: If it has no such quantity.
+        """
+        names = data["quantity"].values.tolist()
+        if quantity not in names:
+            raise SchemaError(f"'{name}' has no {quantity}, expected one of {', '.join(names)}.")
+        one = data.sel(quantity=quantity)
+        other = "depth" if along == "width" else "width"
+        fixed = data[other].values.min() if other == "depth" else data[other].values.max()
+        is_on = data[other].values == fixed
+        sizes = np.repeat(data[along].values[is_on], data.sizes["seed"])
+        of_curve = (data["curve_along"].values == along) & np.isfinite(data["curve_width"].values)
+        curve = np.stack([one[f"curve{end}"].values[of_curve] for end in ("", "_low", "_high")]).astype(float)
+        measured = np.full(3, np.nan)
+        if "measured_at_target" in one and np.isfinite(one["measured_at_target"]):
+            seeds = one["measured_at_target_of_seed"].values
+            measured = np.array([float(one["measured_at_target"]), seeds.min(), seeds.max()])
+            if quantity == "stable_rate_edge":
+                measured[1:] = float(data["measured_edge_low"]), float(data["measured_edge_high"])
+        target = {side: float(_told(data, f"target_{side}")) for side in ("width", "depth")}
+        return cls(
+            name,
+            sizes.astype(float),
+            one["measured"].values[is_on].ravel(),
+            data[f"curve_{along}"].values[of_curve].astype(float),
+            curve,
+            target[along],
+            np.array([float(one[f"at_target{end}"]) for end in ("", "_low", "_high")]),
+            measured,
+            bool(one["is_supported"]),
+            str(one["reason"].values),
+            str(one["scale"].values) == "log",
+            target[other] != fixed,
+        )
+
+
+def _studies(study: Any) -> dict[str, xr.Dataset]:
+    """Studies by name.
+
+    Raises:
+        SchemaError: If one is none.
+    """
+    import xarray as xr
+
+    if isinstance(study, xr.Dataset) and "architecture" in study.dims:
+        study = {str(name): study.sel(architecture=name) for name in study["architecture"].values}
+    name = study.attrs.get("subject", "") if isinstance(study, xr.Dataset) else ""
+    studies = by_name(study, what="scaling study", source=_SOURCE, name=name)
+    for label, data in studies.items():
+        if missing := [name for name in _NEEDED if name not in data]:
+            raise SchemaError(f"'{label}' is no scaling study: it lacks {', '.join(missing)}; make it with {_SOURCE}.")
+    return studies
+
+
+def _told(data: xr.Dataset, name: str) -> Any:
+    """A setting of a study: of one on its own an attribute, of several together a variable."""
+    return data[name].item() if name in data else data.attrs[name]
+
+
+def _trend_panel(
+    hv: Any, backend: str, ladders: list[Ladder], order: list[int], quantity: str, along: str, note: str
+) -> Any:
+    title = _TITLES.get(quantity, quantity.replace("_", " "))
+    pen = Pen(hv, backend, along, title)
+    is_log = all(ladder.is_log for ladder in ladders)
+    for ladder, place in zip(ladders, order, strict=True):
+        _draw_ladder(pen, ladder, style.model_style(place), is_named=len(ladders) > 1)
+    sizes = np.concatenate([[*ladder.size, ladder.goal] for ladder in ladders])
+    values = np.concatenate([_extent(ladder) for ladder in ladders])
+    values = values[np.isfinite(values) & ((values > 0) | (not is_log))]
+    view_x = (sizes.min() / 1.25, sizes.max() * 1.25)
+    view_y = _view(values, is_log)
+    panel = pen.panel(
+        title=f"{title[0].upper()}{title[1:]} and {along}",
+        note=[note],
+        view=(view_x, view_y),
+        size=_SIZE,
+        names=(along, title),
+        ticks=(sorted(set(sizes.tolist())), decades(*view_y) if is_log else None),
+        is_log=(True, is_log),
+        legend=True,
+    )
+    return panel.opts(legend_limit=_MOST_GLYPHS, backend="bokeh") if pen.is_bokeh else panel
+
+
+def _draw_ladder(pen: Pen, ladder: Ladder, look: Mapping[str, str], *, is_named: bool) -> None:
+    color, marker = look["color"], look["marker"]
+    pen.band(ladder.curve_size, ladder.curve[1], ladder.curve[2], color=color, alpha=0.14)
+    label = ladder.name if is_named or ladder.name else "trend"
+    has_line = bool(np.isfinite(ladder.curve[0]).any())
+    if has_line:
+        pen.line(ladder.curve_size, ladder.curve[0], color=color, dash=look["dash"], width=2.0, label=label)
+    is_there = np.isfinite(ladder.value) & (ladder.value > 0 if ladder.is_log else True)
+    tips = [("", ladder.name), ("size", "$x"), ("value", "$y")]
+    pen.dots(ladder.size[is_there], ladder.value[is_there], color=color, size=6, alpha=0.75, tips=tips)
+    value, low, high = ladder.at_target
+    if np.isfinite(value):
+        pen.bars(ladder.goal, low, ladder.goal, high, color=color, width=2)
+        tips = [("", ladder.name), ("foretold", "$y"), ("interval", f"{low:.3g} to {high:.3g}")]
+        look = {"edge": looks.MARK_GROUND} if ladder.is_supported else {"is_hollow": True}
+        label = "" if has_line else label
+        pen.dots([ladder.goal], [value], color=color, marker=marker, size=13, tips=tips, label=label, **look)
+    value, low, high = ladder.measured_at_target
+    if np.isfinite(value):
+        place = ladder.goal * 1.06  # beside the value foretold, or they hide each other
+        pen.bars(place, low, place, high, color=color, width=1.2, dash="dashed")
+        tips = [("", ladder.name), ("measured", "$y"), ("between", f"{low:.3g} and {high:.3g}")]
+        pen.dots([place], [value], color=color, size=9, is_hollow=True, alpha=0.0, tips=tips)  # for the pointer
+        pen.words(place, value, "×", color=color, align="center", size=17, is_bold=True)
+
+
+def _extent(ladder: Ladder) -> np.ndarray:
+    """Values that have to be within the view; a strip may leave it where it is wide."""
+    ends = ladder.at_target.copy()
+    if ladder.is_log and np.isfinite(ends).all():
+        ends[1:] = np.clip(ends[1:], ends[0] / 10, ends[0] * 10)
+    return np.concatenate([ladder.value, ends, ladder.measured_at_target])
+
+
+def _view(values: np.ndarray, is_log: bool) -> tuple[float, float]:
+    if not len(values):
+        return (0.1, 1.0)
+    low, high = float(values.min()), float(values.max())
+    if is_log:
+        return low / 1.4, high * 1.4
+    margin = 0.08 * (high - low) or 0.1
+    return low - margin, high + margin
+
+
+def _note(ladders: list[Ladder]) -> str:
+    """The small lines: what the marks are, and then each sentence with the ladders that it holds for."""
+    words = ["dots: seeds", "strip: prediction interval", "large mark: foretold at the target"]
+    if any(np.isfinite(ladder.measured_at_target[0]) for ladder in ladders):
+        words.append("× measured there")
+    said: dict[str, list[str]] = {}
+    for ladder in ladders:
+        for sentence in _sentences(ladder):
+            said.setdefault(sentence, []).append(ladder.name)
+    lines = [flowed(words, n_characters=_SIZE[0] / _LETTER)]
+    return "\n".join(
+        lines + [_wrapped(f"{', '.join(names)}: {sentence}", _SIZE[0]) for sentence, names in said.items()]
+    )
+
+
+def _wrapped(sentence: str, width: int) -> str:
+    return textwrap.fill(sentence, int(width / _LETTER), break_long_words=False, break_on_hyphens=False)
+
+
+def _equally_high(*notes: str) -> list[str]:
+    """The notes with as many lines each: bokeh cuts off a frame that it has to move down beside another."""
+    n_breaks = max(note.count("\n") for note in notes)
+    return [note + "\n" * (n_breaks - note.count("\n")) for note in notes]
+
+
+def _sentences(ladder: Ladder) -> list[str]:
+    """What the reader has to know of one ladder."""
+    parts = [] if ladder.is_supported else [f"not supported (hollow). {ladder.reason}"]
+    n_outside = int((~np.isfinite(ladder.value)).sum())
+    parts += [f"{n_outside} values outside of what was tried are not shown."] if n_outside else []
+    return parts + (["the target differs from the line in width and depth."] if ladder.is_off else [])
+
+
+def _check_panel(hv: Any, backend: str, data: xr.Dataset, note: str) -> Any:
+    groups = data["layer_group"].values
+    exponent, low, high = (data[f"coordinate_exponent{end}"].values for end in ("", "_low", "_high"))
+    is_there = np.isfinite(exponent)
+    groups, exponent, low, high = groups[is_there], exponent[is_there], low[is_there], high[is_there]
+    rows = np.arange(len(groups))[::-1].astype(float)
+    pen = Pen(hv, backend, "power of the width", "layer group")
+    least, most = (float(data["coordinate_exponent"].attrs[f"{name}_healthy"]) for name in ("smallest", "largest"))
+    left = min(least, max(np.nanmin(low), exponent.min() - 1)) - 0.1  # an interval may leave the view where it is wide
+    right = max(most, min(np.nanmax(high), exponent.max() + 1)) + 0.1
+    pen.boxes(least, -0.7, most, len(groups) - 0.3, colors=style.NEUTRAL, alpha=0.15)
+    pen.bars(0, -0.7, 0, len(groups) - 0.3, color=style.NEUTRAL, width=1, dash="dashed")
+    for is_off, color in ((False, looks.SURVIVED), (True, looks.DIVERGED)):
+        chosen = ((low > most) | (high < least)) == is_off
+        if chosen.any():
+            ends = np.clip(low[chosen], left, right), np.clip(high[chosen], left, right)
+            pen.bars(ends[0], rows[chosen], ends[1], rows[chosen], color=color, width=1.4)
+            columns = {"group": groups[chosen].astype(object)}
+            tips = [("", "@group"), ("power", "$x")]
+            pen.dots(exponent[chosen], rows[chosen], color=color, size=7, columns=columns, tips=tips)
+    state = str(data["coordinate_state"].values)
+    return pen.panel(
+        title=f"Coordinate check: {_STATES.get(state, state)}",
+        note=[note],
+        view=((left, right), (-0.7, len(groups) - 0.3)),
+        size=(_CHECK_WIDTH, max(_SIZE[1], _ROW * len(groups))),
+        names=("updates ~ width^power", ""),
+        ticks=(None, [(float(row), str(group)) for row, group in zip(rows, groups, strict=True)]),
+        at=(_SIZE[0] + 330, 0),
+    )

@@ -1,0 +1,83 @@
+"""What every figure of spectra accepts, and which step and layers of it are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.errors import SchemaError
+from workbench.io.run_access import at_step, named_runs, spectra_of
+from workbench.schema.runs import CONCAT_DIMS, validate_spectra
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+def named_spectra(
+    spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree], *, step: int | str | None = None
+) -> dict[str, xr.Dataset]:
+    """Spectra by name; a single dataset or run is named after its subject.
+
+    Args:
+        spectra: Spectra datasets or runs.
+        step: ``"first"``, ``"last"``, or a number: the latest recorded step up to it. The names then say which step it
+            is, such as "Pre-LN, step 100". None: the data hold one step or none.
+
+    Raises:
+        SchemaError: If there is no dataset, one does not follow the schema, or one holds several steps or runs.
+        ThresholdError: If a run has no such step.
+    """
+    import xarray as xr
+
+    if isinstance(spectra, xr.DataTree):
+        spectra = named_runs(spectra)
+    if isinstance(spectra, xr.Dataset):
+        validate_spectra(spectra)
+        spectra = {spectra.attrs["subject"]: spectra}
+    if not isinstance(spectra, Mapping) or not spectra:
+        raise SchemaError(
+            f"The spectra are {_described(spectra)}, expected a dataset of wb.profile() "
+            "or a non-empty dict of name: dataset."
+        )
+    models = {}
+    for name, data in spectra.items():
+        if not isinstance(data, xr.Dataset | xr.DataTree):
+            raise SchemaError(f"'{name}' is {_described(data)}, expected a dataset of wb.profile().")
+        model = spectra_of(named_runs({name: data})[str(name)]) if isinstance(data, xr.DataTree) else data
+        validate_spectra(model)
+        label = str(name)
+        if step is not None:
+            model = at_step(model, step, name=label)
+            label += _step_in_words(model)
+        extra = [dim for dim in model["eigenvalue"].dims if dim in CONCAT_DIMS]
+        if extra:
+            choice = ", or draw with step='last'" if extra == ["step"] else ""
+            raise SchemaError(
+                f"'{name}' runs over {', '.join(extra)} and a figure shows one spectrum a layer; select one, "
+                f"for example spectra.isel({extra[0]}=-1){choice}."
+            )
+        models[label] = model
+    return models
+
+
+def given_name(label: str, spectra: xr.Dataset) -> str:
+    """The name that a model was given, of one that `named_spectra` named with its step."""
+    return label.removesuffix(_step_in_words(spectra))
+
+
+def select_layers(spectra: xr.Dataset, layers: Iterable[int] | None) -> xr.Dataset:
+    """The layers of one dataset that are asked for and exist, possibly none; None means all."""
+    if layers is None:
+        return spectra
+    is_chosen = np.isin(spectra["layer"].values, np.fromiter(layers, dtype=int))
+    return spectra if is_chosen.all() else spectra.isel(layer=is_chosen)
+
+
+def _step_in_words(spectra: xr.Dataset) -> str:
+    return f", step {int(spectra['step'])}" if "step" in spectra.coords else ""
+
+
+def _described(value: object) -> str:
+    return "an empty dict" if isinstance(value, Mapping) and not value else f"of type {type(value).__name__}"

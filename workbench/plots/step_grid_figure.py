@@ -1,0 +1,176 @@
+"""Eigenvalues while training: one row a run, one column a step, all on the same axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import ThresholdError
+from workbench.io.run_access import at_step, divergence_step, last_step, named_runs, recorded_steps, spectra_of
+from workbench.plots import style
+from workbench.plots.complex_plane import Look, Scale, panel_bokeh, panel_matplotlib
+from workbench.plots.mode_columns import headline, key, mode_columns, view_of
+from workbench.plots.spectra_inputs import select_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import xarray as xr
+
+    from workbench.plots.mode_columns import View
+
+_N_COLUMNS = 4
+
+
+def step_grid(
+    runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset],
+    *,
+    steps: Iterable[int] | None = None,
+    layers: Iterable[int] | None = None,
+    limit: float | str | None = None,
+    center: float = 0.0,
+    backend: str = "bokeh",
+) -> Any:
+    """Draw the eigenvalues of each run at several steps: one row a run, one column a step, linked axes.
+
+    Each panel is one of `eigenvalue_map` and says the mean near-unit mass and the largest radius. A run shows the
+    latest spectra up to the column's step, and names their step; where it had ended before, the panel says why it is
+    empty.
+
+    Args:
+        runs: One run, or several by name. Spectra that name no step are shown in the first column.
+        steps: The columns; None takes up to four of those recorded, evenly spaced as far as there are such.
+        layers: Layer numbers to show; None shows all.
+        limit: Half the width of the view, as in `eigenvalue_map`.
+        center: Middle of the view on the real axis, as in `eigenvalue_map`.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout with options for that backend only.
+
+    Raises:
+        SchemaError: If there is no run, or one has no spectra.
+        ThresholdError: If no run reaches a step, or the backend, the limit or all layers do not exist.
+    """
+    layers = None if layers is None else list(layers)
+    trees = named_runs(runs)
+    columns = _columns(trees, steps)
+    cells = [
+        cell_of(tree, step, name=name, layers=layers, is_first=step == columns[0])
+        for name, tree in trees.items()
+        for step in columns
+    ]
+    depths = [tree["spectra"].sizes["layer"] for tree in trees.values()]
+    if not any(cell.spectra.sizes["layer"] for cell in cells):
+        raise ThresholdError(f"None of the layers {layers} exists; choose from 0 to {max(depths) - 1}.")
+    modes = [
+        mode_columns(cell.spectra.isel(layer=[]) if cell.word else cell.spectra, n_layers=depths[i // len(columns)])
+        for i, cell in enumerate(cells)
+    ]
+    view = view_of(dict(enumerate(modes)), limit, center)
+    scale = Scale(max(depths), is_shared=len(set(depths)) == 1)
+    keys = _keys(trees, cells)
+    n = len(columns)
+    with style.drawing(backend) as hv:
+        panels = []
+        for index, cell in enumerate(cells):
+            row, column = divmod(index, n)
+            is_last_row = row == len(trees) - 1
+            look = Look(
+                title=cell.title,
+                note=_note(cell, modes[index], view),
+                key=keys if is_last_row and column == 0 else "",
+                view=view,
+                scale=scale,
+                has_scale=index == n - 1,
+                side=300 if n <= 2 else 210,
+                inches=3.4 if n <= 2 else 2.6,
+                row=list(trees)[row] if column == 0 else "",
+                has_axis=(is_last_row, column == 0),
+                word=cell.word,
+            )
+            panel = panel_bokeh if backend == "bokeh" else panel_matplotlib
+            panels.append(panel(hv, cell.spectra, modes[index], look))
+        layout = hv.Layout(panels).cols(n)
+        if backend == "matplotlib":
+            return layout.opts(sublabel_format="", tight=True, hspace=0.06, vspace=0.15, backend=backend)
+        return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One panel of the grid.
+
+    Attributes:
+        title: The step that is shown.
+        spectra: At this step; of the run's last spectra where there is a word.
+        word: Why nothing is shown; empty if something is.
+    """
+
+    title: str
+    spectra: xr.Dataset
+    word: str = ""
+
+
+def cell_of(
+    run: xr.DataTree, step: int, *, name: str, layers: Iterable[int] | None = None, is_first: bool = True
+) -> Cell:
+    """What a run shows in the column of one step.
+
+    Args:
+        run: With spectra.
+        step: Of the column.
+        name: Of the run, for the sentences.
+        layers: Layer numbers to show; None shows all.
+        is_first: Whether this is the first column, where spectra without a step are shown.
+    """
+    spectra = select_layers(spectra_of(run), layers)
+    steps = recorded_steps(spectra)
+    if not len(steps):
+        return Cell("no step named", at_step(spectra, "last", name=name), "" if is_first else "no step named")
+    if step < steps[0]:
+        return Cell(f"step {step}", at_step(spectra, "first", name=name), f"recorded from step {steps[0]}")
+    diverged, last = divergence_step(run), last_step(run)
+    if step > last:
+        why = f"recorded to step {last}" if diverged is None else f"diverged at step {diverged}"
+        return Cell(f"step {step}", at_step(spectra, "last", name=name), why)
+    chosen = at_step(spectra, step, name=name)
+    title = f"step {int(chosen['step'])}"
+    if diverged is not None and diverged <= int(chosen["step"]):
+        title += f", diverged at {diverged}"
+    has_modes = chosen.sizes["layer"] == 0 or bool(np.isfinite(chosen["eigenvalue"]).any())
+    return Cell(title, chosen, "" if has_modes else "no modes")
+
+
+def _columns(runs: Mapping[str, xr.DataTree], steps: Iterable[int] | None) -> list[int]:
+    recorded = sorted({int(step) for run in runs.values() for step in recorded_steps(spectra_of(run))}) or [0]
+    if steps is None:
+        wanted = np.linspace(recorded[0], recorded[-1], _N_COLUMNS)
+        return sorted({min(recorded, key=lambda step: abs(step - target)) for target in wanted})
+    steps = [int(step) for step in steps]
+    last = max(filter(None, (last_step(run) for run in runs.values())), default=recorded[-1])
+    for step in steps:
+        if not recorded[0] <= step <= last:
+            raise ThresholdError(f"No run has spectra for step {step}; choose from {recorded[0]} to {last}.")
+    if not steps:
+        raise ThresholdError(f"No step was named; choose from {recorded[0]} to {last}, or leave steps out.")
+    return steps
+
+
+def _note(cell: Cell, columns: Mapping[str, np.ndarray], view: View) -> str:
+    if cell.word:
+        return " "
+    if cell.spectra.sizes["layer"] and not cell.spectra["is_informative"].any():
+        return "update too small to say anything"
+    return headline(cell.spectra, columns, view, template="M {:.2f}   ρ {:.3g}")
+
+
+def _keys(runs: Mapping[str, xr.DataTree], cells: list[Cell]) -> str:
+    """What the markers and the shading mean; every kind of key once."""
+    lines = {"M: mean over layers   ρ: largest": None}
+    lines |= dict.fromkeys(key(spectra_of(run)) for run in runs.values())
+    if any(not cell.spectra["is_informative"].all() for cell in cells if not cell.word):
+        lines["× update too small to say anything"] = None
+    return "\n".join(lines)

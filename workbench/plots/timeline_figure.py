@@ -1,0 +1,185 @@
+"""Several runs on one axis of steps: their signals, what happened in them, and which signal moved first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.io.run_access import named_runs
+from workbench.plots import style
+from workbench.plots.timeline_drawing import Drawing
+from workbench.plots.timeline_events import (
+    signal_of,
+)
+from workbench.plots.timeline_panels import SignalPanel, Story
+from workbench.plots.traces_figure import Trace
+from workbench.studies import signals as sig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import xarray as xr
+
+
+def timeline(
+    runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset],
+    *,
+    signals: Sequence[str] | None = None,
+    reduce: str | None = None,
+    healthy: xr.DataTree | Mapping[str, xr.DataTree] | int | None = None,
+    band: tuple[float, float] = (0.05, 0.95),
+    shows_all: bool = False,
+    places: Mapping[str, int] | None = None,
+    backend: str = "bokeh",
+) -> Any:
+    """Draw signals of several runs over one axis of steps, with alarms, faults, actions, divergence and lead times.
+
+    The first panel has a row a run and says what happened: where a fault was on, the first alarm of each signal
+    (filled: a mechanism; hollow: loss, gradient norm or spike score), actions, the divergence, and the lead time from
+    the first mechanism's alarm to the first sign that anyone would have seen. Below, one panel a signal and one line a
+    run; alarms stand on the line of their own signal.
+
+    Args:
+        runs: One run, or several by name. They may have recorded other parts and other steps, and need no events.
+        signals: Names as of ``wb.signals.names(run)``, such as ``"effective_rank D2"``. None: loss and gradient norm,
+            the signals that alarmed first, and those that tell mechanisms apart.
+        reduce: Over layers, heads, modules and experts: ``"min"``, ``"max"`` or ``"mean"``. None: what shows trouble
+            first, the minimum of ranks and entropies and the maximum of the rest.
+        healthy: Runs known to be healthy: the range between two quantiles of their values, along the steps, is shaded.
+            A number takes, for each run, its own values before that step, as a constant range.
+        band: The two quantiles.
+        shows_all: Fit the axes to every run, as in `traces`.
+        places: Place of each run among the looks (`style.model_style`), by name; None: the order given.
+        backend: ``"bokeh"`` for the screen (linked zoom and cursor, details under the pointer) or ``"matplotlib"``.
+
+    Returns:
+        A holoviews Layout with options for that backend only. Lines of more than a few thousand points are drawn as the
+        lowest and highest value of short stretches, so that no spike is lost.
+
+    Raises:
+        SchemaError: If there is no run, or no run has one of the signals.
+        ThresholdError: If the backend, the reduction, the band, or a run's place does not exist.
+    """
+    trees = named_runs(runs, needs_spectra=False)
+    order = style.model_places(trees, places)
+    quantiles = sig.checked_quantiles(band)
+    if reduce is not None and reduce not in sig.REDUCTIONS:
+        raise ThresholdError(f"The reduction is '{reduce}', expected one of {', '.join(sig.REDUCTIONS)}.")
+    references = healthy_runs(healthy)
+    stories = [Story.of(name, run, place) for place, (name, run) in zip(order, trees.items(), strict=True)]
+    chosen = chosen_signals(trees, stories, signals)
+    panels = []
+    for name in chosen:
+        lines = [_line(run, name, story, reduce) for run, story in zip(trees.values(), stories, strict=True)]
+        bands = _bands(lines, stories, references, healthy, name, reduce, quantiles)
+        panels.append(SignalPanel.of(name, lines, stories, bands, shows_all=shows_all))
+    view = _view(panels, stories)
+    word = _band_in_words(references, healthy, quantiles)
+    with style.drawing(backend) as hv:
+        drawing = Drawing(hv, backend, view, stories)
+        drawn = [drawing.lane(word)]
+        drawn += [drawing.panel(panel, is_last=panel is panels[-1]) for panel in panels]
+        layout = hv.Layout(drawn).cols(1)
+        if backend == "matplotlib":
+            return layout.opts(sublabel_format="", tight=True, vspace=0.3, fig_size=170, backend=backend)
+        return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
+
+
+def chosen_signals(
+    runs: Mapping[str, xr.DataTree], stories: Sequence[Story], signals: Sequence[str] | None
+) -> list[str]:
+    """The signals asked for, or those worth a first look.
+
+    Raises:
+        SchemaError: If no run has one of them, or none is named.
+    """
+    known = list(dict.fromkeys(name for run in runs.values() for name in sig.names(run)))
+    if signals is None:
+        onsets = sorted((event for story in stories for event in story.onsets), key=lambda event: event.step)
+        alarmed = [name for event in onsets if (name := signal_of(event, known)) is not None]
+        signals = sig.default_names(runs, alarmed) or known[:4]
+    signals = [signals] if isinstance(signals, str) else list(dict.fromkeys(signals))
+    for name in signals:
+        if name not in known:
+            choice = f"choose from {', '.join(known)}" if known else "the runs hold nothing that has steps"
+            raise SchemaError(f"No run has a signal '{name}'; {choice}.")
+    if not signals:
+        choice = f"choose from {', '.join(known)}" if known else "the runs hold nothing that has steps"
+        raise SchemaError(f"No signal was named; {choice}.")
+    return signals
+
+
+def healthy_runs(healthy: xr.DataTree | Mapping[str, xr.DataTree] | int | None) -> dict[str, xr.DataTree]:
+    """The runs that ``healthy`` names; none if it is a number of steps or None.
+
+    Raises:
+        SchemaError: If it is neither runs nor a number.
+        ThresholdError: If it is a number below 2.
+    """
+    if healthy is None:
+        return {}
+    if isinstance(healthy, int | np.integer) and not isinstance(healthy, bool):
+        if healthy < 2:
+            raise ThresholdError(f"healthy is {healthy}, expected at least 2 steps, or healthy runs.")
+        return {}
+    return named_runs(healthy, needs_spectra=False)
+
+
+def _line(run: xr.DataTree, name: str, story: Story, reduce: str | None) -> Trace:
+    """One signal of a run; without values if it has none, which the panel then says."""
+    diverged = None if story.diverged is None else story.diverged.step
+    if name not in sig.catalogue(run):
+        return Trace(story.run, name, name, np.zeros(0, int), np.zeros(0), diverged=diverged)
+    found = sig.read(run, name, reduce=reduce)
+    title = found.long_name + (f" ({found.unit})" if found.unit not in ("1", "") else "")
+    return Trace(story.run, title, found.variable, found.step, found.value, found.part == "spectra", diverged=diverged)
+
+
+def _bands(
+    lines: list[Trace],
+    stories: Sequence[Story],
+    references: Mapping[str, xr.DataTree],
+    healthy: Any,
+    name: str,
+    reduce: str | None,
+    quantiles: tuple[float, float],
+) -> list[tuple[int | None, sig.Band]]:
+    if references:
+        found = [sig.read(run, name, reduce=reduce) for run in references.values() if name in sig.catalogue(run)]
+        return [(None, sig.healthy_band([(line.step, line.value) for line in found], quantiles=quantiles))]
+    if healthy is None:
+        return []
+    return [
+        (story.place, own_band(line.step, line.value, int(healthy), quantiles))
+        for line, story in zip(lines, stories, strict=True)
+    ]
+
+
+def own_band(step: np.ndarray, value: np.ndarray, before: int, quantiles: tuple[float, float]) -> sig.Band:
+    """The range of a line's own values before a step, held over all its steps."""
+    start = value[(step < before) & np.isfinite(value)]
+    if not len(start):
+        return sig.Band(np.zeros(0), np.zeros(0), np.zeros(0))
+    lower, upper = np.quantile(start, quantiles)
+    return sig.Band(step[[0, -1]].astype(float), np.repeat(lower, 2), np.repeat(upper, 2))
+
+
+def _band_in_words(references: Mapping[str, Any], healthy: Any, quantiles: tuple[float, float]) -> str:
+    share = " to ".join(f"{100 * q:g}" for q in quantiles) + " %"
+    if references:
+        n = len(references)
+        return f"grey band: {share} of {n} healthy run{'s' if n > 1 else ''}"
+    return "" if healthy is None else f"band: {share} of a run's own values before step {healthy}"
+
+
+def _view(panels: Sequence[SignalPanel], stories: Sequence[Story]) -> tuple[float, float]:
+    ends = [end for story in stories for end in (story.first_step, story.last_step)]
+    steps = [line.step[[0, -1]] for panel in panels for line in panel.panel.lines if len(line.step)]
+    first, last = min(ends), max(ends, default=1)
+    if steps:
+        first, last = min(first, np.min(steps)), max(last, np.max(steps))
+    space = 0.02 * (last - first) or 0.5
+    return float(first - space), float(last + space)

@@ -1,0 +1,163 @@
+"""What the timeline shows: what happened in each run, and each signal of all runs on one axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.plots.timeline_events import (
+    Event,
+    FaultSpan,
+    LeadTime,
+    divergence_of,
+    events_of,
+    fault_spans,
+    lead_time,
+    onsets_of,
+    signal_of,
+)
+from workbench.plots.traces_figure import _WIDE as WIDE
+from workbench.plots.traces_figure import BOUNDED, UNBOUNDED, Panel, Trace
+from workbench.studies import signals as sig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import xarray as xr
+
+
+#: What is so many times as high as the usual, on a logarithmic axis, leaves the view.
+_FARTHEST = 1e3
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happened in one run.
+
+    Attributes:
+        run: Its name.
+        place: Among the looks.
+        events: By rising step.
+        faults: Stretches with a fault on.
+        lead: From the first mechanism's alarm to the first established sign; None: not both happened.
+        diverged: Where it diverged; None: it did not.
+        first_step: That anything was recorded at.
+        last_step: That anything was recorded at.
+    """
+
+    run: str
+    place: int
+    events: list[Event] = field(default_factory=list)
+    faults: list[FaultSpan] = field(default_factory=list)
+    lead: LeadTime | None = None
+    diverged: Event | None = None
+    first_step: int = 0
+    last_step: int = 0
+
+    @classmethod
+    def of(cls, name: str, run: xr.DataTree, place: int) -> Story:
+        """Of a run, with or without events."""
+        events = events_of(run)
+        found = [run[part]["step"].values for part in run.children if "step" in run[part].to_dataset().variables]
+        steps = np.concatenate([np.atleast_1d(step) for step in found] or [np.zeros(0)])
+        first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
+        return cls(name, place, events, fault_spans(events), lead_time(events), divergence_of(events), first, last)
+
+    @property
+    def onsets(self) -> list[Event]:
+        """The first alarm of each signal."""
+        return onsets_of(self.events)
+
+
+@dataclass(frozen=True)
+class SignalPanel:
+    """One signal of all runs.
+
+    Attributes:
+        name: Of the signal.
+        panel: Lines, axis and remarks.
+        onsets: Of each run, the first alarm of this signal with the value of the line there; None: no alarm.
+        bands: Place among the looks (None: of other runs) and columns ``step``, ``lower``, ``upper``.
+    """
+
+    name: str
+    panel: Panel
+    onsets: list[tuple[Event, float] | None]
+    bands: list[tuple[int | None, dict[str, np.ndarray]]]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        lines: list[Trace],
+        stories: Sequence[Story],
+        bands: list[tuple[int | None, sig.Band]],
+        *,
+        shows_all: bool = False,
+    ) -> SignalPanel:
+        """Choose the axis, and put the alarms on their lines."""
+        panel = panel_of(lines, shows_all=shows_all)
+        onsets = []
+        for line, story in zip(lines, stories, strict=True):
+            own = [event for event in story.onsets if signal_of(event, [name]) == name]
+            columns = line.columns
+            if not own or not len(columns["step"]):
+                onsets.append(None)
+                continue
+            row = max(int(np.searchsorted(columns["step"], own[0].step, side="right")) - 1, 0)
+            onsets.append((own[0], float(np.clip(columns["value"][row], *panel.limits))))
+        low, high = panel.view
+        clipped = []
+        for place, found in bands:
+            edges = {"lower": np.clip(found.lower, low, high), "upper": np.clip(found.upper, low, high)}
+            clipped.append((place, {"step": found.step, **edges}))
+        return cls(name, panel, onsets, clipped)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The axis of a signal.
+
+    Attributes:
+        low: Lowest value.
+        high: Highest value in view.
+        is_logarithmic: Its kind.
+    """
+
+    low: float
+    high: float
+    is_logarithmic: bool
+
+    @classmethod
+    def of(cls, variable: str, values: np.ndarray, *, shows_all: bool = False) -> Axis:
+        """Logarithmic as in `traces`, but with the explosion in view: it is what a timeline is looked at for.
+
+        Args:
+            variable: Without its term.
+            values: Finite values of all runs.
+            shows_all: Keep even what is more than a thousand times what is usual.
+        """
+        if not len(values):
+            return cls(0.0, 1.0, False)
+        low, high = float(values.min()), float(values.max())
+        is_wide = variable in UNBOUNDED or high > WIDE * low
+        is_logarithmic = bool(variable not in BOUNDED and low > 0 and is_wide)
+        if not shows_all and variable not in BOUNDED:
+            usual = float(np.quantile(values, 0.8))
+            farthest = usual * _FARTHEST if is_logarithmic else usual + WIDE * (usual - low)
+            high = min(high, farthest) if farthest > low else high
+        return cls(low, high, is_logarithmic)
+
+
+def panel_of(lines: list[Trace], *, shows_all: bool = False) -> Panel:
+    """The lines of one signal on the axis of the timeline, and what is not drawn of them."""
+    axis = Axis.of(lines[0].variable, np.concatenate([line.columns["value"] for line in lines]), shows_all=shows_all)
+    note = Panel.of(lines, shows_all=True).note
+    beyond = [
+        (f"{line.run} " if len(lines) > 1 else "") + f"up to {top:.3g}, above the view"
+        for line in lines
+        if (top := line.columns["value"].max(initial=-np.inf)) > axis.high
+    ]
+    return Panel(lines, (axis.low, axis.high), axis.is_logarithmic, "; ".join(filter(None, [note, *beyond])))

@@ -1,0 +1,353 @@
+"""What happened while training: monitors and spectral measures over steps, several runs in one panel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.io.run_access import divergence_step, named_runs, spectra_of
+from workbench.plots import style
+from workbench.plots.layer_profile_figure import LOGARITHMIC
+from workbench.schema.runs import MONITORS, SPECTRA
+from workbench.studies.comparison import SPECTRAL
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import xarray as xr
+
+STATISTICS = ("mean", "max", "min")
+#: Bounded, or read as a shape: always on a linear axis that fits every run.
+BOUNDED = frozenset(
+    {"accuracy", "learning_rate", "nonlinearity_ratio"} | {name for name in SPECTRA if name.endswith("_mass")}
+)
+#: On a logarithmic axis wherever all values are positive.
+UNBOUNDED = LOGARITHMIC | {"grad_norm"}
+#: So is any other variable whose values, in the runs that did not diverge, span more than this.
+_WIDE = 20
+#: Least share of the axis that is left to the runs that did not diverge.
+_LEAST_SHARE = 0.5
+
+_RATIO = 3.2
+
+
+def traces(
+    runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset],
+    *,
+    variables: Sequence[str] = ("loss", "grad_norm"),
+    statistic: str = "mean",
+    shows_all: bool = False,
+    places: Mapping[str, int] | None = None,
+    backend: str = "bokeh",
+) -> Any:
+    """Draw monitors and spectral measures over steps: one panel a variable, one line a run, one axis of steps.
+
+    A cross marks the step at which a run diverged, and the legend names it. Gradient norms and condition numbers have a
+    logarithmic axis, fractions and learning rates a linear one; other variables a logarithmic one where they are
+    positive and span more than a factor of 20 in the runs that did not diverge. What is not finite, beyond the view or
+    not recorded is named in the panel's second line.
+
+    Args:
+        runs: One run, or several by name.
+        variables: Names of monitors over steps, such as ``"loss"``, ``"grad_norm"``, ``"accuracy"``, or of per-layer
+            measures of the schema, such as ``"near_unit_mass"``.
+        statistic: How measures are reduced over layers: ``"mean"``, ``"max"`` or ``"min"``. Layers whose update is too
+            small to say anything are left out, as `workbench.compare` does.
+        shows_all: Fit the axes to every run. By default one that diverged leaves the view where it would flatten the
+            others into less than half of the axis.
+        places: Place of each run among the looks (`style.model_style`), by name; None: the order given.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout with options for that backend only.
+
+    Raises:
+        SchemaError: If there is no run, or no run has one of the variables.
+        ThresholdError: If the backend, the statistic or a run's place does not exist.
+    """
+    trees = named_runs(runs, needs_spectra=False)
+    order = style.model_places(trees, places)
+    variables = [variables] if isinstance(variables, str) else list(variables)
+    if statistic not in STATISTICS:
+        raise ThresholdError(f"The statistic is '{statistic}', expected one of {', '.join(STATISTICS)}.")
+    known = _known(trees)
+    for variable in variables:
+        if variable not in known:
+            choice = f"choose from {', '.join(known)}" if known else "the runs hold no monitors and no steps"
+            raise SchemaError(f"No run has a variable '{variable}' over steps; {choice}.")
+    if not variables:
+        raise SchemaError(f"No variable was named; choose from {', '.join(known)}.")
+    panels = [
+        Panel.of(
+            [trace_of(run, variable, owner, statistic=statistic) for owner, run in trees.items()], shows_all=shows_all
+        )
+        for variable in variables
+    ]
+    steps = np.concatenate([line.step for panel in panels for line in panel.lines])
+    first, last = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 1.0)
+    span = _padded(first, last, margin=0.02)
+    with style.drawing(backend) as hv:
+        draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
+        layout = hv.Layout(
+            [
+                draw(hv, panel, order, span, is_first=index == 0, is_last=index == len(panels) - 1)
+                for index, panel in enumerate(panels)
+            ]
+        ).cols(1)
+        if backend == "matplotlib":
+            return layout.opts(sublabel_format="", tight=True, vspace=0.55, fig_size=170, backend=backend)
+        return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One variable of one run.
+
+    Attributes:
+        run: Name of the run.
+        title: Of the variable.
+        variable: Its name.
+        step: Optimizer updates, shape (step,); empty if the run lacks the variable.
+        value: As recorded, shape (step,); NaN and infinite where they are.
+        has_markers: Whether it is a spectral measure, recorded now and then.
+        silent: Steps at which no layer's update was large enough to say anything.
+        diverged: First step that counts as a divergence; None: none.
+    """
+
+    run: str
+    title: str
+    variable: str
+    step: np.ndarray
+    value: np.ndarray
+    has_markers: bool = False
+    silent: tuple[int, ...] = ()
+    diverged: int | None = None
+
+    @property
+    def label(self) -> str:
+        """What the legend says."""
+        return self.run if self.diverged is None else f"{self.run} × step {self.diverged}"
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """The finite values as columns ``step`` and ``value``."""
+        finite = np.isfinite(self.value)
+        return {"step": self.step[finite], "value": self.value[finite]}
+
+    @property
+    def cross(self) -> tuple[int, float] | None:
+        """Step of divergence and the last finite value up to it; None if there is no such value."""
+        columns = self.columns
+        before = columns["value"][columns["step"] <= self.diverged] if self.diverged is not None else []
+        return (self.diverged, float(before[-1])) if len(before) else None
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is not drawn: values that are not finite, or not there."""
+        if not len(self.step):
+            return ["not recorded"]
+        remarks = []
+        if self.silent:
+            shown = ", ".join(map(str, self.silent[:4])) + ("…" if len(self.silent) > 4 else "")
+            remarks.append(f"says nothing yet at step {shown}")
+        if np.isinf(self.value).any():
+            remarks.append(f"infinite from step {self.step[np.isinf(self.value)][0]}")
+        # A monitor that is measured now and then is NaN in between; what is missing where a run diverged is news.
+        defined = self.step[~np.isnan(self.value)]
+        if not len(defined) and len(self.silent) < len(self.step):
+            remarks.append("undefined")
+        elif len(defined) and self.diverged is not None and np.isnan(self.value[-1]):
+            remarks.append(f"undefined after step {defined[-1]}")
+        return remarks
+
+
+def trace_of(run: xr.DataTree, variable: str, name: str, *, statistic: str = "mean") -> Trace:
+    """One variable of a run, a monitor or a measure reduced over layers; without values if the run has none."""
+    diverged = divergence_step(run)
+    monitors = run["monitors"].to_dataset() if "monitors" in run.children else None
+    if monitors is not None and _is_trace(monitors, variable):
+        known = MONITORS[variable].long_name if variable in MONITORS else variable.replace("_", " ")
+        title = monitors[variable].attrs.get("long_name", known)
+        return Trace(name, title, variable, monitors["step"].values, _numbers(monitors[variable]), diverged=diverged)
+    title = f"{SPECTRA[variable].long_name}, {statistic} over layers" if variable in SPECTRA else variable
+    spectra = spectra_of(run) if "spectra" in run.children else None
+    if spectra is None or variable not in SPECTRA or "step" not in spectra[variable].dims:
+        return Trace(name, title, variable, np.zeros(0, int), np.zeros(0), diverged=diverged)
+    values, silent = spectra[variable].astype(float), ()
+    if variable in SPECTRAL:
+        values = values.where(spectra["is_informative"])
+        silent = tuple(spectra["step"].values[~spectra["is_informative"].any("layer").values].tolist())
+    reduced = getattr(values, statistic)("layer")
+    return Trace(name, title, variable, spectra["step"].values, _numbers(reduced), True, silent, diverged)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The lines of one variable and the axis they share.
+
+    Attributes:
+        lines: One a run.
+        limits: Range of the axis, before padding.
+        is_logarithmic: Kind of the axis.
+        note: What is not drawn; empty if all is.
+    """
+
+    lines: list[Trace]
+    limits: tuple[float, float]
+    is_logarithmic: bool
+    note: str
+
+    @classmethod
+    def of(cls, lines: list[Trace], *, shows_all: bool = False) -> Panel:
+        """Choose the axis; see `traces`."""
+        variable = lines[0].variable
+        values = np.concatenate([line.columns["value"] for line in lines])
+        stable = np.concatenate([line.columns["value"] for line in lines if line.diverged is None] or [np.zeros(0)])
+        usual = stable if len(stable) and not shows_all else values
+        lowest, highest = (values.min(), values.max()) if len(values) else (0.0, 1.0)
+        is_wide = variable in UNBOUNDED or (len(usual) and usual.max() > _WIDE * usual.min())
+        is_logarithmic = bool(variable not in BOUNDED and lowest > 0 and is_wide)
+        if len(stable) and not shows_all and variable not in BOUNDED:
+            ends = np.array([lowest, stable.max(), highest])
+            low, usual_high, high = np.log(ends) if is_logarithmic else ends
+            if usual_high - low < _LEAST_SHARE * (high - low):
+                highest = stable.max()
+        remarks = [(line.run, remark) for line in lines for remark in line.remarks]
+        for line in lines:
+            top = line.columns["value"].max(initial=-np.inf)
+            if top > highest:
+                remarks.append((line.run, f"up to {top:.3g}, above the view"))
+        note = "; ".join(f"{run} {remark}" if len(lines) > 1 else remark for run, remark in remarks)
+        return cls(lines, (float(lowest), float(highest)), is_logarithmic, note)
+
+    @property
+    def view(self) -> tuple[float, float]:
+        """Range of the axis."""
+        return _padded(*self.limits, is_logarithmic=self.is_logarithmic)
+
+    @property
+    def title(self) -> str:
+        """Of the variable, as the runs that have it call it."""
+        return next((line.title for line in self.lines if len(line.step)), self.lines[0].title)
+
+
+def _known(runs: Mapping[str, xr.DataTree]) -> list[str]:
+    """Variables over steps that at least one run has."""
+    monitors = [run["monitors"].to_dataset() for run in runs.values() if "monitors" in run.children]
+    names = dict.fromkeys(name for data in monitors for name in data.data_vars if _is_trace(data, name))
+    if any("spectra" in run.children and "step" in run["spectra"].dims for run in runs.values()):
+        names |= dict.fromkeys(name for name, rule in SPECTRA.items() if rule.dims == ("layer",) and rule.kind != "b")
+    return list(names)
+
+
+def _is_trace(monitors: xr.Dataset, variable: str) -> bool:
+    if variable not in monitors.data_vars:
+        return False
+    return monitors[variable].dims == ("step",) and monitors[variable].dtype.kind in "fiu"
+
+
+def _numbers(values: xr.DataArray) -> np.ndarray:
+    return values.transpose("step").values.astype(float)
+
+
+def _padded(
+    lowest: float, highest: float, *, is_logarithmic: bool = False, margin: float = 0.06
+) -> tuple[float, float]:
+    """The range with a margin, a share of it, so that no line runs along the frame."""
+    if is_logarithmic:
+        factor = (highest / lowest) ** margin
+        return lowest / factor, highest * factor
+    space = margin * (highest - lowest) or 0.5 * abs(highest) or 0.5
+    return lowest - space, highest + space
+
+
+def _elements(hv: Any, panel: Panel, places: Sequence[int]) -> list[tuple[int, Trace, Any, Any, Any]]:
+    """Place, trace, line, markers (or None) and cross (or None) of each run."""
+    elements = []
+    for place, line in zip(places, panel.lines, strict=True):
+        dims = hv.Dimension("step"), hv.Dimension("value", label=panel.title)
+        curve = hv.Curve(line.columns, *dims, label=line.label)
+        dots = hv.Scatter(line.columns, *dims, label=line.label) if line.has_markers else None
+        cross = None
+        if line.cross is not None:
+            step, value = line.cross
+            where = {"step": [step], "value": [min(value, panel.limits[1])]}
+            cross = hv.Scatter(where, *dims, label=line.label)
+        elements.append((place, line, curve, dots, cross))
+    return elements
+
+
+def _draw_bokeh(
+    hv: Any, panel: Panel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
+) -> Any:
+    parts = []
+    for place, line, curve, dots, cross in _elements(hv, panel, places):
+        look = style.model_style(place)
+        options = {"color": look["color"], "backend": "bokeh"}
+        hover = {"tools": ["hover"], "hover_tooltips": [("", line.label), ("step", "@step"), (panel.title, "@value")]}
+        parts.append(curve.opts(line_dash=look["dash"], line_width=1.5, **({} if dots else hover), **options))
+        if dots:
+            parts.append(dots.opts(marker=look["marker"], size=6, **hover, **options))
+        if cross:
+            parts.append(cross.opts(marker="x", size=12, line_width=2.4, **options))
+    hooks = [style.dress_bokeh, style.bare_bokeh((is_last, True))]
+    if panel.is_logarithmic:
+        hooks.append(style.log_ticks_bokeh)
+    if panel.note:
+        hooks.append(style.note_bokeh(panel.note))
+    return hv.Overlay(parts).opts(
+        title=panel.title,
+        xlim=span,
+        ylim=panel.view,
+        logy=panel.is_logarithmic,
+        xlabel="step",
+        ylabel="",
+        frame_width=560,
+        frame_height=165,
+        show_grid=True,
+        show_legend=is_first,
+        legend_position="right",
+        default_tools=[],
+        tools=["pan", "xwheel_zoom", "box_zoom", "reset", "save"],
+        active_tools=[],
+        hooks=hooks,
+        backend="bokeh",
+    )
+
+
+def _draw_matplotlib(
+    hv: Any, panel: Panel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
+) -> Any:
+    parts = []
+    for place, _, curve, dots, cross in _elements(hv, panel, places):
+        look = style.model_style(place)
+        parts.append(curve.opts(color=look["color"], linestyle=look["dash"], linewidth=1.2, backend="matplotlib"))
+        if dots:
+            marker = style.MATPLOTLIB_MARKERS[look["marker"]]
+            parts.append(dots.opts(color=look["color"], marker=marker, s=18, edgecolors="none", backend="matplotlib"))
+        if cross:
+            # A filled shape: holoviews gives every marker an edge colour, and matplotlib warns if it has no face.
+            parts.append(cross.opts(marker="X", s=70, color=look["color"], edgecolors="none", backend="matplotlib"))
+    hooks = [style.dress_matplotlib, style.title_matplotlib(panel.title, note=panel.note)]
+    if panel.is_logarithmic:
+        hooks.append(style.log_ticks_matplotlib(_RATIO))
+    if is_first:
+        labels = {line.label: place for line, place in zip(panel.lines, places, strict=True)}
+        hooks.append(style.legend_matplotlib(labels, has_markers=False))
+    return hv.Overlay(parts).opts(
+        title="",
+        xlim=span,
+        ylim=panel.view,
+        logy=panel.is_logarithmic,
+        xlabel="step",
+        ylabel="",
+        xaxis="bottom" if is_last else "bare",
+        show_legend=False,
+        aspect=_RATIO,
+        fig_inches=(6.8, 2.2),
+        hooks=hooks,
+        backend="matplotlib",
+    )

@@ -1,0 +1,442 @@
+"""What a report says of an assessment: what was measured, what follows from it, what to do."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from workbench.reports import effect_space
+from workbench.reports.document import Document, Fact, Heading, Item, Items, Lead, Paragraph, Section, Sentence, say
+from workbench.reports.quantity import Numbers, Quantity
+from workbench.reports.wording import capitalized, clause, listed, lowered, title_of
+from workbench.schema.statuses import AT_RISK, CANNOT_SAY, PROCEED, REFUSE
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+VERDICT_STATE = {PROCEED: "healthy", CANNOT_SAY: "not measured", AT_RISK: "at risk", REFUSE: "failing"}
+#: From worst to best.
+STATES = ("failing", "at risk", "not measured", "healthy")
+_KINDS = {
+    "proceed": "Proceed",
+    "measure": "Find out first",
+    "change": "Change",
+    "monitor": "Watch",
+    "kss": "Koopman Spectral Shaping",
+    "stop rule": "Stop the run when",
+}
+_N_ACTIONS = 3
+#: What a criterion with a band asks of the number, by state.
+_STANDING = {"failing": "far outside", "at risk": "outside", "healthy": "inside"}
+
+
+def assessment_document(tree: xr.DataTree) -> Document:
+    """The report of an assessment.
+
+    Raises:
+        SchemaError: If the tree lacks what its report rests on.
+    """
+    numbers = Numbers(tree)
+    verdict = numbers.attribute("verdict").text
+    spoken = (observed(numbers), cause(numbers), decisions(numbers))
+    # Facts and actions repeat what the sections say, but each must lead somewhere on its own.
+    facts, first = most_important(numbers), actions(numbers)
+    cited = [quantity for section in spoken for quantity in section.cited]
+    cited += [fact.quantity for fact in facts] + [quantity for sentence in first for quantity in sentence.quantities]
+    return Document(
+        kind="Structural assessment before training",
+        subject=numbers.attribute("subject").text,
+        verdict=verdict,
+        state=VERDICT_STATE.get(verdict, "not measured"),
+        summary=numbers.attribute("summary").text,
+        facts=facts,
+        actions=first,
+        sections=(spoken[0], spoken[1], effect_space.assessment_section(numbers, cited), spoken[2]),
+        about=effect_space.about(tree),
+    )
+
+
+def observed(numbers: Numbers) -> Section:
+    """V1: the numbers outside their bands, the risk, and what could not be measured."""
+    size = say(
+        "{subject} has {weights} weights in {depth} blocks of width {width}; it was looked at before training, and "
+        "tried out for a few updates on copies (seed {seed}).",
+        subject=numbers.attribute("subject").text,
+        weights=numbers.attribute("n_weights", meaning="weights"),
+        depth=numbers.attribute("depth", meaning="blocks"),
+        width=numbers.attribute("width", meaning="width of the residual stream"),
+        seed=numbers.attribute("seed"),
+    )
+    sizes = (size, _what_stood_in(numbers)) if is_stand_in(numbers) else (size,)
+    blocks = [Lead("What was seen, before any cause is named."), Paragraph((*sizes, _tally(numbers)))]
+    if risk := risk_sentences(numbers):
+        blocks += [Heading("Will it diverge?"), Paragraph(tuple(risk))]
+    ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
+    for state, heading in (("failing", "Failing"), ("at risk", "At risk")):
+        items = [_standing(numbers, name) for name, its in zip(ids, states, strict=True) if its == state]
+        if items:
+            blocks += [Heading(heading), Items(tuple(items))]
+    if missing := _missing(numbers):
+        blocks += [Heading("Not measured, or not judged"), Items(tuple(missing))]
+    return Section("v1", "Observed phenomenon", tuple(blocks))
+
+
+def cause(numbers: Numbers) -> Section:
+    """V2: the failure modes that the numbers add up to, each with its evidence, and those ruled out."""
+    blocks = [Lead("What the numbers add up to: the ways to fail, each with the evidence for it.")]
+    modes = numbers.names("failure_modes", "failure_mode")
+    states = numbers.texts("failure_modes", "state")
+    headings = {
+        "failing": "Present",
+        "at risk": "Possible",
+        "healthy": "Not found",
+        "not measured": "Not measured",
+    }
+    for state in ("failing", "at risk", "healthy", "not measured"):
+        items = [_mode(numbers, row, mode, state) for row, mode in enumerate(modes) if states[row] == state]
+        if items:
+            blocks += [Heading(headings[state]), Items(tuple(items))]
+    return Section("v2", "Structural cause", tuple(blocks))
+
+
+def decisions(numbers: Numbers) -> Section:
+    """V4: what to do, by kind, in the order of the tree."""
+    blocks = [Lead("What to do, in this order. Each step names the number that it rests on.")]
+    kinds = numbers.texts("decisions", "kind")
+    for kind in dict.fromkeys([*_KINDS, *kinds]):
+        items = [_decision(numbers, row) for row, its in enumerate(kinds) if its == kind]
+        if items:
+            blocks += [Heading(_KINDS.get(kind, capitalized(kind))), Items(tuple(items), is_ordered=kind == "change")]
+    return Section("v4", "Decisions", tuple(blocks))
+
+
+def actions(numbers: Numbers) -> tuple[Sentence, ...]:
+    """The first steps of V4, for the first screen."""
+    order = ("measure", "change", "proceed", "kss", "monitor", "stop rule")
+    kinds = numbers.texts("decisions", "kind")
+    rows = sorted(range(len(kinds)), key=lambda row: (order.index(kinds[row]) if kinds[row] in order else 9, row))
+    return tuple(_decision_sentence(numbers, row, stands_alone=True) for row in rows[:_N_ACTIONS])
+
+
+def most_important(numbers: Numbers) -> tuple[Fact, ...]:
+    """The risk and the largest stable rate where they are known, and the worst criteria: three numbers at most.
+
+    Of a stand-in only what is bad: its rates are not those of the design, and its health says nothing of it.
+    """
+    facts = []
+    if knows_risk(numbers):
+        tried = "tried_" if "tried_probability" in numbers.node("risk") else ""
+        risk, low, high = (_risk(numbers, f"{tried}{key}") for key in ("probability", "low", "high"))
+        facts.append(Fact(risk, "risk of divergence", " to ".join(dict.fromkeys((low.text, high.text)))))
+        rate = _risk(numbers, "largest_stable_rate")
+        if not math.isnan(rate.value):
+            planned = _planned_rate(numbers)
+            facts.append(Fact(rate, "largest stable learning rate", f"planned: {planned.text}" if planned else ""))
+    shown = {fact.quantity.anchor for fact in facts}
+    left_out = set() if knows_risk(numbers) else _risk_anchors(numbers)
+    for quantity in worst_criteria(numbers):
+        if len(facts) == 3:
+            break
+        says_nothing = is_stand_in(numbers) and (quantity.state == "healthy" or quantity.path.endswith("/scaling"))
+        if quantity.anchor not in shown | left_out and not says_nothing:
+            of = f"; of {stand_in_of(numbers)}" if is_stand_in(numbers) else ""
+            facts.append(Fact(quantity, quantity.meaning, f"healthy: {quantity.band}{of}"))
+    return tuple(facts)
+
+
+def knows_risk(numbers: Numbers) -> bool:
+    """Whether the risk is that of the model itself, and the risk model has seen such cases.
+
+    Trees of an older workbench have numbers without either; the first screen and what is said of the risk do without.
+    """
+    if not numbers.has("risk") or is_stand_in(numbers):
+        return False
+    data = numbers.node("risk")
+    tried = "tried_probability" if "tried_probability" in data else "probability"
+    is_familiar = "is_familiar" not in data or bool(data["is_familiar"].values.all())
+    return is_familiar and not math.isnan(_risk(numbers, tried).value)
+
+
+def _risk_anchors(numbers: Numbers) -> set[str]:
+    """Where criteria stand that judge a risk."""
+    ids, paths = numbers.names("criteria", "criterion"), numbers.texts("criteria", "path")
+    return {numbers.criterion(name).anchor for name, path in zip(ids, paths, strict=True) if path.strip("/") == "risk"}
+
+
+def worst_criteria(numbers: Numbers) -> list[Quantity]:
+    """Measured criteria, failing ones first, the surest first among those of one state."""
+    ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
+    sure = [float(numbers.value("criteria", "confidence", criterion=row).value) for row in range(len(ids))]
+    rows = [row for row in range(len(ids)) if states[row] != "not measured"]
+    rows.sort(key=lambda row: (STATES.index(states[row]), -sure[row] if sure[row] == sure[row] else 0.0))
+    return [numbers.criterion(ids[row]) for row in rows]
+
+
+def risk_sentences(numbers: Numbers) -> list[Sentence]:
+    """What a measured risk says: with and without the trials, how far the rate may go, how familiar the case is."""
+    if not numbers.has("risk"):
+        return []
+    if not knows_risk(numbers):
+        return [*_why_no_risk(numbers), *_trials(numbers)]
+    names = list(numbers.node("risk").data_vars)
+    of = {name: _risk(numbers, name) for name in names}
+    planned, said = _planned_rate(numbers), []
+    tried = "tried_" if "tried_probability" in of else ""
+    told = {key: of[f"{tried}{key}"] for key in ("probability", "low", "high")}
+    start = "At the planned learning rate" + (" of {rate}" if planned else "")
+    slots = told | ({"rate": planned} if planned else {})
+    said.append(say(f"{start} the risk that the run diverges is {{probability}} ({{low}} to {{high}}).", **slots))
+    if tried:
+        said.append(say("The risk model alone said {probability} ({low} to {high}).", **of))
+    said += _trials(numbers)
+    if not math.isnan(of["largest_stable_rate"].value):
+        said.append(
+            say(
+                "The largest rate that counts as stable is {largest_stable_rate} ({stable_rate_low} to "
+                "{stable_rate_high}).",
+                **of,
+            )
+        )
+    if "distance" in of and not math.isnan(of["distance"].value):
+        said.append(
+            say(
+                "The case is like the runs that the risk model was fitted to: its distance from them is "
+                "{distance}, and above 1 it is further away than they are from each other.",
+                **of,
+            )
+        )
+    return said
+
+
+def _why_no_risk(numbers: Numbers) -> list[Sentence]:
+    """Why neither a risk nor a stable rate is given, in one sentence; empty where only the numbers are missing."""
+    if is_stand_in(numbers):
+        return [
+            say(
+                "Neither the risk that the run diverges nor its largest stable rate is known: what was tried out is a "
+                "stand-in {width} wide with {depth} blocks.",
+                width=numbers.attribute("measured_width", meaning="width of the model that was run"),
+                depth=numbers.attribute("measured_depth", meaning="blocks of the model that was run"),
+            )
+        ]
+    data = numbers.node("risk")
+    if "distance" not in data or math.isnan(_risk(numbers, "distance").value):
+        tried = "tried_probability" if "tried_probability" in data else "probability"
+        return [say("The risk that the run diverges is {risk}.", risk=_risk(numbers, tried))]
+    told = str(data.attrs.get("warning", "")) or "The case is unlike the runs that the risk model has seen"
+    return [
+        say(
+            "{why}: neither the risk that the run diverges nor its largest stable rate is known (distance from those "
+            "runs: {distance}; 1 is the edge).",
+            why=clause(told.rsplit("; ", 1)[0]),
+            distance=_risk(numbers, "distance"),
+        )
+    ]
+
+
+def _trials(numbers: Numbers) -> list[Sentence]:
+    """What became of the trials of the plan."""
+    part = next(
+        (part for part in ("rehearsal", "risk") if numbers.has(part) and "share_broken" in numbers.node(part)), ""
+    )
+    if not part:
+        return []
+    share = numbers.value(part, "share_broken", meaning="share of the trials that broke")
+    of = f" of {stand_in_of(numbers)}" if is_stand_in(numbers) else ""
+    return [say(f"Of the trials of the first updates{of}, {{share}} broke.", share=share)]
+
+
+#: What the variables of the risk are called in the table, where their own names say too little.
+_RISK_NAMES = {
+    "probability": "risk of divergence, risk model alone",
+    "low": "risk model alone, lower end",
+    "high": "risk model alone, upper end",
+    "tried_low": "risk of divergence, lower end",
+    "tried_high": "risk of divergence, upper end",
+    "largest_stable_rate": "largest stable learning rate",
+    "stable_rate_low": "largest stable rate, lower end",
+    "stable_rate_high": "largest stable rate, upper end",
+    "distance": "distance from the runs behind the risk model",
+}
+
+
+def _risk(numbers: Numbers, name: str) -> Quantity:
+    return numbers.value("risk", name, run=0, meaning=_RISK_NAMES.get(name, ""))
+
+
+def _what_stood_in(numbers: Numbers) -> Sentence:
+    """What was run in the place of a design that is too large."""
+    return say(
+        "Models {width} wide stood in for it: before training with its variances, so that signals and gradients pass "
+        "as they would at the full width, once with all blocks; in the trials with {depth} blocks, as their library "
+        "makes them.",
+        width=numbers.attribute("measured_width", meaning="width of the model that was run"),
+        depth=numbers.attribute("measured_depth", meaning="blocks of the model that was run"),
+    )
+
+
+def is_stand_in(numbers: Numbers) -> bool:
+    """Whether what was run is another model than what is assessed."""
+    if numbers.has_attribute("is_stand_in"):
+        return bool(numbers.attribute("is_stand_in").value)
+    sizes = ("width", "depth")  # a tree of an older workbench
+    return any(
+        numbers.has_attribute(f"measured_{size}")
+        and numbers.attribute(f"measured_{size}").value < numbers.attribute(size).value
+        for size in sizes
+    )
+
+
+def stand_in_of(numbers: Numbers) -> str:
+    """What was run in the place of what is assessed; empty if that itself was."""
+    if not is_stand_in(numbers):
+        return ""
+    width, depth = (numbers.attribute(f"measured_{size}").text for size in ("width", "depth"))
+    return f"a stand-in {width} wide with {depth} blocks"
+
+
+def _planned_rate(numbers: Numbers) -> Quantity | None:
+    place = ("plan", "training", "learning_rate")
+    if not numbers.has_attribute(*place):
+        return None
+    return numbers.attribute(*place, meaning="planned learning rate")
+
+
+def _tally(numbers: Numbers) -> Sentence:
+    states = numbers.texts("criteria", "state")
+    counts = {
+        state: numbers.count("criteria", "state", state, meaning=f"criteria that are {state}") for state in STATES
+    }
+    words = {"failing": "failing", "at risk": "at risk", "not measured": "could not be judged", "healthy": "healthy"}
+    there = [state for state in ("healthy", "at risk", "failing", "not measured") if state in states]
+    slots = {state.replace(" ", "_"): counts[state] for state in there}
+    parts = []
+    for state in there:
+        verb = "" if state == "not measured" else "is " if counts[state].value == 1 else "are "
+        parts.append(f"{{{state.replace(' ', '_')}}} {verb}{words[state]}")
+    return say(f"Of the criteria, {listed(parts)}.", **slots)
+
+
+def _standing(numbers: Numbers, name: str) -> Item:
+    """Where a criterion stands against its band."""
+    row = numbers.names("criteria", "criterion").index(name)
+    quantity = numbers.criterion(name)
+    layer = int(numbers.value("criteria", "layer", criterion=row).value)
+    place = f" in block {layer}" if layer >= 0 else ""
+    n = numbers.value("criteria", "n_reference", criterion=row)
+    behind = f", that of {n.text} healthy runs" if n.value > 0 else ""
+    standing = _STANDING.get(quantity.state, "near the end of")
+    sentence = say(
+        f"It is {{value}}{place}, {standing} the healthy band ({{band}}{behind}).", value=quantity, band=quantity.band
+    )
+    return Item(capitalized(quantity.meaning), (sentence,), quantity.state)
+
+
+def _missing(numbers: Numbers) -> list[Item]:
+    """Criteria that could not be measured, those with one reason together."""
+    by_reason: dict[str, list[Quantity]] = {}
+    ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
+    for name, state, reason in zip(ids, states, numbers.texts("criteria", "reason"), strict=True):
+        if state == "not measured":
+            by_reason.setdefault(capitalized(clause(reason)) or "No reason is known", []).append(
+                numbers.criterion(name)
+            )
+    items = []
+    for reason, found in by_reason.items():
+        slots = {f"v{place}": quantity for place, quantity in enumerate(found)}
+        told = listed(f"{quantity.meaning} ({{v{place}}})" for place, quantity in enumerate(found))
+        items.append(Item("", (say(f"{{reason}}: {told}.", reason=reason, **slots),), "not measured"))
+    return items
+
+
+def _mode(numbers: Numbers, row: int, mode: str, state: str) -> Item:
+    title = numbers.text("failure_modes", "title", failure_mode=row)
+    meaning = numbers.text("failure_modes", "meaning", failure_mode=row)
+    worst = numbers.text("failure_modes", "worst_criterion", failure_mode=row)
+    ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
+    owners, reasons = numbers.texts("criteria", "failure_mode"), numbers.texts("criteria", "reason")
+    sentences = []
+    if worst:
+        quantity = numbers.criterion(worst)
+        told = {"meaning": capitalized(clause(meaning)) + ": " if meaning else "", "name": quantity.meaning}
+        if state == "healthy":
+            told["meaning"] = f"No sign that {clause(meaning)}: "
+        if state == "not measured":
+            sentences.append(say("{meaning}{name} is {value}.", **told, value=quantity))
+        else:
+            about = f"confidence: {lowered(title)}"
+            sure = numbers.value("failure_modes", "confidence", failure_mode=row, meaning=about)
+            sentences.append(
+                say(
+                    "{meaning}{name} is {value} (healthy: {band}); confidence {sure}.",
+                    **told,
+                    value=quantity,
+                    band=quantity.band,
+                    sure=sure,
+                )
+            )
+    else:
+        about = f"state: {lowered(title)}"
+        kept = numbers.value("failure_modes", "state", failure_mode=row, meaning=about)
+        has_reason = "reason" in numbers.node("failure_modes")
+        why = clause(numbers.text("failure_modes", "reason", failure_mode=row)) if has_reason else ""
+        said = say("Whether {meaning} was {state}{why}.", meaning=clause(meaning), state=kept, why=why and f": {why}")
+        sentences.append(said)
+    for name, its, owner, reason in zip(ids, states, owners, reasons, strict=True):
+        if owner == mode and its in ("failing", "at risk") and reason:
+            quantity = numbers.criterion(name)
+            sentences.append(
+                say(
+                    "{reason} ({name}: {value}).",
+                    reason=capitalized(clause(reason)),
+                    name=quantity.meaning,
+                    value=quantity,
+                )
+            )
+    return Item(title, tuple(sentences), state)
+
+
+def _decision(numbers: Numbers, row: int) -> Item:
+    kind, setting, current, proposed = (
+        numbers.text("decisions", name, decision=row) for name in ("kind", "setting", "current", "proposed")
+    )
+    change = None
+    if kind in ("change", "kss") and setting and current and proposed:
+        now = numbers.value("decisions", "current", decision=row, meaning=f"{title_of(setting)}, as planned")
+        change = (title_of(setting), now, _proposed(numbers, row))
+    effect = numbers.text("decisions", "effect", decision=row)
+    remark = f"Expected effect: {clause(effect)}." if effect else ""
+    return Item("", (_decision_sentence(numbers, row),), change=change, remark=remark)
+
+
+def _decision_sentence(numbers: Numbers, row: int, *, stands_alone: bool = False) -> Sentence:
+    """A decision with the number that it rests on; one that stands alone says what its heading would."""
+    text = clause(numbers.text("decisions", "text", decision=row))
+    is_stop = numbers.text("decisions", "kind", decision=row) == "stop rule"
+    if stands_alone and is_stop and not text.startswith(("stop", "do not")):
+        text = f"stop the run when {text}"
+    text = capitalized(text)
+    criterion = numbers.text("decisions", "criterion", decision=row)
+    if criterion:
+        quantity = numbers.criterion(criterion)
+        if quantity.state == "not measured":
+            return say("{text} ({name} is {value}).", text=text, name=quantity.meaning, value=quantity)
+        return say(
+            "{text} ({name} is {value}, healthy: {band}).",
+            text=text,
+            name=quantity.meaning,
+            value=quantity,
+            band=quantity.band,
+        )
+    proposed = _proposed(numbers, row)
+    if proposed.text:
+        setting = title_of(numbers.text("decisions", "setting", decision=row))
+        return say("{text} ({setting}{value}).", text=text, setting=f"{setting}: " if setting else "", value=proposed)
+    return say("{text} (verdict: {verdict}).", text=text, verdict=numbers.attribute("verdict"))
+
+
+def _proposed(numbers: Numbers, row: int) -> Quantity:
+    setting = title_of(numbers.text("decisions", "setting", decision=row)) or capitalized(
+        numbers.text("decisions", "kind", decision=row)
+    )
+    return numbers.value("decisions", "proposed", decision=row, meaning=f"{setting}, proposed")

@@ -1,0 +1,222 @@
+"""What a report says of several designs beside each other: which are safe, what sets them apart, which to take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from workbench.errors import SchemaError
+from workbench.reports import assessment_document as assessment
+from workbench.reports import effect_space, pictures
+from workbench.reports.document import (
+    Block,
+    Cell,
+    Document,
+    Fact,
+    Heading,
+    Item,
+    Items,
+    Lead,
+    Paragraph,
+    Section,
+    Sentence,
+    Table,
+    say,
+    unique,
+)
+from workbench.reports.quantity import Numbers, Quantity
+from workbench.reports.wording import listed
+from workbench.schema.statuses import AT_RISK, CANNOT_SAY, REFUSE, VERDICTS
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_LEAD = (
+    "All designs beside each other, and then what was measured of each. Tables with numbered rows hold the numbers "
+    "that the sentences of this report rest on; the folded ones hold the rest."
+)
+#: Decisions of each design that are repeated here.
+_N_DECISIONS = 3
+
+
+def comparison_document(tree: xr.DataTree) -> Document:
+    """The report of a comparison of designs.
+
+    Raises:
+        SchemaError: If the tree lacks what its report rests on.
+    """
+    numbers = Numbers(tree)
+    names = numbers.names("designs", "design")
+    if missing := [name for name in names if name not in tree.children]:
+        raise SchemaError(
+            f"The comparison has no tree of the design '{missing[0]}'; make it with wb.compare_designs()."
+        )
+    designs = {name: Numbers(tree, at=f"/{name}") for name in names}
+    ranked = _ranked(numbers, designs, names)
+    best = ranked[0]
+    verdict = _verdict(numbers, names, best)
+    spoken = (_observed(numbers, designs, names), _causes(designs), _decisions(numbers, designs, names, ranked))
+    facts = tuple(
+        Fact(_verdict(numbers, names, name), name, _risk_in_words(numbers, designs[name], names.index(name)))
+        for name in ranked[:3]
+    )
+    first = tuple(sentence for block in spoken[2].each(Paragraph) for sentence in block.sentences)
+    cited = [quantity for section in spoken for quantity in section.cited] + [fact.quantity for fact in facts]
+    summary = str(tree.attrs.get("summary", "")) or " ".join(sentence.text for sentence in first)
+    return Document(
+        kind=f"Comparison of {len(names)} designs before training",
+        subject=str(tree.attrs.get("subject", "")) or listed(names),
+        verdict=f"{best}: {verdict.text}",
+        state=assessment.VERDICT_STATE.get(verdict.text, "not measured"),
+        summary=summary,
+        facts=facts,
+        actions=first,
+        sections=(spoken[0], spoken[1], _effect_space(numbers, designs, names, cited), spoken[2]),
+        about=effect_space.about(tree),
+    )
+
+
+def _observed(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -> Section:
+    items = []
+    for row, name in enumerate(names):
+        verdict = _verdict(numbers, names, name)
+        of = {key: _of(numbers, row, name, key) for key in ("probability", "n_weights")}
+        sentences = [
+            say("The verdict is {verdict}; it has {n_weights} weights.", verdict=verdict, n_weights=of["n_weights"]),
+        ]
+        if assessment.knows_risk(designs[name]):
+            risk = of["probability"]
+            sentences.append(say("The risk that it diverges as planned is {probability}.", probability=risk))
+            if rate := _stable_rate(numbers, row, name):
+                sentences.append(say("The largest rate that counts as stable is {rate}.", rate=rate))
+        else:
+            sentences += assessment.risk_sentences(designs[name])
+        items.append(Item(name, tuple(sentences), assessment.VERDICT_STATE.get(verdict.text, "not measured")))
+    lead = Lead("What was seen of each design under the same plan.")
+    return Section("v1", "Observed phenomenon", (lead, Items(tuple(items))))
+
+
+def _causes(designs: dict[str, Numbers]) -> Section:
+    """The criteria whose state differs, and those that fail everywhere."""
+    apart, shared = [], []
+    common = [
+        criterion
+        for criterion in next(iter(designs.values())).names("criteria", "criterion")
+        if all(criterion in numbers.names("criteria", "criterion") for numbers in designs.values())
+    ]
+    for criterion in common:
+        found = {name: numbers.criterion(criterion) for name, numbers in designs.items()}
+        states = {quantity.state for quantity in found.values()}
+        if len(states) == 1 and states <= {"healthy", "not measured"}:
+            continue
+        slots = {f"v{place}": quantity for place, quantity in enumerate(found.values())}
+        told = listed(f"{name} {{v{place}}} ({found[name].state})" for place, name in enumerate(found))
+        first = next(iter(found.values()))
+        sentence = say(f"Healthy is {{band}}: {told}.", band=first.band, **slots)
+        (apart if len(states) > 1 else shared).append(Item(first.meaning, (sentence,)))
+    blocks: list[Block] = [Lead("Which criteria set the designs apart, and which trouble all of them.")]
+    blocks += [Heading("What sets them apart"), Items(tuple(apart))] if apart else []
+    blocks += [Heading("What they share"), Items(tuple(shared))] if shared else []
+    if not (apart or shared):
+        counts = {
+            f"n{place}": numbers.count("criteria", "state", "healthy", meaning=f"healthy criteria of {name}")
+            for place, (name, numbers) in enumerate(designs.items())
+        }
+        told = listed(f"{name} ({{n{place}}} healthy criteria)" for place, name in enumerate(designs))
+        blocks.append(Paragraph((say(f"No criterion sets the designs apart: {told}.", **counts),)))
+    return Section("v2", "Structural cause", tuple(blocks))
+
+
+def _decisions(numbers: Numbers, designs: dict[str, Numbers], names: list[str], ranked: list[str]) -> Section:
+    blocks: list[Block] = [Lead("Which design to take, and what each of them would still need.")]
+    blocks.append(Paragraph(tuple(_choice(numbers, designs, names, ranked))))
+    for name in ranked:
+        items = tuple(Item("", (sentence,)) for sentence in assessment.actions(designs[name])[:_N_DECISIONS])
+        blocks += [Heading(name), Items(items, is_ordered=True)]
+    return Section("v4", "Decisions", tuple(blocks))
+
+
+_STARTS = {
+    CANNOT_SAY: "None of them can be recommended on what was measured; the least is known against",
+    AT_RISK: "Take",
+    REFUSE: "Take none as it stands; the nearest to a yes is",
+}
+
+
+def _choice(numbers: Numbers, designs: dict[str, Numbers], names: list[str], ranked: list[str]) -> list[Sentence]:
+    starts = (_STARTS.get(_verdict(numbers, names, ranked[0]).text, "Take"), "Next comes")
+    said = []
+    for start, name in zip(starts, ranked, strict=False):
+        slots = {"name": name, "verdict": _verdict(numbers, names, name)}
+        text = f"{start} {{name}}: verdict {{verdict}}, "
+        if assessment.knows_risk(designs[name]):
+            risk = _of(numbers, names.index(name), name, "probability")
+            said.append(say(f"{text}risk {{risk}}.", **slots, risk=risk))
+        else:
+            said.append(say(f"{text}risk not known.", **slots))
+    return said
+
+
+def _effect_space(numbers: Numbers, designs: dict[str, Numbers], names: list[str], cited: list[Quantity]) -> Section:
+    cited = unique(cited)
+    blocks: list[Block] = [Lead(_LEAD), Heading("Designs"), *_designs_tables(numbers, names)]
+    blocks += pictures.of_designs(numbers.tree, names)
+    for name, of in designs.items():
+        judged = [of.criterion(criterion) for criterion in of.names("criteria", "criterion")]
+        blocks += [Heading(f"Criteria: {name}"), pictures.criteria(at=name)]
+        blocks.append(effect_space.criteria_table(of, judged, of=name))
+        known = {quantity.anchor for quantity in judged}
+        mine = [q for q in cited if q.anchor not in known and (q.path == f"/{name}" or q.path.startswith(f"/{name}/"))]
+        blocks += effect_space.part_blocks(of, mine, leave_out=effect_space.TOLD_APART, of=name)
+    return Section("v3", "Effect space", tuple(blocks))
+
+
+def _designs_tables(numbers: Numbers, names: list[str]) -> list[Table]:
+    """All variables of all designs, a few columns a table; every cell is a place to link to."""
+    data = numbers.node("designs")
+    columns = [str(key) for key in data.data_vars if data[key].dims == ("design",)]
+    tables = []
+    for first in range(0, len(columns), effect_space.MOST_COLUMNS):
+        part = columns[first : first + effect_space.MOST_COLUMNS]
+        rows = []
+        for row, name in enumerate(names):
+            cells = [_of(numbers, row, name, key) for key in part]
+            rows.append(
+                (Cell(name), *(Cell(q.text, quantity=q, is_number=not isinstance(q.value, str)) for q in cells))
+            )
+        titles = [effect_space.name_of(data[key]) for key in part]
+        tables.append(Table(f"Designs: {', '.join(titles)}", ("design", *titles), tuple(rows)))
+    return tables
+
+
+def _ranked(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -> list[str]:
+    """By verdict, then by risk; unknown risks last."""
+
+    def place(name: str) -> tuple[int, float]:
+        verdict = _verdict(numbers, names, name).text
+        is_known = assessment.knows_risk(designs[name])
+        risk = _of(numbers, names.index(name), name, "probability").value if is_known else math.inf
+        return (VERDICTS.index(verdict) if verdict in VERDICTS else len(VERDICTS), risk)
+
+    return sorted(names, key=place)
+
+
+def _verdict(numbers: Numbers, names: list[str], name: str) -> Quantity:
+    return _of(numbers, names.index(name), name, "verdict")
+
+
+def _of(numbers: Numbers, row: int, name: str, variable: str) -> Quantity:
+    quantity = numbers.value("designs", variable, design=row)
+    return replace(quantity, meaning=f"{quantity.meaning} of {name}")
+
+
+def _stable_rate(numbers: Numbers, row: int, name: str) -> Quantity | None:
+    data = numbers.node("designs")
+    variable = next((key for key in ("largest_stable_rate", "stable_rate") if key in data), None)
+    return _of(numbers, row, name, variable) if variable else None
+
+
+def _risk_in_words(numbers: Numbers, design: Numbers, row: int) -> str:
+    is_known = assessment.knows_risk(design)
+    return f"risk {numbers.value('designs', 'probability', design=row).text}" if is_known else "risk not known"

@@ -1,0 +1,386 @@
+"""What a report says of a diagnosis: what happened to a run, which cause explains it, how to make sure."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from workbench.reports import effect_space, pictures
+from workbench.reports.document import (
+    Block,
+    Cell,
+    Document,
+    Fact,
+    Heading,
+    Item,
+    Items,
+    Lead,
+    Paragraph,
+    Section,
+    Sentence,
+    Table,
+    numbers_table,
+    say,
+    unique,
+)
+from workbench.reports.quantity import Numbers, Quantity
+from workbench.reports.wording import capitalized, clause, listed, lowered, title_of, units_in_words
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_LEAD = (
+    "Everything that the diagnosis rests on. Tables with numbered rows hold the numbers that the sentences of this "
+    "report rest on; the folded ones hold the rest."
+)
+_N_ACTIONS = 3
+#: Signs that are told of what was observed; the table has all.
+_N_TOLD = 10
+#: Signs that are told for a cause, and against it; the table has all.
+_N_SIGNS = 4
+#: Causes below this share are told together.
+_UNLIKELY = 0.05
+#: Signs that no sentence cites, and that change the odds by less than half, are folded away.
+_WEAK = 0.4
+
+
+def diagnosis_document(tree: xr.DataTree) -> Document:
+    """The report of a diagnosis.
+
+    Raises:
+        SchemaError: If the tree lacks what its report rests on.
+    """
+    numbers = Numbers(tree)
+    spoken = (observed(numbers), cause(numbers), decisions(numbers))
+    has_failed = _has_failed(numbers)
+    likeliest = [_probability(numbers, row) for row in range(len(numbers.names("causes", "cause")))][:2]
+    facts = [Fact(one, one.meaning if has_failed else f"if it failed, {one.meaning}") for one in likeliest]
+    if has_failed:
+        facts.append(Fact(_failure_step(numbers), "step of the failure"))
+    first = _first_actions(numbers) if has_failed else ()
+    cited = [quantity for section in spoken for quantity in section.cited] + [fact.quantity for fact in facts]
+    cited += [quantity for sentence in first for quantity in sentence.quantities]
+    return Document(
+        kind="Diagnosis of a training run",
+        subject=numbers.attribute("subject").text,
+        verdict=f"At fault: {numbers.attribute('fault').text}" if has_failed else "No failure seen",
+        state="failing" if has_failed else "not measured",
+        summary=numbers.attribute("summary").text,
+        facts=tuple(facts),
+        actions=first,
+        sections=(spoken[0], spoken[1], _effect_space(numbers, cited), spoken[2]),
+        about=effect_space.about(tree),
+    )
+
+
+def observed(numbers: Numbers) -> Section:
+    """V1: when it failed, and what was seen, each sign once."""
+    blocks: list[Block] = [Lead("What the record of the run shows, before any cause is named.")]
+    if _has_step(numbers):
+        blocks.append(Paragraph((_how_it_failed(numbers),)))
+    signs, n_signs = _strongest(numbers)
+    if signs:
+        blocks += [Heading("Signs"), Items(tuple(Item("", (_sign(numbers, row),)) for row in signs))]
+    if n_signs > len(signs):
+        blocks.append(Lead("The table of evidence in V3 has the other signs, which weigh less."))
+    return Section("v1", "Observed phenomenon", tuple(blocks))
+
+
+def _strongest(numbers: Numbers) -> tuple[list[int], int]:
+    """A row of each sign that weighs most for or against any cause, strongest first; and how many signs there are."""
+    weights = numbers.node("evidence")["weight"].values
+    texts = numbers.texts("evidence", "sentence")
+    rows: dict[str, int] = {}
+    for row in sorted(range(len(texts)), key=lambda row: (-abs(float(weights[row])), row)):
+        rows.setdefault(texts[row], row)
+    return list(rows.values())[:_N_TOLD], len(rows)
+
+
+def cause(numbers: Numbers) -> Section:
+    """V2: the causes by falling probability, with what speaks for and against each."""
+    ids = numbers.names("causes", "cause")
+    owners = numbers.texts("evidence", "cause")
+    lead = "Which cause explains the signs, and how surely."
+    if not _has_failed(numbers):
+        lead = "Which cause would be likeliest if the run failed after all, by learning too little."
+    blocks: list[Block] = [Lead(lead)]
+    items, unlikely = [], []
+    for row, name in enumerate(ids):
+        probability = _probability(numbers, row)
+        if row and probability.value < _UNLIKELY:
+            unlikely.append((numbers.text("causes", "title", cause=row), probability))
+            continue
+        sentences = [_share_of(numbers, row, probability)]
+        mine = [index for index, owner in enumerate(owners) if owner == name]
+        for word, sign in (("For it", 1), ("Against it", -1)):
+            weights = [
+                numbers.value("evidence", "weight", evidence=index, meaning=_about(numbers, index)) for index in mine
+            ]
+            chosen = [(index, weight) for index, weight in zip(mine, weights, strict=True) if sign * weight.value > 0]
+            if chosen:
+                sentences.append(_spoken_for(numbers, word, chosen))
+        items.append(Item(capitalized(numbers.text("causes", "title", cause=row)), tuple(sentences)))
+    blocks.append(Items(tuple(items)))
+    if unlikely:
+        slots = {f"p{place}": probability for place, (_, probability) in enumerate(unlikely)}
+        told = listed(f"{lowered(title)} ({{p{place}}})" for place, (title, _) in enumerate(unlikely))
+        blocks += [Heading("Unlikely"), Paragraph((say(f"Little speaks for {told}.", **slots),))]
+    return Section("v2", "Structural cause", tuple(blocks))
+
+
+def decisions(numbers: Numbers) -> Section:
+    """V4: the experiments that would make sure, cheapest first as the tree orders them, and what came of those done."""
+    lead = "What to do, in this order. Each step names the numbers that it rests on."
+    if not _has_failed(numbers):
+        lead = "Nothing needs to be done, unless the run should have learned more. Then, in this order:"
+    blocks: list[Block] = [Lead(lead)]
+    if rows := _experiments_in_order(numbers):
+        items = tuple(_experiment(numbers, row) for row in rows)
+        blocks += [Heading("Experiments that tell the causes apart"), Items(items, is_ordered=True)]
+    else:
+        blocks.append(Paragraph((_change_of_the_cause(numbers),)))
+    return Section("v4", "Decisions", tuple(blocks))
+
+
+def _first_actions(numbers: Numbers) -> tuple[Sentence, ...]:
+    """What came of the experiments that were done, and the next ones."""
+    rows = sorted(_experiments_in_order(numbers), key=lambda row: not _outcome_of(numbers, row))
+    if not rows:
+        return (_change_of_the_cause(numbers),)
+    return tuple(
+        _tried(numbers, row) if _outcome_of(numbers, row) else _to_do(numbers, row) for row in rows[:_N_ACTIONS]
+    )
+
+
+def _experiments_in_order(numbers: Numbers) -> list[int]:
+    if not numbers.has("experiments") or "experiment" not in numbers.node("experiments").dims:
+        return []
+    order = numbers.node("experiments")["order"].values
+    return sorted(range(len(order)), key=lambda row: float(order[row]))
+
+
+def _change_of_the_cause(numbers: Numbers) -> Sentence:
+    title = lowered(numbers.text("causes", "title", cause=0))
+    return say("Change what is at fault: {title} ({probability}).", title=title, probability=_probability(numbers, 0))
+
+
+def _effect_space(numbers: Numbers, cited: list[Quantity]) -> Section:
+    cited = unique(cited)
+    told = {"/causes", "/evidence", "/experiments"}
+    blocks: list[Block] = [Lead(_LEAD), Heading("Causes"), *pictures.causes(), _causes_table(numbers)]
+    blocks += [Heading("Evidence"), *pictures.evidence(numbers.node("evidence")), *_evidence_tables(numbers, cited)]
+    experiments = [quantity for quantity in cited if quantity.path == "/experiments"]
+    if experiments:
+        blocks += [Heading("Experiments"), numbers_table("Experiments: numbers cited", experiments)]
+        blocks += effect_space.whole_part(numbers.node("experiments"), "Experiments")
+    rest = [quantity for quantity in cited if quantity.path not in told]
+    leave_out = tuple(path.strip("/") for path in told)
+    return Section("v3", "Effect space", (*blocks, *effect_space.part_blocks(numbers, rest, leave_out=leave_out)))
+
+
+def _causes_table(numbers: Numbers) -> Table:
+    rows = []
+    for row, _ in enumerate(numbers.names("causes", "cause")):
+        layer = int(numbers.value("causes", "layer", cause=row).value)
+        probability = _probability(numbers, row)
+        rows.append(
+            (
+                Cell(capitalized(numbers.text("causes", "title", cause=row))),
+                Cell(numbers.text("causes", "kind", cause=row)),
+                Cell(probability.text, quantity=probability, is_number=True),
+                Cell(f"block {layer}" if layer >= 0 else ""),
+                Cell(probability.where),
+            )
+        )
+    return Table(
+        "Causes by probability", ("cause", "kind", "probability", "where at fault", "where in the tree"), tuple(rows)
+    )
+
+
+def _evidence_tables(numbers: Numbers, cited: list[Quantity]) -> list[Table]:
+    """What is cited or weighs much, and the rest, folded."""
+    titles = _titles(numbers)
+    anchors = {quantity.anchor for quantity in cited}
+    shown, weak = [], []
+    for row, owner in enumerate(numbers.texts("evidence", "cause")):
+        value = _value(numbers, row)
+        weight = numbers.value("evidence", "weight", evidence=row, meaning=_about(numbers, row))
+        reference = numbers.value("evidence", "reference", evidence=row)
+        step = numbers.value("evidence", "step", evidence=row)
+        has_step = not (isinstance(step.value, float) and math.isnan(step.value)) and step.value >= 0
+        is_shown = abs(weight.value) >= _WEAK or not anchors.isdisjoint((value.anchor, weight.anchor))
+        (shown if is_shown else weak).append(
+            (
+                Cell(value.meaning),
+                Cell(value.text, quantity=value, is_number=True),
+                Cell(value.units),
+                Cell("" if math.isnan(reference.value) else reference.text, is_number=True),
+                Cell(step.text if has_step else "", is_number=True),
+                Cell(titles[owner]),
+                Cell(weight.text, quantity=weight, is_number=True),
+                Cell(value.where),
+            )
+        )
+    columns = ("sign", "value", "unit", "usual", "step", "speaks of", "log-odds", "where in the tree")
+    tables = [Table("Evidence; positive log-odds speak for the cause, negative against it", columns, tuple(shown))]
+    if weak:
+        caption = f"{len(weak)} more signs, each of which changes the odds of its cause by less than half"
+        elsewhere = f'they stand with the others in tree["evidence"], where the weight is below {_WEAK}'
+        tables.append(Table(caption, columns, tuple(weak), is_folded=True, elsewhere=elsewhere))
+    return tables
+
+
+def _titles(numbers: Numbers) -> dict[str, str]:
+    return dict(zip(numbers.names("causes", "cause"), numbers.texts("causes", "title"), strict=True))
+
+
+def _probability(numbers: Numbers, row: int) -> Quantity:
+    title = numbers.text("causes", "title", cause=row)
+    return numbers.value("causes", "probability", cause=row, meaning=f"probability: {lowered(title)}")
+
+
+def _value(numbers: Numbers, row: int) -> Quantity:
+    """The value of a sign, with the unit that its own row says."""
+    units = numbers.text("evidence", "units", evidence=row)
+    quantity = numbers.value("evidence", "value", evidence=row, meaning=_name(numbers, row))
+    if math.isnan(quantity.value):  # a loss that broke, not one that nobody looked at
+        return replace(quantity, text="not finite")
+    return replace(quantity, units=units_in_words(units, quantity.value))
+
+
+def _name(numbers: Numbers, row: int) -> str:
+    """What a sign is called; several may look at the same variable."""
+    which = "sign" if "sign" in numbers.node("evidence") else "quantity"
+    return title_of(numbers.text("evidence", which, evidence=row))
+
+
+def _about(numbers: Numbers, row: int) -> str:
+    return f"log-odds from {_name(numbers, row)}"
+
+
+def _sign(numbers: Numbers, row: int) -> Sentence:
+    text = capitalized(clause(numbers.text("evidence", "sentence", evidence=row)))
+    value = _value(numbers, row)
+    return say("{text} ({name}: {value}).", text=text, name=value.meaning, value=value)
+
+
+def _share_of(numbers: Numbers, row: int, probability: Quantity) -> Sentence:
+    layer = int(numbers.value("causes", "layer", cause=row).value)
+    place = f", in block {layer}" if layer >= 0 else ""
+    kind = numbers.text("causes", "kind", cause=row)
+    return say(
+        "Its probability is {probability} (a fault of the {kind}{place}).",
+        probability=probability,
+        kind=kind,
+        place=place,
+    )
+
+
+def _spoken_for(numbers: Numbers, word: str, chosen: list[tuple[int, Quantity]]) -> Sentence:
+    chosen = sorted(chosen, key=lambda pair: -abs(pair[1].value))
+    rest, chosen = len(chosen) - _N_SIGNS, chosen[:_N_SIGNS]
+    slots: dict[str, Quantity] = {}
+    parts = []
+    for place, (index, weight) in enumerate(chosen):
+        value = _value(numbers, index)
+        slots |= {f"v{place}": value, f"w{place}": weight}
+        parts.append(f"{value.meaning} ({{v{place}}}; log-odds {{w{place}}})")
+    more = f", and {rest} weaker ones" if rest > 0 else ""
+    return say(f"{word}: {listed(parts)}{more}.", **slots)
+
+
+def _experiment(numbers: Numbers, row: int) -> Item:
+    sentences = [_to_do(numbers, row)] + ([_done(numbers, row)] if _outcome_of(numbers, row) else [])
+    right, wrong = (numbers.text("experiments", f"expected_if_{word}", experiment=row) for word in ("right", "wrong"))
+    change = _change_in_words(numbers.text("experiments", "change", experiment=row))
+    remark = f"Change: {change}. If it is the cause, {clause(right)}; if not, {clause(wrong)}."
+    return Item("", tuple(sentences), remark=remark)
+
+
+def _to_do(numbers: Numbers, row: int) -> Sentence:
+    title = numbers.text("experiments", "title", experiment=row)
+    of = {
+        name: numbers.value("experiments", name, experiment=row, meaning=f"{lowered(title)}: {word}")
+        for name, word in (("n_steps", "steps"), ("from_step", "first step"), ("cost", "cost"))
+    }
+    return say(
+        "{title}: replay {n_steps} from step {from_step} on with and without it, at {cost} times the steps of the run.",
+        title=capitalized(clause(title)),
+        **of,
+    )
+
+
+def _outcome_of(numbers: Numbers, row: int) -> str:
+    """Empty: it was not done."""
+    has_outcomes = "outcome" in numbers.node("experiments")
+    return numbers.text("experiments", "outcome", experiment=row) if has_outcomes else ""
+
+
+def _done(numbers: Numbers, row: int) -> Sentence:
+    """What came of an experiment; a loss that is not finite is left to the words of the outcome."""
+    about = lowered(numbers.text("experiments", "title", experiment=row))
+    words = {"value": "loss with the change", "twin_value": "loss without it"}
+    slots = {
+        name: numbers.value("experiments", name, experiment=row, meaning=f"{about}: {word}")
+        for name, word in words.items()
+    }
+    losses = [f"{words[name]} {{{name}}}; " for name, quantity in slots.items() if math.isfinite(quantity.value)]
+    supports = numbers.value("experiments", "supports", experiment=row, meaning=f"{about}: speaks for the cause")
+    return say(
+        f"It was done: {{outcome}} ({''.join(losses)}speaks for {{cause}}: {{supports}}).",
+        cause=lowered(_titles(numbers)[numbers.text("experiments", "cause", experiment=row)]),
+        outcome=lowered(clause(_outcome_of(numbers, row))),
+        supports=supports,
+        **slots,
+    )
+
+
+def _tried(numbers: Numbers, row: int) -> Sentence:
+    """The same in short."""
+    title = numbers.text("experiments", "title", experiment=row)
+    about = lowered(title)
+    value = numbers.value("experiments", "value", experiment=row, meaning=f"{about}: loss with the change")
+    end = "the loss came to {value}" if math.isfinite(value.value) else "it diverged all the same"
+    return say(
+        f"{{title}}: tried, {end}; speaks for {{cause}}: {{supports}}.",
+        title=capitalized(clause(title)),
+        cause=lowered(_titles(numbers)[numbers.text("experiments", "cause", experiment=row)]),
+        supports=numbers.value("experiments", "supports", experiment=row, meaning=f"{about}: speaks for the cause"),
+        value=value,
+    )
+
+
+def _change_in_words(change: str) -> str:
+    try:
+        settings = json.loads(change)
+    except ValueError:
+        return change
+    if not isinstance(settings, dict):
+        return change
+    return ", ".join(f"{title_of(str(key))} = {value}" for key, value in settings.items())
+
+
+def _how_it_failed(numbers: Numbers) -> Sentence:
+    step = _failure_step(numbers)
+    if _has_failed(numbers):
+        return say("The run failed at step {step}.", step=step)
+    return say("The loss shows no failure; the signs are read as if it had begun at step {step}.", step=step)
+
+
+def _has_failed(numbers: Numbers) -> bool:
+    """Whether the record shows a failure; trees of older versions take it for granted."""
+    is_shown = not numbers.has_attribute("shows_failure") or bool(numbers.attribute("shows_failure").value)
+    return is_shown and _has_step(numbers)
+
+
+def _has_step(numbers: Numbers) -> bool:
+    if not numbers.has_attribute("failure_step"):
+        return False
+    step = _failure_step(numbers).value
+    return isinstance(step, int | float) and not math.isnan(step) and step >= 0
+
+
+def _failure_step(numbers: Numbers) -> Quantity:
+    return numbers.attribute("failure_step", meaning="step of the failure")

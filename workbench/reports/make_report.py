@@ -1,0 +1,141 @@
+"""A report of a tree, as one HTML page, Markdown or a notebook."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from workbench.errors import SchemaError, StoreError
+from workbench.io.atomic import check_free, replacing
+from workbench.reports.assessment_document import assessment_document
+from workbench.reports.comparison_document import comparison_document
+from workbench.reports.diagnosis_document import diagnosis_document
+from workbench.reports.document import Document, Picture
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+SUFFIXES = (".html", ".md", ".ipynb")
+_DOCUMENTS = {
+    "assessment": assessment_document,
+    "diagnosis": diagnosis_document,
+    "comparison": comparison_document,
+}
+
+
+def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Tell people what a tree says: what was observed, why, everything that was measured, and what to do.
+
+    Every sentence that states something links to the number that it rests on. Nothing is computed: a number that the
+    tree does not have is an error, and no file is written then.
+
+    Args:
+        tree: From ``wb.assess``, ``wb.diagnose`` or ``wb.compare_designs``, or opened by ``wb.open_run``; or one design
+            of a comparison, such as ``comparison["gpt2"]``.
+        path: What is written depends on its ending. ``.html``: one page that needs no network and no other file.
+            ``.md``: Markdown with its pictures in the folder ``NAME_pictures`` beside it. ``.ipynb``: a notebook with
+            the same text, whose cells draw the pictures again from ``NAME.nc`` beside it, the tree as a netCDF file.
+        overwrite: Replace files that are there.
+
+    Returns:
+        The path.
+
+    Raises:
+        SchemaError: If it is no such tree, or it lacks what its report rests on.
+        StoreError: If the ending is another, a file is there already, or the place cannot be written.
+    """
+    path = Path(path)
+    beside = check_target(path, overwrite=overwrite)
+    tree = alone(tree)
+    document = document_of(tree)
+    {".html": _write_html, ".md": _write_markdown, ".ipynb": _write_notebook}[path.suffix.lower()](
+        document, tree, path, beside
+    )
+    return path
+
+
+def check_target(path: Path, *, overwrite: bool = False) -> Path | None:
+    """Refuse a path that `report` could not write; returns what would stand beside it.
+
+    Raises:
+        StoreError: If the ending is none of a report, or something is there.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise StoreError(
+            f"'{path.name}' ends in '{path.suffix}', a report in one of {', '.join(SUFFIXES)}; choose one."
+        )
+    beside = {".md": path.with_name(f"{path.stem}_pictures"), ".ipynb": path.with_suffix(".nc")}.get(
+        path.suffix.lower()
+    )
+    for place in filter(None, (path, beside)):
+        check_free(place, overwrite=overwrite)
+    return beside
+
+
+def alone(tree: xr.DataTree) -> xr.DataTree:
+    """The tree itself, or, of one design in a comparison, a tree of its own that shares the numbers."""
+    return tree if getattr(tree, "parent", None) is None else tree.copy()
+
+
+def document_of(tree: xr.DataTree) -> Document:
+    """What is to be said of a tree.
+
+    Raises:
+        SchemaError: If it is no tree of a known kind, or it lacks what its report rests on.
+    """
+    import xarray as xr
+
+    if not isinstance(tree, xr.DataTree):
+        raise SchemaError(f"A report is of a DataTree, not of a {type(tree).__name__}; make one with wb.assess().")
+    kind = tree.attrs.get("kind")
+    if kind not in _DOCUMENTS:
+        raise SchemaError(
+            f"The tree's kind is {kind!r}, a report knows {', '.join(_DOCUMENTS)}; make one with wb.assess(), "
+            "wb.diagnose() or wb.compare_designs()."
+        )
+    return _DOCUMENTS[kind](tree)
+
+
+def _write_html(document: Document, tree: xr.DataTree, path: Path, beside: None) -> None:
+    from workbench.reports.html import html
+
+    content = html(document, tree)
+    with replacing(path) as partial:
+        partial.write_text(content, encoding="utf-8")
+
+
+def _write_markdown(document: Document, tree: xr.DataTree, path: Path, beside: Path) -> None:
+    from workbench.reports.markdown import markdown
+    from workbench.reports.pictures import image
+
+    contents: dict[str, bytes] = {}
+
+    def show(picture: Picture) -> str:
+        mime, content = image(picture, tree)
+        words = re.sub(r"[^a-z0-9]+", "-", picture.title.lower()).strip("-")
+        name = f"{len(contents) + 1:02d}-{words}.{'png' if mime == 'image/png' else 'svg'}"
+        contents[name] = content
+        return f"![{picture.alternative}]({quote(f'{beside.name}/{name}')})"
+
+    text = markdown(document, show)
+    with replacing(beside) as partial:
+        partial.mkdir()
+        for name, content in contents.items():
+            (partial / name).write_bytes(content)
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def _write_notebook(document: Document, tree: xr.DataTree, path: Path, beside: Path) -> None:
+    import nbformat
+
+    from workbench.io.store import export_netcdf
+    from workbench.reports.notebook import notebook
+
+    content = nbformat.writes(notebook(document, tree, beside.name))
+    export_netcdf(tree, beside, overwrite=True)
+    with replacing(path) as partial:
+        partial.write_text(content, encoding="utf-8")

@@ -1,0 +1,369 @@
+"""What is known of a run before it starts, as numbers that a linear model can use.
+
+Nothing here knows the name of an architecture, of a norm or of an initialization, so that a model nobody has trained
+yet has the same features as any other. Heavy-tailed positive quantities enter as logarithms to base 10.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.koopman.measures import STATISTICS
+from workbench.schema.runs import SPECTRA
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: The one feature that is a name: a column for each optimizer of the training runs.
+OPTIMIZER = "optimizer"
+#: The learning rate is no feature: it is what the others say how much of a run bears.
+RATE = "learning_rate"
+#: Layer measure -> smallest and largest value of its logarithm; None: it enters as it is. kappa and K may be infinite
+#: (a defective operator; a spectral radius above 1), so K says little beyond the share of layers at its bound.
+_LAYER_MEASURES: dict[str, tuple[float, float] | None] = {
+    "near_unit_mass": None,
+    "expansive_mass": None,
+    "contractive_mass": None,
+    "intermediate_mass": None,
+    "spectral_radius": (1e-3, 1e6),
+    "eigenvector_condition": (1.0, 1e6),
+    "nonlinearity_ratio": None,
+    "kreiss_constant": (1.0, 1e3),
+    "energy_gain": (1e-6, 1e6),
+    "update_norm": (1e-6, 1e6),
+    "is_informative": None,
+}
+#: What is said of a measure over layers; the change is the last layer's value less the first one's.
+LAYER_STATISTICS = (*STATISTICS, "change")
+#: How large a model is. Few risk models have it among their features, so it is asked for apart: whatever the features
+#: say, a model of a size that was never trained is not familiar.
+SIZES = ("d_model", "n_layers")
+#: What a loss (nat) and a gradient norm must not exceed (RKSP's label of divergence).
+LIMITS = {"initial_loss": 50.0, "initial_grad_norm": 500.0}
+#: Optimizers in which momentum adds updates up instead of averaging them.
+_ACCUMULATING = ("sgd", "rmsprop")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One number known before training.
+
+    Attributes:
+        name: As in lists of features.
+        long_name: For people.
+        needs: Variables and coordinates of a case that it is made from.
+        is_log: Whether it is the logarithm to base 10 of a quantity plus ``shift``.
+        shift: See above.
+        measures: From the variables, each of shape (run,), to values of shape (run,); None: a statistic over layers.
+    """
+
+    name: str
+    long_name: str
+    needs: tuple[str, ...]
+    is_log: bool = False
+    shift: float = 0.0
+    measures: Callable[..., np.ndarray] | None = None
+
+    def original(self, value: float) -> float:
+        """A value of the feature as the quantity that people know."""
+        return float(10.0**value - self.shift) if self.is_log else float(value)
+
+
+def feature_table(cases: xr.Dataset, names: Sequence[str]) -> xr.DataArray:
+    """The features of cases.
+
+    Args:
+        cases: Runs of a sweep, or what is known before one starts; dim ``run``, and ``layer`` for spectra.
+        names: Of `FEATURES`, without the optimizer, which is no number.
+
+    Returns:
+        Shape (run, feature); never NaN. Infinite where a quantity is, such as a breaking rate that no rate tried
+        reaches; the model clips these at what its training runs show.
+
+    Raises:
+        ThresholdError: If a learning rate is no positive number, or a name is no feature.
+        SchemaError: If a variable is missing, or a run lacks a value.
+    """
+    import xarray as xr
+
+    cases = as_cases(cases)
+    values, lacks = _values(cases, names)
+    if lacks.any():
+        raise SchemaError(_lacking(cases, names, lacks))
+    about = {"long_name": "feature", "units": "1"}
+    return xr.DataArray(values, {"feature": list(names)}, ["run", "feature"], name="feature_value", attrs=about)
+
+
+def is_complete(cases: xr.Dataset, names: Sequence[str]) -> xr.DataArray:
+    """Which cases have every feature.
+
+    Args:
+        cases: As in `feature_table`.
+        names: As in `feature_table`; the optimizer may be among them.
+
+    Returns:
+        bool, dim ``run``.
+
+    Raises:
+        ThresholdError: If a learning rate is no positive number, or a name is no feature.
+        SchemaError: If a variable is missing altogether.
+    """
+    import xarray as xr
+
+    cases = as_cases(cases)
+    _, lacks = _values(cases, [name for name in names if name != OPTIMIZER])
+    return xr.DataArray(~lacks.any(axis=1), dims="run", name="is_complete")
+
+
+def as_cases(cases: xr.Dataset) -> xr.Dataset:
+    """Cases with a dimension ``run``, and learning rates that can be ones.
+
+    Raises:
+        ThresholdError: If a learning rate is no positive number.
+        SchemaError: If there is none, or no case.
+    """
+    if RATE not in cases.variables:
+        raise SchemaError("The cases have no learning_rate; assign the peak rate of each run.")
+    if "run" not in cases.dims:
+        cases = cases.expand_dims("run")
+    rates = np.atleast_1d(np.asarray(cases[RATE].values, dtype=float))
+    if not (np.isfinite(rates) & (rates > 0)).all():
+        wrong = rates[~(np.isfinite(rates) & (rates > 0))][0]
+        raise ThresholdError(f"The learning rate is {wrong:g}, expected a positive number.")
+    if not cases.sizes["run"]:
+        raise SchemaError("There is no case; select less narrowly.")
+    return cases
+
+
+def counts_as_diverged(cases: xr.Dataset) -> np.ndarray:
+    """Which fresh models count as diverged before the first update, at any learning rate (RKSP's label).
+
+    Args:
+        cases: With ``initial_loss`` and ``initial_grad_norm``, as far as they are known.
+
+    Returns:
+        Shape (run,): the loss is above 50 or the norm of all gradients above 500.
+    """
+    found = np.zeros(cases.sizes["run"], dtype=bool)
+    for name, limit in LIMITS.items():
+        if name in cases.variables:
+            found |= column(cases, name).astype(float) > limit
+    return found
+
+
+def column(cases: xr.Dataset, name: str) -> np.ndarray:
+    """One value a run, of a variable or coordinate that may be the same for all; shape (run,)."""
+    return np.broadcast_to(cases[name].values, cases.sizes["run"])
+
+
+def sizes_of(cases: xr.Dataset, names: Sequence[str] = SIZES) -> dict[str, np.ndarray]:
+    """How large the models of cases are.
+
+    Args:
+        cases: With dim ``run``.
+        names: Of ``SIZES``.
+
+    Returns:
+        Size -> values of shape (run,); NaN where a case does not say.
+
+    Raises:
+        SchemaError: If a size is missing altogether.
+    """
+    if missing := [name for name in names if name not in cases.variables]:
+        raise SchemaError(
+            f"The cases lack {', '.join(missing)}, the size of the model; measure them as a sweep does, or assign it."
+        )
+    return {name: column(cases, name).astype(float) for name in names}
+
+
+def _values(cases: xr.Dataset, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Values of shape (run, feature), and where there is none."""
+    for name in names:
+        if name not in FEATURES or name == OPTIMIZER:
+            raise ThresholdError(f"'{name}' is no feature; choose from wb.risk.FEATURES.")
+    needs = {need for name in names for need in FEATURES[name].needs}
+    if missing := sorted(need for need in needs if need not in cases.variables):
+        raise SchemaError(
+            f"The cases lack {', '.join(missing)}; measure them as a sweep does, or fit a model without such features."
+        )
+    layered = _over_layers(cases, {name.split()[0] for name in names if FEATURES[name].measures is None})
+    values = np.empty((cases.sizes["run"], len(names)))
+    for i, name in enumerate(names):
+        feature = FEATURES[name]
+        if feature.measures is None:
+            values[:, i] = layered[name]
+        else:
+            values[:, i] = feature.measures(*(column(cases, need) for need in feature.needs))
+    return values, np.isnan(values)
+
+
+def _lacking(cases: xr.Dataset, names: Sequence[str], lacks: np.ndarray) -> str:
+    """The sentence about features that are NaN."""
+    n_runs = int(lacks.any(axis=1).sum())
+    which = [name for name, is_absent in zip(names, lacks.any(axis=0), strict=True) if is_absent]
+    who = f"{n_runs} of {len(lacks)} cases" if len(lacks) > 1 else "The case"
+    verb = "have" if n_runs > 1 else "has"
+    layered = [name for name in which if FEATURES[name].measures is None]
+    spectra = {need for name in layered for need in FEATURES[name].needs}
+    if (
+        spectra
+        and cases[sorted(spectra)].isel(run=np.flatnonzero(lacks.any(axis=1))[:1]).isnull().all().to_array().all()
+    ):
+        return f"{who} {verb} no spectra (every layer is NaN); measure the fresh model before asking for its risk."
+    variables = sorted({need for name in which for need in FEATURES[name].needs})
+    return (
+        f"{who} {verb} no {' or '.join(which)} (NaN), which is made from {', '.join(variables)}; leave such cases out."
+    )
+
+
+def _over_layers(cases: xr.Dataset, measures: set[str]) -> dict[str, np.ndarray]:
+    """Statistics over layers, as `summarize` gives them, but in one go; padded layers are NaN and left out."""
+    if not measures:
+        return {}
+    names = sorted(measures)
+    values = np.stack([cases[name].transpose("run", "layer").values.astype(float) for name in names])
+    for of_measure, name in zip(values, names, strict=True):
+        if (bounds := _LAYER_MEASURES[name]) is not None:
+            of_measure[:] = np.log10(np.clip(of_measure, *bounds))
+    functions = {"mean": np.nanmean, "max": np.nanmax, "min": np.nanmin, "std": np.nanstd}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a case without any layer is NaN
+        statistics = {name: functions[name](values, axis=2) for name in STATISTICS}
+    statistics["change"] = np.stack([_change(of_measure) for of_measure in values])
+    return {f"{name} {statistic}": found[i] for statistic, found in statistics.items() for i, name in enumerate(names)}
+
+
+def _change(values: np.ndarray) -> np.ndarray:
+    """Last value that is there less the first one; NaN where there is none."""
+    is_there = ~np.isnan(values)
+    first = is_there.argmax(axis=1)
+    last = values.shape[1] - 1 - is_there[:, ::-1].argmax(axis=1)
+    rows = np.arange(len(values))
+    return values[rows, last] - values[rows, first]
+
+
+def _log(values: np.ndarray, *, shift: float = 0.0, low: float = 0.0) -> np.ndarray:
+    """Logarithm to base 10 of what is there, at least of ``low``."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.log10(np.maximum(np.asarray(values, dtype=float) + shift, low))
+
+
+def _stream_growth(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    return _log(last) - _log(first)
+
+
+def _momentum(momentum: np.ndarray) -> np.ndarray:
+    return np.nan_to_num(np.asarray(momentum, dtype=float))
+
+
+def _momentum_gain(momentum: np.ndarray, optimizer: np.ndarray) -> np.ndarray:
+    """log10 of 1 / (1 - momentum) where updates add up."""
+    adds_up = np.isin(np.char.lower(np.asarray(optimizer, dtype=str)), _ACCUMULATING)
+    return np.where(adds_up, -_log(1 - _momentum(momentum)), 0.0)
+
+
+def _clip(clip_norm: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(np.asarray(clip_norm, dtype=float)), 0.0, _log(clip_norm))
+
+
+def _is_clipped(clip_norm: np.ndarray) -> np.ndarray:
+    return (~np.isnan(np.asarray(clip_norm, dtype=float))).astype(float)
+
+
+def _feature(name: str, long_name: str, *, shift: float = 0.0, needs: str = "", low: float = 0.0) -> Feature:
+    """The logarithm of one variable."""
+    return Feature(name, long_name, (needs or name,), True, shift, lambda x: _log(x, shift=shift, low=low))
+
+
+_SETTINGS = (
+    _feature("d_model", "width"),
+    _feature("n_layers", "number of layers"),
+    _feature("n_weights", "number of weights"),
+    _feature("n_tokens", "tokens of a batch"),
+    _feature("batch_size", "rows of a batch"),
+    _feature("n_steps", "number of steps"),
+    _feature("warmup", "warm-up steps", shift=1.0),
+    Feature("warmup_share", "warm-up over all steps", ("warmup", "n_steps"), measures=lambda a, b: a / b),
+    Feature("mean_rate_share", "mean share of the peak rate", ("mean_rate_share",), measures=np.asarray),
+    _feature("weight_decay", "weight decay", shift=0.01),
+    Feature("momentum", "momentum", ("momentum",), measures=_momentum),
+    Feature("momentum_gain", "steps that momentum adds up", ("momentum", "optimizer"), True, measures=_momentum_gain),
+    Feature("is_clipped", "gradient clipping", ("clip_norm",), measures=_is_clipped),
+    Feature("clip_norm", "largest gradient norm let through", ("clip_norm",), True, measures=_clip),
+    Feature(OPTIMIZER, "optimizer", (OPTIMIZER,), measures=lambda x: x),
+)
+_FORWARD = (
+    _feature("initial_loss", "initial loss", low=1e-6),
+    _feature("logit_std", "standard deviation of the logits", low=1e-6),
+    Feature("scale_response", "response of the logits to a doubled stream", ("scale_response",), measures=lambda x: x),
+    _feature("stream_rms_first", "rms of the stream entering the first block", low=1e-9),
+    _feature("stream_rms_last", "rms of the stream leaving the last block", low=1e-9),
+    Feature(
+        "stream_growth", "growth of the stream", ("stream_rms_first", "stream_rms_last"), True, measures=_stream_growth
+    ),
+)
+_GRADIENT = (
+    _feature("initial_grad_norm", "initial gradient norm", low=1e-12),
+    _feature("overshoot_rate", "rate at which the first update raises the loss"),
+    _feature("breaking_rate", "rate at which the first update diverges"),
+)
+_REHEARSAL = (_feature("rehearsed_rate", "rate at which ten trial updates diverge"),)
+_SPECTRAL = tuple(
+    Feature(
+        f"{measure} {statistic}",
+        f"{SPECTRA[measure].long_name}, {statistic} over layers",
+        (measure,),
+        _LAYER_MEASURES[measure] is not None and statistic in ("mean", "max", "min"),
+    )
+    for measure in _LAYER_MEASURES
+    for statistic in LAYER_STATISTICS
+)
+#: Every feature by name.
+FEATURES: dict[str, Feature] = {f.name: f for f in (*_SPECTRAL, *_FORWARD, *_GRADIENT, *_REHEARSAL, *_SETTINGS)}
+
+#: What a case can be judged by without a backward pass, with one batch of gradients, and with ten updates on a copy.
+FEATURE_SETS: dict[str, tuple[str, ...]] = {
+    "forward": (
+        "scale_response",
+        "near_unit_mass mean",
+        "spectral_radius mean",
+        "is_informative mean",
+        "n_weights",
+        "warmup",
+        "mean_rate_share",
+        "momentum_gain",
+        "is_clipped",
+        OPTIMIZER,
+    )
+}
+FEATURE_SETS["gradient"] = (*FEATURE_SETS["forward"], *(feature.name for feature in _GRADIENT))
+#: Beside a rehearsal few others help; with all of them predictions for unseen architectures were worse.
+FEATURE_SETS["rehearsal"] = (
+    "rehearsed_rate", "breaking_rate", "overshoot_rate", "initial_grad_norm", "warmup", "mean_rate_share",
+    "momentum_gain", "is_clipped", OPTIMIZER,
+)  # fmt: skip
+
+
+def features_of(features: str | Sequence[str]) -> tuple[str, ...]:
+    """The names behind the name of a set, or the list itself.
+
+    Raises:
+        ThresholdError: If there is no such set or feature, or one is there twice.
+    """
+    if isinstance(features, str):
+        if features not in FEATURE_SETS:
+            raise ThresholdError(f"features is '{features}', expected {', '.join(FEATURE_SETS)}, or a list of names.")
+        return FEATURE_SETS[features]
+    names = tuple(features)
+    for name in names:
+        if name not in FEATURES:
+            raise ThresholdError(f"'{name}' is no feature; choose from wb.risk.FEATURES.")
+        if names.count(name) > 1:
+            raise ThresholdError(f"The feature '{name}' is there twice; name each once.")
+    return names

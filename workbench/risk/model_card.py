@@ -1,0 +1,208 @@
+"""What a risk model is, how good it is and what it cannot do, as Markdown out of its own numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from workbench.risk.features import FEATURES, OPTIMIZER
+
+if TYPE_CHECKING:
+    from workbench.risk.risk_model import RiskModel
+
+_N_TELLING = 8
+
+
+def card(model: RiskModel) -> str:
+    """Data, figures and limits of a model.
+
+    Args:
+        model: With the figures of `validate`, or without, which the card then says.
+
+    Returns:
+        Markdown.
+    """
+    parts = [
+        "# Risk of divergence before training",
+        "",
+        "log-odds of divergence = slope x (log10 learning rate - log10 edge); the edge is linear in what is known of "
+        "the fresh model and of the settings.",
+        "",
+        *_data(model.about),
+        "",
+        *_model(model),
+        "",
+        *_validation(model.validation),
+        "",
+        *_limits(model),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _data(about: Mapping[str, Any]) -> list[str]:
+    low, high = about["rates"]
+    return [
+        "## Fitted to",
+        "",
+        f"- {about['n_runs']} runs, {about['n_diverged']} of which diverged, in {about['n_cells']} cells (everything "
+        f"but learning rate and seed) of {about['n_configurations']} configurations; learning rates {low:.2g} to "
+        f"{high:.2g}. {about['n_started_diverged']} more counted as diverged before any update and were left out.",
+        *(f"- {name}: {', '.join(about[name])}." for name in ("architectures", "tasks", "optimizers") if about[name]),
+        f"- {about['versions']}.",
+    ]
+
+
+def _model(model: RiskModel) -> list[str]:
+    options = model.about["options"]
+    features = options["features"] if isinstance(options["features"], str) else "chosen by name"
+    coefficients = model.coefficients()
+    order = abs(coefficients).argsort().values[::-1][:_N_TELLING]
+    has_interval = len(model.weights) > 1
+    rows = [
+        f"| {coefficients['feature'].values[i]} | {coefficients.values[i]:+.2f} |"
+        + (
+            f" {coefficients['low'].values[i]:+.2f} to {coefficients['high'].values[i]:+.2f} |"
+            if has_interval
+            else " - |"
+        )
+        for i in order
+    ]
+    how = "chosen on held-out groups" if options["is_penalty_chosen"] else "given"
+    return [
+        "## Model",
+        "",
+        f"- Method {options['method']}; features {features} ({len(model.features)}); penalty {options['penalty']:g}, "
+        f"{how}; groups by {options['by']}, {options['n_folds']} folds; {options['n_bootstrap']} resamples; seed "
+        f"{options['seed']}.",
+        f"- Slope {coefficients.attrs['slope']:.2f} per factor of ten in the rate over all cells, "
+        f"{model.spread[0]:.1f} within one; the edges of cells lie a factor {10 ** model.spread[1]:.2f} (one standard "
+        "deviation) around what is predicted for them.",
+        "",
+        f"| most telling | log-odds per standard deviation | {options['level']:.0%} interval |",
+        "|---|---|---|",
+        *rows,
+    ]
+
+
+def _validation(figures: Mapping[str, Any]) -> list[str]:
+    title = "## How good it is"
+    if not figures:
+        return [title, "", "Not validated: no figures are stored with this model."]
+    lines = [
+        title,
+        "",
+        "| held out | runs | diverged | AUROC | within architecture | within cell | ECE | Brier |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    held_out = {name: part for name, part in figures.items() if name != "near_unit_mass"}
+    for name, part in held_out.items():
+        for who, words in (("all", ""), ("familiar", ", familiar ones")):
+            lines.append(_row(f"{name}{words}", part[who]))
+    if "near_unit_mass" in figures:
+        mass = figures["near_unit_mass"]
+        lines += [
+            f"| configuration, M alone | {mass['n_runs']} | | {_auroc(mass['auroc'])} | "
+            f"{_number(mass['auroc_within_architecture'])} | {_number(mass['auroc_within_cell'])} | "
+            f"{_number(mass['ece'])} ({_number(mass['ece_as_probability'])} as it stands) | |"
+        ]
+    for name, part in held_out.items():
+        rates = part["all"].get("stable_rates")
+        if rates:
+            lines += ["", _stable(name, part["below"], rates)]
+    if worst := _architectures(held_out):
+        lines += ["", *worst]
+    return lines
+
+
+def _row(name: str, part: Mapping[str, Any]) -> str:
+    if "auroc" not in part:
+        return f"| {name} | {part['n_runs']} | {part['n_diverged']} | | | | | |"
+    return (
+        f"| {name} | {part['n_runs']} | {part['n_diverged']} | {_auroc(part['auroc'])} | "
+        f"{_number(part['auroc_within_architecture'])} | {_number(part['auroc_within_cell'])} | "
+        f"{_number(part['ece'])} | {_number(part['brier'])} |"
+    )
+
+
+def _stable(name: str, below: float, rates: Mapping[str, Any]) -> str:
+    found = (
+        f"Largest rate at which less than {below:.0%} diverge, {name} held out: expected over measured has the median "
+        f"{_number(rates['median_ratio'])} over {rates['n_measured']} cells; {_share(rates['share_within_1.5'])} lie "
+        f"within a factor of 1.5, {_share(rates['share_within_2'])} within 2, {_share(rates['share_in_interval'])} in "
+        f"their interval. The rate at which the risk is {below:.0%} is {_number(rates['median_cautious_ratio'])} times "
+        f"the measured one in the median, and stable in {_share(rates['share_cautious_is_stable'])} of the cells."
+    )
+    if rates["n_bounds"]:
+        found += f" The grid of {rates['n_bounds']} more gives a bound alone, which {rates['n_bounds_kept']} keep."
+    return found
+
+
+def _architectures(held_out: Mapping[str, Any]) -> list[str]:
+    part = held_out.get("architecture") or next(iter(held_out.values()), {})
+    if not part.get("architectures"):
+        return []
+    lines = [
+        f"By architecture, {part['by']} held out:",
+        "",
+        "| architecture | runs | diverged | mean probability | AUROC | familiar | stable rate, median ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in part["architectures"].items():
+        lines.append(
+            f"| {name} | {row['n_runs']} | {row['n_diverged']} | {_number(row['mean_probability'])} | "
+            f"{_number(row['auroc'])} | {_share(row['share_familiar'])} | "
+            f"{_number(row['stable_rates']['median_ratio'])} |"
+        )
+    return lines
+
+
+def _limits(model: RiskModel) -> list[str]:
+    design = model.design
+    rows = []
+    for name in design.features:
+        long_name = FEATURES[name].long_name
+        rows.append(f"| {name} | {long_name} | {design.range_of(name)} |")
+    return [
+        "## Limits",
+        "",
+        "- It knows runs like those above. A case further from them than they are from each other (distance above 1), "
+        "or outside of the ranges below by more than an eighth of them, gets no number.",
+        _sizes(model),
+        "- Divergence is RKSP's: loss above 50, norm of all gradients above 500, or either not finite, at any step. "
+        "Runs that live may still learn badly.",
+        *(
+            [f"- Its runs ended after {steps} updates, so it speaks of divergence within the first {steps}."]
+            if (steps := model.about.get("n_steps"))
+            else []
+        ),
+        "- The interval says how well the model is known, from resampled groups; it is no guarantee for a single run, "
+        "whose outcome also depends on its seed.",
+        *([f"- It knows no {OPTIMIZER} but {design.range_of(OPTIMIZER)}."] if OPTIMIZER in design.features else []),
+        "",
+        "| feature | what | seen |",
+        "|---|---|---|",
+        *rows,
+    ]
+
+
+def _sizes(model: RiskModel) -> str:
+    sizes = model.familiarity.sizes
+    if not sizes:
+        return "- Its file does not say how large its models were: it answers for models of any size."
+    seen = (f"a {FEATURES[name].long_name} of {low:g} to {high:g}" for name, (low, high) in sizes.items())
+    return f"- Its models had {' and '.join(seen)}. A larger or a smaller one gets no number."
+
+
+def _auroc(values: list[float | None]) -> str:
+    value, low, high = values
+    bounds = "" if low is None or math.isnan(low) else f" [{low:.3f}, {high:.3f}]"
+    return f"{_number(value)}{bounds}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.0%}"

@@ -1,0 +1,122 @@
+"""Which recorded runs are most like a case, as the risk model sees it."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.risk.features import is_complete
+from workbench.schema.sweeps import require
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.risk.risk_model import RiskModel
+
+_DISTANCE = {
+    "long_name": "distance",
+    "units": "1",
+    "meaning": "from the case, in the features of the risk model; 1: as far as cells that are familiar to each other",
+}
+
+
+def nearest_runs(model: RiskModel, case: xr.Dataset, sweep: xr.Dataset, n: int = 8) -> xr.Dataset:
+    """The recorded runs that are most like a case.
+
+    Likeness is the distance in the standardised features of the risk model. The learning rate is none of them, so the
+    runs of one architecture, seed and plan are equally far at any rate.
+
+    Args:
+        model: Whose features count, each in units of its spread over the model's training runs.
+        case: One run, as `workbench.sweeps.measure_case` gives it.
+        sweep: Where to look; runs that lack a feature are left out.
+        n: How many; fewer if there are not so many.
+
+    Returns:
+        Rows of the sweep with ``distance`` (unit 1, in units of `Familiarity.unit`), ascending; equally far ones in
+        the order of the sweep.
+
+    Raises:
+        SchemaError: If the case is not one run, a dataset lacks what the model needs, or no run of the sweep has it.
+        ThresholdError: If ``n`` is no whole number of at least 1.
+    """
+    _require_count(n)
+    return Neighbours(model, sweep).runs(case, n)
+
+
+class Neighbours:
+    """The runs of a sweep, ready to be asked again and again which of them are like a case.
+
+    Args:
+        model: As in `nearest_runs`.
+        sweep: As in `nearest_runs`.
+
+    Raises:
+        SchemaError: As `nearest_runs`.
+    """
+
+    def __init__(self, model: RiskModel, sweep: xr.Dataset) -> None:
+        require(sweep, ("learning_rate", "has_diverged"))
+        rows = np.flatnonzero(is_complete(sweep, model.features).values)
+        if not len(rows):
+            raise SchemaError("No run of the sweep has every feature of the risk model; take a sweep with spectra.")
+        self.model, self.sweep = model, sweep.isel(run=rows)
+        self._points = _columns(model, self.sweep)
+
+    def runs(self, case: xr.Dataset, n: int = 8) -> xr.Dataset:
+        """The nearest runs; see `nearest_runs`."""
+        _require_count(n)
+        distance = self._distances(case)
+        return self._rows(np.argsort(distance, kind="stable")[:n], distance)
+
+    def cells(self, case: xr.Dataset, n: int = 3) -> xr.Dataset:
+        """All runs of the nearest cells: every learning rate and seed of them.
+
+        Args:
+            case: As in `nearest_runs`.
+            n: How many cells.
+
+        Returns:
+            As `nearest_runs`, but cell by cell, the nearest first, and by learning rate within a cell; ``distance`` is
+            that of the cell's nearest run. A run of no cell is one by itself.
+
+        Raises:
+            SchemaError: If the case is not one run.
+            ThresholdError: If ``n`` is no whole number of at least 1.
+        """
+        _require_count(n)
+        distance = self._distances(case)
+        cells = self.sweep["cell"].values.astype(str) if "cell" in self.sweep.variables else np.full(len(distance), "")
+        cells = np.where(cells == "", [f"run {i}" for i in range(len(cells))], cells)
+        _, index = np.unique(cells, return_inverse=True)
+        of_cell = np.full(index.max() + 1, np.inf)
+        np.minimum.at(of_cell, index, distance)
+        first = np.full(len(of_cell), len(index))  # equally far cells come as they do in the sweep
+        np.minimum.at(first, index, np.arange(len(index)))
+        rank = np.empty(len(of_cell), int)
+        rank[np.lexsort((first, of_cell))] = np.arange(len(of_cell))
+        order = np.lexsort((self.sweep["learning_rate"].values, rank[index]))
+        return self._rows(order[rank[index][order] < n], of_cell[index])
+
+    def _distances(self, case: xr.Dataset) -> np.ndarray:
+        """Of every run; shape (run,)."""
+        if (n_cases := case.sizes.get("run", 1)) != 1:
+            raise SchemaError(f"There are {n_cases} cases, expected one; choose it with case.isel(run=[0]).")
+        point = _columns(self.model, case)
+        return np.sqrt(((self._points - point) ** 2).sum(axis=1)) / self.model.familiarity.unit
+
+    def _rows(self, rows: np.ndarray, distance: np.ndarray) -> xr.Dataset:
+        return self.sweep.isel(run=rows).assign(distance=("run", distance[rows], _DISTANCE))
+
+
+def _columns(model: RiskModel, cases: xr.Dataset) -> np.ndarray:
+    """Standardised features without squares and products; shape (run, column)."""
+    return model.design.matrix(model.design.read(cases))[:, : model.design.n_base]
+
+
+def _require_count(n: int) -> None:
+    if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
+        raise ThresholdError(f"n is {n!r}, expected a whole number of at least 1.")

@@ -1,0 +1,87 @@
+"""The predictors of RKSP's Table 2 on our runs: what each says about divergence, alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.errors import SchemaError
+from workbench.risk.features import column
+from workbench.risk.probability_calibration import group_folds, platt
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: Predictor, named as `workbench.published.predictor_table` names it -> what it is made from.
+_NEEDS = {
+    "M": ("near_unit_mass",),
+    "M log10(kappa)": ("near_unit_mass", "eigenvector_condition"),
+    "rho": ("spectral_radius",),
+    "kappa": ("eigenvector_condition",),
+    "initial grad norm": ("initial_grad_norm",),
+    "grad norm at step 100": ("grad_norm_step_100",),
+    "grad norm variance": ("grad_norm_variance",),
+    "loss spikes": ("n_loss_spikes",),
+}
+
+
+def predictor_scores(sweep: xr.Dataset) -> xr.DataArray:
+    """The scores of each run; higher is meant to be more dangerous.
+
+    Spectral ones are means over the layers of the fresh model; the paper does not say whether the product with kappa is
+    taken before or after the mean, and it is taken after.
+
+    Args:
+        sweep: With spectra, and with what the baselines saw during training.
+
+    Returns:
+        Shape (run, predictor); NaN where a run has no such value, infinite where kappa is.
+
+    Raises:
+        SchemaError: If a variable is missing.
+    """
+    import xarray as xr
+
+    if missing := sorted({need for needs in _NEEDS.values() for need in needs if need not in sweep.variables}):
+        raise SchemaError(f"The sweep lacks {', '.join(missing)}; take one from wb.open_sweep().")
+    means = {}
+    for name in {need for needs in _NEEDS.values() for need in needs}:
+        values = sweep[name]
+        means[name] = values.mean("layer").values.astype(float) if "layer" in values.dims else column(sweep, name)
+    scores = {name: means[needs[0]].astype(float) for name, needs in _NEEDS.items()}
+    with np.errstate(invalid="ignore", divide="ignore"):
+        product = means["near_unit_mass"] * np.log10(means["eigenvector_condition"])
+    scores["M log10(kappa)"] = np.where(means["near_unit_mass"] == 0, 0.0, product)
+    return xr.DataArray(
+        np.stack([*scores.values()], axis=1), {"predictor": [*scores]}, ["run", "predictor"], name="score"
+    )
+
+
+def calibrated_score(
+    score: Sequence[float], label: Sequence[bool], groups: Sequence[str], *, n_folds: int = 5, seed: int = 0
+) -> np.ndarray:
+    """A score as an honest probability: logistic in the score, fitted on other groups than those it is given for.
+
+    Args:
+        score: Finite, shape (run,).
+        label: Whether the run diverged.
+        groups: What is never split.
+        n_folds: Folds of groups.
+        seed: Of the folds.
+
+    Returns:
+        Probabilities out of fold, shape (run,). Where the other folds have one outcome alone, their share of it.
+    """
+    from scipy.special import expit
+
+    score, label, groups = np.asarray(score, float), np.asarray(label, bool), np.asarray(groups)
+    found = np.empty(len(score))
+    for train, held_out in group_folds(groups, min(n_folds, len(np.unique(groups))), seed):
+        if label[train].all() or not label[train].any():
+            found[held_out] = label[train].mean()
+            continue
+        factor, shift = platt(score[train], label[train])
+        found[held_out] = expit(factor * score[held_out] + shift)
+    return found

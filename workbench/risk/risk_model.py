@@ -1,0 +1,334 @@
+"""The model of the risk of divergence: what it predicts, what it refuses, and what its predictions are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import ThresholdError
+from workbench.risk.applicability import Familiarity, Look
+from workbench.risk.feature_map import Design
+from workbench.risk.features import LIMITS, RATE, as_cases, counts_as_diverged
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_PROBABILITY = {"long_name": "probability of divergence", "units": "1", "meaning": "NaN: not familiar"}
+
+
+@dataclass(frozen=True)
+class RiskModel:
+    """log-odds of divergence = slope (log10 rate - log10 edge), the edge linear in what is known before training.
+
+    Attributes:
+        design: From cases to standardised columns.
+        familiarity: How far a case is from the training runs.
+        weights: Slope, log10 of the edge at the mean of the training runs, and the edge's weight of each column; the
+            first row is the model, the others its bootstrap; shape (1 + resample, 2 + column).
+        seen: Smallest and largest log10 (rate / edge) of the training runs.
+        log_rate: Mean and standard deviation of log10 rate over the training runs.
+        spread: Slope of the log-odds within one cell, and standard deviation of log10 of the edges of cells around
+            what is predicted for them; see `edge_spread`.
+        about: Data and options that it was fitted with.
+        validation: Figures of `validate`, if there are any.
+    """
+
+    design: Design
+    familiarity: Familiarity
+    weights: np.ndarray
+    seen: tuple[float, float]
+    log_rate: tuple[float, float]
+    spread: tuple[float, float]
+    about: Mapping[str, Any]
+    validation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What it needs to know beside the learning rate."""
+        return self.design.features
+
+    @property
+    def level(self) -> float:
+        """Of its intervals."""
+        return float(self.about["options"]["level"])
+
+    def predict(self, cases: xr.Dataset) -> xr.Dataset:
+        """The probability of divergence.
+
+        Args:
+            cases: What is known before training: settings and measurements of a fresh model, dim ``run``.
+
+        Returns:
+            Dataset with dim ``run``: ``probability``; ``low`` and ``high``, percentile interval of the bootstrap over
+            groups (how well the model is known; attribute ``level``); ``distance`` (1: the edge of what the training
+            runs show), ``is_familiar``, ``farthest_feature`` (in which a case is farthest), ``is_rate_seen`` and
+            ``starts_diverged``. The first three are NaN where a case is not familiar, which one of another size than
+            the training runs never is; the attribute ``warning`` then says so in one sentence, and is empty otherwise.
+
+            A rate further below or above the edge than any in the training runs is taken as the last one seen, since
+            the risk can only fall or rise from there; a fresh model whose loss or gradient norm counts as diverged
+            has the probability 1 at any rate. Of a run longer than any seen the probability is that of divergence
+            within as many updates as were seen. The attribute ``note`` says so, and is empty otherwise.
+
+        Raises:
+            ThresholdError: If a learning rate is no positive number.
+            SchemaError: If a case lacks a value.
+        """
+        return self._risk(cases, withholds=True)
+
+    def _extrapolated(self, cases: xr.Dataset) -> xr.Dataset:
+        """`predict` with a number for every case, familiar or not; for validation alone, on runs whose end is known."""
+        return self._risk(cases, withholds=False)
+
+    def _risk(self, cases: xr.Dataset, *, withholds: bool) -> xr.Dataset:
+        """See `predict`; without withholding see `_extrapolated`."""
+        import xarray as xr
+        from scipy.special import expit
+
+        look, columns = self._look(cases)
+        edge = self._edges(columns)
+        offset = look.known.log_rate - edge[0]
+        is_seen = (offset >= self.seen[0] - 1e-6) & (offset <= self.seen[1] + 1e-6)
+        rate = edge[0] + np.clip(offset, *self.seen) if withholds else look.known.log_rate
+        probability = expit(self.weights[:, :1] * (rate - edge))
+        starts = counts_as_diverged(as_cases(cases))
+        probability[:, starts] = 1.0
+        low, high = self._interval(probability)
+        shown = (look.distance <= 1) | starts | (not withholds)
+        variables = {
+            "probability": ("run", np.where(shown, probability[0], np.nan), _PROBABILITY),
+            "low": ("run", np.where(shown, low, np.nan), _bound("lower bound", "probability")),
+            "high": ("run", np.where(shown, high, np.nan), _bound("upper bound", "probability")),
+            **_familiarity(look),
+            "is_rate_seen": ("run", is_seen, {"long_name": "rate seen", "units": "1"}),
+            "starts_diverged": ("run", starts, {"long_name": "diverged at the start", "units": "1"}),
+        }
+        notes = (
+            _about_starts(starts),
+            self._about_rates(offset[shown & ~is_seen & ~starts], withholds=withholds),
+            _about_length(cases, self.about.get("n_steps")),
+        )
+        about = {
+            "level": self.level,
+            "warning": _warning(look, withholds=withholds),
+            "note": " ".join(filter(None, notes)),
+        }
+        return xr.Dataset(variables, _coords(cases), about)
+
+    def largest_stable_rate(self, cases: xr.Dataset, *, below: float = 0.20) -> xr.Dataset:
+        """The learning rates at which the risk reaches a given one; the rates of the cases play no part.
+
+        Args:
+            cases: As in `predict`.
+            below: The risk; 0.20 is the paper's.
+
+        Returns:
+            Dataset with dim ``run``: ``largest_stable_rate``, at which `predict` gives the probability ``below``. It is
+            cautious: not knowing the edge exactly is part of that risk. ``low`` and ``high``, its percentile interval
+            of the bootstrap (attribute ``level``). ``expected_stable_rate``, at which the share ``below`` of the
+            case's own seeds is expected to diverge, which is what a sweep over rates measures: half of such cases
+            bear less; ``expected_low`` and ``expected_high`` hold it for a share ``level`` of them. ``edge``, the
+            rate of probability .5. ``distance``, ``is_familiar``, ``farthest_feature`` and ``starts_diverged`` as in
+            `predict`.
+
+            Rates are NaN where a case is not familiar, where the training runs show no rate of so low or high a risk,
+            and where the fresh model counts as diverged at any rate. The attribute ``warning`` says which, and is empty
+            otherwise.
+
+        Raises:
+            ThresholdError: If ``below`` is no probability between 0 and 1, or a learning rate no positive number.
+            SchemaError: If a case lacks a value.
+        """
+        return self._rates(cases, below=below, withholds=True)
+
+    def _extrapolated_rates(self, cases: xr.Dataset, *, below: float = 0.20) -> xr.Dataset:
+        """`largest_stable_rate` with a number for every case; for validation alone, as `_extrapolated`."""
+        return self._rates(cases, below=below, withholds=False)
+
+    def _rates(self, cases: xr.Dataset, *, below: float, withholds: bool) -> xr.Dataset:
+        """See `largest_stable_rate`; without withholding see `_extrapolated_rates`."""
+        import xarray as xr
+        from scipy.special import logit
+        from scipy.stats import norm
+
+        if not 0 < below < 1:
+            raise ThresholdError(f"below is {below}, expected a probability between 0 and 1.")
+        look, columns = self._look(cases)
+        edge = self._edges(columns)
+        cautious = edge + logit(below) / self.weights[:, :1]
+        expected = edge[0] + logit(below) / self.spread[0]
+        error = norm.ppf((1 + self.level) / 2) * self.spread[1]
+        starts = counts_as_diverged(as_cases(cases))
+        shown = ((look.distance <= 1) | (not withholds)) & ~starts
+        is_seen = bool(self.seen[0] <= logit(below) / self.weights[0, 0] <= self.seen[1])
+        is_given = shown & (is_seen or not withholds)
+        low, high = self._interval(cautious)
+        logs = {
+            "largest_stable_rate": (cautious[0], is_given, "largest stable learning rate"),
+            "low": (low, is_given, "lower bound"),
+            "high": (high, is_given, "upper bound"),
+            "expected_stable_rate": (expected, shown, "expected stable learning rate"),
+            "expected_low": (expected - error, shown, "lower bound of the expected rate"),
+            "expected_high": (expected + error, shown, "upper bound of the expected rate"),
+            "edge": (edge[0], shown, "edge of stability"),
+        }
+        variables = {
+            name: ("run", np.where(of, 10.0**log, np.nan), {"long_name": long_name, "units": "1"})
+            for name, (log, of, long_name) in logs.items()
+        } | _familiarity(look)
+        variables["starts_diverged"] = ("run", starts, {"long_name": "diverged at the start", "units": "1"})
+        warnings = [_warning(look, withholds=withholds), _about_starts(starts)]
+        if not is_seen:
+            tail = "no rate is given" if withholds else "the rates given go by the formula alone"
+            warnings.append(f"No run was seen where the risk is {below:g}; {tail}.")
+        about = {"level": self.level, "below": below, "warning": " ".join(filter(None, warnings))}
+        return xr.Dataset(variables, _coords(cases), about)
+
+    def drivers(self, cases: xr.Dataset) -> xr.DataArray:
+        """What moves the log-odds of a case away from those of the training runs' mean.
+
+        Args:
+            cases: As in `predict`.
+
+        Returns:
+            Shape (run, feature), the learning rate first; squares are counted with their feature, optimizers together.
+            A row and the attribute ``mean`` add up to the log-odds of the formula, which `predict` follows as far as
+            rates were seen. Rows of cases that are not familiar are NaN, as the coordinate ``is_familiar`` tells.
+
+        Raises:
+            ThresholdError: As `predict`.
+            SchemaError: As `predict`.
+        """
+        import xarray as xr
+
+        look, columns = self._look(cases)
+        slope, edge = self.weights[0, :2]
+        sources = np.array(self.design.sources, dtype=str)
+        names = list(dict.fromkeys(sources.tolist()))
+        parts = -slope * self.weights[0, 2:] * columns
+        values = [slope * (look.known.log_rate - self.log_rate[0])]
+        values += [parts[:, sources == name].sum(axis=1) for name in names]
+        about = {"long_name": "log-odds", "units": "1", "mean": float(slope * (self.log_rate[0] - edge))}
+        coords = {"feature": [RATE, *names], "is_familiar": ("run", look.distance <= 1), **_coords(cases)}
+        table = np.where((look.distance <= 1)[:, None], np.stack(values, axis=1), np.nan)
+        return xr.DataArray(table, coords, ["run", "feature"], name="driver", attrs=about)
+
+    def coefficients(self) -> xr.DataArray:
+        """What one standard deviation of a column, over the training runs, does to the log-odds.
+
+        Returns:
+            By ``feature`` (the learning rate, then every column), with coordinates ``low`` and ``high`` of the
+            bootstrap; 0 where a feature never varied. The attribute ``slope`` is that of the log-odds per factor of
+            ten in the rate.
+        """
+        import xarray as xr
+
+        slope = self.weights[:, :1]
+        values = np.concatenate([slope * self.log_rate[1], -slope * self.weights[:, 2:]], axis=1)
+        low, high = self._interval(values)
+        about = {"long_name": "log-odds per standard deviation", "units": "1", "slope": float(slope[0, 0])}
+        coords = {"feature": [RATE, *self.design.columns], "low": ("feature", low), "high": ("feature", high)}
+        return xr.DataArray(values[0], coords, ["feature"], name="coefficient", attrs=about | {"level": self.level})
+
+    def with_validation(self, figures: Mapping[str, Any]) -> RiskModel:
+        """The same model with the figures of `validate`, for its file and its card."""
+        return replace(self, validation=dict(figures))
+
+    def card(self) -> str:
+        """Data, figures and limits, as Markdown."""
+        from workbench.risk.model_card import card
+
+        return card(self)
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write it as JSON; `load` reads it.
+
+        Raises:
+            StoreError: If there is something at the path, or it cannot be written.
+        """
+        from workbench.risk.model_file import save
+
+        return save(self, Path(path), overwrite=overwrite)
+
+    def _look(self, cases: xr.Dataset) -> tuple[Look, np.ndarray]:
+        """How far cases are, and their columns."""
+        known = self.design.read(cases)
+        return self.familiarity.look(self.design, known, cases), self.design.matrix(known)
+
+    def _edges(self, columns: np.ndarray) -> np.ndarray:
+        """log10 of the edges; shape (1 + resample, run)."""
+        return self.weights[:, 1:2] + self.weights[:, 2:] @ columns.T
+
+    def _interval(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Percentiles of the bootstrap, which hold the model's own value; NaN without a bootstrap."""
+        if len(values) == 1:
+            return np.full_like(values[0], np.nan), np.full_like(values[0], np.nan)
+        low, high = np.quantile(values[1:], [(1 - self.level) / 2, (1 + self.level) / 2], axis=0)
+        return np.minimum(low, values[0]), np.maximum(high, values[0])
+
+    def _about_rates(self, offset: np.ndarray, *, withholds: bool) -> str:
+        """One sentence about rates that lie further from the edge than any seen; empty where none does."""
+        if not len(offset):
+            return ""
+        tail = "is that of the last rate seen, and can only lie beyond it" if withholds else "goes by the formula alone"
+        return (
+            f"{len(offset)} learning rate{'s lie' if len(offset) > 1 else ' lies'} further from the predicted edge "
+            f"than any that was trained with ({10.0 ** self.seen[0]:.2g} to {10.0 ** self.seen[1]:.2g} times it); the "
+            f"risk {tail}."
+        )
+
+
+def _familiarity(look: Look) -> dict[str, Any]:
+    about = {"long_name": "distance", "units": "1", "meaning": "1: the edge of what the training runs show"}
+    return {
+        "distance": ("run", look.distance, about),
+        "is_familiar": ("run", look.distance <= 1, {"long_name": "familiar", "units": "1"}),
+        "farthest_feature": ("run", look.farthest.astype(str), {"long_name": "farthest feature"}),
+    }
+
+
+def _warning(look: Look, *, withholds: bool) -> str:
+    """One sentence about the cases that are not familiar; empty where all are."""
+    distance = look.distance
+    n_cases, n_unknown = len(distance), int((distance > 1).sum())
+    if not n_unknown:
+        return ""
+    who = f"{n_unknown} of {n_cases} cases {'is' if n_unknown == 1 else 'are'}" if n_cases > 1 else "The case is"
+    tail = "no number is given" if withholds else "the numbers given are extrapolated"
+    return (
+        f"{who} unlike the runs that the risk model has seen, at a distance of {'up to ' if n_unknown > 1 else ''}"
+        f"{distance.max():.2g} where 1 is the edge, farthest in {look.farthest_in_words()}; {tail}."
+    )
+
+
+def _about_starts(starts: np.ndarray) -> str:
+    """One sentence about models that count as diverged before they are trained; empty where none does."""
+    if not starts.any():
+        return ""
+    who = "The fresh model counts" if len(starts) == 1 else f"{int(starts.sum())} of {len(starts)} fresh models count"
+    loss, norm = LIMITS.values()
+    return f"{who} as diverged before any update, with a loss above {loss:g} or a gradient norm above {norm:g}."
+
+
+def _about_length(cases: xr.Dataset, longest: int | None) -> str:
+    """One sentence about runs longer than any seen; empty where none is."""
+    if longest is None or "n_steps" not in cases.variables or not (np.asarray(cases["n_steps"].values) > longest).any():
+        return ""
+    return f"The runs seen ended after {longest} updates, so the risk is that of divergence within the first {longest}."
+
+
+def _bound(long_name: str, of: str) -> dict[str, str]:
+    return {"long_name": long_name, "units": "1", "meaning": f"of the {of}, from the bootstrap; NaN: none"}
+
+
+def _coords(cases: xr.Dataset) -> dict[str, Any]:
+    """The learning rate, and what names a case, go along."""
+    names = (RATE, "study", "architecture", "configuration", "cell", "seed", "run")
+    found = {name: cases[name] for name in names if name in cases.variables}
+    return {
+        name: ("run", np.atleast_1d(np.broadcast_to(v.values, cases.sizes.get("run", 1)))) for name, v in found.items()
+    }

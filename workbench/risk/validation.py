@@ -1,0 +1,289 @@
+"""How good a risk model is on configurations and on whole architectures that it has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.risk.features import as_cases
+from workbench.risk.fitting import fit
+from workbench.risk.measured_stable_rates import share_within, stable_rate_accuracy
+from workbench.risk.predictors import calibrated_score, predictor_scores
+from workbench.risk.probability_calibration import group_folds
+from workbench.risk.scores import auroc, auroc_within, brier, calibration_error, log_loss
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_RATES = ("largest_stable_rate", "expected_stable_rate", "expected_low", "expected_high", "edge")
+
+
+def cross_validate(
+    sweep: xr.Dataset, *, by: str = "configuration", test: xr.Dataset | None = None, n_folds: int | None = None,
+    below: float = 0.20, seed: int = 0, **options: Any,
+) -> xr.Dataset:  # fmt: skip
+    """What models say about groups of runs that they were not fitted on.
+
+    Every step is repeated in every fold: scales, penalty, calibration, and how far a case is from what was seen.
+
+    Args:
+        sweep: Runs with their outcomes.
+        by: Coordinate whose groups are held out whole: ``"configuration"``, ``"architecture"``, ``"cell"``, or any.
+        test: Other runs to predict, each group of them by a model that was fitted on ``sweep`` without it; None: the
+            runs of the sweep itself.
+        n_folds: Folds of groups; None: ten, and one group at a time for architectures.
+        below: For the largest stable rates.
+        seed: Of the folds.
+        options: Of `fit`, such as ``features``; without a bootstrap unless asked for.
+
+    Returns:
+        Dataset with dim ``run`` in the order of the sweep, or of ``test``: ``probability`` (also where not familiar),
+        ``low`` and ``high`` (NaN without a bootstrap), ``distance``, ``is_familiar``, ``farthest_feature``,
+        ``starts_diverged``; ``largest_stable_rate``, ``expected_stable_rate``, ``expected_low``, ``expected_high`` and
+        ``edge``; ``has_diverged``, ``group``, ``fold``.
+
+    Raises:
+        ThresholdError: If an option is out of range.
+        SchemaError: If the sweep has no such coordinate, or too few groups to learn from.
+    """
+    import xarray as xr
+
+    sweep = as_cases(sweep)
+    if by not in sweep.variables:
+        raise SchemaError(f"The sweep has no {by}; take one from wb.open_sweep().")
+    group = sweep[by].values
+    n_groups = len(np.unique(group))
+    if n_groups < 3:
+        raise SchemaError(f"The sweep has {n_groups} different values of {by}, expected at least 3 to hold some out.")
+    n_folds = n_folds or (n_groups if by == "architecture" else 10)
+    if n_folds < 2:
+        raise ThresholdError(f"n_folds is {n_folds}, expected at least 2.")
+    target = sweep if test is None else as_cases(test)
+    if test is None:
+        folds = list(group_folds(group, min(n_folds, n_groups), seed))
+    else:
+        folds = list(_folds_of(group, target[by].values))
+    parts = []
+    for fold, (train, held_out) in enumerate(folds):
+        model = fit(sweep.isel(run=train), **{"n_bootstrap": 0, "seed": seed} | options)
+        cases = target.isel(run=held_out)
+        # How good a model is where it is asked too much is known here, for these runs were trained.
+        found = model._extrapolated(cases).drop_vars("is_rate_seen")
+        rates = model._extrapolated_rates(cases, below=below)
+        found = found.assign({name: rates[name] for name in _RATES})
+        parts.append(found.assign(fold=("run", np.full(len(held_out), fold)), place=("run", held_out)))
+    joined = xr.concat(parts, dim="run", combine_attrs="drop", coords="different", compat="equals")
+    joined = joined.isel(run=np.argsort(joined["place"].values)).drop_vars("place")
+    label, groups = target["has_diverged"].values.astype(bool), target[by].values
+    joined = joined.assign(has_diverged=("run", label), group=("run", groups))
+    return joined.assign_attrs(by=by, below=below, n_folds=len(folds))
+
+
+def _folds_of(group: np.ndarray, target: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Rows to fit on and other rows to predict: each group without itself, all that are new together."""
+    is_new = ~np.isin(target, group)
+    if is_new.any():
+        yield np.arange(len(group)), np.flatnonzero(is_new)
+    for name in np.unique(target[~is_new]):
+        yield np.flatnonzero(group != name), np.flatnonzero(target == name)
+
+
+def figures_of(predicted: xr.Dataset, sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0) -> dict[str, Any]:
+    """The figures of one cross-validation, as plain numbers; NaN where the runs do not say.
+
+    Args:
+        predicted: From `cross_validate`.
+        sweep: The runs that were predicted.
+        n_bootstrap: Resamples of the groups held out, behind the intervals; 0: none.
+        seed: Of the resamples.
+
+    Returns:
+        ``all`` and ``familiar`` (the runs that the models knew to be familiar), each with ``n_runs``,
+        ``n_diverged``, ``auroc`` (value, low, high), ``auroc_within_architecture``, ``auroc_within_cell``, ``ece``,
+        ``brier``, ``log_loss`` and ``stable_rates``; ``architectures``: the same, briefly, by architecture.
+    """
+    familiar = np.flatnonzero(predicted["is_familiar"].values)
+    everything = {
+        "by": predicted.attrs["by"],
+        "n_folds": predicted.attrs["n_folds"],
+        "below": predicted.attrs["below"],
+        "all": _figures(predicted, sweep, n_bootstrap, seed),
+        "familiar": _figures(predicted.isel(run=familiar), sweep.isel(run=familiar), n_bootstrap, seed),
+    }
+    names = sweep["architecture"].values.astype(str)
+    everything["architectures"] = {
+        name: _brief(predicted.isel(run=names == name), sweep.isel(run=names == name))
+        for name in dict.fromkeys(names.tolist())
+    }
+    return everything
+
+
+def validate(
+    sweep: xr.Dataset, *, by: Sequence[str] = ("configuration", "architecture"), test: xr.Dataset | None = None,
+    below: float = 0.20, n_bootstrap: int = 1000, seed: int = 0, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything that a model's card says about how good it is; `RiskModel.with_validation` takes it.
+
+    Args:
+        sweep: Runs with their outcomes.
+        by: What is held out, one cross-validation each.
+        test: As in `cross_validate`.
+        below: For the largest stable rates.
+        n_bootstrap: As in `figures_of`.
+        seed: Of folds and resamples.
+        options: Of `fit`, without its bootstrap.
+
+    Returns:
+        What `figures_of` gives under each name of ``by``, and ``near_unit_mass``: the paper's score alone, read as a
+        probability and calibrated on other configurations.
+
+    Raises:
+        ThresholdError: As `cross_validate`.
+        SchemaError: As `cross_validate`.
+    """
+    target = sweep if test is None else test
+    found = {}
+    for name in by:
+        predicted = cross_validate(sweep, by=name, test=test, below=below, seed=seed, **options)
+        found[name] = figures_of(predicted, target, n_bootstrap=n_bootstrap, seed=seed)
+    return found | {"near_unit_mass": mass_figures(target, n_bootstrap=n_bootstrap, seed=seed)}
+
+
+def mass_figures(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0) -> dict[str, Any]:
+    """How good the paper's score, the near-unit mass M, is alone.
+
+    Returns:
+        ``n_runs``; ``auroc`` (value, low, high), ``auroc_within_architecture``, ``auroc_within_cell``;
+        ``ece_as_probability`` (M read as the probability, the paper's .283), ``ece`` and ``log_loss`` of M calibrated
+        on other configurations.
+
+    Raises:
+        SchemaError: If the sweep lacks what is needed, or all runs ended alike.
+    """
+    score = predictor_scores(sweep).sel(predictor="M").values
+    has = ~np.isnan(score)
+    score, label = score[has], sweep["has_diverged"].values.astype(bool)[has]
+    groups = sweep["configuration"].values[has]
+    probability = calibrated_score(score, label, groups, seed=seed)
+    return {
+        "n_runs": int(has.sum()),
+        "auroc": list(auroc(score, label, groups=groups, n_bootstrap=n_bootstrap, seed=seed)),
+        **_within(score, label, sweep.isel(run=has)),
+        "ece_as_probability": calibration_error(np.clip(score, 0, 1), label),
+        "ece": calibration_error(probability, label),
+        "log_loss": log_loss(probability, label),
+    }
+
+
+def boosted_probability(sweep: xr.Dataset, *, by: str = "configuration", seed: int = 0, **options: Any) -> np.ndarray:
+    """What gradient-boosted trees, monotone in the rate, say out of fold: whether a linear edge leaves much undone.
+
+    They are for comparison, and are neither calibrated nor kept.
+
+    Args:
+        sweep: Runs with their outcomes.
+        by: As in `cross_validate`.
+        seed: Of the folds.
+        options: ``features`` as in `fit`.
+
+    Returns:
+        Probabilities, shape (run,).
+    """
+    from sklearn.ensemble import HistGradientBoostingClassifier
+
+    from workbench.risk.feature_map import Design
+    from workbench.risk.features import features_of
+
+    sweep = as_cases(sweep)
+    names, label, group = (
+        features_of(options.get("features", "forward")),
+        sweep["has_diverged"].values,
+        sweep[by].values,
+    )
+    n_groups = len(np.unique(group))
+    found = np.empty(len(label))
+    for train, held_out in group_folds(group, n_groups if by == "architecture" else min(10, n_groups), seed):
+        design = Design.of(sweep.isel(run=train), names)
+        inputs = [
+            np.column_stack([known.log_rate, design.matrix(known)])
+            for known in (design.read(sweep.isel(run=rows)) for rows in (train, held_out))
+        ]
+        model = HistGradientBoostingClassifier(
+            learning_rate=0.05, max_iter=200, max_leaf_nodes=8, min_samples_leaf=10, l2_regularization=1.0,
+            monotonic_cst=[1] + [0] * (inputs[0].shape[1] - 1), random_state=seed,
+        )  # fmt: skip
+        found[held_out] = model.fit(inputs[0], label[train]).predict_proba(inputs[1])[:, 1]
+    return found
+
+
+def _figures(predicted: xr.Dataset, sweep: xr.Dataset, n_bootstrap: int, seed: int) -> dict[str, Any]:
+    label, probability = predicted["has_diverged"].values, predicted["probability"].values
+    found: dict[str, Any] = {"n_runs": len(label), "n_diverged": int(label.sum())}
+    if label.all() or not label.any():
+        return found
+    groups = predicted["group"].values
+    return found | {
+        "n_groups": len(np.unique(groups)),
+        "auroc": list(auroc(probability, label, groups=groups, n_bootstrap=n_bootstrap, seed=seed)),
+        **_within(probability, label, sweep),
+        "ece": calibration_error(probability, label),
+        "brier": brier(probability, label),
+        "log_loss": log_loss(probability, label),
+        "stable_rates": _stable(predicted, sweep),
+    }
+
+
+def _brief(predicted: xr.Dataset, sweep: xr.Dataset) -> dict[str, Any]:
+    label, probability = predicted["has_diverged"].values, predicted["probability"].values
+    has_both = 0 < label.sum() < len(label)
+    return {
+        "n_runs": len(label),
+        "n_diverged": int(label.sum()),
+        "mean_probability": float(probability.mean()),
+        "auroc": auroc(probability, label, n_bootstrap=0).value if has_both else np.nan,
+        "share_familiar": float(predicted["is_familiar"].mean()),
+        "stable_rates": _stable(predicted, sweep),
+    }
+
+
+def _within(score: np.ndarray, label: np.ndarray, sweep: xr.Dataset) -> dict[str, float]:
+    found = {}
+    for name in ("architecture", "cell"):
+        try:
+            value = auroc_within(score, label, sweep[name].values, n_bootstrap=0).value
+        except SchemaError:  # no architecture or cell has both outcomes
+            value = np.nan
+        found[f"auroc_within_{name}"] = value
+    return found
+
+
+def _stable(predicted: xr.Dataset, sweep: xr.Dataset) -> dict[str, Any]:
+    """Predicted against measured largest stable rates."""
+    below = predicted.attrs["below"]
+    found = stable_rate_accuracy(sweep, predicted["expected_stable_rate"], below=below)
+    low, high, cautious = (
+        stable_rate_accuracy(sweep, predicted[name], below=below)
+        for name in ("expected_low", "expected_high", "largest_stable_rate")
+    )
+    has = ~np.isnan(found["ratio"].values)
+    is_bound = (found["is_lower_bound"] | found["is_upper_bound"]).values
+    n_measured = int(has.sum())
+
+    def share(holds: np.ndarray) -> float:
+        return float(holds[has].mean()) if n_measured else np.nan
+
+    return {
+        "n_cells": int(found.sizes["cell"]),
+        "n_measured": n_measured,
+        "n_bounds": int(is_bound.sum()),
+        "n_bounds_kept": int((found["is_consistent"].values & is_bound).sum()),
+        "median_ratio": float(np.median(found["ratio"].values[has])) if n_measured else np.nan,
+        "share_within_1.5": share_within(found["ratio"], 1.5),
+        "share_within_2": share_within(found["ratio"], 2.0),
+        "share_in_interval": share(((low["ratio"] <= 1) & (high["ratio"] >= 1)).values),
+        "median_cautious_ratio": float(np.median(cautious["ratio"].values[has])) if n_measured else np.nan,
+        "share_cautious_is_stable": share((cautious["ratio"] <= 1).values),
+    }

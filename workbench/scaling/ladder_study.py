@@ -1,0 +1,289 @@
+"""The whole study of a ladder: spectra, flow, coordinate check and stable rate on each rung, and what they foretell."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from workbench import flow
+from workbench.errors import ThresholdError
+from workbench.io.progress import progress_bar
+from workbench.io.provenance import versions
+from workbench.koopman.spectra import RankWarning
+from workbench.models.profile import profile
+from workbench.scaling.coordinate_checks import coordinate_check
+from workbench.scaling.designs import Design, design
+from workbench.scaling.outlook import foretold
+from workbench.scaling.quantities import ATTRS, EDGE, FLOW, SPECTRAL, rule_of
+from workbench.scaling.size_ladder import Parametrization, Rung, Workshop, require_seeds, rungs_of
+from workbench.scaling.stable_edges import Edge, rehearsed_edge, stable_edge
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+EDGES = ("trained", "rehearsed", "none")
+
+
+def scaling_study(
+    make_model: Any,
+    widths: Sequence[int],
+    depths: Sequence[int] | None = None,
+    *,
+    task: Any,
+    learning_rate: float = 1e-3,
+    n_steps: int = 100,
+    seeds: Sequence[int] = (0, 1, 2),
+    target_width: int | None = None,
+    target_depth: int | None = None,
+    edge: Literal["trained", "rehearsed", "none"] = "trained",
+    n_coordinate_steps: int = 10,
+    parametrization: Parametrization | None = None,
+    vocabulary: int | None = None,
+    measures_target: bool = False,
+    n_snapshots: int = 1024,
+    largest_reach: float = 4.0,
+    level: float = 0.95,
+    progress: bool | Callable[[str], None] = False,
+    **training: Any,
+) -> xr.Dataset:
+    """Build an architecture at several sizes, measure each, and say what to expect at the size that is meant.
+
+    The rungs of the ladder are every width at the smallest depth, and every further depth at the largest width. On
+    each, from each seed: Koopman spectra and information flow of the fresh model, the learning rate at which short runs
+    begin to diverge, and (on the widths) the coordinate check. A line through the logarithms is carried on to the
+    target; a ladder that cannot bear that says why.
+
+    Args:
+        make_model: A `Design`, or what `workbench.design` takes: a known name, a configuration, or a function of width,
+            depth and seed.
+        widths: Widths of the ladder.
+        depths: Depths of the ladder; None: the target's alone.
+        task: What is trained on (`workbench.tasks.as_task`), or a function from the seed to it. The
+            vocabulary of the models is cut to the task's.
+        learning_rate: Of the coordinate check, as the plan says. With a parametrization, at its base width.
+        n_steps: Updates of the runs that look for the largest rate.
+        seeds: Of weights, training and, where ``task`` is a function, data.
+        target_width: Width asked about; None: the design's own (of a function: the largest of the ladder).
+        target_depth: Depth asked about; likewise.
+        edge: How the largest rate is found: ``"trained"``: by runs of ``n_steps``; ``"rehearsed"``: by ten updates
+            at a constant rate, which is quick and mostly too high; ``"none"``: not at all.
+        n_coordinate_steps: Updates of the coordinate check; 0: no check.
+        parametrization: Such as ``wb.baselines.MuP(base_width=16)``, put on every model before it is looked at; it
+            makes the optimizer, so that the rates found are those at its base width.
+        vocabulary: Tokens of the models; None: see ``task``.
+        measures_target: Also measure the target itself, to see how far the ladder was right. It takes no part in the
+            trend.
+        n_snapshots: Token states that the spectra are taken from.
+        largest_reach: See `foretold`; 4 is how far `data/make_scaling.py` has tried it.
+        level: Of the intervals.
+        progress: Show a bar; or a function that is told how many parts are done.
+        **training: Further fields of `TrainingPlan` (``optimizer``, ``warmup``, ``clip_norm``, ...) for the runs.
+
+    Returns:
+        Dataset with dims ``rung`` (coords ``width``, ``depth``, ``n_weights``), ``seed`` and ``quantity``: ``measured``
+        (quantity, rung, seed), and its means over seeds under the name of each quantity, (rung,);
+        ``stable_rate_edge``, the geometric mean over seeds, with ``edge_low``, the largest rate that every seed bore,
+        and ``edge_high``, the smallest that none did (0 and infinite: none and all that were tried); the trend
+        (quantity): ``slope`` against the width and ``depth_slope``, with ``_low`` and ``_high``; ``at_target`` with
+        ``_low`` and ``_high``; ``is_supported`` and ``reason``; ``scale`` ("log": slopes are exponents); and with
+        ``measures_target`` ``measured_at_target``. Of the coordinate check, dims ``step`` and ``layer_group``: see
+        `coordinate_check`. NaN: not measured.
+
+    Raises:
+        ThresholdError: If a setting is unknown or impossible, or a size cannot be built; nothing is done then.
+        AnatomyError: If the residual stream cannot be read.
+    """
+    import xarray as xr
+
+    begun = time.monotonic()
+    of = _design_of(make_model, widths, depths, target_width, target_depth)
+    target = Rung(of.width, of.depth)
+    rungs = rungs_of(of, list(widths), [target.depth] if depths is None else list(depths))
+    seeds = require_seeds(seeds)
+    if edge not in EDGES:
+        raise ThresholdError(f"edge is {edge!r}, expected one of {', '.join(EDGES)}.")
+    workshop = Workshop(of, task, training, parametrization, vocabulary)
+    places = [*rungs, *([target] if measures_target else [])]
+    n_parts = len(places) * len(seeds) * 2 + bool(n_coordinate_steps)
+    done = itertools.count(1)
+    with progress_bar(progress is True, total=n_parts, label="scaling", unit="part") as bar:
+
+        def tell() -> None:
+            bar.update(1)
+            if callable(progress):
+                progress(f"part {next(done)} of {n_parts}")
+
+        rows = [[_look(workshop, rung, seed, n_snapshots, tell) for seed in seeds] for rung in places]
+        edges = _edges(workshop, places, seeds, edge, n_steps, tell)
+        coordinates = xr.Dataset()
+        if n_coordinate_steps:
+            check = {"learning_rate": learning_rate, "n_steps": n_coordinate_steps, "level": level}
+            coordinates = coordinate_check(workshop, [r for r in rungs if r.depth == rungs[0].depth], seeds, **check)
+            tell()
+    names = [EDGE, *_seen(rows)] if edge != "none" else _seen(rows)
+    measured = np.array([_values(name, rows, edges) for name in names]).reshape(len(names), len(places), len(seeds))
+    study = _assembled(workshop, rungs, seeds, names, measured[:, : len(rungs)], edges[: len(rungs)])
+    if measures_target:
+        study = study.merge(_at_target(names, measured[:, -1], edges[-1]))
+    study = study.merge(foretold(study, (target.width, target.depth), largest_reach=largest_reach, level=level))
+    study = _with_coordinates(study, coordinates)
+    for name, attrs in ATTRS.items():
+        if name in study:
+            study[name].attrs.update(attrs)
+    study.attrs = {
+        "kind": "scaling",
+        "subject": of.name,
+        "design": json.dumps(of.describe(), default=str),
+        "target_width": target.width,
+        "target_depth": target.depth,
+        "edge": edge,
+        "n_steps": n_steps,
+        "learning_rate": learning_rate,
+        "n_coordinate_steps": n_coordinate_steps,
+        "training": json.dumps({k: getattr(v, "__qualname__", v) for k, v in training.items()}, default=str),
+        "parametrization": "" if parametrization is None else repr(parametrization),
+        "task": json.dumps(workshop.task_of(seeds[0]).describe(), default=str),
+        "largest_reach": largest_reach,
+        "level": level,
+        "seeds": json.dumps(seeds),
+        "versions": versions(),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "duration": round(time.monotonic() - begun, 2),
+    }
+    return study
+
+
+def _design_of(
+    make_model: Any, widths: Sequence[int], depths: Sequence[int] | None, width: int | None, depth: int | None
+) -> Design:
+    is_function = callable(make_model) and not hasattr(make_model, "parameters")
+    if is_function and not isinstance(make_model, Design):
+        width = max(widths, default=None) if width is None else width
+        depth = max(depths, default=None) if depth is None and depths is not None else depth
+        if depth is None:
+            raise ThresholdError("A function has no depth of its own; pass depths= or target_depth=.")
+    return design(make_model, width=width, depth=depth)
+
+
+def _look(workshop: Workshop, rung: Rung, seed: int, n_snapshots: int, tell: Callable[[], None]) -> dict[str, float]:
+    """Spectra and flow of a fresh model, by quantity."""
+    model, task = workshop.model(rung, seed), workshop.task_of(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RankWarning)  # the rank is in the data
+        spectra = profile(model, task.probe(n_snapshots), n_snapshots=n_snapshots, n_workers=1, progress=False)
+    found = {name: float(spectra[name].astype(float).mean()) for name in SPECTRAL}
+    found |= _flow(model, task)
+    tell()
+    return found
+
+
+def _flow(model: Any, task: Any) -> dict[str, float]:
+    inputs, targets = next(task.stream(0))
+    summary = flow.summarize(flow.measure(model, inputs, targets=targets, jacobian=False))
+    return {name: float(summary[name]) for name in FLOW if name in summary}
+
+
+def _edges(
+    workshop: Workshop,
+    rungs: Sequence[Rung],
+    seeds: Sequence[int],
+    kind: str,
+    n_steps: int,
+    tell: Callable[[], None],
+) -> list[list[Edge]]:
+    """The edge of each rung and seed; each search begins where the last one ended."""
+    found: list[list[Edge]] = []
+    start: float | None = None
+    for rung in rungs:
+        row = []
+        for seed in seeds if kind != "none" else ():
+            if kind == "trained":
+                edge = stable_edge(workshop, rung, seed, n_steps=n_steps, start=start)
+            else:
+                edge = rehearsed_edge(workshop, rung, seed, start=1.0 if start is None else start)
+            start = edge.middle if 0 < edge.middle < math.inf else None
+            row.append(edge)
+            tell()
+        found.append(row)
+    return found
+
+
+def _seen(rows: list[list[dict[str, float]]]) -> list[str]:
+    """The quantities that some model has."""
+    return [name for name in rows[0][0] if any(math.isfinite(look[name]) for row in rows for look in row)]
+
+
+def _values(name: str, rows: list[list[dict[str, float]]], edges: list[list[Edge]]) -> list[list[float]]:
+    """A quantity of every size and seed."""
+    if name == EDGE:
+        return [[edge.middle for edge in row] for row in edges]
+    return [[look[name] for look in row] for row in rows]
+
+
+def _assembled(
+    workshop: Workshop,
+    rungs: Sequence[Rung],
+    seeds: Sequence[int],
+    names: Sequence[str],
+    measured: np.ndarray,
+    edges: list[list[Edge]],
+) -> xr.Dataset:
+    """What was measured on the rungs."""
+    import xarray as xr
+
+    data = {"measured": (("quantity", "rung", "seed"), measured)}
+    for name, of_name in zip(names, measured, strict=True):
+        data[name] = ("rung", [_mean(name, row) for row in of_name])
+    if EDGE in names:
+        data["edge_low"] = ("rung", [min(edge.low for edge in row) for row in edges])
+        data["edge_high"] = ("rung", [max(edge.high for edge in row) for row in edges])
+        for end in ("low", "high"):
+            data[f"edge_{end}_of_seed"] = (("rung", "seed"), [[getattr(edge, end) for edge in row] for row in edges])
+        data["n_runs"] = ("rung", [sum(edge.n_runs for edge in row) for row in edges])
+    coords = {
+        "width": ("rung", [rung.width for rung in rungs]),
+        "depth": ("rung", [rung.depth for rung in rungs]),
+        "n_weights": ("rung", [workshop.n_weights(rung) for rung in rungs]),
+        "seed": ("seed", list(seeds)),
+        "quantity": ("quantity", list(names)),
+    }
+    return xr.Dataset(data, coords=coords)
+
+
+def _at_target(names: Sequence[str], measured: np.ndarray, edges: Sequence[Edge]) -> xr.Dataset:
+    """What was measured at the target, shape (quantity, seed)."""
+    import xarray as xr
+
+    data = {
+        "measured_at_target": ("quantity", [_mean(name, row) for name, row in zip(names, measured, strict=True)]),
+        "measured_at_target_of_seed": (("quantity", "seed"), measured),
+    }
+    if edges:
+        data["measured_edge_low"] = ((), min(edge.low for edge in edges))
+        data["measured_edge_high"] = ((), max(edge.high for edge in edges))
+    return xr.Dataset(data)
+
+
+def _mean(name: str, values: np.ndarray) -> float:
+    """Over seeds; the geometric one where the trend is of logarithms."""
+    if rule_of(name)[0] == "linear" or not (np.isfinite(values) & (values > 0)).all():
+        return float(np.mean(values))
+    return float(np.exp(np.log(values).mean()))
+
+
+def _with_coordinates(study: xr.Dataset, check: xr.Dataset) -> xr.Dataset:
+    """The study with its coordinate check; rungs beyond those of the check are NaN."""
+    n_more = study.sizes["rung"] - check.sizes.get("rung", 0)
+    for name, variable in check.data_vars.items():
+        if "rung" in variable.dims:
+            variable = variable.pad(rung=(0, n_more), constant_values=np.nan)
+        study[name] = (variable.dims, variable.values, variable.attrs)
+    return study.assign_coords({name: check[name] for name in ("step", "layer_group") if name in check.coords})

@@ -1,0 +1,131 @@
+"""The largest learning rate that a fresh model bears, by trial."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from workbench.scaling.size_ladder import Rung, Workshop
+
+#: Rates are tried on a grid of powers of this.
+GRID = 2.0
+LOWEST, HIGHEST = GRID**-30, GRID**12
+#: Updates of a rehearsal, which shows where to begin.
+N_REHEARSED = 10
+_REHEARSAL_STEP = 8.0
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Between which two rates a run from given weights begins to diverge.
+
+    Attributes:
+        low: Largest rate tried that was borne below the first that was not; 0: none was.
+        high: Smallest rate tried that was not borne; infinite: all were.
+        n_runs: Runs that it took.
+    """
+
+    low: float
+    high: float
+    n_runs: int
+
+    @property
+    def middle(self) -> float:
+        """Geometric middle; 0 or infinite where the edge lies outside of what was tried."""
+        return math.sqrt(self.low * self.high) if self.low > 0 else 0.0
+
+
+def find_edge(
+    breaks: Callable[[float], bool],
+    start: float,
+    *,
+    n_halvings: int = 2,
+    step: float = GRID,
+    lowest: float = LOWEST,
+    highest: float = HIGHEST,
+) -> Edge:
+    """Walk from a rate up or down to the edge, then halve the last step.
+
+    As if every rate above one that breaks would break too: near the edge chance decides, which is why an edge should be
+    asked of several seeds.
+
+    Args:
+        breaks: Whether a run at a rate diverges.
+        start: Where to begin; moved to the nearest power of ``step``.
+        n_halvings: Halvings of the last step, in logarithms: two leave a factor of 1.19.
+        step: Factor between two rates of the walk.
+        lowest: Below this rate the walk gives up.
+        highest: Above this rate likewise.
+    """
+    n_runs = 0
+
+    def is_broken(rate: float) -> bool:
+        nonlocal n_runs
+        n_runs += 1
+        return breaks(rate)
+
+    rate = step ** round(math.log(min(max(start, lowest), highest), step))
+    if is_broken(rate):
+        low, high = rate / step, rate
+        while low >= lowest and is_broken(low):
+            low, high = low / step, low
+        if low < lowest:
+            return Edge(0.0, high, n_runs)
+    else:
+        low, high = rate, rate * step
+        while high <= highest and not is_broken(high):
+            low, high = high, high * step
+        if high > highest:
+            return Edge(low, math.inf, n_runs)
+    for _ in range(n_halvings):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if is_broken(middle) else (middle, high)
+    return Edge(low, high, n_runs)
+
+
+def stable_edge(
+    workshop: Workshop,
+    rung: Rung,
+    seed: int,
+    *,
+    n_steps: int,
+    start: float | None = None,
+    n_halvings: int = 2,
+) -> Edge:
+    """The edge of the learning rates at which a run of ``n_steps`` updates does not diverge (RKSP's label).
+
+    Args:
+        workshop: What is built, and how it is trained.
+        rung: The size.
+        seed: Of weights, data and training.
+        n_steps: Updates of each run.
+        start: Where the search begins, such as the edge of another seed; None: at the edge of a rehearsal of ten
+            updates at a constant rate, found on a grid four times as coarse.
+        n_halvings: See `find_edge`.
+    """
+    if start is None:
+        start = rehearsed_edge(workshop, rung, seed, n_halvings=0).middle
+        start = start if 0 < start < math.inf else 1e-2
+
+    def breaks(rate: float) -> bool:
+        return bool(workshop.cause_of_divergence(rung, seed, rate, n_steps))
+
+    return find_edge(breaks, start, n_halvings=n_halvings)
+
+
+def rehearsed_edge(workshop: Workshop, rung: Rung, seed: int, *, start: float = 1.0, n_halvings: int = 4) -> Edge:
+    """The same of ten updates at a constant rate: quick, and an upper bound more often than not.
+
+    Args:
+        workshop: See `stable_edge`, as the others.
+        rung: The size.
+        seed: Of weights, data and training.
+        start: Where the search begins.
+        n_halvings: Of a step of a factor of 8; four leave one of 1.14.
+    """
+
+    def breaks(rate: float) -> bool:
+        return bool(workshop.cause_of_divergence(rung, seed, rate, N_REHEARSED, is_plain=True))
+
+    return find_edge(breaks, start, n_halvings=n_halvings, step=_REHEARSAL_STEP)

@@ -1,0 +1,222 @@
+"""Architectures beside each other, as data: each run at one step, with what is published about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.io.run_access import at_step, divergence_step, named_runs, spectra_of
+from workbench.koopman.measures import MASSES, Thresholds
+from workbench.schema.runs import SPECTRA, Variable
+from workbench.studies import published as papers
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: Measures of a layer that mean nothing while the layer is the identity; averaged over the informative layers.
+SPECTRAL = (*MASSES, "spectral_radius", "eigenvector_condition", "nonlinearity_ratio", "kreiss_constant")
+#: Measures of a layer that hold in any case; averaged over all layers.
+ENERGETIC = ("energy_gain", "update_norm")
+SOURCES = ("ours", "published")
+
+_OURS = ("architecture",)
+_BOTH = ("architecture", "source")
+#: What `compare` says beside the measures of the schema.
+VARIABLES: dict[str, Variable] = {
+    **{name: Variable(_BOTH, "f", long_name, "1", meaning) for name, (long_name, meaning) in papers.SHARES.items()},
+    "is_informative": Variable(_OURS, "b", "informative", "1", "at least one layer's update says anything"),
+    "has_diverged": Variable(
+        _OURS, "b", "diverged", "1", "the events hold a divergence; where divergence_rate is NaN, nothing was watched"
+    ),
+    "divergence_step": Variable(_OURS, "f", "step of divergence", "1", "first divergence; NaN: none"),
+    "final_loss": Variable(_OURS, "f", "final loss", "nat", "mean over the last tenth of the recorded losses"),
+    "final_accuracy": Variable(
+        _OURS, "f", "final accuracy", "1", "mean over the last tenth of the recorded accuracies"
+    ),
+    "best_accuracy": Variable(_OURS, "f", "best accuracy", "1", "largest recorded accuracy"),
+}
+_COORDS: dict[str, Variable] = {
+    "step": Variable(_OURS, "f", "step", "1", "optimizer updates before the spectra; NaN: the data name no step"),
+    "n_layers": Variable(_OURS, "i", "layers", "1", "number of layers"),
+    "n_informative": Variable(_OURS, "i", "informative layers", "1", "layers that the spectral measures average over"),
+    "rank": Variable(
+        _OURS, "f", "rank", "1", "modes used, mean over layers; M depends on it, so compare at equal rank"
+    ),
+}
+
+#: Other names of published rows, as `_plain` writes them.
+_ALIASES = {"none": "No-Norm"}
+
+
+def compare(
+    runs: Mapping[str, xr.DataTree | xr.Dataset],
+    *,
+    at: int | str = "first",
+    published: Mapping[str, str] | bool = True,
+) -> xr.Dataset:
+    """Put architectures beside each other, and beside what is published about them (RKSP, architecture tables).
+
+    Args:
+        runs: Run by name: a tree with ``spectra`` (dims ``layer``, ``mode``, possibly ``step``) and, if it was trained,
+            ``monitors`` and ``events``; or a spectra dataset alone.
+        at: Step of the spectra: ``"first"``, ``"last"``, or a number; the latest recorded step up to that number is
+            taken, and the coordinate ``step`` says which.
+        published: True finds the published row by the run's name, whatever its case and punctuation ("pre_ln" is
+            "Pre-LN"); a mapping from names of runs to names of `published.architectures` goes before that; False leaves
+            the published figures out.
+
+    Returns:
+        Dataset with dims ``architecture`` (in the order given) and ``source`` ("ours", "published").
+        By both dims, NaN where nothing is known: the measures of a layer, averaged over layers as in the paper, and
+        ``reliable_fraction``, ``divergence_rate`` (ours: 0 or 1, of this one run).
+        The published figures are those at initialization, whatever ``at`` says. By ``architecture``, ours only:
+        ``is_informative``, ``has_diverged``, ``divergence_step``, ``final_loss``, ``final_accuracy``,
+        ``best_accuracy``; coordinates ``step``, ``n_layers``, ``n_informative``, ``rank`` and ``published_as`` (empty:
+        no row). Every variable has ``long_name``, ``units`` and ``meaning``.
+        Layers whose update is too small to say anything (an identity initialization has M = 1 and no risk) are left out
+        of the spectral averages, which are NaN where no layer is left; ``energy_gain`` and ``update_norm`` average over
+        all. A measure that is infinite in one layer is infinite.
+        A run with monitors and no divergence among its events counts as not diverged.
+
+    Raises:
+        SchemaError: If there is no run, one has no spectra or does not follow the schema, or a published name is not
+            known.
+        ThresholdError: If a run has no such step, or the runs were measured with different thresholds.
+    """
+    trees = named_runs(runs)
+    spectra = {name: at_step(spectra_of(tree), at, name=name) for name, tree in trees.items()}
+    return compare_checked(trees, spectra, published=published).assign_attrs(at=str(at))
+
+
+def compare_checked(
+    runs: Mapping[str, xr.DataTree],
+    spectra: Mapping[str, xr.Dataset],
+    *,
+    published: Mapping[str, str] | bool = True,
+) -> xr.Dataset:
+    """What `compare` makes of runs that follow the schema, without looking at that again.
+
+    Args:
+        runs: From `named_runs`; how their training went is read from them.
+        spectra: Of each run, at one step and of the layers that count, at least one; dims ``layer`` and ``mode``.
+        published: As in `compare`.
+
+    Returns:
+        As `compare`, without the attribute ``at``.
+
+    Raises:
+        SchemaError: If a published name is not known.
+        ThresholdError: If the runs were measured with different thresholds.
+    """
+    import xarray as xr
+
+    _check_thresholds(spectra)
+    rows = _published_rows(list(spectra), published)
+    ours = {name: _averages(data) | _outcome(runs[name]) for name, data in spectra.items()}
+
+    table = papers.architectures()
+    theirs = {name: table.sel(architecture=row) if row else None for name, row in rows.items()}
+    rules = {name: replace(SPECTRA[name], dims=_BOTH) for name in (*SPECTRAL, *ENERGETIC)} | VARIABLES
+    variables = {}
+    for name, rule in rules.items():
+        values = np.array([ours[run][name] for run in ours])
+        if rule.dims == _BOTH:
+            read = [float(row[name]) if row is not None and name in row else np.nan for row in theirs.values()]
+            values = np.stack([values, read], axis=1)
+        variables[name] = (rule.dims, values, _attrs(rule))
+    coords = {"architecture": list(spectra), "source": list(SOURCES)}
+    coords |= {name: (_OURS, [ours[run][name] for run in ours], _attrs(rule)) for name, rule in _COORDS.items()}
+    coords["published_as"] = (_OURS, list(rows.values()), {"long_name": "published as"})
+    first = next(iter(spectra.values()))
+    return xr.Dataset(variables, coords, {"source": table.attrs["source"], **_threshold_attrs(first)})
+
+
+def _check_thresholds(spectra: Mapping[str, xr.Dataset]) -> None:
+    """Masses are comparable only if they count the same."""
+    names = list(spectra)
+    for name in names[1:]:
+        here, there = _threshold_attrs(spectra[names[0]]), _threshold_attrs(spectra[name])
+        for key, value in here.items():
+            if there[key] != value:
+                raise ThresholdError(
+                    f"'{names[0]}' was measured with {key} {value:g} and '{name}' with {there[key]:g}; "
+                    "apply wb.remeasure() with the same thresholds first."
+                )
+
+
+def _threshold_attrs(spectra: xr.Dataset) -> dict[str, float]:
+    return Thresholds.of(spectra).as_attrs()
+
+
+def _published_rows(names: list[str], published: Mapping[str, str] | bool) -> dict[str, str]:
+    """Run -> name of its published row; empty where there is none."""
+    if published is False:
+        return dict.fromkeys(names, "")
+    known = papers.architectures()["architecture"].values.tolist()
+    given = published if isinstance(published, Mapping) else {}
+    for run, row in given.items():
+        if run not in names:
+            raise SchemaError(f"published names the run '{run}', which is not there; the runs are {', '.join(names)}.")
+        if row not in known:
+            raise SchemaError(f"Nothing is published under the name '{row}'; choose from {', '.join(known)}.")
+    found = {_plain(name): name for name in known} | _ALIASES
+    return {name: given.get(name) or found.get(_plain(name), "") for name in names}
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def _averages(spectra: xr.Dataset) -> dict[str, float | int | bool]:
+    """The means over layers of one run at one step, and how many layers they rest on."""
+    informative = spectra["is_informative"].values.astype(bool)
+    exists = np.isfinite(spectra["eigenvalue"]).transpose("layer", "mode").values
+    reliable = spectra["is_reliable"].transpose("layer", "mode").values & exists
+    share = reliable.sum(1) / np.where(exists.any(1), exists.sum(1), np.nan)
+    spectral = {name: spectra[name].values.astype(float) for name in SPECTRAL} | {"reliable_fraction": share}
+    return {
+        **{name: _mean(values[informative]) for name, values in spectral.items()},
+        **{name: _mean(spectra[name].values.astype(float)) for name in ENERGETIC},
+        "is_informative": bool(informative.any()),
+        "step": float(spectra["step"]) if "step" in spectra.coords else np.nan,
+        "n_layers": spectra.sizes["layer"],
+        "n_informative": int(informative.sum()),
+        "rank": _mean(spectra["rank"].values.astype(float)),
+    }
+
+
+def _outcome(run: xr.DataTree) -> dict[str, float | bool]:
+    """How the training of one run went; NaN where it was not watched."""
+    monitors = run["monitors"].to_dataset() if "monitors" in run.children else {}
+    step = divergence_step(run)
+    was_watched = "monitors" in run.children or "events" in run.children
+    values = {name: monitors[name].values if name in monitors else np.zeros(0) for name in ("loss", "accuracy")}
+    accuracy = values["accuracy"][np.isfinite(values["accuracy"])]
+    return {
+        "has_diverged": step is not None,
+        "divergence_step": np.nan if step is None else float(step),
+        "divergence_rate": float(step is not None) if was_watched else np.nan,
+        "final_loss": _final(values["loss"]),
+        "final_accuracy": _final(accuracy),
+        "best_accuracy": float(accuracy.max()) if len(accuracy) else np.nan,
+    }
+
+
+def _final(values: np.ndarray) -> float:
+    """Mean over the last tenth of what was recorded, at least one value; NaN entries are no records."""
+    recorded = values[~np.isnan(values)]
+    return _mean(recorded[-max(1, len(recorded) // 10) :])
+
+
+def _mean(values: np.ndarray) -> float:
+    """Mean of the values that are defined; NaN if there are none."""
+    defined = values[~np.isnan(values)]
+    return float(defined.mean()) if len(defined) else np.nan
+
+
+def _attrs(rule: Variable) -> dict[str, str]:
+    return {"long_name": rule.long_name, "units": rule.units, "meaning": rule.meaning}

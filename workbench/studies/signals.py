@@ -1,0 +1,450 @@
+"""Signals: every line over steps that a run offers, by one name, whatever part it is kept in and whatever its shape.
+
+A signal is a variable of any part that has steps, and of a variable with terms one of its terms: ``"loss"``,
+``"effective_rank D2"``, ``"routing_entropy"``. What has layers, heads, modules or experts is reduced to one line, or
+one layer or head is taken; `heat` gives all of them at one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.errors import SchemaError, ThresholdError
+from workbench.schema.runs import MONITORS, PARTS, SPECTRA
+from workbench.studies.comparison import SPECTRAL
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+REDUCTIONS = ("min", "max", "mean")
+#: Parts in the order that their signals are listed; parts with other names come before the spectra.
+_PARTS = ("monitors", "attention", "router", "optimizer", "activations", "curvature")
+#: What a signal may run over beside steps, in the words of its title.
+_PLACES = {"layer": "layers", "module": "modules", "head": "heads", "expert": "experts"}
+#: Where a collapse is the bad news; of everything else, growth is.
+_LOW_IS_BAD = (
+    "accuracy",
+    "attention_entropy",
+    "attention_entropy_share",
+    "effective_rank",
+    "gradient_rms",
+    "gradient_rms_over_eps",
+    "rank",
+    "router_conditioning",
+    "routing_entropy",
+    "routing_entropy_share",
+    "significant_digits",
+    "spectral_entropy",
+    "stable_rank",
+)
+#: Beyond every step.
+_FAR = 2**31 - 1
+#: Neither: a share of the modes, a setting.
+_NEITHER = tuple(name for name in SPECTRA if name.endswith("_mass"))
+
+
+@dataclass(frozen=True)
+class Signal:
+    """One line over steps.
+
+    Attributes:
+        name: Such as ``"effective_rank D2"``.
+        part: Of the run that holds it, such as ``"attention"``.
+        step: Optimizer updates, int64, shape (step,); rising.
+        value: float64, shape (step,); NaN where nothing could be given, infinite where it is.
+        long_name: What a title says: the quantity, and how it was reduced.
+        unit: ``"1"`` for dimensionless.
+        reduce: ``"min"``, ``"max"`` or ``"mean"`` over what it runs over; empty if it runs over steps alone.
+        variable: The variable's name, without its term.
+    """
+
+    name: str
+    part: str
+    step: np.ndarray
+    value: np.ndarray
+    long_name: str
+    unit: str
+    reduce: str
+    variable: str
+
+    @property
+    def finite(self) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values where the value is finite."""
+        is_finite = np.isfinite(self.value)
+        return (self.step, self.value) if is_finite.all() else (self.step[is_finite], self.value[is_finite])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a run says of a signal before any value is read.
+
+    Attributes:
+        name: Of the signal.
+        part: Of the run.
+        variable: In that part.
+        term: Of the variable; None: it has no terms.
+        places: What it runs over beside steps: some of ``layer``, ``head``, ``module``, ``expert``.
+        long_name: Of the quantity.
+        unit: ``"1"`` for dimensionless.
+    """
+
+    name: str
+    part: str
+    variable: str
+    term: str | None
+    places: tuple[str, ...]
+    long_name: str
+    unit: str
+
+
+def names(run: xr.DataTree) -> list[str]:
+    """Every signal that a run offers, in the order of its parts."""
+    return list(catalogue(run))
+
+
+def catalogue(run: xr.DataTree) -> dict[str, Entry]:
+    """What a run offers, by the names of its signals; no values are read.
+
+    Where two parts have a variable of one name, the later ones are called ``"part/name"``.
+    """
+    found: dict[str, Entry] = {}
+    others = [part for part in run.children if part not in (*_PARTS, "spectra", "events")]
+    for part in (*_PARTS, *others, "spectra"):
+        if part not in run.children:
+            continue
+        for entry in _entries(part, run[part].to_dataset(inherit=False)):
+            name = entry.name if entry.name not in found else f"{part}/{entry.name}"
+            found[name] = replace(entry, name=name)
+    return found
+
+
+def bad_direction(name: str) -> str:
+    """Where trouble lies: ``"low"`` for ranks and entropies, ``"high"`` for norms, logits, loads and the rest.
+
+    Args:
+        name: Of a signal or a variable.
+    """
+    return "low" if _variable_of(name) in _LOW_IS_BAD else "high"
+
+
+def worst(name: str) -> str:
+    """The reduction that shows trouble first: ``"min"`` where low is bad, ``"max"`` where high is; of shares the mean.
+
+    Args:
+        name: Of a signal or a variable.
+    """
+    if _variable_of(name) in _NEITHER:
+        return "mean"
+    return "min" if bad_direction(name) == "low" else "max"
+
+
+def read(
+    run: xr.DataTree,
+    name: str,
+    *,
+    reduce: str | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    first_row: int = 0,
+) -> Signal:
+    """One signal of a run as a line over steps.
+
+    Args:
+        run: With any parts that have steps.
+        name: One of `names`.
+        reduce: ``"min"``, ``"max"`` or ``"mean"`` over all that the signal runs over beside steps; values that are NaN
+            are left out of it. None: `worst`.
+        layer: Take this layer alone, by its number; None: all.
+        head: Take this head alone; None: all.
+        first_row: Leave out the rows before, which a reader that follows a run has already.
+
+    Returns:
+        The signal; its value is NaN where every layer and head is. Spectral measures leave layers out whose update is
+        too small to say anything.
+
+    Raises:
+        SchemaError: If the run has no such signal.
+        ThresholdError: If there is no such reduction, layer or head.
+    """
+    if reduce is not None and reduce not in REDUCTIONS:
+        raise ThresholdError(f"The reduction is '{reduce}', expected one of {', '.join(REDUCTIONS)}.")
+    entry = _entry(run, name)
+    values = _values(run, entry, slice(first_row, None))
+    step = values["step"].values.astype(np.int64)
+    values, words = _taken(values, entry, layer=layer, head=head)
+    places = [dim for dim in values.dims if dim != "step"]
+    reduce = (reduce or worst(entry.variable)) if places else ""
+    if places:
+        words.append(f"{reduce} over {_listed([_PLACES[place] for place in places])}")
+    plain = values.transpose("step", ...).values.astype(float)
+    line = _reduced(plain.reshape(len(plain), -1), reduce) if places else plain
+    if (np.diff(step) < 0).any():
+        order = np.argsort(step, kind="stable")
+        step, line = step[order], line[order]
+    title = ", ".join([entry.long_name, *words])
+    return Signal(name, entry.part, step, line, title, entry.unit, reduce, entry.variable)
+
+
+def heat(run: xr.DataTree, name: str, step: int) -> xr.DataArray:
+    """A signal at one step with everything that it runs over: its layers and heads, layers and experts, or modules.
+
+    Args:
+        run: With the signal.
+        name: One of `names`.
+        step: The nearest recorded step is taken; of two as near, the earlier.
+
+    Returns:
+        Dims ``layer`` and ``head``, or what there is of ``layer``, ``module``, ``expert``; the scalar coordinate
+        ``step`` says which step it is. NaN where nothing could be given.
+
+    Raises:
+        SchemaError: If the run has no such signal, no row of it, or it runs over steps alone.
+    """
+    entry = _entry(run, name)
+    if not entry.places:
+        raise SchemaError(f"'{name}' has no layers; choose one that has, such as an effective rank or an entropy.")
+    recorded = run[entry.part]["step"].values
+    if not len(recorded):
+        raise SchemaError(f"'{name}' has no row yet; wait for the first.")
+    row = int(np.abs(recorded - step).argmin())
+    found = _values(run, entry, slice(row, row + 1)).isel(step=0).transpose(*sorted(entry.places, key=[*_PLACES].index))
+    return found.load().assign_attrs(long_name=entry.long_name, units=entry.unit).rename(name)
+
+
+def decimate(
+    step: np.ndarray, value: np.ndarray, n: int, start: float | None = None, stop: float | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """A line with few points that looks the same: of each bucket of rows the lowest and the highest, and both ends.
+
+    No spike vanishes, however short. Buckets hold equally many rows, a power of two counted from the first row, so that
+    they stay the same while the view moves, and nothing flickers.
+
+    Args:
+        step: Rising, shape (row,).
+        value: Shape (row,); what is NaN or infinite is left out.
+        n: About as many buckets, such as the pixels of the picture: from 0.7 to 1.4 times as many.
+        start: First step in view; the last row before it is kept, so that the line enters the picture. None: all.
+        stop: Last step in view; likewise.
+
+    Returns:
+        Steps and values, rows of the input in their order; all rows in view if there are at most ``2 * n``.
+
+    Raises:
+        ThresholdError: If ``n`` is below 1.
+    """
+    if n < 1:
+        raise ThresholdError(f"n is {n}, expected at least 1 bucket.")
+    is_finite = np.isfinite(value)
+    if not is_finite.all():
+        step, value = step[is_finite], value[is_finite]
+    first, last = _rows_in_view(step, start, stop)
+    if last - first <= 2 * n:
+        return step[first:last], value[first:last]
+    size = 1 << int(np.round(np.log2((last - first) / n)))
+    begin = min(-(-first // size) * size, last)
+    end = max(last - last % size, begin)
+    whole = value[begin:end].reshape(-1, size)
+    offset = np.arange(begin, end, size)
+    extremes = np.sort([whole.argmin(1) + offset, whole.argmax(1) + offset], axis=0).T.ravel()
+    # What the view cuts off from the buckets at its ends is a bucket of its own.
+    kept = np.concatenate([[first], _extremes(value, first, begin), extremes, _extremes(value, end, last), [last - 1]])
+    kept = kept[np.append(True, kept[1:] > kept[:-1])].astype(np.intp)
+    return step[kept], value[kept]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Where a signal of healthy runs lies.
+
+    Attributes:
+        step: Middle of each stretch of steps, shape (stretch,).
+        lower: Lower quantile there.
+        upper: Upper quantile there.
+    """
+
+    step: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+
+
+def healthy_band(
+    lines: Sequence[tuple[np.ndarray, np.ndarray]], *, quantiles: tuple[float, float] = (0.05, 0.95), n: int = 100
+) -> Band:
+    """Running quantiles over healthy runs: of the values of all of them in each stretch of steps and its neighbours.
+
+    Args:
+        lines: Steps and values of each run; what is not finite is left out.
+        quantiles: Lower and upper.
+        n: Stretches, equally long; fewer where there are fewer than five values for each.
+
+    Returns:
+        The band; empty if there are no values.
+
+    Raises:
+        ThresholdError: If the quantiles are not two rising numbers from 0 to 1.
+    """
+    quantiles = checked_quantiles(quantiles)
+    finite = [np.isfinite(value) for _, value in lines]
+    step = np.concatenate([np.zeros(0), *(line[0][is_there] for line, is_there in zip(lines, finite, strict=True))])
+    value = np.concatenate([np.zeros(0), *(line[1][is_there] for line, is_there in zip(lines, finite, strict=True))])
+    if not len(step):
+        return Band(np.zeros(0), np.zeros(0), np.zeros(0))
+    order = np.argsort(step, kind="stable")
+    step, value = step[order], value[order]
+    n = int(np.clip(len(step) // 5, 1, n))
+    edges = np.linspace(step[0], step[-1], n + 1)
+    bounds = np.append(np.searchsorted(step, edges[:-1]), len(step))
+    middle, found = [], []
+    for stretch in range(n):
+        nearby = value[bounds[max(stretch - 1, 0)] : bounds[min(stretch + 2, n)]]
+        if len(nearby):
+            middle.append((edges[stretch] + edges[stretch + 1]) / 2)
+            found.append(np.quantile(nearby, quantiles))
+    lower, upper = np.array(found).T
+    middle[0], middle[-1] = edges[0], edges[-1]
+    return Band(np.array(middle), lower, upper)
+
+
+def checked_quantiles(quantiles: tuple[float, float]) -> tuple[float, float]:
+    """Two quantiles, or a sentence that says what they should be.
+
+    Raises:
+        ThresholdError: If they are not two rising numbers from 0 to 1.
+    """
+    pair = tuple(quantiles) if isinstance(quantiles, Sequence) and not isinstance(quantiles, str) else ()
+    if len(pair) != 2 or not 0 <= pair[0] < pair[1] <= 1:
+        raise ThresholdError(f"The band is {quantiles!r}, expected two rising quantiles, such as (0.05, 0.95).")
+    return float(pair[0]), float(pair[1])
+
+
+def _extremes(value: np.ndarray, first: int, last: int) -> list[int]:
+    part = value[first:last]
+    return sorted([first + int(part.argmin()), first + int(part.argmax())]) if len(part) else []
+
+
+def _rows_in_view(step: np.ndarray, start: float | None, stop: float | None) -> tuple[int, int]:
+    """First row, and the row after the last: those in view, and one more on either side."""
+    if step.dtype.kind == "i":  # bounds of another type would have NumPy convert all steps first
+        start, stop = (None if end is None else np.clip(end, -_FAR, _FAR) for end in (start, stop))
+        start = None if start is None else step.dtype.type(np.ceil(start))
+        stop = None if stop is None else step.dtype.type(np.floor(stop))
+    first = 0 if start is None else max(int(np.searchsorted(step, start)) - 1, 0)
+    last = len(step) if stop is None else min(int(np.searchsorted(step, stop, side="right")) + 1, len(step))
+    return first, max(first, last)
+
+
+def _entries(part: str, data: xr.Dataset) -> list[Entry]:
+    if "step" not in data.dims:
+        return []
+    found = []
+    for variable, values in data.data_vars.items():
+        dims = [dim for dim in values.dims if dim not in ("step", "term")]
+        is_line = "step" in values.dims and values.dtype.kind in "fiu" and all(dim in _PLACES for dim in dims)
+        if not is_line or variable == "step":
+            continue
+        rule = PARTS.get(part, {}).get(variable) or MONITORS.get(variable) or SPECTRA.get(variable)
+        long_name = values.attrs.get("long_name", rule.long_name if rule else str(variable).replace("_", " "))
+        unit = values.attrs.get("units", rule.units if rule else "1")
+        terms = [str(term) for term in values["term"].values] if "term" in values.dims else [None]
+        for term in terms:
+            ending = "" if term is None else f" {term}"
+            found.append(
+                Entry(f"{variable}{ending}", part, str(variable), term, tuple(dims), f"{long_name}{ending}", str(unit))
+            )
+    return found
+
+
+def _entry(run: xr.DataTree, name: str) -> Entry:
+    known = catalogue(run)
+    if name not in known:
+        choice = f"choose from {', '.join(known)}" if known else "it holds nothing that has steps"
+        raise SchemaError(f"The run has no signal '{name}'; {choice}.")
+    return known[name]
+
+
+def _values(run: xr.DataTree, entry: Entry, rows: slice) -> xr.DataArray:
+    data = run[entry.part].to_dataset(inherit=False)
+    values = data[entry.variable].isel(step=rows)
+    if entry.part == "spectra" and entry.variable in SPECTRAL:
+        values = values.astype(float).where(data["is_informative"].isel(step=rows))
+    return (
+        values if entry.term is None else values.isel(term=data["term"].values.astype(str).tolist().index(entry.term))
+    )
+
+
+def _taken(
+    values: xr.DataArray, entry: Entry, *, layer: int | None, head: int | None
+) -> tuple[xr.DataArray, list[str]]:
+    """One layer, one head, or both, and the words that say so."""
+    words = []
+    for dim, chosen in (("layer", layer), ("head", head)):
+        if chosen is None:
+            continue
+        # The modules of an optimizer are blocks: each knows its layer.
+        along = "module" if dim == "layer" and dim in values.coords and dim not in values.dims else dim
+        if along not in values.dims:
+            raise ThresholdError(f"'{entry.name}' has no {dim}s; leave {dim}= out.")
+        labels = values[dim].values if dim in values.coords else np.arange(values.sizes[along])
+        if chosen not in labels:
+            choice = ", ".join(map(str, labels))
+            raise ThresholdError(f"'{entry.name}' has no {dim} {chosen}; choose from {choice}.")
+        values = values.isel({along: int(np.flatnonzero(labels == chosen)[0])})
+        words.append(f"{dim} {chosen}")
+    return values, words
+
+
+def _reduced(values: np.ndarray, reduce: str) -> np.ndarray:
+    """Over the last axis, NaN left out; NaN where all are."""
+    if values.shape[-1] == 0:
+        return np.full(len(values), np.nan)
+    if reduce != "mean":
+        return (np.fmin if reduce == "min" else np.fmax).reduce(values, axis=-1)
+    known = ~np.isnan(values)
+    n_known = known.sum(-1)
+    return np.divide(np.where(known, values, 0).sum(-1), n_known, out=np.full(len(values), np.nan), where=n_known > 0)
+
+
+def _variable_of(name: str) -> str:
+    return name.rpartition("/")[2].partition(" ")[0]
+
+
+def _listed(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
+
+
+def default_names(runs: Mapping[str, xr.DataTree], alarmed: Sequence[str] = (), *, n: int = 6) -> list[str]:
+    """The signals worth a first look: loss and gradient norm, those that alarmed, and what tells mechanisms apart.
+
+    Args:
+        runs: By name.
+        alarmed: Signals with alarms, the first alarm first.
+        n: At most so many, as long as loss, gradient norm and the first three that alarmed fit.
+
+    Returns:
+        Names of signals that at least one run offers.
+    """
+    offered = dict.fromkeys(name for run in runs.values() for name in names(run))
+    wanted = ["loss", "grad_norm", *list(dict.fromkeys(name for name in alarmed if name in offered))[:3], *_TELLING]
+    return list(dict.fromkeys(name for name in wanted if name in offered))[:n]
+
+
+#: By what sets faults apart: attention, router, rate, and what precedes spikes.
+_TELLING = (
+    "effective_rank D2",
+    "routing_entropy_share",
+    "routing_entropy",
+    "update_ratio",
+    "attention_logit_max",
+    "adam_staleness",
+    "router_similarity",
+    "max_violation",
+    "attention_entropy_share",
+    "outlier_ratio",
+    "spectral_radius",
+    "near_unit_mass",
+    "accuracy",
+)

@@ -1,0 +1,201 @@
+"""What is known of a run before its first update: spectra, forward passes, a gradient, and updates tried on a copy."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from workbench.koopman.spectra import RankWarning
+from workbench.models.anatomy import Anatomy, read_anatomy
+from workbench.models.batches import TokenSelection
+from workbench.models.capture import StreamWatcher
+from workbench.models.losses import accuracy_of, token_loss
+from workbench.models.probing import call_model, on_device_of, undisturbed, watch
+from workbench.models.profile import profile
+from workbench.models.subject import Subject
+from workbench.schema.sweeps import MEASURES, SETTINGS, dtype_of
+from workbench.sweeps.planned_runs import describe_plan, plan_of
+from workbench.sweeps.trial_updates import N_REHEARSED, rehearsed_rate, trial_update
+from workbench.tasks import as_task
+from workbench.training.training_plan import TrainingPlan
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: Measures of the spectra that a sweep keeps.
+SPECTRAL = tuple(name for name, rule in MEASURES.items() if "layer" in rule.dims and "mode" not in rule.dims)
+
+
+def measure_case(
+    model: nn.Module | Subject,
+    task: Any,
+    *,
+    architecture: str = "",
+    n_snapshots: int = 1024,
+    stack: str | None = None,
+    takes_gradients: bool = True,
+    rehearses: bool = True,
+    loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
+    **training: Any,
+) -> xr.Dataset:
+    """Everything that a risk model looks at, for one planned run; the model is left as it was.
+
+    Args:
+        model: The model as training would begin with it.
+        task: What it would be trained on; see `workbench.tasks.as_task`. The first batch of its stream is looked at,
+            and held-out inputs for the spectra.
+        architecture: What tables and pictures call it; by default the name of its class.
+        n_snapshots: Token states that the spectra are taken from.
+        stack: Name of the block stack to read, where a model has several.
+        takes_gradients: Also measure what needs a backward pass: the initial gradient norm, and the rates at which the
+            optimizer's first update alone overshoots or breaks; otherwise they are NaN.
+        rehearses: Also measure the rate that breaks a copy within ten updates, which costs about a hundred updates in
+            all; otherwise, and without gradients, it is NaN.
+        loss: From logits and targets to a 0-dim tensor.
+        **training: Fields of `TrainingPlan`: ``n_steps``, ``learning_rate``, ``warmup``, ...
+
+    Returns:
+        Dataset of one ``run`` (a sweep without outcomes; see `workbench.schema.sweeps`).
+
+    Raises:
+        ThresholdError: If a setting is unknown or impossible.
+        AnatomyError: If the residual stream cannot be read.
+        SnapshotError: If the stream holds NaN or infinite values.
+    """
+    module = model.model if isinstance(model, Subject) else model
+    plan = plan_of(training)
+    row = measure_row(
+        model, as_task(task), plan, n_snapshots=n_snapshots, stack=stack, takes_gradients=takes_gradients,
+        rehearses=rehearses, loss=loss,
+    )  # fmt: skip
+    config = getattr(module, "config", None)
+    known = config.as_dict() if hasattr(config, "as_dict") else {}
+    row |= describe_plan(plan, known) | {"architecture": architecture or type(module).__name__}
+    row |= {"study": "", "configuration": "", "cell": "", "settings": json.dumps(plan.as_dict(), default=str)}
+    return as_cases([row]).assign_attrs(subject=architecture or type(module).__name__)
+
+
+def measure_row(
+    model: nn.Module | Subject,
+    task: Any,
+    plan: TrainingPlan,
+    *,
+    n_snapshots: int,
+    stack: str | None = None,
+    takes_gradients: bool = True,
+    rehearses: bool = True,
+    loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
+) -> dict[str, Any]:
+    """What `measure_case` measures, by name; per-layer measures as arrays (layer,), eigenvalues as (layer, mode)."""
+    module = model.model if isinstance(model, Subject) else model
+    n_batches = N_REHEARSED + 1 if takes_gradients and rehearses else 1
+    batches = [
+        tuple(on_device_of(module, part) for part in batch) for batch in itertools.islice(task.stream(0), n_batches)
+    ]
+    inputs, targets = batches[0]
+    anatomy = read_anatomy(module, inputs, stack=stack)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RankWarning)  # the rank is in the data
+        spectra = profile(
+            model, task.probe(n_snapshots), n_snapshots=n_snapshots, anatomy=anatomy, n_workers=1, progress=False
+        )
+    row: dict[str, Any] = {name: spectra[name].values.astype(float) for name in SPECTRAL}
+    row["eigenvalue"] = spectra["eigenvalue"].values
+    row |= _forward(module, anatomy, inputs, targets, loss)
+    gradient = dict.fromkeys(("initial_grad_norm", "overshoot_rate", "breaking_rate", "rehearsed_rate"), math.nan)
+    if takes_gradients:
+        gradient |= trial_update(module, (inputs, targets), plan, loss)
+    if takes_gradients and rehearses:
+        gradient["rehearsed_rate"] = rehearsed_rate(module, batches, plan, loss)
+    first = inputs if isinstance(inputs, Tensor) else targets
+    return (
+        row
+        | gradient
+        | {
+            "n_layers": len(anatomy.sites),
+            "d_model": anatomy.width,
+            "n_weights": sum(weight.numel() for weight in module.parameters()),
+            "batch_size": int(first.shape[0]),
+            "n_tokens": int(targets.numel()),
+            "task": str(task.describe().get("task", "")),
+        }
+    )
+
+
+def _forward(
+    model: nn.Module, anatomy: Anatomy, inputs: Any, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, float]:
+    """What two forward passes over the first batch say."""
+    plain, rms = _forward_pass(model, anatomy, inputs, factor=1.0)
+    louder, louder_rms = _forward_pass(model, anatomy, inputs, factor=2.0)
+    spread, louder_spread = (float(logits.double().std(-1).mean()) for logits in (plain, louder))
+    # Where the output begins at zero, the stream itself says whether a later norm takes the factor out again.
+    ratio = louder_spread / spread if spread > 0 else louder_rms["last"] / rms["last"] if rms["last"] > 0 else math.nan
+    return {
+        "initial_loss": float(loss(plain, targets)),
+        "initial_accuracy": accuracy_of(plain, targets),
+        "logit_std": spread,
+        "scale_response": math.log2(ratio) if 0 < ratio < math.inf else math.nan,
+        "stream_rms_first": rms["first"],
+        "stream_rms_last": rms["last"],
+    }
+
+
+def _forward_pass(model: nn.Module, anatomy: Anatomy, inputs: Any, *, factor: float) -> tuple[Tensor, dict[str, float]]:
+    """Logits of a forward pass with the stream multiplied before the first block, and its rms there and at the end."""
+    site, last = anatomy.sites[0], len(anatomy.sites) - 1
+    rms: dict[str, float] = {}
+    calls = itertools.count()
+
+    def enlarge(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        if next(calls) != site.call or factor == 1:
+            return None
+        return site.with_state(args, kwargs, site.state_in(args, kwargs) * factor)
+
+    def take(layer: int, x: Tensor, y: Tensor) -> None:
+        for name, of, state in (("first", 0, x), ("last", last, y)):
+            if layer == of:
+                rms[name] = math.sqrt(float(state.detach().double().square().mean()))
+
+    watcher = StreamWatcher(anatomy, TokenSelection(None, layout=anatomy.layout), take, layers={0, last})
+    handle = site.module.register_forward_pre_hook(enlarge, with_kwargs=True)
+    try:
+        with undisturbed(model), watch(watcher.hooks()), torch.no_grad():
+            watcher.begin(inputs)
+            return _logits(call_model(model, inputs)), rms
+    finally:
+        handle.remove()
+
+
+def _logits(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def as_cases(rows: list[dict[str, Any]]) -> xr.Dataset:
+    """Rows as one dataset; layers and modes that a run lacks are NaN."""
+    import xarray as xr
+
+    data = {}
+    for name, rule in {**SETTINGS, **MEASURES}.items():
+        values = [np.asarray(row[name], dtype=dtype_of(name, rule.kind)) for row in rows]
+        data[name] = (rule.dims, padded(values), rule.attrs)
+    return xr.Dataset(data).set_coords(list(SETTINGS))
+
+
+def padded(values: list[np.ndarray]) -> np.ndarray:
+    """Arrays of different extents as one, NaN where one has no entry."""
+    if values[0].ndim == 0:
+        return np.array(values)
+    shape = tuple(max(value.shape[axis] for value in values) for axis in range(values[0].ndim))
+    result = np.full((len(values), *shape), np.nan, dtype=values[0].dtype)
+    for i, value in enumerate(values):
+        result[(i, *(slice(n) for n in value.shape))] = value
+    return result

@@ -1,0 +1,151 @@
+"""Many runs on `dask.distributed`: worker processes of this machine, or any cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import SweepError, ThresholdError
+from workbench.io.progress import n_cores, progress_bar
+from workbench.sweeps.one_run import make_run
+from workbench.sweeps.run_settings import RunSettings
+from workbench.sweeps.sweep_store import SweepStore, open_sweep
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from distributed import Client
+
+#: How often a run may lose its worker before it is given up; a cluster's own setting holds where one is joined.
+_MOST_LOST_WORKERS = 10
+_SECONDS_TO_CONNECT = 10
+
+
+def run(
+    runs: Sequence[RunSettings],
+    path: str | os.PathLike[str],
+    *,
+    scheduler: str | Client | None = None,
+    n_workers: int | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> xr.Dataset:
+    """Make the runs of a design, in parallel, into one store.
+
+    Each finished run is written at once. Interrupted, the same call goes on where it stopped; finished, it does nothing
+    but read. A run whose worker dies is made again elsewhere. In a script, call it under
+    ``if __name__ == "__main__":``, as every program that starts processes.
+
+    Args:
+        runs: The design; see `grid`. Its order is the order of the rows.
+        path: Of the store, by custom ending in ``.zarr``.
+        scheduler: Address of a running dask scheduler, such as ``"tcp://10.0.0.1:8786"``, or a client; None: processes
+            of this machine, for the time of the call.
+        n_workers: Processes of this machine; None: one a core.
+        overwrite: Begin anew, whatever is at ``path``.
+        progress: Show a bar, and the address of the dashboard.
+
+    Returns:
+        As from `open_sweep`.
+
+    Raises:
+        ThresholdError: If there is no run, one is there twice, or both a cluster and processes are asked for.
+        StoreError: If the path holds something else, or a sweep of another design.
+        SweepError: If the scheduler cannot be reached, or some runs fail by themselves; all others are made and kept.
+    """
+    runs = list(runs)
+    _check(runs, scheduler, n_workers)
+    store = SweepStore(path, runs, overwrite=overwrite)
+    missing = store.missing()
+    if missing:
+        with _cluster(scheduler, min(n_workers or n_cores(), len(missing))) as client:
+            failed = _make(client, runs, missing, store, progress)
+        if failed:
+            index, error = next(iter(failed.items()))
+            raise SweepError(
+                f"{len(failed)} of {len(runs)} runs failed, the first being run {index} ({runs[index].architecture}: "
+                f"{type(error).__name__}: {error}); the others are kept: repair the cause and call sweep() again."
+            ) from error
+    return open_sweep(path)
+
+
+def _make(
+    client: Client, runs: Sequence[RunSettings], missing: Sequence[int], store: SweepStore, progress: bool
+) -> dict[int, BaseException]:
+    """Make the missing runs; returns what failed."""
+    from distributed import as_completed
+
+    if progress:
+        print(f"Sweep of {len(runs)} runs, {len(missing)} to make; dashboard: {client.dashboard_link}")
+    futures = {
+        client.submit(make_run, runs[i].as_dict(), key=f"run-{i}-{runs[i].identity}", pure=False): i for i in missing
+    }
+    failed: dict[int, BaseException] = {}
+    with progress_bar(progress, total=len(missing), label="sweep", unit="run") as bar:
+        for future in as_completed(futures, loop=client.loop):
+            index = futures.pop(future)
+            if (error := future.exception()) is not None:
+                failed[index] = error
+            else:
+                store.write(index, future.result())
+            future.release()
+            bar.update(1)
+    return dict(sorted(failed.items()))
+
+
+@contextmanager
+def _cluster(scheduler: str | Client | None, n_workers: int) -> Iterator[Client]:
+    """A client of the given cluster, or of processes that live as long as the block."""
+    import dask
+    from distributed import Client, LocalCluster
+
+    if isinstance(scheduler, Client):
+        yield scheduler
+        return
+    if scheduler is not None:
+        try:
+            client = Client(scheduler, timeout=_SECONDS_TO_CONNECT, set_as_default=False)
+        except (OSError, TimeoutError, ValueError) as error:
+            raise SweepError(
+                f"No dask scheduler answers at {scheduler}; start one with `dask scheduler`, or leave out scheduler=."
+            ) from error
+        with client:
+            yield client
+        return
+    settings = {"distributed.scheduler.allowed-failures": _MOST_LOST_WORKERS, "distributed.worker.daemon": False}
+    with (
+        dask.config.set(settings),
+        # Any free port: several sweeps, or another dashboard, may be there already.
+        LocalCluster(
+            n_workers=n_workers, threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs="ERROR"
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+def _check(runs: list[RunSettings], scheduler: Any, n_workers: int | None) -> None:
+    """Refuse a call that makes no sense.
+
+    Raises:
+        ThresholdError: Says why.
+    """
+    if not runs:
+        raise ThresholdError("The sweep has no run; make some with wb.sweeps.grid(...).")
+    for run in runs:
+        if not isinstance(run, RunSettings):
+            raise ThresholdError(
+                f"A run of the sweep is a {type(run).__name__}, expected RunSettings; see wb.sweeps.grid."
+            )
+    if n_workers is not None and n_workers < 1:
+        raise ThresholdError(f"n_workers is {n_workers}, expected at least 1.")
+    if n_workers is not None and scheduler is not None:
+        raise ThresholdError("A cluster has workers of its own; leave out n_workers= or scheduler=.")
+    seen: dict[str, int] = {}
+    for i, run in enumerate(runs):
+        if run.identity in seen:
+            raise ThresholdError(
+                f"Runs {seen[run.identity]} and {i} of the sweep are the same; give each its own seed."
+            )
+        seen[run.identity] = i

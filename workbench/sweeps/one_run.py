@@ -1,0 +1,99 @@
+"""One run of a sweep, from its settings to its row."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from threadpoolctl import threadpool_limits
+
+from workbench.callbacks.train import train
+from workbench.sweeps.case_measures import measure_row
+from workbench.sweeps.run_settings import RunSettings
+from workbench.training.step_record import StepRecord
+
+#: Steps over which the predictors of RKSP Table 2 are taken.
+_GRAD_NORM_STEP, _SPIKE_STEPS = 100, 500
+#: A loss is a spike if it lies this many standard deviations above the mean of the window before it. The paper gives
+#: no rule; with 3 deviations noise alone makes about one spike in a thousand steps.
+_SPIKE_WINDOW, _SPIKE_DEVIATIONS = 20, 3.0
+
+
+def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure a fresh model, train it, and say how it ended.
+
+    One thread computes, so the same settings give the same row wherever a worker of this machine type runs them.
+
+    Args:
+        settings: What `RunSettings.as_dict` gives.
+
+    Returns:
+        Values by the names of `workbench.schema.sweeps`.
+    """
+    start = time.monotonic()
+    run = RunSettings.from_dict(settings)
+    plan = run.plan()
+    with _one_thread():
+        model, task = run.make_model(), run.make_task()
+        row = measure_row(model, task, plan, n_snapshots=run.n_snapshots)
+        training = {name: getattr(plan, name) for name in settings["training"] if name != "optimizer_options"}
+        options = {"optimizer_options": plan.optimizer_options, "seed": run.seed}
+        records = list(train(model, task, **training, **options))
+    row |= run.describe() | outcome(records)
+    return row | {"seconds": time.monotonic() - start}
+
+
+def outcome(records: list[StepRecord]) -> dict[str, Any]:
+    """How a run went, by the names of ``sweep_schema.OUTCOMES``; without its duration."""
+    loss = np.array([record.loss for record in records])
+    grad_norm = np.array([record.grad_norm for record in records])
+    last = records[-1]
+    n_last = max(1, len(records) // 8)
+    grad_norm = np.where(np.isnan(grad_norm), np.inf, grad_norm)
+    known = grad_norm[1 : _GRAD_NORM_STEP + 1]
+    with np.errstate(invalid="ignore", over="ignore"):
+        variance = float(np.var(known)) if len(known) and np.isfinite(known).all() else math.inf
+    return {
+        "grad_norm_step_100": float(grad_norm[min(_GRAD_NORM_STEP, len(records) - 1)]),
+        "grad_norm_variance": variance,
+        "n_loss_spikes": count_spikes(loss[: _SPIKE_STEPS + 1]),
+        "has_diverged": last.diverged,
+        "cause": last.cause,
+        "divergence_step": float(last.step) if last.diverged else math.nan,
+        "final_loss": last.loss if math.isfinite(last.loss) else math.nan,
+        "accuracy": math.nan if last.diverged else float(np.mean([record.accuracy for record in records[-n_last:]])),
+    }
+
+
+def count_spikes(loss: np.ndarray) -> int:
+    """Steps whose loss stands out of the ``20`` before it by more than three of their standard deviations.
+
+    RKSP counts loss spikes without saying what one is; this is our reading.
+
+    Args:
+        loss: Of each step, in nats; what is not finite is a spike.
+    """
+    loss = np.asarray(loss, dtype=float)
+    if not len(loss) > _SPIKE_WINDOW:
+        return int(np.count_nonzero(~np.isfinite(loss)))
+    before = np.lib.stride_tricks.sliding_window_view(loss, _SPIKE_WINDOW)[:-1]
+    now = loss[_SPIKE_WINDOW:]
+    with np.errstate(invalid="ignore", over="ignore"):
+        is_high = now > before.mean(-1) + _SPIKE_DEVIATIONS * before.std(-1)
+    return int(np.count_nonzero(is_high | ~np.isfinite(now)))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with threadpool_limits(1):
+            yield
+    finally:
+        torch.set_num_threads(n_threads)

@@ -1,0 +1,257 @@
+"""What one run of a sweep is made from: plain values, checked before anything is trained."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import ThresholdError
+from workbench.sweeps.planned_runs import describe_plan, plan_of
+from workbench.tasks.task import require_seed, require_whole
+from workbench.training.training_plan import TrainingPlan
+from workbench.zoo import ArchitectureConfig, build
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from workbench.tasks import Task
+
+TASKS = ("associative_recall", "synthetic_lm", "random_tokens", "text_bytes", "digits")
+_N_HEX = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Everything that decides the numbers of one run of a sweep.
+
+    Attributes:
+        architecture: What tables and pictures call the model.
+        model: Options of `ArchitectureConfig` but the seed; or ``{"make": "package.module:function", ...}`` for a model
+            of one's own: the function gets the other options and ``seed``, and returns a module. Workers have to be
+            able to import it.
+        task: ``{"name": "associative_recall", ...}``: one of ``TASKS`` and its options but the seed.
+        training: Fields of `TrainingPlan` as plain values, but the seed: ``n_steps``, ``learning_rate``, ...
+        seed: Of the weights, the data and whatever is random in training.
+        study: A label, to select by later; it changes nothing.
+        n_snapshots: Token states that the spectra of the fresh model are taken from.
+
+    Raises:
+        ThresholdError: If the model, the task or the training is impossible.
+    """
+
+    architecture: str
+    model: Mapping[str, Any]
+    task: Mapping[str, Any]
+    training: Mapping[str, Any]
+    seed: int = 0
+    study: str = ""
+    n_snapshots: int = 1024
+    _plain: dict[str, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        require_seed(self.seed)
+        require_whole(3, n_snapshots=self.n_snapshots)
+        for part in ("model", "task", "training"):
+            if "seed" in getattr(self, part):
+                raise ThresholdError(
+                    f"{part} of '{self.architecture}' has a seed of its own; pass seed= for all three."
+                )
+        plain = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
+        try:
+            text = json.dumps(plain, sort_keys=True, allow_nan=False, default=_as_plain)
+        except (TypeError, ValueError) as error:
+            raise ThresholdError(
+                f"The settings of '{self.architecture}' are no plain values ({error}); use numbers, texts and lists."
+            ) from error
+        object.__setattr__(self, "_plain", json.loads(text))
+        self.make_task()
+        self.plan()
+        if "make" in self.model:
+            _function(self.model["make"])
+        else:
+            self._config()
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> RunSettings:
+        """The settings that `as_dict` wrote."""
+        return cls(**settings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as plain values, for a JSON text."""
+        return json.loads(json.dumps(self._plain))
+
+    @property
+    def identity(self) -> str:
+        """12 hexadecimal digits that stand for everything that decides the run's numbers."""
+        return _digest({name: value for name, value in self._plain.items() if name not in ("study", "architecture")})
+
+    @property
+    def configuration(self) -> str:
+        """12 hexadecimal digits that stand for the model without its seed."""
+        return _digest(
+            self._config().as_dict() if "make" not in self.model else self._plain["model"], without=("seed",)
+        )
+
+    @property
+    def cell(self) -> str:
+        """12 hexadecimal digits that stand for all settings but the learning rate and the seed."""
+        training = {name: value for name, value in self._plain["training"].items() if name != "learning_rate"}
+        return _digest({"model": self.configuration, "task": self._plain["task"], "training": training})
+
+    def describe(self) -> dict[str, Any]:
+        """What is known of the row before anything is made, by the names of ``sweep_schema.SETTINGS``."""
+        config = {} if "make" in self.model else self._config().as_dict()
+        names = {name: getattr(self, name) for name in ("study", "architecture", "configuration", "cell")}
+        return {
+            **describe_plan(self.plan(), config),
+            **names,
+            "task": str(self.make_task().describe()["task"]),
+            "settings": json.dumps(self._plain, sort_keys=True),
+        }
+
+    def make_model(self) -> nn.Module:
+        """The fresh model."""
+        if "make" in self.model:
+            options = {name: value for name, value in self._plain["model"].items() if name != "make"}
+            return _function(self.model["make"])(**options, seed=self.seed)
+        return build(self._config())
+
+    def make_task(self) -> Task:
+        """The task.
+
+        Raises:
+            ThresholdError: If there is none of that name, or it does not take these options.
+        """
+        from workbench import tasks
+
+        options = dict(self._plain["task"])
+        name = options.pop("name", None)
+        if name not in TASKS:
+            raise ThresholdError(f"The task is called {name!r}, expected one of {', '.join(TASKS)}.")
+        make = getattr(tasks, name)
+        known = [item for item in inspect.signature(make).parameters if item != "seed"]
+        for option in options:
+            if option not in known:
+                raise ThresholdError(f"'{option}' is no option of the task {name}, expected one of {', '.join(known)}.")
+        return make(**options, seed=self.seed)
+
+    def plan(self) -> TrainingPlan:
+        """How it is trained.
+
+        Raises:
+            ThresholdError: If a setting is unknown or impossible.
+        """
+        training = self._plain["training"]
+        if "learning_rate" not in training:
+            raise ThresholdError(
+                f"The training of '{self.architecture}' has no learning_rate; every run of a sweep needs one."
+            )
+        options = training.get("optimizer_options", {})
+        options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+        return plan_of({**training, "optimizer_options": options, "seed": self.seed})
+
+    def _config(self) -> ArchitectureConfig:
+        return ArchitectureConfig.from_dict({**self._plain["model"], "seed": self.seed})
+
+
+def grid(
+    architectures: Mapping[str, Mapping[str, Any]],
+    *,
+    learning_rate: Iterable[float],
+    n_steps: int,
+    task: Mapping[str, Any] | Iterable[Mapping[str, Any]],
+    seed: Iterable[int] = (0,),
+    study: str = "",
+    n_snapshots: int = 1024,
+    **axes: Any,
+) -> list[RunSettings]:
+    """Every combination of architectures and settings, as the runs of a sweep.
+
+    Args:
+        architectures: Name -> options of the model, as in `RunSettings`.
+        learning_rate: The rates.
+        n_steps: Updates of each run.
+        task: One task or several, as in `RunSettings`.
+        seed: The seeds.
+        study: A label for all of them.
+        n_snapshots: As in `RunSettings`.
+        **axes: Any option of the models (``norm``, ``init_std``, ``d_model``, ...) or field of `TrainingPlan`
+            (``warmup``, ``schedule``, ``optimizer``, ...): one value, or a list of values to go through.
+
+    Returns:
+        The runs: architectures outermost, then the axes in the order given, tasks, rates and seeds.
+
+    Raises:
+        ThresholdError: If an axis is unknown or empty, an architecture says it too, or a combination is impossible.
+    """
+    of_training = [item.name for item in fields(TrainingPlan)]
+    of_model = [item.name for item in fields(ArchitectureConfig)]
+    values = {name: value if isinstance(value, list | tuple | range) else [value] for name, value in axes.items()}
+    for name in values:
+        if name not in of_training and name not in of_model:
+            raise ThresholdError(f"'{name}' is no option of a model and no setting of a training run.")
+        for title, model in architectures.items():
+            if name in model:
+                raise ThresholdError(f"'{title}' says its {name} itself; leave the axis {name} or that option out.")
+    last = {
+        "task": [task] if isinstance(task, Mapping) else list(task),
+        "rate": list(learning_rate),
+        "seed": list(seed),
+    }
+    for name, choices in {"architectures": architectures, **values, **last}.items():
+        if not len(choices):
+            raise ThresholdError(f"The sweep has no {name}; pass at least one.")
+    runs = []
+    for title, *chosen in itertools.product(architectures, *values.values(), *last.values()):
+        *chosen, job, rate, number = chosen
+        options = dict(zip(values, chosen, strict=True))
+        runs.append(
+            RunSettings(
+                architecture=title,
+                model={**architectures[title], **{k: v for k, v in options.items() if k in of_model}},
+                task=job,
+                training={
+                    "n_steps": n_steps,
+                    "learning_rate": rate,
+                    **{k: v for k, v in options.items() if k in of_training},
+                },
+                seed=number,
+                study=study,
+                n_snapshots=n_snapshots,
+            )
+        )
+    return runs
+
+
+def _digest(values: Mapping[str, Any], *, without: tuple[str, ...] = ()) -> str:
+    kept = {name: value for name, value in values.items() if name not in without}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:_N_HEX]
+
+
+def _as_plain(value: Any) -> Any:
+    """What JSON does not know: NumPy's numbers and read-only mappings."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    raise TypeError(f"{value!r} is a {type(value).__name__}")
+
+
+def _function(place: Any) -> Callable[..., nn.Module]:
+    """A function by ``"package.module:function"``."""
+    module, _, name = str(place).partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ThresholdError(
+            f"There is no function at '{place}' ({error}); write package.module:function, importable by the workers."
+        ) from error
+    if not callable(function):
+        raise ThresholdError(f"'{place}' is a {type(function).__name__}, expected a function that returns a module.")
+    return function

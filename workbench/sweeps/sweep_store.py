@@ -1,0 +1,220 @@
+"""A sweep on disk: one Zarr store, a row a run, in the order of the design; finished rows are marked last.
+
+What the design says of a row is there from the beginning; the rest is written row by row, by one process. Zarr
+replaces each of its files in one step, and a row counts only once its mark is there, so a sweep that is killed at any
+moment opens with every row that was finished before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError, StoreError
+from workbench.io.atomic import check_free, replacing
+from workbench.io.provenance import versions
+from workbench.schema.sweeps import MEASURES, OUTCOMES, SETTINGS, SWEEP_VERSION, dtype_of, require
+from workbench.sweeps.run_settings import RunSettings
+
+if TYPE_CHECKING:
+    import xarray as xr
+    import zarr
+
+#: Rows in a chunk: it is read and written again with each of its rows, and empty chunks take no room.
+_ROWS_PER_CHUNK = 256
+_MARK = "is_done"
+_KIND = "sweep"
+
+
+class SweepStore:
+    """The store of a sweep that is being made.
+
+    Args:
+        path: Of the store; it goes on with what is there if that is a sweep of the same design.
+        runs: The design.
+        overwrite: Begin anew, whatever is at ``path``.
+
+    Raises:
+        StoreError: If the path holds something else, or a sweep of another design.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], runs: Sequence[RunSettings], *, overwrite: bool = False) -> None:
+        import zarr
+
+        self.path = Path(path)
+        if overwrite or not self.path.exists():
+            check_free(self.path, overwrite=overwrite)
+            with replacing(self.path) as partial:
+                _lay_out(partial, runs)
+        else:
+            _check_design(self.path, runs)
+        self._group = zarr.open_group(self.path, mode="r+", use_consolidated=False)
+        designed = runs[0].describe()
+        names = [name for name in {**SETTINGS, **MEASURES, **OUTCOMES} if name not in designed]
+        self._arrays: dict[str, zarr.Array] = {name: self._group[name] for name in names}
+        self._mark = self._group[_MARK]
+
+    def missing(self) -> list[int]:
+        """Rows that are not finished."""
+        return np.flatnonzero(~self._mark[:]).tolist()
+
+    def write(self, index: int, row: Mapping[str, Any]) -> None:
+        """Write a finished row.
+
+        Raises:
+            StoreError: If it cannot be written, as on a full disk; it is not marked as finished then.
+        """
+        try:
+            for name, array in self._arrays.items():
+                with np.errstate(over="ignore"):  # what is too large for single precision is infinite
+                    value = np.asarray(row[name], dtype=array.dtype)
+                if value.ndim and any(n > m for n, m in zip(value.shape, array.shape[1:], strict=True)):
+                    array.resize((array.shape[0], *np.maximum(value.shape, array.shape[1:]).tolist()))
+                array[(index, *(slice(n) for n in value.shape))] = value
+            self._mark[index] = True
+        except OSError as error:
+            raise StoreError(
+                f"The sweep at {self.path} cannot be written ({error.strerror or error}); its finished runs are kept: "
+                "free some space and start it again."
+            ) from error
+
+
+def open_sweep(path: str | os.PathLike[str]) -> xr.Dataset:
+    """The finished runs of a sweep, also while it is being made.
+
+    Args:
+        path: Of the store.
+
+    Returns:
+        Dataset with dim ``run``, in the order of the design; see `workbench.schema.sweeps`. ``n_missing`` in its
+        attributes counts the runs that are not finished.
+
+    Raises:
+        StoreError: If there is no sweep at the path, or it is of a newer version.
+    """
+    import xarray as xr
+
+    attrs = _attrs_of(Path(path))
+    with xr.open_zarr(path, consolidated=False, chunks=None) as data:  # dask is slower at this size
+        is_done = data[_MARK].values
+        data = data.drop_vars(_MARK).isel(run=is_done).load()
+    data = data.set_coords(list(SETTINGS))
+    kept = {name: value for name, value in attrs.items() if name not in ("kind", "design")}
+    for name, variable in data.variables.items():
+        if variable.dtype.kind not in "fcib":
+            data[name] = (variable.dims, np.array(variable.values.tolist(), dtype=str), variable.attrs)
+    data = data.drop_encoding()
+    data.attrs = kept | {"n_missing": int((~is_done).sum())}
+    return data
+
+
+def join(sweeps: Sequence[xr.Dataset]) -> xr.Dataset:
+    """Several sweeps as one, in the order given; layers and modes that a run lacks are NaN.
+
+    Args:
+        sweeps: From `open_sweep`; attributes in which they differ are dropped.
+
+    Raises:
+        SchemaError: If there is none, or one is no sweep.
+    """
+    import xarray as xr
+
+    if not sweeps:
+        raise SchemaError("There is no sweep to join; pass at least one.")
+    for part in sweeps:
+        require(part, [*SETTINGS, *OUTCOMES])
+    extents = {dim: max(part.sizes[dim] for part in sweeps) for dim in ("layer", "mode")}
+    padded = [part.pad({dim: (0, n - part.sizes[dim]) for dim, n in extents.items()}) for part in sweeps]
+    return xr.concat(padded, "run", combine_attrs="drop_conflicts").set_coords(list(SETTINGS))
+
+
+def _lay_out(path: Path, runs: Sequence[RunSettings]) -> None:
+    """A store without rows: every array has its full length, and what the design says is in it."""
+    import zarr
+
+    designed = [run.describe() for run in runs]
+    group = zarr.create_group(path)
+    extents = {"layer": 1, "mode": 1}
+    for name, rule in {**SETTINGS, **MEASURES, **OUTCOMES}.items():
+        shape = tuple(len(runs) if dim == "run" else extents[dim] for dim in rule.dims)
+        chunks = tuple(min(_ROWS_PER_CHUNK, len(runs)) if dim == "run" else 64 for dim in rule.dims)
+        dtype = dtype_of(name, rule.kind)
+        array = group.create_array(
+            name,
+            shape=shape,
+            chunks=chunks,
+            dtype="string" if dtype is np.str_ else dtype,
+            fill_value={"f": np.nan, "c": np.nan, "i": 0, "b": False, "U": ""}[rule.kind],
+            attributes=rule.attrs,
+            dimension_names=rule.dims,
+        )
+        if name in designed[0]:
+            array[:] = np.array([row[name] for row in designed], dtype=array.dtype)
+    group.create_array(
+        _MARK, shape=(len(runs),), chunks=(len(runs),), dtype=bool, fill_value=False, dimension_names=("run",)
+    )
+    group.attrs.update(
+        {
+            "kind": _KIND,
+            "sweep_version": SWEEP_VERSION,
+            "design": [json.dumps(run.as_dict(), sort_keys=True) for run in runs],
+            "versions": versions(),
+        }
+    )
+
+
+def _attrs_of(path: Path) -> dict[str, Any]:
+    """Attributes of a sweep's store.
+
+    Raises:
+        StoreError: If there is none.
+    """
+    import zarr
+    from zarr.errors import GroupNotFoundError
+
+    try:
+        attrs = dict(zarr.open_group(path, mode="r", use_consolidated=False).attrs)
+    except (GroupNotFoundError, FileNotFoundError, NotADirectoryError) as error:
+        raise StoreError(f"There is no sweep at {path}; make one with wb.sweeps.run(runs, path).") from error
+    except ValueError as error:
+        raise StoreError(f"The store at {path} is damaged ({error}); delete it and make the sweep again.") from error
+    if attrs.get("kind") != _KIND:
+        raise StoreError(f"{path} is no sweep but another store; choose another path.")
+    if attrs["sweep_version"] > SWEEP_VERSION:
+        raise StoreError(
+            f"The sweep at {path} is of version {attrs['sweep_version']}; this workbench reads {SWEEP_VERSION}."
+        )
+    return attrs
+
+
+def _check_design(path: Path, runs: Sequence[RunSettings]) -> None:
+    """Refuse a store of another design.
+
+    Raises:
+        StoreError: If the path holds something else, or other runs.
+    """
+    recorded = _attrs_of(path)["design"]
+    asked = [json.dumps(run.as_dict(), sort_keys=True) for run in runs]
+    if recorded == asked:
+        return
+    advice = "go on with the same design, choose another path, or pass overwrite=True"
+    if len(recorded) != len(asked):
+        raise StoreError(
+            f"The sweep at {path} has another design, {len(recorded)} runs instead of {len(asked)}; {advice}."
+        )
+    index = next(i for i, (old, new) in enumerate(zip(recorded, asked, strict=True)) if old != new)
+    name, old, new = _difference(json.loads(recorded[index]), json.loads(asked[index]))
+    raise StoreError(
+        f"The sweep at {path} has another design: run {index} has {name} = {old} instead of {new}; {advice}."
+    )
+
+
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any]:
+    from workbench.training.configuration import first_difference
+
+    return first_difference(old, new) or ("settings", old, new)

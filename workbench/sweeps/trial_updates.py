@@ -1,0 +1,180 @@
+"""Updates on a copy: which learning rate a fresh model bears for one update, and for ten."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.models.losses import auxiliary_loss
+from workbench.models.probing import call_model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from workbench.training.training_plan import TrainingPlan
+
+    Loss = Callable[[Tensor, Tensor], Tensor]
+    Batch = tuple[Any, Tensor]
+
+#: Rates tried, coarsely; what lies between two of them is halved this often.
+TRIED_RATES = np.geomspace(1e-5, 1e4, 28)
+_N_HALVINGS = 3
+#: A rise of the loss below this share of it is rounding.
+_SMALLEST_RISE = 1e-4
+#: Updates of a rehearsal.
+N_REHEARSED = 10
+
+
+def rehearsed_rate(model: nn.Module, batches: Sequence[Batch], plan: TrainingPlan, loss: Loss) -> float:
+    """The learning rate at which a copy diverges within ten updates at that constant rate.
+
+    Warm-up and schedule play no part. The rate is found by halving, as if every larger one broke it too.
+
+    Args:
+        model: Fresh; it is left alone.
+        batches: The first eleven of the run; fewer make a shorter rehearsal.
+        plan: For its optimizer, clipping and label of divergence.
+        loss: From logits and targets.
+
+    Returns:
+        A rate between the smallest and largest of ``TRIED_RATES``; infinite: none of them breaks it; NaN: the optimizer
+        takes several gradients an update, or is a ready one, which cannot be tried on a copy.
+    """
+    if _Copy(model, loss).optimizer(plan, 1.0) is None:
+        return math.nan
+
+    def breaks(rate: float) -> bool:
+        trial = _Copy(model, loss)
+        optimizer = trial.optimizer(plan, rate)
+        for batch in batches:
+            if plan.cause_of_divergence(*trial.look(batch)):
+                return True
+            if plan.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(trial.weights, plan.clip_norm)
+            optimizer.step()
+        return False
+
+    low, high = -1, len(TRIED_RATES)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if breaks(float(TRIED_RATES[middle])) else (middle, high)
+    return _refined(high, breaks)
+
+
+@dataclass
+class _Line:
+    """The weights that the optimizer's first update would give at each rate.
+
+    Attributes:
+        trial: The copy that is moved.
+        base: Its weights as they were.
+        change: What the first update at a learning rate of 1 adds to them.
+    """
+
+    trial: _Copy
+    base: list[Tensor]
+    change: list[Tensor]
+
+    def move(self, rate: float) -> None:
+        with torch.no_grad():
+            for weight, start, change in zip(self.trial.weights, self.base, self.change, strict=True):
+                weight.copy_(start + rate * change)
+
+
+def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss) -> dict[str, float]:
+    """The initial gradient norm, and what learning rate the optimizer's first update bears on its own batch.
+
+    The rates are found on ``TRIED_RATES`` and refined by halving; infinite: none tried was too large; NaN: the
+    optimizer takes several gradients a step, or is a ready one, which cannot be tried on a copy.
+    """
+    trial = _Copy(model, loss)
+
+    def look() -> tuple[float, float]:
+        return trial.look(batch)
+
+    start_loss, grad_norm = look()
+    found = {"initial_grad_norm": grad_norm, "overshoot_rate": math.nan, "breaking_rate": math.nan}
+    if not math.isfinite(grad_norm):
+        return found
+    base = [weight.detach().clone() for weight in trial.weights]
+    if plan.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(trial.weights, plan.clip_norm)
+    optimizer = trial.optimizer(plan, 1.0)
+    if optimizer is None:
+        return found
+    optimizer.step()
+    change = [weight.detach() - start for weight, start in zip(trial.weights, base, strict=True)]
+    steps = _Line(trial, base, change)
+    seen: dict[float, tuple[float, float]] = {}
+
+    def look_at(rate: float) -> tuple[float, float]:
+        if rate not in seen:
+            steps.move(rate)
+            seen[rate] = look()
+        return seen[rate]
+
+    def is_broken(rate: float) -> bool:
+        return bool(plan.cause_of_divergence(*look_at(rate)))
+
+    def overshoots(rate: float) -> bool:
+        return not look_at(rate)[0] <= start_loss * (1 + _SMALLEST_RISE)
+
+    return found | {"overshoot_rate": _first_rate(overshoots), "breaking_rate": _first_rate(is_broken)}
+
+
+def _first_rate(is_too_large: Callable[[float], bool]) -> float:
+    """The smallest rate that is too large: first on the coarse rates, from small to large, then by halving."""
+    index = next((i for i, rate in enumerate(TRIED_RATES) if is_too_large(float(rate))), len(TRIED_RATES))
+    return _refined(index, is_too_large)
+
+
+def _refined(index: int, is_too_large: Callable[[float], bool]) -> float:
+    """The middle between a tried rate that is too large and the one before it, after some halvings."""
+    if index == len(TRIED_RATES):
+        return math.inf
+    if index == 0:
+        return float(TRIED_RATES[0])
+    low, high = np.log(TRIED_RATES[index - 1 : index + 1])
+    for _ in range(_N_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_too_large(math.exp(middle)) else (middle, high)
+    return math.exp((low + high) / 2)
+
+
+class _Copy:
+    """A copy of a model to try updates on, in eval mode: without dropout, every look is the same.
+
+    Args:
+        model: It is left alone.
+        loss: From logits and targets.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        self.model = copy.deepcopy(model).eval()
+        self.loss = loss
+        self.weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    def look(self, batch: Batch) -> tuple[float, float]:
+        """Loss of a batch and norm of all gradients together, which stay on the weights."""
+        inputs, targets = batch
+        self.model.zero_grad(set_to_none=True)
+        output = call_model(self.model, inputs)
+        own = self.loss(output if isinstance(output, Tensor) else output.logits, targets)
+        extra = auxiliary_loss(self.model, output)
+        (own if extra is None else own + extra).backward()
+        grads = [weight.grad for weight in self.weights if weight.grad is not None]
+        return float(own.detach()), float(torch.nn.utils.get_total_norm(grads))
+
+    def optimizer(self, plan: TrainingPlan, rate: float) -> torch.optim.Optimizer | None:
+        """A fresh one at a rate; None: it is a ready one, or takes several gradients an update."""
+        if isinstance(plan.optimizer, torch.optim.Optimizer):
+            return None
+        found = replace(plan, learning_rate=rate).optimizer_for(self.model)
+        return None if isinstance(found, torch.optim.LBFGS) or hasattr(found, "first_step") else found

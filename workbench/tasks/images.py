@@ -1,0 +1,124 @@
+"""Handwritten digits, for vision transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from workbench.errors import ThresholdError
+from workbench.tasks.random_stream import RandomStream
+from workbench.tasks.task import (
+    STATES_PER_IMAGE,
+    SeededTask,
+    mixed_seed,
+    require_seed,
+    require_split,
+    require_whole,
+    shuffled_rows,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SIDE = 8
+#: Share of the images kept for validation.
+_HELD_OUT_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Digits(SeededTask):
+    """Classification of 1,797 grey images of handwritten digits, 8 by 8 pixels.
+
+    The images ship with scikit-learn (``load_digits``; BSD-3-Clause). They are the test part of "Optical Recognition of
+    Handwritten Digits" by E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, doi:10.24432/C50P49, CC BY 4.0.
+
+    One fifth, 360 images, is kept for validation, drawn from the seed and stratified: each digit has its share of both
+    splits. An epoch goes once through all images of the split, each time in another order; the last batch of an epoch
+    is filled up from the next.
+
+    Attributes:
+        image_size: Pixels along a side: 8, or a multiple of 8, where each pixel is repeated (more patches for a vision
+            transformer, nothing more to see).
+        n_channels: Channels, all equal: 3 for models of colour images.
+        batch_size: Images in a batch.
+        seed: Of the split and the order.
+        split: ``"train"`` or ``"validation"``.
+    """
+
+    name: ClassVar[str] = "digits"
+    n_classes: ClassVar[int] = 10
+    image_size: int = _SIDE
+    batch_size: int = 32
+    seed: int = 0
+    split: str = "train"
+    n_channels: int = 1
+
+    def __post_init__(self) -> None:
+        require_whole(1, image_size=self.image_size, batch_size=self.batch_size, n_channels=self.n_channels)
+        require_seed(self.seed)
+        require_split(self.split)
+        if self.image_size % _SIDE:
+            raise ThresholdError(f"image_size is {self.image_size}, expected a multiple of {_SIDE}.")
+
+    @property
+    def states_per_row(self) -> int:
+        """What an image is counted as in `probe`, where its patches are not known."""
+        return STATES_PER_IMAGE
+
+    @property
+    def n_held_out(self) -> int:
+        """Images for validation."""
+        return len(split_rows(self.seed, "validation"))
+
+    def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Batch number ``index`` of the stream.
+
+        Returns:
+            images: float32 in [0, 1], shape (batch, channel, height, width); 1 is ink.
+            targets: The digits as int64, shape (batch,).
+        """
+        rows = split_rows(self.seed, self.split)
+        key = (self.name, "order", self.split, self.seed)
+        chosen = rows[shuffled_rows(len(rows), batch_size=self.batch_size, index=index, key=key)]
+        images, digits = _images_and_digits()
+        factor = self.image_size // _SIDE
+        larger = images[chosen, None].repeat_interleave(factor, 2).repeat_interleave(factor, 3)
+        return larger.repeat(1, self.n_channels, 1, 1).to(device), digits[chosen].to(device)
+
+    def describe(self) -> dict[str, str | int | float | bool]:
+        """The task's name and fields; runs that were recorded when there was a single channel do not name it."""
+        found = super().describe()
+        return found if self.n_channels > 1 else {name: v for name, v in found.items() if name != "n_channels"}
+
+
+def digits(
+    *, image_size: int = _SIDE, n_channels: int = 1, batch_size: int = 32, seed: int = 0, split: str = "train"
+) -> Digits:
+    """Handwritten digits from scikit-learn; see `Digits`."""
+    return Digits(image_size=image_size, n_channels=n_channels, batch_size=batch_size, seed=seed, split=split)
+
+
+@lru_cache(maxsize=8)
+def split_rows(seed: int, split: str) -> Tensor:
+    """Which of the 1,797 images belong to a split: int64, rising."""
+    with RandomStream(0).active():  # importing scikit-learn draws from Python's random numbers
+        from sklearn.model_selection import train_test_split
+
+    classes = _images_and_digits()[1].numpy()
+    random_state = mixed_seed("digits", "split", seed) % 2**32
+    rows = torch.arange(len(classes)).numpy()
+    train, validation = train_test_split(rows, test_size=_HELD_OUT_SHARE, stratify=classes, random_state=random_state)
+    return torch.from_numpy(train if split == "train" else validation).sort().values
+
+
+@cache
+def _images_and_digits() -> tuple[Tensor, Tensor]:
+    """Images as float32 in [0, 1], shape (image, height, width), and their digits."""
+    with RandomStream(0).active():
+        from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return torch.from_numpy(data.images / data.images.max()).float(), torch.from_numpy(data.target).long()

@@ -1,0 +1,82 @@
+"""Inputs of several batches as one: how much is in them, which fit together, and a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from workbench.tasks.task import STATES_PER_IMAGE, Inputs
+
+
+def n_states(inputs: Inputs) -> int:
+    """Token states of a batch; masked ones do not count, and an image counts as 16."""
+    if isinstance(inputs, Mapping):
+        mask = inputs.get("attention_mask")
+        return int((mask != 0).sum()) if mask is not None and mask.ndim == 2 else n_states(next(iter(inputs.values())))
+    if not inputs.is_floating_point():
+        return inputs.numel()
+    if inputs.ndim == 4:
+        return len(inputs) * STATES_PER_IMAGE
+    return inputs.shape[0] * inputs.shape[1] if inputs.ndim == 3 else len(inputs)
+
+
+def enough_inputs(batches: Iterable[tuple[Inputs, Tensor]], n_tokens: int) -> list[Inputs]:
+    """Inputs of the first batches that can be merged, until they have ``n_tokens`` states."""
+    chosen: list[Inputs] = []
+    n_chosen = 0
+    for inputs, _ in batches:
+        if not chosen or _form(inputs) == _form(chosen[0]):
+            chosen.append(copied(inputs))
+            n_chosen += n_states(inputs)
+        if n_chosen >= n_tokens:
+            break
+    return chosen
+
+
+def merged(batches: list[Inputs]) -> Inputs:
+    """Batches of one form as one; where there is a mask, what has its shape is padded at the end to the longest."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat(batches)
+    longest = max((batch["attention_mask"].shape[-1] for batch in batches if "attention_mask" in batch), default=0)
+
+    def column(name: str) -> Tensor:
+        if not _is_masked(name, first):
+            return torch.cat([batch[name] for batch in batches])
+        return torch.cat([functional.pad(batch[name], (0, longest - batch[name].shape[1])) for batch in batches])
+
+    return {name: column(name) for name in first}
+
+
+def copied(inputs: Inputs) -> Inputs:
+    """The same values in tensors of their own."""
+    return {n: value.clone() for n, value in inputs.items()} if isinstance(inputs, Mapping) else inputs.clone()
+
+
+def checksum(batch: tuple[Inputs, Tensor]) -> str:
+    """Sixteen hexadecimal digits that differ from batch to batch."""
+    inputs, targets = batch
+    tensors = {**(inputs if isinstance(inputs, Mapping) else {"": inputs}), "targets": targets}
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _form(inputs: Inputs) -> Any:
+    """What has to be equal for batches to be merged."""
+    if isinstance(inputs, Mapping):
+        return {name: "masked" if _is_masked(name, inputs) else value.shape[1:] for name, value in inputs.items()}
+    return inputs.shape[1:]
+
+
+def _is_masked(name: str, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether these are token ids or the like, of which the mask says where a row ends."""
+    mask = inputs.get("attention_mask")
+    return mask is not None and mask.ndim == 2 and inputs[name].shape == mask.shape

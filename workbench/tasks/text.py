@@ -1,0 +1,124 @@
+"""Bytes of English text, and passages of it."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from workbench.errors import ThresholdError, WorkbenchError
+from workbench.tasks.task import SeededTask, batch_generator, require_seed, require_split, require_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Share of the text kept for validation.
+HELD_OUT_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class TextBytes(SeededTask):
+    """Byte-level language modelling on English text that ships with every CPython.
+
+    The text is Python's own language reference (module ``pydoc_data.topics``, about 0.7 MB, PSF licence 2.0). It
+    differs a little between Python versions; a seed gives the same batches on the same Python.
+
+    Attributes:
+        length: Tokens in a sequence.
+        batch_size: Sequences in a batch.
+        seed: Of the stream of batches.
+        split: ``"train"``, or ``"validation"`` for the last tenth of the text.
+        vocab_size: 256, the values of a byte.
+    """
+
+    name: ClassVar[str] = "text_bytes"
+    length: int = 64
+    batch_size: int = 32
+    seed: int = 0
+    split: str = "train"
+    vocab_size: int = 256
+
+    def __post_init__(self) -> None:
+        require_whole(1, length=self.length, batch_size=self.batch_size)
+        require_whole(256, vocab_size=self.vocab_size)
+        require_seed(self.seed)
+        require_split(self.split)
+        longest = len(split_text("validation")) - 2
+        if self.length > longest:
+            raise ThresholdError(
+                f"length is {self.length}, expected at most {longest}, what the validation text allows."
+            )
+
+    @property
+    def states_per_row(self) -> int:
+        """Tokens in a sequence."""
+        return self.length
+
+    def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Batch number ``index`` of the stream.
+
+        Returns:
+            tokens: Bytes as int64, shape (batch, token).
+            targets: The byte after each of them, same shape.
+        """
+        text = split_text(self.split)
+        generator = batch_generator(self.seed, index)
+        start = torch.randint(len(text) - self.length - 1, (self.batch_size, 1), generator=generator)
+        window = text[start + torch.arange(self.length + 1)]
+        return window[:, :-1].to(device), window[:, 1:].to(device)
+
+    def describe(self) -> dict[str, str | int | float | bool]:
+        """The task's name and fields, and a checksum of the text, which depends on the version of Python."""
+        return super().describe() | {"text_crc32": zlib.crc32(_text_bytes())}
+
+
+def text_bytes(*, length: int = 64, batch_size: int = 32, seed: int = 0, split: str = "train") -> TextBytes:
+    """Bytes of Python's language reference; see `TextBytes`."""
+    return TextBytes(length=length, batch_size=batch_size, seed=seed, split=split)
+
+
+def split_text(split: str) -> Tensor:
+    """The first nine tenths of the text (``"train"``) or its last (``"validation"``): int64, shape (byte,)."""
+    text = _reference_text()
+    border = int(len(text) * (1 - HELD_OUT_SHARE))
+    return text[:border] if split == "train" else text[border:]
+
+
+def reference_passages(n_passages: int, *, n_characters: int = 400) -> list[str]:
+    """Passages of English text, evenly spread over Python's language reference.
+
+    Args:
+        n_passages: How many.
+        n_characters: Length of each.
+
+    Returns:
+        The passages, different from each other; the same on the same Python.
+
+    Raises:
+        ThresholdError: If the text holds fewer.
+    """
+    require_whole(1, n_passages=n_passages, n_characters=n_characters)
+    text = _text_bytes().decode()
+    stride = len(text) // n_passages
+    if stride < n_characters:
+        raise ThresholdError(f"The text holds fewer than {n_passages} passages of {n_characters} characters.")
+    return [text[i * stride : i * stride + n_characters] for i in range(n_passages)]
+
+
+@cache
+def _text_bytes() -> bytes:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise WorkbenchError(
+            "This Python comes without pydoc_data.topics, the text of the task; use a Python with its documentation."
+        ) from error
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+@cache
+def _reference_text() -> Tensor:
+    return torch.frombuffer(bytearray(_text_bytes()), dtype=torch.uint8).long()

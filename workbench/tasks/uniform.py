@@ -1,0 +1,60 @@
+"""Random tokens: nothing to learn but to be uncertain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from workbench.tasks.task import SeededTask, batch_generator, require_seed, require_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RandomTokens(SeededTask):
+    """Next-token prediction on uniformly random tokens, as RKSP trains its MoE, Mamba and KAN models.
+
+    The best possible loss is ln ``vocab_size`` nats: whatever a model does beyond that is its own doing. The paper
+    does not give length and vocabulary; the defaults are those of associative recall.
+
+    Attributes:
+        length: Tokens in a sequence.
+        vocab_size: Tokens in the vocabulary, all equally likely.
+        batch_size: Sequences in a batch.
+        seed: Of the stream of batches.
+    """
+
+    name: ClassVar[str] = "random_tokens"
+    length: int = 64
+    vocab_size: int = 256
+    batch_size: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_whole(1, length=self.length, batch_size=self.batch_size)
+        require_whole(2, vocab_size=self.vocab_size)
+        require_seed(self.seed)
+
+    @property
+    def states_per_row(self) -> int:
+        """Tokens in a sequence."""
+        return self.length
+
+    def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Batch number ``index`` of the stream.
+
+        Returns:
+            tokens: int64, shape (batch, token).
+            targets: The token after each of them, same shape.
+        """
+        shape = (self.batch_size, self.length + 1)
+        tokens = torch.randint(self.vocab_size, shape, generator=batch_generator(self.seed, index))
+        return tokens[:, :-1].to(device), tokens[:, 1:].to(device)
+
+
+def random_tokens(*, length: int = 64, vocab_size: int = 256, batch_size: int = 32, seed: int = 0) -> RandomTokens:
+    """Uniformly random tokens; see `RandomTokens`."""
+    return RandomTokens(length=length, vocab_size=vocab_size, batch_size=batch_size, seed=seed)

@@ -1,0 +1,164 @@
+"""How to train: every setting of a run that is not the model or the data, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from workbench.errors import ThresholdError
+from workbench.zoo.module_of import module_of
+
+if TYPE_CHECKING:
+    from workbench.models.subject import Subject
+
+DEFAULT_RATE = 1e-3
+SCHEDULES = ("constant", "cosine", "linear")
+PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Settings of a training run.
+
+    Attributes:
+        n_steps: Optimizer steps.
+        learning_rate: Peak rate, reached after the warm-up; None: 1e-3, or what a ready optimizer brings.
+        warmup: Steps over which the rate rises linearly to its peak.
+        schedule: What follows the warm-up: ``"constant"``, or ``"cosine"`` or ``"linear"`` down to 0 at ``n_steps``; or
+            a function from the step, counted from 0, to the share of the peak rate.
+        optimizer: Name of a class in ``torch.optim``, in any spelling of case; a function from the weights to an
+            optimizer; or a ready optimizer over the model's weights.
+        optimizer_options: Further arguments of a named one, such as ``{"weight_decay": 0.1, "betas": (0.9, 0.95)}``.
+        clip_norm: Largest norm of all gradients together; larger ones are scaled down. None: no clipping.
+        precision: ``"float32"``, or ``"bfloat16"`` or ``"float16"`` for automatic mixed precision.
+        seed: Of whatever is random in training itself, such as dropout.
+        loss_limit: A loss above this is a divergence (RKSP's label: 50).
+        grad_norm_limit: A norm of all gradients, before clipping, above this is a divergence (RKSP's label: 500).
+        stops_at_divergence: End the run there; otherwise it goes on while everything is finite.
+    """
+
+    n_steps: int
+    learning_rate: float | None = None
+    warmup: int = 0
+    schedule: str | Callable[[int], float] = "constant"
+    optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW"
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    clip_norm: float | None = None
+    precision: str = "float32"
+    seed: int = 0
+    loss_limit: float = 50.0
+    grad_norm_limit: float = 500.0
+    stops_at_divergence: bool = True
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("n_steps", 1), ("warmup", 0)):
+            if getattr(self, name) < lowest:
+                raise ThresholdError(f"{name} is {getattr(self, name)}, expected at least {lowest}.")
+        for name in ("learning_rate", "clip_norm", "loss_limit", "grad_norm_limit"):
+            value = getattr(self, name)
+            is_open_ended = name.endswith("_limit") and value == math.inf
+            if value is not None and not is_open_ended and not (value > 0 and math.isfinite(value)):
+                raise ThresholdError(f"{name} is {value}, expected a positive number.")
+        if not callable(self.schedule) and self.schedule not in SCHEDULES:
+            raise ThresholdError(
+                f"schedule is '{self.schedule}', expected one of {', '.join(SCHEDULES)} or a function."
+            )
+        if self.precision not in PRECISIONS:
+            raise ThresholdError(f"precision is '{self.precision}', expected one of {', '.join(PRECISIONS)}.")
+        if isinstance(self.optimizer, str):
+            _optimizer_class(self.optimizer)
+        elif self.optimizer_options:
+            raise ThresholdError("optimizer_options belong to an optimizer given by name; build them into yours.")
+        if isinstance(self.optimizer, torch.optim.Optimizer) and self.learning_rate is not None:
+            raise ThresholdError("A ready optimizer has a rate of its own; leave out learning_rate.")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as plain values, for a JSON text; functions and optimizers by their names and defaults."""
+        settings = {item.name: getattr(self, item.name) for item in fields(self)}
+        settings["optimizer_options"] = {k: _plain(v) for k, v in self.optimizer_options.items()}
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            settings["optimizer"] = type(self.optimizer).__name__
+            settings["optimizer_options"] = {k: _plain(v) for k, v in self.optimizer.defaults.items()}
+        return {name: getattr(v, "__qualname__", None) or str(v) if callable(v) else v for name, v in settings.items()}
+
+    def rate_factor(self, step: int) -> float:
+        """Share of the peak learning rate at a step, counted from 0; unit 1."""
+        factor = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        if callable(self.schedule):
+            return factor * self.schedule(step)
+        if self.schedule == "constant":
+            return factor
+        progress = min(1.0, max(0, step - self.warmup) / max(1, self.n_steps - self.warmup))
+        return factor * (0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress)
+
+    def optimizer_for(self, model: Subject | nn.Module) -> torch.optim.Optimizer:
+        """A fresh optimizer over the model's trainable weights, or the ready one.
+
+        Raises:
+            ThresholdError: If nothing is trainable, a ready optimizer holds other weights, or a named one does not
+                take these options.
+        """
+        weights = [parameter for parameter in module_of(model).parameters() if parameter.requires_grad]
+        if not weights:
+            raise ThresholdError("The model has no trainable weights; set requires_grad on some of them.")
+        rate = DEFAULT_RATE if self.learning_rate is None else self.learning_rate
+        if isinstance(self.optimizer, str):
+            cls = _optimizer_class(self.optimizer)
+            try:
+                return cls(weights, **{"lr": rate, **self.optimizer_options})
+            except (TypeError, ValueError) as error:
+                raise ThresholdError(
+                    f"{cls.__name__} does not take {dict(self.optimizer_options)}: {error}."
+                ) from error
+        ready = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(weights)
+        own = {id(weight) for weight in weights}
+        if any(id(weight) not in own for group in ready.param_groups for weight in group["params"]):
+            raise ThresholdError("The optimizer holds weights that are not the model's; build it from this very model.")
+        if self.learning_rate is not None:
+            highest = max(float(group["lr"]) for group in ready.param_groups)
+            for group in ready.param_groups:  # which may differ, and keep their ratio
+                share = float(group["lr"]) / highest
+                group["lr"] = self.learning_rate * share
+        return ready
+
+    def cause_of_divergence(self, loss: float, grad_norm: float) -> str:
+        """Why a step counts as diverged (RKSP's label); empty if it does not.
+
+        Args:
+            loss: Of the step, in the unit of the loss.
+            grad_norm: Norm of all gradients together, before clipping.
+
+        Returns:
+            ``"non-finite"``, ``"loss"``, ``"grad_norm"`` or ``""``.
+        """
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return "non-finite"
+        if loss > self.loss_limit:
+            return "loss"
+        return "grad_norm" if grad_norm > self.grad_norm_limit else ""
+
+
+def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    known = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    if name.lower() not in known:
+        raise ThresholdError(
+            f"optimizer is '{name}', expected one of {', '.join(sorted(c.__name__ for c in known.values()))}; "
+            "pass any other as optimizer=your_optimizer."
+        )
+    return known[name.lower()]
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | None) else str(value)

@@ -1,0 +1,332 @@
+"""One configuration for every architecture: plain values, checked before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
+
+from workbench.errors import ThresholdError
+
+Family = Literal["transformer", "moe", "mamba", "kan", "vit"]
+Norm = Literal["pre_ln", "post_ln", "rms_norm", "deep_norm", "deep_norm_post", "sub_ln", "none"]
+Position = Literal["learned", "rotary", "none"]
+MlpKind = Literal["gelu", "gelu_tanh", "swiglu"]
+Initialization = Literal["normal", "xavier", "fixup", "rezero"]
+FAMILIES: tuple[str, ...] = get_args(Family)
+NORMS: tuple[str, ...] = get_args(Norm)
+INITIALIZATIONS: tuple[str, ...] = get_args(Initialization)
+
+_STREAM = {"d_model": 128, "n_layers": 4, "norm": "pre_ln", "norm_eps": None}
+_WEIGHTS = {"init_std": 0.02, "scales_residual_init": False, "seed": 0}
+_TEXT = {"vocab_size": 256, "max_length": 64, "ties_embeddings": False}
+_IMAGES = {"image_size": 32, "patch_size": 4, "n_channels": 3, "n_classes": 10}
+_BLOCKS = {
+    "n_heads": 4, "n_kv_heads": None, "position": "learned", "qk_norm": False, "is_parallel": False, "has_bias": True,
+}  # fmt: skip
+_WIDTH = {"mlp_ratio": None, "mlp_width": None}  # the ratio's default depends on the kind of MLP
+
+#: Family -> its options and their defaults. An option that is absent here does not apply to the family.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "transformer": {
+        **_STREAM, **_TEXT, **_BLOCKS, "rotary_base": None, "window": None, "mlp": "gelu", **_WIDTH,
+        "initialization": "normal", **_WEIGHTS,
+    },
+    "moe": {
+        **_STREAM, **_TEXT, **_BLOCKS, "rotary_base": None, "window": None, "mlp": "gelu", **_WIDTH,
+        "n_experts": 8, "top_k": 2, "normalizes_top_k": None, "balance_coefficient": 0.01, "z_coefficient": 0.001,
+        "initialization": "normal", **_WEIGHTS,
+    },
+    "mamba": {
+        **_STREAM, "norm": "rms_norm", **_TEXT, "has_bias": False, "state_size": 16, "conv_width": 4, "expand": 2,
+        **_WEIGHTS,
+    },
+    "kan": {
+        **_STREAM, **_TEXT, **_BLOCKS, "rotary_base": None, "window": None, **_WIDTH,
+        "n_grid": 4, "spline_order": 3, "spline_range": 3.0, "spline_std": 0.1, "initialization": "normal", **_WEIGHTS,
+    },
+    "vit": {
+        **_STREAM, **_IMAGES, **_BLOCKS, "mlp": "gelu", **_WIDTH, "initialization": "normal", **_WEIGHTS,
+    },
+}  # fmt: skip
+
+_COUNTS = (
+    "d_model", "n_layers", "vocab_size", "max_length", "n_heads", "n_kv_heads", "window", "mlp_width", "n_experts",
+    "top_k", "state_size", "conv_width", "expand", "n_grid", "spline_order", "image_size", "patch_size", "n_channels",
+    "n_classes",
+)  # fmt: skip
+_POSITIVE = ("norm_eps", "rotary_base", "mlp_ratio", "init_std", "spline_range")
+_NOT_NEGATIVE = ("balance_coefficient", "z_coefficient", "spline_std")
+_FLAGS = ("qk_norm", "is_parallel", "has_bias", "ties_embeddings", "normalizes_top_k", "scales_residual_init")
+_CHOICES = {"norm": NORMS, "position": get_args(Position), "mlp": get_args(MlpKind), "initialization": INITIALIZATIONS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchitectureConfig:
+    """Everything that defines an architecture and its initial weights.
+
+    An option left at None takes the family's default, which is then its value here (`defaults` lists them); an option
+    that does not apply to the family must stay None.
+
+    Attributes:
+        family: "transformer" (decoder-only), "moe" and "kan" (the same, with a mixture of experts or splines for its
+            MLP), "mamba" or "vit".
+        d_model: Width of the residual stream.
+        n_layers: Residual blocks.
+        norm: Where the normalization sits. ``deep_norm`` is the form that the figures of RKSP Table 1 imply,
+            alpha x + f(LN x); ``deep_norm_post`` is DeepNet's own, LN(alpha x + f(x)) with branch weights scaled by
+            beta (Wang et al. 2022, arXiv:2203.00555); ``sub_ln`` has a second norm inside each branch
+            (Wang et al. 2022, arXiv:2210.06423). mamba is pre-normalized with RMSNorm, and only so.
+        norm_eps: Added to the variance; by default 1e-5 in mamba, elsewhere torch's own: 1e-5 for LayerNorm, the
+            dtype's epsilon for RMSNorm.
+        vocab_size: Tokens.
+        max_length: Longest sequence; a longer one is refused, whatever the kind of position.
+        ties_embeddings: Whether the output head is the token embedding.
+        n_heads: Attention heads; divides ``d_model``.
+        n_kv_heads: Key-value heads, each shared by ``n_heads / n_kv_heads`` query heads: grouped-query attention,
+            1 for multi-query; None: as many as ``n_heads``.
+        position: "learned" (a vector per position, added once), "rotary" (queries and keys turned, in halves as
+            Llama does it) or "none". Images know no "rotary".
+        rotary_base: Of the rotary frequencies; 10,000 by default where there are any.
+        qk_norm: RMSNorm of every query and key, per head, before the rotation (as Qwen3).
+        window: Tokens that a position sees, itself included: sliding-window attention; None: all before it.
+        is_parallel: Attention and MLP side by side on one normalized input, x + a(n(x)) + m(n(x)) (as GPT-J).
+        has_bias: Of the linear maps in the blocks, where the norms keep their own.
+        mlp: "gelu", "gelu_tanh" (its approximation in GPT-2) or "swiglu" (silu(gate) * up, as Llama).
+        mlp_ratio: Hidden width of the MLP (of each expert, of the KAN) over ``d_model``, by default 4 for GELU, 8/3
+            for SwiGLU (about as many weights) and 1 for a KAN; what is no whole number is rounded up to a multiple
+            of 8.
+        mlp_width: The hidden width itself, instead of ``mlp_ratio``.
+        n_experts: Experts in each block.
+        top_k: Experts that each token goes to.
+        normalizes_top_k: Whether the weights of a token's experts are made to add up to 1; by default where there are
+            several of them.
+        balance_coefficient: Weight of the load-balancing loss in ``auxiliary_loss()``.
+        z_coefficient: Weight of the router z-loss in it.
+        state_size: States per channel of the selective scan.
+        conv_width: Tokens under the causal convolution.
+        expand: Inner width over ``d_model``.
+        n_grid: Grid intervals of each spline, G in the KAN paper; a spline has ``n_grid + spline_order`` basis
+            functions. RKSP's B is taken to be this (it does not say which of the two it counts).
+        spline_order: Degree of the spline's pieces; 3 is cubic.
+        spline_range: The grid covers -spline_range .. spline_range.
+        spline_std: Standard deviation of the initial spline coefficients; 0.1 in the KAN paper.
+        image_size: Height and width of the images; pixels.
+        patch_size: Height and width of a patch; divides ``image_size``; pixels.
+        n_channels: Of the images.
+        n_classes: Outputs of the image classifier.
+        initialization: "normal" (every matrix N(0, init_std^2)), "xavier" (matrices uniform as Glorot and Bengio
+            2010), or "fixup" and "rezero", which begin as the identity and need ``norm="none"``: see
+            `workbench.zoo.initialization`.
+        init_std: Standard deviation of weight matrices and embeddings.
+        scales_residual_init: Divide the last matrix of each branch by the square root of the number of branches, as
+            GPT-2 does.
+        seed: Of the initial weights.
+
+    Raises:
+        ThresholdError: If the configuration is impossible, or an option does not apply to the family.
+    """
+
+    family: Family = "transformer"
+    d_model: int | None = None
+    n_layers: int | None = None
+    norm: Norm | None = None
+    norm_eps: float | None = None
+    vocab_size: int | None = None
+    max_length: int | None = None
+    ties_embeddings: bool | None = None
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    position: Position | None = None
+    rotary_base: float | None = None
+    qk_norm: bool | None = None
+    window: int | None = None
+    is_parallel: bool | None = None
+    has_bias: bool | None = None
+    mlp: MlpKind | None = None
+    mlp_ratio: float | None = None
+    mlp_width: int | None = None
+    n_experts: int | None = None
+    top_k: int | None = None
+    normalizes_top_k: bool | None = None
+    balance_coefficient: float | None = None
+    z_coefficient: float | None = None
+    state_size: int | None = None
+    conv_width: int | None = None
+    expand: int | None = None
+    n_grid: int | None = None
+    spline_order: int | None = None
+    spline_range: float | None = None
+    spline_std: float | None = None
+    image_size: int | None = None
+    patch_size: int | None = None
+    n_channels: int | None = None
+    n_classes: int | None = None
+    initialization: Initialization | None = None
+    init_std: float | None = None
+    scales_residual_init: bool | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        options = defaults(self.family)
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name == "family":
+                continue
+            if name not in options and value is not None:
+                raise ThresholdError(f"{name} is no option of the family '{self.family}'; leave it out.")
+            if value is None:
+                value = options.get(name)
+            object.__setattr__(self, name, value if value is None else _checked(name, value))
+        self._fill_in()
+        self._check_combination()
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> ArchitectureConfig:
+        """The configuration that `as_dict` wrote, or any part of it.
+
+        Raises:
+            ThresholdError: If it is impossible, or an option unknown.
+        """
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise ThresholdError(f"'{unknown[0]}' is no option of an architecture, expected one of {', '.join(known)}.")
+        return cls(**options)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The family and all its options as plain values, for a JSON file."""
+        return {"family": self.family, **{name: getattr(self, name) for name in defaults(self.family)}}
+
+    @property
+    def title(self) -> str:
+        """What pictures and tables call it where it has no better name, such as "pre_ln transformer"."""
+        if self.family == "mamba":  # it knows one norm only
+            return self.family
+        return f"{self.family} without norm" if self.norm == "none" else f"{self.norm} {self.family}"
+
+    @property
+    def hidden_width(self) -> int:
+        """Hidden width of the MLP, of each expert, or of the KAN."""
+        if self.mlp_width is not None:
+            return self.mlp_width
+        width = self.mlp_ratio * self.d_model
+        return int(width) if float(width).is_integer() else 8 * math.ceil(width / 8)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.n_heads
+
+    @property
+    def n_key_value_heads(self) -> int:
+        """Key-value heads, also where ``n_kv_heads`` was left open."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    def _fill_in(self) -> None:
+        """The defaults that depend on other options."""
+        if self.mlp_ratio is not None and self.mlp_width is not None:
+            raise ThresholdError("Both mlp_ratio and mlp_width are given; pass one of them.")
+        if "mlp_ratio" in defaults(self.family) and self.mlp_ratio is None and self.mlp_width is None:
+            ratio = 1 if self.family == "kan" else 8 / 3 if self.mlp == "swiglu" else 4
+            object.__setattr__(self, "mlp_ratio", ratio)
+        if self.position == "rotary" and self.rotary_base is None:
+            object.__setattr__(self, "rotary_base", 10_000.0)
+        if self.family == "mamba" and self.norm_eps is None:
+            object.__setattr__(self, "norm_eps", 1e-5)
+        if self.family == "moe" and self.normalizes_top_k is None:
+            object.__setattr__(self, "normalizes_top_k", self.top_k > 1)
+
+    def _check_combination(self) -> None:
+        if self.family == "mamba" and self.norm != "rms_norm":
+            raise ThresholdError(f"norm is '{self.norm}', but the family '{self.family}' knows only 'rms_norm'.")
+        if self.n_heads is not None:
+            self._check_attention()
+        if self.top_k is not None and self.top_k > self.n_experts:
+            raise ThresholdError(
+                f"top_k ({self.top_k}) is larger than n_experts ({self.n_experts}); a token cannot go to more experts "
+                "than there are."
+            )
+        if self.patch_size is not None and self.image_size % self.patch_size:
+            raise ThresholdError(
+                f"patch_size ({self.patch_size}) does not divide image_size ({self.image_size}); choose a divisor of "
+                "the image."
+            )
+        if self.initialization in ("fixup", "rezero"):
+            self._check_identity_initialization()
+
+    def _check_attention(self) -> None:
+        if self.d_model % self.n_heads:
+            raise ThresholdError(
+                f"n_heads ({self.n_heads}) does not divide d_model ({self.d_model}); choose a divisor of the width."
+            )
+        if self.n_heads % self.n_key_value_heads:
+            raise ThresholdError(
+                f"n_kv_heads ({self.n_kv_heads}) does not divide n_heads ({self.n_heads}); choose a divisor of the "
+                "query heads."
+            )
+        if self.position != "rotary" and self.rotary_base is not None:
+            raise ThresholdError(
+                f"rotary_base belongs to position='rotary', but position is '{self.position}'; leave it out."
+            )
+        if self.position == "rotary" and self.family == "vit":
+            raise ThresholdError("position is 'rotary', but the family 'vit' knows only 'learned' and 'none'.")
+        if self.position == "rotary" and self.head_dim % 2:
+            raise ThresholdError(
+                f"Rotary positions turn pairs of features, but d_model / n_heads is {self.head_dim}; choose an even "
+                "width of the heads."
+            )
+
+    def _check_identity_initialization(self) -> None:
+        if self.norm != "none":
+            raise ThresholdError(
+                f"initialization '{self.initialization}' takes the place of the normalization, but norm is "
+                f"'{self.norm}'; pass norm='none'."
+            )
+        if self.initialization == "rezero":
+            return
+        if self.family in ("moe", "kan") or self.mlp == "swiglu":
+            kind = f"the family '{self.family}'" if self.family in ("moe", "kan") else "mlp 'swiglu'"
+            raise ThresholdError(f"Fixup is not defined for {kind}; choose initialization='rezero'.")
+        if self.ties_embeddings:
+            raise ThresholdError("Fixup begins with an output head of zero, which cannot be tied to the embedding.")
+        if self.scales_residual_init:
+            raise ThresholdError("Fixup begins with last matrices of zero, so scales_residual_init must be False.")
+
+
+def defaults(family: Family) -> dict[str, Any]:
+    """The options of a family and their defaults; None where the default depends on others, or means "off".
+
+    Raises:
+        ThresholdError: If there is no such family.
+    """
+    if not isinstance(family, str) or family not in _DEFAULTS:
+        raise ThresholdError(f"family is {family!r}, expected one of {', '.join(FAMILIES)}.")
+    return dict(_DEFAULTS[family])
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value as a plain int, float, bool or str."""
+    if name in _CHOICES:
+        if value not in _CHOICES[name]:
+            raise ThresholdError(f"{name} is {value!r}, expected one of {', '.join(_CHOICES[name])}.")
+        return str(value)
+    if name in _FLAGS:
+        if not isinstance(value, bool):
+            raise ThresholdError(f"{name} is {value!r}, expected True or False.")
+        return value
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if name in (*_COUNTS, "seed"):
+        least = 0 if name == "seed" else 1
+        if not is_number or not isinstance(value, Integral):
+            raise ThresholdError(f"{name} is {value!r}, expected a whole number.")
+        if value < least:
+            raise ThresholdError(f"{name} is {value}, expected at least {least}.")
+        return int(value)
+    is_allowed_zero = name in _NOT_NEGATIVE and is_number and value == 0
+    if not is_number or not (0 < value < math.inf or is_allowed_zero):
+        kind = "a number of at least 0" if name in _NOT_NEGATIVE else "a positive number"
+        raise ThresholdError(f"{name} is {value!r}, expected {kind}.")
+    return int(value) if isinstance(value, Integral) else float(value)

@@ -1,0 +1,104 @@
+"""The residual block, and what every model of the zoo is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from workbench.zoo.attention import Attention
+from workbench.zoo.branch_parts import Branch, branch_scale, norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.zoo.architecture_config import ArchitectureConfig
+
+_POST_NORMS = ("post_ln", "deep_norm_post")
+
+
+class ZooModel(nn.Module, ABC):
+    """A model that is made from an `ArchitectureConfig` alone.
+
+    Called with token ids (batch, token), int64, it returns logits (batch, token, vocabulary); called with images
+    (batch, channel, height, width), logits (batch, class). Models with losses of their own have ``auxiliary_loss()``.
+
+    Attributes:
+        config: What it was made from.
+        blocks: Its residual blocks.
+    """
+
+    blocks: nn.ModuleList
+
+    def __init__(self, config: ArchitectureConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def tie(self) -> None:
+        """Make one tensor of the weights that are to be the same, where the configuration says so."""
+
+
+class ResidualBlock(nn.Module, ABC):
+    """A block of the residual stream: a state in, a state of the same shape out."""
+
+    @abstractmethod
+    def branches(self) -> tuple[Branch, ...]:
+        """What is added to the stream, in order."""
+
+
+class Block(ResidualBlock):
+    """One residual block of a transformer: an attention and an MLP branch, joined as ``config.norm`` says.
+
+    Args:
+        config: See `ArchitectureConfig`.
+        mlp: The MLP branch.
+    """
+
+    def __init__(self, config: ArchitectureConfig, mlp: Branch) -> None:
+        super().__init__()
+        self.norm, self.is_parallel = config.norm, config.is_parallel
+        self.alpha, _ = deep_norm_constants(config)
+        self.attention = Attention(config)
+        self.mlp = mlp
+        self.attention_norm = norm(config)
+        self.mlp_norm = nn.Identity() if self.is_parallel else norm(config)
+        self.attention_scale = branch_scale(config)
+        self.mlp_scale = branch_scale(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual stream after the block, shape (batch, token, feature) like ``x``."""
+        if self.is_parallel:
+            return self._join(x, self.attention_norm, self._attend, self._transform)
+        x = self._join(x, self.attention_norm, self._attend)
+        return self._join(x, self.mlp_norm, self._transform)
+
+    def branches(self) -> tuple[Branch, ...]:
+        """Attention and MLP."""
+        return self.attention, self.mlp
+
+    def _attend(self, x: Tensor) -> Tensor:
+        return self.attention_scale(self.attention(x))
+
+    def _transform(self, x: Tensor) -> Tensor:
+        return self.mlp_scale(self.mlp(x))
+
+    def _join(self, x: Tensor, norm: nn.Module, *branches: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.norm in _POST_NORMS:
+            return norm(sum((branch(x) for branch in branches), self.alpha * x))
+        normed = norm(x)
+        return sum((branch(normed) for branch in branches), self.alpha * x)
+
+
+def final_norm(config: ArchitectureConfig) -> nn.Module:
+    """The normalization after the last block, where the blocks do not end with one."""
+    return nn.Identity() if config.norm in _POST_NORMS else norm(config)
+
+
+def deep_norm_constants(config: ArchitectureConfig) -> tuple[float, float]:
+    """Constants alpha and beta of DeepNorm for decoders, (2L)^(1/4) and (8L)^(-1/4); (1, 1) for other norms."""
+    if config.norm not in ("deep_norm", "deep_norm_post"):
+        return 1.0, 1.0
+    beta = (8 * config.n_layers) ** -0.25 if config.norm == "deep_norm_post" else 1.0
+    return (2 * config.n_layers) ** 0.25, beta

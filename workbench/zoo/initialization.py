@@ -1,0 +1,110 @@
+"""Initial weights of the models made of our own blocks.
+
+Every matrix and embedding starts as N(0, init_std^2), biases at 0, norms at 1, drawn from a generator of its own in the
+order of the modules. What differs from that:
+
+- xavier: matrices uniform with variance 2 / (n_in + n_out) (Glorot and Bengio 2010); embeddings as above.
+- rezero: each branch has a factor alpha, 0 at first, so that every block begins as the identity (Bachlechner et al.
+  2020, arXiv:2003.04887). Attention and MLP have one each.
+- fixup (Zhang et al. 2019, arXiv:1901.09321): in each branch scalar biases before every linear map and activation, and
+  a factor of 1 on its output. The last matrix of each branch and the output head start at 0; the others on the branch's
+  path are scaled by n^(-1/(2m - 2)) with n branches of m matrices, starting from N(0, init_std^2) for the paper's
+  "standard method". Queries and keys are not on the path: they only decide what is mixed.
+- KAN layers (Liu et al. 2024, arXiv:2404.19756): spline coefficients N(0, spline_std^2), their factors 1; base weights
+  like any matrix. The paper draws base weights as xavier does.
+- Mamba mixers (Gu and Dao 2023, arXiv:2312.00752, and its code): A = -1, ..., -state_size in every channel, D = 1; time
+  steps from .001 to .1, spread evenly over the logarithm, with weights uniform within rank^(-1/2); the convolution and
+  the map out of the mixer uniform within n_in^(-1/2).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from workbench.zoo.blocks import deep_norm_constants
+from workbench.zoo.branch_parts import ScalarBias, ScalarScale
+from workbench.zoo.splines import KanLayer
+from workbench.zoo.state_space import MambaMixer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.zoo.architecture_config import ArchitectureConfig
+    from workbench.zoo.blocks import ZooModel
+
+
+@torch.no_grad()
+def initialize(model: ZooModel) -> None:
+    """Fill the weights of a model of our own blocks, as this module describes.
+
+    Args:
+        model: With its embeddings tied already, where they are to be.
+    """
+    config = model.config
+    generator = torch.Generator().manual_seed(config.seed)
+    is_filled: set[int] = set()
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if id(weight) in is_filled:  # a head that is the embedding
+            continue
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm | ScalarBias | ScalarScale):
+            module.reset_parameters()
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(weight, std=config.init_std, generator=generator)
+            is_filled.add(id(weight))
+        elif isinstance(module, nn.Linear):
+            _fill_matrix(weight, config, generator)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, KanLayer):
+            _fill_matrix(module.base_weight, config, generator)
+            nn.init.ones_(module.spline_weight)
+            nn.init.normal_(module.coefficient, std=config.spline_std, generator=generator)
+    branches = [branch for block in model.blocks for branch in block.branches()]
+    for branch in branches:
+        if isinstance(branch, MambaMixer):
+            _fill_mixer(branch, generator)
+        _rescale(branch.path(), len(branches), config)
+    if config.initialization == "fixup":
+        nn.init.zeros_(model.head.weight)
+
+
+def _fill_matrix(weight: Tensor, config: ArchitectureConfig, generator: torch.Generator) -> None:
+    if config.initialization == "xavier":
+        nn.init.xavier_uniform_(weight, generator=generator)
+    else:
+        nn.init.normal_(weight, std=config.init_std, generator=generator)
+
+
+def _fill_mixer(mixer: MambaMixer, generator: torch.Generator) -> None:
+    """What a mixer starts from other than a normal distribution."""
+    mixer.log_decay.copy_(torch.arange(1, mixer.state_size + 1).log().expand_as(mixer.log_decay))
+    nn.init.ones_(mixer.skip)
+    for layer in (mixer.convolution, mixer.time_step, mixer.out):
+        bound = layer.weight[0].numel() ** -0.5
+        nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
+    nn.init.zeros_(mixer.convolution.bias)
+    step = torch.empty_like(mixer.time_step.bias).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp()
+    mixer.time_step.bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+
+def _rescale(path: list[list[nn.Parameter]], n_branches: int, config: ArchitectureConfig) -> None:
+    """The factors that DeepNorm, GPT-2 and Fixup put on the matrices of a branch."""
+    _, beta = deep_norm_constants(config)
+    if not math.isclose(beta, 1.0):
+        for weights in path:
+            for weight in weights:
+                weight.mul_(beta)
+    if config.scales_residual_init:
+        for weight in path[-1]:
+            weight.div_(math.sqrt(n_branches))
+    if config.initialization == "fixup":
+        for weights in path[:-1]:
+            for weight in weights:
+                weight.mul_(n_branches ** (-1 / (2 * len(path) - 2)))
+        for weight in path[-1]:
+            weight.zero_()

@@ -1,0 +1,37 @@
+"""The module of a model under study."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from workbench.errors import AnatomyError
+
+
+class HoldsModel(Protocol):
+    """What a model under study looks like from here: it holds the module as ``model``."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The module."""
+
+
+def module_of(model: HoldsModel | nn.Module) -> nn.Module:
+    """The module of a subject; a module, or what stands for one and gives its parameters by name, is its own.
+
+    Raises:
+        AnatomyError: If it is no module, or one that runs no hooks.
+    """
+    module = model if hasattr(model, "get_parameter") else getattr(model, "model", None)
+    if not hasattr(module, "get_parameter"):
+        raise AnatomyError(
+            f"A model is a {type(model).__name__}, expected an nn.Module or a subject from wb.open_checkpoint()."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise AnatomyError(
+            f"{getattr(module, 'original_name', type(module).__name__)} is compiled by TorchScript, which runs no "
+            "hooks; pass the module that it was made from."
+        )
+    return module
