@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from workbench.callbacks.run_recording import Recording
 from workbench.callbacks.train import train
 from workbench.errors import StoreError, ThresholdError, WorkbenchError
 from workbench.io.store import open_run
+from workbench.training.recording import Recording
 from workbench.training.training_plan import TrainingPlan
 from workbench.widgets.base import WorkbenchWidget
 from workbench.widgets.live.alarm_list import AlarmList

@@ -16,11 +16,12 @@ from .callbacks import alarms as alarms
 from .callbacks import baselines as baselines
 from .callbacks import faults as faults
 from .callbacks.actions import Actions as Actions
+from .callbacks.adapters import lightning_callback as lightning_callback
+from .callbacks.adapters import trainer_callback as trainer_callback
 from .callbacks.alarms import Alarms as Alarms
 from .callbacks.kss import KSS as KSS
 from .callbacks.kss import KSSOptions as KSSOptions
 from .callbacks.recorder import Recorder as Recorder
-from .callbacks.run_recording import Recording as Recording
 from .callbacks.train import train as train
 from .diagnosis.diagnose import diagnose as diagnose
 from .diagnosis.experiment_runs import run_experiment as run_experiment
@@ -51,4 +52,6 @@ from .studies import samples as samples
 from .studies import signals as signals
 from .studies.comparison import compare as compare
 from .sweeps.sweep_store import open_sweep as open_sweep
+from .training.callback import Callback as Callback
+from .training.recording import Recording as Recording
 from .training.training_plan import TrainingPlan as TrainingPlan

@@ -7,9 +7,9 @@ import workbench as wb
 from tests.small_training import same_weights
 from workbench.callbacks.kss import TrustRegion
 from workbench.callbacks.kss.trust_region import energy_gain
-from workbench.callbacks.train import token_loss
 from workbench.errors import ThresholdError
 from workbench.koopman.moments import SnapshotMoments
+from workbench.models.losses import token_loss
 
 #: At this rate the model without normalization is gone within a few dozen steps.
 TOO_FAST = {"learning_rate": 0.03, "warmup": 10, "seed": 0}

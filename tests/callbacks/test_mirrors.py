@@ -3,8 +3,8 @@ import warnings
 import numpy as np
 import pytest
 
+from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.loggers import mirror_to, numbers
-from workbench.callbacks.recorder.options import Observation
 from workbench.errors import ThresholdError
 from workbench.io.background_writer import RecordingWarning
 

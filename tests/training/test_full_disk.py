@@ -16,11 +16,11 @@ import workbench as wb
 from tests.io.test_background_writer import fail_writing, threads_of, wait_until
 from tests.small_training import same_weights
 from tests.training.test_resuming import run_to
-from workbench.callbacks import run_recording as recording
 from workbench.errors import StoreError
 from workbench.io.background_writer import BackgroundWriter, RecordingWarning
 from workbench.io.run_writer import RunWriter
 from workbench.models.run_checkpoints import list_checkpoints
+from workbench.training import recording
 
 SETTINGS = {"n_steps": 24, "learning_rate": 1e-2, "seed": 5, "flush_every": 4}
 recorders = pytest.mark.parametrize("has_recorder", [False, True], ids=["alone", "with a recorder"])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import StoreError, ThresholdError
 from workbench.io.run_parts import Lost, Part, Row, WaitingRows, check_layout, events_part
 from workbench.io.run_writer import RunWriter
+from workbench.schema.events import Event
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -55,8 +56,6 @@ class BackgroundWriter:
         rows_per_block: Write as soon as so many rows of a part wait.
         seconds_per_block: Write what waits after so many seconds too.
         max_bytes: What may wait in memory, beside the block that is being written; half of it is a block too.
-        locates_events: Whether events have the columns ``layer`` and ``head``; where the store holds events already,
-            they are like those.
 
     Raises:
         ThresholdError: If a bound is not positive.
@@ -70,7 +69,6 @@ class BackgroundWriter:
         rows_per_block: int = 200,
         seconds_per_block: float = 10.0,
         max_bytes: int = 64 << 20,
-        locates_events: bool = True,
     ) -> None:
         bounds = {"rows_per_block": rows_per_block, "seconds_per_block": seconds_per_block, "max_bytes": max_bytes}
         for name, value in bounds.items():
@@ -82,7 +80,7 @@ class BackgroundWriter:
         self._seconds_per_block = seconds_per_block
         self._max_bytes = max_bytes
         layout = writer.layout("events")
-        events = WaitingRows(events_part(None if layout is None else list(layout), has_places=locates_events))
+        events = WaitingRows(events_part(None if layout is None else list(layout)))
         if layout is not None:
             check_layout(events.empty(), layout, "events", "event", writer.path)
         self._parts = {"events": events}
@@ -175,34 +173,13 @@ class BackgroundWriter:
             self._parts[part] = waiting
         self._put(waiting, Row(int(dataset["step"].item()), copy, copy.nbytes + _BYTES_PER_DATASET), part)
 
-    def event(
-        self,
-        step: int,
-        kind: str,
-        *,
-        source: str = "",
-        score: float = math.nan,
-        message: str = "",
-        layer: int = -1,
-        head: int = -1,
-    ) -> None:
-        """Take something that happened; see ``schema.EVENTS``.
-
-        Args:
-            step: Updates before it.
-            kind: What happened: ``fault``, ``alarm``, ``gap``, ...
-            source: What showed it.
-            score: Value that showed it; NaN: none.
-            message: One sentence for people.
-            layer: That it is about; -1: none.
-            head: That it is about; -1: none. Events without the columns ``layer`` and ``head`` go without.
-        """
+    def event(self, event: Event) -> None:
+        """Take something that happened; a store whose events lack ``layer`` and ``head`` goes on without."""
         if not self._is_open():
             return
         events = self._parts["events"]
-        values = {"kind": kind, "source": source, "score": score, "message": message, "layer": layer, "head": head}
-        row = events.row(int(step), {name: value for name, value in values.items() if name in events.part.dims})
-        self._put(events, row, "events")
+        row = {name: value for name, value in event.as_row().items() if name in events.part.dims}
+        self._put(events, events.row(int(event.step), row), "events")
 
     def commit(self, **attrs: Any) -> None:
         """Set attributes of the run with the next block."""

@@ -84,16 +84,15 @@ def _has_dim(values: Any) -> bool:
     )
 
 
-def events_part(present: Sequence[str] | None = None, *, has_places: bool = True) -> Part:
+def events_part(present: Sequence[str] | None = None) -> Part:
     """Events: when, what, shown by what, how strong, where, and a sentence.
 
     Args:
         present: Variables of the events that a store holds already, which may lack ``layer`` and ``head``.
-        has_places: Whether the events of a store that holds none yet are to have them.
     """
     dtypes = {"kind": "str", "source": "str", "message": "str", "layer": "int64", "head": "int64"}
     names = ["kind", "source", "score", "message", "layer", "head"]
-    places = ("layer", "head") if present is None and has_places else present or ()
+    places = ("layer", "head") if present is None else present
     names = [name for name in names if name in places or name not in ("layer", "head")]
     attrs = {name: rule.attrs for name, rule in EVENTS.items()}
     own = {

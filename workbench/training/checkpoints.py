@@ -24,6 +24,7 @@ from workbench.models.run_checkpoints import list_checkpoints
 
 _NAME = re.compile(r"step-(\d{8})")
 _STATE = "training.pt"
+_FIRST_CALLBACKS = ("kss", "faults", "guard")
 #: Weights of a parametrized model as they are trained; model.safetensors has them as they act.
 PARAMETRIZED = "parametrized.safetensors"
 
@@ -38,9 +39,7 @@ class TrainingState:
         optimizer: Its state dict.
         scaler: State dict of the gradient scaler.
         random: State dict of the run's `RandomStream`.
-        kss: State dict of the run's `Shaper`; empty if it has none.
-        faults: State dict of the run's `Injection`.
-        guard: State dict of the run's `Guard`.
+        callbacks: State dict of each callback that has one, by its name.
     """
 
     step: int
@@ -48,9 +47,7 @@ class TrainingState:
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
     random: dict[str, Any]
-    kss: dict[str, Any] = field(default_factory=dict)
-    faults: dict[str, Any] = field(default_factory=dict)
-    guard: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Path:
@@ -130,7 +127,11 @@ def read_checkpoint(place: Path) -> TrainingState:
         raise CheckpointError(
             f"The checkpoint {place} is damaged ({error}); remove it to resume from the one before."
         ) from error
-    return TrainingState(**{**kept, "configuration": json.loads(kept["configuration"])})
+    callbacks = kept.pop("callbacks", {})
+    for name in _FIRST_CALLBACKS:  # a checkpoint from before callbacks had names of their own
+        if state := kept.pop(name, None):
+            callbacks[name] = state
+    return TrainingState(**{**kept, "configuration": json.loads(kept["configuration"]), "callbacks": callbacks})
 
 
 @contextmanager

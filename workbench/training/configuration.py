@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.utils import parametrize
@@ -13,9 +13,9 @@ from torch.nn.utils import parametrize
 if TYPE_CHECKING:
     from torch import nn
 
-    from workbench.callbacks.kss import KSS
-    from workbench.callbacks.run_recording import Recording
     from workbench.tasks import Task
+    from workbench.training.callback import Callback
+    from workbench.training.recording import Recording
     from workbench.training.training_plan import TrainingPlan
 
 #: What a Hugging Face config says about its making, not about the model.
@@ -28,16 +28,13 @@ def describe_run(
     plan: TrainingPlan,
     recording: Recording,
     loss: Callable[..., Any],
-    kss: KSS | None = None,
-    penalties: Mapping[str, Any] | None = None,
-    faults: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Everything that decides a run's numbers, as JSON gives it back; functions by their names.
 
     Returns:
-        ``model``, ``task``, ``training`` and ``spectra``, each a mapping; with KSS also ``kss``, what stays fixed of
-        it (its controls may change from step to step, and are recorded there); with further terms of the loss also
-        ``penalties``; with faults also ``faults``, everything but their switches.
+        ``model``, ``task``, ``training`` and ``spectra``, each a mapping; and by its name what each callback says of
+        itself, which leaves out what may change from step to step and is recorded there, such as switches.
     """
     training = plan.as_dict() | {"loss": getattr(loss, "__qualname__", None) or str(loss)}
     if plan.schedule not in ("cosine", "linear"):
@@ -48,12 +45,7 @@ def describe_run(
         "training": training,
         "spectra": {"every": recording.spectra_every, **recording.profile_options},
     }
-    if kss is not None:
-        configuration["kss"] = kss.describe()
-    if penalties:
-        configuration["penalties"] = dict(penalties)
-    if faults:
-        configuration["faults"] = dict(faults)
+    configuration |= {callback.name: dict(about) for callback in callbacks if (about := callback.describe())}
     return json.loads(json.dumps(configuration, default=str))
 
 

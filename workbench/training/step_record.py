@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.callbacks.alarms import Alarm
-    from workbench.callbacks.kss import Shaping
+_NUMBERS = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step gave; everything but the update itself belongs to the weights after ``step`` updates.
+    """What one step gave; everything but the update itself belongs to the parameters after ``step`` updates.
 
     Attributes:
         step: Updates done before this one.
@@ -27,9 +27,8 @@ class StepRecord:
         learning_rate: Largest rate of the optimizer's groups.
         cause: Why the step counts as diverged: ``"loss"``, ``"grad_norm"`` or ``"non-finite"``; empty otherwise.
         spectra: Spectra dataset with a ``step`` dimension of one, where they were due.
-        shaping: What KSS did, where the run has it.
-        active_faults: Names of the faults that were on.
-        alarms: Raised in this step.
+        numbers: What callbacks gave to be recorded, such as ``kss_penalty`` and ``batch_size``.
+        outcomes: What callbacks did, by their names.
     """
 
     step: int
@@ -40,9 +39,23 @@ class StepRecord:
     learning_rate: float
     cause: str = ""
     spectra: xr.Dataset | None = None
-    shaping: Shaping | None = None
-    active_faults: tuple[str, ...] = ()
-    alarms: tuple[Alarm, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    outcomes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shaping(self) -> Any:
+        """What KSS did, a `workbench.callbacks.kss.Shaping`; None: the run has no KSS."""
+        return self.outcomes.get("kss")
+
+    @property
+    def active_faults(self) -> tuple[str, ...]:
+        """Names of the faults that were on."""
+        return self.outcomes.get("faults", ())
+
+    @property
+    def alarms(self) -> tuple[Any, ...]:
+        """Each `workbench.alarms.Alarm` raised in this step."""
+        return self.outcomes.get("guard", ())
 
     @property
     def kss_enabled(self) -> bool:
@@ -61,6 +74,4 @@ class StepRecord:
 
     def monitors(self) -> dict[str, float]:
         """The numbers of the step; names as in ``schema.MONITORS``."""
-        names = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
-        shaping = {} if self.shaping is None else self.shaping.monitors()
-        return {name: getattr(self, name) for name in names} | shaping
+        return {name: getattr(self, name) for name in _NUMBERS} | dict(self.numbers)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.callbacks.alarms.watched import WATCHED
-from workbench.callbacks.recorder.options import Observation
+from workbench.callbacks.observation import Observation
 from workbench.errors import SchemaError
 
 if TYPE_CHECKING:

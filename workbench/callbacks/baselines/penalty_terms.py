@@ -16,6 +16,7 @@ from workbench.errors import AnatomyError, ThresholdError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import take_rows
 from workbench.models.probing import HookRequest, on_device_of, unwrap, watch
+from workbench.training.callback import Callback, Run
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from workbench.models.subject import Subject
 
 
-class PenaltyTerms:
-    """Adds penalties to a loss: listens to the residual stream while the model runs.
+class PenaltyTerms(Callback):
+    """The penalties of a run as a callback; in a loop of one's own they are added by hand.
 
-        terms = PenaltyTerms(model, [JacobianPenalty(0.1)])
+        terms = PenaltyTerms([JacobianPenalty(0.1)], model=model)
         with terms.watch(step) as penalty_of:
             loss = cross_entropy(model(tokens), targets)
             penalty = penalty_of(loss)  # None where nothing is due
@@ -36,8 +37,8 @@ class PenaltyTerms:
     meets the same penalty, and no random state is touched.
 
     Args:
-        model: Whose blocks `workbench.read_anatomy` finds.
         penalties: From this package; a coefficient of 0 switches one off.
+        model: Whose blocks `workbench.read_anatomy` finds; None: that of the run it acts on.
         seed: Of what the penalties draw.
         stack: See `workbench.read_anatomy`.
 
@@ -45,8 +46,15 @@ class PenaltyTerms:
         ThresholdError: If something among the penalties is none.
     """
 
+    name = "penalties"
+
     def __init__(
-        self, model: Subject | nn.Module, penalties: Sequence[Penalty], *, seed: int = 0, stack: str | None = None
+        self,
+        penalties: Sequence[Penalty],
+        *,
+        model: Subject | nn.Module | None = None,
+        seed: int = 0,
+        stack: str | None = None,
     ) -> None:
         if isinstance(penalties, Penalty):
             raise ThresholdError(f"penalties is one {type(penalties).__name__}, expected a sequence; pass [it].")
@@ -56,11 +64,13 @@ class PenaltyTerms:
                     f"penalties holds a {type(penalty).__name__}, expected penalties such as "
                     "wb.baselines.GradientPenalty()."
                 )
-        self.model = unwrap(model)
+        self.model: nn.Module | None = None if model is None else unwrap(model)
         self.penalties = tuple(penalties)
         self.seed = seed
         self.stack = stack
         self._anatomy: Anatomy | None = None
+        self._step = 0
+        self._listening: tuple[ExitStack, Callable[[Tensor], Tensor | None]] | None = None
 
     @property
     def are_on(self) -> bool:
@@ -87,6 +97,53 @@ class PenaltyTerms:
             seen[name] += 1
             described[name if seen[name] == 1 else f"{name} {seen[name]}"] = penalty.describe()
         return described
+
+    def setup(self, run: Run) -> None:
+        """Act on the model of the run."""
+        super().setup(run)
+        self.model = unwrap(run.model)
+
+    def begin(self) -> None:
+        """Find the residual blocks, where there is something to run the model on; else in the first step.
+
+        Raises:
+            AnatomyError: If the residual stream cannot be read with certainty.
+        """
+        if self.are_on and self.run.probe is not None:
+            self.read_anatomy(self.run.probe(2))
+
+    def begin_step(self, step: int) -> None:
+        """Note the step, which decides what is due."""
+        self._step = step
+
+    def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """The batch as it is; the blocks are read from it where there was no probe."""
+        if self.are_on and self._anatomy is None:
+            self.read_anatomy(inputs)
+        return inputs, targets
+
+    @contextmanager
+    def around_pass(self) -> Iterator[None]:
+        """Listen to the forward pass, until `auxiliary_loss` was asked for."""
+        with ExitStack() as stack:
+            self._listening = stack, stack.enter_context(self.watch(self._step))
+            yield
+
+    def auxiliary_loss(self, task_loss: Tensor, auxiliary: Tensor | None) -> Tensor | None:
+        """The penalties that are due, beside what there is."""
+        if self._listening is None:
+            return auxiliary
+        (listening, penalty_of), self._listening = self._listening, None
+        penalty = penalty_of(task_loss)
+        listening.close()
+        if penalty is None:
+            return auxiliary
+        return penalty if auxiliary is None else auxiliary + penalty
+
+    def end(self, *, is_broken: bool = False) -> None:
+        """Let go of the model."""
+        super().end(is_broken=is_broken)
+        self.model = self._anatomy = self._listening = None
 
     @contextmanager
     def watch(self, step: int) -> Iterator[Callable[[Tensor], Tensor | None]]:

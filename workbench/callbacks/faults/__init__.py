@@ -9,7 +9,7 @@ from workbench.callbacks.faults.communication import DroppedBucket, LowPrecision
 from workbench.callbacks.faults.conditions import CorruptedData, LargeRate, NoAuxiliaryLoss, SmallBatch
 from workbench.callbacks.faults.fault import Fault
 from workbench.callbacks.faults.flash_attention_mode import Cut, FlashAttentionMode, cut_low_bits, flash_attention
-from workbench.callbacks.faults.injection import Injection, Pass
+from workbench.callbacks.faults.injection import Injection
 from workbench.callbacks.faults.low_precision_fault import LowPrecisionAttention
 
 low_precision_attention = LowPrecisionAttention
@@ -33,7 +33,6 @@ __all__ = [
     "LowPrecisionAttention",
     "LowPrecisionReduction",
     "NoAuxiliaryLoss",
-    "Pass",
     "SmallBatch",
     "StaleReduction",
     "catalog",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +24,11 @@ from workbench.callbacks.faults.flash_attention_mode import NO_CUT, FlashAttenti
 from workbench.callbacks.faults.low_precision_fault import LowPrecisionAttention
 from workbench.errors import ThresholdError
 from workbench.models.batches import count_rows, take_rows
+from workbench.models.losses import auxiliary_loss
 from workbench.models.probing import call_model, undisturbed, unwrap
 from workbench.tasks.task import mixed_seed
+from workbench.training.callback import Callback, OnePass, Pass, Run
+from workbench.training.loop import takes_several_passes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,25 +38,8 @@ if TYPE_CHECKING:
 _OF_GRADIENTS = (DroppedBucket, LowPrecisionReduction, StaleReduction)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """What a forward and backward pass gave; its gradients are on the weights.
-
-    Attributes:
-        loss: Of the task.
-        auxiliary_loss: Weighted auxiliary terms; NaN if there are none.
-        logits: As the model gave them.
-        is_finite: Whether the total is; otherwise there was no backward pass.
-    """
-
-    loss: float
-    auxiliary_loss: float
-    logits: Tensor
-    is_finite: bool
-
-
-class Injection:
-    """The faults of a run; without any, every method leaves everything as it is.
+class Injection(Callback):
+    """The faults of a run as a callback; without any, every method leaves everything as it is.
 
     They act in the order in which data flow, whatever their order in the list: corrupted data, a smaller batch,
     attention, the loss, then gradients: split over ranks, lost, added up, late; and the rate. Gradients are changed
@@ -67,6 +52,8 @@ class Injection:
     Raises:
         ThresholdError: If something among them is no fault, two are of one kind, or two disagree.
     """
+
+    name = "faults"
 
     def __init__(self, faults: Sequence[Fault], *, seed: int = 0) -> None:
         if isinstance(faults, Fault):
@@ -90,7 +77,6 @@ class Injection:
         self.active: tuple[str, ...] = ()
         self._step = 0
         self._on_since: dict[type[Fault], int] = {}
-        self._changes: list[tuple[str, str]] = []
         self._mode = FlashAttentionMode() if LowPrecisionAttention in self._faults else None
         self._handles: list[RemovableHandle] = []
         self._weights: list[nn.Parameter] = []
@@ -100,19 +86,19 @@ class Injection:
         """The faults as plain values, by kind."""
         return {fault.kind: fault.describe() for fault in self._faults.values()}
 
-    def attach(self, optimizer: torch.optim.Optimizer, *, looks_again: bool) -> None:
-        """Take note of the weights whose gradients may be changed.
-
-        Args:
-            optimizer: Over them.
-            looks_again: Whether it takes further gradients within a step, by a closure.
+    def setup(self, run: Run) -> None:
+        """Take note of the parameters whose gradients may be changed.
 
         Raises:
-            ThresholdError: If a fault of the gradients does not go with the optimizer or the weights.
+            ThresholdError: If a fault does not go with the trainer, the optimizer or the parameters.
         """
+        super().setup(run)
+        if not run.owns_loop:
+            self._require_own_loop()
+        optimizer = run.optimizer
         self._weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for fault in self._of(*_OF_GRADIENTS):
-            if looks_again:
+            if takes_several_passes(optimizer):
                 raise ThresholdError(
                     f"{fault.name} changes the gradients of one backward pass a step, but {type(optimizer).__name__} "
                     "takes several; choose another optimizer, or leave the fault out."
@@ -124,26 +110,26 @@ class Injection:
                     "trained; take fewer buckets."
                 )
 
-    @property
-    def looks_at_the_model(self) -> bool:
-        """Whether `attach_to_model` has anything to do."""
-        return bool(self._of(LowPrecisionAttention, NoAuxiliaryLoss))
+    def _require_own_loop(self) -> None:
+        for fault in self._of(NoAuxiliaryLoss, LowPrecisionReduction, DroppedBucket):
+            if getattr(fault, "needs_ranks", True):
+                raise ThresholdError(
+                    f"{fault.name} changes the loss or splits the batch, which only wb.train() lets it do; train with "
+                    "that, or leave the fault out."
+                )
 
-    def attach_to_model(self, model: nn.Module, inputs: Any, has_auxiliary_loss: Callable[[Any], bool]) -> None:
-        """Find what the faults have to touch in a model by running it; `detach` ends it.
-
-        Args:
-            model: About to be trained; left as it was.
-            inputs: A few rows, where the model is.
-            has_auxiliary_loss: From the model's output: whether there is an auxiliary loss.
+    def begin(self) -> None:
+        """Find what the faults have to touch in the model, by running it on its probe.
 
         Raises:
             ThresholdError: If it has no attention or no auxiliary loss that could be changed.
         """
-        model = unwrap(model)
+        if self.run.probe is None or not self._of(LowPrecisionAttention, NoAuxiliaryLoss):
+            return
+        model, inputs = unwrap(self.run.model), self.run.probe(2)
         if NoAuxiliaryLoss in self._faults:
             with undisturbed(model):
-                has_one = has_auxiliary_loss(call_model(model, inputs))
+                has_one = auxiliary_loss(self.run.model, call_model(model, inputs)) is not None
             if not has_one:
                 raise ThresholdError(
                     f"no_auxiliary_loss needs a model with an auxiliary loss, but {type(model).__name__} has none; "
@@ -152,15 +138,12 @@ class Injection:
         if self._mode is not None:
             modules = attention_modules(model, inputs)
             if not modules:
-                raise ThresholdError(
-                    "low_precision_attention needs a model that calls torch's scaled_dot_product_attention itself, "
-                    f"but {type(model).__name__} does not; load a Hugging Face model with attn_implementation='sdpa', "
-                    "or leave the fault out."
-                )
+                raise _no_attention(model)
             self._handles = self._mode.reaches_recomputation(modules)
 
-    def detach(self) -> None:
+    def end(self, *, is_broken: bool = False) -> None:
         """Remove all hooks; the switches stay as they are."""
+        super().end(is_broken=is_broken)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -174,10 +157,10 @@ class Injection:
                 continue
             if is_on:
                 self._on_since[kind] = step
-                self._changes.append((fault.name, f"{fault.name} on: {fault.effect}."))
+                self._say(fault, f"{fault.name} on: {fault.effect}.")
             else:
                 del self._on_since[kind]
-                self._changes.append((fault.name, f"{fault.name} off."))
+                self._say(fault, f"{fault.name} off.")
         self.active = tuple(fault.name for kind, fault in self._faults.items() if kind in self._on_since)
         if self._mode is not None:
             attention = self._on(LowPrecisionAttention)
@@ -185,10 +168,9 @@ class Injection:
         if self._on(StaleReduction) is None:
             self._kept.clear()
 
-    def new_changes(self) -> list[tuple[str, str]]:
-        """Name and sentence of every switch since the last call."""
-        changes, self._changes = self._changes, []
-        return changes
+    def outcome(self) -> tuple[str, ...]:
+        """Names of the faults that were on."""
+        return self.active
 
     @property
     def rate_factor(self) -> float:
@@ -206,11 +188,15 @@ class Injection:
         if kind in self._faults:
             self._faults[kind].enabled = False
 
-    def attention(self) -> AbstractContextManager[Any]:
-        """Enter it around each forward and backward pass."""
+    def around_pass(self) -> AbstractContextManager[Any]:
+        """Attention of the fault, in place of torch's."""
         return nullcontext() if self._mode is None else self._mode
 
-    def batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+    def auxiliary_loss(self, task_loss: Tensor, auxiliary: Tensor | None) -> Tensor | None:
+        """Nothing of the model's own, where that fault is on."""
+        return auxiliary if auxiliary is None or self.keeps_auxiliary_loss else torch.zeros_like(auxiliary)
+
+    def change_batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
         """The batch of this step as the faults leave it.
 
         Raises:
@@ -222,21 +208,8 @@ class Injection:
             inputs, targets = fault.batch(inputs, targets)
         return inputs, targets
 
-    def backward(
-        self,
-        one_pass: Callable[[Any, Tensor], Pass],
-        inputs: Any,
-        targets: Tensor,
-        *,
-        scale: Callable[[], float] = lambda: 1.0,
-    ) -> Pass:
+    def run_pass(self, one_pass: OnePass, inputs: Any, targets: Tensor) -> Pass:
         """Forward and backward over a batch, and the faults of its gradients.
-
-        Args:
-            one_pass: Does it for some rows; clears the gradients before.
-            inputs: Of the batch.
-            targets: Of the batch.
-            scale: Gives the number by which the gradients are multiplied (float16).
 
         Returns:
             What it gave; over several ranks their mean, with the logits of all.
@@ -252,9 +225,20 @@ class Injection:
             ranks.append([weight.grad for weight in self._weights])
         whole = _joined(parts)
         if whole.is_finite:
-            for weight, gradient in zip(self._weights, self._reduced(ranks, scale), strict=True):
+            for weight, gradient in zip(self._weights, self._reduced(ranks), strict=True):
                 weight.grad = gradient
         return whole
+
+    def before_update(self, step: int, numbers: Mapping[str, float]) -> None:
+        """In another trainer, the faults of gradients of one rank; and whether there was any attention to change."""
+        if self.run is None or self.run.owns_loop:
+            return
+        if any(type(fault) in self._on_since for fault in self._of(*_OF_GRADIENTS)):
+            reduced = self._reduced([[weight.grad for weight in self._weights]])
+            for weight, gradient in zip(self._weights, reduced, strict=True):
+                weight.grad = gradient
+        if self._mode is not None and not self._mode.n_calls:
+            raise _no_attention(self.run.model)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on alike, in types that ``torch.load(weights_only=True)`` reads."""
@@ -274,6 +258,9 @@ class Injection:
             [None if one is None else one.to(weight.device) for weight, one in zip(self._weights, kept, strict=True)]
             for kept in state["kept"]
         ]
+
+    def _say(self, fault: Fault, message: str) -> None:
+        self.event(self._step, "fault", source=fault.name, message=message)
 
     def _of(self, *kinds: type[Fault]) -> list[Fault]:
         return [self._faults[kind] for kind in kinds if kind in self._faults]
@@ -300,7 +287,7 @@ class Injection:
             which = slice(int(rows[0]), int(rows[-1]) + 1)
             yield take_rows(inputs, which), targets[which]
 
-    def _reduced(self, ranks: list[Gradients], scale_now: Callable[[], float]) -> Gradients:
+    def _reduced(self, ranks: list[Gradients]) -> Gradients:
         """What the optimizer gets of the gradients of all ranks."""
         if (dropped := self._on(DroppedBucket)) is not None:
             dropped.drop(ranks, self._buckets(dropped.n_buckets), self._random(dropped))
@@ -308,7 +295,8 @@ class Injection:
         gradients = ranks[0] if len(ranks) == 1 else _mean(ranks, reduced)
         if (stale := self._on(StaleReduction)) is None:
             return gradients
-        scale = scale_now()
+        scaler = None if self.run is None else self.run.scaler
+        scale = 1.0 if scaler is None else scaler.get_scale()  # of the gradients, in float16
         # Kept without the scale, which may be another one by the time; what overflowed stays infinite.
         self._kept = [*self._kept[-stale.delay :], [None if g is None else g / scale for g in gradients]]
         late = stale.late(self._kept, self._buckets(stale.n_buckets), self._random(stale))
@@ -316,6 +304,14 @@ class Injection:
 
     def _buckets(self, n_buckets: int) -> list[list[int]]:
         return in_buckets([weight.numel() for weight in self._weights], n_buckets)
+
+
+def _no_attention(model: nn.Module) -> ThresholdError:
+    return ThresholdError(
+        "low_precision_attention needs a model that calls torch's scaled_dot_product_attention itself, "
+        f"but {type(model).__name__} does not; load a Hugging Face model with attn_implementation='sdpa', "
+        "or leave the fault out."
+    )
 
 
 def _mean(ranks: list[Gradients], reduced: LowPrecisionReduction | None) -> Gradients:

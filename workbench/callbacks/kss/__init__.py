@@ -1,6 +1,8 @@
 """Koopman Spectral Shaping (KSS, arXiv:2602.22988): a penalty on the spectrum of the residual stream, live."""
 
-from workbench.callbacks.kss.control import KSS, Band, Control, KSSOptions
+from workbench.callbacks.kss.control import Band, Control, KSSOptions
+from workbench.callbacks.kss.kss import KSS
+from workbench.callbacks.kss.kss_callback import KSSCallback
 from workbench.callbacks.kss.penalty import LayerPenalty, PenaltyShape, layer_penalty
 from workbench.callbacks.kss.shaper import Shaper
 from workbench.callbacks.kss.shaping import Shaping
@@ -10,6 +12,7 @@ __all__ = [
     "KSS",
     "Band",
     "Control",
+    "KSSCallback",
     "KSSOptions",
     "LayerPenalty",
     "PenaltyShape",

@@ -7,20 +7,11 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.callbacks.kss.penalty import PenaltyShape
 from workbench.callbacks.kss.trust_region import TrustRegion
 from workbench.errors import ThresholdError
-
-if TYPE_CHECKING:
-    import torch
-    from lightning.pytorch import Callback
-    from torch import nn
-    from transformers import TrainerCallback
-
-    from workbench.callbacks.kss.shaper import Shaper
-    from workbench.models.subject import Subject
 
 COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
 SIDES = ("both", "output", "input")
@@ -100,23 +91,11 @@ class Control:
         return cls(**{name: _checked(name, value) for name, value in values.items()})
 
 
-class KSS:
-    """Koopman Spectral Shaping: a penalty on the spectrum of each block, and its controls.
+class KSSControls:
+    """The controls of KSS and who may turn them; `KSS` is made of it.
 
     The controls are plain attributes. They are read once a step, so a script, a schedule, an alarm or a button may turn
-    them at any time, from any thread, and every change is recorded with the run.
-
-    Args:
-        strength: alpha, the weight of the penalty; the paper tries .01 to .20.
-        interval: Optimizer steps between two applications; the paper's 10 to 20. Strength over interval is the dose.
-        enabled: Whether it acts.
-        gamma: Near-unit mass to aim at, in [0, 1]; the paper's 0.3 to 0.5.
-        layers: ``"half"``, drawn anew each time, as the paper does; ``"all"``; or the numbers of the layers.
-        options: What stays fixed over a run.
-        controller: Adjusts the strength by what is measured; see `Band`.
-
-    Raises:
-        ThresholdError: If a value is out of range; nothing is changed then.
+    them at any time, from any thread, and every change is recorded with the run. Arguments as of `KSS`.
     """
 
     #: The controls, in the order in which they are recorded.
@@ -145,21 +124,6 @@ class KSS:
             "layers": layers,
         }
         self._control = Control(**{name: _checked(name, value) for name, value in given.items()})
-
-    @classmethod
-    def published(cls, **controls: Any) -> KSS:
-        """The paper's settings (arXiv:2602.22988): strength .15 every 10 steps, half the layers, rank 32."""
-        return cls(**controls)
-
-    @classmethod
-    def recommended(cls, **controls: Any) -> KSS:
-        """The variant that kept most runs alive for least in our sweeps (data/README.md): a trust region.
-
-        64 token states of each batch, in eight leading directions; all layers, after every update; a block may lengthen
-        the states up to twofold, and beyond that by a quarter more in a step.
-        """
-        options = KSSOptions(n_snapshots=64, coupling="trust_region", penalty=PenaltyShape(rank=8))
-        return cls(**{"strength": 1.0, "interval": 1, "layers": "all", "options": options, **controls})
 
     enabled: bool = property(lambda self: self._control.enabled, lambda self, value: self.set(enabled=value))
     strength: float = property(lambda self: self._control.strength, lambda self, value: self.set(strength=value))
@@ -209,53 +173,6 @@ class KSS:
 
         return stop
 
-    def attach(self, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> Shaper:
-        """Let KSS act on a model in any training loop: one line before it.
-
-            with kss.attach(model, optimizer):
-                for batch in loader:
-                    model(**batch).loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-        Gradient accumulation, mixed precision, gradient checkpointing and DDP need nothing more.
-
-        Args:
-            model: The module that the loop calls, or its subject; it may be wrapped by DDP or ``torch.compile``.
-            optimizer: Over its weights; it may be wrapped too.
-
-        Returns:
-            The `Shaper` at work; leaving its context, or ``detach()``, ends it.
-
-        Raises:
-            ThresholdError: If the optimizer looks at the loss several times a step (LBFGS) or moves no weight of the
-                model, or the weights are split over processes (FSDP).
-        """
-        from workbench.callbacks.kss.shaper import Shaper
-
-        return Shaper(self, model, optimizer)
-
-    def trainer_callback(self) -> TrainerCallback:
-        """Let KSS act inside a Hugging Face ``Trainer``: ``Trainer(..., callbacks=[kss.trainer_callback()])``.
-
-        See `workbench.callbacks.kss.integrations.trainer_callback`.
-        """
-        from workbench.callbacks.kss.integrations import trainer_callback
-
-        return trainer_callback(self)
-
-    def lightning_callback(self) -> Callback:
-        """Let KSS act inside a Lightning ``Trainer``: ``Trainer(..., callbacks=[kss.lightning_callback()])``.
-
-        See `workbench.callbacks.kss.integrations.lightning_callback`.
-
-        Raises:
-            MissingPackageError: If Lightning is not installed.
-        """
-        from workbench.callbacks.kss.integrations import lightning_callback
-
-        return lightning_callback(self)
-
     def describe(self) -> dict[str, Any]:
         """What stays fixed over a run, as plain values."""
         own = self.options
@@ -271,7 +188,11 @@ class KSS:
         self.set(**state)
 
     def __repr__(self) -> str:
-        return "KSS(" + ", ".join(f"{name}={value!r}" for name, value in vars(self._control).items()) + ")"
+        return (
+            f"{type(self).__name__}("
+            + ", ".join(f"{name}={value!r}" for name, value in vars(self._control).items())
+            + ")"
+        )
 
 
 @dataclass(frozen=True)

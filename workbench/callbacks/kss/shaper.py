@@ -38,7 +38,7 @@ from workbench.zoo.module_of import module_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.callbacks.kss.control import KSS
+    from workbench.callbacks.kss.control import KSSControls
     from workbench.models.subject import Subject
 
 #: A trust region that watches the energy gain takes eigenvalues in every so many of its looks.
@@ -61,7 +61,7 @@ class Shaper:
         n_skipped: Layers left out although they were due, by reason, over all steps.
     """
 
-    def __init__(self, kss: KSS, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, kss: KSSControls, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.kss = kss
         model = module_of(model)
         self.model = bare(model)

@@ -1,9 +1,10 @@
-"""The recorder: watches any training run from around its optimizer's step, and writes down what its monitors say."""
+"""The recorder: measures any training run from around its optimizer's step, and writes down what its monitors say."""
 
-from workbench.callbacks.recorder.options import Observation
+from workbench.callbacks.observation import Observation
+from workbench.callbacks.recorder.loggers import mirror_to
 from workbench.callbacks.recorder.recorder import Recorder
 
-__all__ = ["Observation", "Recorder"]
+__all__ = ["Observation", "Recorder", "mirror_to"]
 
 
 def __dir__() -> list[str]:

@@ -6,25 +6,28 @@ import math
 import weakref
 from collections.abc import Callable
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from workbench.callbacks.kss.attachment import bare, innermost
+from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.batch_watch import BatchWatch
 from workbench.callbacks.recorder.collectors import Looks, Reading
 from workbench.callbacks.recorder.full_parameters import Weights
-from workbench.callbacks.recorder.options import Observation, is_due, plain, say
+from workbench.callbacks.recorder.options import Options, is_due, plain
 from workbench.callbacks.recorder.ranks import is_shared, of_all_ranks, of_first_rank
 from workbench.callbacks.recorder.updates import total_gradient_norm, was_skipped
 from workbench.errors import ThresholdError, WorkbenchError
+from workbench.io.run_output import say
 from workbench.monitors.scalars import SpikeScore
+from workbench.schema.events import Event
 
 if TYPE_CHECKING:
-    from workbench.callbacks.recorder.output import Output
-    from workbench.callbacks.recorder.recorder import Recorder
+    from workbench.callbacks.alarms import Alarms
+    from workbench.io.run_output import RunOutput
 
 #: Numbers that every update has, in the order in which they are stored; NaN where nobody knows.
 NUMBERS = (
@@ -45,6 +48,22 @@ _WORDS = {
 }
 
 
+class Owner(Protocol):
+    """What an attached recorder asks of the `Recorder` that attached it."""
+
+    options: Options
+    n_probe_tokens: int
+
+    def keep_probe(self, probe: Any) -> str | None:
+        """Remember the rows that it looks at; JSON of them."""
+
+    def tell(self, observation: Observation) -> None:
+        """Hand an observation to whoever listens."""
+
+    def detached(self, step: int) -> None:
+        """Remember where it ended."""
+
+
 class AttachedRecorder:
     """A recorder attached to a model and an optimizer; made by `Recorder.attach`.
 
@@ -59,28 +78,30 @@ class AttachedRecorder:
     Attributes:
         step: Updates done; whoever counts otherwise may set it between two updates.
         numbers: Of the last update, as they were stored.
+        is_hosted: Whether the store is another's, who writes the numbers of each update, hears alarms and closes it.
     """
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: Owner,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        output: Output,
+        output: RunOutput,
         *,
         weights: Weights,
         probe: Any,
         step: int,
         spikes: SpikeScore,
         reading: Reading | None = None,
-        raises_alarms: bool = True,
+        alarms: Alarms | None = None,
+        is_hosted: bool = False,
     ) -> None:
-        self.recorder, self.output = recorder, output
+        self.recorder, self.output, self.is_hosted = recorder, output, is_hosted
         self.model, self.optimizer = bare(model), innermost(optimizer)
         self.step = step
         self.numbers: dict[str, float] = {}
-        self._every = recorder.every
-        self._alarms = recorder.alarms if raises_alarms else None
+        self._every = recorder.options.every
+        self._alarms = None if is_hosted else alarms
         self._weights, self._reading = weights, reading
         self._looks: Looks | None = None
         self._pending: dict[str, float | Tensor] = {}  # what was logged
@@ -149,7 +170,10 @@ class AttachedRecorder:
             self.batches.detach()
             self._looks = self._weights = None
             self.model = self.optimizer = None
-            self.output.end(self.step, is_broken=is_broken)
+            if not self.is_hosted:
+                word = "stopped" if is_broken else "finished"
+                self.event(word, message=f"{word.capitalize()} after {self.step} steps.")
+                self.output.close(state=word)
             self.recorder.detached(self.step)
 
     def log(self, **numbers: Any) -> None:
@@ -246,7 +270,7 @@ class AttachedRecorder:
         with self.batches_paused():
             self._look_at_parts()
         self.step += 1
-        if not self.batches.has_seen and not self.output.is_hosted:
+        if not self.batches.has_seen and not self.is_hosted:
             self._close_row()  # nothing will say when the next batch begins
 
     # Rows
@@ -281,7 +305,7 @@ class AttachedRecorder:
         probe, subjects = self.batches.settle_probe()
         probe = of_first_rank(probe)
         self._is_ready = True
-        if (plain := self.recorder.keep_probe(probe)) is not None:
+        if (plain := self.recorder.keep_probe(probe)) is not None and not self.is_hosted:
             self.output.commit(probe=plain)
         with self.batches_paused():
             self._looks = Looks(
@@ -343,19 +367,13 @@ class AttachedRecorder:
         step: int | None = None,
     ) -> None:
         """Note something that happened; see ``schema.EVENTS``. Without ``step`` it happened now."""
-        self.output.event(
-            self.step if step is None else step,
-            kind,
-            source=source,
-            score=score,
-            message=message,
-            layer=layer,
-            head=head,
-        )
+        at = self.step if step is None else step
+        self.output.event(Event(at, kind, source, score, message, layer, head))
 
     def _tell(self, observation: Observation) -> None:
         """Observers last: what they raise is the caller's."""
-        self.output.add(observation)
+        if not (self.is_hosted and observation.part == "monitors"):  # those are written by the owner of the store
+            self.output.add(observation.part, observation.step, observation.values, observation.coords)
         if self._alarms is not None:
             self._hear(observation)
         self.recorder.tell(observation)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from workbench.callbacks.recorder.full_parameters import Weights, readable, reshard
 from workbench.callbacks.recorder.query_keys import SPECTRA_OF_HEADS, TERMS, QueryKeyWindow
 from workbench.callbacks.recorder.updates import UpdateLook
-from workbench.callbacks.run_recording import SpectraTaker
 from workbench.errors import SnapshotError, ThresholdError, WorkbenchError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
@@ -27,11 +26,12 @@ from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.probe_pass import ProbeLook
 from workbench.monitors.router_health import router_conditioning, router_similarity
 from workbench.schema.runs import ROUTER
+from workbench.training.recording import SpectraTaker
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.callbacks.recorder.recorder import Options
+    from workbench.callbacks.recorder.options import Options
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from workbench.io.background_writer import RecordingWarning
 from workbench.schema.runs import PARTS
 
 if TYPE_CHECKING:
-    from workbench.callbacks.recorder.options import Observation
+    from workbench.callbacks.observation import Observation
 
 #: Over layers, heads, experts or modules.
 _SUMMARIES = {"mean": np.nanmean, "min": np.nanmin, "max": np.nanmax}

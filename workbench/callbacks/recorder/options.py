@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.errors import ThresholdError
-from workbench.io.background_writer import RecordingWarning
+from workbench.io.run_output import say
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 #: Steps between two looks at each part, unless told otherwise; None: never.
 CADENCE: dict[str, int | None] = {
@@ -23,23 +26,6 @@ CADENCE: dict[str, int | None] = {
 }
 #: Below this many updates noise outweighs what they add up to.
 _SHORTEST_WINDOW = 10
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What one look at one part gave.
-
-    Attributes:
-        step: The update it belongs to, from 0; looks are taken right after it (spectra right before it).
-        part: ``"monitors"`` (the numbers of the update itself), or one of the parts looked at.
-        values: Of each variable, without the dimension of the steps; dimensions as in `workbench.schema`.
-        coords: Values along those dimensions: ``layer``, ``head``, ``term``, ``module``, ... and ``layer_name``.
-    """
-
-    step: int
-    part: str
-    values: Mapping[str, np.ndarray]
-    coords: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def checked_cadence(every: Mapping[str, int | None] | int | None) -> dict[str, int | None]:
@@ -79,11 +65,16 @@ def is_due(step: int, every: int | None) -> bool:
     return every is not None and (step + 1) % every == 0
 
 
-def say(sentence: str) -> None:
-    """Warn whoever runs the training, without stopping it."""
-    warnings.warn(sentence, RecordingWarning, stacklevel=3)
-
-
 def plain(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Values as float64 arrays."""
     return {name: np.asarray(value, dtype=np.float64) for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a recorder was told, as its looks need it."""
+
+    every: Mapping[str, int | None]
+    alpha: float
+    loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    profile_options: Mapping[str, Any] = field(default_factory=dict)

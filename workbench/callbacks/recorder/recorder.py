@@ -7,50 +7,40 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.callbacks.alarms.replaying import replay
 from workbench.callbacks.kss.attachment import bare, innermost
+from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.callbacks.recorder.collectors import Reading, read_model
 from workbench.callbacks.recorder.full_parameters import Weights
 from workbench.callbacks.recorder.loggers import mirror_to
-from workbench.callbacks.recorder.options import CADENCE, Observation, checked_cadence
-from workbench.callbacks.recorder.output import Output
+from workbench.callbacks.recorder.options import CADENCE, Options, checked_cadence
 from workbench.callbacks.recorder.probe_text import of_plain, to_plain
 from workbench.callbacks.recorder.ranks import is_first, of_first_rank
-from workbench.callbacks.run_recording import recorded_configuration
 from workbench.errors import AnatomyError, StoreError, ThresholdError
 from workbench.io.atomic import check_free
 from workbench.io.background_writer import BackgroundWriter
 from workbench.io.provenance import versions
+from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
 from workbench.models.probing import on_device_of
 from workbench.monitors.scalars import SpikeScore
+from workbench.schema.events import Event
 from workbench.training.configuration import describe_model, first_difference
+from workbench.training.recording import recorded_configuration
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
     import torch
-    from lightning.pytorch import Callback
     from torch import nn
-    from transformers import TrainerCallback
 
     from workbench.callbacks.alarms import Alarms
     from workbench.models.subject import Subject
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a recorder was told, as its looks need it."""
-
-    every: Mapping[str, int | None]
-    alpha: float
-    loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None
-    profile_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Recorder:
@@ -142,20 +132,22 @@ class Recorder:
         model: Subject | nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        writer: BackgroundWriter | None = None,
+        host: RunOutput | None = None,
         probe: Any = None,
         step: int | None = None,
-        raises_alarms: bool = True,
+        alarms: Alarms | None = None,
     ) -> AttachedRecorder:
         """Watch a model that a loop trains: one line before it.
 
         Args:
             model: The module that the loop calls, or its subject; it may be wrapped by DDP, FSDP2 or ``torch.compile``.
             optimizer: Over its weights, or over copies of them in float32; it may be wrapped too.
-            writer: Of another's store, where the parts go beside the numbers of each update, which are its owner's.
+            host: Of another's store, where the parts go beside the numbers of each update, which its owner writes; the
+                owner hands everything to the alarms then.
             probe: Instead of the recorder's own.
             step: Updates done; None: 0, or, on the model that it was attached to last, where it was detached.
-            raises_alarms: Whether ``alarms`` hear this run; a loop that hands them everything itself says no.
+
+            alarms: Instead of the recorder's own.
 
         Returns:
             The recorder at work; leaving its context, or ``detach()``, ends it.
@@ -173,11 +165,10 @@ class Recorder:
             self._step, self._kept_probe = 0, None
         step = self._step if step is None else int(step)
         goes_on |= self._resumes
-        output = Output(writer, is_hosted=True) if writer is not None else self._output(model, step, goes_on=goes_on)
-        if raises_alarms and self.alarms is not None and self.alarms.is_new and output.path is not None and step:
-            from workbench.callbacks.alarms.replaying import replay
-
-            replay(open_run(output.path), self.alarms)
+        output = self._output(model, step, goes_on=goes_on) if host is None else host
+        alarms = self.alarms if alarms is None else alarms
+        if host is None and alarms is not None and alarms.is_new and output.path is not None and step:
+            replay(open_run(output.path), alarms)
         self._last_model, self._is_loaded = weakref.ref(bare(model)), False
         probe = next((p for p in (probe, self.probe, self._kept_probe) if p is not None), None)
         self._attached = AttachedRecorder(
@@ -190,30 +181,10 @@ class Recorder:
             step=step,
             spikes=_spikes_before(step, output.path),
             reading=self._reading,
-            raises_alarms=raises_alarms,
+            alarms=alarms,
+            is_hosted=host is not None,
         )
         return self._attached
-
-    def trainer_callback(self) -> TrainerCallback:
-        """Watch a Hugging Face ``Trainer``: ``Trainer(..., callbacks=[recorder.trainer_callback()])``.
-
-        See `workbench.callbacks.recorder.integrations.trainer_callback`.
-        """
-        from workbench.callbacks.recorder.integrations import trainer_callback
-
-        return trainer_callback(self)
-
-    def lightning_callback(self) -> Callback:
-        """Watch a Lightning ``Trainer``: ``Trainer(..., callbacks=[recorder.lightning_callback()])``.
-
-        See `workbench.callbacks.recorder.integrations.lightning_callback`.
-
-        Raises:
-            MissingPackageError: If Lightning is not installed.
-        """
-        from workbench.callbacks.recorder.integrations import lightning_callback
-
-        return lightning_callback(self)
 
     def prepare(self, model: Subject | nn.Module, inputs: Any) -> None:
         """Read blocks, queries, keys and routers now, from a model that cannot be read later because it is sharded.
@@ -310,10 +281,10 @@ class Recorder:
             raise ThresholdError(f"{what} needs a run; attach the recorder first: recorder.attach(model, optimizer).")
         return self._attached
 
-    def _output(self, model: nn.Module, step: int, *, goes_on: bool) -> Output:
+    def _output(self, model: nn.Module, step: int, *, goes_on: bool) -> RunOutput:
         """The recorder's own store; on rank 0 alone, and what it raises on every rank."""
         if self.path is None:
-            return Output(None)
+            return RunOutput(None)
         writer, problem = None, ""
         if is_first():
             try:
@@ -322,9 +293,9 @@ class Recorder:
                 problem = str(error)
         if problem := of_first_rank(problem):
             raise StoreError(problem)
-        output = Output(writer)
+        output = RunOutput(writer)
         word = "resumed" if step else "started"
-        output.event(step, word, message=f"{word.capitalize()} at step {step}.")
+        output.event(Event(step, word, message=f"{word.capitalize()} at step {step}."))
         return output
 
     def _writer(self, model: nn.Module, step: int, *, goes_on: bool) -> BackgroundWriter:

@@ -1,4 +1,4 @@
-"""What a training run leaves behind: rows for its store, spectra on the way, checkpoints."""
+"""What to keep of a run and where: its store, spectra on the way, checkpoints."""
 
 from __future__ import annotations
 
@@ -14,29 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SnapshotError, StoreError, ThresholdError
+from workbench.errors import StoreError, ThresholdError
 from workbench.io.atomic import check_free
-from workbench.io.background_writer import BackgroundWriter, RecordingWarning
 from workbench.io.provenance import versions
-from workbench.io.run_parts import Lost, Part
 from workbench.io.run_writer import RunWriter
+from workbench.io.store import open_run
 from workbench.koopman.spectra import RankWarning
 from workbench.models.anatomy import read_anatomy
 from workbench.models.batches import Batches
 from workbench.models.profile import profile
 from workbench.models.run_checkpoints import latest_checkpoint
 from workbench.models.subject import Subject
-from workbench.schema.runs import MONITORS
-from workbench.training.checkpoints import TrainingState, write_checkpoint
 
 if TYPE_CHECKING:
     import xarray as xr
     from torch import nn
-
-#: A block is written after so many seconds too, so that a slow run can be watched.
-_SECONDS_PER_BLOCK = 10.0
-#: A full block is waited for no longer than so many seconds, as a disk may hang; and while it hangs than so many.
-_PATIENCE, _IMPATIENCE = 10.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -116,101 +108,6 @@ class SpectraTaker:
         return spectra.expand_dims(step=[step])
 
 
-class StepWriter:
-    """Takes in what the steps of a run give, for its store; keeps nothing if there is none.
-
-    A thread of its own writes (`BackgroundWriter`), also the rows of a `workbench.Recorder` in the same store. Trouble
-    with the disk never stops the training: it is said once, and rows that are lost are an event ``gap``.
-
-    Args:
-        writer: Of the run's store, or None.
-        flush_every: Steps in a block; a block is on disk when its last step is over, unless the disk is in trouble.
-        locates_events: Whether events have the columns ``layer`` and ``head``, as alarms need them.
-    """
-
-    def __init__(self, writer: RunWriter | None, flush_every: int, *, locates_events: bool) -> None:
-        self.background = None
-        if writer is not None:
-            self.background = BackgroundWriter(
-                writer,
-                rows_per_block=flush_every + 1,  # blocks of the steps are asked for here
-                seconds_per_block=_SECONDS_PER_BLOCK,
-                locates_events=locates_events,
-            )
-        self._flush_every = flush_every
-        self._n_rows = 0
-        self._is_declared = self._is_behind = self._lacks_checkpoint = False
-
-    def add(self, step: int, monitors: Mapping[str, float], spectra: xr.Dataset | None) -> None:
-        """Take in what one step gave; waits for the disk where a block is full, but not for one that hangs."""
-        if self.background is None:
-            return
-        if not self._is_declared:
-            rules = {name: MONITORS[name] for name in monitors if name in MONITORS}
-            self.background.declare(Part.of_scalars("monitors", monitors, {k: rule.attrs for k, rule in rules.items()}))
-            self._is_declared = True
-        self.background.add("monitors", step, monitors)
-        if spectra is not None:
-            self.background.add_dataset("spectra", spectra)
-        self._n_rows += 1
-        if self._n_rows >= self._flush_every:
-            is_written = self.background.flush(timeout=_IMPATIENCE if self._is_behind else _PATIENCE)
-            self._is_behind = not is_written and self.background.trouble is None
-            self._n_rows = 0
-
-    def event(self, step: int, kind: str, **what: Any) -> None:
-        """Take in something that happened; see ``schema.EVENTS``."""
-        if self.background is not None:
-            self.background.event(step, kind, **what)
-
-    def resumed(self, step: int) -> None:
-        """Say that the run goes on after ``step`` updates, and which rows before them were never written."""
-        if self.background is None:
-            return
-        from workbench.io.store import open_run
-
-        self.event(step, "resumed", message=f"Resumed from the checkpoint of step {step}.")
-        run = open_run(self.background.path)
-        known = run["monitors"]["step"].values if "monitors" in run.children else ()
-        first = int(known[-1]) + 1 if len(known) else 0
-        if first < step:  # the run ended while the disk was in trouble, but its checkpoint could be written
-            why = "the run ended before they were written"
-            message = Lost(first, step - 1, step - first, why).message("monitors")
-            self.event(step, "gap", source="monitors", score=step - first, message=message)
-
-    def checkpoint(self, model: nn.Module, state: TrainingState, folder: Path) -> None:
-        """Write a checkpoint; where none can be written, training goes on, and an event ``gap`` says so each time.
-
-        Args:
-            model: Whose weights to keep.
-            state: The rest.
-            folder: Of all checkpoints of the run.
-        """
-        try:
-            write_checkpoint(model, state, folder)
-        except StoreError as error:
-            message = f"There is no checkpoint of step {state.step}: {error}"
-            self.event(state.step, "gap", source="checkpoint", message=message)
-            if not self._lacks_checkpoint:  # said once, until one was written again
-                words = "Training goes on; earlier checkpoints are as they were."
-                warnings.warn(f"{message} {words}", RecordingWarning, stacklevel=2)
-            self._lacks_checkpoint = True
-        else:
-            self._lacks_checkpoint = False
-
-    def flush(self, **attrs: Any) -> None:
-        """Wait until everything is on disk, and set attributes of the run."""
-        if self.background is not None:
-            self.background.commit(**attrs)
-            self.background.flush()
-            self._n_rows = 0
-
-    def close(self) -> None:
-        """Write what there is, and end the thread."""
-        if self.background is not None:
-            self.background.close()
-
-
 def check_places(recording: Recording, *, overwrite: bool) -> None:
     """Refuse places that an earlier run has taken, before anything is done.
 
@@ -275,18 +172,7 @@ def recorded_configuration(store: Path | str) -> dict[str, Any]:
     Raises:
         StoreError: If there is no store, or it holds no training run.
     """
-    from workbench.io.store import open_run
-
     attrs = open_run(store).attrs
     if "configuration" not in attrs:
         raise StoreError(f"{store} holds no training run; pass the store that wb.train() wrote.")
     return json.loads(attrs["configuration"])
-
-
-def take_or_say(taker: SpectraTaker, step: int, writer: StepWriter) -> xr.Dataset | None:
-    """Spectra, or an event that says why there are none."""
-    try:
-        return taker.take(step)
-    except SnapshotError as error:
-        writer.event(step, "no spectra", message=str(error))
-        return None

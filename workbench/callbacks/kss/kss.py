@@ -1,0 +1,74 @@
+"""Koopman Spectral Shaping as users have it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from workbench.callbacks.kss.control import KSSControls, KSSOptions
+from workbench.callbacks.kss.penalty import PenaltyShape
+from workbench.callbacks.kss.shaper import Shaper
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from workbench.models.subject import Subject
+
+
+class KSS(KSSControls):
+    """Koopman Spectral Shaping: a penalty on the spectrum of each block, and its controls.
+
+    The controls are plain attributes. They are read once a step, so a script, a schedule, an alarm or a button may turn
+    them at any time, from any thread, and every change is recorded with the run.
+
+    Args:
+        strength: alpha, the weight of the penalty; the paper tries .01 to .20.
+        interval: Optimizer steps between two applications; the paper's 10 to 20. Strength over interval is the dose.
+        enabled: Whether it acts.
+        gamma: Near-unit mass to aim at, in [0, 1]; the paper's 0.3 to 0.5.
+        layers: ``"half"``, drawn anew each time, as the paper does; ``"all"``; or the numbers of the layers.
+        options: What stays fixed over a run.
+        controller: Adjusts the strength by what is measured; see `Band`.
+
+    Raises:
+        ThresholdError: If a value is out of range; nothing is changed then.
+    """
+
+    @classmethod
+    def published(cls, **controls: Any) -> KSS:
+        """The paper's settings (arXiv:2602.22988): strength .15 every 10 steps, half the layers, rank 32."""
+        return cls(**controls)
+
+    @classmethod
+    def recommended(cls, **controls: Any) -> KSS:
+        """The variant that kept most runs alive for least in our sweeps (data/README.md): a trust region.
+
+        64 token states of each batch, in eight leading directions; all layers, after every update; a block may lengthen
+        the states up to twofold, and beyond that by a quarter more in a step.
+        """
+        options = KSSOptions(n_snapshots=64, coupling="trust_region", penalty=PenaltyShape(rank=8))
+        return cls(**{"strength": 1.0, "interval": 1, "layers": "all", "options": options, **controls})
+
+    def attach(self, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> Shaper:
+        """Let KSS act on a model in any training loop: one line before it.
+
+            with kss.attach(model, optimizer):
+                for batch in loader:
+                    model(**batch).loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Gradient accumulation, mixed precision, gradient checkpointing and DDP need nothing more.
+
+        Args:
+            model: The module that the loop calls, or its subject; it may be wrapped by DDP or ``torch.compile``.
+            optimizer: Over its weights; it may be wrapped too.
+
+        Returns:
+            The `Shaper` at work; leaving its context, or ``detach()``, ends it.
+
+        Raises:
+            ThresholdError: If the optimizer looks at the loss several times a step (LBFGS) or moves no weight of the
+                model, or the weights are split over processes (FSDP).
+        """
+        return Shaper(self, model, optimizer)

@@ -1,0 +1,100 @@
+"""KSS as a callback: one `Shaper` for each run that it acts on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from workbench.callbacks.kss.shaper import Shaper
+from workbench.errors import WorkbenchError
+from workbench.training.callback import Callback
+
+if TYPE_CHECKING:
+    from workbench.callbacks.kss.control import KSSControls
+    from workbench.callbacks.kss.shaping import Shaping
+
+_CONTROLS = ("kss_enabled", "kss_strength", "kss_interval", "kss_gamma")
+
+
+class KSSCallback(Callback):
+    """KSS at work in a run.
+
+    Args:
+        kss: Its controls may be turned while the training goes on.
+    """
+
+    name = "kss"
+
+    def __init__(self, kss: KSSControls) -> None:
+        self.kss = kss
+        self.shaper: Shaper | None = None
+        self._state: dict[str, Any] = {}
+        self._measured: Shaping | None = None
+
+    def describe(self) -> Mapping[str, Any]:
+        """What stays fixed of it."""
+        return self.kss.describe()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the controls at once: whoever resumes the run may turn them before it begins."""
+        self._state = dict(state)
+        self.kss.load_state_dict(state["control"])
+
+    def begin(self) -> None:
+        """Attach it to the model; one that cannot be read is refused here, if there is a probe to run it on.
+
+        Raises:
+            AnatomyError: If the residual stream cannot be read with certainty.
+            ThresholdError: If it cannot act on the model or the optimizer.
+        """
+        self._measured = None
+        self.shaper = Shaper(self.kss, self.run.model, self.run.optimizer)
+        try:
+            if self._state:
+                self.shaper.load_state_dict({**self._state, "control": self.kss.state_dict()})
+            self.shaper.step = self.run.step
+            if self.run.probe is not None:
+                self.shaper.read_anatomy(self.run.probe(2))
+        except WorkbenchError:
+            self.end()
+            raise
+
+    def begin_step(self, step: int) -> None:
+        """Read the controls."""
+        self.shaper.begin_step(step)
+
+    def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, Any]:
+        """What it did, and an event for each control that was turned."""
+        last = self.shaper.last
+        for change in self.shaper.new_changes():
+            self.event(step, "kss", source="kss", message=change)
+        if last.layers:
+            self._measured = last
+        return last.monitors()
+
+    def outcome(self) -> Shaping | None:
+        """What it did in this step."""
+        return self.shaper.last
+
+    def to_log(self) -> dict[str, float]:
+        """The controls of the last step, and what was measured last: few steps are logged, or measured."""
+        if self.shaper is None or self.shaper.last is None:
+            return {}
+        latest = self.shaper.last.monitors()
+        measured = latest if self._measured is None else self._measured.monitors() | {n: latest[n] for n in _CONTROLS}
+        return {name: float(value) for name, value in measured.items() if not math.isnan(value)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint; what it was at the end, once the run is over."""
+        if self.shaper is not None:
+            self._state = self.shaper.state_dict()
+        return self._state
+
+    def end(self, *, is_broken: bool = False) -> None:
+        """Detach it."""
+        super().end(is_broken=is_broken)
+        if self.shaper is not None:
+            self._state = self.shaper.state_dict()
+            self.shaper.detach()
+            self.shaper = None

@@ -1,0 +1,25 @@
+"""What one measurement of one part of a run gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one look at one part gave.
+
+    Attributes:
+        step: The update it belongs to, from 0; looks are taken right after it (spectra right before it).
+        part: ``"monitors"`` (the numbers of the update itself), or one of the parts looked at.
+        values: Of each variable, without the dimension of the steps; dimensions as in `workbench.schema`.
+        coords: Values along those dimensions: ``layer``, ``head``, ``term``, ``module``, ... and ``layer_name``.
+    """
+
+    step: int
+    part: str
+    values: Mapping[str, np.ndarray]
+    coords: Mapping[str, np.ndarray] = field(default_factory=dict)

@@ -1,0 +1,150 @@
+"""What a run gives, on its way to the store: rows of parts, datasets, events. Nothing here ever stops a training."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import StoreError
+from workbench.io.background_writer import BackgroundWriter, RecordingWarning
+from workbench.io.run_parts import Part
+from workbench.schema.events import Event
+from workbench.schema.runs import MONITORS, PARTS
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: A full block is waited for no longer than so many seconds, as a disk may hang; and while it hangs than so many.
+_PATIENCE, _IMPATIENCE = 10.0, 0.05
+#: Coordinates that are named otherwise than the dimension they run along.
+_ALONG = {"layer_name": "layer", "module_name": "module"}
+
+
+class RunOutput:
+    """Hands everything that a run gives to its store, if it has one.
+
+    A part begins with its first row, which says what all its rows hold. Trouble with the disk or with a row is a
+    `RecordingWarning` and an event, and training goes on.
+
+    Args:
+        writer: Of the run's store; None: nothing is written.
+        wait_every: Wait for the disk after so many rows of ``monitors``, so that a killed process loses no more; None:
+            never wait.
+    """
+
+    def __init__(self, writer: BackgroundWriter | None, *, wait_every: int | None = None) -> None:
+        self.writer = writer
+        self._wait_every = wait_every
+        self._names: dict[str, frozenset[str]] = {}
+        self._late: set[str] = set()
+        self._lost: set[str] = set()
+        self._n_rows = 0
+        self._is_behind = False
+
+    @property
+    def path(self) -> Path | None:
+        """Of the store."""
+        return None if self.writer is None else self.writer.path
+
+    def add(
+        self, part: str, step: int, values: Mapping[str, Any], coords: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """Write a row.
+
+        Args:
+            part: Such as ``"monitors"``.
+            step: Of the row; rising.
+            values: Of each variable, without the dimension of the steps.
+            coords: Values along the other dimensions, and ``layer_name`` or ``module_name``.
+        """
+        if self.writer is None or part in self._lost:
+            return
+        try:
+            if part not in self._names:
+                self.writer.declare(_declared(part, values, coords or {}))
+                self._names[part] = frozenset(values)
+            kept = {name: value for name, value in values.items() if name in self._names[part]}
+            self._say_late(step, values, kept)
+            self.writer.add(part, step, kept)
+        except StoreError as error:
+            self._give_up(part, step, error)
+        if part == "monitors" and self._wait_every is not None:
+            self._n_rows += 1
+            if self._n_rows >= self._wait_every:
+                is_written = self.writer.flush(timeout=_IMPATIENCE if self._is_behind else _PATIENCE)
+                self._is_behind = not is_written and self.writer.trouble is None
+                self._n_rows = 0
+
+    def add_dataset(self, part: str, dataset: xr.Dataset) -> None:
+        """Write a row that is a dataset with a dimension ``step`` of one."""
+        if self.writer is None:
+            return
+        try:
+            self.writer.add_dataset(part, dataset)
+        except StoreError as error:
+            self._give_up(part, int(dataset["step"].item()), error)
+
+    def event(self, event: Event) -> None:
+        """Write an event."""
+        if self.writer is not None:
+            self.writer.event(event)
+
+    def commit(self, **attrs: Any) -> None:
+        """Set attributes of the run with the next block."""
+        if self.writer is not None:
+            self.writer.commit(**attrs)
+
+    def flush(self, **attrs: Any) -> None:
+        """Wait until everything is on disk, and set attributes of the run."""
+        if self.writer is None:
+            return
+        if attrs:
+            self.commit(**attrs)
+        self.writer.flush()
+        self._n_rows = 0
+
+    def close(self, **attrs: Any) -> None:
+        """Write what there is, set attributes of the run, and end the thread."""
+        if self.writer is not None:
+            self.writer.close(**attrs)
+
+    def _say_late(self, step: int, values: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+        for name in values.keys() - kept.keys() - self._late:
+            self._late.add(name)
+            message = (
+                f"'{name}' was first logged at step {step}, when the table had begun without it; log it "
+                "from the first step on, as NaN where there is none."
+            )
+            self.event(Event(step, "not recorded", source=name, message=message))
+            say(message)
+
+    def _give_up(self, part: str, step: int, error: StoreError) -> None:
+        message = f"Part '{part}' is not written from step {step} on: {error}"
+        self._lost.add(part)
+        self.event(Event(step, "not recorded", source=part, message=message))
+        say(f"{message} Training goes on.")
+
+
+def say(sentence: str) -> None:
+    """Warn whoever runs the training, without stopping it."""
+    warnings.warn(sentence, RecordingWarning, stacklevel=3)
+
+
+def _declared(part: str, values: Mapping[str, Any], coords: Mapping[str, np.ndarray]) -> Part:
+    """What the rows of a part hold, from its first."""
+    rules = MONITORS if part == "monitors" else PARTS[part]
+    attrs = {name: rules[name].attrs for name in values if name in rules}
+    dims = {name: rules[name].dims[1:] if name in rules else () for name in values}
+    if not any(dims.values()):
+        return Part.of_scalars(part, values, attrs)
+    used = {dim for of_variable in dims.values() for dim in of_variable}
+    along: dict[str, Any] = {}
+    for name, at in coords.items():
+        dim = _ALONG.get(name, "module" if part == "optimizer" and name == "layer" else name)
+        if dim in used:
+            along[name] = at.tolist() if dim == name else (dim, at.tolist())
+    return Part(part, dims, coords=along, attrs=attrs)

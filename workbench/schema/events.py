@@ -1,0 +1,41 @@
+"""What happened in a run, as its part ``events`` keeps it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at a step; the columns are those of ``schema.EVENTS``.
+
+    Attributes:
+        step: Updates before it.
+        kind: What happened: ``"fault"``, ``"alarm"``, ``"action"``, ``"gap"``, ``"divergence"``, ...
+        source: What showed it: of an alarm the signal, of a fault its name.
+        score: The value that showed it; of an alarm, how many times the threshold. NaN: none.
+        message: One sentence for people.
+        layer: That it is about; -1: none.
+        head: That it is about; -1: none.
+    """
+
+    step: int
+    kind: str
+    source: str = ""
+    score: float = math.nan
+    message: str = ""
+    layer: int = -1
+    head: int = -1
+
+    @property
+    def place(self) -> str:
+        """Layer and head in words; empty if there are none."""
+        return ", ".join(f"{name} {at}" for name, at in (("layer", self.layer), ("head", self.head)) if at >= 0)
+
+    def as_row(self) -> dict[str, Any]:
+        """Every column but the step."""
+        row = asdict(self)
+        del row["step"]
+        return row

@@ -1,0 +1,442 @@
+"""The training loop: a generator that yields one record a step. No user interface; a thread writes the store."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import CheckpointError, SnapshotError, StoreError, ThresholdError
+from workbench.io.background_writer import BackgroundWriter, RecordingWarning
+from workbench.io.run_output import RunOutput
+from workbench.io.run_parts import Lost
+from workbench.io.run_writer import RunWriter
+from workbench.io.store import open_run
+from workbench.models.losses import accuracy_of, auxiliary_loss
+from workbench.models.probing import call_model, on_device_of
+from workbench.models.run_checkpoints import latest_checkpoint, load_weights
+from workbench.schema.events import Event
+from workbench.tasks.random_stream import RandomStream
+from workbench.training.callback import Callback, OnePass, Pass, Run
+from workbench.training.checkpoints import TrainingState, read_checkpoint, write_checkpoint
+from workbench.training.configuration import describe_run, first_difference
+from workbench.training.recording import (
+    Recording,
+    SpectraTaker,
+    check_checkpoint_folder,
+    check_places,
+    open_writer,
+    recorded_configuration,
+)
+from workbench.training.step_record import StepRecord
+from workbench.training.training_plan import PRECISIONS, TrainingPlan
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from torch import nn
+
+    from workbench.tasks import Task
+
+
+class Training:
+    """One run in training; `steps` is the generator that `workbench.train` returns.
+
+    Args:
+        model: Trained where it is, on its device.
+        task: Gives its batches.
+        plan: How to train.
+        recording: What to keep.
+        loss: From logits and targets to a 0-dim tensor.
+        callbacks: Act on it, in this order; see `Callback`.
+        resume: Go on from the last checkpoint.
+        overwrite: Replace the run at the store.
+
+    Raises:
+        ThresholdError: If a setting is impossible, or a callback cannot act on this run.
+        StoreError: If the store is taken, or holds a run of another configuration.
+        CheckpointError: If there is nothing to resume from, or it is damaged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        plan: TrainingPlan,
+        recording: Recording,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        callbacks: Sequence[Callback],
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        self.model, self.task, self.plan, self.recording, self.loss = model, task, plan, recording, loss
+        self.callbacks = tuple(callbacks)
+        self.device = _device_of(model)
+        if plan.precision == "float16" and self.device.type != "cuda":
+            raise ThresholdError("float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.")
+        self.optimizer = plan.optimizer_for(model)
+        if plan.precision == "float16" and _is_two_pass(self.optimizer):
+            raise ThresholdError(
+                "float16 scales one gradient a step, but SAM takes two; choose 'bfloat16' or 'float32'."
+            )
+        self.peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.random = RandomStream(plan.seed, device=self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.precision == "float16")
+        self.step = 0
+        self._overwrite = overwrite
+        self._writer: RunWriter | None = None
+        self._output = RunOutput(None)
+        self._lacks_checkpoint = False
+        self.run = Run(
+            model,
+            self.optimizer,
+            lambda event: self._output.event(event),
+            probe=self._probe,
+            owns_loop=True,
+            checkpoints=recording.checkpoint_folder if recording.checkpoint_every else None,
+            scaler=self.scaler,
+        )
+        for callback in self.callbacks:
+            callback.setup(self.run)
+        self.configuration = describe_run(model, task, plan, recording, loss, self.callbacks)
+        if resume:
+            self._restore()
+        else:
+            check_places(recording, overwrite=overwrite)
+
+    def _restore(self) -> None:
+        """Take up the last checkpoint, if it is of this very configuration."""
+        folder = self.recording.checkpoint_folder
+        if folder is None:
+            raise ThresholdError("resume=True needs to know where from; pass store= or checkpoints=.")
+        place = latest_checkpoint(folder)
+        if place is None:
+            raise CheckpointError(
+                f"{folder} holds no checkpoint to resume from; train with checkpoint_every=, or start again."
+            )
+        state = read_checkpoint(place)
+        found = {str(place): state.configuration}
+        if self.recording.store is not None:
+            found[str(self.recording.store)] = recorded_configuration(self.recording.store)
+        for where, recorded in found.items():
+            if (difference := first_difference(recorded, self.configuration)) is not None:
+                name, before, now = difference
+                raise StoreError(
+                    f"The run at {where} was made with {name} = {before}, this call says {now}; resume with the same "
+                    "configuration, or start a run of its own."
+                )
+        check_checkpoint_folder(self.recording)
+        load_weights(self.model, place)
+        self.optimizer.load_state_dict(state.optimizer)
+        self.scaler.load_state_dict(state.scaler)
+        self.random.load_state_dict(state.random)
+        for callback in self.callbacks:
+            if callback.name in state.callbacks:
+                callback.load_state_dict(state.callbacks[callback.name])
+        self.step = self.run.step = state.step
+        if self.recording.store is not None:
+            self._writer = RunWriter.reopen(self.recording.store, before_step=self.step)
+
+    def steps(self) -> Iterator[StepRecord]:
+        """Train, one record a step."""
+        # First: a model that cannot be read is refused before a store is made.
+        taker = self._spectra_taker() if self.recording.spectra_every else None
+        was_training = self.model.training
+        state, is_whole = "interrupted", True
+        try:
+            for callback in self.callbacks:
+                callback.begin()
+            self._open_output()
+        except BaseException:
+            self._end_callbacks(is_broken=True)
+            raise
+        try:
+            if self._writer is not None:
+                self._say_resumed()
+            batches = self.task.stream(self.step + self.run.n_skipped)
+            while self.step < self.plan.n_steps:
+                spectra, is_due = self._due_spectra(taker)
+                batch = next(batches, None)
+                if batch is None:
+                    self._say("finished", message=f"The data ended after {self.step} steps.")
+                    state = "finished"
+                    return
+                is_whole = False
+                record = self._step(*batch)
+                is_whole = True
+                if record.diverged and taker is not None and not is_due:
+                    spectra = self._spectra(taker, record.step)
+                record = self._recorded(replace(record, spectra=spectra))
+                if record.diverged:
+                    self._say("divergence", **_evidence(record, self.plan))
+                if record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite"):
+                    state = "diverged"
+                    self._output.flush(state=state)  # at once: whoever gets the record may look at the store
+                    yield record
+                    return
+                self.step += 1
+                if self.recording.checkpoint_every and self.step % self.recording.checkpoint_every == 0:
+                    self._output.flush()  # first: a resumed run does not make the rows before its checkpoint again
+                    self._checkpoint()
+                self._after_step(batches)
+                if self.run.stop_reason:
+                    state = "stopped"
+                    self._say("stopped", message=f"Stopped after {self.step} steps, {self.run.stop_reason}.")
+                    yield record
+                    return
+                yield record
+            state = "finished"
+            self._say("finished", message=f"Finished after {self.step} steps.")
+        except GeneratorExit:
+            if state != "diverged":
+                state = "stopped"
+                self._say("stopped", message=f"Stopped after {self.step} steps.")
+            raise
+        finally:
+            try:
+                self.model.train(was_training)
+                states = self._callback_states()  # of those that have one when they still act
+                self._end_callbacks(is_broken=state == "interrupted")
+                for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
+                    group["lr"] = peak  # a ready optimizer goes back to its owner as it came
+                self._output.flush(state=state)
+                if self.recording.checkpoint_every and is_whole and state in ("stopped", "finished"):
+                    self._checkpoint(states)
+            finally:
+                self._output.close()
+
+    def _open_output(self) -> None:
+        every, writer = self.recording.flush_every, self._writer
+        if writer is None:
+            writer = open_writer(self.recording, self.configuration, overwrite=self._overwrite)
+        if writer is not None:
+            # Blocks of the steps are asked for by the output, as it waits for them.
+            self._output = RunOutput(BackgroundWriter(writer, rows_per_block=every + 1), wait_every=every)
+        self.run.output = self._output
+
+    def _say_resumed(self) -> None:
+        """That the run goes on, and which rows before that were never written."""
+        self._say("resumed", message=f"Resumed from the checkpoint of step {self.step}.")
+        run = open_run(self.recording.store)
+        known = run["monitors"]["step"].values if "monitors" in run.children else ()
+        first = int(known[-1]) + 1 if len(known) else 0
+        if first < self.step:  # the run ended while the disk was in trouble, but its checkpoint could be written
+            n_rows = self.step - first
+            message = Lost(first, self.step - 1, n_rows, "the run ended before they were written").message("monitors")
+            self._say("gap", source="monitors", score=n_rows, message=message)
+
+    def _step(self, inputs: Any, targets: Any) -> StepRecord:
+        """One forward, backward and, unless it diverged, update."""
+        factor = self.plan.rate_factor(self.step)
+        for callback in self.callbacks:
+            callback.begin_step(self.step)
+        for callback in self.callbacks:
+            factor *= callback.rate_factor
+        for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
+            group["lr"] = peak * factor
+        inputs, targets = on_device_of(self.model, inputs), on_device_of(self.model, targets)
+        for callback in self.callbacks:
+            inputs, targets = callback.change_batch(inputs, targets)
+        self.model.train()
+        with self.random.active():
+            one_pass: OnePass = self._backward
+            for callback in reversed(self.callbacks):
+                one_pass = partial(callback.run_pass, one_pass)
+            given = one_pass(inputs, targets)
+            grad_norm = self._grad_norm() if given.is_finite else math.nan
+            cause = self._cause(given.loss if given.is_finite else math.nan, grad_norm)
+            if not cause or not (self.plan.stops_at_divergence or cause == "non-finite"):
+                self._update(inputs, targets, given.loss, grad_norm)
+        return StepRecord(
+            step=self.step,
+            loss=given.loss,
+            auxiliary_loss=given.auxiliary_loss,
+            accuracy=accuracy_of(given.logits, targets),
+            grad_norm=grad_norm,
+            learning_rate=max(group["lr"] for group in self.optimizer.param_groups),
+            cause=cause,
+        )
+
+    def _recorded(self, record: StepRecord) -> StepRecord:
+        """The record with what callbacks say of the step, handed to the store."""
+        numbers = record.monitors()
+        for callback in self.callbacks:
+            numbers |= callback.end_step(record.step, numbers) or {}
+        outcomes = {callback.name: callback.outcome() for callback in self.callbacks}
+        record = replace(
+            record,
+            numbers={name: value for name, value in numbers.items() if not hasattr(record, name)},
+            outcomes={name: outcome for name, outcome in outcomes.items() if outcome is not None},
+        )
+        self._output.add("monitors", record.step, numbers)
+        if record.spectra is not None:
+            self._output.add_dataset("spectra", record.spectra)
+        return record
+
+    def _after_step(self, batches: Iterator[Any]) -> None:
+        """Let callbacks act between two steps."""
+        n_skipped = self.run.n_skipped
+        for callback in self.callbacks:
+            callback.after_step(self.step)
+        for _ in range(self.run.n_skipped - n_skipped):
+            next(batches, None)
+
+    def _backward(self, inputs: Any, targets: Tensor) -> Pass:
+        """Losses of some examples and, where they are finite, the gradients on the parameters."""
+        with self._around_pass():
+            task_loss, auxiliary, logits = self._losses(inputs, targets)
+            total = task_loss if auxiliary is None else task_loss + auxiliary
+            is_finite = math.isfinite(total.item())
+            self.optimizer.zero_grad(set_to_none=True)
+            if is_finite:
+                self.scaler.scale(total).backward()
+        return Pass(task_loss.item(), math.nan if auxiliary is None else auxiliary.item(), logits, is_finite)
+
+    def _around_pass(self) -> ExitStack:
+        stack = ExitStack()
+        for callback in self.callbacks:
+            stack.enter_context(callback.around_pass())
+        return stack
+
+    def _losses(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Task loss, weighted auxiliary terms or None, and logits."""
+        dtype = PRECISIONS[self.plan.precision]
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            output = call_model(self.model, inputs)
+            logits = output if isinstance(output, Tensor) else output.logits
+            task_loss, auxiliary = self.loss(logits, targets), auxiliary_loss(self.model, output)
+            for callback in self.callbacks:
+                auxiliary = callback.auxiliary_loss(task_loss, auxiliary)
+            return task_loss, auxiliary, logits
+
+    def _grad_norm(self) -> float:
+        self.scaler.unscale_(self.optimizer)
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    def _cause(self, loss: float, grad_norm: float) -> str:
+        if self.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
+            return ""  # float16 overflowed: the scaler leaves out this update and lowers its scale
+        return self.plan.cause_of_divergence(loss, grad_norm)
+
+    def _update(self, inputs: Any, targets: Tensor, loss: float, grad_norm: float) -> None:
+        for callback in self.callbacks:
+            callback.before_update(self.step, {"loss": loss, "grad_norm": grad_norm})
+        self._clip(grad_norm)
+        if takes_several_passes(self.optimizer):
+            self.optimizer.step(lambda: self._closure(inputs, targets))
+            return
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _clip(self, grad_norm: float) -> None:
+        if self.plan.clip_norm is not None:
+            weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grads_with_norm_(weights, self.plan.clip_norm, torch.tensor(grad_norm))
+
+    def _closure(self, inputs: Any, targets: Tensor) -> Tensor:
+        """Loss and gradients where an optimizer evaluates them again within a step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with self._around_pass():
+            task_loss, auxiliary, _ = self._losses(inputs, targets)
+            total = task_loss if auxiliary is None else task_loss + auxiliary
+            total.backward()
+        if self.plan.clip_norm is not None and _is_two_pass(self.optimizer):  # LBFGS needs the true gradient
+            self._clip(self._grad_norm())
+        return total
+
+    def _spectra_taker(self) -> SpectraTaker:
+        options = self.recording.profile_options
+        n_tokens = options.get("n_snapshots", 2048) or 2048
+        inputs = self.task.probe(n_tokens) if self.recording.probe is None else self.recording.probe
+        return SpectraTaker(self.model, inputs, options)
+
+    def _due_spectra(self, taker: SpectraTaker | None) -> tuple[xr.Dataset | None, bool]:
+        """Spectra of the coming step, and whether they were due."""
+        if taker is None:
+            return None, False
+        is_last = self.step == self.plan.n_steps - 1
+        is_due = self.step % self.recording.spectra_every == 0 or is_last
+        return (self._spectra(taker, self.step) if is_due else None), is_due
+
+    def _spectra(self, taker: SpectraTaker, step: int) -> xr.Dataset | None:
+        """Spectra, or an event that says why there are none."""
+        try:
+            return taker.take(step)
+        except SnapshotError as error:
+            self._output.event(Event(step, "no spectra", message=str(error)))
+            return None
+
+    def _probe(self, n_tokens: int) -> Any:
+        return on_device_of(self.model, self.task.probe(n_tokens))
+
+    def _say(self, kind: str, **what: Any) -> None:
+        self._output.event(Event(self.step, kind, **what))
+
+    def _callback_states(self) -> dict[str, dict[str, Any]]:
+        states = {callback.name: callback.state_dict() for callback in self.callbacks}
+        return {name: state for name, state in states.items() if state}
+
+    def _end_callbacks(self, *, is_broken: bool) -> None:
+        """End all of them, whatever one of them raises."""
+        with ExitStack() as stack:
+            for callback in self.callbacks:
+                stack.callback(callback.end, is_broken=is_broken)
+
+    def _checkpoint(self, callback_states: dict[str, dict[str, Any]] | None = None) -> None:
+        """Write a checkpoint; where none can be written, training goes on, and an event ``gap`` says so each time."""
+        state = TrainingState(
+            step=self.step,
+            configuration=self.configuration,
+            optimizer=self.optimizer.state_dict(),
+            scaler=self.scaler.state_dict(),
+            random=self.random.state_dict(),
+            callbacks=self._callback_states() if callback_states is None else callback_states,
+        )
+        try:
+            write_checkpoint(self.model, state, Path(self.recording.checkpoint_folder))
+        except StoreError as error:
+            message = f"There is no checkpoint of step {state.step}: {error}"
+            self._say("gap", source="checkpoint", message=message)
+            if not self._lacks_checkpoint:  # said once, until one was written again
+                words = "Training goes on; earlier checkpoints are as they were."
+                warnings.warn(f"{message} {words}", RecordingWarning, stacklevel=2)
+            self._lacks_checkpoint = True
+        else:
+            self._lacks_checkpoint = False
+
+
+def _is_two_pass(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it takes a second gradient elsewhere, as SAM and its kin do: ``step(closure)`` after a first backward."""
+    return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
+
+
+def takes_several_passes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it takes further gradients within a step, by a closure."""
+    return isinstance(optimizer, torch.optim.LBFGS) or _is_two_pass(optimizer)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _evidence(record: StepRecord, plan: TrainingPlan) -> dict[str, Any]:
+    """Source, score and sentence of a divergence."""
+    if record.cause == "loss":
+        score, limit = record.loss, plan.loss_limit
+        what = f"Loss {score:.4g} is above {limit:g}."
+    elif record.cause == "grad_norm":
+        score, limit = record.grad_norm, plan.grad_norm_limit
+        what = f"Gradient norm {score:.4g} is above {limit:g}."
+    else:
+        score = record.loss if not math.isfinite(record.loss) else record.grad_norm
+        what = "Loss or gradients are not finite."
+    return {"source": record.cause, "score": score, "message": what}
