@@ -207,7 +207,7 @@ def shaped(of, _):
 
 
 def penalized(of, _):
-    terms = wb.baselines.PenaltyTerms(of.model, [wb.baselines.RandomL2()])
+    terms = wb.baselines.PenaltyTerms([wb.baselines.RandomL2()], model=of.model)
     terms.read_anatomy(of.inputs)
     with torch.no_grad(), terms.watch(0):
         pass

@@ -174,7 +174,7 @@ def in_lightning(rank):
             return torch.optim.SGD(self.parameters(), lr=0.05)
 
     subject, seen = Shell(), []
-    callback = kss().lightning_callback()
+    callback = wb.lightning_callback(kss())
 
     class Look(lightning.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

@@ -22,7 +22,7 @@ def loss_of(model, task, step, penalty=None):
     tokens, targets = task.batch(step)
     if penalty is None:
         return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    terms = baselines.PenaltyTerms(model, [penalty])
+    terms = baselines.PenaltyTerms([penalty], model=model)
     terms.read_anatomy(tokens)
     with terms.watch(step) as penalty_of:
         loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten())

@@ -37,7 +37,7 @@ def heard(model, tokens):
 
 def value_of(penalty, model, batch, *, step=0, seed=0):
     tokens, targets = batch
-    terms = PenaltyTerms(model, [penalty], seed=seed)
+    terms = PenaltyTerms([penalty], model=model, seed=seed)
     terms.read_anatomy(tokens)
     with terms.watch(step) as penalty_of:
         logits = model(tokens)
@@ -236,7 +236,7 @@ def test_other_penalties_are_another_configuration(make_model, task, tmp_path):
 
 
 def test_two_of_a_kind_are_both_described(make_model):
-    terms = PenaltyTerms(make_model(), [baselines.RandomL2(0.5), baselines.RandomL2(0.25, layers="all")])
+    terms = PenaltyTerms([baselines.RandomL2(0.5), baselines.RandomL2(0.25, layers="all")], model=make_model())
     assert terms.describe() == {
         "RandomL2": {"coefficient": 0.5, "interval": 1, "layers": "half", "token_share": 0.5},
         "RandomL2 2": {"coefficient": 0.25, "interval": 1, "layers": "all", "token_share": 0.5},
@@ -296,7 +296,7 @@ def test_a_model_without_blocks_is_refused_before_a_store_is_made(task, tmp_path
 
 def test_blocks_that_do_not_run_are_said(make_model, task):
     model = make_model()
-    terms = PenaltyTerms(model, [baselines.RandomL2()])
+    terms = PenaltyTerms([baselines.RandomL2()], model=model)
     with pytest.raises(AnatomyError, match=r"have not seen the model yet; call read_anatomy"), terms.watch(0):
         pass
     terms.read_anatomy(task.batch(0)[0])

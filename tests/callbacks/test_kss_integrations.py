@@ -60,7 +60,7 @@ class TestHuggingFace:
     def test_with_accumulation_and_gradient_checkpointing(self, tmp_path, make):
         model, kss = make(), kss_with(strength=0.5, interval=2)
         options = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "bf16": True}
-        subject = trainer(model, tmp_path, kss.trainer_callback(), max_steps=5, **options)
+        subject = trainer(model, tmp_path, wb.trainer_callback(kss), max_steps=5, **options)
         subject.train()
         logged = [row for row in subject.state.log_history if "loss" in row]
         assert len(logged) == 5
@@ -76,7 +76,7 @@ class TestHuggingFace:
         model, by_hand = without_dropout(gpt2), without_dropout(gpt2)
         data = rows(24)
         options = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-        subject = trainer(model, tmp_path, kss_with().trainer_callback(), data=data, **options)
+        subject = trainer(model, tmp_path, wb.trainer_callback(kss_with()), data=data, **options)
         seen = []
         model.register_forward_pre_hook(
             lambda module, args, kwargs: seen.append(kwargs) if module.training else None,
@@ -98,7 +98,7 @@ class TestHuggingFace:
         trainer(plain, tmp_path).train()
         kss = kss_with()
         kss.set(**off)
-        trainer(model, tmp_path, kss.trainer_callback()).train()
+        trainer(model, tmp_path, wb.trainer_callback(kss)).train()
         assert same_weights(model, plain)
 
     def test_resuming_from_a_checkpoint_of_the_trainer(self, tmp_path):
@@ -114,34 +114,35 @@ class TestHuggingFace:
 
         options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
         through, kss = gpt2(), kss_with(layers="half", n_snapshots=24)
-        subject = trainer(through, tmp_path, kss.trainer_callback(), Turn(kss), **options)
+        subject = trainer(through, tmp_path, wb.trainer_callback(kss), Turn(kss), **options)
         subject.train()
         saved = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
-        assert saved["stateful_callbacks"]["KSSCallback"]["attributes"]["saved"]["shaper"]["control"]["strength"] == 0.3
+        states = saved["stateful_callbacks"]["WorkbenchCallback"]["attributes"]["saved"]
+        assert states["kss"]["state"]["control"]["strength"] == 0.3
         for restores in (False, True):
             resumed, kss = gpt2(), kss_with(layers="half", n_snapshots=24, strength=7.0)
-            callback = kss.trainer_callback()
+            callback = wb.trainer_callback(kss)
             extra = {**options, "restore_callback_states_from_checkpoint": restores}
             subject = trainer(resumed, tmp_path / str(restores), callback, **extra)
             subject.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
             assert same_weights(resumed, through)
             assert (kss.strength, kss.layers) == (0.3, (1,))
         other = kss_with(layers="half", n_snapshots=24, coupling="decoupled")
-        subject = trainer(gpt2(), tmp_path / "other", other.trainer_callback(), **options)
-        with pytest.raises(StoreError, match="made with KSS options coupling = gradient, this run says decoupled"):
+        subject = trainer(gpt2(), tmp_path / "other", wb.trainer_callback(other), **options)
+        with pytest.raises(StoreError, match="made with kss options coupling = gradient, this run says decoupled"):
             subject.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
     def test_a_run_made_without_kss_goes_on_with_it(self, tmp_path):
         options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
         trainer(gpt2(), tmp_path, **{**options, "max_steps": 3}).train()
         kss = kss_with()
-        subject = trainer(gpt2(), tmp_path, kss.trainer_callback(), **options)
+        subject = trainer(gpt2(), tmp_path, wb.trainer_callback(kss), **options)
         subject.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         assert (tmp_path / "checkpoint-6").is_dir()
         assert subject.state.log_history[-2]["kss_acting"] == 2
 
     def test_an_error_in_training_leaves_nothing_for_long(self, tmp_path):
-        model, callback = gpt2(), kss_with().trainer_callback()
+        model, callback = gpt2(), wb.trainer_callback(kss_with())
         subject = trainer(model, tmp_path, callback)
         handle = model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -161,18 +162,18 @@ class TestHuggingFace:
         model = without_dropout(gpt2)
         options = {"optim": "sgd", "learning_rate": 0.05, "max_steps": 3}
         compiles = {"torch_compile": True, "torch_compile_backend": "eager"}
-        subject = trainer(model, tmp_path, kss_with().trainer_callback(), **options, **compiles)
+        subject = trainer(model, tmp_path, wb.trainer_callback(kss_with()), **options, **compiles)
         subject.train()
         plain = without_dropout(gpt2)
-        trainer(plain, tmp_path, kss_with().trainer_callback(), **options).train()
+        trainer(plain, tmp_path, wb.trainer_callback(kss_with()), **options).train()
         torch._dynamo.reset()
         assert [row["kss_acting"] for row in subject.state.log_history if "loss" in row] == [2.0] * 3
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
 
     def test_one_is_enough(self, tmp_path):
-        subject = trainer(gpt2(), tmp_path, kss_with().trainer_callback(), kss_with().trainer_callback())
-        with pytest.raises(ThresholdError, match="A Trainer takes one KSS callback, not several; remove the others"):
+        subject = trainer(gpt2(), tmp_path, wb.trainer_callback(kss_with()), wb.trainer_callback(kss_with()))
+        with pytest.raises(ThresholdError, match="A Trainer takes one callback of the workbench, not several"):
             subject.train()
 
 
@@ -250,7 +251,7 @@ class TestLightning:
                 step(by_hand, optimizer, task.batch(i))
         logger = Collector(lightning)
         module = lightning_module(lightning, model)
-        fit(lightning, module, kss_with().lightning_callback(), task=task, logger=logger)
+        fit(lightning, module, wb.lightning_callback(kss_with()), task=task, logger=logger)
         assert same_weights(model, by_hand)
         assert hooks_of(module, optimizer)[0] == [(0, 0, 0)] * len(list(module.modules()))
         assert [row["kss_strength"] for row in logger.rows] == [1.0] * 4
@@ -263,7 +264,7 @@ class TestLightning:
             kss = kss_with(strength=strength, interval=2, coupling=coupling)
             options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "precision": "bf16-mixed"}
             module = lightning_module(lightning, model)
-            fit(lightning, module, kss.lightning_callback(), task=task, logger=logger, **options)
+            fit(lightning, module, wb.lightning_callback(kss), task=task, logger=logger, **options)
             return model, logger.rows
 
         (shaped, rows), (plain, _) = trained(0.5), trained(0.0)
@@ -277,7 +278,7 @@ class TestLightning:
         fit(lightning, lightning_module(lightning, plain), task=task)
         kss.set(**off)
         torch.manual_seed(0)
-        fit(lightning, lightning_module(lightning, model), kss.lightning_callback(), task=task)
+        fit(lightning, lightning_module(lightning, model), wb.lightning_callback(kss), task=task)
         assert same_weights(model, plain)
 
     def test_resuming_from_a_checkpoint(self, lightning, task, tmp_path):
@@ -286,26 +287,26 @@ class TestLightning:
 
         data = {"task": task, "n_batches": 1}  # Lightning may begin with any
         through, kss = fresh()
-        fit(lightning, lightning_module(lightning, through), kss.lightning_callback(), n_steps=6, **data)
+        fit(lightning, lightning_module(lightning, through), wb.lightning_callback(kss), n_steps=6, **data)
         model, kss = fresh()
         module = lightning_module(lightning, model)
-        subject = fit(lightning, module, kss.lightning_callback(), n_steps=3, **data)
+        subject = fit(lightning, module, wb.lightning_callback(kss), n_steps=3, **data)
         subject.save_checkpoint(tmp_path / "at-3.ckpt")
         resumed, kss = fresh(strength=7.0)
         options = {"n_steps": 6, "checkpoint": tmp_path / "at-3.ckpt", **data}
-        fit(lightning, lightning_module(lightning, resumed), kss.lightning_callback(), **options)
+        fit(lightning, lightning_module(lightning, resumed), wb.lightning_callback(kss), **options)
         assert kss.strength == 1.0
         assert same_weights(resumed, through)
         _, other = fresh(coupling="projection")
-        with pytest.raises(StoreError, match="made with KSS options coupling = gradient, this run says projection"):
-            fit(lightning, lightning_module(lightning, gpt2()), other.lightning_callback(), **options)
+        with pytest.raises(StoreError, match="made with kss options coupling = gradient, this run says projection"):
+            fit(lightning, lightning_module(lightning, gpt2()), wb.lightning_callback(other), **options)
 
     def test_an_error_in_training_leaves_nothing(self, lightning, task):
         model = gpt2()
         module = lightning_module(lightning, model)
         model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            fit(lightning, module, kss_with().lightning_callback(), task=task)
+            fit(lightning, module, wb.lightning_callback(kss_with()), task=task)
         assert [len(m._forward_pre_hooks) for m in module.modules() if m is not model.transformer.h[1]] == [0] * (
             len(list(module.modules())) - 1
         )
@@ -313,8 +314,8 @@ class TestLightning:
     def test_several_optimizers_are_refused(self, lightning, task):
         module = lightning_module(lightning, gpt2(), optimizers=2)
         module.automatic_optimization = False
-        with pytest.raises(ThresholdError, match="Shell has 2 optimizers or steps them itself, .*; attach KSS by"):
-            fit(lightning, module, kss_with().lightning_callback(), task=task)
+        with pytest.raises(ThresholdError, match="Shell has 2 optimizers or steps them itself, .*; attach by"):
+            fit(lightning, module, wb.lightning_callback(kss_with()), task=task)
 
     def test_a_module_that_is_its_own_model(self, lightning, task):
         class Own(lightning.LightningModule):
@@ -339,16 +340,16 @@ class TestLightning:
                 return sgd(self)
 
         logger = Collector(lightning)
-        fit(lightning, Own(), kss_with().lightning_callback(), task=task, logger=logger)
+        fit(lightning, Own(), wb.lightning_callback(kss_with()), task=task, logger=logger)
         assert [row["kss_acting"] for row in logger.rows] == [2.0] * 4
 
     def test_the_other_name_of_lightning(self, monkeypatch, lightning):
         """Callbacks are made for the one that the caller has imported."""
         import pytorch_lightning
 
-        assert isinstance(wb.KSS().lightning_callback(), lightning.pytorch.Callback)
+        assert isinstance(wb.lightning_callback(wb.KSS()), lightning.pytorch.Callback)
         monkeypatch.delitem(sys.modules, "lightning.pytorch")
-        assert isinstance(wb.KSS().lightning_callback(), pytorch_lightning.Callback)
+        assert isinstance(wb.lightning_callback(wb.KSS()), pytorch_lightning.Callback)
 
 
 def test_lightning_that_is_missing_is_said(monkeypatch):
@@ -356,8 +357,8 @@ def test_lightning_that_is_missing_is_said(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     monkeypatch.setattr(sys, "meta_path", [Absent("lightning", "pytorch_lightning"), *sys.meta_path])
-    with pytest.raises(MissingPackageError, match=r"kss.lightning_callback\(\) needs Lightning; install it with: pip"):
-        wb.KSS().lightning_callback()
+    with pytest.raises(MissingPackageError, match=r"wb.lightning_callback\(\) needs Lightning; install it with: pip"):
+        wb.lightning_callback(wb.KSS())
 
 
 class Absent:
@@ -373,7 +374,7 @@ class Absent:
 
 def test_neither_is_imported_before_it_is_asked_for():
     script = (
-        "import sys, workbench as wb; kss = wb.KSS(); import workbench.callbacks.kss.integrations;"
+        "import sys, workbench as wb; kss = wb.KSS(); import workbench.callbacks.adapters;"
         "assert not {'transformers', 'lightning', 'pytorch_lightning'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -36,7 +36,7 @@ class TestHuggingFace:
         model.register_forward_pre_hook(
             lambda module, args, kwargs: seen.append(dict(kwargs)) if module.training else None, with_kwargs=True
         )
-        subject = trainer(model, tmp_path, found.trainer_callback(), **options)
+        subject = trainer(model, tmp_path, wb.trainer_callback(found), **options)
         subject.train()
         optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.05)
         logged = [row for row in subject.state.log_history if "loss" in row]
@@ -60,7 +60,7 @@ class TestHuggingFace:
         options = {"gradient_checkpointing": True, "bf16": True, "max_steps": 3}
         trainer(plain, tmp_path, **options).train()
         recorder = recorder_with()
-        trainer(model, tmp_path, recorder.trainer_callback(), **options).train()
+        trainer(model, tmp_path, wb.trainer_callback(recorder), **options).train()
         assert same_weights(model, plain)
         assert [float(o.values["batch_size"]) for o in of_part(recorder, "monitors")] == [4, 4, 4]
         assert len(of_part(recorder, "attention")) == 1
@@ -68,13 +68,13 @@ class TestHuggingFace:
     def test_resuming_from_a_checkpoint_of_the_trainer(self, tmp_path):
         options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
         through, parts = tmp_path / "through.zarr", tmp_path / "parts.zarr"
-        trainer(gpt2(), tmp_path / "one", recorder_with(through).trainer_callback(), **options).train()
+        trainer(gpt2(), tmp_path / "one", wb.trainer_callback(recorder_with(through)), **options).train()
         killed = recorder_with(parts)
         killed.observe(lambda o: 1 / (o.step - 4) if o.part == "monitors" else None)
         with pytest.raises(ZeroDivisionError):
-            trainer(gpt2(), tmp_path / "two", killed.trainer_callback(), **options).train()
+            trainer(gpt2(), tmp_path / "two", wb.trainer_callback(killed), **options).train()
         resumed = recorder_with(parts, resume=True)
-        subject = trainer(gpt2(), tmp_path / "two", resumed.trainer_callback(), **options)
+        subject = trainer(gpt2(), tmp_path / "two", wb.trainer_callback(resumed), **options)
         subject.train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
         assert [o.step for o in of_part(resumed, "monitors")] == [3, 4, 5]
         assert same_rows(through, parts)
@@ -82,12 +82,12 @@ class TestHuggingFace:
     def test_the_loss_of_a_trainer_that_hides_nan_is_nan(self, tmp_path):
         model, recorder = without_dropout(gpt2), recorder_with(every=None)
         model.register_forward_hook(lambda module, args, out: out.__setitem__("loss", out.loss * float("nan")))
-        trainer(model, tmp_path, recorder.trainer_callback(), max_steps=2).train()
+        trainer(model, tmp_path, wb.trainer_callback(recorder), max_steps=2).train()
         assert all(np.isnan(o.values["loss"]) for o in recorder.heard)
 
     def test_one_is_enough(self, tmp_path):
-        callbacks = [recorder_with().trainer_callback() for _ in range(2)]
-        with pytest.raises(ThresholdError, match="A Trainer takes one recorder callback, not several"):
+        callbacks = [wb.trainer_callback(recorder_with()) for _ in range(2)]
+        with pytest.raises(ThresholdError, match="A Trainer takes one callback of the workbench"):
             trainer(gpt2(), tmp_path, *callbacks).train()
 
 
@@ -97,7 +97,7 @@ class TestLightning:
         found, expected = recorder_with(), recorder_with()
         options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
         module = lightning_module(lightning, model)
-        fit(lightning, module, found.lightning_callback(), n_steps=3, task=task, **options)
+        fit(lightning, module, wb.lightning_callback(found), n_steps=3, task=task, **options)
         optimizer = torch.optim.AdamW(by_hand.parameters(), lr=0.01)
         with expected.attach(by_hand, optimizer):
             for i in range(3):
@@ -122,7 +122,7 @@ class TestLightning:
             recorder = recorder_with(path, resume=checkpoint is not None)
             module = lightning_module(lightning, without_dropout(gpt2))
             subject = fit(
-                lightning, module, recorder.lightning_callback(), n_steps=n_steps, checkpoint=checkpoint, **data
+                lightning, module, wb.lightning_callback(recorder), n_steps=n_steps, checkpoint=checkpoint, **data
             )
             if n_steps == 3:
                 subject.save_checkpoint(tmp_path / "at-3.ckpt")
@@ -134,7 +134,7 @@ class TestLightning:
         recorder = recorder_with(tmp_path / "run.zarr")
         module = lightning_module(lightning, model)
         with pytest.raises(ZeroDivisionError):
-            fit(lightning, module, recorder.lightning_callback(), task=task)
+            fit(lightning, module, wb.lightning_callback(recorder), task=task)
         assert wb.open_run(tmp_path / "run.zarr").attrs["state"] == "stopped"
         assert events_of(tmp_path / "run.zarr")[-1]["kind"] == "stopped"
         assert not module._forward_pre_hooks
@@ -143,10 +143,10 @@ class TestLightning:
         module = lightning_module(lightning, gpt2(), optimizers=2)
         module.automatic_optimization = False
         with pytest.raises(ThresholdError, match="Shell has 2 optimizers, this callback takes one"):
-            fit(lightning, module, recorder_with().lightning_callback(), task=task)
+            fit(lightning, module, wb.lightning_callback(recorder_with()), task=task)
 
     def test_without_lightning(self, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, "lightning.pytorch", None)
         monkeypatch.setitem(__import__("sys").modules, "pytorch_lightning", None)
-        with pytest.raises(MissingPackageError, match=r"recorder.lightning_callback\(\) needs Lightning"):
-            recorder_with().lightning_callback()
+        with pytest.raises(MissingPackageError, match=r"wb.lightning_callback\(\) needs Lightning"):
+            wb.lightning_callback(recorder_with())

@@ -93,7 +93,7 @@ def test_in_a_trainer(tmp_path):
     alarms, store = alarms_on("update_ratio"), tmp_path / "run.zarr"
     recorder = wb.Recorder(store, every=EVERY, alarms=alarms)
     options = {"max_steps": 18, "warmup_steps": WARM_UP, "lr_scheduler_type": "cosine"}
-    trainer(gpt2(), tmp_path, recorder.trainer_callback(), **options).train()
+    trainer(gpt2(), tmp_path, wb.trainer_callback(recorder), **options).train()
     assert settled_at(alarms, store) == WARM_UP + 1
 
 
@@ -115,7 +115,7 @@ def test_in_lightning(lightning, parts, tmp_path):  # noqa: F811
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
             return [optimizer], [{"scheduler": from_zero(optimizer), "interval": "step"}]
 
-    fit(lightning, Shell(), recorder.lightning_callback(), n_steps=18, n_batches=18, task=parts["task"])
+    fit(lightning, Shell(), wb.lightning_callback(recorder), n_steps=18, n_batches=18, task=parts["task"])
     assert settled_at(alarms, store) == WARM_UP + 1
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from workbench.io.background_writer import BackgroundWriter, Part
 from workbench.io.run_writer import RunWriter
+from workbench.schema.events import Event
 
 EVERY = 5
 PARTS = (
@@ -37,7 +38,7 @@ def write(path: str) -> None:
         if step % EVERY == 0:
             writer.add("attention", step, attention(step))
         if step % 50 == 0:
-            writer.event(step, "alarm", message=f"at {step}", layer=step % 7)
+            writer.event(Event(step, "alarm", message=f"at {step}", layer=step % 7))
         if step % 40 == 39:
             assert writer.flush()
             print(step, flush=True)

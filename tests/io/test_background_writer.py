@@ -23,6 +23,7 @@ from tests.io.killed_writer import EVERY, PARTS, attention, monitors
 from workbench.errors import StoreError, ThresholdError
 from workbench.io.background_writer import BackgroundWriter, Part, RecordingWarning
 from workbench.io.run_writer import RunWriter
+from workbench.schema.events import Event
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,8 +160,8 @@ def test_parts_of_scalars_keep_their_types(path):
 
 def test_events_say_where(path):
     with begin(path) as writer:
-        writer.event(3, "alarm", source="effective_rank D2", score=2.5, message="low", layer=1, head=4)
-        writer.event(3, "finished")
+        writer.event(Event(3, "alarm", source="effective_rank D2", score=2.5, message="low", layer=1, head=4))
+        writer.event(Event(3, "finished"))
     events = wb.schema.validate_events(wb.open_run(path)["events"].to_dataset())
     assert events["layer"].values.tolist() == [1, -1]
     assert events["head"].values.tolist() == [4, -1]
@@ -175,7 +176,7 @@ def test_events_of_an_older_store_go_on_without_layer_and_head(path):
     older.append("events", xr.Dataset({name: ("event", column) for name, column in columns.items()}))
     older.commit()
     with BackgroundWriter(RunWriter.reopen(path, before_step=10)) as writer:
-        writer.event(11, "alarm", message="new", layer=3, head=1)
+        writer.event(Event(11, "alarm", message="new", layer=3, head=1))
     events = wb.open_run(path)["events"]
     assert events["message"].values.tolist() == ["old", "new"]
     assert "layer" not in events
@@ -356,7 +357,7 @@ def test_what_could_not_be_shown_is_shown_later(path, monkeypatch):
 def test_what_is_lost_is_recorded_as_a_gap(path, monkeypatch):
     writer = begin(path, max_bytes=12_000)
     add(writer, range(10))
-    writer.event(9, "fault", message="kept")
+    writer.event(Event(9, "fault", message="kept"))
     assert writer.flush()
     fail_writing(monkeypatch)
     with warnings.catch_warnings(record=True) as told:
@@ -408,7 +409,7 @@ def test_a_removed_store_is_not_made_again(path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # told once
         add(writer, range(20, 30))
-        writer.event(30, "finished")
+        writer.event(Event(30, "finished"))
         assert not writer.close()
     assert not path.exists()
 
@@ -464,7 +465,7 @@ def write_on_failing_disk(path, monkeypatch, first, n_failing):
         disk = FailingDisk(patch, path.parent, first, n_failing)
         for steps in (range(4), range(4, 9), range(9, 11)):
             add(writer, steps)
-            writer.event(steps.stop, "fault", message=str(steps.stop))
+            writer.event(Event(steps.stop, "fault", message=str(steps.stop)))
             is_written = writer.flush()
             sizes = check_prefix(wb.open_run(path).load())
             assert not is_written or sizes == [steps.stop, len(range(0, steps.stop, EVERY))]
@@ -558,7 +559,8 @@ def test_a_forked_child_leaves_the_run_to_its_parent(path):
         "add(writer, range(25))\n"
         "child = os.fork()\n"
         "if child == 0:\n"
-        "    add(writer, range(25, 90)); writer.event(26, 'fault'); writer.flush(); writer.close(state='child')\n"
+        "    add(writer, range(25, 90)); writer.event(Event(26, 'fault')); writer.flush()\n"
+        "    writer.close(state='child')\n"
         "    sys.exit()\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
         "add(writer, range(25, 40)); assert writer.close(state='parent')\n",
@@ -573,8 +575,8 @@ def test_a_forked_child_leaves_the_run_to_its_parent(path):
 def test_events_may_go_without_their_places(path):
     for before_step in (None, 9):
         run = RunWriter(path, {}) if before_step is None else RunWriter.reopen(path, before_step=before_step)
-        with BackgroundWriter(run, locates_events=before_step is not None) as writer:
-            writer.event(3, "alarm", message="here", layer=1, head=4)
+        with BackgroundWriter(run) as writer:
+            writer.event(Event(3, "alarm", message="here", layer=1, head=4))
     events = wb.open_run(path)["events"]
     assert set(events.variables) == {"step", "kind", "source", "score", "message"}
     assert events["message"].values.tolist() == ["here", "here"]
@@ -619,7 +621,7 @@ def test_a_writer_closed_by_the_collector_in_a_thread_that_writes_waits_for_noth
     is_over = threading.Event()
 
     def close():
-        writer.event(9, "stopped")
+        writer.event(Event(9, "stopped"))
         writer.close(state="stopped")
         is_over.set()
 

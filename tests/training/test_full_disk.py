@@ -17,10 +17,11 @@ from tests.io.test_background_writer import fail_writing, threads_of, wait_until
 from tests.small_training import same_weights
 from tests.training.test_resuming import run_to
 from workbench.errors import StoreError
+from workbench.io import run_output
 from workbench.io.background_writer import BackgroundWriter, RecordingWarning
 from workbench.io.run_writer import RunWriter
 from workbench.models.run_checkpoints import list_checkpoints
-from workbench.training import recording
+from workbench.training import loop
 
 SETTINGS = {"n_steps": 24, "learning_rate": 1e-2, "seed": 5, "flush_every": 4}
 recorders = pytest.mark.parametrize("has_recorder", [False, True], ids=["alone", "with a recorder"])
@@ -97,7 +98,7 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing(make_model, task, tmp_pat
 @recorders
 def test_rows_that_do_not_fit_into_memory_are_a_gap(make_model, task, tmp_path, monkeypatch, has_recorder):
     small = functools.partial(BackgroundWriter, max_bytes=7_000)
-    monkeypatch.setattr(recording, "BackgroundWriter", small)
+    monkeypatch.setattr(loop, "BackgroundWriter", small)
     full, free = functools.partial(limit_files, 0), functools.partial(limit_files, resource.RLIM_INFINITY)
     with counted() as told:
         events = [(9, full), (44, free)]
@@ -151,7 +152,7 @@ def test_a_disk_that_hangs_is_not_waited_for(make_model, task, tmp_path, monkeyp
         append(self, part, rows)
 
     monkeypatch.setattr(RunWriter, "append", slow)
-    monkeypatch.setattr(recording, "_PATIENCE", 0.2)
+    monkeypatch.setattr(run_output, "_PATIENCE", 0.2)
     with counted() as told:
         events = [(6, may_write.clear), (20, may_write.set)]
         train(make_model(), task, events, store=tmp_path / "run.zarr", **watched(has_recorder))
@@ -330,7 +331,7 @@ def test_an_error_in_the_callers_loop_keeps_what_there_is(make_model, task, tmp_
 def test_an_error_before_the_first_step_leaves_no_thread(make_model, task, tmp_path, monkeypatch):
     settings = {"n_steps": 9, "store": tmp_path / "run.zarr", "checkpoint_every": 3}
     run_to(5, make_model(), task, **settings)
-    monkeypatch.setattr("workbench.callbacks.guard.Guard.learn", lambda *_: 1 / 0)
+    monkeypatch.setattr("workbench.training.loop.Training._say_resumed", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         next(wb.train(make_model(), task, resume=True, **settings))
     assert threads_of(tmp_path / "run.zarr") == []

@@ -368,8 +368,8 @@ def test_training_mode_is_put_back(make_model, task):
 @pytest.mark.parametrize(
     ("settings", "error", "sentence"),
     [
-        ({}, ThresholdError, "needs n_steps"),
-        ({"n_steps": 3, "lr": 0.1}, ThresholdError, "knows no setting 'lr'; choose from n_steps, learning_rate"),
+        ({}, TypeError, "n_steps"),
+        ({"n_steps": 3, "lr": 0.1}, TypeError, "unexpected keyword argument 'lr'"),
         ({"n_steps": 3, "flush_every": 0}, ThresholdError, "flush_every is 0, expected at least 1 step"),
         ({"n_steps": 3, "checkpoint_every": 2}, ThresholdError, "checkpoint_every needs a place; pass store="),
         ({"n_steps": 3, "precision": "float16"}, ThresholdError, "float16 needs a CUDA device"),

@@ -32,8 +32,7 @@ class RunOutput:
 
     Args:
         writer: Of the run's store; None: nothing is written.
-        wait_every: Wait for the disk after so many rows of ``monitors``, so that a killed process loses no more; None:
-            never wait.
+        wait_every: Wait for the disk after so many steps, so that a killed process loses no more; None: never wait.
     """
 
     def __init__(self, writer: BackgroundWriter | None, *, wait_every: int | None = None) -> None:
@@ -72,12 +71,16 @@ class RunOutput:
             self.writer.add(part, step, kept)
         except StoreError as error:
             self._give_up(part, step, error)
-        if part == "monitors" and self._wait_every is not None:
-            self._n_rows += 1
-            if self._n_rows >= self._wait_every:
-                is_written = self.writer.flush(timeout=_IMPATIENCE if self._is_behind else _PATIENCE)
-                self._is_behind = not is_written and self.writer.trouble is None
-                self._n_rows = 0
+
+    def end_step(self) -> None:
+        """All rows of a step are added; waits for the disk where a block is full, but not for one that hangs."""
+        if self.writer is None or self._wait_every is None:
+            return
+        self._n_rows += 1
+        if self._n_rows >= self._wait_every:
+            is_written = self.writer.flush(timeout=_IMPATIENCE if self._is_behind else _PATIENCE)
+            self._is_behind = not is_written and self.writer.trouble is None
+            self._n_rows = 0
 
     def add_dataset(self, part: str, dataset: xr.Dataset) -> None:
         """Write a row that is a dataset with a dimension ``step`` of one."""

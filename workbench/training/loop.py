@@ -279,6 +279,7 @@ class Training:
         self._output.add("monitors", record.step, numbers)
         if record.spectra is not None:
             self._output.add_dataset("spectra", record.spectra)
+        self._output.end_step()
         return record
 
     def _after_step(self, batches: Iterator[Any]) -> None:
