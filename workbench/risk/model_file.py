@@ -1,54 +1,22 @@
-"""A risk model as a file: JSON that anybody can read, written whole or not at all."""
+"""Risk models from their files: those that `RiskModel.save` wrote, and those that ship with the workbench."""
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import fields
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from workbench.errors import StoreError, ThresholdError
-from workbench.io.atomic import check_free, replacing
 from workbench.risk.applicability import Familiarity
 from workbench.risk.feature_map import Design
 from workbench.risk.features import FEATURE_SETS, FEATURES, SIZES
+from workbench.risk.model_json import read
 from workbench.risk.risk_model import RiskModel
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-#: 2: says which sizes of models were seen; a file of version 1 opens, and is not asked about sizes.
-SCHEMA_VERSION = 2
-_KIND = "stability-workbench risk model"
 _SHIPPED = Path(__file__).parent / "shipped"
-
-
-def save(model: RiskModel, path: Path, *, overwrite: bool = False) -> Path:
-    """Write a model; see `RiskModel.save`."""
-    check_free(path, overwrite=overwrite)
-    design = {item.name: getattr(model.design, item.name) for item in fields(Design)}
-    content = {
-        "kind": _KIND,
-        "schema_version": SCHEMA_VERSION,
-        "about": model.about,
-        "validation": model.validation,
-        "design": design,
-        "seen": model.seen,
-        "log_rate": model.log_rate,
-        "spread": model.spread,
-        "weights": model.weights,
-        "familiarity": {
-            "unit": model.familiarity.unit,
-            "sizes": model.familiarity.sizes,
-            "points": model.familiarity.points,
-        },
-    }
-    with replacing(path) as partial:
-        partial.write_text(_text(_plain(content)) + "\n")
-    return path
 
 
 def load(path: str | Path) -> RiskModel:
@@ -58,17 +26,7 @@ def load(path: str | Path) -> RiskModel:
         StoreError: If it is not there, something else, damaged, or written by a newer version.
     """
     path = Path(path)
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{path} is no risk model ({error}); pass a file from RiskModel.save().") from error
-    if not isinstance(content, dict) or content.get("kind") != _KIND:
-        raise StoreError(f"{path} is JSON but no risk model; pass a file from RiskModel.save().")
-    version = content.get("schema_version")
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
-        raise StoreError(
-            f"{path} follows version {version} of risk models, this workbench reads up to {SCHEMA_VERSION}; update it."
-        )
+    content = read(path)
     try:
         model = _model(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -159,29 +117,3 @@ def _problem(model: RiskModel) -> str:
     if not isinstance(options, dict) or not isinstance(options.get("level"), float):
         return "its options are gone"
     return ""
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON takes it; what is not finite becomes null."""
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _text(content: dict[str, Any]) -> str:
-    """JSON with one row of numbers a line, so that people can read it and versions can be compared."""
-    return "{\n" + ",\n".join(f" {json.dumps(key)}: {_lines(value, 1)}" for key, value in content.items()) + "\n}"
-
-
-def _lines(value: Any, depth: int) -> str:
-    if isinstance(value, dict) and value and depth < 3:
-        pad = " " * (depth + 1)
-        rows = ",\n".join(f"{pad}{json.dumps(key)}: {_lines(item, depth + 1)}" for key, item in value.items())
-        return f"{{\n{rows}\n{' ' * depth}}}"
-    if isinstance(value, list) and value and isinstance(value[0], list):
-        return "[\n" + ",\n".join(" " * (depth + 1) + json.dumps(row) for row in value) + "]"
-    return json.dumps(value, allow_nan=False)

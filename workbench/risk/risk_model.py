@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from workbench.errors import ThresholdError
 from workbench.risk.applicability import Familiarity, Look
 from workbench.risk.feature_map import Design
 from workbench.risk.features import LIMITS, RATE, as_cases, counts_as_diverged
+from workbench.risk.model_card import model_card
+from workbench.risk.model_json import write
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -240,19 +242,39 @@ class RiskModel:
 
     def card(self) -> str:
         """Data, figures and limits, as Markdown."""
-        from workbench.risk.model_card import card
+        return model_card(
+            self.design,
+            self.coefficients(),
+            about=self.about,
+            validation=self.validation,
+            spread=self.spread,
+            sizes=self.familiarity.sizes,
+        )
 
-        return card(self)
+    def content(self) -> dict[str, Any]:
+        """Everything that it is, by name, as its file has it."""
+        return {
+            "about": self.about,
+            "validation": self.validation,
+            "design": {item.name: getattr(self.design, item.name) for item in fields(self.design)},
+            "seen": self.seen,
+            "log_rate": self.log_rate,
+            "spread": self.spread,
+            "weights": self.weights,
+            "familiarity": {
+                "unit": self.familiarity.unit,
+                "sizes": self.familiarity.sizes,
+                "points": self.familiarity.points,
+            },
+        }
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write it as JSON; `load` reads it.
+        """Write it as JSON; `wb.risk.load` reads it.
 
         Raises:
             StoreError: If there is something at the path, or it cannot be written.
         """
-        from workbench.risk.model_file import save
-
-        return save(self, Path(path), overwrite=overwrite)
+        return write(self.content(), Path(path), overwrite=overwrite)
 
     def _look(self, cases: xr.Dataset) -> tuple[Look, np.ndarray]:
         """How far cases are, and their columns."""
