@@ -19,7 +19,7 @@ from workbench.reports.assessment_document import most_important
 from workbench.reports.make_report import document_of
 from workbench.reports.quantity import Numbers
 from workbench.scaling.width_matching import WIDTH_ERROR
-from workbench.schema.statuses import EXIT_STATUS
+from workbench.schema.statuses import Verdict
 
 #: As small as the smallest of the recorded models.
 SIZE = {"d_model": 24, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16}
@@ -306,7 +306,8 @@ def test_designs_are_compared_under_one_plan_and_a_repeated_call_gives_the_same_
     assert table["verdict"].values.tolist() == [tree[name].attrs["verdict"] for name in ("Pre-LN", "No-Norm")]
     assert str(table["verdict"][0].values) == calm.attrs["verdict"]
     assert all(
-        tree[name].attrs["exit_status"] == EXIT_STATUS[tree[name].attrs["verdict"]] for name in ("Pre-LN", "No-Norm")
+        tree[name].attrs["exit_status"] == Verdict(tree[name].attrs["verdict"]).exit_status
+        for name in ("Pre-LN", "No-Norm")
     )
     assert float(table["relative_step_time"].min()) == 1.0
     assert set(tree.children) == {"designs", "Pre-LN", "No-Norm"}

@@ -20,7 +20,7 @@ from workbench.errors import ThresholdError
 from workbench.hardware import AssessmentPlan, read_plan
 from workbench.io.provenance import versions
 from workbench.schema.runs import SCHEMA_VERSION
-from workbench.schema.statuses import VERDICTS
+from workbench.schema.statuses import Verdict
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -170,7 +170,7 @@ def dominated(table: xr.Dataset) -> np.ndarray:
     losses = np.nan_to_num(table["loss_on_trial"].values, nan=math.inf)
     scores = np.column_stack(
         [
-            [VERDICTS.index(verdict) for verdict in table["verdict"].values],
+            [Verdict(verdict).severity for verdict in table["verdict"].values],
             table["probability"].values,
             table["flops_per_token"].values,
             np.round(losses / SAME_LOSS),

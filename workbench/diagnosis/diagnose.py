@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.diagnosis.causes import CAUSES, KINDS
+from workbench.diagnosis.causes import CAUSES
 from workbench.diagnosis.checkpoint_evidence import checkpoints_of, look_at_weights
 from workbench.diagnosis.experiments import Experiment, propose
 from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import Failure, find_failure
 from workbench.diagnosis.ranking import Rules
-from workbench.diagnosis.symptoms import KINDS as SIGN_KINDS
 from workbench.diagnosis.symptoms import Sign, read_signs
 from workbench.errors import ThresholdError
 from workbench.io.provenance import versions
 from workbench.schema.runs import SCHEMA_VERSION
+from workbench.schema.statuses import CauseKind, SymptomKind
 from workbench.zoo import ArchitectureConfig
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def diagnose(
     task: Any = None,
     checkpoints: str | os.PathLike[str] | None = None,
     rules: Rules | None = None,
-    uses: Collection[str] = SIGN_KINDS,
+    uses: Collection[str] = tuple(SymptomKind),
 ) -> xr.DataTree:
     """What made a run fail: causes ranked, the evidence for and against each, and what would decide.
 
@@ -88,8 +88,8 @@ def diagnose(
         ThresholdError: If ``uses`` names something else.
     """
     for kind in uses:
-        if kind not in SIGN_KINDS:
-            raise ThresholdError(f"'{kind}' is no kind of sign, expected some of {', '.join(SIGN_KINDS)}.")
+        if kind not in list(SymptomKind):
+            raise ThresholdError(f"'{kind}' is no kind of sign, expected some of {', '.join(SymptomKind)}.")
     places = checkpoints_of(run, checkpoints)
     weights = None
     if places:
@@ -137,7 +137,9 @@ def _tree(
             "/experiments": experiments_table(experiments),
         }
     )
-    by_kind = {kind: math.fsum(p for cause, p in probability.items() if CAUSES[cause].kind == kind) for kind in KINDS}
+    by_kind = {
+        kind: math.fsum(p for cause, p in probability.items() if CAUSES[cause].kind == kind) for kind in CauseKind
+    }
     where = f" in block {layers[best]}" if layers[best] >= 0 else ""
     described = task.describe() if hasattr(task, "describe") else {}
     tree.attrs = {
@@ -147,7 +149,7 @@ def _tree(
         "run": record.source,
         "fault": CAUSES[best].kind,
         "fault_probabilities": json.dumps({kind: round(p, 4) for kind, p in by_kind.items()}),
-        "failure_kind": failure.kind,
+        "failure_kind": failure.kind.value,
         "failure_step": failure.step,
         "shows_failure": int(failure.is_seen),
         "summary": _summary(failure, f"{CAUSES[best].title}{where} ({100 * probability[best]:.0f} %)"),

@@ -23,6 +23,7 @@ from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import running_median
 from workbench.errors import CheckpointError, ThresholdError
 from workbench.models.run_checkpoints import load_weights
+from workbench.schema.statuses import FailureKind
 from workbench.tasks import Task, as_task
 from workbench.training.checkpoints import read_checkpoint
 from workbench.training.training_plan import TrainingPlan
@@ -106,7 +107,7 @@ def run_experiment(
     twin = replay.losses({})
     replay.check_begins_as_recorded(twin)
     changed = replay.losses(change)
-    kind = str(tree.attrs["failure_kind"])
+    kind = FailureKind(tree.attrs["failure_kind"])
     has_failed = _judge(kind, replay.record, int(tree.attrs["failure_step"]), twin, changed)
     value, twin_value = _level(changed), _level(twin)
     outcome, supports = _verdict(kind, str(row["title"].values), has_failed, value, twin_value, changed, twin)
@@ -278,13 +279,13 @@ def _check_is_first(model: nn.Module, place: Path) -> None:
             )
 
 
-def _judge(kind: str, record: Record, step: int, twin: np.ndarray, changed: np.ndarray) -> tuple[bool, bool]:
+def _judge(kind: FailureKind, record: Record, step: int, twin: np.ndarray, changed: np.ndarray) -> tuple[bool, bool]:
     """Whether the unchanged and the changed replay have failed as the run did."""
-    if kind == "stalled":
+    if kind is FailureKind.STALLED:
         return True, not _is_lower(changed, twin)
     loss = record.values("monitors", "loss")
     loss = loss[np.isfinite(loss)]
-    if kind == "diverged":  # a loss that runs away does so in a few steps, which a median would hide
+    if kind is FailureKind.DIVERGED:  # a loss that runs away does so in a few steps, which a median would hide
         recorded = float(np.max(loss - np.minimum.accumulate(loss)))
         rise = max(_AGAIN * recorded, _NOISES * _noise(loss), _SHARE * float(np.min(loss)))
         return tuple(_has_risen(losses, rise) for losses in (twin, changed))
@@ -323,7 +324,7 @@ def _level(losses: np.ndarray) -> float:
 
 
 def _verdict(
-    kind: str,
+    kind: FailureKind,
     title: str,
     failed: tuple[bool, bool],
     value: float,
@@ -341,7 +342,7 @@ def _verdict(
     again, still = failed
     if not again:
         return f"Undecided, as the failure did not come again: {ends}.", False
-    if kind == "stalled":
+    if kind is FailureKind.STALLED:
         return f"{'For' if not still else 'Against'} this cause: {ends}.", not still
     return (
         f"{'For' if not still else 'Against'} this cause, as the failure "

@@ -15,12 +15,11 @@ from workbench.hardware.lost_updates import lost_updates
 from workbench.hardware.parallel import compute_rounding, pipeline_boundaries, tensor_parallel
 from workbench.hardware.reduction import allreduce_error, allreduce_shrinkage, bucket_layout, reduction_order
 from workbench.hardware.staleness import late_gradients
+from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     from workbench.hardware.emulation import Emulation, Finding
     from workbench.hardware.plan_files import AssessmentPlan
-
-STATES = ("healthy", "at risk", "failing", "not measured")
 
 # The reasons of the limits.
 _NOISE = (
@@ -74,13 +73,13 @@ class Hazard:
     remedy_setting: str
     remedy_value: str
 
-    def state_of(self, effect: float) -> str:
-        """One of ``STATES``; NaN is not measured."""
+    def state_of(self, effect: float) -> CriterionState:
+        """Where an effect lies against the limits; NaN is not measured."""
         if math.isnan(effect):
-            return "not measured"
+            return CriterionState.NOT_MEASURED
         if effect <= self.healthy_limit:
-            return "healthy"
-        return "at risk" if effect <= self.failing_limit else "failing"
+            return CriterionState.HEALTHY
+        return CriterionState.AT_RISK if effect <= self.failing_limit else CriterionState.FAILING
 
 
 def _has_ranks(plan: AssessmentPlan) -> bool:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.assessment.failure_modes.criterion import NOT_MEASURED, STATES, Band, Criterion, Reading, judge
+from workbench.assessment.failure_modes.criterion import Band, Criterion, Reading, judge
 from workbench.assessment.failure_modes.flow_criteria import FLOW
 from workbench.assessment.failure_modes.modes import FAILURE_MODES
 from workbench.assessment.failure_modes.plan_criteria import PLAN
 from workbench.assessment.failure_modes.reference import healthy_bands
 from workbench.assessment.failure_modes.size_ranges import Sizes
+from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -38,7 +39,7 @@ class Row:
     units: str
     band: Band
     reading: Reading
-    state: str
+    state: CriterionState
     confidence: float
     path: str
     variable: str
@@ -76,7 +77,7 @@ def judged(tree: xr.DataTree, bands: Mapping[str, Band] | None = None) -> tuple[
 
 def _without_acquittal(row: Row) -> Row:
     """A row that is sure of what is bad alone."""
-    return replace(row, acquits=False, confidence=math.nan if row.state == STATES[0] else row.confidence)
+    return replace(row, acquits=False, confidence=math.nan if row.state == CriterionState.HEALTHY else row.confidence)
 
 
 def _judged(criterion: Criterion, tree: xr.DataTree, bands: Mapping[str, Band], sizes: Sizes | None) -> Row:
@@ -93,14 +94,15 @@ def _judged(criterion: Criterion, tree: xr.DataTree, bands: Mapping[str, Band], 
         why = "the size of what was measured is not known" if sizes is None else sizes.outside(band.sizes)
         reading, is_outside = why or reading, bool(why)
     if isinstance(reading, str):
-        reading, state, confidence, reason = Reading(math.nan), NOT_MEASURED, math.nan, reading
+        reading, state, confidence, reason = Reading(math.nan), CriterionState.NOT_MEASURED, math.nan, reading
     else:
         state, confidence = judge(reading, band, scale=criterion.scale)
-        reason = criterion.meaning if state != STATES[0] else ""
+        reason = criterion.meaning if state != CriterionState.HEALTHY else ""
     path = criterion.path if criterion.path in tree.groups else "/flow_numbers"
+    is_measured = state is not CriterionState.NOT_MEASURED
     return Row(
         criterion.name, criterion.failure_mode, criterion.title, criterion.units, band or Band(), reading, state,
-        confidence, path if state != NOT_MEASURED else "", criterion.variable if state != NOT_MEASURED else "", reason,
+        confidence, path if is_measured else "", criterion.variable if is_measured else "", reason,
         is_outside, criterion.acquits,
     )  # fmt: skip
 
@@ -115,12 +117,13 @@ def _hazards(hardware: xr.Dataset) -> list[Row]:
         band = Band(
             high=_or(float(one["healthy_limit"]), math.inf), failing_high=_or(float(one["failing_limit"]), math.inf)
         )
-        state = str(one["state"].values)
+        state = CriterionState(str(one["state"].values))
         rows.append(
             Row(
                 f"hazard_{name}", "precision_headroom", str(one["title"].values), str(one["unit"].values), band,
-                Reading(float(one["effect"]), 0.0, {"hazard": i}), state, math.nan if state == NOT_MEASURED else 1.0,
-                "/hardware", "effect", str(one["meaning"].values) if state != STATES[0] else "",
+                Reading(float(one["effect"]), 0.0, {"hazard": i}), state,
+                math.nan if state is CriterionState.NOT_MEASURED else 1.0,
+                "/hardware", "effect", str(one["meaning"].values) if state != CriterionState.HEALTHY else "",
             )
         )  # fmt: skip
     return rows
@@ -175,15 +178,15 @@ def _modes(rows: Iterable[Row], why_open: str) -> xr.Dataset:
 
     found = []
     for name in FAILURE_MODES:
-        judged_rows = [row for row in rows if row.failure_mode == name and row.state != NOT_MEASURED]
-        own = [row for row in judged_rows if row.acquits or row.state != STATES[0]]
+        judged_rows = [row for row in rows if row.failure_mode == name and row.state != CriterionState.NOT_MEASURED]
+        own = [row for row in judged_rows if row.acquits or row.state != CriterionState.HEALTHY]
         sure = [row for row in own if row.confidence >= LEAST_CONFIDENCE] or own
         if not sure:
-            found.append((NOT_MEASURED, math.nan, "", why_open if judged_rows else ""))
+            found.append((CriterionState.NOT_MEASURED, math.nan, "", why_open if judged_rows else ""))
             continue
-        worst = max(sure, key=lambda row: (STATES.index(row.state), row.confidence))
+        worst = max(sure, key=lambda row: (row.state.severity, row.confidence))
         # A healthy mode is as sure as the least sure of its criteria.
-        confidence = min(row.confidence for row in sure) if worst.state == STATES[0] else worst.confidence
+        confidence = min(row.confidence for row in sure) if worst.state == CriterionState.HEALTHY else worst.confidence
         found.append((worst.state, confidence, worst.criterion, ""))
     state, confidence, worst, reason = zip(*found, strict=True)
     return xr.Dataset(

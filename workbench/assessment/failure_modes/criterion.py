@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.assessment.failure_modes.size_ranges import Ranges
+from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     import xarray as xr
 
-#: From best to worst; "not measured" stands beside them.
-STATES = ("healthy", "at risk", "failing")
-NOT_MEASURED = "not measured"
 #: Why there is no number where one was looked for.
 NOTHING_SEEN = "the model has no such part, or none that can be seen"
 
@@ -127,7 +125,7 @@ class Criterion:
     acquits: bool = True
 
 
-def judge(reading: Reading, band: Band, *, scale: str = "linear") -> tuple[str, float]:
+def judge(reading: Reading, band: Band, *, scale: str = "linear") -> tuple[CriterionState, float]:
     """State of a reading, and the probability that another measurement would find the same state.
 
     The value is taken as normal with the reading's spread (of its logarithm, on that scale). A band from n healthy
@@ -140,12 +138,13 @@ def judge(reading: Reading, band: Band, *, scale: str = "linear") -> tuple[str, 
         scale: "log": compare logarithms, and a value of 0 lies below every limit; otherwise the values themselves.
 
     Returns:
-        One of ``STATES`` and a confidence in [0, 1]. A value that is not finite is failing for certain.
+        The state, which is never "not measured", and a confidence in [0, 1]. A value that is not finite is failing for
+        certain.
     """
     from scipy.stats import norm
 
     if not math.isfinite(reading.value):
-        return "failing", 1.0
+        return CriterionState.FAILING, 1.0
     value, limits = reading.value, np.array([band.failing_low, band.low, band.high, band.failing_high])
     spread = reading.spread
     if scale == "log":
@@ -153,15 +152,20 @@ def judge(reading: Reading, band: Band, *, scale: str = "linear") -> tuple[str, 
         limits = np.array([-math.inf if limit <= 0 else math.log(limit) for limit in limits])
     limits = np.clip(limits, [limits[0], -math.inf, -math.inf, limits[3]], math.inf)
     if value < limits[0] or value > limits[3]:
-        state = "failing"
+        state = CriterionState.FAILING
     elif value < limits[1] or value > limits[2]:
-        state = "at risk"
+        state = CriterionState.AT_RISK
     else:
-        state = "healthy"
+        state = CriterionState.HEALTHY
     if spread > 0 and math.isfinite(value):
         below = norm.cdf(limits, loc=value, scale=spread)
         inside, within = below[2] - below[1], below[3] - below[0]
-        share = {"healthy": inside, "at risk": within - inside, "failing": 1 - within}[state]
+        shares = {
+            CriterionState.HEALTHY: inside,
+            CriterionState.AT_RISK: within - inside,
+            CriterionState.FAILING: 1 - within,
+        }
+        share = shares[state]
     else:
         share = 1.0
     surest = 1.0 if not band.n_reference else 1 - 2 / (band.n_reference + 1)

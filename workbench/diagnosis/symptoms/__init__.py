@@ -12,21 +12,24 @@ from workbench.diagnosis.symptoms.curve_symptoms import curve_signs
 from workbench.diagnosis.symptoms.joint_symptoms import joint_signs
 from workbench.diagnosis.symptoms.routing_symptoms import routing_signs
 from workbench.diagnosis.symptoms.setting_symptoms import setting_signs
-from workbench.diagnosis.symptoms.symptom import KINDS, Sign
+from workbench.diagnosis.symptoms.symptom import Sign
 from workbench.diagnosis.symptoms.update_symptoms import update_signs
+from workbench.schema.statuses import SymptomKind
 
-__all__ = ["KINDS", "Sign", "read_signs"]
+__all__ = ["Sign", "read_signs"]
 
 _GROUPS = (curve_signs, update_signs, block_signs, attention_signs, routing_signs, setting_signs)
 
 
-def read_signs(record: Record, failure: Failure, *, kinds: Collection[str] = KINDS) -> dict[str, Sign]:
+def read_signs(
+    record: Record, failure: Failure, *, kinds: Collection[SymptomKind] = tuple(SymptomKind)
+) -> dict[str, Sign]:
     """Every sign that the run allows, by name.
 
     Args:
         record: Of the run.
         failure: Of it.
-        kinds: Some of `KINDS`: what may be looked at.
+        kinds: What may be looked at.
     """
     found = (sign for group in _GROUPS for sign in group(record, failure))
     alone = {sign.name: sign for sign in found if sign.kind in kinds}

@@ -18,7 +18,7 @@ def attention_signs(record: Record, failure: Failure) -> Iterator[Sign]:
     if "attention" not in record.parts:
         return
     steps = record.steps_of("attention")
-    before = np.flatnonzero(steps <= failure.step + 1) if failure.kind != "stalled" else np.arange(len(steps))
+    before = np.flatnonzero(steps <= failure.step + 1) if not failure.is_stalled else np.arange(len(steps))
     look = int(before[-1]) if len(before) else 0
     place = {"path": "/attention", "step": int(steps[look])}
     if record.has("attention", "attention_logit_max"):

@@ -226,7 +226,7 @@ def _usual(excess: float) -> str:
 
 
 def _last_before(steps: np.ndarray, failure: Failure) -> int:
-    if failure.kind == "stalled":
+    if failure.is_stalled:
         return len(steps) - 1
     before = np.flatnonzero(steps <= failure.step + 1)
     return int(before[-1]) if len(before) else 0

@@ -11,6 +11,7 @@ from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure, running_median
 from workbench.diagnosis.symptoms.symptom import Sign, fold, in_steps, ramp
 from workbench.formatting import short
+from workbench.schema.statuses import FailureKind, SymptomKind
 
 #: A rate that rises by this factor from one step to the next, after the first few, jumps.
 _JUMP, _FIRST = 1.5, 4
@@ -32,7 +33,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
     first, low = float(loss[0]), float(np.nanmin(failure.smooth))
     n_before = failure.step - int(steps[0])
     place = {"path": "/monitors", "variable": "loss", "step": failure.step, "selection": {"step": failure.step}}
-    is_divergence, is_spike = failure.kind == "diverged", failure.kind == "spike"
+    is_divergence, is_spike = failure.kind is FailureKind.DIVERGED, failure.kind is FailureKind.SPIKE
     yield Sign(
         "fails_at_once",
         ramp(math.log10(1 + n_before), 1.5, 0.3) if is_divergence else 0.0,
@@ -58,7 +59,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
         )
         yield Sign(
             "hardly_learns",
-            ramp(share, 0.3, 0.05) if failure.kind == "stalled" else 0.0,
+            ramp(share, 0.3, 0.05) if failure.is_stalled else 0.0,
             share,
             "1",
             0.3,
@@ -111,7 +112,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
 
 def _relative_noise(loss: np.ndarray, failure: Failure) -> float:
     """Scatter of the loss from step to step over its level, in the last part before the failure, or at the end."""
-    end = len(loss) if failure.kind == "stalled" else max(failure.row + 1, 8)
+    end = len(loss) if failure.is_stalled else max(failure.row + 1, 8)
     part = loss[max(0, end - 80) : end]
     part = part[np.isfinite(part)]
     if len(part) < 8:
@@ -154,7 +155,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
             selection={"step": failure.step},
             **place,
         )
-    if failure.kind == "stalled":
+    if failure.is_stalled:
         late = logs[-max(5, len(logs) // 10) :]
         change = float(np.nanmedian(late) - np.nanmedian(logs[: max(5, len(logs) // 10)]))
         yield Sign(
@@ -206,12 +207,12 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
         return
     steps, row = record.steps, failure.row
     peak = float(np.nanmax(rate))
-    place = {"path": "/monitors", "variable": "learning_rate", "kind": "log"}
+    place = {"path": "/monitors", "variable": "learning_rate", "kind": SymptomKind.LOG}
     factors = np.ones(len(rate))
     with np.errstate(divide="ignore", invalid="ignore"):
         factors[1:] = rate[1:] / np.maximum(rate[:-1], peak * 1e-6)
     factors[:_FIRST] = 1.0
-    near = slice(max(0, row - _BEFORE), min(len(rate), row + _AFTER + 1)) if failure.kind != "stalled" else slice(None)
+    near = slice(max(0, row - _BEFORE), min(len(rate), row + _AFTER + 1)) if not failure.is_stalled else slice(None)
     factors = np.where(np.isfinite(factors), factors, 1.0)
     at = int(np.argmax(factors[near])) + near.indices(len(rate))[0]
     factor = float(factors[at])
@@ -223,7 +224,7 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
         "1",
         1.0,
         f"The learning rate rose {fold(factor)} from one step to the next, at step {steps[at]}"
-        f"{_distance(failure.step - int(steps[at])) if failure.kind != 'stalled' else ''}."
+        f"{_distance(failure.step - int(steps[at])) if not failure.is_stalled else ''}."
         if has_jumped
         else "The learning rate did not jump before the failure.",
         step=int(steps[at]),
@@ -233,7 +234,7 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
     spent = float(np.mean(rate[int(np.nanargmax(rate)) :] < _SPENT * peak)) if len(rate) > 1 else 0.0
     yield Sign(
         "rate_is_spent",
-        ramp(spent, 0.25, 0.7) if failure.kind == "stalled" else 0.0,
+        ramp(spent, 0.25, 0.7) if failure.is_stalled else 0.0,
         spent,
         "1",
         0.25,
@@ -257,7 +258,7 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
     top = int(
         np.argmax(rate >= 0.98 * np.nanmax(rate[: max(row + 1, 2)]))
     )  # where it first was as high as when it failed
-    is_rising = failure.kind != "stalled" and row > 0 and rate[row] < 0.98 * peak and top >= row - 2
+    is_rising = not failure.is_stalled and row > 0 and rate[row] < 0.98 * peak and top >= row - 2
     yield Sign(
         "fails_in_warm_up",
         1.0 if is_rising else 0.0,

@@ -10,6 +10,7 @@ import numpy as np
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.symptoms.symptom import Sign, ramp
+from workbench.schema.statuses import SymptomKind
 
 
 def routing_signs(record: Record, failure: Failure) -> Iterator[Sign]:
@@ -19,7 +20,7 @@ def routing_signs(record: Record, failure: Failure) -> Iterator[Sign]:
         loss = record.values("monitors", "loss")
         share = float(np.nanmedian(auxiliary) / np.nanmedian(loss))
         n_zero = float(np.mean(auxiliary[np.isfinite(auxiliary)] == 0))
-        place = {"path": "/monitors", "variable": "auxiliary_loss", "kind": "log"}
+        place = {"path": "/monitors", "variable": "auxiliary_loss", "kind": SymptomKind.LOG}
         yield Sign(
             "auxiliary_loss_rules",
             ramp(finite_log10(share), -0.7, 0.7, high=2) if share > 0 else 0.0,
@@ -48,7 +49,7 @@ def routing_signs(record: Record, failure: Failure) -> Iterator[Sign]:
         return
     steps = record.steps_of("router")
     # Before a spike the router tells the cause; afterwards it may only have suffered.
-    before = np.flatnonzero(steps <= failure.step + 1) if failure.kind != "stalled" else np.arange(len(steps))
+    before = np.flatnonzero(steps <= failure.step + 1) if not failure.is_stalled else np.arange(len(steps))
     seen = (
         np.flatnonzero(np.isfinite(record.values("router", "dead_experts")).any(axis=1))
         if record.has("router", "dead_experts")

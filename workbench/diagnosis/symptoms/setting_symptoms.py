@@ -14,6 +14,7 @@ import numpy as np
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.symptoms.symptom import Sign, ramp
+from workbench.schema.statuses import SymptomKind
 
 _PLAIN_SCHEDULES = ("constant", "cosine", "linear")
 
@@ -29,12 +30,14 @@ def _of_batches(record: Record, failure: Failure) -> Iterator[Sign]:
     if rows is None:
         given = record.setting("task", "batch_size")
         if given:
-            yield _small(float(given), kind="configuration")
+            yield _small(float(given), kind=SymptomKind.CONFIGURATION)
         return
-    at = len(rows) - 1 if failure.kind == "stalled" else min(failure.row + 1, len(rows) - 1)
+    at = len(rows) - 1 if failure.is_stalled else min(failure.row + 1, len(rows) - 1)
     there, first = float(np.nanmedian(rows[max(0, at - 5) : at + 1])), float(np.nanmedian(rows[:5]))
     step = int(record.steps[at])
-    yield _small(there, kind="log", step=step, path="/monitors", variable="batch_size", selection={"step": step})
+    yield _small(
+        there, kind=SymptomKind.LOG, step=step, path="/monitors", variable="batch_size", selection={"step": step}
+    )
     last = float(np.nanmedian(rows[-5:]))
     drop = math.log2(first / last) if first > 0 and last > 0 else 0.0
     yield Sign(
@@ -44,7 +47,7 @@ def _of_batches(record: Record, failure: Failure) -> Iterator[Sign]:
         "1",
         1.0,
         f"A batch has {last:.0f} rows at the end and had {first:.0f} at the start.",
-        kind="log",
+        kind=SymptomKind.LOG,
         path="/monitors",
         variable="batch_size",
     )
@@ -134,7 +137,7 @@ def _of_plan(record: Record) -> Iterator[Sign]:
 
 
 def _setting(name: str, strength: float, value: float, units: str, reference: float, sentence: str) -> Sign:
-    return Sign(name, strength, value, units, reference, sentence, kind="configuration")
+    return Sign(name, strength, value, units, reference, sentence, kind=SymptomKind.CONFIGURATION)
 
 
 def _option(training: dict, name: str, default: float) -> float | None:

@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.formatting import short
-
-#: Where signs come from. ``mechanism``: what the model did; ``log``: settings that every step records, such as its rate
-#: and rows; ``configuration``: what the store says of the plan.
-KINDS = ("mechanism", "log", "configuration")
+from workbench.schema.statuses import SymptomKind
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Sign:
         units: Of value and reference.
         reference: What runs usually have; NaN: nothing in particular.
         sentence: For people, with the numbers.
-        kind: One of `KINDS`.
+        kind: What it was read from.
         step: Of the run; -1: none in particular.
         layer: Block; -1: none in particular.
         path: Part of the run that holds the number, such as ``"/monitors"``; empty: the configuration, checkpoints
@@ -41,7 +38,7 @@ class Sign:
     units: str
     reference: float
     sentence: str
-    kind: str = "mechanism"
+    kind: SymptomKind = SymptomKind.MECHANISM
     step: int = -1
     layer: int = -1
     path: str = ""

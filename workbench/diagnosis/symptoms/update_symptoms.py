@@ -154,7 +154,7 @@ def _over_blocks(record: Record, name: str) -> np.ndarray:
 
 def _last_look(steps: np.ndarray, failure: Failure) -> int:
     """The last look before the failure, or the first; of a run that stalled the last of all."""
-    if failure.kind == "stalled":
+    if failure.is_stalled:
         return len(steps) - 1
     before = np.flatnonzero(steps <= failure.step + 1)
     return int(before[-1]) if len(before) else 0
