@@ -275,7 +275,7 @@ def _from_mapping(sections: Mapping[str, Any]) -> AssessmentPlan:
 
 
 def _keys(title: str) -> set[str]:
-    return set() if title == "task" else {item.name for item in fields(SECTIONS[title])}
+    return set() if title == "task" else set(SECTIONS[title].model_fields)
 
 
 def _what_is_cut(sizes: Any, n: int) -> str:

@@ -52,7 +52,7 @@ class Familiarity:
         _, first, index = np.unique(cells, return_index=True, return_inverse=True)
         points = np.stack([np.bincount(index, column) for column in base.T], axis=1) if base.shape[1] else base[first]
         points = rounded(points / np.bincount(index)[:, None]) if base.shape[1] else points
-        distance = _distances(base, points)
+        distance = distances(base, points)
         distance[configurations[:, None] == configurations[first][None]] = np.inf
         unit = float(np.quantile(distance.min(axis=1), _QUANTILE))
         return cls(points, float(f"{unit:.8g}") if unit > 0 else 1.0, dict(sizes or {}))
@@ -69,7 +69,7 @@ class Familiarity:
             SchemaError: If the cases do not say how large they are.
         """
         base = design.matrix(known)[:, : design.n_base]
-        to_points = _distances(base, self.points)
+        to_points = distances(base, self.points)
         nearest = self.points[to_points.argmin(axis=1)]
         sizes = sizes_of(as_cases(cases), list(self.sizes))
         far = to_points.min(axis=1) / self.unit
@@ -168,7 +168,8 @@ def title_of(name: str) -> str:
     return long_name if long_name == name else f"{long_name} ({name})"
 
 
-def _distances(rows: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Euclidean, shape (row, point)."""
-    squared = (rows**2).sum(axis=1)[:, None] + (points**2).sum(axis=1)[None] - 2 * rows @ points.T
-    return np.sqrt(np.maximum(squared, 0))
+def distances(rows: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Euclidean, shape (row, point); 0 where there are no columns."""
+    from scipy.spatial.distance import cdist
+
+    return cdist(rows, points) if rows.shape[1] else np.zeros((len(rows), len(points)))

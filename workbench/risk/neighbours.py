@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.risk.applicability import distances
 from workbench.risk.features import is_complete
 from workbench.schema.sweeps import require
 
@@ -106,7 +107,7 @@ class Neighbours:
         if (n_cases := case.sizes.get("run", 1)) != 1:
             raise SchemaError(f"There are {n_cases} cases, expected one; choose it with case.isel(run=[0]).")
         point = _columns(self.model, case)
-        return np.sqrt(((self._points - point) ** 2).sum(axis=1)) / self.model.familiarity.unit
+        return distances(self._points, point)[:, 0] / self.model.familiarity.unit
 
     def _rows(self, rows: np.ndarray, distance: np.ndarray) -> xr.Dataset:
         return self.sweep.isel(run=rows).assign(distance=("run", distance[rows], _DISTANCE))
