@@ -159,7 +159,7 @@ def test_the_experiment_decides_against_another_cause(tree):
 
 
 def test_the_unchanged_replay_is_the_run(store, tree):
-    """From the checkpoint on, the twin's losses are those recorded."""
+    """From the checkpoint on, the control's losses are those recorded."""
     from workbench.diagnosis.experiment_runs import _Replay
     from workbench.diagnosis.failed_run import read_record
 

@@ -135,7 +135,7 @@ def _cells(pair: list[Quantity | None]) -> list[dict[str, Any]]:
 
 
 def _figures(numbers: Numbers, names: tuple[str, str]) -> str:
-    """The two designs' own figures: verdict, risk, rate, size, price."""
+    """The two designs' own figures: verdict, risk, rate, size, compute cost."""
     data, all_names = numbers.node("designs"), numbers.names("designs", "design")
     body = ""
     for variable in (str(name) for name in data.data_vars if data[name].dims == ("design",)):

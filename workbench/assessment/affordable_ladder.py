@@ -1,4 +1,4 @@
-"""The ladder of sizes of an assessment: which sizes are affordable, and the planned rate against what they foretell."""
+"""The ladder of sizes of an assessment: which sizes are affordable, and the planned rate against what they predict."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WIDEST, DEEPEST = {"quick": 128, "full": 256}, {"quick": 4, "full": 12}
 #: Stable rates are carried on to widths of at most so many times the widest rung's (``data/make_scaling.py`` tried it).
 LARGEST_REACH = 4.0
-#: Updates of the runs of a thorough ladder; a quick one rehearses ten.
+#: Updates of the runs of a thorough ladder; a quick one makes pilot runs of ten.
 N_STEPS = 100
 _Z95 = 1.96
 
@@ -45,12 +45,12 @@ def ladder(
         task: What the rungs learn.
         training: The plan of the run.
         plan: Its ``[assessment]`` may say widths, depths, seeds and thoroughness; by default "quick": three widths up
-            to 128, at most 4 blocks, two seeds, rates rehearsed for ten updates.
+            to 128, at most 4 blocks, two seeds, rates found by pilot runs of ten updates.
         seed: Of the first models.
         progress: As in `workbench.scaling_study`.
 
     Returns:
-        What `scaling_study` returns, and, 0-dim, ``rate_over_edge``: the planned rate over the stable rate foretold for
+        What `scaling_study` returns, and, 0-dim, ``rate_over_edge``: the planned rate over the stable one predicted for
         the target, with ``rate_over_edge_error``, the standard error of its logarithm; NaN where the ladder does not
         support it, and the attribute ``unsupported`` says why.
     """
@@ -63,7 +63,7 @@ def ladder(
         for name in ("warmup", "schedule", "optimizer", "optimizer_options", "clip_norm", "precision")
     }
     settings["warmup"] = min(training.warmup, N_STEPS // 2)
-    edge = "trained" if wanted.thoroughness == "full" else "rehearsed"
+    edge = "trained" if wanted.thoroughness == "full" else "pilot"
     if design.width > LARGEST_REACH * max(widths):
         edge = "none"
     study = scaling_study(

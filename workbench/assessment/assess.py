@@ -21,7 +21,7 @@ from workbench.assessment.depth_flow import depth_flow
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.flow_numbers import flow_numbers
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
-from workbench.assessment.pilot_run import N_UPDATES, dress_rehearsal
+from workbench.assessment.pilot_run import N_UPDATES, pilot_run
 from workbench.assessment.plan_changes import possible_changes, try_changes
 from workbench.assessment.plan_risk import STABLE_BELOW, plan_risk
 from workbench.flow.flow_measurement import measure
@@ -86,7 +86,7 @@ def assess(
         DataTree of kind "assessment". Root attributes: ``verdict`` ("proceed", "cannot say", "at risk", "refuse"),
         ``exit_status`` (0, 4, 1, 2), ``summary``, the plan as JSON, versions, and sizes: ``width`` and ``depth`` of the
         subject, ``measured_width`` and ``measured_depth`` of the model that was run, ``is_stand_in`` (0, 1).
-        Nodes: ``spectra``, ``flow``, ``flow_numbers``, ``initialization``, ``case`` (what the risk model looks at),
+        Nodes: ``spectra``, ``flow``, ``flow_numbers``, ``initialization``, ``case`` (what the risk model reads),
         ``risk`` (NaN where it is not known), ``rehearsal``, ``hardware``, ``criteria``, ``failure_modes``,
         ``decisions``; where the risk is known ``risk_over_rates``; of a stand-in ``scaling``, ``depth_flow``,
         ``flow_at_depth``; where the plan may break ``changes``.
@@ -166,7 +166,7 @@ def risk_around(case: xr.Dataset) -> xr.Dataset:
         case: From `workbench.sweeps.measure_case`, one run that is familiar to the risk model.
     """
     rates = float(case["learning_rate"][0]) * np.geomspace(1 / RATE_SPAN, RATE_SPAN, N_RATES)
-    return over_rates(shipped("rehearsal"), case, rates, below=STABLE_BELOW)
+    return over_rates(shipped("pilot"), case, rates, below=STABLE_BELOW)
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _measured(bench: _Bench, say: Callable[[str], None]) -> dict[str, xr.Dataset
     parts["/case"] = case.drop_vars("eigenvalue")  # which is in the spectra
     parts["/initialization"] = initialization(case, bench.task) if not is_thin else _start_of(fresh, bench)
     say("the first updates, tried out")
-    parts["/rehearsal"] = dress_rehearsal(model, bench.task, bench.training)
+    parts["/rehearsal"] = pilot_run(model, bench.task, bench.training)
     if is_thin:
         say("a ladder of sizes")
         parts["/scaling"] = ladder(
@@ -284,7 +284,7 @@ def initialization(case: xr.Dataset, task: Task) -> xr.Dataset:
 
 def _start_of(fresh: torch.nn.Module, bench: _Bench) -> xr.Dataset:
     """How a thin stand-in of the target's width starts; its gradients reach fewer weights than the target's."""
-    case = measure_case(fresh, bench.task, n_snapshots=N_SNAPSHOTS, rehearses=False, **bench.settings)
+    case = measure_case(fresh, bench.task, n_snapshots=N_SNAPSHOTS, runs_pilot=False, **bench.settings)
     found = initialization(case, bench.task)
     found["initial_grad_norm"][...] = math.nan
     found["initial_grad_norm"].attrs["unseen"] = UNSEEN_GRADIENT

@@ -191,7 +191,7 @@ def _tried(changes: xr.Dataset, criterion: str, stand_in: str) -> Iterator[Decis
         where = {"path": "/changes", "variable": "n_broken", "selection": {"change": int(i)}}
         effect = f"{kept} of {int(n_trials[i])} trials{of} with it did not break"
         current, proposed = str(changes["current"].values[i]), str(changes["proposed"].values[i])
-        if stand_in and setting == "learning_rate":  # a rate that a small model bears is none for a large one
+        if stand_in and setting == "learning_rate":  # what is stable for a small model is not so for a large one
             proposed = f"below {current}"
         words = {
             "learning_rate": "lower the peak rate",
@@ -229,17 +229,17 @@ def _monitors(modes: xr.Dataset) -> Iterator[Decision]:
 
 def _stop_rules(tree: xr.DataTree, stand_in: str) -> Iterator[Decision]:
     """Limits of the first updates, from the trials that did not break; a stand-in's are none of the design."""
-    rehearsal = tree["rehearsal"].to_dataset()
-    kept = ~rehearsal["has_diverged"].values
-    n = rehearsal.attrs["n_updates"]
+    pilot = tree["rehearsal"].to_dataset()
+    kept = ~pilot["has_diverged"].values
+    n = pilot.attrs["n_updates"]
     if not kept.any():
-        first = int(np.nanmin(rehearsal["divergence_step"].values))
+        first = int(np.nanmin(pilot["divergence_step"].values))
         of = f" of {stand_in}" if stand_in else ""
         yield Decision(
             DecisionKind.STOP_RULE,
             f"it was started unchanged: all trials{of} broke, the first after {first} updates", "", "", "",
             BROKEN_TRIALS, path="/rehearsal", variable="divergence_step",
-            selection={"trial": int(np.nanargmin(rehearsal["divergence_step"].values))},
+            selection={"trial": int(np.nanargmin(pilot["divergence_step"].values))},
         )  # fmt: skip
         return
     if stand_in:
@@ -251,7 +251,7 @@ def _stop_rules(tree: xr.DataTree, stand_in: str) -> Iterator[Decision]:
         return
     for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")):
         # As a ratio, for another seed and batch begin elsewhere.
-        values = rehearsal[name].values / rehearsal[name].values[:, :1]
+        values = pilot[name].values / pilot[name].values[:, :1]
         values = np.where(kept[:, None] & np.isfinite(values), values, -np.inf)
         trial, step = (int(i) for i in np.unravel_index(int(np.argmax(values)), values.shape))
         limit = f"{_SLACK * float(values[trial, step]):.2g}"

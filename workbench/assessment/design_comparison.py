@@ -1,4 +1,4 @@
-"""Several designs for one objective and budget: which is more stable, and at what price."""
+"""Several designs for one objective and budget: which is more stable, and at what compute cost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compare_designs(
     seed: int = 0,
     progress: bool | Callable[[str], None] = False,
 ) -> xr.DataTree:
-    """Assess several designs under one plan, and set stability against price.
+    """Assess several designs under one plan, and set stability against compute cost.
 
     Args:
         designs: Name -> a subject as `assess` takes it, at least two.
@@ -121,8 +121,8 @@ _MEANING = {
 
 def _row(tree: xr.DataTree, measured: MeasuredModel, plan: AssessmentPlan) -> dict[str, Any]:
     risk = tree["risk"].to_dataset().isel(run=0)
-    rehearsal = tree["rehearsal"].to_dataset()
-    kept = rehearsal["loss"].values[~rehearsal["has_diverged"].values]
+    pilot = tree["rehearsal"].to_dataset()
+    kept = pilot["loss"].values[~pilot["has_diverged"].values]
     rate = float(tree["case"]["learning_rate"][0])
     stable = float(risk["largest_stable_rate"])
     return {

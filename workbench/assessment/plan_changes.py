@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.assessment.pilot_run import dress_rehearsal
+from workbench.assessment.pilot_run import pilot_run
 from workbench.callbacks.kss import KSS
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from workbench.training.training_plan import TrainingPlan
 
-#: Trials of each change; each has as many updates as the rehearsal of the plan.
+#: Trials of each change; each has as many updates as the pilot run of the plan.
 N_TRIALS = 2
 
 
@@ -72,11 +72,11 @@ def try_changes(
     n_updates: int,
     say: Callable[[str], None] | None = None,
 ) -> xr.Dataset:
-    """Rehearse each change.
+    """A pilot run of each change.
 
     Args:
         model: It is left alone.
-        task: As in `dress_rehearsal`.
+        task: As in `pilot_run`.
         changes: From `possible_changes`.
         n_updates: Of each trial.
         say: Called with a few words before each change; what it raises ends it.
@@ -91,7 +91,7 @@ def try_changes(
     for change in changes:
         if say is not None:
             say(f"{change.setting} {change.current} → {change.proposed}")
-        tried = dress_rehearsal(
+        tried = pilot_run(
             model,
             task,
             change.plan,

@@ -29,7 +29,7 @@ _NUMBERED = re.compile(r"^(.*?)\.?(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True)
-class WeightLook:
+class WeightMeasurement:
     """Sizes of the blocks' weights at one checkpoint.
 
     Attributes:
@@ -82,7 +82,9 @@ def checkpoints_of(run: Any, folder: str | os.PathLike[str] | None = None) -> di
     return {}
 
 
-def look_at_weights(place: Path, *, step: int = 0, model: Subject | nn.Module | None = None) -> WeightLook | None:
+def measure_weights(
+    place: Path, *, step: int = 0, model: Subject | nn.Module | None = None
+) -> WeightMeasurement | None:
     """Sizes of the blocks' matrices in a checkpoint; None: its names have no numbered blocks.
 
     Args:
@@ -112,7 +114,7 @@ def look_at_weights(place: Path, *, step: int = 0, model: Subject | nn.Module | 
     stack = max(squares.values(), key=len, default={})
     if len(stack) < 2:
         return None
-    return WeightLook(np.sqrt([stack[i] for i in sorted(stack)]), step, place)
+    return WeightMeasurement(np.sqrt([stack[i] for i in sorted(stack)]), step, place)
 
 
 def check_fits(place: Path, *, model: Subject | nn.Module | None = None) -> None:

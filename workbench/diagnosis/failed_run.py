@@ -1,8 +1,8 @@
-"""A failed run as the signs read it: plain arrays by name, and nothing of what a study planted.
+"""A failed run as the symptoms read it: plain arrays by name, and nothing of what a study planted.
 
 Whatever a run is kept in becomes a `Record`: a store, a tree in memory, a thin log, with or without checkpoints. What
-is not there is None, and the signs that need it are silent. Events of kind "fault" and the faults of a configuration
-are left out here, at the only door, so that no sign can read them.
+is not there is None, and the symptoms that need it are silent. Events of kind "fault" and the faults of a configuration
+are left out here, at the only door, so that no symptom can read them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from workbench.io.store import open_run
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.diagnosis.checkpoint_evidence import WeightLook
+    from workbench.diagnosis.checkpoint_evidence import WeightMeasurement
 
-#: Parts that signs look at.
+#: Parts that symptoms look at.
 PARTS = ("monitors", "optimizer", "activations", "attention", "router", "spectra")
 _LEAST_STEPS = 5
 #: A run whose last step is beyond these has diverged (RKSP's label, as in `workbench.TrainingPlan`).
@@ -49,7 +49,7 @@ class Record:
     configuration: Mapping[str, Any] = field(default_factory=dict)
     subject: str = ""
     diverged_at: int | None = None
-    weights: WeightLook | None = None
+    weights: WeightMeasurement | None = None
     source: str = ""
 
     @property
@@ -85,8 +85,8 @@ class Record:
         return default if found is None else found
 
 
-def read_record(run: Any, *, weights: WeightLook | None = None) -> Record:
-    """A run as the signs read it.
+def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record:
+    """A run as the symptoms read it.
 
     Args:
         run: Path of a store or netCDF file, a tree as `workbench.open_run` gives it, or a dataset from `read_log`.

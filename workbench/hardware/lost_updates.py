@@ -41,7 +41,7 @@ def lost_updates(emulation: Emulation) -> Finding:
             weight.copy_(weight.to(kind).float())
     for batch in islice(cycle(emulation.micro_batches), N_UPDATES):
         before = [weight.detach().clone() for weight in copy.weights]
-        copy.look(batch)
+        copy.measure(batch)
         if training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(copy.weights, training.clip_norm)
         optimizer.step()

@@ -19,7 +19,7 @@ from workbench.hardware.plan_sections import (
     AssessmentSection,
     BudgetSection,
     HardwareSection,
-    Section,
+    PlanSection,
     TargetSection,
     TaskSection,
     TrainingSection,
@@ -53,7 +53,7 @@ class AssessmentPlan:
         hardware: Devices and number formats.
         target: The size that the plan is for.
         budget: What may be spent.
-        assessment: How thoroughly to look.
+        assessment: How thoroughly to measure.
     """
 
     training: TrainingSection = field(default_factory=TrainingSection)
@@ -261,7 +261,7 @@ def read_plan(source: str | os.PathLike[str] | Mapping[str, Any] | AssessmentPla
 
 
 def _from_mapping(sections: Mapping[str, Any]) -> AssessmentPlan:
-    found: dict[str, Section] = {}
+    found: dict[str, PlanSection] = {}
     for title, keys in sections.items():
         if title not in SECTIONS:
             if not isinstance(keys, Mapping) and any(title in _keys(other) for other in SECTIONS):

@@ -96,7 +96,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return difflib.get_close_matches(name, tuple(known), n=1, cutoff=0.0)[0]
 
 
-class Section(BaseModel):
+class PlanSection(BaseModel):
     """Keys of a plan and their values; None: not given.
 
     Raises:
@@ -138,7 +138,7 @@ def _in_words(error: ValidationError) -> str:
     return f"{key} is {value!r}, expected {wanted}"
 
 
-class TrainingSection(Section):
+class TrainingSection(PlanSection):
     """How it is to be trained: the fields of `workbench.TrainingPlan` as plain values, and the size of the data.
 
     Attributes:
@@ -161,7 +161,7 @@ class TrainingSection(Section):
     sequence_length: Count | None = None
 
 
-class TaskSection(Section):
+class TaskSection(PlanSection):
     """What is learned.
 
     Attributes:
@@ -178,7 +178,7 @@ class TaskSection(Section):
         return ({} if self.name is None else {"name": self.name}) | dict(self.options)
 
 
-class HardwareSection(Section):
+class HardwareSection(PlanSection):
     """How the run is spread over devices, and in which numbers they talk.
 
     Attributes:
@@ -236,7 +236,7 @@ class HardwareSection(Section):
         return 1 if self.reduction == "stale" else 0
 
 
-class TargetSection(Section):
+class TargetSection(PlanSection):
     """The size that the plan is for; None: the design's own."""
 
     title: ClassVar[str] = "target"
@@ -244,7 +244,7 @@ class TargetSection(Section):
     depth: Count | None = None
 
 
-class BudgetSection(Section):
+class BudgetSection(PlanSection):
     """What may be spent: tokens, floating-point operations; None: not said."""
 
     title: ClassVar[str] = "budget"
@@ -252,8 +252,8 @@ class BudgetSection(Section):
     flops: Positive | None = None
 
 
-class AssessmentSection(Section):
-    """How thoroughly to look: sizes and seeds of the models that are measured; None: chosen by who measures."""
+class AssessmentSection(PlanSection):
+    """How thoroughly to measure: sizes and seeds of the models that are measured; None: chosen by who measures."""
 
     title: ClassVar[str] = "assessment"
     widths: Counts | None = None
@@ -263,13 +263,13 @@ class AssessmentSection(Section):
 
 
 #: Title -> its class.
-SECTIONS: dict[str, type[Section]] = {
+SECTIONS: dict[str, type[PlanSection]] = {
     cls.title: cls
     for cls in (TrainingSection, TaskSection, HardwareSection, TargetSection, BudgetSection, AssessmentSection)
 }
 
 
-def read_section(title: str, keys: Any) -> Section:
+def read_section(title: str, keys: Any) -> PlanSection:
     """A section from its keys.
 
     Raises:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: The one feature that is a name: a column for each optimizer of the training runs.
 OPTIMIZER = "optimizer"
-#: The learning rate is no feature: it is what the others say how much of a run bears.
+#: The learning rate is no feature: the others say the largest stable one.
 RATE = "learning_rate"
 #: Layer measure -> smallest and largest value of its logarithm; None: it enters as it is. kappa and K may be infinite
 #: (a defective operator; a spectral radius above 1), so K says little beyond the share of layers at its bound.
@@ -313,7 +313,7 @@ _GRADIENT = (
     _feature("overshoot_rate", "rate at which the first update raises the loss"),
     _feature("breaking_rate", "rate at which the first update diverges"),
 )
-_REHEARSAL = (_feature("rehearsed_rate", "rate at which ten trial updates diverge"),)
+_PILOT = (_feature("rehearsed_rate", "rate at which ten trial updates diverge"),)
 _SPECTRAL = tuple(
     Feature(
         f"{measure} {statistic}",
@@ -325,7 +325,7 @@ _SPECTRAL = tuple(
     for statistic in LAYER_STATISTICS
 )
 #: Every feature by name.
-FEATURES: dict[str, Feature] = {f.name: f for f in (*_SPECTRAL, *_FORWARD, *_GRADIENT, *_REHEARSAL, *_SETTINGS)}
+FEATURES: dict[str, Feature] = {f.name: f for f in (*_SPECTRAL, *_FORWARD, *_GRADIENT, *_PILOT, *_SETTINGS)}
 
 #: What a case can be judged by without a backward pass, with one batch of gradients, and with ten updates on a copy.
 FEATURE_SETS: dict[str, tuple[str, ...]] = {
@@ -343,8 +343,8 @@ FEATURE_SETS: dict[str, tuple[str, ...]] = {
     )
 }
 FEATURE_SETS["gradient"] = (*FEATURE_SETS["forward"], *(feature.name for feature in _GRADIENT))
-#: Beside a rehearsal few others help; with all of them predictions for unseen architectures were worse.
-FEATURE_SETS["rehearsal"] = (
+#: Beside a pilot run few others help; with all of them predictions for unseen architectures were worse.
+FEATURE_SETS["pilot"] = (
     "rehearsed_rate", "breaking_rate", "overshoot_rate", "initial_grad_norm", "warmup", "mean_rate_share",
     "momentum_gain", "is_clipped", OPTIMIZER,
 )  # fmt: skip

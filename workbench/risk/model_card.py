@@ -11,13 +11,13 @@ from workbench.risk.features import FEATURES, OPTIMIZER
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.risk.feature_map import Design
+    from workbench.risk.feature_map import FeatureMap
 
 _N_TELLING = 8
 
 
 def model_card(
-    design: Design,
+    feature_map: FeatureMap,
     coefficients: xr.DataArray,
     *,
     about: Mapping[str, Any],
@@ -28,7 +28,7 @@ def model_card(
     """Data, figures and limits of a model; see `RiskModel` for what is not said here.
 
     Args:
-        design: From cases to columns.
+        feature_map: From cases to columns.
         coefficients: From `RiskModel.coefficients`.
         about: Data and options that it was fitted with.
         validation: Figures of `validate`; empty: there are none, which the card then says.
@@ -46,11 +46,11 @@ def model_card(
         "",
         *_data(about),
         "",
-        *_model(coefficients, len(design.features), about["options"], spread),
+        *_model(coefficients, len(feature_map.features), about["options"], spread),
         "",
         *_validation(validation),
         "",
-        *_limits(design, sizes, about.get("n_steps")),
+        *_limits(feature_map, sizes, about.get("n_steps")),
     ]
     return "\n".join(parts) + "\n"
 
@@ -172,11 +172,11 @@ def _architectures(held_out: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _limits(design: Design, sizes: Mapping[str, tuple[float, float]], n_steps: int | None) -> list[str]:
+def _limits(feature_map: FeatureMap, sizes: Mapping[str, tuple[float, float]], n_steps: int | None) -> list[str]:
     rows = []
-    for name in design.features:
+    for name in feature_map.features:
         long_name = FEATURES[name].long_name
-        rows.append(f"| {name} | {long_name} | {design.range_of(name)} |")
+        rows.append(f"| {name} | {long_name} | {feature_map.range_of(name)} |")
     return [
         "## Limits",
         "",
@@ -184,7 +184,7 @@ def _limits(design: Design, sizes: Mapping[str, tuple[float, float]], n_steps: i
         "or outside of the ranges below by more than an eighth of them, gets no number.",
         _sizes(sizes),
         "- Divergence is RKSP's: loss above 50, norm of all gradients above 500, or either not finite, at any step. "
-        "Runs that live may still learn badly.",
+        "Runs that converge may still learn badly.",
         *(
             [f"- Its runs ended after {n_steps} updates, so it speaks of divergence within the first {n_steps}."]
             if n_steps
@@ -192,7 +192,11 @@ def _limits(design: Design, sizes: Mapping[str, tuple[float, float]], n_steps: i
         ),
         "- The interval says how well the model is known, from resampled groups; it is no guarantee for a single run, "
         "whose outcome also depends on its seed.",
-        *([f"- It knows no {OPTIMIZER} but {design.range_of(OPTIMIZER)}."] if OPTIMIZER in design.features else []),
+        *(
+            [f"- It knows no {OPTIMIZER} but {feature_map.range_of(OPTIMIZER)}."]
+            if OPTIMIZER in feature_map.features
+            else []
+        ),
         "",
         "| feature | what | seen |",
         "|---|---|---|",

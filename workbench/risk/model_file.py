@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from workbench.errors import StoreError, ThresholdError
-from workbench.risk.applicability import Familiarity
-from workbench.risk.feature_map import Design
+from workbench.risk.applicability import Applicability
+from workbench.risk.feature_map import FeatureMap
 from workbench.risk.features import FEATURE_SETS, FEATURES, SIZES
 from workbench.risk.model_json import read
 from workbench.risk.risk_model import RiskModel
@@ -40,7 +40,7 @@ def shipped(features: str = "forward") -> RiskModel:
     """The model that ships with the workbench, fitted to its recorded sweep; its card says how good it is.
 
     Args:
-        features: ``"forward"`` (forward passes alone), ``"gradient"`` (and one batch of gradients) or ``"rehearsal"``
+        features: ``"forward"`` (forward passes alone), ``"gradient"`` (and one batch of gradients) or ``"pilot"``
             (and ten updates on a copy, at a few rates).
 
     Raises:
@@ -57,7 +57,7 @@ def shipped(features: str = "forward") -> RiskModel:
 
 def _model(content: Mapping[str, Any]) -> RiskModel:
     parts = content["design"]
-    design = Design(
+    feature_map = FeatureMap(
         features=tuple(parts["features"]),
         optimizers=tuple(parts["optimizers"]),
         lowest=np.array(parts["lowest"], dtype=float),
@@ -74,8 +74,8 @@ def _model(content: Mapping[str, Any]) -> RiskModel:
     if any(len(pair) != 2 for pair in (*pairs, *sizes.values())):
         raise ValueError("a pair of numbers is none")
     return RiskModel(
-        design,
-        Familiarity(points.reshape(len(points), design.n_base), float(content["familiarity"]["unit"]), sizes),
+        feature_map,
+        Applicability(points.reshape(len(points), feature_map.n_base), float(content["familiarity"]["unit"]), sizes),
         np.array(content["weights"], dtype=float),
         *pairs,
         dict(content["about"]),
@@ -85,16 +85,19 @@ def _model(content: Mapping[str, Any]) -> RiskModel:
 
 def _problem(model: RiskModel) -> str:
     """What does not fit together; empty if all does."""
-    design, n_columns = model.design, len(model.design.columns)
-    if unknown := [name for name in design.features if name not in FEATURES]:
+    feature_map, n_columns = model.feature_map, len(model.feature_map.columns)
+    if unknown := [name for name in feature_map.features if name not in FEATURES]:
         return f"it knows a feature '{unknown[0]}' that there is not"
     if any(
-        name not in SIZES or not 0 < low <= high < math.inf for name, (low, high) in model.familiarity.sizes.items()
+        name not in SIZES or not 0 < low <= high < math.inf for name, (low, high) in model.applicability.sizes.items()
     ):
         return "the range of a size is none"
-    if any(ends.shape != (len(design.numeric),) for ends in (design.lowest, design.highest, design.has_infinite)):
+    if any(
+        ends.shape != (len(feature_map.numeric),)
+        for ends in (feature_map.lowest, feature_map.highest, feature_map.has_infinite)
+    ):
         return "the ranges do not fit the features"
-    if design.center.shape != (n_columns,) or design.scale.shape != (n_columns,):
+    if feature_map.center.shape != (n_columns,) or feature_map.scale.shape != (n_columns,):
         return "the scales do not fit the columns"
     if model.weights.ndim != 2 or not len(model.weights) or model.weights.shape[1] != 2 + n_columns:
         return "the weights do not fit the columns"
@@ -103,15 +106,15 @@ def _problem(model: RiskModel) -> str:
         model.log_rate,
         model.spread,
         model.weights,
-        design.lowest,
-        design.highest,
-        design.center,
-        design.scale,
-        model.familiarity.points,
+        feature_map.lowest,
+        feature_map.highest,
+        feature_map.center,
+        feature_map.scale,
+        model.applicability.points,
     )
     if not all(np.isfinite(values).all() for values in numbers):
         return "some numbers are not finite"
-    if not (model.weights[:, 0] > 0).all() or not (design.scale > 0).all() or not model.familiarity.unit > 0:
+    if not (model.weights[:, 0] > 0).all() or not (feature_map.scale > 0).all() or not model.applicability.unit > 0:
         return "a slope or scale is not positive"
     options = model.about.get("options")
     if not isinstance(options, dict) or not isinstance(options.get("level"), float):

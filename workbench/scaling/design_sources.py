@@ -16,7 +16,7 @@ from workbench.scaling.resizing import GRANULE, in_proportion, kv_heads
 from workbench.zoo import ArchitectureConfig, build, count_parameters
 
 
-class Source(ABC):
+class DesignSource(ABC):
     """Where the models of a design come from.
 
     Attributes:
@@ -77,7 +77,7 @@ class Source(ABC):
 
 
 @dataclass(frozen=True)
-class ZooSource(Source):
+class ZooSource(DesignSource):
     """Options of the zoo."""
 
     config: ArchitectureConfig
@@ -107,11 +107,11 @@ class ZooSource(Source):
         return self.at(width, depth, self.config.seed, None).as_dict()
 
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
-        """See `Source`; the zoo has generators of its own."""
+        """See `DesignSource`; the zoo has generators of its own."""
         return build(self.at(width, depth, seed, vocabulary))
 
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """See `Source`."""
+        """See `DesignSource`."""
         return count_parameters(self.at(width, depth, 0, vocabulary))
 
     def at(self, width: int, depth: int, seed: int, vocabulary: int | None) -> ArchitectureConfig:
@@ -130,7 +130,7 @@ class ZooSource(Source):
 
 
 @dataclass(frozen=True)
-class FunctionSource(Source):
+class FunctionSource(DesignSource):
     """A function from width, depth and seed to a model.
 
     Its vocabulary can be cut where it takes a ``vocabulary``; otherwise it stays what the function makes it.
@@ -146,7 +146,7 @@ class FunctionSource(Source):
         return {"function": getattr(self.function, "__qualname__", type(self.function).__name__)}
 
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
-        """See `Source`.
+        """See `DesignSource`.
 
         Raises:
             ThresholdError: If the function returns no module.
@@ -163,7 +163,7 @@ class FunctionSource(Source):
         return model
 
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """See `Source`; memory is used where the function asks for a device of its own."""
+        """See `DesignSource`; memory is used where the function asks for a device of its own."""
         with torch.device("meta"):
             model = self.make(width, depth, 0, vocabulary)
         return sum(weight.numel() for weight in model.parameters())

@@ -1,4 +1,4 @@
-"""What a scaling study foretells of a size that it did not measure."""
+"""What a scaling study predicts for a size that it did not measure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def foretold(
+def extrapolated(
     study: xr.Dataset, target: tuple[int, int], *, largest_reach: float = 4.0, level: float = 0.95
 ) -> xr.Dataset:
     """The trends of a study, carried on to any size; nothing is measured again.

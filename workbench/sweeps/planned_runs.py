@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -18,6 +18,28 @@ from workbench.training.training_plan import DEFAULT_RATE, SCHEDULES, TrainingPl
 
 if TYPE_CHECKING:
     import xarray as xr
+
+
+class ShortRunOptions(TypedDict, total=False):
+    """Fields of `TrainingPlan` that short runs share, whatever their length, rate and seed."""
+
+    warmup: int
+    schedule: str | Callable[[int], float]
+    optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    optimizer_options: Mapping[str, Any]
+    clip_norm: float | None
+    precision: str
+    loss_limit: float
+    grad_norm_limit: float
+    stops_at_divergence: bool
+
+
+class TrainingOptions(ShortRunOptions, total=False):
+    """Every field of `TrainingPlan`; what is left out stays as it is, or at its default."""
+
+    n_steps: int
+    learning_rate: float | None
+    seed: int
 
 
 def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
@@ -67,7 +89,7 @@ def describe_plan(plan: TrainingPlan, config: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def replan(case: xr.Dataset, **changes: Any) -> xr.Dataset:
+def replan(case: xr.Dataset, **changes: Unpack[TrainingOptions]) -> xr.Dataset:
     """Cases under other settings, with nothing measured again.
 
     Args:

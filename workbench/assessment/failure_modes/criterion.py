@@ -42,7 +42,7 @@ SCALES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray
 
 
 @dataclass(frozen=True)
-class Band:
+class HealthyBand:
     """Where healthy values lie.
 
     Attributes:
@@ -67,7 +67,7 @@ class Band:
         """Whether no finite value lies outside."""
         return self.low == -math.inf and self.high == math.inf
 
-    def open_but(self, bad_side: str) -> Band:
+    def open_but(self, bad_side: str) -> HealthyBand:
         """The band with the side open that is not bad."""
         low = {} if bad_side != "high" else {"low": -math.inf, "failing_low": -math.inf}
         high = {} if bad_side != "low" else {"high": math.inf, "failing_high": math.inf}
@@ -75,7 +75,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Reading:
+class CriterionReading:
     """A number found in the tree.
 
     Attributes:
@@ -117,15 +117,15 @@ class Criterion:
     units: str
     path: str
     variable: str
-    reads: Callable[[xr.DataTree], Reading | str]
+    reads: Callable[[xr.DataTree], CriterionReading | str]
     meaning: str
-    band: Band | None = None
+    band: HealthyBand | None = None
     scale: str = "linear"
     bad_side: str = "both"
     acquits: bool = True
 
 
-def judge(reading: Reading, band: Band, *, scale: str = "linear") -> tuple[CriterionState, float]:
+def judge(reading: CriterionReading, band: HealthyBand, *, scale: str = "linear") -> tuple[CriterionState, float]:
     """State of a reading, and the probability that another measurement would find the same state.
 
     The value is taken as normal with the reading's spread (of its logarithm, on that scale). A band from n healthy
@@ -174,7 +174,7 @@ def judge(reading: Reading, band: Band, *, scale: str = "linear") -> tuple[Crite
 
 def worst_of(
     data: xr.Dataset, variable: str, *, largest: bool, spread: str | None = None, layer: str = "layer"
-) -> Reading | str:
+) -> CriterionReading | str:
     """The largest or smallest entry of a variable, and where it stands.
 
     Args:
@@ -195,10 +195,12 @@ def worst_of(
     flat = int(np.nanargmax(values) if largest else np.nanargmin(values))
     place = dict(zip(data[variable].dims, (int(i) for i in np.unravel_index(flat, values.shape)), strict=True))
     deviation = float(data[spread].values[tuple(place.values())]) if spread is not None else 0.0
-    return Reading(float(values.flat[flat]), deviation, {str(k): v for k, v in place.items()}, place.get(layer, -1))
+    return CriterionReading(
+        float(values.flat[flat]), deviation, {str(k): v for k, v in place.items()}, place.get(layer, -1)
+    )
 
 
-def number(data: xr.Dataset, variable: str, *, spread: str | None = None) -> Reading | str:
+def number(data: xr.Dataset, variable: str, *, spread: str | None = None) -> CriterionReading | str:
     """A variable without dimensions as a reading; or why there is none, which its attribute ``unseen`` may say.
 
     What is infinite is a reading, for it was measured; NaN says that there is no such thing.
@@ -207,4 +209,6 @@ def number(data: xr.Dataset, variable: str, *, spread: str | None = None) -> Rea
         return f"{variable.replace('_', ' ')} was not measured"
     if np.isnan(float(data[variable])):
         return data[variable].attrs.get("unseen", NOTHING_SEEN)
-    return Reading(float(data[variable]), float(data[spread]) if spread is not None and spread in data else 0.0)
+    return CriterionReading(
+        float(data[variable]), float(data[spread]) if spread is not None and spread in data else 0.0
+    )

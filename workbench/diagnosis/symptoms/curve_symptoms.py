@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure, running_median
-from workbench.diagnosis.symptoms.symptom import Sign, fold, in_steps, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, fold, in_steps, ramp
 from workbench.formatting import short
 from workbench.schema.statuses import FailureKind, SymptomKind
 
@@ -21,20 +21,20 @@ _BEFORE, _AFTER = 40, 20
 _SPENT = 0.1
 
 
-def curve_signs(record: Record, failure: Failure) -> Iterator[Sign]:
+def curve_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     """What loss, gradient norm and learning rate say, whatever made them."""
     yield from _of_the_loss(record, failure)
     yield from _of_the_gradients(record, failure)
     yield from _of_the_rate(record, failure)
 
 
-def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
+def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
     steps, loss = record.steps, record.values("monitors", "loss")
     first, low = float(loss[0]), float(np.nanmin(failure.smooth))
     n_before = failure.step - int(steps[0])
     place = {"path": "/monitors", "variable": "loss", "step": failure.step, "selection": {"step": failure.step}}
     is_divergence, is_spike = failure.kind is FailureKind.DIVERGED, failure.kind is FailureKind.SPIKE
-    yield Sign(
+    yield Symptom(
         "fails_at_once",
         ramp(math.log10(1 + n_before), 1.5, 0.3) if is_divergence else 0.0,
         n_before,
@@ -43,7 +43,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
         f"{failure.words[0].upper()}{failure.words[1:]}, {n_before} steps after the first.",
         **place,
     )
-    yield Sign(
+    yield Symptom(
         "diverges",
         1.0 if is_divergence else 0.0,
         float(record.diverged_at or math.nan),
@@ -57,7 +57,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
         learned = (
             f"The loss has come down by {100 * share:.0f} % of its first value, from {first:.3g} to {low:.3g} nats"
         )
-        yield Sign(
+        yield Symptom(
             "hardly_learns",
             ramp(share, 0.3, 0.05) if failure.is_stalled else 0.0,
             share,
@@ -66,7 +66,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
             f"{learned}.",
             **place,
         )
-    yield Sign(
+    yield Symptom(
         "spike_recovers",
         failure.recovered if is_spike else 0.0,
         failure.recovered,
@@ -80,7 +80,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
     if is_spike or is_divergence:
         tall = failure.smooth[failure.row :] - failure.smooth[failure.row]
         n_rising = int(np.argmax(tall >= 0.5 * np.nanmax(tall))) if np.nanmax(tall) > 0 else 1
-        yield Sign(
+        yield Symptom(
             "abrupt",
             ramp(math.log10(1 + n_rising), 1.6, 0.8),
             n_rising,
@@ -92,11 +92,11 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
     noise = _relative_noise(loss, failure)
     if math.isfinite(noise):
         sentence = f"From step to step the loss scatters by {100 * noise:.2g} % of its level."
-        yield Sign("loss_noise", ramp(finite_log10(noise), -1.3, -0.5, low=-1), noise, "1", 0.05, sentence, **place)
+        yield Symptom("loss_noise", ramp(finite_log10(noise), -1.3, -0.5, low=-1), noise, "1", 0.05, sentence, **place)
     n_classes = record.setting("task", "vocab_size") or record.setting("model", "config", "n_classes")
     if n_classes and n_classes > 1:
         guess = math.log(n_classes)
-        yield Sign(
+        yield Symptom(
             "first_loss",
             ramp(first / guess, 1.3, 3.0, high=3),
             first,
@@ -121,14 +121,14 @@ def _relative_noise(loss: np.ndarray, failure: Failure) -> float:
     return 1.48 * float(np.median(np.abs(np.diff(part)))) / math.sqrt(2) / level if level > 0 else math.nan
 
 
-def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
+def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
     norm = record.monitor("grad_norm")
     if norm is None:
         return
     steps, row = record.steps, failure.row
     first = norm[np.isfinite(norm)][0]
     place = {"path": "/monitors", "variable": "grad_norm"}
-    yield Sign(
+    yield Symptom(
         "first_gradient",
         ramp(finite_log10(first), 0.7, 2.0, high=3),
         float(first),
@@ -144,7 +144,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
     window = window[np.isfinite(window)]
     if len(window) >= 10:
         scatter = float(1.48 * np.median(np.abs(np.diff(window))) / math.sqrt(2))
-        yield Sign(
+        yield Symptom(
             "gradient_noise",
             ramp(scatter, 0.08, 0.25, low=-1),
             scatter,
@@ -158,7 +158,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
     if failure.is_stalled:
         late = logs[-max(5, len(logs) // 10) :]
         change = float(np.nanmedian(late) - np.nanmedian(logs[: max(5, len(logs) // 10)]))
-        yield Sign(
+        yield Symptom(
             "gradients_fade",
             ramp(change, -0.3, -1.3),
             10**change,
@@ -175,7 +175,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
         float(np.nanmedian(logs[max(0, row - 3) : row + 1]) - np.nanmedian(before)) if len(before) >= 3 else math.nan
     )
     if math.isfinite(build_up):
-        yield Sign(
+        yield Symptom(
             "gradients_build_up",
             ramp(build_up, 0.1, 0.6, low=-0.5),
             10**build_up,
@@ -188,7 +188,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
             **place,
         )
         burst = float(np.nanmax(logs[row : row + 15]) - np.nanmedian(before))
-        yield Sign(
+        yield Symptom(
             "gradients_burst",
             ramp(burst, 0.3, 1.3, high=2),
             10**burst,
@@ -201,7 +201,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
         )
 
 
-def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
+def _of_the_rate(record: Record, failure: Failure) -> Iterator[Symptom]:
     rate = record.monitor("learning_rate")
     if rate is None or not np.nanmax(rate) > 0:
         return
@@ -217,7 +217,7 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
     at = int(np.argmax(factors[near])) + near.indices(len(rate))[0]
     factor = float(factors[at])
     has_jumped = factor >= _JUMP
-    yield Sign(
+    yield Symptom(
         "rate_jumps",
         ramp(math.log10(factor), 0.1, 0.7) if has_jumped else 0.0,
         factor,
@@ -232,7 +232,7 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
         **place,
     )
     spent = float(np.mean(rate[int(np.nanargmax(rate)) :] < _SPENT * peak)) if len(rate) > 1 else 0.0
-    yield Sign(
+    yield Symptom(
         "rate_is_spent",
         ramp(spent, 0.25, 0.7) if failure.is_stalled else 0.0,
         spent,
@@ -244,7 +244,7 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
         **place,
     )
     start = float(rate[0] / np.nanmax(rate[: max(2, len(rate) // 3)]))
-    yield Sign(
+    yield Symptom(
         "starts_at_full_rate",
         ramp(start, 0.3, 0.9, high=1),
         start,
@@ -259,7 +259,7 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
         np.argmax(rate >= 0.98 * np.nanmax(rate[: max(row + 1, 2)]))
     )  # where it first was as high as when it failed
     is_rising = not failure.is_stalled and row > 0 and rate[row] < 0.98 * peak and top >= row - 2
-    yield Sign(
+    yield Symptom(
         "fails_in_warm_up",
         1.0 if is_rising else 0.0,
         float(rate[row]),
@@ -272,7 +272,7 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
         selection={"step": failure.step},
         **place,
     )
-    yield Sign(
+    yield Symptom(
         "peak_rate",
         ramp(math.log10(peak), -2.0, -1.0, low=-1, high=2),
         peak,

@@ -13,19 +13,19 @@ import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.symptoms.symptom import Sign, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, ramp
 from workbench.schema.statuses import SymptomKind
 
 _PLAIN_SCHEDULES = ("constant", "cosine", "linear")
 
 
-def setting_signs(record: Record, failure: Failure) -> Iterator[Sign]:
+def setting_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     """What the run was told."""
     yield from _of_batches(record, failure)
     yield from _of_plan(record)
 
 
-def _of_batches(record: Record, failure: Failure) -> Iterator[Sign]:
+def _of_batches(record: Record, failure: Failure) -> Iterator[Symptom]:
     rows = record.monitor("batch_size")
     if rows is None:
         given = record.setting("task", "batch_size")
@@ -40,7 +40,7 @@ def _of_batches(record: Record, failure: Failure) -> Iterator[Sign]:
     )
     last = float(np.nanmedian(rows[-5:]))
     drop = math.log2(first / last) if first > 0 and last > 0 else 0.0
-    yield Sign(
+    yield Symptom(
         "batches_shrink",
         ramp(drop, 0.3, 2.0, low=-1),
         last / first if first > 0 else math.nan,
@@ -53,8 +53,8 @@ def _of_batches(record: Record, failure: Failure) -> Iterator[Sign]:
     )
 
 
-def _small(rows: float, **place: object) -> Sign:
-    return Sign(
+def _small(rows: float, **place: object) -> Symptom:
+    return Symptom(
         "few_rows",
         ramp(math.log2(max(rows, 1)), 3.5, 1.0, low=-0.5),
         rows,
@@ -65,7 +65,7 @@ def _small(rows: float, **place: object) -> Sign:
     )
 
 
-def _of_plan(record: Record) -> Iterator[Sign]:
+def _of_plan(record: Record) -> Iterator[Symptom]:
     training = record.setting("training", default={})
     if not training:
         return
@@ -136,8 +136,8 @@ def _of_plan(record: Record) -> Iterator[Sign]:
         )
 
 
-def _setting(name: str, strength: float, value: float, units: str, reference: float, sentence: str) -> Sign:
-    return Sign(name, strength, value, units, reference, sentence, kind=SymptomKind.CONFIGURATION)
+def _setting(name: str, strength: float, value: float, units: str, reference: float, sentence: str) -> Symptom:
+    return Symptom(name, strength, value, units, reference, sentence, kind=SymptomKind.CONFIGURATION)
 
 
 def _option(training: dict, name: str, default: float) -> float | None:
