@@ -9,8 +9,8 @@
 
 A planted run and its control differ in the plant alone: same seed, batches and every other setting. It counts as
 failed if it diverges by the label of `workbench.train`; if it lacks, at the end and on held-out batches, 15 % of what
-its control learned; if its loss rises in between by 40 % of that (not where batches have few rows, whose loss scatters); or
-if at least half of the experts of a block get no tokens while its control's do. A control is healthy if it learns at
+its control learned; if its loss rises in between by 40 % of that (not where batches have few rows, which scatter);
+or if at least half of the experts of a block get no tokens while its control's do. A control is healthy if it learns at
 least a fifth of its first loss and does none of it; beside one that is not, no run is used.
 """
 

@@ -230,5 +230,5 @@ def test_what_cannot_be_diagnosed_is_refused(tmp_path):
         diagnose(xr.Dataset({"loss": ("step", [1.0, 0.9])}, coords={"step": [0, 1]}))
     with pytest.raises(StoreError, match="not a list; pass one of them"):
         diagnose([1, 2])
-    with pytest.raises(ThresholdError, match="'weather' is no kind of sign"):
+    with pytest.raises(ThresholdError, match="'weather' is no kind of symptom"):
         diagnose(tmp_path, uses=("weather",))

@@ -1,4 +1,6 @@
 import copy
+import dataclasses
+import inspect
 import math
 
 import numpy as np
@@ -11,6 +13,7 @@ import workbench as wb
 from tests.sweeps.small_sweeps import SIZE, TASK, my_model
 from workbench.errors import AnatomyError, ThresholdError
 from workbench.schema.sweeps import MEASURES, SETTINGS
+from workbench.sweeps.planned_runs import ShortRunOptions, TrainingOptions
 from workbench.sweeps.trial_updates import pilot_rate
 from workbench.training.training_plan import TrainingPlan
 

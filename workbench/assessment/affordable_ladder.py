@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from workbench.scaling.ladder_study import scaling_study
+from workbench.training.training_plan import DEFAULT_RATE
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -58,20 +59,18 @@ def ladder(
     widths = sorted(wanted.widths) if wanted.widths else affordable_widths(design, WIDEST[wanted.thoroughness])
     depths = sorted(wanted.depths) if wanted.depths else [min(design.depth, DEEPEST[wanted.thoroughness])]
     seeds = wanted.seeds or (seed, seed + 1)
-    settings = {
-        name: getattr(training, name)
-        for name in ("warmup", "schedule", "optimizer", "optimizer_options", "clip_norm", "precision")
-    }
-    settings["warmup"] = min(training.warmup, N_STEPS // 2)
-    edge = "trained" if wanted.thoroughness == "full" else "pilot"
+    rate = DEFAULT_RATE if training.learning_rate is None else training.learning_rate
+    edge: Literal[trained, pilot, none] = "trained" if wanted.thoroughness == "full" else "pilot"
     if design.width > LARGEST_REACH * max(widths):
         edge = "none"
     study = scaling_study(
-        design, widths, depths, task=task, learning_rate=training.learning_rate, n_steps=N_STEPS, seeds=seeds,
-        edge=edge, largest_reach=LARGEST_REACH, n_coordinate_steps=5, progress=progress, **settings,
+        design, widths, depths, task=task, learning_rate=rate, n_steps=N_STEPS, seeds=seeds,
+        edge=edge, largest_reach=LARGEST_REACH, n_coordinate_steps=5, progress=progress,
+        warmup=min(training.warmup, N_STEPS // 2), schedule=training.schedule, optimizer=training.optimizer,
+        optimizer_options=training.optimizer_options, clip_norm=training.clip_norm, precision=training.precision,
     )  # fmt: skip
     reason = _reason(study, design.width, max(widths))
-    return study.assign(_against(study, training.learning_rate)).assign_attrs(unsupported=reason)
+    return study.assign(_against(study, rate)).assign_attrs(unsupported=reason)
 
 
 def affordable_widths(design: Design, widest: int) -> list[int]:

@@ -204,7 +204,9 @@ class _Bench:
         """What single changes to the plan would do, tried out."""
         say("changes to the plan")
         possible = possible_changes(
-            self.training, float(tree["risk"]["largest_stable_rate"][0]), float(tree["case"]["rehearsed_rate"][0])
+            self.training,
+            float(tree["risk"].to_dataset()["largest_stable_rate"][0]),
+            float(tree["case"].to_dataset()["rehearsed_rate"][0]),
         )
         step = _part_of(say, "changes to the plan")
         return try_changes(self.measured.model, self.task, possible, n_updates=N_UPDATES, say=step)
@@ -230,7 +232,7 @@ def _measured(bench: _Bench, say: Callable[[str], None]) -> dict[str, xr.Dataset
             for i, sibling in enumerate(measured.siblings(N_SEEDS))
         ]
         parts["/flow"], parts["/flow_numbers"] = flows[0], flow_numbers(flows, log_error=log_error)
-        if is_thin:
+        if is_thin and measured.target_depth is not None:
             say(f"information flow at {measured.target_depth} blocks")
             parts["/depth_flow"], parts["/flow_at_depth"] = depth_flow(
                 lambda depth, seed: measured.fresh(seed, depth),
@@ -246,7 +248,7 @@ def _measured(bench: _Bench, say: Callable[[str], None]) -> dict[str, xr.Dataset
     parts["/initialization"] = initialization(case, bench.task) if not is_thin else _start_of(fresh, bench)
     say("the first updates, tried out")
     parts["/rehearsal"] = pilot_run(model, bench.task, bench.training)
-    if is_thin:
+    if is_thin and measured.design is not None:
         say("a ladder of sizes")
         parts["/scaling"] = ladder(
             measured.design, bench.task, bench.training, bench.plan, seed=bench.seed,

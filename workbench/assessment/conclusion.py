@@ -44,5 +44,6 @@ def conclude(
 
 def may_break(tree: xr.DataTree) -> bool:
     """Whether a trial of the plan broke, or its risk is known and not small."""
-    share, risk = float(tree["rehearsal"]["share_broken"]), float(tree["risk"]["tried_probability"][0])
+    share = float(tree["rehearsal"]["share_broken"])
+    risk = float(tree["risk"].to_dataset()["tried_probability"][0])
     return share > 0 or risk >= STABLE_BELOW

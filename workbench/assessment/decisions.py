@@ -188,7 +188,6 @@ def _tried(changes: xr.Dataset, criterion: str, stand_in: str) -> Iterator[Decis
     for i in np.flatnonzero(n_broken == best):
         setting = str(changes["setting"].values[i])
         kept = int(n_trials[i] - n_broken[i])
-        where = {"path": "/changes", "variable": "n_broken", "selection": {"change": int(i)}}
         effect = f"{kept} of {int(n_trials[i])} trials{of} with it did not break"
         current, proposed = str(changes["current"].values[i]), str(changes["proposed"].values[i])
         if stand_in and setting == "learning_rate":  # what is stable for a small model is not so for a large one
@@ -203,7 +202,7 @@ def _tried(changes: xr.Dataset, criterion: str, stand_in: str) -> Iterator[Decis
             yield Decision(
                 DecisionKind.KSS if setting == "kss" else DecisionKind.CHANGE,
                 words[setting], setting, current, proposed, criterion, effect,
-                **where,
+                path="/changes", variable="n_broken", selection={"change": int(i)},
             )  # fmt: skip
 
 

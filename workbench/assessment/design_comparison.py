@@ -6,9 +6,9 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -123,7 +123,7 @@ def _row(tree: xr.DataTree, measured: MeasuredModel, plan: AssessmentPlan) -> di
     risk = tree["risk"].to_dataset().isel(run=0)
     pilot = tree["rehearsal"].to_dataset()
     kept = pilot["loss"].values[~pilot["has_diverged"].values]
-    rate = float(tree["case"]["learning_rate"][0])
+    rate = float(tree["case"].to_dataset()["learning_rate"][0])
     stable = float(risk["largest_stable_rate"])
     return {
         "verdict": tree.attrs["verdict"],
@@ -157,7 +157,7 @@ def step_times(models: Mapping[str, nn.Module], task: Any, plan: AssessmentPlan,
             next(run)
             taken[name].append(time.perf_counter() - start)
     for run in runs.values():
-        run.close()
+        cast(Generator[Any, None, None], run).close()
     return {name: float(np.median(seconds)) for name, seconds in taken.items()}
 
 

@@ -96,6 +96,7 @@ class MeasuredModel:
         """
         if self.is_own or self.design is None or (self.is_target_size and not seed and depth is None):
             return self.model
+        assert self.width is not None  # as its design is known
         if self.is_target_size:
             choices = Digits.n_classes if self.design.n_classes else None
             return self.design.build(self.width, depth or self.depth, self.seed + seed, vocabulary=choices)
@@ -130,8 +131,9 @@ def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, dep
         except WorkbenchError:  # a module of one's own, which says nothing of other sizes
             found = None
         name = subject.name if isinstance(subject, Subject) else type(module).__name__
-        size = (None, None) if found is None else (design(subject).width, design(subject).depth)
-        return MeasuredModel(name, module, found, True, *size, seed)
+        own = None if found is None else design(subject)
+        width, depth = (None, None) if own is None else (own.width, own.depth)
+        return MeasuredModel(name, module, found, True, width, depth, seed)
     found = design(subject, width=width, depth=depth)
     if found.n_weights() <= MOST_WEIGHTS:
         model = found.build(seed=seed, vocabulary=Digits.n_classes if found.n_classes else None)

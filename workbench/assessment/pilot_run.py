@@ -147,8 +147,7 @@ def _look(looker: ProbeLook) -> dict[str, float]:
     found = {}
     for name, (part, variable, worst) in _LOOKED_AT.items():
         values = taken.get(part, {}).get(variable)
-        is_seen = values is not None and bool(np.isfinite(values).any())
-        found[name] = float(worst(values)) if is_seen else math.nan
+        found[name] = math.nan if values is None or not np.isfinite(values).any() else float(worst(values))
     return found
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from workbench.assessment.pilot_run import pilot_run
 from workbench.callbacks.kss import KSS
+from workbench.training.training_plan import DEFAULT_RATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +51,7 @@ def possible_changes(plan: TrainingPlan, stable_rate: float, breaking_rate: floa
         breaking_rate: That broke the model itself within a few trial updates; not finite: none is known. A quarter of
             it, or of the plan's rate if that is lower, is tried where no stable rate is known.
     """
-    rate = plan.learning_rate
+    rate = DEFAULT_RATE if plan.learning_rate is None else plan.learning_rate
     known = [value for value in (rate, breaking_rate) if math.isfinite(value) and value > 0]
     lower = min(stable_rate, rate / 1.5) if math.isfinite(stable_rate) and stable_rate > 0 else min(known) / 4
     lower = float(f"{lower:.2g}")

@@ -103,9 +103,10 @@ def measure_weights(
         with safe_open(file, framework="pt") as weights:
             squares: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
             for name in weights.keys():  # noqa: SIM118  (safetensors has no iterator)
-                match = _NUMBERED.match(name)
-                tensor = weights.get_tensor(name) if match else None
-                if tensor is not None and tensor.ndim > 1:
+                if (match := _NUMBERED.match(name)) is None:
+                    continue
+                tensor = weights.get_tensor(name)
+                if tensor.ndim > 1:
                     squares[match[1]][int(match[2])] += float(tensor.double().square().sum())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(

@@ -217,44 +217,42 @@ def _evidence(symptoms: Mapping[str, Symptom], rules: Rules, probability: Mappin
         kept = np.array(values, dtype=str) if values and isinstance(values[0], str) else np.array(values)
         return ("evidence", kept, _about(long_name, units, meaning))
 
-    found = [symptom for _, symptom, _ in rows]
+    seen = [symptom for _, symptom, _ in rows]
     return xr.Dataset(
         {
             "cause": column([cause for cause, _, _ in rows], "cause", "", "that it speaks for or against"),
-            "sign": column([symptom.name for symptom in found], "sign", "", "name of the symptom"),
+            "sign": column([symptom.name for symptom in seen], "sign", "", "name of the symptom"),
             "weight": column(
                 [weight for *_, weight in rows],
                 "weight",
                 "1",
                 "added to the log-odds of the cause; above 0 for it, below against it",
             ),
-            "quantity": column(
-                [symptom.variable or symptom.name for symptom in found], "quantity", "", "what was read"
-            ),
-            "value": column([float(symptom.value) for symptom in found], "value", "see units", "what was measured"),
-            "units": column([symptom.units for symptom in found], "units", "", "of value and reference"),
+            "quantity": column([symptom.variable or symptom.name for symptom in seen], "quantity", "", "what was read"),
+            "value": column([float(symptom.value) for symptom in seen], "value", "see units", "what was measured"),
+            "units": column([symptom.units for symptom in seen], "units", "", "of value and reference"),
             "reference": column(
-                [float(symptom.reference) for symptom in found],
+                [float(symptom.reference) for symptom in seen],
                 "reference",
                 "see units",
                 "what runs usually have; NaN: nothing in particular",
             ),
             "strength": column(
-                [symptom.strength for symptom in found], "strength", "1", "0 nothing unusual, 1 striking"
+                [symptom.strength for symptom in seen], "strength", "1", "0 nothing unusual, 1 striking"
             ),
-            "kind": column([symptom.kind for symptom in found], "kind", "", "mechanism, log or configuration"),
-            "step": column([int(symptom.step) for symptom in found], "step", "1", "of the run; -1: none in particular"),
-            "layer": column([int(symptom.layer) for symptom in found], "block", "1", "-1: none in particular"),
-            "sentence": column([symptom.sentence for symptom in found], "sentence", "", "for people"),
+            "kind": column([symptom.kind for symptom in seen], "kind", "", "mechanism, log or configuration"),
+            "step": column([int(symptom.step) for symptom in seen], "step", "1", "of the run; -1: none in particular"),
+            "layer": column([int(symptom.layer) for symptom in seen], "block", "1", "-1: none in particular"),
+            "sentence": column([symptom.sentence for symptom in seen], "sentence", "", "for people"),
             "path": column(
-                [symptom.path for symptom in found],
+                [symptom.path for symptom in seen],
                 "path",
                 "",
                 "part of the run that holds the number; empty: none does",
             ),
-            "variable": column([symptom.variable for symptom in found], "variable", "", "in that part"),
+            "variable": column([symptom.variable for symptom in seen], "variable", "", "in that part"),
             "selection": column(
-                [json.dumps(dict(symptom.selection)) for symptom in found], "selection", "", "JSON: dimension -> value"
+                [json.dumps(dict(symptom.selection)) for symptom in seen], "selection", "", "JSON: dimension -> value"
             ),
         }
     )

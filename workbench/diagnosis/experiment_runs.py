@@ -181,17 +181,17 @@ class _Replay:
         if self.has_first:
             _check_is_first(model, found[0])
         said = record.setting("training", default={})
-        known = {item.name for item in fields(TrainingPlan)}
+        settings = {item.name for item in fields(TrainingPlan)}
         self.plan = {
             name: value
             for name, value in said.items()
-            if name in known and name not in ("n_steps", "warmup", "schedule")
+            if name in settings and name not in ("n_steps", "warmup", "schedule")
         }
         self.plan.pop("stops_at_divergence", None)
         for name in training:
-            if name not in known:
+            if name not in settings:
                 raise ThresholdError(
-                    f"run_experiment() knows no setting '{name}'; choose from {', '.join(sorted(known))}."
+                    f"run_experiment() knows no setting '{name}'; choose from {', '.join(sorted(settings))}."
                 )
         self.plan |= training
         options = self.plan.get("optimizer_options", {})
@@ -289,10 +289,10 @@ def _judge(kind: FailureKind, record: Record, step: int, control: np.ndarray, ch
     if kind is FailureKind.DIVERGED:  # a loss that runs away does so in a few steps, which a median would hide
         recorded = float(np.max(loss - np.minimum.accumulate(loss)))
         rise = max(_AGAIN * recorded, _NOISES * _noise(loss), _SHARE * float(np.min(loss)))
-        return tuple(_has_risen(losses, rise) for losses in (control, changed))
+        return _has_risen(control, rise), _has_risen(changed, rise)
     smooth = running_median(loss, _WINDOW)
     rise = _AGAIN * float(np.max(smooth - np.minimum.accumulate(smooth)))
-    return tuple(_has_risen(losses, rise, window=_WINDOW) for losses in (control, changed))
+    return _has_risen(control, rise, window=_WINDOW), _has_risen(changed, rise, window=_WINDOW)
 
 
 def _has_risen(losses: np.ndarray, rise: float, *, window: int = 1) -> bool:

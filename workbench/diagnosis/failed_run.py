@@ -114,9 +114,9 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
             "The run has no monitors with a loss to diagnose; record it with wb.train() or a wb.Recorder."
         )
     parts = {
-        name: run[name].to_dataset(inherit=False).load()
+        name: run.children[name].to_dataset(inherit=False).load()
         for name in PARTS
-        if name in run.children and run[name].sizes.get("step", 0)
+        if name in run.children and run.children[name].sizes.get("step", 0)
     }
     is_short = "monitors" not in parts or parts["monitors"].sizes["step"] < _LEAST_STEPS
     if is_short and not ("monitors" in parts and _divergence(run) is not None):
@@ -133,7 +133,7 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
     )
 
 
-def _configuration(attrs: Mapping[str, Any]) -> dict[str, Any]:
+def _configuration(attrs: Mapping[Any, Any]) -> dict[str, Any]:
     """Model, task and training of a store, without the faults that were injected."""
     try:
         found = json.loads(attrs.get("configuration", "{}"))
@@ -146,7 +146,7 @@ def _events(run: xr.DataTree) -> list[tuple[int, str]]:
     """Steps and kinds of the events; those that tell of faults are left out."""
     if "events" not in run.children or "kind" not in run["events"]:
         return []
-    events = run["events"].to_dataset(inherit=False)
+    events = run.children["events"].to_dataset(inherit=False)
     pairs = zip(events["step"].values.tolist(), events["kind"].values.tolist(), strict=True)
     return [(int(step), str(kind)) for step, kind in pairs if str(kind) != "fault"]
 
@@ -156,23 +156,16 @@ def _divergence(run: xr.DataTree) -> int | None:
     found = [step for step, kind in _events(run) if kind == "divergence"]
     if found:
         return min(found)
-    loss = np.asarray(run["monitors"]["loss"].values, dtype=np.float64)
-    norm = (
-        np.asarray(run["monitors"]["grad_norm"].values, dtype=np.float64)
-        if "grad_norm" in run["monitors"]
-        else np.zeros(1)
-    )
+    monitors = run.children["monitors"].to_dataset(inherit=False)
+    steps, loss = monitors["step"].values, monitors["loss"].values.astype(np.float64)
+    norm = monitors["grad_norm"].values.astype(np.float64) if "grad_norm" in monitors else np.zeros(1)
     if loss[-1] > _LOSS_LIMIT or norm[-1] > _NORM_LIMIT:
-        return int(run["monitors"]["step"].values[-1])
+        return int(steps[-1])
     bad = np.flatnonzero(~np.isfinite(loss))
     if not len(bad) or bad[-1] != len(loss) - 1:  # a hole in a log is no divergence; an end without numbers is
         return None
     last_good = np.flatnonzero(np.isfinite(loss))
-    return (
-        int(run["monitors"]["step"].values[last_good[-1] + 1])
-        if len(last_good)
-        else int(run["monitors"]["step"].values[0])
-    )
+    return int(steps[last_good[-1] + 1]) if len(last_good) else int(steps[0])
 
 
 def finite_log10(value: float, least: float = 1e-12) -> float:

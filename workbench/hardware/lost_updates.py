@@ -31,8 +31,8 @@ def lost_updates(emulation: Emulation) -> Finding:
     copy = emulation.copy()
     optimizer = updating(emulation, copy)
     factors = np.array([training.rate_factor(int(s)) for s in np.linspace(0, training.n_steps - 1, _N_RATES)])
-    factors = np.unique(np.append(factors[factors > 0], 1.0), return_counts=True)
-    rates, counts = factors[0], factors[1].astype(float)
+    rates, counted = np.unique(np.append(factors[factors > 0], 1.0), return_counts=True)
+    counts = counted.astype(float)
     counts[-1] -= 1  # the peak itself, which is asked for in any case
     kept_along = np.zeros((len(copy.weights), len(rates)))
     error, length, n_frozen, n_wanted = np.zeros(len(copy.weights)), np.zeros(len(copy.weights)), 0, 0

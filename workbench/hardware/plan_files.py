@@ -19,7 +19,6 @@ from workbench.hardware.plan_sections import (
     AssessmentSection,
     BudgetSection,
     HardwareSection,
-    PlanSection,
     TargetSection,
     TaskSection,
     TrainingSection,
@@ -261,7 +260,7 @@ def read_plan(source: str | os.PathLike[str] | Mapping[str, Any] | AssessmentPla
 
 
 def _from_mapping(sections: Mapping[str, Any]) -> AssessmentPlan:
-    found: dict[str, PlanSection] = {}
+    found: dict[str, Any] = {}
     for title, keys in sections.items():
         if title not in SECTIONS:
             if not isinstance(keys, Mapping) and any(title in _keys(other) for other in SECTIONS):

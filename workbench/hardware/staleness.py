@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -103,8 +104,8 @@ def _run(emulation: Emulation, factor: float, delay: int, late: list[list[int]])
     fault = StaleReduction(delay=delay) if delay else None
     generator = emulation.generator("late")
     batches = _batches(emulation)
-    kept: list[list[Tensor]] = []
-    cosines = []
+    kept: list[list[Tensor | None]] = []
+    cosines: list[float] = []
     if "first losses" not in emulation.measured:
         emulation.measured["first losses"] = [copy.measure(batch) for batch in batches]
     changes = []
@@ -115,8 +116,8 @@ def _run(emulation: Emulation, factor: float, delay: int, late: list[list[int]])
         if plan.cause_of_divergence(loss, float(torch.nn.utils.get_total_norm(present))):
             return False, _mean(cosines)
         if fault is not None:
-            kept = [*kept[-delay:], present]
-            used = fault.late(kept, late, generator)
+            kept = [*kept[-delay:], list[Tensor | None](present)]
+            used = cast(list[Tensor], fault.late(kept, late, generator))
             if step >= delay:
                 cosines.append(_cosine(used, present))
             for weight, gradient in zip(copy.weights, used, strict=True):

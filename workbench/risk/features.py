@@ -206,7 +206,7 @@ def _values(cases: xr.Dataset, names: Sequence[str]) -> tuple[np.ndarray, np.nda
 def _lacking(cases: xr.Dataset, names: Sequence[str], lacks: np.ndarray) -> str:
     """The sentence about features that are NaN."""
     n_runs = int(lacks.any(axis=1).sum())
-    which = [name for name, is_absent in zip(names, lacks.any(axis=0), strict=True) if is_absent]
+    which = [name for name, is_absent in zip(names, lacks.any(axis=0).tolist(), strict=True) if is_absent]
     who = f"{n_runs} of {len(lacks)} cases" if len(lacks) > 1 else "The case"
     verb = "have" if n_runs > 1 else "has"
     layered = [name for name in which if FEATURES[name].measures is None]
@@ -231,7 +231,12 @@ def _over_layers(cases: xr.Dataset, measures: set[str]) -> dict[str, np.ndarray]
     for of_measure, name in zip(values, names, strict=True):
         if (bounds := _LAYER_MEASURES[name]) is not None:
             of_measure[:] = np.log10(np.clip(of_measure, *bounds))
-    functions = {"mean": np.nanmean, "max": np.nanmax, "min": np.nanmin, "std": np.nanstd}
+    functions: dict[str, Callable[..., np.ndarray]] = {
+        "mean": np.nanmean,
+        "max": np.nanmax,
+        "min": np.nanmin,
+        "std": np.nanstd,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a case without any layer is NaN
         statistics = {name: functions[name](values, axis=2) for name in STATISTICS}

@@ -102,8 +102,7 @@ def fit(
             "In these runs larger learning rates do not diverge more often in groups held out; the rates of each cell "
             "must straddle its edge."
         )
-    weights = [own, *_bootstrap(table, folds, best, method, n_bootstrap, seed)]
-    weights = rounded(np.array(weights))
+    weights = rounded(np.array([own, *_bootstrap(table, folds, best, method, n_bootstrap, seed)]))
     offset = table.log_rate - weights[0, 1] - table.columns @ weights[0, 2:]
     options = {
         "features": features if isinstance(features, str) else list(names), "method": method, "squares": list(squares),

@@ -154,7 +154,7 @@ def _stable(name: str, below: float, rates: Mapping[str, Any]) -> str:
 
 
 def _architectures(held_out: Mapping[str, Any]) -> list[str]:
-    part = held_out.get("architecture") or next(iter(held_out.values()), {})
+    part: Mapping[str, Any] = held_out.get("architecture") or next(iter(held_out.values()), {})
     if not part.get("architectures"):
         return []
     lines = [

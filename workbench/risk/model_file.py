@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +69,23 @@ def _model(content: Mapping[str, Any]) -> RiskModel:
         scale=np.array(parts["scale"], dtype=float),
     )
     points = np.array(content["familiarity"]["points"], dtype=float)
-    pairs = [tuple(map(float, content[name])) for name in ("seen", "log_rate", "spread")]
-    sizes = {name: tuple(map(float, pair)) for name, pair in content["familiarity"].get("sizes", {}).items()}
-    if any(len(pair) != 2 for pair in (*pairs, *sizes.values())):
-        raise ValueError("a pair of numbers is none")
+    sizes = {name: _pair(pair) for name, pair in content["familiarity"].get("sizes", {}).items()}
     return RiskModel(
         feature_map,
         Applicability(points.reshape(len(points), feature_map.n_base), float(content["familiarity"]["unit"]), sizes),
         np.array(content["weights"], dtype=float),
-        *pairs,
-        dict(content["about"]),
-        dict(content["validation"]),
+        seen=_pair(content["seen"]),
+        log_rate=_pair(content["log_rate"]),
+        spread=_pair(content["spread"]),
+        about=dict(content["about"]),
+        validation=dict(content["validation"]),
     )
+
+
+def _pair(values: Sequence[float]) -> tuple[float, float]:
+    """Two numbers, such as the ends of a range."""
+    low, high = map(float, values)
+    return low, high
 
 
 def _problem(model: RiskModel) -> str:

@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -25,9 +25,18 @@ class DesignSource(ABC):
         width_per_head: Width of the stream for each attention head; None: there are no heads, or unknown ones.
     """
 
-    width: int
-    depth: int
-    width_per_head: int | None = None
+    if TYPE_CHECKING:  # attributes of some sources, properties of others
+
+        @property
+        def width(self) -> int: ...  # noqa: D102
+
+        @property
+        def depth(self) -> int: ...  # noqa: D102
+
+    @property
+    def width_per_head(self) -> int | None:
+        """See above."""
+        return None
 
     @property
     def vocabulary(self) -> int | None:
@@ -85,12 +94,12 @@ class ZooSource(DesignSource):
     @property
     def width(self) -> int:
         """Of the residual stream."""
-        return self.config.d_model
+        return cast(int, self.config.d_model)  # which the family says where the user does not
 
     @property
     def depth(self) -> int:
         """Residual blocks."""
-        return self.config.n_layers
+        return cast(int, self.config.n_layers)
 
     @property
     def width_per_head(self) -> int | None:
@@ -104,7 +113,7 @@ class ZooSource(DesignSource):
 
     def describe(self, width: int, depth: int) -> dict[str, Any]:
         """The family and its options."""
-        return self.at(width, depth, self.config.seed, None).as_dict()
+        return self.at(width, depth, cast(int, self.config.seed), None).as_dict()
 
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
         """See `DesignSource`; the zoo has generators of its own."""

@@ -222,8 +222,8 @@ def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
             "The configuration of a transformers model says no model_type, expected one such as 'llama'; add it."
         )
     if "model_type" not in options:
-        config = ArchitectureConfig.from_dict(options)
-        return ZooSource(config), config.title
+        own = ArchitectureConfig.from_dict(options)
+        return ZooSource(own), own.title
     import transformers
 
     kind = options.pop("model_type")

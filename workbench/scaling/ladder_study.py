@@ -247,7 +247,7 @@ def _assembled(
     """What was measured on the rungs."""
     import xarray as xr
 
-    data = {"measured": (("quantity", "rung", "seed"), measured)}
+    data: dict[str, Any] = {"measured": (("quantity", "rung", "seed"), measured)}
     for name, of_name in zip(names, measured, strict=True):
         data[name] = ("rung", [_mean(name, row) for row in of_name])
     if EDGE in names:

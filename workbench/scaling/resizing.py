@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 #: Inner widths are multiples of this, and heads below their own width.
 GRANULE = 8
@@ -150,7 +150,7 @@ def in_proportion(size: int, width: int, of_width: int) -> int:
     return max(GRANULE, GRANULE * round(size * width / of_width / GRANULE))
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
     """Whether it is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 

@@ -151,8 +151,10 @@ class TransformersSource(DesignSource):
         return super().nearest_width(width)
 
     def _is_width(self, width: int) -> bool:
-        head = getattr(self.config, "head_dim", None)
-        head = (head if is_count(head) else self.width_per_head) * width / self.width_per_head
+        per_head, named = self.width_per_head, getattr(self.config, "head_dim", None)
+        if per_head is None:
+            return True
+        head = (named if is_count(named) else per_head) * width / per_head
         head = head if head.is_integer() else GRANULE * max(1, round(head / GRANULE))
         return int(head * rotated_share(self.config)) % 2 == 0
 

@@ -113,8 +113,8 @@ def fit_trend(
         return Trend(scale, _NO_LINE, _NO_LINE, math.nan, math.nan, math.nan, False, f"It {what} on most rungs.")
     lines = [fit.line(column, level) if np.ptp(fit.x[:, column]) else _NO_LINE for column in (1, 2)]
     middle, _ = fit.at(goal, level, n_seeds=values.shape[1])
-    options = {"scale": scale, "bounds": bounds, "level": level}
-    at_target, low, high = along_trend(values, widths, depths, np.array([target]), **options)[:, 0].tolist()
+    along = along_trend(values, widths, depths, np.array([target]), scale=scale, bounds=bounds, level=level)
+    at_target, low, high = along[:, 0].tolist()
     reason = (
         _censored(is_censored)
         or _out_of_reach(np.exp(sizes), target, largest_reach)

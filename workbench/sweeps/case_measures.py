@@ -102,7 +102,7 @@ def measure_case(
         runs_pilot=runs_pilot, loss=loss,
     )  # fmt: skip
     config = getattr(module, "config", None)
-    known = config.as_dict() if hasattr(config, "as_dict") else {}
+    known = config.as_dict() if config is not None and hasattr(config, "as_dict") else {}
     row |= describe_plan(plan, known) | {"architecture": architecture or type(module).__name__}
     row |= {"study": "", "configuration": "", "cell": "", "settings": json.dumps(plan.as_dict(), default=str)}
     return as_cases([row]).assign_attrs(subject=architecture or type(module).__name__)
@@ -210,7 +210,7 @@ def as_cases(rows: list[dict[str, Any]]) -> xr.Dataset:
 
     data = {}
     for name, rule in {**SETTINGS, **MEASURES}.items():
-        values = [np.asarray(row[name], dtype=dtype_of(name, rule.kind)) for row in rows]
+        values: list[np.ndarray] = [np.asarray(row[name], dtype=dtype_of(name, rule.kind)) for row in rows]
         data[name] = (rule.dims, padded(values), rule.attrs)
     return xr.Dataset(data).set_coords(list(SETTINGS))
 
@@ -220,7 +220,7 @@ def padded(values: list[np.ndarray]) -> np.ndarray:
     if values[0].ndim == 0:
         return np.array(values)
     shape = tuple(max(value.shape[axis] for value in values) for axis in range(values[0].ndim))
-    result = np.full((len(values), *shape), np.nan, dtype=values[0].dtype)
+    result: np.ndarray = np.full((len(values), *shape), np.nan, dtype=values[0].dtype)
     for i, value in enumerate(values):
-        result[(i, *(slice(n) for n in value.shape))] = value
+        result[i][tuple(slice(n) for n in value.shape)] = value
     return result

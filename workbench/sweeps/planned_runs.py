@@ -111,7 +111,7 @@ def replan(case: xr.Dataset, **changes: Unpack[TrainingOptions]) -> xr.Dataset:
     for i in range(case.sizes["run"]):
         one = case.isel(run=[i])
         text = json.loads(str(one["settings"].values[0]))
-        before = dict(text.get("training", text))
+        before: dict[str, Any] = dict(text.get("training", text))
         before.pop("seed", None)
         if "optimizer" in changes and "optimizer_options" not in changes:
             before.pop("optimizer_options", None)

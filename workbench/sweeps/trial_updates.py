@@ -53,6 +53,7 @@ def pilot_rate(model: nn.Module, batches: Sequence[Batch], plan: TrainingPlan, l
     def breaks(rate: float) -> bool:
         trial = _Copy(model, loss)
         optimizer = trial.optimizer(plan, rate)
+        assert optimizer is not None  # as was seen above
         for batch in batches:
             if plan.cause_of_divergence(*trial.measure(batch)):
                 return True

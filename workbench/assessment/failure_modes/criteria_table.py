@@ -86,18 +86,20 @@ def _judged(
     band = criterion.band or bands.get(criterion.name)
     if band is not None and not criterion.band:
         band = band.open_but(criterion.bad_side)
-    reading = criterion.reads(tree)
-    if isinstance(reading, CriterionReading) and band is None:
-        reading = "no healthy recorded run shows this number"
-    if isinstance(reading, CriterionReading) and band.is_open:
-        reading = "healthy recorded runs show every value of it, so it tells nothing"
-    is_outside = False
-    if isinstance(reading, CriterionReading) and band.sizes and math.isfinite(reading.value):
-        why = "the size of what was measured is not known" if sizes is None else sizes.outside(band.sizes)
-        reading, is_outside = why or reading, bool(why)
-    if isinstance(reading, str):
-        reading, state, confidence, reason = CriterionReading(math.nan), CriterionState.NOT_MEASURED, math.nan, reading
-    else:
+    found, is_outside = criterion.reads(tree), False
+    state, confidence, reason = CriterionState.NOT_MEASURED, math.nan, ""
+    if isinstance(found, str):
+        reason = found
+    elif band is None:
+        reason = "no healthy recorded run shows this number"
+    elif band.is_open:
+        reason = "healthy recorded runs show every value of it, so it tells nothing"
+    elif band.sizes and math.isfinite(found.value):
+        reason = "the size of what was measured is not known" if sizes is None else sizes.outside(band.sizes)
+        is_outside = bool(reason)
+    reading = CriterionReading(math.nan)
+    if not (reason or isinstance(found, str) or band is None):
+        reading = found
         state, confidence = judge(reading, band, scale=criterion.scale)
         reason = criterion.meaning if state != CriterionState.HEALTHY else ""
     path = criterion.path if criterion.path in tree.groups else "/flow_numbers"
@@ -178,7 +180,7 @@ def _modes(rows: Iterable[JudgedCriterion], why_open: str) -> xr.Dataset:
     """
     import xarray as xr
 
-    found = []
+    found: list[tuple[CriterionState, float, str, str]] = []
     for name in FAILURE_MODES:
         judged_rows = [row for row in rows if row.failure_mode == name and row.state != CriterionState.NOT_MEASURED]
         own = [row for row in judged_rows if row.acquits or row.state != CriterionState.HEALTHY]
@@ -190,15 +192,15 @@ def _modes(rows: Iterable[JudgedCriterion], why_open: str) -> xr.Dataset:
         # A healthy mode is as sure as the least sure of its criteria.
         confidence = min(row.confidence for row in sure) if worst.state == CriterionState.HEALTHY else worst.confidence
         found.append((worst.state, confidence, worst.criterion, ""))
-    state, confidence, worst, reason = zip(*found, strict=True)
+    states, confidences, worst_ones, reasons = zip(*found, strict=True)
     return xr.Dataset(
         {
             "title": ("failure_mode", [mode.title for mode in FAILURE_MODES.values()]),
             "meaning": ("failure_mode", [mode.meaning for mode in FAILURE_MODES.values()]),
-            "state": ("failure_mode", list(state)),
-            "confidence": ("failure_mode", np.array(confidence, dtype=float)),
-            "worst_criterion": ("failure_mode", list(worst)),
-            "reason": ("failure_mode", list(reason)),
+            "state": ("failure_mode", list(states)),
+            "confidence": ("failure_mode", np.array(confidences, dtype=float)),
+            "worst_criterion": ("failure_mode", list(worst_ones)),
+            "reason": ("failure_mode", list(reasons)),
         },
         {"failure_mode": list(FAILURE_MODES)},
     )

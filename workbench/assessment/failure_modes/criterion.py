@@ -69,9 +69,9 @@ class HealthyBand:
 
     def open_but(self, bad_side: str) -> HealthyBand:
         """The band with the side open that is not bad."""
-        low = {} if bad_side != "high" else {"low": -math.inf, "failing_low": -math.inf}
-        high = {} if bad_side != "low" else {"high": math.inf, "failing_high": math.inf}
-        return replace(self, **low, **high)
+        if bad_side == "high":
+            return replace(self, low=-math.inf, failing_low=-math.inf)
+        return replace(self, high=math.inf, failing_high=math.inf) if bad_side == "low" else self
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _GROUPS = (curve_symptoms, update_symptoms, block_symptoms, attention_symptoms, 
 
 
 def read_symptoms(
-    record: Record, failure: Failure, *, kinds: Collection[SymptomKind] = tuple(SymptomKind)
+    record: Record, failure: Failure, *, kinds: Collection[str] = tuple(SymptomKind)
 ) -> dict[str, Symptom]:
     """Every symptom that the run allows, by name.
 

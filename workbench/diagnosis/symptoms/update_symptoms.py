@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.symptoms.symptom import Symptom, ramp
+from workbench.diagnosis.symptoms.symptom import Place, Symptom, ramp
 from workbench.formatting import short
 
 
@@ -20,7 +20,7 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     steps = record.steps_of("optimizer")
     ratio = _over_blocks(record, "update_ratio")
     at = _last_measurement(steps, failure)
-    place = {"path": "/optimizer", "step": int(steps[at]), "selection": {"step": int(steps[at])}}
+    place: Place = {"path": "/optimizer", "step": int(steps[at]), "selection": {"step": int(steps[at])}}
     size = float(np.nanmax(ratio[: at + 1]))
     yield Symptom(
         "update_size",
