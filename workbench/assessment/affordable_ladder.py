@@ -60,7 +60,7 @@ def ladder(
     depths = sorted(wanted.depths) if wanted.depths else [min(design.depth, DEEPEST[wanted.thoroughness])]
     seeds = wanted.seeds or (seed, seed + 1)
     rate = DEFAULT_RATE if training.learning_rate is None else training.learning_rate
-    edge: Literal[trained, pilot, none] = "trained" if wanted.thoroughness == "full" else "pilot"
+    edge: Literal["trained", "pilot", "none"] = "trained" if wanted.thoroughness == "full" else "pilot"
     if design.width > LARGEST_REACH * max(widths):
         edge = "none"
     study = scaling_study(

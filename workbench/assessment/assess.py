@@ -112,7 +112,7 @@ def assess(
             tree["case"].to_dataset(), float(tree["rehearsal"]["share_broken"]), stand_in=stands_for_nothing(sizes)
         )
     )
-    if bool(tree["risk"]["is_familiar"][0]):
+    if bool(tree["risk"].to_dataset()["is_familiar"][0]):
         tree["risk_over_rates"] = xr.DataTree(risk_around(tree["case"].to_dataset()))
     tree.attrs = {
         "kind": "assessment",

@@ -132,8 +132,9 @@ def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, dep
             found = None
         name = subject.name if isinstance(subject, Subject) else type(module).__name__
         own = None if found is None else design(subject)
-        width, depth = (None, None) if own is None else (own.width, own.depth)
-        return MeasuredModel(name, module, found, True, width, depth, seed)
+        if own is None:
+            return MeasuredModel(name, module, found, True, None, None, seed)
+        return MeasuredModel(name, module, found, True, own.width, own.depth, seed)
     found = design(subject, width=width, depth=depth)
     if found.n_weights() <= MOST_WEIGHTS:
         model = found.build(seed=seed, vocabulary=Digits.n_classes if found.n_classes else None)
@@ -160,7 +161,7 @@ def planned_task(model: nn.Module, plan: AssessmentPlan, *, seed: int) -> Task:
         sizes = replace(sizes, vocabulary=None)  # of visual tokens, which some models of images predict
     if plan.task.name is None:
         _require_readable(model, sizes)
-    longest = min(sizes.max_length or LENGTH, LENGTH_OF_SCANS if _scans(model) else LENGTH)
+    longest: int | None = min(sizes.max_length or LENGTH, LENGTH_OF_SCANS if _scans(model) else LENGTH)
     if "length" in plan.task.options:  # said for the task itself: it is the user's choice what that costs
         longest = sizes.max_length
     task = plan.make_task(

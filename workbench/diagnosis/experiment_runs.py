@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from workbench.models.subject import Subject
-    from workbench.sweeps.planned_runs import TrainingOptions
+    from workbench.sweeps.planned_runs import ReplayOptions
 
 #: Share of the recorded rise that counts as the failure come again.
 _AGAIN = 0.4
@@ -56,7 +56,7 @@ def run_experiment(
     checkpoints: str | os.PathLike[str] | None = None,
     n_steps: int | None = None,
     faults: Sequence[Fault] = (),
-    **training: Unpack[TrainingOptions],
+    **training: Unpack[ReplayOptions],
 ) -> xr.DataTree:
     """Replay a part of a failed run twice, unchanged and with one change, and note what came of it.
 

@@ -127,8 +127,8 @@ def _numbers(path: Path, column: pd.Series[str]) -> np.ndarray:
 
         line = (pd.to_numeric(column, errors="coerce").isna() & column.notna()).idxmax()
         raise SchemaError(
-            f"Line {line} of {path} has {column[line]!r} for {str(column.name).strip()}, expected a number; correct "
-            "the line or leave it empty."
+            f"Line {line} of {path} has {column.loc[line]!r} for {str(column.name).strip()}, expected a number; "
+            "correct the line or leave it empty."
         ) from None
 
 

@@ -34,12 +34,17 @@ class ShortRunOptions(TypedDict, total=False):
     stops_at_divergence: bool
 
 
-class TrainingOptions(ShortRunOptions, total=False):
-    """Every field of `TrainingPlan`; what is left out stays as it is, or at its default."""
+class ReplayOptions(ShortRunOptions, total=False):
+    """Those of a run of a length that is known; what is left out stays as it is."""
 
-    n_steps: int
     learning_rate: float | None
     seed: int
+
+
+class TrainingOptions(ReplayOptions, total=False):
+    """Every field of `TrainingPlan`; what is left out stays as it is."""
+
+    n_steps: int
 
 
 def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
@@ -115,8 +120,11 @@ def replan(case: xr.Dataset, **changes: Unpack[TrainingOptions]) -> xr.Dataset:
         before.pop("seed", None)
         if "optimizer" in changes and "optimizer_options" not in changes:
             before.pop("optimizer_options", None)
-        for name, known in (("schedule", SCHEDULES), ("optimizer", vars(torch.optim))):
-            value = before.get(name, known[0] if name == "schedule" else "AdamW")
+        for name, default, known in (
+            ("schedule", SCHEDULES[0], set(SCHEDULES)),
+            ("optimizer", "AdamW", set(vars(torch.optim))),
+        ):
+            value = before.get(name, default)
             if name not in changes and value not in known:
                 raise ThresholdError(
                     f"The {name} of the case is '{value}', which cannot be planned anew; pass {name}=."

@@ -74,7 +74,8 @@ class SweepStore:
                     value = np.asarray(row[name], dtype=array.dtype)
                 if value.ndim and any(n > m for n, m in zip(value.shape, array.shape[1:], strict=True)):
                     array.resize((array.shape[0], *np.maximum(value.shape, array.shape[1:]).tolist()))
-                array[index, *(slice(n) for n in value.shape)] = value
+                place: tuple[int | slice, ...] = (index, *(slice(n) for n in value.shape))
+                array[place] = value
             self._mark[index] = True
         except OSError as error:
             raise StoreError(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.symptoms.symptom import Place, Symptom, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, ramp
 from workbench.formatting import short
 
 
@@ -20,7 +21,7 @@ def attention_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     steps = record.steps_of("attention")
     before = np.flatnonzero(steps <= failure.step + 1) if not failure.is_stalled else np.arange(len(steps))
     at = int(before[-1]) if len(before) else 0
-    place: Place = {"path": "/attention", "step": int(steps[at])}
+    place: dict[str, Any] = {"path": "/attention", "step": int(steps[at])}
     if record.has("attention", "attention_logit_max"):
         logits = np.abs(record.values("attention", "attention_logit_max"))
         level = float(np.nanmax(logits[at])) if np.isfinite(logits[at]).any() else math.nan
@@ -79,7 +80,7 @@ def _of_update_spectra(record: Record, failure: Failure, at: int) -> Iterator[Sy
         return
     terms = [str(term) for term in part["term"].values]
     steps = record.steps_of("attention")
-    place: Place = {"path": "/attention", "step": int(steps[at])}
+    place: dict[str, Any] = {"path": "/attention", "step": int(steps[at])}
     if "D2" in terms:
         rank = record.values("attention", "effective_rank")[..., terms.index("D2")]
         now = rank[at].reshape(-1)

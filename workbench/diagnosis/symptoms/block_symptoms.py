@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.symptoms.symptom import Place, Symptom, fold, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, fold, ramp
 from workbench.formatting import short
 
 #: Neighbours differ by less than this factor, as a power of ten.
@@ -118,7 +119,7 @@ def _of_modules(record: Record) -> Iterator[Symptom]:
 def _of_states(record: Record, failure: Failure) -> Iterator[Symptom]:
     steps, norm = record.steps_of("activations"), record.values("activations", "state_norm")
     first = norm[0]
-    place: Place = {"path": "/activations", "variable": "state_norm"}
+    place: dict[str, Any] = {"path": "/activations", "variable": "state_norm"}
     if np.isfinite(first).sum() >= 2:
         growth = first[-1] / first[0]
         yield Symptom(
@@ -178,7 +179,7 @@ def _of_spectra(record: Record) -> Iterator[Symptom]:
     # The first block meets the bare embedding, which is small and of low rank, so it may stretch it more than others
     # do.
     excess = np.log10(np.maximum(radius, 1e-12)) - np.where(np.arange(len(radius)) == 0, _FIRST_RADIUS, _RADIUS)
-    place: Place = {"path": "/spectra", "variable": "spectral_radius", "step": step}
+    place: dict[str, Any] = {"path": "/spectra", "variable": "spectral_radius", "step": step}
     top, low = int(np.nanargmax(excess)), int(np.nanargmin(radius))
     yield Symptom(
         "block_blows_up",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure, running_median
-from workbench.diagnosis.symptoms.symptom import Place, Symptom, fold, in_steps, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, fold, in_steps, ramp
 from workbench.formatting import short
 from workbench.schema.statuses import FailureKind, SymptomKind
 
@@ -32,7 +33,12 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
     steps, loss = record.steps, record.values("monitors", "loss")
     first, low = float(loss[0]), float(np.nanmin(failure.smooth))
     n_before = failure.step - int(steps[0])
-    place: Place = {"path": "/monitors", "variable": "loss", "step": failure.step, "selection": {"step": failure.step}}
+    place: dict[str, Any] = {
+        "path": "/monitors",
+        "variable": "loss",
+        "step": failure.step,
+        "selection": {"step": failure.step},
+    }
     is_divergence, is_spike = failure.kind is FailureKind.DIVERGED, failure.kind is FailureKind.SPIKE
     yield Symptom(
         "fails_at_once",
@@ -127,7 +133,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
         return
     steps, row = record.steps, failure.row
     first = norm[np.isfinite(norm)][0]
-    place: Place = {"path": "/monitors", "variable": "grad_norm"}
+    place: dict[str, Any] = {"path": "/monitors", "variable": "grad_norm"}
     yield Symptom(
         "first_gradient",
         ramp(finite_log10(first), 0.7, 2.0, high=3),
@@ -207,7 +213,7 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Symptom]:
         return
     steps, row = record.steps, failure.row
     peak = float(np.nanmax(rate))
-    place: Place = {"path": "/monitors", "variable": "learning_rate", "kind": SymptomKind.LOG}
+    place: dict[str, Any] = {"path": "/monitors", "variable": "learning_rate", "kind": SymptomKind.LOG}
     factors = np.ones(len(rate))
     with np.errstate(divide="ignore", invalid="ignore"):
         factors[1:] = rate[1:] / np.maximum(rate[:-1], peak * 1e-6)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.symptoms.symptom import Place, Symptom, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, ramp
 from workbench.schema.statuses import SymptomKind
 
 
@@ -20,7 +21,7 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
         loss = record.values("monitors", "loss")
         share = float(np.nanmedian(auxiliary) / np.nanmedian(loss))
         n_zero = float(np.mean(auxiliary[np.isfinite(auxiliary)] == 0))
-        place: Place = {"path": "/monitors", "variable": "auxiliary_loss", "kind": SymptomKind.LOG}
+        place: dict[str, Any] = {"path": "/monitors", "variable": "auxiliary_loss", "kind": SymptomKind.LOG}
         yield Symptom(
             "auxiliary_loss_rules",
             ramp(finite_log10(share), -0.7, 0.7, high=2) if share > 0 else 0.0,
@@ -57,7 +58,7 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     )
     before = np.intersect1d(before, seen)
     at = int(before[-1]) if len(before) else int(seen[0]) if len(seen) else 0
-    place: Place = {"path": "/router", "step": int(steps[at]), "selection": {"step": int(steps[at])}}
+    place = {"path": "/router", "step": int(steps[at]), "selection": {"step": int(steps[at])}}
     yield Symptom(
         "has_routers",
         1.0,

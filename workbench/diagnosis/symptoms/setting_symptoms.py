@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.symptoms.symptom import Place, Symptom, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, ramp
 from workbench.schema.statuses import SymptomKind
 
 _PLAIN_SCHEDULES = ("constant", "cosine", "linear")
@@ -54,7 +54,7 @@ def _of_batches(record: Record, failure: Failure) -> Iterator[Symptom]:
     )
 
 
-def _small(rows: float, **place: Unpack[Place]) -> Symptom:
+def _small(rows: float, **place: Any) -> Symptom:
     return Symptom(
         "few_rows",
         ramp(math.log2(max(rows, 1)), 3.5, 1.0, low=-0.5),

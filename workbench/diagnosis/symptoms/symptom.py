@@ -5,21 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
 from workbench.formatting import short
 from workbench.schema.statuses import SymptomKind
-
-
-class Place(TypedDict, total=False):
-    """Where the number of a symptom stands: fields of `Symptom` that several of one source share."""
-
-    kind: SymptomKind
-    step: int
-    layer: int
-    path: str
-    variable: str
-    selection: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

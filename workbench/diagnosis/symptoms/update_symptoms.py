@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.symptoms.symptom import Place, Symptom, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, ramp
 from workbench.formatting import short
 
 
@@ -20,7 +21,7 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     steps = record.steps_of("optimizer")
     ratio = _over_blocks(record, "update_ratio")
     at = _last_measurement(steps, failure)
-    place: Place = {"path": "/optimizer", "step": int(steps[at]), "selection": {"step": int(steps[at])}}
+    place: dict[str, Any] = {"path": "/optimizer", "step": int(steps[at]), "selection": {"step": int(steps[at])}}
     size = float(np.nanmax(ratio[: at + 1]))
     yield Symptom(
         "update_size",
