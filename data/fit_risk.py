@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # Without a norm a larger stream makes larger gradients, which plain descent feels and scaled updates do not.
     "forward": {"method": "edge", "interactions": [("scale_response", "optimizer SGD")]},
     "gradient": {"method": "edge", "interactions": [("scale_response", "optimizer SGD")]},
-    "rehearsal": {"method": "edge"},
+    "pilot": {"method": "edge"},
 }
 SHIPPED = Path(wb.risk.__file__).parent / "shipped"
 

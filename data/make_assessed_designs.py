@@ -35,10 +35,10 @@ import xarray as xr
 
 import workbench as wb
 from workbench.assessment.assess import initialization
-from workbench.assessment.failure_modes import CRITERIA, Band, Criterion, Reading, band_of, judged
+from workbench.assessment.failure_modes import CRITERIA, Criterion, HealthyBand, Reading, band_of, judged
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.flow_numbers import flow_numbers
-from workbench.assessment.pilot_run import N_TRIALS, N_UPDATES, dress_rehearsal
+from workbench.assessment.pilot_run import N_TRIALS, N_UPDATES, pilot_run
 from workbench.assessment.plan_risk import plan_risk
 from workbench.assessment.verdict import verdict_of
 from workbench.io.atomic import replacing
@@ -72,7 +72,7 @@ def designs() -> xr.Dataset:
     """One row a design: the first of its recorded runs, the mean risk and the share that diverged."""
     sweep = wb.samples.divergence_sweep()
     # Of unfamiliar runs too: which designs were tried was drawn by it, and their runs are known.
-    risk = wb.risk.shipped("rehearsal")._extrapolated(sweep)["probability"].values
+    risk = wb.risk.shipped("pilot")._extrapolated(sweep)["probability"].values
     keys = [
         f"{cell} {rate:.6g}" for cell, rate in zip(sweep["cell"].values, sweep["learning_rate"].values, strict=True)
     ]
@@ -102,7 +102,7 @@ def to_try(rows: xr.Dataset) -> list[int]:
 def tried(settings: str) -> dict[str, Any]:
     """What the trials of one design showed."""
     run = wb.sweeps.RunSettings.from_dict(json.loads(settings))
-    found = dress_rehearsal(run.make_model(), run.make_task(), run.plan())
+    found = pilot_run(run.make_model(), run.make_task(), run.plan())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a model without routers
         worst = {name: float((np.nanmin if name.endswith("min") else np.nanmax)(found[name].values)) for name in WORST}
@@ -256,7 +256,7 @@ def healthy_numbers(
     return found, n
 
 
-def bands(found: Healthy, *, without: str = "", margin: float | None = None) -> dict[str, Band]:
+def bands(found: Healthy, *, without: str = "", margin: float | None = None) -> dict[str, HealthyBand]:
     """The band of each criterion, from all architectures but one."""
     result = {}
     for criterion in CRITERIA:
@@ -355,7 +355,7 @@ def deep_rows_again() -> Iterator[xr.Dataset]:
         settings = run.plan().as_dict()
         row = wb.sweeps.measure_case(
             run.make_model(), run.make_task(), architecture=run.architecture, n_snapshots=run.n_snapshots,
-            rehearses=False, **settings,
+            runs_pilot=False, **settings,
         )  # fmt: skip
         yield row.assign(has_diverged=("run", [False])).assign_coords(settings=("run", [json.dumps(run.as_dict())]))
 

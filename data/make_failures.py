@@ -1,17 +1,17 @@
-"""Record the study behind the diagnosis: failed runs with a planted cause, each beside a healthy twin without it.
+"""Record the study behind the diagnosis: failed runs with a planted cause, each beside a healthy control without it.
 
     python data/make_failures.py --only dev            # runs that the rules are made from; resumable
     python data/make_failures.py --only fit            # the rules: workbench/diagnosis/shipped/
     python data/make_failures.py --only held_out       # other seeds, sizes, strengths and architectures
     python data/make_failures.py --only hard           # more of them, milder
-    python data/make_failures.py --only collect        # data/failures.nc: the signs of every run, what was said of it
+    python data/make_failures.py --only collect        # data/failures.nc: the symptoms of every run, and the answers
     python data/make_failures.py --only examples       # data/failures/: three whole runs for the notebook
 
-A planted run and its twin differ in the plant alone: same seed, batches and every other setting. It counts as failed if
-it diverges by the label of `workbench.train`; if it lacks, at the end and on held-out batches, 15 % of what its twin
-learned; if its loss rises in between by 40 % of that (not where batches have few rows, whose loss scatters by itself);
-or if at least half of the experts of a block get no tokens while its twin's do. A twin is healthy if it learns at least
-a fifth of its first loss and does none of it; beside one that is not, no run is used.
+A planted run and its control differ in the plant alone: same seed, batches and every other setting. It counts as
+failed if it diverges by the label of `workbench.train`; if it lacks, at the end and on held-out batches, 15 % of what
+its control learned; if its loss rises in between by 40 % of that (not where batches have few rows, which scatter);
+or if at least half of the experts of a block get no tokens while its control's do. A control is healthy if it learns at
+least a fifth of its first loss and does none of it; beside one that is not, no run is used.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from torch import Tensor, nn
 
 import workbench as wb
 from workbench import diagnosis
-from workbench.diagnosis import CAUSES, Rules, Sign, find_failure, read_record, read_signs
+from workbench.diagnosis import CAUSES, Rules, Symptom, find_failure, read_record, read_symptoms
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
 from workbench.models.losses import token_loss
 
 N_STEPS = 200
-#: Share of what the twin learns that a failed run lacks at the end, and that a spike undoes.
+#: Share of what the control learns that a failed run lacks at the end, and that a spike undoes.
 LOST, SPIKE = 0.15, 0.4
 #: Share of the experts of one block that no token goes to, in a run that failed by its routing.
 DEAD = 0.5
@@ -157,18 +157,18 @@ SETUPS: dict[str, Setup] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a setup, a seed, changes to both plan and model that its twin shares, and what is planted."""
+    """One run: a setup, a seed, changes to both plan and model that its control shares, and what is planted."""
 
     setup: str
     seed: int
-    cause: str = ""  # empty: a twin
+    cause: str = ""  # empty: a control
     plant: str = ""  # kind of plant, see PLANTS
     strength: float = math.nan
     start: int = 0
     block: int = -1
     base: tuple[tuple[str, Any], ...] = field(
         default=()
-    )  # fields of the plan that differ from the setup's, twin included
+    )  # fields of the plan that differ from the setup's, control included
 
     @property
     def name(self) -> str:
@@ -177,7 +177,7 @@ class Case:
         text = f"{self.setup} {self.seed} {plant} {dict(self.base)}"
         return "_".join("".join(c if c.isalnum() or c == "." else " " for c in text).split())
 
-    def twin(self) -> Case:
+    def control(self) -> Case:
         """The same run without its plant."""
         return Case(self.setup, self.seed, base=self.base)
 
@@ -416,27 +416,27 @@ def largest_rise(loss: np.ndarray, window: int = 15) -> float:
     return float(np.max(smooth - np.minimum.accumulate(smooth)))
 
 
-def verdict(result: dict[str, Any], twin: dict[str, Any]) -> str:
-    """How a run failed beside its twin; empty if it did not."""
-    learned = twin["start_loss"] - twin["final_loss"]
+def verdict(result: dict[str, Any], control: dict[str, Any]) -> str:
+    """How a run failed beside its control; empty if it did not."""
+    learned = control["start_loss"] - control["final_loss"]
     if result["diverged"]:
         return "diverged"
     # The loss of a batch of a few rows scatters by itself, so there only what was learned counts.
-    if result["cause"] != "batch" and result["rise"] > SPIKE * learned + twin["rise"]:
+    if result["cause"] != "batch" and result["rise"] > SPIKE * learned + control["rise"]:
         return "spike"
-    if not result["final_loss"] <= twin["final_loss"] + LOST * learned:
+    if not result["final_loss"] <= control["final_loss"] + LOST * learned:
         return "learned less"
-    return "experts died" if result["dead_share"] >= DEAD > twin["dead_share"] else ""
+    return "experts died" if result["dead_share"] >= DEAD > control["dead_share"] else ""
 
 
-def is_healthy(twin: dict[str, Any]) -> bool:
-    """Whether a twin went well: it learned at least a fifth of its first loss, without a spike."""
-    learned = twin["start_loss"] - twin["final_loss"]
+def is_healthy(control: dict[str, Any]) -> bool:
+    """Whether a control went well: it learned at least a fifth of its first loss, without a spike."""
+    learned = control["start_loss"] - control["final_loss"]
     return (
-        not twin["diverged"]
-        and learned > 0.2 * twin["start_loss"]
-        and twin["rise"] < SPIKE * learned
-        and twin["dead_share"] < DEAD
+        not control["diverged"]
+        and learned > 0.2 * control["start_loss"]
+        and control["rise"] < SPIKE * learned
+        and control["dead_share"] < DEAD
     )
 
 
@@ -637,9 +637,9 @@ SETS = {"dev": dev_cases, "held_out": held_out_cases, "hard": hard_cases}
 
 
 def record_all(cases: list[Case], work: Path, processes: int) -> None:
-    """Every planted run and its twin, in processes of one thread each."""
+    """Every planted run and its control, in processes of one thread each."""
     work.mkdir(parents=True, exist_ok=True)
-    todo = list(dict.fromkeys([*(case.twin() for case in cases), *cases]))
+    todo = list(dict.fromkeys([*(case.control() for case in cases), *cases]))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for done in as_completed([pool.submit(record, case, work) for case in todo]):
@@ -659,21 +659,21 @@ THIN = ["loss", "grad_norm", "learning_rate"]
 
 
 def failed(cases: list[Case], work: Path) -> list[tuple[Case, dict[str, Any], str]]:
-    """The planted runs that failed beside a healthy twin, how they ended, and how they failed."""
+    """The planted runs that failed beside a healthy control, how they ended, and how they failed."""
     found = []
     for case in cases:
-        result, twin = (json.loads((work / f"{one.name}.json").read_text()) for one in (case, case.twin()))
-        if is_healthy(twin) and (how := verdict(result, twin)):
+        result, control = (json.loads((work / f"{one.name}.json").read_text()) for one in (case, case.control()))
+        if is_healthy(control) and (how := verdict(result, control)):
             found.append((case, result, how))
     return found
 
 
-def views(place: Path) -> dict[str, dict[str, Sign]]:
-    """The signs of a run, by what may be read; ``thin`` is loss, gradient norm and rate alone."""
+def views(place: Path) -> dict[str, dict[str, Symptom]]:
+    """The symptoms of a run, by what may be read; ``thin`` is loss, gradient norm and rate alone."""
     run = wb.open_run(place)
     record, thin = read_record(run), read_record(run["monitors"].to_dataset()[THIN])
-    found = {name: read_signs(record, find_failure(record), kinds=kinds) for name, kinds in VIEWS.items()}
-    return found | {"thin": read_signs(thin, find_failure(thin))}
+    found = {name: read_symptoms(record, find_failure(record), kinds=kinds) for name, kinds in VIEWS.items()}
+    return found | {"thin": read_symptoms(thin, find_failure(thin))}
 
 
 def fit(work: Path) -> None:
@@ -681,8 +681,8 @@ def fit(work: Path) -> None:
     runs = failed(dev_cases(), work / "dev")
     examples, groups = [], []
     for case, _, _ in runs:
-        for signs in views(work / "dev" / f"{case.name}.nc").values():
-            examples.append(({name: sign.strength for name, sign in signs.items()}, case.cause))
+        for symptoms in views(work / "dev" / f"{case.name}.nc").values():
+            examples.append(({name: symptom.strength for name, symptom in symptoms.items()}, case.cause))
             groups.append(case.setup)
     by_penalty = {penalty: _across_setups(examples, groups, penalty) for penalty in PENALTIES}
     penalty = min(by_penalty, key=lambda one: by_penalty[one][1])
@@ -716,33 +716,33 @@ def _across_setups(
 
 
 def collect(work: Path) -> None:
-    """Signs, thin records and what the rules say of every failed run, dev and held out, in one file."""
+    """Symptoms, thin records and what the rules say of every failed run, dev and held out, in one file."""
     rules = Rules.shipped()
     rows, planned, seconds = [], {}, {}
     for study, cases in SETS.items():
         folder = work / study
         runs = failed(cases(), folder)
-        twins = {case.twin() for case in cases()}
-        results = [json.loads((folder / f"{case.name}.json").read_text()) for case in (*twins, *cases())]
-        seconds |= {case.name: result["seconds"] for case, result in zip((*twins, *cases()), results, strict=True)}
+        controls = {case.control() for case in cases()}
+        results = [json.loads((folder / f"{case.name}.json").read_text()) for case in (*controls, *cases())]
+        seconds |= {case.name: result["seconds"] for case, result in zip((*controls, *cases()), results, strict=True)}
         planned[study] = {
             "planned": len(cases()),
             "failed": len(runs),
-            "twins": len(twins),
-            "healthy_twins": sum(is_healthy(result) for result in results[: len(twins)]),
+            "twins": len(controls),
+            "healthy_twins": sum(is_healthy(result) for result in results[: len(controls)]),
         }
         for case, result, how in runs:
             rows.append((study, case, result, how, views(folder / f"{case.name}.nc"), thin_record(folder, case)))
-    names = sorted({name for *_, seen, _ in rows for signs in seen.values() for name in signs})
+    names = sorted({name for *_, seen, _ in rows for symptoms in seen.values() for name in symptoms})
     causes = list(rules.causes)
     shape = (len(rows), len(VIEWS) + 1, len(causes))
     probability, strength = np.zeros(shape), np.full((len(rows), len(names)), np.nan)
     for i, (*_, seen, _) in enumerate(rows):
-        for j, signs in enumerate(seen.values()):
-            found = rules.probabilities({name: sign.strength for name, sign in signs.items()})
+        for j, symptoms in enumerate(seen.values()):
+            found = rules.probabilities({name: symptom.strength for name, symptom in symptoms.items()})
             probability[i, j] = [found[cause] for cause in causes]
-        for name, sign in seen["everything"].items():
-            strength[i, names.index(name)] = sign.strength
+        for name, symptom in seen["everything"].items():
+            strength[i, names.index(name)] = symptom.strength
     table = xr.Dataset(
         {
             "strength": (("run", "sign"), strength.astype(np.float32)),

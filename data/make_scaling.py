@@ -25,7 +25,7 @@ from threadpoolctl import threadpool_limits
 
 import workbench as wb
 from workbench.io.atomic import replacing
-from workbench.scaling import foretold
+from workbench.scaling import extrapolated
 from workbench.scaling.designs import design
 from workbench.scaling.ladder_study import scaling_study
 
@@ -164,7 +164,9 @@ def with_every(data: xr.Dataset, names: list[str]) -> xr.Dataset:
 def with_trend(data: xr.Dataset) -> xr.Dataset:
     """A study with its trends fitted anew, so that a change of how they are fitted needs no new runs."""
     target = int(data.attrs["target_width"]), int(data.attrs["target_depth"])
-    trend = foretold(data, target, largest_reach=float(data.attrs["largest_reach"]), level=float(data.attrs["level"]))
+    trend = extrapolated(
+        data, target, largest_reach=float(data.attrs["largest_reach"]), level=float(data.attrs["level"])
+    )
     kept = data.drop_vars([name for name in trend.data_vars if name in data])
     return kept.drop_dims("curve_point", errors="ignore").merge(trend, join="exact")
 

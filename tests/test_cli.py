@@ -10,7 +10,7 @@ import workbench as wb
 from tests.reports import made_trees
 from workbench import cli
 from workbench.errors import ThresholdError
-from workbench.schema.statuses import BAD_INPUT, BROKEN, EXIT_STATUS, INTERRUPTED
+from workbench.schema.statuses import ExitStatus, Verdict
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def assessed(monkeypatch):
 
     assess.verdict = "proceed"
     monkeypatch.setattr(importlib.import_module("workbench.assessment.assess"), "assess", assess)
-    room = importlib.import_module("workbench.reports")
+    room = importlib.import_module("workbench.reports.make_report")
     monkeypatch.setattr(room, "report", lambda tree, path, overwrite=False: path.write_text(tree.attrs["verdict"]))
     assess.calls = calls
     return assess
@@ -87,7 +87,7 @@ def test_wrong_input_is_one_sentence_and_status_3(words, sentence, assessed, tmp
     for name, text in (("there.html", "mine"), ("broken.toml", "norm ="), ("broken.json", "{"), ("weights.bin", "")):
         (tmp_path / name).write_text(text)
     before = sorted(path.name for path in tmp_path.iterdir())
-    assert cli.main(words) == cli.BAD_INPUT
+    assert cli.main(words) == ExitStatus.BAD_INPUT
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("workbench: ")
@@ -101,7 +101,7 @@ def test_wrong_input_is_one_sentence_and_status_3(words, sentence, assessed, tmp
 def test_wrong_words_are_not_taken_for_a_verdict(words, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(words)
-    assert caught.value.code == cli.BAD_INPUT
+    assert caught.value.code == ExitStatus.BAD_INPUT
     assert "--help" in capsys.readouterr().err
 
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_is_profiled(tmp_path, capsys):
     status = cli.main([*words, "--text", str(tmp_path / "text.txt")])
     out, err = capsys.readouterr()
     # Models of the zoo have no tokenizer: a text is then refused in a sentence.
-    assert (status, out) == (cli.BAD_INPUT, "")
+    assert (status, out) == (ExitStatus.BAD_INPUT, "")
     assert err.startswith("workbench: ")
 
 
@@ -134,7 +134,8 @@ def test_every_status_means_one_thing_and_the_help_says_which(capsys):
     words = " ".join(capsys.readouterr().out.split())
     expected = "0 proceed, 1 at risk, 2 refuse, 3 wrong input, 4 cannot say, 5 the workbench failed."
     assert f"Exit status: {expected}" in words
-    assert len({*EXIT_STATUS.values(), BAD_INPUT, BROKEN, INTERRUPTED}) == len(EXIT_STATUS) + 3
+    statuses = [*(verdict.exit_status for verdict in Verdict), *ExitStatus]
+    assert len(set(statuses)) == len(statuses)
 
 
 def test_help_is_quick_and_loads_nothing_heavy():
@@ -147,7 +148,7 @@ def test_help_is_quick_and_loads_nothing_heavy():
 
 def test_the_status_is_that_of_the_process():
     done = subprocess.run([sys.executable, "-m", "workbench", "asses"], capture_output=True, text=True, check=False)
-    assert done.returncode == cli.BAD_INPUT
+    assert done.returncode == ExitStatus.BAD_INPUT
     assert "--help" in done.stderr
 
 

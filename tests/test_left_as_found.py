@@ -306,7 +306,7 @@ CALLS = {
         lambda of, _: wb.flow.along_run(checkpoints(of), of.model, of.inputs, jacobian=False), ("flow.along_run",), FEW
     ),
     "a case": Call(
-        lambda of, _: wb.sweeps.measure_case(of.model, of.batches, rehearses=of.name == "none", **CASE),
+        lambda of, _: wb.sweeps.measure_case(of.model, of.batches, runs_pilot=of.name == "none", **CASE),
         ("sweeps.measure_case",),
         breaks_at=(0.5,),
     ),

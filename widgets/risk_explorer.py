@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 #: Name in the list -> set of features of a shipped risk model, the quickest first.
 _LOOKS = {
-    "forward passes": "forward", "a gradient too": "gradient", "ten trial updates too": "rehearsal",
+    "forward passes": "forward", "a gradient too": "gradient", "ten trial updates too": "pilot",
 }  # fmt: skip
-_FIRST_LOOK = "rehearsal"
+_FIRST_LOOK = "pilot"
 _BANNER, _STALE = "workbench-risk-banner", "workbench-risk-stale"
 _CSS = f"""
 .{_BANNER} {{ border: 2px solid #d55e00; border-left-width: 10px; background: rgba(213, 94, 0, 0.13); }}
@@ -56,7 +56,7 @@ class RiskExplorer(MeasuringWidget):
         task: A task, or any data that ``wb.train`` takes; or the name of one of the choices. None: associative recall;
             random tokens for a model that is not of the zoo.
         risk: What predicts; or the features of a risk model that ships with the workbench, as `wb.risk.shipped` takes
-            them. None: the best of these, "rehearsal"; a control then changes it.
+            them. None: the best of these, "pilot"; a control then changes it.
         sweep: Recorded runs to compare with; None: the ones that ship with the workbench.
 
     Attributes:

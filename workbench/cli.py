@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from workbench.errors import CheckpointError, StoreError, ThresholdError, WorkbenchError
 from workbench.io.atomic import check_free
-from workbench.schema.statuses import BAD_INPUT, BROKEN, EXIT_STATUS, INTERRUPTED
+from workbench.schema.statuses import ExitStatus, Verdict
 
 if TYPE_CHECKING:
     import xarray as xr
 
 _TREE_SUFFIXES = (".nc", ".zarr")
 _ROOT = Path(__file__).resolve().parent.parent
-_STATUSES = {status: verdict for verdict, status in EXIT_STATUS.items()}
-_STATUSES |= {BAD_INPUT: "wrong input", BROKEN: "the workbench failed"}
+_STATUSES: dict[int, str] = {verdict.exit_status: verdict for verdict in Verdict}
+_STATUSES |= {ExitStatus.BAD_INPUT: "wrong input", ExitStatus.BROKEN: "the workbench failed"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,13 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return given.run(given)
     except WorkbenchError as error:
         print(f"workbench: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return ExitStatus.BAD_INPUT
     except KeyboardInterrupt:
         print("workbench: stopped.", file=sys.stderr)
-        return INTERRUPTED
+        return ExitStatus.INTERRUPTED
     except Exception:  # noqa: BLE001  (Python's own status for it is 1, which a pipeline would read as "at risk")
         traceback.print_exc()
-        return BROKEN
+        return ExitStatus.BROKEN
 
 
 def _assess(given: argparse.Namespace) -> int:
@@ -198,7 +198,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}; see {self.prog} --help.", file=sys.stderr)
-        sys.exit(BAD_INPUT)
+        sys.exit(ExitStatus.BAD_INPUT)
 
 
 def _parser() -> argparse.ArgumentParser:

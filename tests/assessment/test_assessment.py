@@ -11,7 +11,6 @@ import xarray as xr
 import workbench as wb
 from workbench.assessment.affordable_ladder import affordable_widths, ladder
 from workbench.assessment.conclusion import conclude
-from workbench.assessment.decisions import KINDS
 from workbench.assessment.design_comparison import dominated
 from workbench.assessment.plan_changes import possible_changes
 from workbench.errors import CheckpointError, ThresholdError
@@ -19,7 +18,7 @@ from workbench.reports.assessment_document import most_important
 from workbench.reports.make_report import document_of
 from workbench.reports.quantity import Numbers
 from workbench.scaling.width_matching import WIDTH_ERROR
-from workbench.schema.statuses import EXIT_STATUS
+from workbench.schema.statuses import DecisionKind, Verdict
 
 #: As small as the smallest of the recorded models.
 SIZE = {"d_model": 24, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16}
@@ -217,7 +216,7 @@ def test_every_number_that_is_cited_stands_in_the_tree(name, request):
                 value = tree[str(path)].to_dataset()[str(variable)].isel(json.loads(str(selection)))
                 assert value.ndim == 0
     decisions = tree["decisions"].to_dataset()
-    assert set(decisions["kind"].values) <= set(KINDS)
+    assert set(decisions["kind"].values) <= set(DecisionKind)
     assert {"monitor", "stop rule"} <= set(decisions["kind"].values)
     assert set(decisions["criterion"].values) - {""} <= set(criteria["criterion"].values)
 
@@ -260,7 +259,7 @@ def test_the_ladder_stays_below_a_quarter_of_the_target():
     assert max(affordable_widths(wb.design({"family": "transformer", "d_model": 256, "n_heads": 16}), 128)) == 64
 
 
-@pytest.mark.parametrize(("width", "edge"), [(512, "rehearsed"), (768, "none")])
+@pytest.mark.parametrize(("width", "edge"), [(512, "pilot"), (768, "none")])
 def test_stable_rates_are_not_looked_for_where_they_would_say_nothing_of_the_target(width, edge, monkeypatch):
     def study(design, widths, depths, **options):
         asked.append((max(widths), options["edge"]))
@@ -306,7 +305,8 @@ def test_designs_are_compared_under_one_plan_and_a_repeated_call_gives_the_same_
     assert table["verdict"].values.tolist() == [tree[name].attrs["verdict"] for name in ("Pre-LN", "No-Norm")]
     assert str(table["verdict"][0].values) == calm.attrs["verdict"]
     assert all(
-        tree[name].attrs["exit_status"] == EXIT_STATUS[tree[name].attrs["verdict"]] for name in ("Pre-LN", "No-Norm")
+        tree[name].attrs["exit_status"] == Verdict(tree[name].attrs["verdict"]).exit_status
+        for name in ("Pre-LN", "No-Norm")
     )
     assert float(table["relative_step_time"].min()) == 1.0
     assert set(tree.children) == {"designs", "Pre-LN", "No-Norm"}

@@ -7,7 +7,7 @@ import torch
 
 import workbench as wb
 from workbench.assessment.measured_model import LENGTH, LENGTH_OF_SCANS, THIN_WIDTH, measured_model, planned_task
-from workbench.assessment.pilot_run import dress_rehearsal
+from workbench.assessment.pilot_run import pilot_run
 from workbench.errors import ThresholdError
 
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16}
@@ -148,8 +148,8 @@ def test_every_kind_of_small_design_is_assessed_to_the_end(kind, monkeypatch):
     """With as little as an assessment can do: what is trained on trial is trained for a few updates."""
     import transformers
 
-    monkeypatch.setitem(dress_rehearsal.__kwdefaults__, "n_updates", 4)
-    monkeypatch.setitem(dress_rehearsal.__kwdefaults__, "n_trials", 1)
+    monkeypatch.setitem(pilot_run.__kwdefaults__, "n_updates", 4)
+    monkeypatch.setitem(pilot_run.__kwdefaults__, "n_trials", 1)
     monkeypatch.setattr("workbench.sweeps.case_measures.rehearsed_rate", lambda *_: 0.1)
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = {

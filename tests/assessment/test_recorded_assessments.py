@@ -75,9 +75,9 @@ def test_a_design_too_large_to_be_run_has_no_number_that_was_not_measured_on_it(
 def test_the_same_case_would_look_familiar_by_its_features_alone(comparison):
     """Why a stand-in has to be known for one: nothing in the risk model's features tells it from a small model."""
     case = comparison["gpt2"]["case"].to_dataset()
-    assert wb.risk.shipped("rehearsal").predict(case)["distance"].item() > 1  # for its warm-up of 1,000 updates
+    assert wb.risk.shipped("pilot").predict(case)["distance"].item() > 1  # for its warm-up of 1,000 updates
     near = wb.sweeps.replan(case, warmup=20)
-    assert wb.risk.shipped("rehearsal").predict(near)["is_familiar"].item()
+    assert wb.risk.shipped("pilot").predict(near)["is_familiar"].item()
     assert np.isnan(plan_risk(near, 0.0, stand_in="It is a stand-in.")["probability"].item())
 
 

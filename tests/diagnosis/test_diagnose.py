@@ -159,7 +159,7 @@ def test_the_experiment_decides_against_another_cause(tree):
 
 
 def test_the_unchanged_replay_is_the_run(store, tree):
-    """From the checkpoint on, the twin's losses are those recorded."""
+    """From the checkpoint on, the control's losses are those recorded."""
     from workbench.diagnosis.experiment_runs import _Replay
     from workbench.diagnosis.failed_run import read_record
 
@@ -230,5 +230,5 @@ def test_what_cannot_be_diagnosed_is_refused(tmp_path):
         diagnose(xr.Dataset({"loss": ("step", [1.0, 0.9])}, coords={"step": [0, 1]}))
     with pytest.raises(StoreError, match="not a list; pass one of them"):
         diagnose([1, 2])
-    with pytest.raises(ThresholdError, match="'weather' is no kind of sign"):
+    with pytest.raises(ThresholdError, match="'weather' is no kind of symptom"):
         diagnose(tmp_path, uses=("weather",))

@@ -10,7 +10,7 @@ SIGNS = ("a", "b", "c")
 
 
 def examples(n=40, seed=0):
-    """Two causes that sign "a" tells apart, "b" is noise, "c" is there for half of the runs."""
+    """Two causes that symptom "a" tells apart, "b" is noise, "c" is there for half of the runs."""
     draw = np.random.default_rng(seed)
     found = []
     for i in range(n):
@@ -29,7 +29,7 @@ def test_a_planted_sign_decides_and_noise_does_not():
     rules = Rules.fit(examples())
     assert next(iter(rules.probabilities({"a": 1.0}))) == "data"
     assert next(iter(rules.probabilities({"a": -1.0}))) == "batch"
-    weight = dict(zip(rules.signs, np.abs(rules.weight).max(axis=0), strict=True))
+    weight = dict(zip(rules.symptoms, np.abs(rules.weight).max(axis=0), strict=True))
     assert weight["a"] > 5 * max(weight["b"], weight["c"])
 
 
@@ -47,7 +47,7 @@ def test_evidence_adds_up_to_the_log_odds(strengths):
 
 def test_a_sign_that_is_not_there_says_nothing():
     rules = Rules.fit(examples())
-    usual = dict(zip(rules.signs, rules.usual.tolist(), strict=True))
+    usual = dict(zip(rules.symptoms, rules.usual.tolist(), strict=True))
     assert (rules.evidence({}) == 0).all()
     assert rules.probabilities({"a": 0.7}) == pytest.approx(
         rules.probabilities({"a": 0.7, "b": usual["b"], "c": usual["c"]})

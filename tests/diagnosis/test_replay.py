@@ -75,10 +75,10 @@ def test_routers_are_held_small_and_balanced():
 
 
 def test_lower_means_beyond_the_noise():
-    twin = 2 + 0.1 * np.random.default_rng(0).standard_normal(50)
-    assert not _is_lower(twin - 0.01, twin)
-    assert _is_lower(twin - 0.5, twin)
-    assert not _is_lower(np.full(50, np.nan), twin)
+    control = 2 + 0.1 * np.random.default_rng(0).standard_normal(50)
+    assert not _is_lower(control - 0.01, control)
+    assert _is_lower(control - 0.5, control)
+    assert not _is_lower(np.full(50, np.nan), control)
 
 
 def test_a_likely_cause_is_asked_about_before_an_unlikely_one_of_equal_cost():

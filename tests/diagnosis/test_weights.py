@@ -3,7 +3,7 @@ import torch
 
 import workbench as wb
 from workbench.diagnosis import check_fits
-from workbench.diagnosis.checkpoint_evidence import find_checkpoints, look_at_weights
+from workbench.diagnosis.checkpoint_evidence import find_checkpoints, measure_weights
 from workbench.diagnosis.diagnose import diagnose
 from workbench.errors import CheckpointError
 from workbench.io.training_logs import read_log
@@ -23,8 +23,8 @@ def saved(folder, *, odd=None, **options):
 
 def test_the_size_of_each_block_is_that_of_its_matrices(tmp_path):
     model = saved(tmp_path / "step-00000010", odd=2)
-    look = look_at_weights(tmp_path / "step-00000010", step=10, model=model)
-    for block, norm in zip(model.blocks, look.norm, strict=True):
+    at = measure_weights(tmp_path / "step-00000010", step=10, model=model)
+    for block, norm in zip(model.blocks, at.norm, strict=True):
         squares = sum(float(w.detach().double().square().sum()) for w in block.parameters() if w.ndim > 1)
         assert norm == pytest.approx(squares**0.5)
 

@@ -13,7 +13,7 @@ import workbench as wb
 from tests.hardware.planted import Known, batches, summed
 from workbench.errors import SnapshotError, ThresholdError
 from workbench.hardware import HAZARDS, assess_hardware, read_plan
-from workbench.hardware.hazards import STATES
+from workbench.schema.statuses import CriterionState
 
 TINY = {"d_model": 16, "n_layers": 2, "vocab_size": 64, "max_length": 16}
 EVERYTHING = {
@@ -36,7 +36,7 @@ def test_every_hazard_is_measured_and_judged_by_its_limits(found: xr.Dataset) ->
     assert found["hazard"].values.tolist() == [hazard.id for hazard in HAZARDS]
     assert found["applies"].values.all()
     assert np.isfinite(found["effect"]).all()
-    assert set(found["state"].values.tolist()) <= set(STATES[:3])
+    assert set(found["state"].values.tolist()) <= {*CriterionState} - {CriterionState.NOT_MEASURED}
     for hazard in HAZARDS:
         row = found.sel(hazard=hazard.id)
         assert str(row["state"].values) == hazard.state_of(float(row["effect"]))
@@ -80,11 +80,9 @@ def test_it_says_where_it_comes_from(found: xr.Dataset) -> None:
 
 
 def test_settings_of_the_table_are_keys_of_a_plan() -> None:
-    from dataclasses import fields
-
     from workbench.hardware.plan_sections import HardwareSection, TrainingSection
 
-    known = {item.name for section in (HardwareSection, TrainingSection) for item in fields(section)}
+    known = {*HardwareSection.model_fields, *TrainingSection.model_fields}
     for hazard in HAZARDS:
         assert hazard.setting in known
         assert hazard.remedy_setting in known

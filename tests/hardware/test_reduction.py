@@ -22,7 +22,7 @@ from workbench.hardware.reduction import (
     running_sum,
     tree_sum,
 )
-from workbench.hardware.share_gradients import Layout, ShareGradients, Terms, compare
+from workbench.hardware.share_gradients import GradientLayout, ShareGradients, Terms, compare
 
 EPS = {"float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11}
 
@@ -83,7 +83,7 @@ def planted_shares(n: int, rows: int, n_entries: int = 4000, seed: int = 0) -> t
     generator = torch.Generator().manual_seed(seed)
     mean = 0.1 * torch.randn(n_entries, generator=generator)
     noise = torch.randn(n, n_entries, generator=generator) * 0.5 / math.sqrt(rows)
-    layout = Layout((1,), (n_entries,), (-1,), 0)
+    layout = GradientLayout((1,), (n_entries,), (-1,), 0)
     return ShareGradients(mean + noise, rows, layout), mean
 
 
@@ -120,7 +120,7 @@ def test_terms_that_were_measured_are_the_very_gradients() -> None:
 def test_large_models_are_looked_at_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workbench.hardware.share_gradients.MAX_VALUES", 1000)
     weights = [torch.randn(100, 50), torch.randn(7)]
-    layout = Layout.of(weights, [0, -1], 1, n_shares=4)
+    layout = GradientLayout.of(weights, [0, -1], 1, n_shares=4)
     assert sum(layout.sizes) <= 1000 / 4 + 2
     flat = layout.flat(weights)
     assert float((flat.double().square() * layout.factor).sum()) == pytest.approx(5007, rel=0.25)

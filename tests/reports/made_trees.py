@@ -8,7 +8,7 @@ import xarray as xr
 
 import workbench as wb
 from workbench.flow.flow_measurement import measure
-from workbench.schema.statuses import EXIT_STATUS
+from workbench.schema.statuses import Verdict
 
 STATES = ("healthy", "at risk", "failing", "not measured")
 
@@ -207,7 +207,7 @@ def assessment(verdict="at risk", *, subject="No-Norm, 3 blocks", probability=0.
     plan = {"training": {"learning_rate": 0.003, "n_steps": 1000}, "hardware": {"data_parallel": 4}}
     tree.attrs = {
         "kind": "assessment", "subject": subject, "verdict": verdict,
-        "exit_status": EXIT_STATUS[verdict],
+        "exit_status": Verdict(verdict).exit_status,
         "summary": f"{subject} is at risk as planned: the gradient grows from block to block.",
         "plan": json.dumps(plan), "n_weights": 10_432, "width": 16, "depth": 3, "seed": seed,
         "versions": json.dumps({"workbench": "0.1.0"}), "created": "2026-01-01T00:00:00+00:00", "duration": 12.3,

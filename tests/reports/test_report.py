@@ -18,7 +18,7 @@ from workbench.errors import SchemaError, StoreError
 from workbench.reports import html as html_file
 from workbench.reports.document import Lead, Paragraph, Picture, Table, say
 from workbench.reports.make_report import document_of, report
-from workbench.schema.statuses import VERDICTS
+from workbench.schema.statuses import Verdict
 
 
 class Reader(HTMLParser):
@@ -275,7 +275,7 @@ def test_a_sentence_without_a_number_cannot_be_made():
 
 def test_every_verdict_and_state_is_told_in_words():
     states = {"proceed": "healthy", "cannot say": "not measured", "at risk": "at risk", "refuse": "failing"}
-    assert set(states) == set(VERDICTS)
+    assert set(states) == set(Verdict)
     for verdict, state in states.items():
         document = document_of(made_trees.assessment(verdict))
         assert (document.verdict, document.state) == (verdict, state)

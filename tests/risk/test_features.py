@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.risk.made_sweep import PLANTED, made_sweep
 from workbench.errors import SchemaError, ThresholdError
-from workbench.risk.feature_map import Design, read
+from workbench.risk.feature_map import FeatureMap, read
 from workbench.risk.features import FEATURE_SETS, FEATURES, OPTIMIZER, counts_as_diverged, features_of
 
 NUMERIC = [name for name in FEATURES if name != OPTIMIZER]
@@ -145,7 +145,7 @@ def test_models_that_start_beyond_the_limits_are_known(sweep):
 
 def test_columns_have_mean_0_and_deviation_1_over_the_training_runs(sweep):
     names = ("near_unit_mass mean", "d_model", "n_steps", OPTIMIZER)
-    design = Design.of(sweep, names, squares=["d_model"], interactions=[("d_model", "optimizer SGD")])
+    design = FeatureMap.of(sweep, names, squares=["d_model"], interactions=[("d_model", "optimizer SGD")])
     assert design.columns == (
         "near_unit_mass mean", "d_model", "n_steps", "optimizer AdamW", "optimizer SGD", "d_model squared",
         "d_model x optimizer SGD",
@@ -160,18 +160,18 @@ def test_columns_have_mean_0_and_deviation_1_over_the_training_runs(sweep):
     np.testing.assert_allclose(columns[:, 5], squared, atol=1e-6)
     assert design.sources[5] == "d_model"
     with pytest.raises(ThresholdError, match="There is no column 'warmup' to square or multiply"):
-        Design.of(sweep, names, squares=["warmup"])
+        FeatureMap.of(sweep, names, squares=["warmup"])
 
 
 def test_infinite_rates_count_as_the_largest_one_tried(sweep):
     rates = np.where(np.arange(sweep.sizes["run"]) % 2, np.inf, 0.5 + np.arange(sweep.sizes["run"]))
     sweep = sweep.assign(breaking_rate=("run", rates))
-    design = Design.of(sweep, ["breaking_rate"])
+    design = FeatureMap.of(sweep, ["breaking_rate"])
     columns = design.matrix(design.read(sweep))[:, 0]
     largest = columns[np.argmax(np.where(np.isinf(rates), -1, rates))]
     np.testing.assert_allclose(columns[np.isinf(rates)], largest)
     with pytest.raises(ThresholdError, match="'breaking_rate' is infinite in every run; fit a model without it."):
-        Design.of(sweep.isel(run=[1, 3]), ["breaking_rate"])
+        FeatureMap.of(sweep.isel(run=[1, 3]), ["breaking_rate"])
 
 
 @settings(max_examples=25, deadline=None)
@@ -179,7 +179,7 @@ def test_infinite_rates_count_as_the_largest_one_tried(sweep):
 def test_excess_is_1_an_eighth_of_the_range_beyond_it(share):
     sweep = made_sweep(n_configurations=4, n_cells=1, n_rates=1, n_seeds=1)[0]
     sweep = sweep.assign_coords(n_tokens=("run", [100, 1000, 10, 10]))
-    design = Design.of(sweep, ["n_tokens", "n_steps"])
+    design = FeatureMap.of(sweep, ["n_tokens", "n_steps"])
     case = sweep.isel(run=[0]).assign_coords(n_tokens=("run", [10 ** (1 + 2 * share)]))
     excess = design.excess(design.read(case))[0]
     assert excess[0] == pytest.approx(abs(share - 0.5) / 0.625, abs=1e-6)
@@ -190,7 +190,7 @@ def test_excess_is_1_an_eighth_of_the_range_beyond_it(share):
 
 
 def test_optimizers_are_known_in_any_spelling_of_case(sweep):
-    design = Design.of(sweep, [OPTIMIZER])
+    design = FeatureMap.of(sweep, [OPTIMIZER])
     adam = sweep.isel(run=np.flatnonzero(sweep.optimizer.values == "AdamW")[:1])
     for name in ("AdamW", "adamw"):
         known = design.read(adam.assign_coords(optimizer=("run", [name])))

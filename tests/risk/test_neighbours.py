@@ -5,8 +5,8 @@ import pytest
 
 from tests.risk.made_sweep import made_sweep
 from workbench.errors import SchemaError, ThresholdError
-from workbench.risk.applicability import Familiarity
-from workbench.risk.feature_map import Design
+from workbench.risk.applicability import Applicability
+from workbench.risk.feature_map import FeatureMap
 from workbench.risk.neighbours import Neighbours, nearest_runs
 from workbench.risk.risk_model import RiskModel
 
@@ -21,12 +21,12 @@ def sweep():
 @pytest.fixture(scope="module")
 def model(sweep):
     """Only what neighbours depend on is real; the weights are 0."""
-    design = Design.of(sweep, FEATURES)
+    design = FeatureMap.of(sweep, FEATURES)
     base = design.matrix(design.read(sweep))[:, : design.n_base]
-    familiarity = Familiarity.of(base, sweep["cell"].values, sweep["configuration"].values)
+    applicability = Applicability.of(base, sweep["cell"].values, sweep["configuration"].values)
     weights = np.zeros((1, 2 + len(design.columns)))
     return RiskModel(
-        design=design, familiarity=familiarity, weights=weights, seen=(-1.0, 1.0), log_rate=(-2.0, 1.0),
+        design=design, applicability=applicability, weights=weights, seen=(-1.0, 1.0), log_rate=(-2.0, 1.0),
         spread=(1.0, 1.0), about={"options": {"level": 0.95}},
     )  # fmt: skip
 
@@ -43,7 +43,7 @@ def distances(model, case, sweep):
     everything = columns(sweep).astype(float)
     center, scale = everything.mean(0), everything.std(0)
     ours, theirs = ((columns(data).astype(float) - center) / scale for data in (case, sweep))
-    return np.linalg.norm(theirs - ours, axis=1) / model.familiarity.unit
+    return np.linalg.norm(theirs - ours, axis=1) / model.applicability.unit
 
 
 def test_the_nearest_runs_are_those_of_the_smallest_distance_in_order(model, sweep):

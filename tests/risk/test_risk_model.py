@@ -198,7 +198,7 @@ def test_a_size_that_nobody_trained_is_refused_though_no_feature_sees_it(blind, 
 
 def test_the_ends_of_the_sizes_seen_are_familiar(blind, planted):
     case = planted[0].isel(run=[0])
-    for size, ends in blind.familiarity.sizes.items():
+    for size, ends in blind.applicability.sizes.items():
         assert ends == (float(planted[0][size].min()), float(planted[0][size].max()))
         for end in ends:
             assert blind.predict(at(case, **{size: int(end)})).is_familiar.item()
@@ -307,7 +307,7 @@ def test_the_two_step_form_finds_the_planted_edge(planted, unseen):
     edges = model._extrapolated_rates(unseen[0])["edge"]
     error = float(np.sqrt(np.mean((np.log10(edges) - unseen[1].log_edge) ** 2)))
     assert error < 0.4 * float(unseen[1].log_edge.std())  # of edges that one run a rate shows to a tenth of a decade
-    assert model.weights.shape == (4, 2 + len(model.design.columns))
+    assert model.weights.shape == (4, 2 + len(model.feature_map.columns))
 
 
 def test_the_same_seed_gives_the_same_model_and_leaves_global_randomness_alone(planted):

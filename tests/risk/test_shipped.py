@@ -23,7 +23,7 @@ def held_out():
     return wb.samples.divergence_sweep("held out")
 
 
-@pytest.mark.parametrize("features", ["forward", "gradient", "rehearsal"])
+@pytest.mark.parametrize("features", ["forward", "gradient", "pilot"])
 def test_fitting_again_gives_the_shipped_model(script, features):
     shipped, again = wb.risk.shipped(features), script.fitted(features, n_bootstrap=0)
     assert shipped.features == again.features
@@ -32,7 +32,7 @@ def test_fitting_again_gives_the_shipped_model(script, features):
     assert len(shipped.weights) == 201
 
 
-@pytest.mark.parametrize("features", ["forward", "gradient", "rehearsal"])
+@pytest.mark.parametrize("features", ["forward", "gradient", "pilot"])
 def test_it_is_as_good_as_its_card_says(features, held_out):
     model = wb.risk.shipped(features)
     probability = model._extrapolated(held_out)["probability"].values
@@ -48,7 +48,7 @@ def test_it_is_as_good_as_its_card_says(features, held_out):
 
 def test_the_published_figures_hold_in_the_readme(held_out):
     readme = (ROOT / "README.md").read_text()
-    for features in ("forward", "gradient", "rehearsal"):
+    for features in ("forward", "gradient", "pilot"):
         for by in ("configuration", "architecture"):
             value, low, high = wb.risk.shipped(features).validation[by]["all"]["auroc"]
             assert f"{value:.3f}"[1:] in readme
@@ -61,11 +61,11 @@ def test_its_file_is_small_text_without_code():
         assert json.loads(file.read_text())["kind"] == "stability-workbench risk model"
 
 
-@pytest.mark.parametrize("features", ["forward", "gradient", "rehearsal"])
+@pytest.mark.parametrize("features", ["forward", "gradient", "pilot"])
 def test_it_answers_for_no_model_of_another_size_than_its_runs(features, script, held_out):
     model, runs = wb.risk.shipped(features), wb.samples.divergence_sweep("fit")
-    assert model.familiarity.sizes == script.fitted(features, n_bootstrap=0).familiarity.sizes
-    assert model.familiarity.sizes == {
+    assert model.applicability.sizes == script.fitted(features, n_bootstrap=0).applicability.sizes
+    assert model.applicability.sizes == {
         name: (float(runs[name].min()), float(runs[name].max())) for name in ("d_model", "n_layers")
     }
     case = held_out.isel(run=[0])
@@ -79,12 +79,12 @@ def test_it_answers_for_no_model_of_another_size_than_its_runs(features, script,
 
 def test_a_longer_run_is_told_how_far_the_model_sees(held_out):
     case = wb.sweeps.replan(held_out.isel(run=[3]), n_steps=5000)
-    assert "first 120" in wb.risk.shipped("rehearsal").predict(case).attrs["note"]
-    assert "120" not in wb.risk.shipped("rehearsal").predict(held_out.isel(run=[3])).attrs["note"]
+    assert "first 120" in wb.risk.shipped("pilot").predict(case).attrs["note"]
+    assert "120" not in wb.risk.shipped("pilot").predict(held_out.isel(run=[3])).attrs["note"]
 
 
 def test_risk_over_rates_is_the_risk_at_each_of_them(held_out):
-    model, cases = wb.risk.shipped("rehearsal"), held_out.isel(run=[0, 200])
+    model, cases = wb.risk.shipped("pilot"), held_out.isel(run=[0, 200])
     rates = [0.001, 0.1, 1.0]
     found = wb.risk.over_rates(model, cases, rates, names=["a", "b"])
     assert found["probability"].dims == ("architecture", "learning_rate")

@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 from tests.data_scripts import load_script
-from workbench.scaling import Rung, Workshop, foretold
+from workbench.scaling import Rung, Workshop, extrapolated
 from workbench.scaling.designs import design
 
 FILE = Path(__file__).parents[2] / "data" / "scaling.nc"
@@ -96,7 +96,7 @@ def test_the_standard_parametrization_is_flagged_wherever_it_was_checked_and_mup
 def test_the_trends_follow_from_what_was_measured(record):
     for name in record["architecture"].values:
         one = record.sel(architecture=name)
-        again = foretold(one, (int(one["target_width"]), int(one["target_depth"])))
+        again = extrapolated(one, (int(one["target_width"]), int(one["target_depth"])))
         for quantity in record["quantity"].values:
             ours, recorded = again.sel(quantity=quantity), one.sel(quantity=quantity)
             atol = rounding(recorded["measured"].values, recorded["scale"] == "log")

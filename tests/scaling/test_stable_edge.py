@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.scaling import Rung, Workshop, find_edge, rehearsed_edge
+from workbench.scaling import Rung, Workshop, find_edge, pilot_edge
 from workbench.scaling.designs import design
 from workbench.scaling.stable_edges import stable_edge
 
@@ -62,7 +62,7 @@ def test_a_run_just_below_the_edge_goes_well_and_one_just_above_does_not(worksho
 def test_warm_up_moves_the_trained_edge_alone(workshop):
     rung = Rung(16, 2)
     warm = Workshop(workshop.design, workshop.task, {**workshop.training, "warmup": 20})
-    plain = rehearsed_edge(workshop, rung, 1, n_halvings=1)
-    assert rehearsed_edge(warm, rung, 1, n_halvings=1) == plain
+    plain = pilot_edge(workshop, rung, 1, n_halvings=1)
+    assert pilot_edge(warm, rung, 1, n_halvings=1) == plain
     options = {"n_steps": 10, "start": plain.middle, "n_halvings": 0}
     assert stable_edge(warm, rung, 1, **options).middle > stable_edge(workshop, rung, 1, **options).middle

@@ -9,7 +9,7 @@ import torch
 
 import workbench as wb
 from workbench.errors import ThresholdError
-from workbench.scaling import Design, Rung, Workshop, fit_trend, foretold, rehearsed_edge
+from workbench.scaling import Design, Rung, Workshop, extrapolated, fit_trend, pilot_edge
 from workbench.scaling.designs import design
 from workbench.scaling.ladder_study import scaling_study
 from workbench.scaling.size_ladder import rungs_of
@@ -69,9 +69,9 @@ def test_it_is_the_sum_of_its_parts(study):
 
 def test_rehearsed_edges_are_those_of_ten_updates():
     found = scaling_study(
-        OPTIONS, (8,), task=task, edge="rehearsed", **{**SETTINGS, "seeds": (1,), "n_coordinate_steps": 0}
+        OPTIONS, (8,), task=task, edge="pilot", **{**SETTINGS, "seeds": (1,), "n_coordinate_steps": 0}
     )
-    edge = rehearsed_edge(Workshop(design(OPTIONS), task), Rung(8, 2), 1)
+    edge = pilot_edge(Workshop(design(OPTIONS), task), Rung(8, 2), 1)
     assert found["stable_rate_edge"].item() == pytest.approx(edge.middle)
 
 
@@ -90,8 +90,8 @@ def test_the_trend_is_fitted_to_what_was_measured_on_the_ladder_alone(study):
 
 
 def test_other_sizes_can_be_asked_about_later(study):
-    nearer = foretold(study, (28, 2)).sel(quantity="stable_rate_edge")
-    further = foretold(study, (512, 2)).sel(quantity="stable_rate_edge")
+    nearer = extrapolated(study, (28, 2)).sel(quantity="stable_rate_edge")
+    further = extrapolated(study, (512, 2)).sel(quantity="stable_rate_edge")
     assert further["reason"].item().startswith("The target's width is 21.3 times that of the last rung")
     spans = [float(one["at_target_high"] / one["at_target_low"]) for one in (nearer, further)]
     assert spans[0] < spans[1]

@@ -10,7 +10,7 @@ import workbench as wb
 from tests.data_scripts import load_script
 from workbench.assessment.failure_modes import CRITERIA, healthy_bands
 from workbench.assessment.pilot_run import N_TRIALS, N_UPDATES
-from workbench.schema.statuses import VERDICTS
+from workbench.schema.statuses import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ def script():
 
 
 def counts(verdicts):
-    return {verdict: int((verdicts == verdict).sum()) for verdict in VERDICTS}
+    return {verdict: int((verdicts == verdict).sum()) for verdict in Verdict}
 
 
 def test_the_published_counts_are_those_of_the_recorded_designs(designs):

@@ -10,7 +10,7 @@ import xarray as xr
 
 import workbench as wb
 from tests.data_scripts import load_script
-from workbench.diagnosis import CAUSES, Rules, find_failure, read_record, read_signs
+from workbench.diagnosis import CAUSES, Rules, find_failure, read_record, read_symptoms
 from workbench.diagnosis.diagnose import diagnose
 from workbench.diagnosis.experiment_runs import run_experiment
 
@@ -108,7 +108,7 @@ def test_the_thin_records_say_what_was_recorded(runs):
             {n: ("step", row[n].values[kept].astype(float)) for n in names}, coords={"step": np.flatnonzero(kept)}
         )
         record = read_record(log)
-        strengths = {name: sign.strength for name, sign in read_signs(record, find_failure(record)).items()}
+        strengths = {name: sign.strength for name, sign in read_symptoms(record, find_failure(record)).items()}
         found = rules.probabilities(strengths)
         recorded = row["probability"].sel(view="thin")
         assert next(iter(found)) == str(recorded["ranked_cause"].values[recorded.values.argmax()])

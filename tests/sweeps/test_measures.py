@@ -1,4 +1,6 @@
 import copy
+import dataclasses
+import inspect
 import math
 
 import numpy as np
@@ -11,7 +13,8 @@ import workbench as wb
 from tests.sweeps.small_sweeps import SIZE, TASK, my_model
 from workbench.errors import AnatomyError, ThresholdError
 from workbench.schema.sweeps import MEASURES, SETTINGS
-from workbench.sweeps.trial_updates import rehearsed_rate
+from workbench.sweeps.planned_runs import ShortRunOptions, TrainingOptions
+from workbench.sweeps.trial_updates import pilot_rate
 from workbench.training.training_plan import TrainingPlan
 
 PLAN = {"n_steps": 20, "learning_rate": 0.01, "warmup": 5}
@@ -96,7 +99,7 @@ def test_the_rehearsal_against_a_parabola():
     clipped = wb.sweeps.measure_case(Parabola(), task(), clip_norm=1.0, **options)["rehearsed_rate"].item()
     assert clipped == pytest.approx(15, rel=0.06)  # the first update alone breaks it, as |5 - r| > 10
     short = [next(task().stream())] * 3
-    rate = rehearsed_rate(Parabola(), short, TrainingPlan(n_steps=5, optimizer="SGD"), quadratic)
+    rate = pilot_rate(Parabola(), short, TrainingPlan(n_steps=5, optimizer="SGD"), quadratic)
     assert rate == pytest.approx(1 + 4**0.25, rel=0.06)
 
 
@@ -109,7 +112,7 @@ def test_an_optimizer_of_several_gradients_cannot_be_tried(optimizer):
 
 
 def test_without_a_rehearsal_its_rate_is_nan():
-    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, rehearses=False, **PLAN)
+    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, runs_pilot=False, **PLAN)
     assert math.isnan(case["rehearsed_rate"].item())
     assert math.isfinite(case["breaking_rate"].item())
 
@@ -160,14 +163,14 @@ def test_stream_rms_is_that_of_the_states():
 )
 def test_the_scale_response_says_whether_a_norm_takes_the_scale_out(options, expected):
     fresh = model(**options)
-    case = wb.sweeps.measure_case(fresh, task(), n_snapshots=64, rehearses=False, **PLAN)
+    case = wb.sweeps.measure_case(fresh, task(), n_snapshots=64, runs_pilot=False, **PLAN)
     assert case["scale_response"].item() == pytest.approx(expected, abs=0.1)
     assert not any(module._forward_pre_hooks for module in fresh.modules())
 
 
 def test_where_the_output_begins_at_zero_the_stream_answers():
     case = wb.sweeps.measure_case(
-        model("none", initialization="fixup"), task(), n_snapshots=64, rehearses=False, **PLAN
+        model("none", initialization="fixup"), task(), n_snapshots=64, runs_pilot=False, **PLAN
     )
     assert case["logit_std"].item() == 0
     assert case["scale_response"].item() == pytest.approx(1)
@@ -199,7 +202,6 @@ def test_replanning_with_another_optimizer_forgets_the_trial_update():
     [
         ({"learning_rate": 0.0}, "learning_rate is 0.0, expected a positive number"),
         ({"learning_rate": math.nan}, "learning_rate is nan, expected a positive number"),
-        ({"speed": 3}, "'speed' is no setting of a training run"),
         ({"schedule": "zigzag"}, "schedule is 'zigzag'"),
     ],
 )
@@ -211,9 +213,24 @@ def test_impossible_plans_are_refused(changes, said):
         wb.sweeps.replan(case, **changes)
 
 
-def test_a_plan_needs_its_number_of_steps():
-    with pytest.raises(ThresholdError, match="needs n_steps"):
-        wb.sweeps.measure_case(model(), task(), learning_rate=0.1)
+def test_the_settings_of_a_case_are_those_of_a_training_plan():
+    fields = {item.name: item.default for item in dataclasses.fields(TrainingPlan) if item.name != "optimizer_options"}
+    own = inspect.signature(wb.sweeps.measure_case).parameters
+    for name, default in fields.items():
+        assert own[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert (own[name].default is inspect.Parameter.empty) == (default is dataclasses.MISSING)
+        assert default is dataclasses.MISSING or own[name].default == default
+    assert own["optimizer_options"].default is None
+    assert {*TrainingOptions.__annotations__} == {*fields, "optimizer_options"}
+    assert {*TrainingOptions.__annotations__} - {*ShortRunOptions.__annotations__} == {
+        "n_steps", "learning_rate", "seed",
+    }  # fmt: skip
+
+
+def test_a_setting_that_there_is_not_is_refused():
+    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, takes_gradients=False, **PLAN)
+    with pytest.raises(ThresholdError, match="'speed' is no setting of a training run"):
+        wb.sweeps.replan(case, speed=3)
 
 
 def test_a_model_without_a_residual_stream_is_refused():

@@ -3,8 +3,8 @@
 import numpy as np
 
 from tests.risk.made_sweep import SLOPE
-from workbench.risk.applicability import Familiarity
-from workbench.risk.feature_map import Design
+from workbench.risk.applicability import Applicability
+from workbench.risk.feature_map import FeatureMap
 from workbench.risk.features import FEATURES
 from workbench.risk.risk_model import RiskModel
 
@@ -19,7 +19,7 @@ SPREAD = 0.1
 def planted_model(sweep, *, more=(), with_optimizer=True):
     """A model of the sweep's features; further ones have no weight."""
     names = (*COEFFICIENTS, *more)
-    design = Design.of(sweep, (*names, *(["optimizer"] if with_optimizer else [])))
+    design = FeatureMap.of(sweep, (*names, *(["optimizer"] if with_optimizer else [])))
     n = len(names)
     of_column = np.zeros(len(design.columns))
     of_column[:n] = [COEFFICIENTS.get(name, 0.0) for name in names]
@@ -28,10 +28,10 @@ def planted_model(sweep, *, more=(), with_optimizer=True):
     moved = np.zeros_like(row)
     moved[1] = SPREAD
     base = design.matrix(design.read(sweep))[:, : design.n_base]
-    familiarity = Familiarity.of(base, sweep["cell"].values, sweep["configuration"].values)
+    applicability = Applicability.of(base, sweep["cell"].values, sweep["configuration"].values)
     rates = np.log10(sweep["learning_rate"].values)
     return RiskModel(
-        design=design, familiarity=Familiarity(familiarity.points, 8.0),
+        design=design, applicability=Applicability(applicability.points, 8.0),
         weights=np.stack([row, row - moved, row + moved]), seen=(-4.0, 4.0), log_rate=(rates.mean(), rates.std()),
         spread=(SLOPE, SPREAD), about={"options": {"level": 0.95}},
     )  # fmt: skip

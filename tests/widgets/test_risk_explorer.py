@@ -488,7 +488,7 @@ def test_a_closed_widget_drops_what_is_being_measured(make, monkeypatch):
 
 
 def test_a_measurement_ends_where_it_is_stopped_or_another_one_is_asked_for(make, monkeypatch):
-    explorer = make(risk="rehearsal")
+    explorer = make(risk="pilot")
     n_looks, begun, go = [0], threading.Event(), threading.Event()
 
     def look(*args):
@@ -609,7 +609,7 @@ def test_the_shipped_risk_models_are_chosen_by_how_closely_one_looks(n_measured)
 
 def test_the_best_one_is_the_first_and_the_list_is_hidden_where_a_model_is_passed(make):
     explorer = RiskExplorer(wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2))
-    assert explorer.risk.features == wb.risk.shipped("rehearsal").features
+    assert explorer.risk.features == wb.risk.shipped("pilot").features
     assert explorer.look.layout.display is None
     explorer.close()
     assert make(waits=False).look.layout.display == "none"

@@ -8,6 +8,7 @@ import ipywidgets
 import numpy as np
 
 from workbench.reports.quantity import Numbers, Quantity
+from workbench.schema.statuses import WORST_FIRST, CriterionState
 from workbench.widgets.report.choice_table import ChoiceTable, cell, row
 from workbench.widgets.report.evidence import Evidence
 from workbench.widgets.tags import Tags
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from workbench.widgets.base import WorkbenchWidget
 
-STATES = ("failing", "at risk", "healthy", "not measured")
 _ALL = "all failure modes"
 
 
@@ -65,7 +65,7 @@ class CriteriaView:
         options = [(f"{title} ({owners.count(mode)})", mode) for mode, title in titles.items() if mode in owners]
         self.mode.options = [(f"{_ALL} ({len(owners)})", ""), *options]
         self.states.options = [
-            {"name": state, "text": f"{state} {found.count(state)}"} for state in STATES if state in found
+            {"name": state, "text": f"{state} {found.count(state)}"} for state in WORST_FIRST if state in found
         ]
         self.states.value = self.states.names
         self._filter()
@@ -97,14 +97,17 @@ def ranking(numbers: Numbers) -> Callable[[str], tuple[int, float]]:
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
     confidence = np.nan_to_num(numbers.node("criteria")["confidence"].values)  # NaN: nothing was judged
     places = {
-        name: (STATES.index(state), -float(sure)) for name, state, sure in zip(ids, states, confidence, strict=True)
+        name: (WORST_FIRST.index(state), -float(sure))
+        for name, state, sure in zip(ids, states, confidence, strict=True)
     }
     return places.__getitem__
 
 
 def value_of(quantity: Quantity) -> str:
     """Value and unit, as cells show them."""
-    return "" if quantity.state == "not measured" else " ".join(filter(None, [quantity.text, quantity.units]))
+    return (
+        "" if quantity.state == CriterionState.NOT_MEASURED else " ".join(filter(None, [quantity.text, quantity.units]))
+    )
 
 
 def _cells(quantity: Quantity) -> list[dict]:

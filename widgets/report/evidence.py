@@ -14,6 +14,7 @@ from workbench.reports import pictures
 from workbench.reports.assessment_document import stand_in_of
 from workbench.reports.document import Picture
 from workbench.reports.quantity import Numbers, Quantity
+from workbench.schema.statuses import CriterionState
 from workbench.widgets.base import close_tree
 from workbench.widgets.figure import show
 from workbench.widgets.risk.risk_verdict import HEAD, MUTED
@@ -100,12 +101,12 @@ def _words(quantity: Quantity, data: xr.Dataset, head: str, stand_in: str) -> st
     layer, n_runs, sure = int(data["layer"]), int(data["n_reference"]), float(data["confidence"])
     reason = str(data["reason"].values).strip()
     lines = [f"<b>{html.escape(quantity.state)}</b>" + (f", confidence {100 * sure:.0f} %" if sure > 0 else "")]
-    if quantity.state != "not measured":
+    if quantity.state != CriterionState.NOT_MEASURED:
         band = f"healthy: {quantity.band}" + (f", as in {n_runs} healthy runs" if n_runs else "")
         place = f" in block {layer}" if layer >= 0 else ""
         of = f", of {stand_in}" if stand_in else ""
         lines.insert(0, f"<b>{html.escape(text)}</b>{place}{of}; {html.escape(band)}")
-    if reason and quantity.state != "healthy":
+    if reason and quantity.state != CriterionState.HEALTHY:
         lines.append(html.escape(f"{reason[0].upper()}{reason[1:].rstrip('.')}."))
     title = html.escape(": ".join(filter(None, [head, quantity.meaning])))
     body = "".join(f"<div>{line}</div>" for line in lines)

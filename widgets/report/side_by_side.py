@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from workbench.reports.quantity import Numbers, Quantity
+from workbench.schema.statuses import CriterionState
 from workbench.widgets.report.choice_table import ChoiceTable, cell, row
-from workbench.widgets.report.criteria import STATES, ranking, value_of
+from workbench.widgets.report.criteria import ranking, value_of
 from workbench.widgets.report.evidence import Evidence
 from workbench.widgets.tables import NAME, TABLE
 
@@ -121,7 +122,7 @@ class SideBySide:
 
 
 def _state(quantity: Quantity | None) -> str:
-    return STATES[-1] if quantity is None else quantity.state
+    return CriterionState.NOT_MEASURED if quantity is None else quantity.state
 
 
 def _cells(pair: list[Quantity | None]) -> list[dict[str, Any]]:
@@ -134,7 +135,7 @@ def _cells(pair: list[Quantity | None]) -> list[dict[str, Any]]:
 
 
 def _figures(numbers: Numbers, names: tuple[str, str]) -> str:
-    """The two designs' own figures: verdict, risk, rate, size, price."""
+    """The two designs' own figures: verdict, risk, rate, size, compute cost."""
     data, all_names = numbers.node("designs"), numbers.names("designs", "design")
     body = ""
     for variable in (str(name) for name in data.data_vars if data[name].dims == ("design",)):

@@ -25,7 +25,7 @@ class Efforts(NamedTuple):
     """How closely a model is looked at, as `measure_case` takes it."""
 
     takes_gradients: bool
-    rehearses: bool
+    runs_pilot: bool
 
     @classmethod
     def of(cls, risk: RiskModel) -> Efforts:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.koopman.measures import summarize
-from workbench.schema.statuses import AT_RISK, CANNOT_SAY, PROCEED
+from workbench.schema.statuses import Verdict
 from workbench.widgets.risk.forecast import HIGH, LOW
 
 if TYPE_CHECKING:
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
     from workbench.widgets.risk.forecast import Forecast
 
+LIKELY_TO_DIVERGE = "likely to diverge"
 #: Verdict -> sign and colour; dark enough for the white words on them. "likely to diverge" is about the risk alone; the
 #: others are those of an assessment.
-_LOOKS = {
-    PROCEED: ("✓", "#0b7a56"),
-    CANNOT_SAY: ("?", "#5f5f5f"),
-    AT_RISK: ("!", "#8a6100"),
-    "likely to diverge": ("✕", "#b8420a"),
+_LOOKS: dict[str, tuple[str, str]] = {
+    Verdict.PROCEED: ("✓", "#0b7a56"),
+    Verdict.CANNOT_SAY: ("?", "#5f5f5f"),
+    Verdict.AT_RISK: ("!", "#8a6100"),
+    LIKELY_TO_DIVERGE: ("✕", "#b8420a"),
 }
 #: Of a heading inside the widget, and of what explains.
 HEAD = "font-weight:700;font-size:15px;line-height:1.4;color:var(--jp-ui-font-color1,#222)"
@@ -37,10 +38,10 @@ _BIG = "font-size:30px;line-height:1.25;font-weight:600;font-variant-numeric:tab
 def verdict_of(probability: float) -> str:
     """The words for a probability of divergence; NaN: none was given."""
     if np.isnan(probability):
-        return CANNOT_SAY
+        return Verdict.CANNOT_SAY
     if probability < LOW:
-        return PROCEED
-    return "likely to diverge" if probability > HIGH else AT_RISK
+        return Verdict.PROCEED
+    return LIKELY_TO_DIVERGE if probability > HIGH else Verdict.AT_RISK
 
 
 def cards(forecast: Forecast) -> str:

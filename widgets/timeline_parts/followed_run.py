@@ -14,6 +14,7 @@ from workbench.errors import SchemaError, StoreError
 from workbench.io.run_access import named_runs, spectra_of
 from workbench.io.store import open_run
 from workbench.plots.timeline_panels import Story
+from workbench.schema.statuses import RunState
 from workbench.studies import signals as sig
 from workbench.widgets.live.history import Modes
 
@@ -103,18 +104,18 @@ class FollowedRun:
         if self.problem:
             return "removed" if "removed" in self.problem else "unreadable"
         said = str(self._now.tree.attrs.get("state", ""))
-        return "diverged" if self.story.diverged is not None and said != "running" else said
+        return RunState.DIVERGED if self.story.diverged is not None and said != RunState.RUNNING else said
 
     @property
     def state_in_words(self) -> str:
         """The state, and up to which step there are data."""
         words = self.state
-        if words == "running" and self.path is not None and self._stamp is not None:
+        if words == RunState.RUNNING and self.path is not None and self._stamp is not None:
             silent = time.time() - self._stamp[0] / 1e9
             words += f", silent for {_ago(silent)}" if silent > _SILENT_AFTER else ""
         if self.story.diverged is not None:
             ending = f"diverged at step {self.story.diverged.step}"
-            return ending if words in ("diverged", "") else f"{words}, {ending}"
+            return ending if words in (RunState.DIVERGED, "") else f"{words}, {ending}"
         return f"{words}, to step {self.story.last_step}" if words else f"to step {self.story.last_step}"
 
     def poll(self) -> bool:

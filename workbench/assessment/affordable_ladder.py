@@ -1,14 +1,15 @@
-"""The ladder of sizes of an assessment: which sizes are affordable, and the planned rate against what they foretell."""
+"""The ladder of sizes of an assessment: which sizes are affordable, and the planned rate against what they predict."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from workbench.scaling.ladder_study import scaling_study
+from workbench.training.training_plan import DEFAULT_RATE
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 WIDEST, DEEPEST = {"quick": 128, "full": 256}, {"quick": 4, "full": 12}
 #: Stable rates are carried on to widths of at most so many times the widest rung's (``data/make_scaling.py`` tried it).
 LARGEST_REACH = 4.0
-#: Updates of the runs of a thorough ladder; a quick one rehearses ten.
+#: Updates of the runs of a thorough ladder; a quick one makes pilot runs of ten.
 N_STEPS = 100
 _Z95 = 1.96
 
@@ -45,12 +46,12 @@ def ladder(
         task: What the rungs learn.
         training: The plan of the run.
         plan: Its ``[assessment]`` may say widths, depths, seeds and thoroughness; by default "quick": three widths up
-            to 128, at most 4 blocks, two seeds, rates rehearsed for ten updates.
+            to 128, at most 4 blocks, two seeds, rates found by pilot runs of ten updates.
         seed: Of the first models.
         progress: As in `workbench.scaling_study`.
 
     Returns:
-        What `scaling_study` returns, and, 0-dim, ``rate_over_edge``: the planned rate over the stable rate foretold for
+        What `scaling_study` returns, and, 0-dim, ``rate_over_edge``: the planned rate over the stable one predicted for
         the target, with ``rate_over_edge_error``, the standard error of its logarithm; NaN where the ladder does not
         support it, and the attribute ``unsupported`` says why.
     """
@@ -58,20 +59,18 @@ def ladder(
     widths = sorted(wanted.widths) if wanted.widths else affordable_widths(design, WIDEST[wanted.thoroughness])
     depths = sorted(wanted.depths) if wanted.depths else [min(design.depth, DEEPEST[wanted.thoroughness])]
     seeds = wanted.seeds or (seed, seed + 1)
-    settings = {
-        name: getattr(training, name)
-        for name in ("warmup", "schedule", "optimizer", "optimizer_options", "clip_norm", "precision")
-    }
-    settings["warmup"] = min(training.warmup, N_STEPS // 2)
-    edge = "trained" if wanted.thoroughness == "full" else "rehearsed"
+    rate = DEFAULT_RATE if training.learning_rate is None else training.learning_rate
+    edge: Literal["trained", "pilot", "none"] = "trained" if wanted.thoroughness == "full" else "pilot"
     if design.width > LARGEST_REACH * max(widths):
         edge = "none"
     study = scaling_study(
-        design, widths, depths, task=task, learning_rate=training.learning_rate, n_steps=N_STEPS, seeds=seeds,
-        edge=edge, largest_reach=LARGEST_REACH, n_coordinate_steps=5, progress=progress, **settings,
+        design, widths, depths, task=task, learning_rate=rate, n_steps=N_STEPS, seeds=seeds,
+        edge=edge, largest_reach=LARGEST_REACH, n_coordinate_steps=5, progress=progress,
+        warmup=min(training.warmup, N_STEPS // 2), schedule=training.schedule, optimizer=training.optimizer,
+        optimizer_options=training.optimizer_options, clip_norm=training.clip_norm, precision=training.precision,
     )  # fmt: skip
     reason = _reason(study, design.width, max(widths))
-    return study.assign(_against(study, training.learning_rate)).assign_attrs(unsupported=reason)
+    return study.assign(_against(study, rate)).assign_attrs(unsupported=reason)
 
 
 def affordable_widths(design: Design, widest: int) -> list[int]:

@@ -21,7 +21,7 @@ from workbench.assessment.depth_flow import depth_flow
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.flow_numbers import flow_numbers
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
-from workbench.assessment.pilot_run import N_UPDATES, dress_rehearsal
+from workbench.assessment.pilot_run import N_UPDATES, pilot_run
 from workbench.assessment.plan_changes import possible_changes, try_changes
 from workbench.assessment.plan_risk import STABLE_BELOW, plan_risk
 from workbench.flow.flow_measurement import measure
@@ -86,7 +86,7 @@ def assess(
         DataTree of kind "assessment". Root attributes: ``verdict`` ("proceed", "cannot say", "at risk", "refuse"),
         ``exit_status`` (0, 4, 1, 2), ``summary``, the plan as JSON, versions, and sizes: ``width`` and ``depth`` of the
         subject, ``measured_width`` and ``measured_depth`` of the model that was run, ``is_stand_in`` (0, 1).
-        Nodes: ``spectra``, ``flow``, ``flow_numbers``, ``initialization``, ``case`` (what the risk model looks at),
+        Nodes: ``spectra``, ``flow``, ``flow_numbers``, ``initialization``, ``case`` (what the risk model reads),
         ``risk`` (NaN where it is not known), ``rehearsal``, ``hardware``, ``criteria``, ``failure_modes``,
         ``decisions``; where the risk is known ``risk_over_rates``; of a stand-in ``scaling``, ``depth_flow``,
         ``flow_at_depth``; where the plan may break ``changes``.
@@ -112,7 +112,7 @@ def assess(
             tree["case"].to_dataset(), float(tree["rehearsal"]["share_broken"]), stand_in=stands_for_nothing(sizes)
         )
     )
-    if bool(tree["risk"]["is_familiar"][0]):
+    if bool(tree["risk"].to_dataset()["is_familiar"][0]):
         tree["risk_over_rates"] = xr.DataTree(risk_around(tree["case"].to_dataset()))
     tree.attrs = {
         "kind": "assessment",
@@ -166,7 +166,7 @@ def risk_around(case: xr.Dataset) -> xr.Dataset:
         case: From `workbench.sweeps.measure_case`, one run that is familiar to the risk model.
     """
     rates = float(case["learning_rate"][0]) * np.geomspace(1 / RATE_SPAN, RATE_SPAN, N_RATES)
-    return over_rates(shipped("rehearsal"), case, rates, below=STABLE_BELOW)
+    return over_rates(shipped("pilot"), case, rates, below=STABLE_BELOW)
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,9 @@ class _Bench:
         """What single changes to the plan would do, tried out."""
         say("changes to the plan")
         possible = possible_changes(
-            self.training, float(tree["risk"]["largest_stable_rate"][0]), float(tree["case"]["rehearsed_rate"][0])
+            self.training,
+            float(tree["risk"].to_dataset()["largest_stable_rate"][0]),
+            float(tree["case"].to_dataset()["rehearsed_rate"][0]),
         )
         step = _part_of(say, "changes to the plan")
         return try_changes(self.measured.model, self.task, possible, n_updates=N_UPDATES, say=step)
@@ -230,7 +232,7 @@ def _measured(bench: _Bench, say: Callable[[str], None]) -> dict[str, xr.Dataset
             for i, sibling in enumerate(measured.siblings(N_SEEDS))
         ]
         parts["/flow"], parts["/flow_numbers"] = flows[0], flow_numbers(flows, log_error=log_error)
-        if is_thin:
+        if is_thin and measured.target_depth is not None:
             say(f"information flow at {measured.target_depth} blocks")
             parts["/depth_flow"], parts["/flow_at_depth"] = depth_flow(
                 lambda depth, seed: measured.fresh(seed, depth),
@@ -245,8 +247,8 @@ def _measured(bench: _Bench, say: Callable[[str], None]) -> dict[str, xr.Dataset
     parts["/case"] = case.drop_vars("eigenvalue")  # which is in the spectra
     parts["/initialization"] = initialization(case, bench.task) if not is_thin else _start_of(fresh, bench)
     say("the first updates, tried out")
-    parts["/rehearsal"] = dress_rehearsal(model, bench.task, bench.training)
-    if is_thin:
+    parts["/rehearsal"] = pilot_run(model, bench.task, bench.training)
+    if is_thin and measured.design is not None:
         say("a ladder of sizes")
         parts["/scaling"] = ladder(
             measured.design, bench.task, bench.training, bench.plan, seed=bench.seed,
@@ -284,7 +286,7 @@ def initialization(case: xr.Dataset, task: Task) -> xr.Dataset:
 
 def _start_of(fresh: torch.nn.Module, bench: _Bench) -> xr.Dataset:
     """How a thin stand-in of the target's width starts; its gradients reach fewer weights than the target's."""
-    case = measure_case(fresh, bench.task, n_snapshots=N_SNAPSHOTS, rehearses=False, **bench.settings)
+    case = measure_case(fresh, bench.task, n_snapshots=N_SNAPSHOTS, runs_pilot=False, **bench.settings)
     found = initialization(case, bench.task)
     found["initial_grad_norm"][...] = math.nan
     found["initial_grad_norm"].attrs["unseen"] = UNSEEN_GRADIENT

@@ -10,7 +10,6 @@ from workbench.assessment.failure_modes import judged
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.plan_risk import STABLE_BELOW
 from workbench.assessment.verdict import summary_of, verdict_of
-from workbench.schema.statuses import EXIT_STATUS
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -39,11 +38,12 @@ def conclude(
         tree["changes"] = xr.DataTree(try_changes(tree))
     tree["decisions"] = xr.DataTree(decide(tree, plan, affordable=float(tree.attrs["steps_in_budget"])))
     verdict = verdict_of(criteria, modes)
-    tree.attrs["verdict"], tree.attrs["exit_status"] = verdict, EXIT_STATUS[verdict]
+    tree.attrs["verdict"], tree.attrs["exit_status"] = verdict.value, verdict.exit_status
     tree.attrs["summary"] = summary_of(str(tree.attrs["subject"]), verdict, criteria, modes, Sizes.of(tree))
 
 
 def may_break(tree: xr.DataTree) -> bool:
     """Whether a trial of the plan broke, or its risk is known and not small."""
-    share, risk = float(tree["rehearsal"]["share_broken"]), float(tree["risk"]["tried_probability"][0])
+    share = float(tree["rehearsal"]["share_broken"])
+    risk = float(tree["risk"].to_dataset()["tried_probability"][0])
     return share > 0 or risk >= STABLE_BELOW

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.assessment.failure_modes.criterion import STATES
 from workbench.assessment.failure_modes.plan_criteria import BROKEN_TRIALS, RISK
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.verdict import FIRST_STEP, verdict_of
-from workbench.schema.statuses import CANNOT_SAY, PROCEED
+from workbench.schema.statuses import BAD_STATES, DecisionKind, Verdict
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from workbench.hardware import AssessmentPlan
 
-KINDS = ("proceed", "measure", "change", "kss", "monitor", "stop rule")
 #: Failure mode -> what to watch while training, and why. The names are those of the recorder's parts.
 _WATCH = {
     "gradient_flow_collapse": ("optimizer: module_grad_norm, update_ratio", "which block's gradients leave first"),
@@ -49,7 +47,7 @@ class Decision:
     """One thing to do.
 
     Attributes:
-        kind: One of ``KINDS``.
+        kind: What it asks for.
         text: What to do; one clause.
         setting: What it is about, such as ``learning_rate``; empty if nothing is set.
         current, proposed: The setting now and then.
@@ -58,7 +56,7 @@ class Decision:
         path, variable, selection: Where the effect's number stands in the tree; empty: there is none.
     """
 
-    kind: str
+    kind: DecisionKind
     text: str
     setting: str = ""
     current: str = ""
@@ -91,7 +89,7 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
         *_start(verdict_of(criteria, modes), modes, affordable < plan.training.n_steps),
         *_changes(tree, plan, stand_in), *_budget(plan, affordable), *_monitors(modes), *_stop_rules(tree, stand_in),
     ]  # fmt: skip
-    found.sort(key=lambda decision: KINDS.index(decision.kind))
+    found.sort(key=lambda decision: list(DecisionKind).index(decision.kind))
     columns: dict[str, list[Any]] = {
         item.name: [getattr(each, item.name) for each in found] for item in fields(Decision)
     }
@@ -104,12 +102,12 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
     )
 
 
-def _start(verdict: str, modes: xr.Dataset, is_too_long: bool) -> Iterator[Decision]:
-    if verdict == PROCEED and all(state not in STATES[1:] for state in modes["state"].values):
+def _start(verdict: Verdict, modes: xr.Dataset, is_too_long: bool) -> Iterator[Decision]:
+    if verdict is Verdict.PROCEED and all(state not in BAD_STATES for state in modes["state"].values):
         how = "with the change and the stop rules below" if is_too_long else "as planned, with the stop rules below"
-        yield Decision("proceed", f"start the run {how}")
-    if verdict == CANNOT_SAY:
-        yield Decision("measure", FIRST_STEP, criterion=RISK)
+        yield Decision(DecisionKind.PROCEED, f"start the run {how}")
+    if verdict is Verdict.CANNOT_SAY:
+        yield Decision(DecisionKind.MEASURE, FIRST_STEP, criterion=RISK)
 
 
 def _changes(tree: xr.DataTree, plan: AssessmentPlan, stand_in: str) -> Iterator[Decision]:
@@ -117,7 +115,7 @@ def _changes(tree: xr.DataTree, plan: AssessmentPlan, stand_in: str) -> Iterator
     bad = {
         str(name): criteria.sel(criterion=name)
         for name, state in zip(criteria["criterion"].values, criteria["state"].values, strict=True)
-        if state in STATES[1:]
+        if state in BAD_STATES
     }
     if "changes" in tree:
         criterion = next((name for name in (BROKEN_TRIALS, RISK) if name in bad), "")
@@ -126,7 +124,8 @@ def _changes(tree: xr.DataTree, plan: AssessmentPlan, stand_in: str) -> Iterator
         rate = plan.training.learning_rate or math.nan
         proposed = float(f"{rate / float(bad['rate_over_edge']['value']):.2g}")
         yield Decision(
-            "change", "lower the peak rate to what the ladder foretells for the target size, or parametrize by muP and "
+            DecisionKind.CHANGE,
+            "lower the peak rate to what the ladder predicts for the target size, or parametrize by muP and "
             "carry the small model's rate over", "learning_rate", f"{rate:g}", f"{proposed:g}", "rate_over_edge",
         )  # fmt: skip
     if "hardware" in tree:
@@ -134,7 +133,8 @@ def _changes(tree: xr.DataTree, plan: AssessmentPlan, stand_in: str) -> Iterator
     gains = [name for name in bad if name.startswith(("gradient_gain", "signal_gain", "branch_ratio"))]
     if gains:
         yield Decision(
-            "change", "bring the gain of every block near 1: start the embeddings at a spread near 1, so that no "
+            DecisionKind.CHANGE,
+            "bring the gain of every block near 1: start the embeddings at a spread near 1, so that no "
             "branch outweighs the stream, or scale the output matrices of the branches by 1 / sqrt(2 blocks)",
             "initialization", "as it is", "larger embeddings, or branches / sqrt(2 blocks)", gains[0],
         )  # fmt: skip
@@ -142,23 +142,30 @@ def _changes(tree: xr.DataTree, plan: AssessmentPlan, stand_in: str) -> Iterator
     if start and not gains:
         row = bad[start[0]]
         yield Decision(
-            "change", f"bring the {row['title'].values} of the fresh model into the healthy band",
+            DecisionKind.CHANGE, f"bring the {row['title'].values} of the fresh model into the healthy band",
             "initialization", f"{float(row['value']):.3g}", f"{_band(row)}", start[0],
         )  # fmt: skip
     heads = [name for name, row in bad.items() if str(row["failure_mode"].values) == "attention_degeneracy"]
     if heads:
         yield Decision(
-            "change", "normalize queries and keys, which bounds the attention logits", "qk_norm", "off", "on", heads[0]
+            DecisionKind.CHANGE,
+            "normalize queries and keys, which bounds the attention logits",
+            "qk_norm",
+            "off",
+            "on",
+            heads[0],
         )
     routes = [name for name, row in bad.items() if str(row["failure_mode"].values) == "routing_oscillation"]
     if routes and routes[0] in _OF_FRESH_ROUTER:
         yield Decision(
-            "change", "start the matrices of the routers at a smaller spread, so that no fresh router is sure of its "
+            DecisionKind.CHANGE,
+            "start the matrices of the routers at a smaller spread, so that no fresh router is sure of its "
             "choices", "router initialization", "as it is", "half as large", routes[0],
         )  # fmt: skip
     elif routes:
         yield Decision(
-            "change", "raise the auxiliary balance loss or lower the router's rate until routing settles",
+            DecisionKind.CHANGE,
+            "raise the auxiliary balance loss or lower the router's rate until routing settles",
             "balance_coefficient", "as it is", "twice as large", routes[0],
         )  # fmt: skip
 
@@ -167,7 +174,8 @@ def _budget(plan: AssessmentPlan, affordable: float) -> Iterator[Decision]:
     n_steps = plan.training.n_steps
     if affordable < n_steps:
         yield Decision(
-            "change", "end with what the budget pays for, or raise it: the schedule ends after more updates than that",
+            DecisionKind.CHANGE,
+            "end with what the budget pays for, or raise it: the schedule ends after more updates than that",
             "n_steps", f"{n_steps:,}", f"{affordable:,.0f}",
         )  # fmt: skip
 
@@ -180,10 +188,9 @@ def _tried(changes: xr.Dataset, criterion: str, stand_in: str) -> Iterator[Decis
     for i in np.flatnonzero(n_broken == best):
         setting = str(changes["setting"].values[i])
         kept = int(n_trials[i] - n_broken[i])
-        where = {"path": "/changes", "variable": "n_broken", "selection": {"change": int(i)}}
         effect = f"{kept} of {int(n_trials[i])} trials{of} with it did not break"
         current, proposed = str(changes["current"].values[i]), str(changes["proposed"].values[i])
-        if stand_in and setting == "learning_rate":  # a rate that a small model bears is none for a large one
+        if stand_in and setting == "learning_rate":  # what is stable for a small model is not so for a large one
             proposed = f"below {current}"
         words = {
             "learning_rate": "lower the peak rate",
@@ -193,8 +200,9 @@ def _tried(changes: xr.Dataset, criterion: str, stand_in: str) -> Iterator[Decis
         }
         if kept:
             yield Decision(
-                "kss" if setting == "kss" else "change", words[setting], setting, current, proposed, criterion, effect,
-                **where,
+                DecisionKind.KSS if setting == "kss" else DecisionKind.CHANGE,
+                words[setting], setting, current, proposed, criterion, effect,
+                path="/changes", variable="n_broken", selection={"change": int(i)},
             )  # fmt: skip
 
 
@@ -203,7 +211,7 @@ def _remedies(hardware: xr.Dataset, bad: dict[str, xr.Dataset]) -> Iterator[Deci
         if f"hazard_{name}" in bad and str(hardware["remedy_setting"].values[i]):
             setting, value = str(hardware["remedy_setting"].values[i]), str(hardware["remedy_value"].values[i])
             yield Decision(
-                "change", f"set {setting} to {value}", setting, "as planned", value, f"hazard_{name}",
+                DecisionKind.CHANGE, f"set {setting} to {value}", setting, "as planned", value, f"hazard_{name}",
                 path="/hardware", variable="effect", selection={"hazard": i},
             )  # fmt: skip
 
@@ -213,33 +221,36 @@ def _monitors(modes: xr.Dataset) -> Iterator[Decision]:
     for name, state, worst in zip(
         modes["failure_mode"].values, modes["state"].values, modes["worst_criterion"].values, strict=True
     ):
-        if state in STATES[1:] or name == "divergence_risk":
+        if state in BAD_STATES or name == "divergence_risk":
             what, why = _WATCH[str(name)]
-            yield Decision("monitor", f"record {what}: {why}", "wb.Recorder", "", what, str(worst))
+            yield Decision(DecisionKind.MONITOR, f"record {what}: {why}", "wb.Recorder", "", what, str(worst))
 
 
 def _stop_rules(tree: xr.DataTree, stand_in: str) -> Iterator[Decision]:
     """Limits of the first updates, from the trials that did not break; a stand-in's are none of the design."""
-    rehearsal = tree["rehearsal"].to_dataset()
-    kept = ~rehearsal["has_diverged"].values
-    n = rehearsal.attrs["n_updates"]
+    pilot = tree["rehearsal"].to_dataset()
+    kept = ~pilot["has_diverged"].values
+    n = pilot.attrs["n_updates"]
     if not kept.any():
-        first = int(np.nanmin(rehearsal["divergence_step"].values))
+        first = int(np.nanmin(pilot["divergence_step"].values))
         of = f" of {stand_in}" if stand_in else ""
         yield Decision(
-            "stop rule", f"it was started unchanged: all trials{of} broke, the first after {first} updates", "", "", "",
+            DecisionKind.STOP_RULE,
+            f"it was started unchanged: all trials{of} broke, the first after {first} updates", "", "", "",
             BROKEN_TRIALS, path="/rehearsal", variable="divergence_step",
-            selection={"trial": int(np.nanargmin(rehearsal["divergence_step"].values))},
+            selection={"trial": int(np.nanargmin(pilot["divergence_step"].values))},
         )  # fmt: skip
         return
     if stand_in:
         yield Decision(
-            "stop rule", "wb.Alarms sounds, or the loss or the gradient norm is not finite", criterion=BROKEN_TRIALS
+            DecisionKind.STOP_RULE,
+            "wb.Alarms sounds, or the loss or the gradient norm is not finite",
+            criterion=BROKEN_TRIALS,
         )
         return
     for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")):
         # As a ratio, for another seed and batch begin elsewhere.
-        values = rehearsal[name].values / rehearsal[name].values[:, :1]
+        values = pilot[name].values / pilot[name].values[:, :1]
         values = np.where(kept[:, None] & np.isfinite(values), values, -np.inf)
         trial, step = (int(i) for i in np.unravel_index(int(np.argmax(values)), values.shape))
         limit = f"{_SLACK * float(values[trial, step]):.2g}"
@@ -248,7 +259,7 @@ def _stop_rules(tree: xr.DataTree, stand_in: str) -> Iterator[Decision]:
             "the most of the trials"
         )
         yield Decision(
-            "stop rule", text, name, "", f"{limit} x first", BROKEN_TRIALS,
+            DecisionKind.STOP_RULE, text, name, "", f"{limit} x first", BROKEN_TRIALS,
             path="/rehearsal", variable=name, selection={"trial": trial, "step": step},
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Several designs for one objective and budget: which is more stable, and at what price."""
+"""Several designs for one objective and budget: which is more stable, and at what compute cost."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from workbench.errors import ThresholdError
 from workbench.hardware import AssessmentPlan, read_plan
 from workbench.io.provenance import versions
 from workbench.schema.runs import SCHEMA_VERSION
-from workbench.schema.statuses import VERDICTS
+from workbench.schema.statuses import Verdict
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -42,7 +42,7 @@ def compare_designs(
     seed: int = 0,
     progress: bool | Callable[[str], None] = False,
 ) -> xr.DataTree:
-    """Assess several designs under one plan, and set stability against price.
+    """Assess several designs under one plan, and set stability against compute cost.
 
     Args:
         designs: Name -> a subject as `assess` takes it, at least two.
@@ -121,9 +121,9 @@ _MEANING = {
 
 def _row(tree: xr.DataTree, measured: MeasuredModel, plan: AssessmentPlan) -> dict[str, Any]:
     risk = tree["risk"].to_dataset().isel(run=0)
-    rehearsal = tree["rehearsal"].to_dataset()
-    kept = rehearsal["loss"].values[~rehearsal["has_diverged"].values]
-    rate = float(tree["case"]["learning_rate"][0])
+    pilot = tree["rehearsal"].to_dataset()
+    kept = pilot["loss"].values[~pilot["has_diverged"].values]
+    rate = float(tree["case"].to_dataset()["learning_rate"][0])
     stable = float(risk["largest_stable_rate"])
     return {
         "verdict": tree.attrs["verdict"],
@@ -157,7 +157,7 @@ def step_times(models: Mapping[str, nn.Module], task: Any, plan: AssessmentPlan,
             next(run)
             taken[name].append(time.perf_counter() - start)
     for run in runs.values():
-        run.close()
+        cast(Generator[Any, None, None], run).close()
     return {name: float(np.median(seconds)) for name, seconds in taken.items()}
 
 
@@ -170,7 +170,7 @@ def dominated(table: xr.Dataset) -> np.ndarray:
     losses = np.nan_to_num(table["loss_on_trial"].values, nan=math.inf)
     scores = np.column_stack(
         [
-            [VERDICTS.index(verdict) for verdict in table["verdict"].values],
+            [Verdict(verdict).severity for verdict in table["verdict"].values],
             table["probability"].values,
             table["flops_per_token"].values,
             np.round(losses / SAME_LOSS),

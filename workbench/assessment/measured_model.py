@@ -96,6 +96,7 @@ class MeasuredModel:
         """
         if self.is_own or self.design is None or (self.is_target_size and not seed and depth is None):
             return self.model
+        assert self.width is not None  # as its design is known
         if self.is_target_size:
             choices = Digits.n_classes if self.design.n_classes else None
             return self.design.build(self.width, depth or self.depth, self.seed + seed, vocabulary=choices)
@@ -130,8 +131,10 @@ def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, dep
         except WorkbenchError:  # a module of one's own, which says nothing of other sizes
             found = None
         name = subject.name if isinstance(subject, Subject) else type(module).__name__
-        size = (None, None) if found is None else (design(subject).width, design(subject).depth)
-        return MeasuredModel(name, module, found, True, *size, seed)
+        own = None if found is None else design(subject)
+        if own is None:
+            return MeasuredModel(name, module, found, True, None, None, seed)
+        return MeasuredModel(name, module, found, True, own.width, own.depth, seed)
     found = design(subject, width=width, depth=depth)
     if found.n_weights() <= MOST_WEIGHTS:
         model = found.build(seed=seed, vocabulary=Digits.n_classes if found.n_classes else None)
@@ -158,7 +161,7 @@ def planned_task(model: nn.Module, plan: AssessmentPlan, *, seed: int) -> Task:
         sizes = replace(sizes, vocabulary=None)  # of visual tokens, which some models of images predict
     if plan.task.name is None:
         _require_readable(model, sizes)
-    longest = min(sizes.max_length or LENGTH, LENGTH_OF_SCANS if _scans(model) else LENGTH)
+    longest: int | None = min(sizes.max_length or LENGTH, LENGTH_OF_SCANS if _scans(model) else LENGTH)
     if "length" in plan.task.options:  # said for the task itself: it is the user's choice what that costs
         longest = sizes.max_length
     task = plan.make_task(

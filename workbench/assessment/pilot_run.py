@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: Updates of one trial, and the trials: half of the recorded runs that break do so within ten updates, 95 % within 49.
 N_UPDATES, N_TRIALS = 60, 2
-#: Updates between two looks at attention and routing in the first trial, and token states of a look.
+#: Updates between two measurements of attention and routing in the first trial, and token states of each.
 LOOK_EVERY, N_LOOKED_AT = 5, 256
 #: What is looked at: name -> part of the look, its variable, and what stands for all layers and heads.
 _LOOKED_AT: dict[str, tuple[str, str, Callable[[np.ndarray], Any]]] = {
@@ -42,13 +42,13 @@ _LOOKED_AT: dict[str, tuple[str, str, Callable[[np.ndarray], Any]]] = {
 _MEANING = {
     "attention_entropy_share_min": ("smallest attention entropy share", "1"),
     "attention_logit_max": ("largest attention logit", "1"),
-    "routing_change": ("largest routing change between two looks", "1"),
+    "routing_change": ("largest routing change between two measurements", "1"),
     "max_violation": ("largest MaxVio", "1"),
     "dead_experts": ("most dead experts of a layer", "expert"),
 }
 
 
-def dress_rehearsal(
+def pilot_run(
     model: nn.Module,
     task: Any,
     plan: TrainingPlan,
@@ -79,7 +79,7 @@ def dress_rehearsal(
         ``has_diverged``, ``divergence_step`` (NaN: it did not) and ``cause`` (trial); ``share_broken`` of the trials
         (0-dim); of the first trial, dim
         ``look`` (coordinate ``look_step``): ``attention_entropy_share_min``, ``attention_logit_max``,
-        ``routing_change`` since the look before, ``max_violation`` and ``dead_experts``, each the worst of all layers
+        ``routing_change`` since the one before, ``max_violation`` and ``dead_experts``, each the worst of all layers
         and heads, NaN where the model has no such thing; attributes ``n_updates``, ``warmup`` and ``learning_rate``,
         as tried.
 
@@ -147,8 +147,7 @@ def _look(looker: ProbeLook) -> dict[str, float]:
     found = {}
     for name, (part, variable, worst) in _LOOKED_AT.items():
         values = taken.get(part, {}).get(variable)
-        is_seen = values is not None and bool(np.isfinite(values).any())
-        found[name] = float(worst(values)) if is_seen else math.nan
+        found[name] = math.nan if values is None or not np.isfinite(values).any() else float(worst(values))
     return found
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.assessment.pilot_run import dress_rehearsal
+from workbench.assessment.pilot_run import pilot_run
 from workbench.callbacks.kss import KSS
+from workbench.training.training_plan import DEFAULT_RATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from workbench.training.training_plan import TrainingPlan
 
-#: Trials of each change; each has as many updates as the rehearsal of the plan.
+#: Trials of each change; each has as many updates as the pilot run of the plan.
 N_TRIALS = 2
 
 
@@ -50,7 +51,7 @@ def possible_changes(plan: TrainingPlan, stable_rate: float, breaking_rate: floa
         breaking_rate: That broke the model itself within a few trial updates; not finite: none is known. A quarter of
             it, or of the plan's rate if that is lower, is tried where no stable rate is known.
     """
-    rate = plan.learning_rate
+    rate = DEFAULT_RATE if plan.learning_rate is None else plan.learning_rate
     known = [value for value in (rate, breaking_rate) if math.isfinite(value) and value > 0]
     lower = min(stable_rate, rate / 1.5) if math.isfinite(stable_rate) and stable_rate > 0 else min(known) / 4
     lower = float(f"{lower:.2g}")
@@ -72,11 +73,11 @@ def try_changes(
     n_updates: int,
     say: Callable[[str], None] | None = None,
 ) -> xr.Dataset:
-    """Rehearse each change.
+    """A pilot run of each change.
 
     Args:
         model: It is left alone.
-        task: As in `dress_rehearsal`.
+        task: As in `pilot_run`.
         changes: From `possible_changes`.
         n_updates: Of each trial.
         say: Called with a few words before each change; what it raises ends it.
@@ -91,7 +92,7 @@ def try_changes(
     for change in changes:
         if say is not None:
             say(f"{change.setting} {change.current} → {change.proposed}")
-        tried = dress_rehearsal(
+        tried = pilot_run(
             model,
             task,
             change.plan,

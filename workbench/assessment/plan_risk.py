@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.assessment.failure_modes.reference import rehearsal_weights
+from workbench.assessment.failure_modes.reference import trial_weights
 from workbench.risk.model_file import shipped
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def plan_risk(case: xr.Dataset, share_broken: float, *, stand_in: str = "") -> x
     """The risk of one planned run, where it is known.
 
     Args:
-        case: From `workbench.sweeps.measure_case`, with gradients and a rehearsal.
-        share_broken: Of the trials of the same plan, from `dress_rehearsal`.
+        case: From `workbench.sweeps.measure_case`, with gradients and a pilot run.
+        share_broken: Of the trials of the same plan, from `pilot_run`.
         stand_in: Why the case says nothing about the planned run, a sentence, where another model stood in for it;
             empty: it is the planned run's own.
 
@@ -40,7 +40,7 @@ def plan_risk(case: xr.Dataset, share_broken: float, *, stand_in: str = "") -> x
         NaN where the case is not familiar to the risk model, and all of them for a stand-in; the attribute ``warning``
         then says why in one sentence.
     """
-    model = shipped("rehearsal")
+    model = shipped("pilot")
     found = model.predict(case)
     rates = model.largest_stable_rate(case, below=STABLE_BELOW)
     names = ("probability", "low", "high")
@@ -71,6 +71,6 @@ def after_trial(probability: Any, share_broken: float) -> np.ndarray:
     """
     from scipy.special import expit, logit
 
-    intercept, of_model, of_trials = rehearsal_weights()
+    intercept, of_model, of_trials = trial_weights()
     odds = logit(np.clip(np.asarray(probability, dtype=float), _TINY, 1 - _TINY))
     return expit(intercept + of_model * odds + of_trials * share_broken)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workbench.assessment.failure_modes.criteria_table import LEAST_CONFIDENCE
-from workbench.assessment.failure_modes.criterion import NOT_MEASURED, STATES
 from workbench.assessment.failure_modes.plan_criteria import BROKEN_TRIALS, RISK
 from workbench.formatting import short
-from workbench.schema.statuses import AT_RISK, CANNOT_SAY, PROCEED, REFUSE, VERDICTS
+from workbench.schema.statuses import BAD_STATES, CriterionState, Verdict
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -26,7 +25,7 @@ _SHARES = (RISK, BROKEN_TRIALS)
 _ELSEWHERE = {"/scaling": "extrapolated from smaller models of its design"}
 
 
-def verdict_of(criteria: xr.Dataset, modes: xr.Dataset) -> str:
+def verdict_of(criteria: xr.Dataset, modes: xr.Dataset) -> Verdict:
     """The verdict of the worst failure mode that is sure enough; without one, whether what was measured says enough.
 
     Args:
@@ -34,18 +33,21 @@ def verdict_of(criteria: xr.Dataset, modes: xr.Dataset) -> str:
         modes: Likewise.
 
     Returns:
-        "refuse" if a mode is failing with a confidence of at least .5, "at risk" if one is at risk or failing with
+        To refuse if a mode is failing with a confidence of at least .5, "at risk" if one is at risk or failing with
         less. Otherwise "cannot say" if the risk of divergence is not known, or a band could not judge a model of this
         size; else "proceed".
     """
-    verdict = PROCEED
+    found = [Verdict.PROCEED]
     for state, confidence in zip(modes["state"].values, modes["confidence"].values, strict=True):
-        if state in (NOT_MEASURED, STATES[0]):
+        if state not in BAD_STATES:
             continue
-        is_sure = confidence >= LEAST_CONFIDENCE
-        found = REFUSE if state == STATES[2] and is_sure else AT_RISK if is_sure or state == STATES[2] else ""
-        verdict = max(verdict, found or verdict, key=VERDICTS.index)
-    return CANNOT_SAY if verdict == PROCEED and _left_open(criteria) else verdict
+        is_failing, is_sure = state == CriterionState.FAILING, confidence >= LEAST_CONFIDENCE
+        if is_failing and is_sure:
+            found.append(Verdict.REFUSE)
+        elif is_failing or is_sure:
+            found.append(Verdict.AT_RISK)
+    verdict = max(found, key=lambda each: each.severity)
+    return Verdict.CANNOT_SAY if verdict is Verdict.PROCEED and _left_open(criteria) else verdict
 
 
 def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset, sizes: Sizes | None = None) -> str:
@@ -58,17 +60,17 @@ def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset,
         modes: Likewise.
         sizes: Of the subject and of what was run; None: not known.
     """
-    if verdict == PROCEED:
+    if verdict == Verdict.PROCEED:
         return f"{name} may proceed: nothing that was measured lies where runs have failed."
-    if verdict == CANNOT_SAY:
+    if verdict == Verdict.CANNOT_SAY:
         return (
             f"Whether {name} will train as planned cannot be said: {_why_open(criteria, sizes)}. Nothing that was "
             f"measured failed; for an answer, {FIRST_STEP}."
         )
-    bad = modes.isel(failure_mode=[i for i, s in enumerate(modes["state"].values) if s in STATES[1:]])
+    bad = modes.isel(failure_mode=[i for i, s in enumerate(modes["state"].values) if s in BAD_STATES])
     order = sorted(
         range(bad.sizes["failure_mode"]),
-        key=lambda i: (-STATES.index(str(bad["state"].values[i])), -float(bad["confidence"].values[i])),
+        key=lambda i: (-CriterionState(str(bad["state"].values[i])).severity, -float(bad["confidence"].values[i])),
     )
     first = bad.isel(failure_mode=order[0])
     reason = _with_its_number(criteria.sel(criterion=str(first["worst_criterion"].values)), sizes)
@@ -80,7 +82,7 @@ def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset,
         if others
         else ""
     )
-    word = "should not start as planned" if verdict == REFUSE else "is at risk as planned"
+    word = "should not start as planned" if verdict == Verdict.REFUSE else "is at risk as planned"
     return f"{name} {word}: {str(first['title'].values).lower()} ({reason}){more}."
 
 
@@ -88,7 +90,9 @@ def _left_open(criteria: xr.Dataset) -> list[str]:
     """The criteria that stand between a design with nothing against it and its start; the risk first."""
     names, states = criteria["criterion"].values.tolist(), criteria["state"].values.tolist()
     is_outside = criteria["is_outside"].values.tolist()
-    risk = [name for name, state in zip(names, states, strict=True) if name == RISK and state == NOT_MEASURED]
+    risk = [
+        name for name, state in zip(names, states, strict=True) if name == RISK and state == CriterionState.NOT_MEASURED
+    ]
     return risk + [name for name, is_it in zip(names, is_outside, strict=True) if is_it]
 
 

@@ -7,7 +7,7 @@ from workbench.diagnosis.experiments import Experiment
 from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import Failure, find_failure
 from workbench.diagnosis.ranking import Rules
-from workbench.diagnosis.symptoms import Sign, read_signs
+from workbench.diagnosis.symptoms import Symptom, read_symptoms
 
 __all__ = [
     "CAUSES",
@@ -16,12 +16,12 @@ __all__ = [
     "Failure",
     "Record",
     "Rules",
-    "Sign",
+    "Symptom",
     "block_at_fault",
     "check_fits",
     "find_failure",
     "read_record",
-    "read_signs",
+    "read_symptoms",
 ]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from workbench.schema.statuses import CauseKind
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -11,33 +13,38 @@ class Cause:
 
     Attributes:
         title: For people.
-        kind: ``"hyperparameter"``, ``"architecture"``, ``"precision"``, ``"routing"`` or ``"data"``.
+        kind: What kind of thing is at fault.
         meaning: One line.
     """
 
     title: str
-    kind: str
+    kind: CauseKind
     meaning: str
 
 
 CAUSES: dict[str, Cause] = {
-    "learning_rate": Cause("learning rate too high", "hyperparameter", "the peak rate is more than this model bears"),
+    "learning_rate": Cause(
+        "learning rate too high", CauseKind.HYPERPARAMETER, "the peak rate is above the largest stable one"
+    ),
     "schedule": Cause(
         "schedule",
-        "hyperparameter",
+        CauseKind.HYPERPARAMETER,
         "the rate has the right size and the wrong course: no warm-up, a jump, an early end",
     ),
-    "batch": Cause("batch too small", "hyperparameter", "gradients of so few rows are mostly noise at this rate"),
+    "batch": Cause(
+        "batch too small", CauseKind.HYPERPARAMETER, "gradients of so few rows are mostly noise at this rate"
+    ),
     "optimizer_eps": Cause(
-        "optimizer's eps too large", "hyperparameter", "eps, not the gradients' size, rules the updates"
+        "optimizer's eps too large", CauseKind.HYPERPARAMETER, "eps, not the gradients' size, rules the updates"
     ),
     "architecture": Cause(
-        "architecture", "architecture", "a block, or the whole stack, cannot carry the signal as it is built"
+        "architecture", CauseKind.ARCHITECTURE, "a block, or the whole stack, cannot carry the signal as it is built"
     ),
-    "precision": Cause("precision fault", "precision", "arithmetic with too few bits makes gradients or weights wrong"),
-    "routing": Cause("routing", "routing", "the router, or the loss that is to balance it, sends tokens astray"),
-    "data": Cause("burst of bad data", "data", "batches unlike the others came in between"),
+    "precision": Cause(
+        "precision fault", CauseKind.PRECISION, "arithmetic with too few bits makes gradients or weights wrong"
+    ),
+    "routing": Cause(
+        "routing", CauseKind.ROUTING, "the router, or the loss that is to balance it, sends tokens astray"
+    ),
+    "data": Cause("burst of bad data", CauseKind.DATA, "batches unlike the others came in between"),
 }
-
-#: Kinds of cause, in order.
-KINDS = tuple(dict.fromkeys(cause.kind for cause in CAUSES.values()))

@@ -29,7 +29,7 @@ _NUMBERED = re.compile(r"^(.*?)\.?(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True)
-class WeightLook:
+class WeightMeasurement:
     """Sizes of the blocks' weights at one checkpoint.
 
     Attributes:
@@ -82,7 +82,9 @@ def checkpoints_of(run: Any, folder: str | os.PathLike[str] | None = None) -> di
     return {}
 
 
-def look_at_weights(place: Path, *, step: int = 0, model: Subject | nn.Module | None = None) -> WeightLook | None:
+def measure_weights(
+    place: Path, *, step: int = 0, model: Subject | nn.Module | None = None
+) -> WeightMeasurement | None:
     """Sizes of the blocks' matrices in a checkpoint; None: its names have no numbered blocks.
 
     Args:
@@ -101,9 +103,10 @@ def look_at_weights(place: Path, *, step: int = 0, model: Subject | nn.Module | 
         with safe_open(file, framework="pt") as weights:
             squares: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
             for name in weights.keys():  # noqa: SIM118  (safetensors has no iterator)
-                match = _NUMBERED.match(name)
-                tensor = weights.get_tensor(name) if match else None
-                if tensor is not None and tensor.ndim > 1:
+                if (match := _NUMBERED.match(name)) is None:
+                    continue
+                tensor = weights.get_tensor(name)
+                if tensor.ndim > 1:
                     squares[match[1]][int(match[2])] += float(tensor.double().square().sum())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -112,7 +115,7 @@ def look_at_weights(place: Path, *, step: int = 0, model: Subject | nn.Module | 
     stack = max(squares.values(), key=len, default={})
     if len(stack) < 2:
         return None
-    return WeightLook(np.sqrt([stack[i] for i in sorted(stack)]), step, place)
+    return WeightMeasurement(np.sqrt([stack[i] for i in sorted(stack)]), step, place)
 
 
 def check_fits(place: Path, *, model: Subject | nn.Module | None = None) -> None:

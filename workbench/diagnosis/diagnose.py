@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.diagnosis.causes import CAUSES, KINDS
-from workbench.diagnosis.checkpoint_evidence import checkpoints_of, look_at_weights
+from workbench.diagnosis.causes import CAUSES
+from workbench.diagnosis.checkpoint_evidence import checkpoints_of, measure_weights
 from workbench.diagnosis.experiments import Experiment, propose
 from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import Failure, find_failure
 from workbench.diagnosis.ranking import Rules
-from workbench.diagnosis.symptoms import KINDS as SIGN_KINDS
-from workbench.diagnosis.symptoms import Sign, read_signs
+from workbench.diagnosis.symptoms import Symptom, read_symptoms
 from workbench.errors import ThresholdError
 from workbench.io.provenance import versions
 from workbench.schema.runs import SCHEMA_VERSION
+from workbench.schema.statuses import CauseKind, SymptomKind
 from workbench.zoo import ArchitectureConfig
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from workbench.models.subject import Subject
 
-#: Signs that say which block it is, the most direct first.
+#: Symptoms that say which block it is, the most direct first.
 _OF_A_BLOCK = (
     "block_blows_up",
     "odd_weights",
@@ -50,7 +50,7 @@ def diagnose(
     task: Any = None,
     checkpoints: str | os.PathLike[str] | None = None,
     rules: Rules | None = None,
-    uses: Collection[str] = SIGN_KINDS,
+    uses: Collection[str] = tuple(SymptomKind),
 ) -> xr.DataTree:
     """What made a run fail: causes ranked, the evidence for and against each, and what would decide.
 
@@ -65,8 +65,8 @@ def diagnose(
         task: What it was trained on; only noted, as `run_experiment` will need it.
         checkpoints: Their folder; None: beside the store, ``run.zarr`` -> ``run.checkpoints``, if there are any.
         rules: To rank by; None: those that ship.
-        uses: Which kinds of signs may be read: ``"mechanism"``, ``"log"`` (rate and rows as every step records them),
-            ``"configuration"``.
+        uses: Which kinds of symptoms may be read: ``"mechanism"``, ``"log"`` (rate and rows as every step records
+            them), ``"configuration"``.
 
     Returns:
         A tree with attributes ``kind`` ("diagnosis"), ``fault`` (kind of the likeliest cause), ``failure_kind``,
@@ -78,7 +78,7 @@ def diagnose(
         - ``evidence`` (``evidence``, by cause and falling weight): ``cause``, ``sign``, ``weight`` (what it adds to
           the log-odds of the cause; below 0 it speaks against), ``value``, ``units``, ``reference``, ``step``,
           ``layer``, ``sentence``, and where the number stands in the run (``path``, ``variable``, ``selection``, JSON;
-          empty: configuration, checkpoint or several other signs);
+          empty: configuration, checkpoint or several other symptoms);
         - ``experiments`` (``experiment``, what tells most for its cost first): see `workbench.diagnosis.experiments`.
 
     Raises:
@@ -88,31 +88,31 @@ def diagnose(
         ThresholdError: If ``uses`` names something else.
     """
     for kind in uses:
-        if kind not in SIGN_KINDS:
-            raise ThresholdError(f"'{kind}' is no kind of sign, expected some of {', '.join(SIGN_KINDS)}.")
+        if kind not in list(SymptomKind):
+            raise ThresholdError(f"'{kind}' is no kind of symptom, expected some of {', '.join(SymptomKind)}.")
     places = checkpoints_of(run, checkpoints)
     weights = None
     if places:
         first = min(places)
-        weights = look_at_weights(places[first], step=first, model=model)
+        weights = measure_weights(places[first], step=first, model=model)
     record = read_record(run, weights=weights)
     failure = find_failure(record)
-    signs = read_signs(record, failure, kinds=uses)
+    symptoms = read_symptoms(record, failure, kinds=uses)
     rules = Rules.shipped() if rules is None else rules
-    strengths = {name: sign.strength for name, sign in signs.items()}
+    strengths = {name: symptom.strength for name, symptom in symptoms.items()}
     probability = rules.probabilities(strengths)
-    layers = {cause: block_at_fault(signs) if cause in ("architecture",) else -1 for cause in probability}
+    layers = {cause: block_at_fault(symptoms) if cause in ("architecture",) else -1 for cause in probability}
     experiments = propose(record, failure, probability, layers, checkpoints=places)
-    return _tree(record, failure, signs, rules, probability, layers, experiments, task)
+    return _tree(record, failure, symptoms, rules, probability, layers, experiments, task)
 
 
-def block_at_fault(signs: Mapping[str, Sign]) -> int:
-    """The block that the signs point to; -1: none in particular."""
+def block_at_fault(symptoms: Mapping[str, Symptom]) -> int:
+    """The block that the symptoms point to; -1: none in particular."""
     votes: dict[int, float] = {}
     for place, name in enumerate(_OF_A_BLOCK):
-        sign = signs.get(name)
-        if sign is not None and sign.layer >= 0 and sign.strength > 0:
-            votes[sign.layer] = votes.get(sign.layer, 0.0) + sign.strength / (1 + 0.5 * place)
+        symptom = symptoms.get(name)
+        if symptom is not None and symptom.layer >= 0 and symptom.strength > 0:
+            votes[symptom.layer] = votes.get(symptom.layer, 0.0) + symptom.strength / (1 + 0.5 * place)
     best = max(votes, key=lambda layer: votes[layer], default=-1)
     return best if best >= 0 and votes[best] >= 0.3 else -1
 
@@ -120,7 +120,7 @@ def block_at_fault(signs: Mapping[str, Sign]) -> int:
 def _tree(
     record: Record,
     failure: Failure,
-    signs: Mapping[str, Sign],
+    symptoms: Mapping[str, Symptom],
     rules: Rules,
     probability: Mapping[str, float],
     layers: Mapping[str, int],
@@ -133,11 +133,13 @@ def _tree(
     tree = xr.DataTree.from_dict(
         {
             "/causes": _causes(probability, layers),
-            "/evidence": _evidence(signs, rules, probability),
+            "/evidence": _evidence(symptoms, rules, probability),
             "/experiments": experiments_table(experiments),
         }
     )
-    by_kind = {kind: math.fsum(p for cause, p in probability.items() if CAUSES[cause].kind == kind) for kind in KINDS}
+    by_kind = {
+        kind: math.fsum(p for cause, p in probability.items() if CAUSES[cause].kind == kind) for kind in CauseKind
+    }
     where = f" in block {layers[best]}" if layers[best] >= 0 else ""
     described = task.describe() if hasattr(task, "describe") else {}
     tree.attrs = {
@@ -147,12 +149,12 @@ def _tree(
         "run": record.source,
         "fault": CAUSES[best].kind,
         "fault_probabilities": json.dumps({kind: round(p, 4) for kind, p in by_kind.items()}),
-        "failure_kind": failure.kind,
+        "failure_kind": failure.kind.value,
         "failure_step": failure.step,
         "shows_failure": int(failure.is_seen),
         "summary": _summary(failure, f"{CAUSES[best].title}{where} ({100 * probability[best]:.0f} %)"),
         "rules": rules.about,
-        "n_signs": len(signs),
+        "n_signs": len(symptoms),
         "task": json.dumps(described, default=str),
         "versions": versions(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -198,52 +200,59 @@ def _causes(probability: Mapping[str, float], layers: Mapping[str, int]) -> xr.D
     )  # fmt: skip
 
 
-def _evidence(signs: Mapping[str, Sign], rules: Rules, probability: Mapping[str, float]) -> xr.Dataset:
-    """What each sign adds to the log-odds of each cause, largest first within a cause."""
+def _evidence(symptoms: Mapping[str, Symptom], rules: Rules, probability: Mapping[str, float]) -> xr.Dataset:
+    """What each symptom adds to the log-odds of each cause, largest first within a cause."""
     import xarray as xr
 
-    given = rules.evidence({name: sign.strength for name, sign in signs.items()})
-    rows: list[tuple[str, Sign, float]] = []
+    given = rules.evidence({name: symptom.strength for name, symptom in symptoms.items()})
+    rows: list[tuple[str, Symptom, float]] = []
     for cause in probability:
         of_cause = given[rules.causes.index(cause)]
-        found = [(cause, signs[name], float(of_cause[i])) for i, name in enumerate(rules.signs) if name in signs]
+        found = [
+            (cause, symptoms[name], float(of_cause[i])) for i, name in enumerate(rules.symptoms) if name in symptoms
+        ]
         rows += sorted((row for row in found if abs(row[2]) >= _LEAST_EVIDENCE), key=lambda row: -row[2])
 
     def column(values: list[Any], long_name: str, units: str, meaning: str) -> tuple[str, Any, dict[str, str]]:
         kept = np.array(values, dtype=str) if values and isinstance(values[0], str) else np.array(values)
         return ("evidence", kept, _about(long_name, units, meaning))
 
-    found = [sign for _, sign, _ in rows]
+    seen = [symptom for _, symptom, _ in rows]
     return xr.Dataset(
         {
             "cause": column([cause for cause, _, _ in rows], "cause", "", "that it speaks for or against"),
-            "sign": column([sign.name for sign in found], "sign", "", "name of the sign"),
+            "sign": column([symptom.name for symptom in seen], "sign", "", "name of the symptom"),
             "weight": column(
                 [weight for *_, weight in rows],
                 "weight",
                 "1",
                 "added to the log-odds of the cause; above 0 for it, below against it",
             ),
-            "quantity": column([sign.variable or sign.name for sign in found], "quantity", "", "what was read"),
-            "value": column([float(sign.value) for sign in found], "value", "see units", "what was measured"),
-            "units": column([sign.units for sign in found], "units", "", "of value and reference"),
+            "quantity": column([symptom.variable or symptom.name for symptom in seen], "quantity", "", "what was read"),
+            "value": column([float(symptom.value) for symptom in seen], "value", "see units", "what was measured"),
+            "units": column([symptom.units for symptom in seen], "units", "", "of value and reference"),
             "reference": column(
-                [float(sign.reference) for sign in found],
+                [float(symptom.reference) for symptom in seen],
                 "reference",
                 "see units",
                 "what runs usually have; NaN: nothing in particular",
             ),
-            "strength": column([sign.strength for sign in found], "strength", "1", "0 nothing unusual, 1 striking"),
-            "kind": column([sign.kind for sign in found], "kind", "", "mechanism, log or configuration"),
-            "step": column([int(sign.step) for sign in found], "step", "1", "of the run; -1: none in particular"),
-            "layer": column([int(sign.layer) for sign in found], "block", "1", "-1: none in particular"),
-            "sentence": column([sign.sentence for sign in found], "sentence", "", "for people"),
-            "path": column(
-                [sign.path for sign in found], "path", "", "part of the run that holds the number; empty: none does"
+            "strength": column(
+                [symptom.strength for symptom in seen], "strength", "1", "0 nothing unusual, 1 striking"
             ),
-            "variable": column([sign.variable for sign in found], "variable", "", "in that part"),
+            "kind": column([symptom.kind for symptom in seen], "kind", "", "mechanism, log or configuration"),
+            "step": column([int(symptom.step) for symptom in seen], "step", "1", "of the run; -1: none in particular"),
+            "layer": column([int(symptom.layer) for symptom in seen], "block", "1", "-1: none in particular"),
+            "sentence": column([symptom.sentence for symptom in seen], "sentence", "", "for people"),
+            "path": column(
+                [symptom.path for symptom in seen],
+                "path",
+                "",
+                "part of the run that holds the number; empty: none does",
+            ),
+            "variable": column([symptom.variable for symptom in seen], "variable", "", "in that part"),
             "selection": column(
-                [json.dumps(dict(sign.selection)) for sign in found], "selection", "", "JSON: dimension -> value"
+                [json.dumps(dict(symptom.selection)) for symptom in seen], "selection", "", "JSON: dimension -> value"
             ),
         }
     )

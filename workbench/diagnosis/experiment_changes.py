@@ -170,7 +170,7 @@ def steady_routers(model: nn.Module, task: ShiftedTask, change: Mapping[str, Any
             weight = model.get_parameter(name)
             weight.mul_(min(1.0, change["router_rms"] / float(weight.square().mean().sqrt() + 1e-12)))
     config = getattr(model, "config", None)
-    if is_dataclass(config) and hasattr(config, "balance_coefficient"):
-        model.config = replace(config, balance_coefficient=change["balance"])
-    elif hasattr(config, "router_aux_loss_coef"):
+    if is_dataclass(config) and not isinstance(config, type) and hasattr(config, "balance_coefficient"):
+        model.config = replace(config, balance_coefficient=change["balance"])  # type: ignore[assignment]
+    elif config is not None and hasattr(config, "router_aux_loss_coef"):
         config.router_aux_loss_coef = change["balance"]

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import running_median
 from workbench.errors import CheckpointError, ThresholdError
 from workbench.models.run_checkpoints import load_weights
+from workbench.schema.statuses import FailureKind
 from workbench.tasks import Task, as_task
 from workbench.training.checkpoints import read_checkpoint
 from workbench.training.training_plan import TrainingPlan
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from workbench.models.subject import Subject
+    from workbench.sweeps.planned_runs import ReplayOptions
 
 #: Share of the recorded rise that counts as the failure come again.
 _AGAIN = 0.4
@@ -54,7 +56,7 @@ def run_experiment(
     checkpoints: str | os.PathLike[str] | None = None,
     n_steps: int | None = None,
     faults: Sequence[Fault] = (),
-    **training: Any,
+    **training: Unpack[ReplayOptions],
 ) -> xr.DataTree:
     """Replay a part of a failed run twice, unchanged and with one change, and note what came of it.
 
@@ -103,13 +105,13 @@ def run_experiment(
     replay = _Replay(
         read_record(source), source, module_of(model), as_task(task), from_step, n_steps, faults, checkpoints, training
     )
-    twin = replay.losses({})
-    replay.check_begins_as_recorded(twin)
+    control = replay.losses({})
+    replay.check_begins_as_recorded(control)
     changed = replay.losses(change)
-    kind = str(tree.attrs["failure_kind"])
-    has_failed = _judge(kind, replay.record, int(tree.attrs["failure_step"]), twin, changed)
-    value, twin_value = _level(changed), _level(twin)
-    outcome, supports = _verdict(kind, str(row["title"].values), has_failed, value, twin_value, changed, twin)
+    kind = FailureKind(tree.attrs["failure_kind"])
+    has_failed = _judge(kind, replay.record, int(tree.attrs["failure_step"]), control, changed)
+    value, control_value = _level(changed), _level(control)
+    outcome, supports = _verdict(kind, str(row["title"].values), has_failed, value, control_value, changed, control)
     blank = {
         "outcome": ("", "", "what came of it; empty: it was not run"),
         "is_done": (False, "", "whether it was run"),
@@ -121,7 +123,7 @@ def run_experiment(
             "mean loss over the last fifth of the unchanged replay; NaN: not run, or diverged",
         ),
     }
-    answer = {"outcome": outcome, "is_done": True, "supports": supports, "value": value, "twin_value": twin_value}
+    answer = {"outcome": outcome, "is_done": True, "supports": supports, "value": value, "twin_value": control_value}
     columns = {}
     for name, (empty, units, meaning) in blank.items():
         values = table[name].values.tolist() if name in table else [empty] * table.sizes["experiment"]
@@ -179,17 +181,17 @@ class _Replay:
         if self.has_first:
             _check_is_first(model, found[0])
         said = record.setting("training", default={})
-        known = {item.name for item in fields(TrainingPlan)}
+        settings = {item.name for item in fields(TrainingPlan)}
         self.plan = {
             name: value
             for name, value in said.items()
-            if name in known and name not in ("n_steps", "warmup", "schedule")
+            if name in settings and name not in ("n_steps", "warmup", "schedule")
         }
         self.plan.pop("stops_at_divergence", None)
         for name in training:
-            if name not in known:
+            if name not in settings:
                 raise ThresholdError(
-                    f"run_experiment() knows no setting '{name}'; choose from {', '.join(sorted(known))}."
+                    f"run_experiment() knows no setting '{name}'; choose from {', '.join(sorted(settings))}."
                 )
         self.plan |= training
         options = self.plan.get("optimizer_options", {})
@@ -226,15 +228,15 @@ class _Replay:
                 remove()
         return np.array(found + [math.nan] * (self.n_steps - len(found)))
 
-    def check_begins_as_recorded(self, twin: np.ndarray) -> None:
+    def check_begins_as_recorded(self, control: np.ndarray) -> None:
         """Refuse other weights than the run began with, by the loss of the first batch; a checkpoint says it better."""
         loss = float(self.record.values("monitors", "loss")[0])
-        if self.from_step or self.has_first or self.record.steps[0] != 0 or not np.isfinite([loss, twin[0]]).all():
+        if self.from_step or self.has_first or self.record.steps[0] != 0 or not np.isfinite([loss, control[0]]).all():
             return
-        if abs(twin[0] - loss) > _FIRST_LOSS * abs(loss):
+        if abs(control[0] - loss) > _FIRST_LOSS * abs(loss):
             raise ThresholdError(
-                f"The replay from step 0 begins with a loss of {twin[0]:.3g}, the run began with {loss:.3g}; pass the "
-                "model with the weights that training began with, and the run's own task, precision and faults."
+                f"The replay from step 0 begins with a loss of {control[0]:.3g}, the run began with {loss:.3g}; pass "
+                "the model with the weights that training began with, and the run's own task, precision and faults."
             )
 
     def _optimizer(self, model: nn.Module, plan: Mapping[str, Any], change: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -278,19 +280,19 @@ def _check_is_first(model: nn.Module, place: Path) -> None:
             )
 
 
-def _judge(kind: str, record: Record, step: int, twin: np.ndarray, changed: np.ndarray) -> tuple[bool, bool]:
+def _judge(kind: FailureKind, record: Record, step: int, control: np.ndarray, changed: np.ndarray) -> tuple[bool, bool]:
     """Whether the unchanged and the changed replay have failed as the run did."""
-    if kind == "stalled":
-        return True, not _is_lower(changed, twin)
+    if kind is FailureKind.STALLED:
+        return True, not _is_lower(changed, control)
     loss = record.values("monitors", "loss")
     loss = loss[np.isfinite(loss)]
-    if kind == "diverged":  # a loss that runs away does so in a few steps, which a median would hide
+    if kind is FailureKind.DIVERGED:  # a loss that runs away does so in a few steps, which a median would hide
         recorded = float(np.max(loss - np.minimum.accumulate(loss)))
         rise = max(_AGAIN * recorded, _NOISES * _noise(loss), _SHARE * float(np.min(loss)))
-        return tuple(_has_risen(losses, rise) for losses in (twin, changed))
+        return _has_risen(control, rise), _has_risen(changed, rise)
     smooth = running_median(loss, _WINDOW)
     rise = _AGAIN * float(np.max(smooth - np.minimum.accumulate(smooth)))
-    return tuple(_has_risen(losses, rise, window=_WINDOW) for losses in (twin, changed))
+    return _has_risen(control, rise, window=_WINDOW), _has_risen(changed, rise, window=_WINDOW)
 
 
 def _has_risen(losses: np.ndarray, rise: float, *, window: int = 1) -> bool:
@@ -306,15 +308,15 @@ def _noise(losses: np.ndarray) -> float:
     return 1.48 * float(np.median(np.abs(np.diff(losses)))) / math.sqrt(2) if len(losses) > 2 else 0.0
 
 
-def _is_lower(changed: np.ndarray, twin: np.ndarray) -> bool:
+def _is_lower(changed: np.ndarray, control: np.ndarray) -> bool:
     """Whether the changed replay ends lower by more than its noise."""
     if not np.isfinite(changed).all():
         return False
-    if not np.isfinite(twin).all():
+    if not np.isfinite(control).all():
         return True
     n_last = max(3, len(changed) // 5)
-    noise = _noise(twin) * math.sqrt(2 / n_last)
-    return _level(twin) - _level(changed) > max(2.5 * noise, 0.02 * abs(_level(twin)))
+    noise = _noise(control) * math.sqrt(2 / n_last)
+    return _level(control) - _level(changed) > max(2.5 * noise, 0.02 * abs(_level(control)))
 
 
 def _level(losses: np.ndarray) -> float:
@@ -323,13 +325,13 @@ def _level(losses: np.ndarray) -> float:
 
 
 def _verdict(
-    kind: str,
+    kind: FailureKind,
     title: str,
     failed: tuple[bool, bool],
     value: float,
-    twin_value: float,
+    control_value: float,
     changed: np.ndarray,
-    twin: np.ndarray,
+    control: np.ndarray,
 ) -> tuple[str, bool]:
     """One sentence, and whether it speaks for the cause."""
 
@@ -337,11 +339,11 @@ def _verdict(
         bad = np.flatnonzero(~np.isfinite(losses))
         return f"diverged after {bad[0]} steps" if len(bad) else f"ended at a loss of {level:.3g}"
 
-    ends = f"with {title} the replay {how(changed, value)}, unchanged it {how(twin, twin_value)}"
+    ends = f"with {title} the replay {how(changed, value)}, unchanged it {how(control, control_value)}"
     again, still = failed
     if not again:
         return f"Undecided, as the failure did not come again: {ends}.", False
-    if kind == "stalled":
+    if kind is FailureKind.STALLED:
         return f"{'For' if not still else 'Against'} this cause: {ends}.", not still
     return (
         f"{'For' if not still else 'Against'} this cause, as the failure "

@@ -12,6 +12,7 @@ import numpy as np
 
 from workbench.diagnosis.failed_run import Record
 from workbench.diagnosis.failure import Failure
+from workbench.schema.statuses import FailureKind
 
 #: Causes less likely than this are not worth an experiment.
 _LEAST_PROBABILITY = 0.01
@@ -79,7 +80,7 @@ def propose(
             continue  # it would change nothing
         from_step = 0 if begins_anew else max((step for step in checkpoints if step <= failure.step), default=0)
         n_steps = _length(record, failure, from_step)
-        if failure.kind == "stalled":
+        if failure.is_stalled:
             if_right = "the loss goes on falling while the unchanged replay's does not, or falls slower"
             if_wrong = "both replays end at about the same loss"
         else:
@@ -101,9 +102,9 @@ def _eps(record: Record) -> float:
 
 def _length(record: Record, failure: Failure, from_step: int) -> int:
     last = int(record.steps[-1])
-    if failure.kind == "stalled":
+    if failure.is_stalled:
         return int(np.clip(_STALLED_SHARE * (last + 1), _FEWEST, _MOST))
-    if failure.kind == "diverged":
+    if failure.kind is FailureKind.DIVERGED:
         end = record.diverged_at if record.diverged_at is not None else last
         return max(end - from_step + _MARGIN, _MARGIN)
     rises = failure.smooth - np.minimum.accumulate(failure.smooth)
@@ -151,7 +152,7 @@ def _schedule_change(record: Record, failure: Failure) -> tuple[str, dict[str, A
     recorded = int(record.setting("training", "warmup", default=0) or 0)
     n_warm = max(20, 3 * recorded, round(_WARM_UP * len(record.steps)))
     if rate is not None:
-        near = slice(max(1, failure.row - 40), failure.row + 20) if failure.kind != "stalled" else slice(4, None)
+        near = slice(max(1, failure.row - 40), failure.row + 20) if not failure.is_stalled else slice(4, None)
         before, after = rate[near.start - 1 : near.stop][:-1] if near.stop else rate[near.start - 1 : -1], rate[near]
         n = min(len(before), len(after))
         factors = after[:n] / np.maximum(before[:n], 1e-30)
@@ -163,7 +164,7 @@ def _schedule_change(record: Record, failure: Failure) -> tuple[str, dict[str, A
                 {"setting": "schedule", "hold": value, "at": int(record.steps[at])},
                 False,
             )
-        if failure.kind == "stalled" and rate[-1] < 0.1 * np.nanmax(rate):
+        if failure.is_stalled and rate[-1] < 0.1 * np.nanmax(rate):
             value = float(np.nanmax(rate)) / 2
             return (
                 f"the rate held at {value:.3g} instead of coming down",

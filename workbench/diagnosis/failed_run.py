@@ -1,8 +1,8 @@
-"""A failed run as the signs read it: plain arrays by name, and nothing of what a study planted.
+"""A failed run as the symptoms read it: plain arrays by name, and nothing of what a study planted.
 
 Whatever a run is kept in becomes a `Record`: a store, a tree in memory, a thin log, with or without checkpoints. What
-is not there is None, and the signs that need it are silent. Events of kind "fault" and the faults of a configuration
-are left out here, at the only door, so that no sign can read them.
+is not there is None, and the symptoms that need it are silent. Events of kind "fault" and the faults of a configuration
+are left out here, at the only door, so that no symptom can read them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from workbench.io.store import open_run
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.diagnosis.checkpoint_evidence import WeightLook
+    from workbench.diagnosis.checkpoint_evidence import WeightMeasurement
 
-#: Parts that signs look at.
+#: Parts that symptoms look at.
 PARTS = ("monitors", "optimizer", "activations", "attention", "router", "spectra")
 _LEAST_STEPS = 5
 #: A run whose last step is beyond these has diverged (RKSP's label, as in `workbench.TrainingPlan`).
@@ -49,7 +49,7 @@ class Record:
     configuration: Mapping[str, Any] = field(default_factory=dict)
     subject: str = ""
     diverged_at: int | None = None
-    weights: WeightLook | None = None
+    weights: WeightMeasurement | None = None
     source: str = ""
 
     @property
@@ -85,8 +85,8 @@ class Record:
         return default if found is None else found
 
 
-def read_record(run: Any, *, weights: WeightLook | None = None) -> Record:
-    """A run as the signs read it.
+def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record:
+    """A run as the symptoms read it.
 
     Args:
         run: Path of a store or netCDF file, a tree as `workbench.open_run` gives it, or a dataset from `read_log`.
@@ -114,9 +114,9 @@ def read_record(run: Any, *, weights: WeightLook | None = None) -> Record:
             "The run has no monitors with a loss to diagnose; record it with wb.train() or a wb.Recorder."
         )
     parts = {
-        name: run[name].to_dataset(inherit=False).load()
+        name: run.children[name].to_dataset(inherit=False).load()
         for name in PARTS
-        if name in run.children and run[name].sizes.get("step", 0)
+        if name in run.children and run.children[name].sizes.get("step", 0)
     }
     is_short = "monitors" not in parts or parts["monitors"].sizes["step"] < _LEAST_STEPS
     if is_short and not ("monitors" in parts and _divergence(run) is not None):
@@ -133,7 +133,7 @@ def read_record(run: Any, *, weights: WeightLook | None = None) -> Record:
     )
 
 
-def _configuration(attrs: Mapping[str, Any]) -> dict[str, Any]:
+def _configuration(attrs: Mapping[Any, Any]) -> dict[str, Any]:
     """Model, task and training of a store, without the faults that were injected."""
     try:
         found = json.loads(attrs.get("configuration", "{}"))
@@ -146,7 +146,7 @@ def _events(run: xr.DataTree) -> list[tuple[int, str]]:
     """Steps and kinds of the events; those that tell of faults are left out."""
     if "events" not in run.children or "kind" not in run["events"]:
         return []
-    events = run["events"].to_dataset(inherit=False)
+    events = run.children["events"].to_dataset(inherit=False)
     pairs = zip(events["step"].values.tolist(), events["kind"].values.tolist(), strict=True)
     return [(int(step), str(kind)) for step, kind in pairs if str(kind) != "fault"]
 
@@ -156,23 +156,16 @@ def _divergence(run: xr.DataTree) -> int | None:
     found = [step for step, kind in _events(run) if kind == "divergence"]
     if found:
         return min(found)
-    loss = np.asarray(run["monitors"]["loss"].values, dtype=np.float64)
-    norm = (
-        np.asarray(run["monitors"]["grad_norm"].values, dtype=np.float64)
-        if "grad_norm" in run["monitors"]
-        else np.zeros(1)
-    )
+    monitors = run.children["monitors"].to_dataset(inherit=False)
+    steps, loss = monitors["step"].values, monitors["loss"].values.astype(np.float64)
+    norm = monitors["grad_norm"].values.astype(np.float64) if "grad_norm" in monitors else np.zeros(1)
     if loss[-1] > _LOSS_LIMIT or norm[-1] > _NORM_LIMIT:
-        return int(run["monitors"]["step"].values[-1])
+        return int(steps[-1])
     bad = np.flatnonzero(~np.isfinite(loss))
     if not len(bad) or bad[-1] != len(loss) - 1:  # a hole in a log is no divergence; an end without numbers is
         return None
     last_good = np.flatnonzero(np.isfinite(loss))
-    return (
-        int(run["monitors"]["step"].values[last_good[-1] + 1])
-        if len(last_good)
-        else int(run["monitors"]["step"].values[0])
-    )
+    return int(steps[last_good[-1] + 1]) if len(last_good) else int(steps[0])
 
 
 def finite_log10(value: float, least: float = 1e-12) -> float:

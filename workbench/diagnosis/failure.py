@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record
+from workbench.schema.statuses import FailureKind
 
 #: Steps of the running median that noise is taken out with, at most; a tenth of short runs.
 _WINDOW = 15
@@ -23,8 +24,8 @@ class Failure:
     """How a run failed.
 
     Attributes:
-        kind: ``"diverged"``; ``"spike"``, the loss rose above where it had been and stayed or came back; or
-            ``"stalled"``, neither: if the run failed, then by learning too little.
+        kind: Diverged; spike, the loss rose above where it had been and stayed or came back; or stalled, neither: if
+            the run failed, then by learning too little.
         step: Where it began: of a divergence or a spike the last step at which the loss was as low as it had been; of
             a run that stalled the step by which it had done most of what it ever did.
         row: The row of the monitors of that step.
@@ -34,7 +35,7 @@ class Failure:
         recovered: Share of the rise that was made good by the end; 0 where the run diverged.
     """
 
-    kind: str
+    kind: FailureKind
     step: int
     row: int
     rise: float
@@ -43,23 +44,28 @@ class Failure:
     recovered: float
 
     @property
+    def is_stalled(self) -> bool:
+        """Whether it learned too little, so that there is no step at which anything went wrong."""
+        return self.kind is FailureKind.STALLED
+
+    @property
     def is_seen(self) -> bool:
         """Whether the loss itself shows it; of a run that stalled it does not, for no other run says what was due."""
-        if self.kind != "spike":
-            return self.kind == "diverged"
+        if self.kind is not FailureKind.SPIKE:
+            return self.kind is FailureKind.DIVERGED
         best = np.minimum.accumulate(self.smooth)
         return bool(self.rise > _FAR * abs(best[np.argmax(self.smooth - best)]))
 
     @property
     def words(self) -> str:
         """Half a sentence."""
-        if self.kind == "diverged":
+        if self.kind is FailureKind.DIVERGED:
             return f"the loss left its course at step {self.step} and the run diverged"
-        if self.kind == "spike" and self.is_seen:
+        if self.kind is FailureKind.SPIKE and self.is_seen:
             return f"the loss rose by {self.rise:.3g} nats from step {self.step} on" + (
                 " and came back" if self.recovered > 0.7 else ""
             )
-        if self.kind == "spike":
+        if self.kind is FailureKind.SPIKE:
             return f"the loss did not diverge, and rose by no more than {self.rise:.2g} nats, from step {self.step} on"
         return f"the loss neither diverged nor rose far, and had come down most of its way by step {self.step}"
 
@@ -79,15 +85,15 @@ def find_failure(record: Record) -> Failure:
     if record.diverged_at is not None:
         end = int(np.searchsorted(steps, record.diverged_at))
         row = _last_good(filled, best, noise, min(end, len(loss) - 1))
-        return Failure("diverged", int(steps[row]), row, rise, smooth, noise, 0.0)
+        return Failure(FailureKind.DIVERGED, int(steps[row]), row, rise, smooth, noise, 0.0)
     learned = float(smooth[0] - best[-1])
     if rise > max(_SHARE * max(learned, 0.0), _NOISES * noise / np.sqrt(window), 1e-6):
         row = _last_good(smooth, best, noise / np.sqrt(window), peak)
         after = float(np.min(smooth[peak:]))
         recovered = float(np.clip((smooth[peak] - after) / rise, 0, 1))
-        return Failure("spike", int(steps[row]), row, rise, smooth, noise, recovered)
+        return Failure(FailureKind.SPIKE, int(steps[row]), row, rise, smooth, noise, recovered)
     row = int(np.argmax(smooth <= smooth[0] - _MOST * learned)) if learned > 0 else 0
-    return Failure("stalled", int(steps[row]), row, rise, smooth, noise, 0.0)
+    return Failure(FailureKind.STALLED, int(steps[row]), row, rise, smooth, noise, 0.0)
 
 
 def running_median(values: np.ndarray, window: int) -> np.ndarray:

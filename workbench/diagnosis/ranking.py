@@ -1,8 +1,8 @@
-"""From signs to causes: additive evidence, small enough to read.
+"""From symptoms to causes: additive evidence, small enough to read.
 
 A multinomial logistic regression with a strong quadratic penalty (Hoerl and Kennard's ridge, on the logit), fitted to
-recorded runs whose cause was planted. Each sign adds ``weight[cause] * (strength - usual)`` to the log-odds of a cause;
-a sign that is not there adds nothing, so a thin log gives a less certain answer and no other one.
+recorded runs whose cause was planted. Each symptom adds ``weight[cause] * (strength - usual)`` to the log-odds of a
+cause; a symptom that is not there adds nothing, so a thin log gives a less certain answer and no other one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workbench.errors import StoreError, ThresholdError
 from workbench.io.atomic import check_free, replacing
 
 _SHIPPED = Path(__file__).parent / "shipped" / "rules.json"
-#: By this factor, squared, signs are penalized less that decide by what they are, for the recorded runs are few for
+#: By this factor, squared, symptoms are penalized less that decide by what they are, for the recorded runs are few for
 #: each; and more those that may go with a cause only by the way the runs were made.
 TRUST: dict[str, float] = {
     "rate_jumps": 2.5, "rise_out_of_nothing": 2.5, "a_block_stands_out": 2.5, "routing_is_off": 2.5,
@@ -35,19 +35,19 @@ TRUST: dict[str, float] = {
 
 @dataclass(frozen=True)
 class Rules:
-    """Weights of signs for causes.
+    """Weights of symptoms for causes.
 
     Attributes:
         causes: Shape (cause,).
-        signs: Names, shape (sign,).
-        weight: Shape (cause, sign); adds up to 0 over the causes.
-        usual: Strength of each sign that says nothing: its mean over the recorded runs, shape (sign,).
+        symptoms: Names, shape (symptom,).
+        weight: Shape (cause, symptom); adds up to 0 over the causes.
+        usual: Strength of each symptom that says nothing: its mean over the recorded runs, shape (symptom,).
         bias: Shape (cause,).
         about: What they were fitted to.
     """
 
     causes: tuple[str, ...]
-    signs: tuple[str, ...]
+    symptoms: tuple[str, ...]
     weight: np.ndarray
     usual: np.ndarray
     bias: np.ndarray
@@ -60,8 +60,8 @@ class Rules:
         """From failed runs of known cause.
 
         Args:
-            examples: Strengths of the signs of a run by name, and its cause; a run may be there several times, with
-                fewer signs each time.
+            examples: Strengths of the symptoms of a run by name, and its cause; a run may be there several times, with
+                fewer symptoms each time.
             penalty: Of the squared weights.
             about: Where the runs come from, for people.
 
@@ -77,21 +77,21 @@ class Rules:
             raise ThresholdError(
                 f"The examples show {len(causes)} causes, expected at least 2; add runs of another cause."
             )
-        signs = tuple(sorted({name for strengths, _ in examples for name in strengths}))
-        table = np.array([[strengths.get(name, math.nan) for name in signs] for strengths, _ in examples])
+        symptoms = tuple(sorted({name for strengths, _ in examples for name in strengths}))
+        table = np.array([[strengths.get(name, math.nan) for name in symptoms] for strengths, _ in examples])
         usual = np.nanmean(table, axis=0)
         centred = np.where(np.isnan(table), 0.0, table - usual)
         model = LogisticRegression(C=1 / penalty, max_iter=5000, class_weight="balanced")
-        trust = np.array([TRUST.get(name, 1.0) for name in signs])
+        trust = np.array([TRUST.get(name, 1.0) for name in symptoms])
         model.fit(centred * trust, [causes.index(cause) for _, cause in examples])
         weight, bias = model.coef_ * trust, model.intercept_
         if len(causes) == 2:
             weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
-        return cls(causes, signs, weight - weight.mean(axis=0), usual, bias - bias.mean(), about)
+        return cls(causes, symptoms, weight - weight.mean(axis=0), usual, bias - bias.mean(), about)
 
     def evidence(self, strengths: Mapping[str, float]) -> np.ndarray:
-        """What each sign adds to the log-odds of each cause, shape (cause, sign); 0 for signs that are not there."""
-        row = np.array([strengths.get(name, math.nan) for name in self.signs], dtype=np.float64)
+        """What each symptom adds to the log-odds of each cause, shape (cause, symptom); 0 for those not there."""
+        row = np.array([strengths.get(name, math.nan) for name in self.symptoms], dtype=np.float64)
         return self.weight * np.where(np.isnan(row), 0.0, row - self.usual)
 
     def probabilities(self, strengths: Mapping[str, float]) -> dict[str, float]:
@@ -110,7 +110,7 @@ class Rules:
             "causes": list(self.causes),
             "signs": {
                 name: {"usual": _short(self.usual[i]), "weight": [_short(v) for v in self.weight[:, i]]}
-                for i, name in enumerate(self.signs)
+                for i, name in enumerate(self.symptoms)
             },
             "bias": [_short(value) for value in self.bias],
         }
@@ -127,15 +127,15 @@ class Rules:
         """
         try:
             content = json.loads(Path(path).read_text())
-            signs = content["signs"]
-            weight = np.array([one["weight"] for one in signs.values()], dtype=float).T
-            usual = np.array([one["usual"] for one in signs.values()], dtype=float)
+            symptoms = content["signs"]
+            weight = np.array([one["weight"] for one in symptoms.values()], dtype=float).T
+            usual = np.array([one["usual"] for one in symptoms.values()], dtype=float)
             bias, causes = np.array(content["bias"], dtype=float), tuple(content["causes"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{path} holds no rules ({error}); pass a file from Rules.save().") from error
-        if weight.shape != (len(causes), len(signs)) or bias.shape != (len(causes),):
-            raise StoreError(f"{path} is damaged: its weights do not fit its causes and signs; write it again.")
-        return cls(causes, tuple(signs), weight, usual, bias, str(content.get("about", "")))
+        if weight.shape != (len(causes), len(symptoms)) or bias.shape != (len(causes),):
+            raise StoreError(f"{path} is damaged: its weights do not fit its causes and symptoms; write it again.")
+        return cls(causes, tuple(symptoms), weight, usual, bias, str(content.get("about", "")))
 
     @classmethod
     def shipped(cls) -> Rules:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from workbench.errors import AnatomyError, ThresholdError
-from workbench.hardware.share_gradients import Batch, Layout, Loss, ShareGradients, WorkingCopy
+from workbench.hardware.share_gradients import Batch, GradientLayout, Loss, ShareGradients, WorkingCopy
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import count_rows, take_rows
 from workbench.tasks.task import mixed_seed
@@ -128,15 +128,15 @@ class Emulation:
         layout = self.layout_of(copy, n_shares=len(self.micro_batches))
         rows = []
         for batch in self.micro_batches:
-            copy.look(batch)
+            copy.measure(batch)
             rows.append(layout.flat(copy.gradients()))
         return ShareGradients(torch.stack(rows), self.rows, layout)
 
-    def layout_of(self, copy: WorkingCopy, *, n_shares: int) -> Layout:
+    def layout_of(self, copy: WorkingCopy, *, n_shares: int) -> GradientLayout:
         """Which entries of the gradients are looked at."""
         names = self.layer_names
         layers = [next((i for i, n in enumerate(names) if name.startswith(f"{n}.")), -1) for name in copy.names]
-        return Layout.of(copy.weights, layers, len(names), n_shares=n_shares)
+        return GradientLayout.of(copy.weights, layers, len(names), n_shares=n_shares)
 
     def copy(self) -> WorkingCopy:
         """A copy to work on."""

@@ -22,6 +22,7 @@ from workbench.models.losses import token_loss
 from workbench.models.model_sizes import model_sizes
 from workbench.models.probing import on_device_of
 from workbench.models.subject import Subject
+from workbench.schema.statuses import CriterionState
 from workbench.tasks import as_task
 from workbench.tasks.random_stream import RandomStream
 from workbench.tasks.task import require_seed, require_whole
@@ -165,7 +166,7 @@ def _dataset(hazards: list[Hazard], found: list[Finding], plan: AssessmentPlan, 
 
     applies = [hazard.applies(plan) for hazard in hazards]
     states = [
-        hazard.state_of(finding.effect) if is_on else "healthy"
+        hazard.state_of(finding.effect) if is_on else CriterionState.HEALTHY
         for hazard, finding, is_on in zip(hazards, found, applies, strict=True)
     ]
     texts = {

@@ -15,12 +15,11 @@ from workbench.hardware.lost_updates import lost_updates
 from workbench.hardware.parallel import compute_rounding, pipeline_boundaries, tensor_parallel
 from workbench.hardware.reduction import allreduce_error, allreduce_shrinkage, bucket_layout, reduction_order
 from workbench.hardware.staleness import late_gradients
+from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     from workbench.hardware.emulation import Emulation, Finding
     from workbench.hardware.plan_files import AssessmentPlan
-
-STATES = ("healthy", "at risk", "failing", "not measured")
 
 # The reasons of the limits.
 _NOISE = (
@@ -41,7 +40,7 @@ _UNDERFLOW = (
 )
 _ROOM = "Gradients and activations grow by tens in training; a factor of 64, six octaves, is kept for that."
 _RANGE = "Of the 40 octaves of float16 six, 0.15 of them, are kept for what changes while a dynamic scale adapts."
-_RATE = "A factor of two below the largest rate that is borne is the usual margin; above it the loss rises."
+_RATE = "A factor of two below the largest stable rate is the usual margin; above it the loss rises."
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,13 @@ class Hazard:
     remedy_setting: str
     remedy_value: str
 
-    def state_of(self, effect: float) -> str:
-        """One of ``STATES``; NaN is not measured."""
+    def state_of(self, effect: float) -> CriterionState:
+        """Where an effect lies against the limits; NaN is not measured."""
         if math.isnan(effect):
-            return "not measured"
+            return CriterionState.NOT_MEASURED
         if effect <= self.healthy_limit:
-            return "healthy"
-        return "at risk" if effect <= self.failing_limit else "failing"
+            return CriterionState.HEALTHY
+        return CriterionState.AT_RISK if effect <= self.failing_limit else CriterionState.FAILING
 
 
 def _has_ranks(plan: AssessmentPlan) -> bool:
@@ -163,7 +162,7 @@ HAZARDS: tuple[Hazard, ...] = (
     ),
     Hazard(
         "late_gradients", "Late gradients", "staleness", lambda plan: plan.hardware.delay > 0, late_gradients,
-        "of the largest rate borne", 0.5, 1.0, _RATE, "reduction", "synchronous",
+        "of the largest stable rate", 0.5, 1.0, _RATE, "reduction", "synchronous",
     ),
     Hazard(
         "tensor_parallel", "Partial sums of cut matrices", "tensor_parallel",

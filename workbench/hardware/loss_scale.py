@@ -54,7 +54,7 @@ def magnitudes(emulation: Emulation) -> Magnitudes:
     largest, highest, where = 0.0, 0.0, ""
     for step, batch in enumerate(islice(cycle(emulation.micro_batches), N_UPDATES + 1)):
         with _listening(copy) as (outputs, gradients):
-            copy.look(batch)
+            copy.measure(batch)
         for name, value in outputs.items():
             if not value <= highest:
                 highest, where = value, name

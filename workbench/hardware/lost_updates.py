@@ -31,8 +31,8 @@ def lost_updates(emulation: Emulation) -> Finding:
     copy = emulation.copy()
     optimizer = updating(emulation, copy)
     factors = np.array([training.rate_factor(int(s)) for s in np.linspace(0, training.n_steps - 1, _N_RATES)])
-    factors = np.unique(np.append(factors[factors > 0], 1.0), return_counts=True)
-    rates, counts = factors[0], factors[1].astype(float)
+    rates, counted = np.unique(np.append(factors[factors > 0], 1.0), return_counts=True)
+    counts = counted.astype(float)
     counts[-1] -= 1  # the peak itself, which is asked for in any case
     kept_along = np.zeros((len(copy.weights), len(rates)))
     error, length, n_frozen, n_wanted = np.zeros(len(copy.weights)), np.zeros(len(copy.weights)), 0, 0
@@ -41,7 +41,7 @@ def lost_updates(emulation: Emulation) -> Finding:
             weight.copy_(weight.to(kind).float())
     for batch in islice(cycle(emulation.micro_batches), N_UPDATES):
         before = [weight.detach().clone() for weight in copy.weights]
-        copy.look(batch)
+        copy.measure(batch)
         if training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(copy.weights, training.clip_norm)
         optimizer.step()

@@ -26,7 +26,7 @@ _READS_STREAM = re.compile(
     r"(^|[._])(q|k|v|qkv|query|key|value|c_attn|c_fc|gate|up|fc1|w1|w3|wi|expand)(_|$|[0-9])|query_key_value|h_to_4h"
 )
 #: From a copy and a batch to the gradient of each weight.
-Look = Callable[[WorkingCopy, Batch], list[Tensor]]
+Pass = Callable[[WorkingCopy, Batch], list[Tensor]]
 
 
 def compute_rounding(emulation: Emulation) -> Finding:
@@ -41,10 +41,10 @@ def compute_rounding(emulation: Emulation) -> Finding:
     if is_cast:
         changed.model.to(kind)
 
-    def look(copy: WorkingCopy, batch: Batch) -> list[Tensor]:
+    def run(copy: WorkingCopy, batch: Batch) -> list[Tensor]:
         scale = _FIRST_SCALE if kind is torch.float16 else 1.0
         while True:
-            copy.look(_as_floats(batch, kind) if is_cast else batch, autocast=None if is_cast else kind, scale=scale)
+            copy.measure(_as_floats(batch, kind) if is_cast else batch, autocast=None if is_cast else kind, scale=scale)
             gradients = [gradient.float() / scale for gradient in copy.gradients()]
             if scale <= 1 or all(bool(g.isfinite().all()) for g in gradients):
                 return gradients
@@ -53,7 +53,7 @@ def compute_rounding(emulation: Emulation) -> Finding:
     return _error_of_passes(
         emulation,
         changed,
-        look,
+        run,
         what=f"Computing in {name}",
         how=f"{'A copy in' if is_cast else 'Autocast to'} {name} beside float32",
     )
@@ -190,7 +190,7 @@ def _send(model: nn.Module, site: Site, kind: torch.dtype) -> None:
     model.get_submodule(site.name.split("#")[0]).register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _error_of_passes(emulation: Emulation, changed: WorkingCopy, look: Look, *, what: str, how: str) -> Finding:
+def _error_of_passes(emulation: Emulation, changed: WorkingCopy, run: Pass, *, what: str, how: str) -> Finding:
     """Compare the gradients of a changed copy with those of an unchanged one, on a few micro-batches.
 
     The error of the plan's batch has a part that all micro-batches share, and one that averages out over its shares;
@@ -202,7 +202,7 @@ def _error_of_passes(emulation: Emulation, changed: WorkingCopy, look: Look, *, 
     for batch in batches:
         exact.append(layout.flat(_plain_look(plain, batch)).double())
         try:
-            found.append(layout.flat(look(changed, batch)).double())
+            found.append(layout.flat(run(changed, batch)).double())
         except WorkbenchError:
             raise
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
@@ -238,7 +238,7 @@ def _error_of_passes(emulation: Emulation, changed: WorkingCopy, look: Look, *, 
 
 
 def _plain_look(copy: WorkingCopy, batch: Batch) -> list[Tensor]:
-    copy.look(batch)
+    copy.measure(batch)
     return [gradient.clone() for gradient in copy.gradients()]
 
 

@@ -19,7 +19,6 @@ from workbench.hardware.plan_sections import (
     AssessmentSection,
     BudgetSection,
     HardwareSection,
-    Section,
     TargetSection,
     TaskSection,
     TrainingSection,
@@ -53,7 +52,7 @@ class AssessmentPlan:
         hardware: Devices and number formats.
         target: The size that the plan is for.
         budget: What may be spent.
-        assessment: How thoroughly to look.
+        assessment: How thoroughly to measure.
     """
 
     training: TrainingSection = field(default_factory=TrainingSection)
@@ -261,7 +260,7 @@ def read_plan(source: str | os.PathLike[str] | Mapping[str, Any] | AssessmentPla
 
 
 def _from_mapping(sections: Mapping[str, Any]) -> AssessmentPlan:
-    found: dict[str, Section] = {}
+    found: dict[str, Any] = {}
     for title, keys in sections.items():
         if title not in SECTIONS:
             if not isinstance(keys, Mapping) and any(title in _keys(other) for other in SECTIONS):
@@ -275,7 +274,7 @@ def _from_mapping(sections: Mapping[str, Any]) -> AssessmentPlan:
 
 
 def _keys(title: str) -> set[str]:
-    return set() if title == "task" else {item.name for item in fields(SECTIONS[title])}
+    return set() if title == "task" else set(SECTIONS[title].model_fields)
 
 
 def _what_is_cut(sizes: Any, n: int) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from workbench.errors import ThresholdError
 from workbench.sweeps.run_settings import TASKS
@@ -21,109 +21,74 @@ REDUCTIONS = ("synchronous", "overlapped", "stale")
 ORDERS = ("ring", "tree")
 THOROUGHNESS = ("quick", "full")
 _OTHER_NAMES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-#: From the key's name and a value to the value that is kept.
-Check = Callable[[str, Any], Any]
+OPTIMIZERS = tuple(
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+)
 
 
-def whole(lowest: int) -> Check:
-    """Accept whole numbers from a lowest one on."""
-
-    def check(key: str, value: Any) -> int:
-        if not _is_number(value):
-            raise ThresholdError(f"{key} is {value!r}, expected a whole number of at least {lowest}.")
-        if value != value or value < lowest:
-            raise ThresholdError(f"{key} is {value}, expected at least {lowest}.")
-        if not isinstance(value, Integral):
-            nearest = f"; the nearest is {max(lowest, round(value))}" if math.isfinite(value) else ""
-            raise ThresholdError(f"{key} is {value}, expected a whole number{nearest}.")
+def _plain(value: Any) -> Any:
+    """A number of any library as one of Python's."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
-
-    return check
-
-
-def number(*, above: float = 0.0) -> Check:
-    """Accept finite numbers above a limit."""
-
-    def check(key: str, value: Any) -> float:
-        if not _is_number(value) or not (math.isfinite(value) and value > above):
-            raise ThresholdError(f"{key} is {value!r}, expected a number above {above:g}.")
-        return float(value)
-
-    return check
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
-def choice(choices: Iterable[str]) -> Check:
-    """Accept one of some words."""
-    choices = tuple(choices)
+def _one_of(*choices: str, spelling: Callable[[str], str] = str) -> BeforeValidator:
+    """Accept one of some words, in the spelling that is meant."""
 
-    def check(key: str, value: Any) -> str:
-        if value not in choices:
-            near = f"; the nearest is '{nearest(value, choices)}'" if isinstance(value, str) else ""
-            raise ThresholdError(f"{key} is {value!r}, expected one of {', '.join(choices)}{near}.")
-        return value
+    def check(value: Any) -> str:
+        meant = spelling(value) if isinstance(value, str) else value
+        if meant in choices:
+            return meant
+        near = f"; the nearest is '{nearest(meant, choices)}'" if isinstance(meant, str) else ""
+        raise ValueError(f"expected one of {', '.join(choices)}{near}")
 
-    return check
-
-
-def dtype(key: str, value: Any) -> str:
-    """Accept a floating-point format; ``bf16`` and the like are spelled out."""
-    return choice(DTYPES)(key, _OTHER_NAMES.get(value, value) if isinstance(value, str) else value)
+    return BeforeValidator(check)
 
 
-def precision(key: str, value: Any) -> str:
-    """Accept what a training plan calls a precision."""
-    return choice(PRECISIONS)(key, _OTHER_NAMES.get(value, value) if isinstance(value, str) else value)
+def _dtype(name: str) -> str:
+    return _OTHER_NAMES.get(name, name)
 
 
-def flag(key: str, value: Any) -> bool:
-    """Accept true and false."""
-    if not isinstance(value, bool):
-        raise ThresholdError(f"{key} is {value!r}, expected true or false.")
-    return value
+def _optimizer(name: str) -> str:
+    return next((known for known in OPTIMIZERS if known.lower() == name.lower()), name)
 
 
-def optimizer(key: str, value: Any) -> str:
-    """Accept the name of a class in ``torch.optim``, in any spelling of case."""
-    kind = torch.optim.Optimizer
-    known = [n for n, v in vars(torch.optim).items() if isinstance(v, type) and issubclass(v, kind) and v is not kind]
-    if not isinstance(value, str):
-        raise ThresholdError(f"{key} is {value!r}, expected one of {', '.join(known)}.")
-    return choice(known)(key, next((name for name in known if name.lower() == value.lower()), value))
-
-
-def table(key: str, value: Any) -> dict[str, Any]:
-    """Accept options by name."""
+def _table(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise ThresholdError(f"{key} is {value!r}, expected a table of options.")
+        raise ValueError("expected a table of options")
     return {name: list(item) if isinstance(item, tuple) else item for name, item in value.items()}
 
 
-def whole_numbers(lowest: int) -> Check:
-    """Accept several whole numbers, none twice."""
-    each = whole(lowest)
-
-    def check(key: str, value: Any) -> tuple[int, ...]:
-        if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-            raise ThresholdError(f"{key} is {value!r}, expected a list of whole numbers.")
-        found = tuple(each(key, item) for item in value)
-        if not found or len(set(found)) < len(found):
-            raise ThresholdError(f"{key} is {list(found)}, expected one number or more, none of them twice.")
-        return found
-
-    return check
+def _listed(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise ValueError("expected a list of whole numbers")
+    return tuple(value)
 
 
-def loss_scale(key: str, value: Any) -> str | float:
-    """Accept ``"dynamic"`` or a positive number."""
+def _different(value: tuple[int, ...]) -> tuple[int, ...]:
+    if not value or len(set(value)) < len(value):
+        raise ValueError("expected one number or more, none of them twice")
+    return value
+
+
+def _loss_scale(value: Any) -> str | float:
     if value == "dynamic":
-        return value
-    if isinstance(value, str):
-        raise ThresholdError(f"{key} is '{value}', expected 'dynamic' or a number above 0.")
-    return number()(key, value)
+        return "dynamic"
+    if not isinstance(value := _plain(value), int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError("expected 'dynamic' or a number above 0")
+    return float(value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+Count = Annotated[int, BeforeValidator(_plain), Field(ge=1)]
+CountOrZero = Annotated[int, BeforeValidator(_plain), Field(ge=0)]
+Positive = Annotated[float, BeforeValidator(_plain), Field(gt=0, allow_inf_nan=False)]
+DtypeName = Annotated[str, _one_of(*DTYPES, spelling=_dtype)]
+Options = Annotated[Mapping[str, Any], BeforeValidator(_table)]
+Counts = Annotated[tuple[Count, ...], BeforeValidator(_listed), AfterValidator(_different)]
+Seeds = Annotated[tuple[CountOrZero, ...], BeforeValidator(_listed), AfterValidator(_different)]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -131,37 +96,49 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return difflib.get_close_matches(name, tuple(known), n=1, cutoff=0.0)[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """Keys of a plan and their values; None: not given."""
+class PlanSection(BaseModel):
+    """Keys of a plan and their values; None: not given.
 
+    Raises:
+        ThresholdError: If a value is impossible; it names the key, and the nearest value where there is one.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     title: ClassVar[str]
 
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is not None or item.default is not None:
-                object.__setattr__(self, item.name, item.metadata["check"](f"[{self.title}] {item.name}", value))
+    def __init__(self, **keys: Any) -> None:
+        for name in keys:
+            if name not in type(self).model_fields:
+                raise ThresholdError(unknown_key(name, self.title))
+        try:
+            super().__init__(**keys)
+        except ValidationError as error:
+            raise ThresholdError(f"[{self.title}] {_in_words(error)}.") from None
 
     def as_dict(self) -> dict[str, Any]:
         """The keys that have a value, as plain values that TOML and JSON know."""
-        found = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in found.items()
-            if value is not None
-        }
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in self if value is not None}
 
 
-def _key(default: Any, check: Check) -> Any:
-    """A field of a section."""
-    if default is dict:
-        return field(default_factory=dict, metadata={"check": check})
-    return field(default=default, metadata={"check": check})
+def _in_words(error: ValidationError) -> str:
+    """The first thing that is wrong: the key, its value, what was expected, and the nearest where there is one."""
+    first = error.errors()[0]
+    context = first.get("ctx", {})
+    if not first["loc"]:  # of several keys together
+        return str(context["error"])
+    key, value, kind = first["loc"][0], first["input"], first["type"]
+    if kind == "value_error":
+        return f"{key} is {value!r}, {context['error']}"
+    if kind == "greater_than_equal":
+        return f"{key} is {value}, expected at least {context['ge']}"
+    if kind == "int_type" and isinstance(value, float):
+        near = f"; the nearest is {round(value)}" if math.isfinite(value) and round(value) >= 1 else ""
+        return f"{key} is {value}, expected a whole number{near}"
+    wanted = {"int_type": "a whole number", "bool_type": "true or false"}.get(kind, "a number above 0")
+    return f"{key} is {value!r}, expected {wanted}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingSection(Section):
+class TrainingSection(PlanSection):
     """How it is to be trained: the fields of `workbench.TrainingPlan` as plain values, and the size of the data.
 
     Attributes:
@@ -171,21 +148,20 @@ class TrainingSection(Section):
     """
 
     title: ClassVar[str] = "training"
-    n_steps: int = _key(1000, whole(1))
-    learning_rate: float | None = _key(None, number())
-    warmup: int = _key(0, whole(0))
-    schedule: str = _key("constant", choice(SCHEDULES))
-    optimizer: str = _key("AdamW", optimizer)
-    optimizer_options: Mapping[str, Any] = _key(dict, table)
-    clip_norm: float | None = _key(None, number())
-    precision: str = _key("float32", precision)
-    seed: int = _key(0, whole(0))
-    batch_size: int | None = _key(None, whole(1))
-    sequence_length: int | None = _key(None, whole(1))
+    n_steps: Count = 1000
+    learning_rate: Positive | None = None
+    warmup: CountOrZero = 0
+    schedule: Annotated[str, _one_of(*SCHEDULES)] = "constant"
+    optimizer: Annotated[str, _one_of(*OPTIMIZERS, spelling=_optimizer)] = "AdamW"
+    optimizer_options: Options = Field(default_factory=dict)
+    clip_norm: Positive | None = None
+    precision: Annotated[str, _one_of(*PRECISIONS, spelling=_dtype)] = "float32"
+    seed: CountOrZero = 0
+    batch_size: Count | None = None
+    sequence_length: Count | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskSection(Section):
+class TaskSection(PlanSection):
     """What is learned.
 
     Attributes:
@@ -194,16 +170,15 @@ class TaskSection(Section):
     """
 
     title: ClassVar[str] = "task"
-    name: str | None = _key(None, choice(TASKS))
-    options: Mapping[str, Any] = _key(dict, table)
+    name: Annotated[str, _one_of(*TASKS)] | None = None
+    options: Options = Field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """As it stands in a plan file."""
         return ({} if self.name is None else {"name": self.name}) | dict(self.options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HardwareSection(Section):
+class HardwareSection(PlanSection):
     """How the run is spread over devices, and in which numbers they talk.
 
     Attributes:
@@ -226,32 +201,32 @@ class HardwareSection(Section):
     """
 
     title: ClassVar[str] = "hardware"
-    data_parallel: int = _key(1, whole(1))
-    tensor_parallel: int = _key(1, whole(1))
-    pipeline_parallel: int = _key(1, whole(1))
-    accumulation: int = _key(1, whole(1))
-    gradient_dtype: str = _key("float32", dtype)
-    accumulation_dtype: str = _key("float32", dtype)
-    weight_dtype: str = _key("float32", dtype)
-    master_weights: bool = _key(True, flag)
-    bucket_mb: float = _key(25.0, number())
-    reduction: str = _key("synchronous", choice(REDUCTIONS))
-    staleness: int | None = _key(None, whole(0))
-    loss_scale: str | float = _key("dynamic", loss_scale)
-    reduction_order: str = _key("ring", choice(ORDERS))
+    data_parallel: Count = 1
+    tensor_parallel: Count = 1
+    pipeline_parallel: Count = 1
+    accumulation: Count = 1
+    gradient_dtype: DtypeName = "float32"
+    accumulation_dtype: DtypeName = "float32"
+    weight_dtype: DtypeName = "float32"
+    master_weights: bool = True
+    bucket_mb: Positive = 25.0
+    reduction: Annotated[str, _one_of(*REDUCTIONS)] = "synchronous"
+    staleness: CountOrZero | None = None
+    loss_scale: Annotated[str | float, BeforeValidator(_loss_scale)] = "dynamic"
+    reduction_order: Annotated[str, _one_of(*ORDERS)] = "ring"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @model_validator(mode="after")
+    def _waits_or_is_late(self) -> Self:
         if self.reduction == "synchronous" and self.staleness:
-            raise ThresholdError(
-                f"[hardware] staleness is {self.staleness}, but reduction is 'synchronous', which waits for every "
-                "gradient; the nearest is staleness = 0, or reduction = 'stale'."
+            raise ValueError(
+                f"staleness is {self.staleness}, but reduction is 'synchronous', which waits for every "
+                "gradient; the nearest is staleness = 0, or reduction = 'stale'"
             )
         if self.reduction == "stale" and self.staleness == 0:
-            raise ThresholdError(
-                "[hardware] staleness is 0, but reduction is 'stale'; the nearest is staleness = 1, or reduction = "
-                "'synchronous'."
+            raise ValueError(
+                "staleness is 0, but reduction is 'stale'; the nearest is staleness = 1, or reduction = 'synchronous'"
             )
+        return self
 
     @property
     def delay(self) -> int:
@@ -261,43 +236,40 @@ class HardwareSection(Section):
         return 1 if self.reduction == "stale" else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetSection(Section):
+class TargetSection(PlanSection):
     """The size that the plan is for; None: the design's own."""
 
     title: ClassVar[str] = "target"
-    width: int | None = _key(None, whole(1))
-    depth: int | None = _key(None, whole(1))
+    width: Count | None = None
+    depth: Count | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class BudgetSection(Section):
+class BudgetSection(PlanSection):
     """What may be spent: tokens, floating-point operations; None: not said."""
 
     title: ClassVar[str] = "budget"
-    tokens: float | None = _key(None, number())
-    flops: float | None = _key(None, number())
+    tokens: Positive | None = None
+    flops: Positive | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class AssessmentSection(Section):
-    """How thoroughly to look: sizes and seeds of the models that are measured; None: chosen by who measures."""
+class AssessmentSection(PlanSection):
+    """How thoroughly to measure: sizes and seeds of the models that are measured; None: chosen by who measures."""
 
     title: ClassVar[str] = "assessment"
-    widths: tuple[int, ...] | None = _key(None, whole_numbers(1))
-    depths: tuple[int, ...] | None = _key(None, whole_numbers(1))
-    seeds: tuple[int, ...] | None = _key(None, whole_numbers(0))
-    thoroughness: str = _key("quick", choice(THOROUGHNESS))
+    widths: Counts | None = None
+    depths: Counts | None = None
+    seeds: Seeds | None = None
+    thoroughness: Annotated[str, _one_of(*THOROUGHNESS)] = "quick"
 
 
 #: Title -> its class.
-SECTIONS: dict[str, type[Section]] = {
+SECTIONS: dict[str, type[PlanSection]] = {
     cls.title: cls
     for cls in (TrainingSection, TaskSection, HardwareSection, TargetSection, BudgetSection, AssessmentSection)
 }
 
 
-def read_section(title: str, keys: Any) -> Section:
+def read_section(title: str, keys: Any) -> PlanSection:
     """A section from its keys.
 
     Raises:
@@ -308,20 +280,16 @@ def read_section(title: str, keys: Any) -> Section:
         raise ThresholdError(f"[{title}] is {keys!r}, expected a section with keys.")
     if cls is TaskSection:
         return _read_task(keys)
-    known = [item.name for item in fields(cls)]
-    for name in keys:
-        if name not in known:
-            raise ThresholdError(unknown_key(str(name), title))
-    return cls(**keys)
+    return cls(**{str(name): value for name, value in keys.items()})
 
 
 def unknown_key(name: str, title: str) -> str:
     """The sentence that refuses a key, with the nearest one that there is."""
     for other, cls in SECTIONS.items():
-        if other != title and name in {item.name for item in fields(cls)} and cls is not TaskSection:
+        if other != title and name in cls.model_fields and cls is not TaskSection:
             where = f"[{title}] knows no key '{name}'" if title else f"The key '{name}' stands outside of a section"
             return f"{where}; it belongs to [{other}]."
-    known = [item.name for item in fields(SECTIONS[title])]
+    known = list(SECTIONS[title].model_fields)
     return f"[{title}] knows no key '{name}'; the nearest is '{nearest(name, known)}', of {', '.join(known)}."
 
 

@@ -204,7 +204,8 @@ def extrapolated(counts: Sequence[int], values: Sequence[float], n: int) -> floa
     known = [(c, v) for c, v in zip(counts, values, strict=True) if v > 0 and math.isfinite(v)][-3:]
     if len(known) < 2:
         return values[-1]
-    slope, offset = np.polyfit(*np.log(np.array(known)).T, 1)
+    log_counts, log_values = np.log(np.array(known)).T
+    slope, offset = np.polyfit(log_counts, log_values, 1)
     return float(math.exp(offset + slope * math.log(n)))
 
 

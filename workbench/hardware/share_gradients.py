@@ -47,7 +47,7 @@ class WorkingCopy:
         self.names = [name for name, _ in named]
         self.weights = [weight for _, weight in named]
 
-    def look(self, batch: Batch, *, autocast: torch.dtype | None = None, scale: float = 1.0) -> float:
+    def measure(self, batch: Batch, *, autocast: torch.dtype | None = None, scale: float = 1.0) -> float:
         """Take the gradients of one batch, which stay on the weights, and return its loss.
 
         Args:
@@ -72,7 +72,7 @@ class WorkingCopy:
 
 
 @dataclass(frozen=True)
-class Layout:
+class GradientLayout:
     """Which entries of a model's gradients are looked at, and where they belong.
 
     Attributes:
@@ -88,7 +88,7 @@ class Layout:
     n_layers: int
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], layers: Sequence[int], n_layers: int, *, n_shares: int) -> Layout:
+    def of(cls, weights: Sequence[Tensor], layers: Sequence[int], n_layers: int, *, n_shares: int) -> GradientLayout:
         """The layout of a model's weights for so many shares."""
         step = max(1, -(-sum(w.numel() for w in weights) * n_shares // MAX_VALUES))
         steps = tuple(min(step, w.numel()) for w in weights)
@@ -203,7 +203,7 @@ class ShareGradients:
         SnapshotError: If some are not finite.
     """
 
-    def __init__(self, gradients: Tensor, rows: int, layout: Layout) -> None:
+    def __init__(self, gradients: Tensor, rows: int, layout: GradientLayout) -> None:
         if not bool(gradients.isfinite().all()):
             raise SnapshotError(
                 "The gradients of the model are not finite on these batches, so nothing that is added to them can be "

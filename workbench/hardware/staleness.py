@@ -1,9 +1,10 @@
-"""Gradients that come late: how their direction changes, and which rate training still bears."""
+"""Gradients that come late: how their direction changes, and the largest rate that stays stable."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,11 +25,11 @@ _RESOLUTION = 0.5
 
 
 def late_gradients(emulation: Emulation) -> Finding:
-    """The plan's rate as a share of the largest one that twenty updates with late gradients bear.
+    """The plan's rate as a share of the largest one that is stable for twenty updates with late gradients.
 
-    A rate is borne if no update diverges by the plan's label and the loss, over the last quarter of the updates, is
+    A rate is stable if no update diverges by the plan's label and the loss, over the last quarter of the updates, is
     lower on average than that of the same batches before. Between rates the edge is found by halving, as if every
-    larger one were not borne either; warm-up and schedule play no part. Of SGD on a parabola this is known: with a
+    larger one were not stable either; warm-up and schedule play no part. Of SGD on a parabola this is known: with a
     delay of k updates the largest stable rate shrinks to sin(pi / (4 k + 2)) of it, to a half for one update.
     """
     hardware = emulation.plan.hardware
@@ -48,15 +49,15 @@ def late_gradients(emulation: Emulation) -> Finding:
     part = "" if hardware.reduction == "stale" else f", {percent(_share(emulation, late))} of the weights late"
     updates = f"{delay} update{'' if delay == 1 else 's'}"
     if edge_late == math.inf:
-        bears = f"every rate tried is borne, up to {rate * 2.0**_HIGHEST:.3g}"
+        stable = f"every rate tried is stable, up to {rate * 2.0**_HIGHEST:.3g}"
     elif edge == 0:
-        bears = f"no rate is borne, nor without delay, down to {rate * 2.0**_LOWEST:.3g}"
+        stable = f"no rate is stable, nor without delay, down to {rate * 2.0**_LOWEST:.3g}"
     else:
         shrinks = f"from {edge:.3g}" if math.isfinite(edge) else f"from more than {rate * 2.0**_HIGHEST:.3g}"
-        bears = f"the largest rate that {N_UPDATES} updates bear shrinks {shrinks} to {edge_late:.3g}"
+        stable = f"the largest rate that is stable for {N_UPDATES} updates shrinks {shrinks} to {edge_late:.3g}"
     return Finding(
         effect=rate / edge_late if edge_late else math.inf,
-        meaning=f"With {which} {updates} late {bears}; the plan's rate is {rate:.3g}"
+        meaning=f"With {which} {updates} late {stable}; the plan's rate is {rate:.3g}"
         f"{'' if math.isnan(cosine) else f', at which the cosine of late and present gradient is {cosine:.2f}'}.",
         how=f"{N_UPDATES} updates of copies at constant rates, batches of at most {_ROWS} rows, beside the same "
         f"without delay{part}.",
@@ -68,14 +69,14 @@ def late_gradients(emulation: Emulation) -> Finding:
 
 
 def _edge(is_borne: Callable[[float], bool], start: float) -> float:
-    """The largest power of two, as a multiple of the plan's rate, that is borne; to a quarter of an octave.
+    """The largest power of two, as a multiple of the plan's rate, that is stable; to a quarter of an octave.
 
     Args:
         is_borne: From a power.
         start: Where to begin; the steps from there double until the edge is passed.
 
     Returns:
-        Minus infinity: none that was tried is borne; infinity: all are.
+        Minus infinity: none that was tried is stable; infinity: all are.
     """
     goes_up = is_borne(start)
     low, high, step = start, start, 1.0
@@ -97,26 +98,26 @@ def _edge(is_borne: Callable[[float], bool], start: float) -> float:
 
 
 def _run(emulation: Emulation, factor: float, delay: int, late: list[list[int]]) -> tuple[bool, float]:
-    """Whether a few updates at a multiple of the rate are borne, and the mean cosine of late and present gradient."""
+    """Whether a few updates at a multiple of the rate are stable, and the mean cosine of late and present gradient."""
     copy, plan = emulation.copy(), emulation.training
     optimizer = updating(emulation, copy, factor)
     fault = StaleReduction(delay=delay) if delay else None
     generator = emulation.generator("late")
     batches = _batches(emulation)
-    kept: list[list[Tensor]] = []
-    cosines = []
+    kept: list[list[Tensor | None]] = []
+    cosines: list[float] = []
     if "first losses" not in emulation.measured:
-        emulation.measured["first losses"] = [copy.look(batch) for batch in batches]
+        emulation.measured["first losses"] = [copy.measure(batch) for batch in batches]
     changes = []
     for step in range(N_UPDATES):
-        loss = copy.look(batches[step % len(batches)])
+        loss = copy.measure(batches[step % len(batches)])
         changes.append(loss - emulation.measured["first losses"][step % len(batches)])
         present = [g.clone() for g in copy.gradients()]
         if plan.cause_of_divergence(loss, float(torch.nn.utils.get_total_norm(present))):
             return False, _mean(cosines)
         if fault is not None:
-            kept = [*kept[-delay:], present]
-            used = fault.late(kept, late, generator)
+            kept = [*kept[-delay:], list[Tensor | None](present)]
+            used = cast(list[Tensor], fault.late(kept, late, generator))
             if step >= delay:
                 cosines.append(_cosine(used, present))
             for weight, gradient in zip(copy.weights, used, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 from pathlib import Path
@@ -14,6 +13,7 @@ from workbench.errors import MissingPackageError, SchemaError, StoreError
 from workbench.schema.runs import MONITORS
 
 if TYPE_CHECKING:
+    import pandas as pd
     import xarray as xr
 
 #: Name of a monitor -> what logs call it, in lower case; the first that is found counts.
@@ -41,6 +41,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "accuracy": ("accuracy", "train/accuracy", "acc", "train_acc"),
     "batch_size": ("batch_size", "train/batch_size", "global_batch_size"),
 }
+#: Cells of a CSV file that hold nothing.
+_EMPTY = ["", *(form for word in ("none", "null", "na") for form in (word, word.upper(), word.capitalize()))]
 _STEPS = ("step", "global_step", "train/global_step", "_step", "iteration", "iter", "update", "num_updates")
 
 
@@ -80,55 +82,54 @@ def _dataset(path: Path, steps: np.ndarray, columns: dict[str, np.ndarray]) -> x
 
 
 def _read_csv(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    import pandas as pd
+
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        # A row may have more cells than the header; names come apart where the header has one twice.
+        table = pd.read_csv(
+            path, dtype=str, encoding="utf-8-sig", skip_blank_lines=False, skipinitialspace=True, index_col=False,
+            keep_default_na=False, na_values=_EMPTY, usecols=lambda _: True,
+        )  # fmt: skip
+    except (OSError, UnicodeDecodeError, pd.errors.ParserError) as error:
         raise StoreError(f"{path} cannot be read as a CSV file ({error}); export the log again.") from error
-    rows = [row for row in rows if any(cell.strip() for cell in row)]
-    if len(rows) < 2:
+    except pd.errors.EmptyDataError:
+        table = pd.DataFrame()
+    table.index += 2  # lines of the file
+    table = table.apply(lambda column: column.str.strip()).replace("", None).dropna(how="all")
+    if table.empty:
         raise SchemaError(f"{path} has no rows under its header; export a log with one row a step.")
-    header = [cell.strip().lower() for cell in rows[0]]
-    step_at = next((header.index(name) for name in _STEPS if name in header), None)
-    if step_at is None:
-        raise SchemaError(f"{path} has no column of steps among {', '.join(header)}; name it 'step'.")
-    places = {name: next((header.index(a) for a in known if a in header), None) for name, known in NAMES.items()}
-    if places["loss"] is None:
-        raise SchemaError(f"{path} has no column of the loss among {', '.join(header)}; name it 'loss'.")
+    header = {str(name).strip().lower(): str(name) for name in reversed(table.columns)}
+    known = ", ".join(str(name).strip().lower() for name in table.columns)
+    step = next((header[name] for name in _STEPS if name in header), None)
+    if step is None:
+        raise SchemaError(f"{path} has no column of steps among {known}; name it 'step'.")
+    chosen = {name: next((header[a] for a in names if a in header), None) for name, names in NAMES.items()}
+    if chosen["loss"] is None:
+        raise SchemaError(f"{path} has no column of the loss among {known}; name it 'loss'.")
     # Rows without a loss are those of evaluations and of the end, as Hugging Face's Trainer writes them.
-    kept = [
-        (number, row)
-        for number, row in enumerate(rows[1:], start=2)
-        if _cell(path, number, row, places["loss"], rows[0]) is not None
-    ]
-    if not kept:
+    table = table[table[chosen["loss"]].notna()]
+    if table.empty:
         raise SchemaError(f"{path} has no row with a loss; export a log with one row a step.")
-    steps = [_cell(path, number, row, step_at, rows[0]) for number, row in kept]
-    if any(step is None or not float(step).is_integer() for step in steps):
-        number = next(
-            n for (n, _), step in zip(kept, steps, strict=True) if step is None or not float(step).is_integer()
-        )
-        raise SchemaError(f"Line {number} of {path} has no whole number for its step; write the step of each row.")
-    columns = {}
-    for name, place in places.items():
-        if place is not None:
-            cells = [_cell(path, number, row, place, rows[0]) for number, row in kept]
-            columns[name] = np.array([math.nan if cell is None else cell for cell in cells])
-    return np.array([int(step) for step in steps], dtype=np.int64), columns
+    steps = _numbers(path, table[step])
+    if (is_whole := steps % 1 == 0).all():
+        columns = {name: _numbers(path, table[column]) for name, column in chosen.items() if column is not None}
+        return steps.astype(np.int64), columns
+    line = table.index[np.argmin(is_whole)]
+    raise SchemaError(f"Line {line} of {path} has no whole number for its step; write the step of each row.")
 
 
-def _cell(path: Path, number: int, row: list[str], place: int, header: list[str]) -> float | None:
-    """A number of a row; None: the cell is empty or not there."""
-    text = row[place].strip() if place < len(row) else ""
-    if not text or text.lower() in ("none", "null", "na"):
-        return None
+def _numbers(path: Path, column: pd.Series[str]) -> np.ndarray:
+    """A column as numbers; NaN where a cell is empty or not there."""
     try:
-        return float(text)
-    except ValueError as error:
+        return column.to_numpy(dtype=np.float64, na_value=np.nan)
+    except ValueError:
+        import pandas as pd
+
+        line = (pd.to_numeric(column, errors="coerce").isna() & column.notna()).idxmax()
         raise SchemaError(
-            f"Line {number} of {path} has {text!r} for {header[place].strip()}, expected a number; correct the line "
-            f"or leave it empty."
-        ) from error
+            f"Line {line} of {path} has {column.loc[line]!r} for {str(column.name).strip()}, expected a number; "
+            "correct the line or leave it empty."
+        ) from None
 
 
 def _read_events(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:

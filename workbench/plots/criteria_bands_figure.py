@@ -12,6 +12,7 @@ from workbench.plots import style
 from workbench.plots.dataset_columns import columns_of
 from workbench.plots.primitives import Pen, laid_out
 from workbench.plots.word_columns import column_of_words
+from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -21,11 +22,11 @@ _WIDTH, _ROW, _LETTER = 360, 24, 6.3
 #: How far from the band a mark may stand; what lies further stands there.
 _REACH = 1.6
 #: State -> colour and marker; shape alone tells them apart too.
-STATE_LOOKS = {
-    "healthy": (looks.SURVIVED, "circle"),
-    "at risk": ("#8f7a00", "triangle"),
-    "failing": (looks.DIVERGED, "square"),
-    "not measured": (style.NEUTRAL, "circle"),
+STATE_LOOKS: dict[str, tuple[str, str]] = {
+    CriterionState.HEALTHY: (looks.SURVIVED, "circle"),
+    CriterionState.AT_RISK: ("#8f7a00", "triangle"),
+    CriterionState.FAILING: (looks.DIVERGED, "square"),
+    CriterionState.NOT_MEASURED: (style.NEUTRAL, "circle"),
 }
 _LONGEST_TITLE = 46
 
@@ -92,7 +93,7 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
             size=(_WIDTH + beside, _ROW * (len(titles) + 1) + 14),
             names=("", ""),
             ticks=(
-                [(-_REACH / 2, "below"), (0.5, "healthy"), (1 + _REACH / 2, "above")],
+                [(-_REACH / 2, "below"), (0.5, CriterionState.HEALTHY.value), (1 + _REACH / 2, "above")],
                 [*zip(height, titles, strict=True)],
             ),
             bounds=(left, right),
@@ -134,7 +135,7 @@ def _told(rows: dict[str, np.ndarray], row: int) -> str:
     value, low, high = (float(rows[name][row]) for name in ("value", "low", "high"))
     unit = "" if str(rows["units"][row]) in ("1", "") else f" {rows['units'][row]}"
     if math.isnan(value):
-        return "not measured"
+        return CriterionState.NOT_MEASURED
     ends = [None if math.isnan(end) else _number(end) for end in (low, high)]
     band = {(True, True): "no band", (True, False): f"≤ {ends[1]}", (False, True): f"≥ {ends[0]}"}
     return f"{_number(value)}{unit}  ({band.get((ends[0] is None, ends[1] is None), f'{ends[0]} to {ends[1]}')})"

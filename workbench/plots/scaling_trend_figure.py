@@ -13,6 +13,7 @@ from workbench.plots import outcome_colors as looks
 from workbench.plots import style
 from workbench.plots.dataset_columns import by_name
 from workbench.plots.primitives import Pen, decades, flowed, laid_out
+from workbench.schema.statuses import CoordinateState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +31,11 @@ _LETTER = 6.2
 #: Glyphs up to which holoviews shows a legend; a study has nine at most.
 _MOST_GLYPHS = 1000
 _CHECK_NOTE = "shaded: no significant growth or vanishing of updates with the width"
-_STATES = {"grows": "updates grow", "vanishes": "updates vanish", "diverged": "a run diverged"}
+_STATES: dict[str, str] = {
+    CoordinateState.GROWS: "updates grow",
+    CoordinateState.VANISHES: "updates vanish",
+    CoordinateState.DIVERGED: "a run diverged",
+}
 _TITLES = {
     "stable_rate_edge": "largest stable learning rate",
     "near_unit_mass": "near-unit mass M",

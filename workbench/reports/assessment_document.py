@@ -9,25 +9,32 @@ from workbench.reports import effect_space
 from workbench.reports.document import Document, Fact, Heading, Item, Items, Lead, Paragraph, Section, Sentence, say
 from workbench.reports.quantity import Numbers, Quantity
 from workbench.reports.wording import capitalized, clause, listed, lowered, title_of
-from workbench.schema.statuses import AT_RISK, CANNOT_SAY, PROCEED, REFUSE
+from workbench.schema.statuses import BAD_STATES, WORST_FIRST, CriterionState, DecisionKind, Verdict
 
 if TYPE_CHECKING:
     import xarray as xr
 
-VERDICT_STATE = {PROCEED: "healthy", CANNOT_SAY: "not measured", AT_RISK: "at risk", REFUSE: "failing"}
-#: From worst to best.
-STATES = ("failing", "at risk", "not measured", "healthy")
-_KINDS = {
-    "proceed": "Proceed",
-    "measure": "Find out first",
-    "change": "Change",
-    "monitor": "Watch",
-    "kss": "Koopman Spectral Shaping",
-    "stop rule": "Stop the run when",
+VERDICT_STATE: dict[str, CriterionState] = {
+    Verdict.PROCEED: CriterionState.HEALTHY,
+    Verdict.CANNOT_SAY: CriterionState.NOT_MEASURED,
+    Verdict.AT_RISK: CriterionState.AT_RISK,
+    Verdict.REFUSE: CriterionState.FAILING,
+}
+_KINDS: dict[str, str] = {
+    DecisionKind.PROCEED: "Proceed",
+    DecisionKind.MEASURE: "Find out first",
+    DecisionKind.CHANGE: "Change",
+    DecisionKind.MONITOR: "Watch",
+    DecisionKind.KSS: "Koopman Spectral Shaping",
+    DecisionKind.STOP_RULE: "Stop the run when",
 }
 _N_ACTIONS = 3
 #: What a criterion with a band asks of the number, by state.
-_STANDING = {"failing": "far outside", "at risk": "outside", "healthy": "inside"}
+_STANDING: dict[str, str] = {
+    CriterionState.FAILING: "far outside",
+    CriterionState.AT_RISK: "outside",
+    CriterionState.HEALTHY: "inside",
+}
 
 
 def assessment_document(tree: xr.DataTree) -> Document:
@@ -47,7 +54,7 @@ def assessment_document(tree: xr.DataTree) -> Document:
         kind="Structural assessment before training",
         subject=numbers.attribute("subject").text,
         verdict=verdict,
-        state=VERDICT_STATE.get(verdict, "not measured"),
+        state=VERDICT_STATE.get(verdict, CriterionState.NOT_MEASURED),
         summary=numbers.attribute("summary").text,
         facts=facts,
         actions=first,
@@ -72,7 +79,7 @@ def observed(numbers: Numbers) -> Section:
     if risk := risk_sentences(numbers):
         blocks += [Heading("Will it diverge?"), Paragraph(tuple(risk))]
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
-    for state, heading in (("failing", "Failing"), ("at risk", "At risk")):
+    for state, heading in ((CriterionState.FAILING, "Failing"), (CriterionState.AT_RISK, "At risk")):
         items = [_standing(numbers, name) for name, its in zip(ids, states, strict=True) if its == state]
         if items:
             blocks += [Heading(heading), Items(tuple(items))]
@@ -86,13 +93,13 @@ def cause(numbers: Numbers) -> Section:
     blocks = [Lead("What the numbers add up to: the ways to fail, each with the evidence for it.")]
     modes = numbers.names("failure_modes", "failure_mode")
     states = numbers.texts("failure_modes", "state")
-    headings = {
-        "failing": "Present",
-        "at risk": "Possible",
-        "healthy": "Not found",
-        "not measured": "Not measured",
+    headings: dict[str, str] = {
+        CriterionState.FAILING: "Present",
+        CriterionState.AT_RISK: "Possible",
+        CriterionState.HEALTHY: "Not found",
+        CriterionState.NOT_MEASURED: "Not measured",
     }
-    for state in ("failing", "at risk", "healthy", "not measured"):
+    for state in WORST_FIRST:
         items = [_mode(numbers, row, mode, state) for row, mode in enumerate(modes) if states[row] == state]
         if items:
             blocks += [Heading(headings[state]), Items(tuple(items))]
@@ -106,13 +113,17 @@ def decisions(numbers: Numbers) -> Section:
     for kind in dict.fromkeys([*_KINDS, *kinds]):
         items = [_decision(numbers, row) for row, its in enumerate(kinds) if its == kind]
         if items:
-            blocks += [Heading(_KINDS.get(kind, capitalized(kind))), Items(tuple(items), is_ordered=kind == "change")]
+            blocks += [
+                Heading(_KINDS.get(kind, capitalized(kind))),
+                Items(tuple(items), is_ordered=kind == DecisionKind.CHANGE),
+            ]
     return Section("v4", "Decisions", tuple(blocks))
 
 
 def actions(numbers: Numbers) -> tuple[Sentence, ...]:
     """The first steps of V4, for the first screen."""
-    order = ("measure", "change", "proceed", "kss", "monitor", "stop rule")
+    order = [DecisionKind.MEASURE, DecisionKind.CHANGE]
+    order += [kind for kind in DecisionKind if kind not in order]
     kinds = numbers.texts("decisions", "kind")
     rows = sorted(range(len(kinds)), key=lambda row: (order.index(kinds[row]) if kinds[row] in order else 9, row))
     return tuple(_decision_sentence(numbers, row, stands_alone=True) for row in rows[:_N_ACTIONS])
@@ -137,7 +148,9 @@ def most_important(numbers: Numbers) -> tuple[Fact, ...]:
     for quantity in worst_criteria(numbers):
         if len(facts) == 3:
             break
-        says_nothing = is_stand_in(numbers) and (quantity.state == "healthy" or quantity.path.endswith("/scaling"))
+        says_nothing = is_stand_in(numbers) and (
+            quantity.state == CriterionState.HEALTHY or quantity.path.endswith("/scaling")
+        )
         if quantity.anchor not in shown | left_out and not says_nothing:
             of = f"; of {stand_in_of(numbers)}" if is_stand_in(numbers) else ""
             facts.append(Fact(quantity, quantity.meaning, f"healthy: {quantity.band}{of}"))
@@ -167,8 +180,8 @@ def worst_criteria(numbers: Numbers) -> list[Quantity]:
     """Measured criteria, failing ones first, the surest first among those of one state."""
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
     sure = [float(numbers.value("criteria", "confidence", criterion=row).value) for row in range(len(ids))]
-    rows = [row for row in range(len(ids)) if states[row] != "not measured"]
-    rows.sort(key=lambda row: (STATES.index(states[row]), -sure[row] if sure[row] == sure[row] else 0.0))
+    rows = [row for row in range(len(ids)) if states[row] != CriterionState.NOT_MEASURED]
+    rows.sort(key=lambda row: (-CriterionState(states[row]).severity, -sure[row] if sure[row] == sure[row] else 0.0))
     return [numbers.criterion(ids[row]) for row in rows]
 
 
@@ -305,14 +318,15 @@ def _planned_rate(numbers: Numbers) -> Quantity | None:
 def _tally(numbers: Numbers) -> Sentence:
     states = numbers.texts("criteria", "state")
     counts = {
-        state: numbers.count("criteria", "state", state, meaning=f"criteria that are {state}") for state in STATES
+        state: numbers.count("criteria", "state", state, meaning=f"criteria that are {state}")
+        for state in CriterionState
     }
-    words = {"failing": "failing", "at risk": "at risk", "not measured": "could not be judged", "healthy": "healthy"}
-    there = [state for state in ("healthy", "at risk", "failing", "not measured") if state in states]
+    words = {state: state.value for state in CriterionState} | {CriterionState.NOT_MEASURED: "could not be judged"}
+    there = [state for state in CriterionState if state in states]
     slots = {state.replace(" ", "_"): counts[state] for state in there}
     parts = []
     for state in there:
-        verb = "" if state == "not measured" else "is " if counts[state].value == 1 else "are "
+        verb = "" if state == CriterionState.NOT_MEASURED else "is " if counts[state].value == 1 else "are "
         parts.append(f"{{{state.replace(' ', '_')}}} {verb}{words[state]}")
     return say(f"Of the criteria, {listed(parts)}.", **slots)
 
@@ -337,7 +351,7 @@ def _missing(numbers: Numbers) -> list[Item]:
     by_reason: dict[str, list[Quantity]] = {}
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
     for name, state, reason in zip(ids, states, numbers.texts("criteria", "reason"), strict=True):
-        if state == "not measured":
+        if state == CriterionState.NOT_MEASURED:
             by_reason.setdefault(capitalized(clause(reason)) or "No reason is known", []).append(
                 numbers.criterion(name)
             )
@@ -345,7 +359,7 @@ def _missing(numbers: Numbers) -> list[Item]:
     for reason, found in by_reason.items():
         slots = {f"v{place}": quantity for place, quantity in enumerate(found)}
         told = listed(f"{quantity.meaning} ({{v{place}}})" for place, quantity in enumerate(found))
-        items.append(Item("", (say(f"{{reason}}: {told}.", reason=reason, **slots),), "not measured"))
+        items.append(Item("", (say(f"{{reason}}: {told}.", reason=reason, **slots),), CriterionState.NOT_MEASURED))
     return items
 
 
@@ -359,9 +373,9 @@ def _mode(numbers: Numbers, row: int, mode: str, state: str) -> Item:
     if worst:
         quantity = numbers.criterion(worst)
         told = {"meaning": capitalized(clause(meaning)) + ": " if meaning else "", "name": quantity.meaning}
-        if state == "healthy":
+        if state == CriterionState.HEALTHY:
             told["meaning"] = f"No sign that {clause(meaning)}: "
-        if state == "not measured":
+        if state == CriterionState.NOT_MEASURED:
             sentences.append(say("{meaning}{name} is {value}.", **told, value=quantity))
         else:
             about = f"confidence: {lowered(title)}"
@@ -383,7 +397,7 @@ def _mode(numbers: Numbers, row: int, mode: str, state: str) -> Item:
         said = say("Whether {meaning} was {state}{why}.", meaning=clause(meaning), state=kept, why=why and f": {why}")
         sentences.append(said)
     for name, its, owner, reason in zip(ids, states, owners, reasons, strict=True):
-        if owner == mode and its in ("failing", "at risk") and reason:
+        if owner == mode and its in BAD_STATES and reason:
             quantity = numbers.criterion(name)
             sentences.append(
                 say(
@@ -401,7 +415,7 @@ def _decision(numbers: Numbers, row: int) -> Item:
         numbers.text("decisions", name, decision=row) for name in ("kind", "setting", "current", "proposed")
     )
     change = None
-    if kind in ("change", "kss") and setting and current and proposed:
+    if kind in (DecisionKind.CHANGE, DecisionKind.KSS) and setting and current and proposed:
         now = numbers.value("decisions", "current", decision=row, meaning=f"{title_of(setting)}, as planned")
         change = (title_of(setting), now, _proposed(numbers, row))
     effect = numbers.text("decisions", "effect", decision=row)
@@ -412,14 +426,14 @@ def _decision(numbers: Numbers, row: int) -> Item:
 def _decision_sentence(numbers: Numbers, row: int, *, stands_alone: bool = False) -> Sentence:
     """A decision with the number that it rests on; one that stands alone says what its heading would."""
     text = clause(numbers.text("decisions", "text", decision=row))
-    is_stop = numbers.text("decisions", "kind", decision=row) == "stop rule"
+    is_stop = numbers.text("decisions", "kind", decision=row) == DecisionKind.STOP_RULE
     if stands_alone and is_stop and not text.startswith(("stop", "do not")):
         text = f"stop the run when {text}"
     text = capitalized(text)
     criterion = numbers.text("decisions", "criterion", decision=row)
     if criterion:
         quantity = numbers.criterion(criterion)
-        if quantity.state == "not measured":
+        if quantity.state == CriterionState.NOT_MEASURED:
             return say("{text} ({name} is {value}).", text=text, name=quantity.meaning, value=quantity)
         return say(
             "{text} ({name} is {value}, healthy: {band}).",

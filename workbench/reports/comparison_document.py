@@ -27,7 +27,7 @@ from workbench.reports.document import (
 )
 from workbench.reports.quantity import Numbers, Quantity
 from workbench.reports.wording import listed
-from workbench.schema.statuses import AT_RISK, CANNOT_SAY, REFUSE, VERDICTS
+from workbench.schema.statuses import CriterionState, Verdict
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -68,7 +68,7 @@ def comparison_document(tree: xr.DataTree) -> Document:
         kind=f"Comparison of {len(names)} designs before training",
         subject=str(tree.attrs.get("subject", "")) or listed(names),
         verdict=f"{best}: {verdict.text}",
-        state=assessment.VERDICT_STATE.get(verdict.text, "not measured"),
+        state=assessment.VERDICT_STATE.get(verdict.text, CriterionState.NOT_MEASURED),
         summary=summary,
         facts=facts,
         actions=first,
@@ -92,7 +92,9 @@ def _observed(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -
                 sentences.append(say("The largest rate that counts as stable is {rate}.", rate=rate))
         else:
             sentences += assessment.risk_sentences(designs[name])
-        items.append(Item(name, tuple(sentences), assessment.VERDICT_STATE.get(verdict.text, "not measured")))
+        items.append(
+            Item(name, tuple(sentences), assessment.VERDICT_STATE.get(verdict.text, CriterionState.NOT_MEASURED))
+        )
     lead = Lead("What was seen of each design under the same plan.")
     return Section("v1", "Observed phenomenon", (lead, Items(tuple(items))))
 
@@ -108,7 +110,7 @@ def _causes(designs: dict[str, Numbers]) -> Section:
     for criterion in common:
         found = {name: numbers.criterion(criterion) for name, numbers in designs.items()}
         states = {quantity.state for quantity in found.values()}
-        if len(states) == 1 and states <= {"healthy", "not measured"}:
+        if len(states) == 1 and states <= {CriterionState.HEALTHY, CriterionState.NOT_MEASURED}:
             continue
         slots = {f"v{place}": quantity for place, quantity in enumerate(found.values())}
         told = listed(f"{name} {{v{place}}} ({found[name].state})" for place, name in enumerate(found))
@@ -120,7 +122,9 @@ def _causes(designs: dict[str, Numbers]) -> Section:
     blocks += [Heading("What they share"), Items(tuple(shared))] if shared else []
     if not (apart or shared):
         counts = {
-            f"n{place}": numbers.count("criteria", "state", "healthy", meaning=f"healthy criteria of {name}")
+            f"n{place}": numbers.count(
+                "criteria", "state", CriterionState.HEALTHY, meaning=f"healthy criteria of {name}"
+            )
             for place, (name, numbers) in enumerate(designs.items())
         }
         told = listed(f"{name} ({{n{place}}} healthy criteria)" for place, name in enumerate(designs))
@@ -137,10 +141,10 @@ def _decisions(numbers: Numbers, designs: dict[str, Numbers], names: list[str], 
     return Section("v4", "Decisions", tuple(blocks))
 
 
-_STARTS = {
-    CANNOT_SAY: "None of them can be recommended on what was measured; the least is known against",
-    AT_RISK: "Take",
-    REFUSE: "Take none as it stands; the nearest to a yes is",
+_STARTS: dict[str, str] = {
+    Verdict.CANNOT_SAY: "None of them can be recommended on what was measured; the least is known against",
+    Verdict.AT_RISK: "Take",
+    Verdict.REFUSE: "Take none as it stands; the nearest to a yes is",
 }
 
 
@@ -197,7 +201,7 @@ def _ranked(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -> 
         verdict = _verdict(numbers, names, name).text
         is_known = assessment.knows_risk(designs[name])
         risk = _of(numbers, names.index(name), name, "probability").value if is_known else math.inf
-        return (VERDICTS.index(verdict) if verdict in VERDICTS else len(VERDICTS), risk)
+        return (Verdict(verdict).severity if verdict in list(Verdict) else len(Verdict), risk)
 
     return sorted(names, key=place)
 

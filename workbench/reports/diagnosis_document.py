@@ -27,6 +27,7 @@ from workbench.reports.document import (
 )
 from workbench.reports.quantity import Numbers, Quantity
 from workbench.reports.wording import capitalized, clause, listed, lowered, title_of, units_in_words
+from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -66,7 +67,7 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
         kind="Diagnosis of a training run",
         subject=numbers.attribute("subject").text,
         verdict=f"At fault: {numbers.attribute('fault').text}" if has_failed else "No failure seen",
-        state="failing" if has_failed else "not measured",
+        state=CriterionState.FAILING if has_failed else CriterionState.NOT_MEASURED,
         summary=numbers.attribute("summary").text,
         facts=tuple(facts),
         actions=first,

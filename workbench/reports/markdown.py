@@ -20,9 +20,15 @@ from workbench.reports.document import (
 )
 from workbench.reports.quantity import Quantity
 from workbench.reports.wording import capitalized
+from workbench.schema.statuses import CriterionState
 
 #: Signs beside the words, so that states can be told apart at a glance.
-_SIGNS = {"healthy": "●", "at risk": "▲", "failing": "■", "not measured": "○"}
+_SIGNS: dict[str, str] = {
+    CriterionState.HEALTHY: "●",
+    CriterionState.AT_RISK: "▲",
+    CriterionState.FAILING: "■",
+    CriterionState.NOT_MEASURED: "○",
+}
 
 
 def markdown(document: Document, show: Callable[[Picture], str]) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-NOT_MEASURED = "not measured"
+from workbench.schema.statuses import CriterionState
+
 NO_BAND = "none known"
 #: The sign stays beside its number at the end of a line.
 _PERCENT = "\N{NO-BREAK SPACE}%"
@@ -34,7 +35,7 @@ def number_in_words(value: object, *, is_share: bool = False) -> str:
     if not isinstance(value, float | np.floating):
         return str(value)
     if math.isnan(value):
-        return NOT_MEASURED
+        return CriterionState.NOT_MEASURED.value
     if math.isinf(value):
         return "infinite" if value > 0 else "-infinite"
     if is_share:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.risk.feature_map import Design, Known, in_words, rounded
+from workbench.risk.feature_map import FeatureMap, Known, in_words, rounded
 from workbench.risk.features import FEATURES, OPTIMIZER, SIZES, as_cases, sizes_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _QUANTILE = 0.99
 
 
 @dataclass(frozen=True)
-class Familiarity:
+class Applicability:
     """Distance to the nearest cell of the training runs, and to the ranges that they cover.
 
     Attributes:
@@ -40,7 +40,7 @@ class Familiarity:
         cells: np.ndarray,
         configurations: np.ndarray,
         sizes: Mapping[str, tuple[float, float]] | None = None,
-    ) -> Familiarity:
+    ) -> Applicability:
         """From training runs.
 
         Args:
@@ -52,46 +52,46 @@ class Familiarity:
         _, first, index = np.unique(cells, return_index=True, return_inverse=True)
         points = np.stack([np.bincount(index, column) for column in base.T], axis=1) if base.shape[1] else base[first]
         points = rounded(points / np.bincount(index)[:, None]) if base.shape[1] else points
-        distance = _distances(base, points)
+        distance = distances(base, points)
         distance[configurations[:, None] == configurations[first][None]] = np.inf
         unit = float(np.quantile(distance.min(axis=1), _QUANTILE))
         return cls(points, float(f"{unit:.8g}") if unit > 0 else 1.0, dict(sizes or {}))
 
-    def look(self, design: Design, known: Known, cases: xr.Dataset) -> Look:
+    def measure(self, feature_map: FeatureMap, known: Known, cases: xr.Dataset) -> CaseDistances:
         """How far cases are.
 
         Args:
-            design: Of the model.
+            feature_map: Of the model.
             known: Of the cases.
             cases: The cases themselves, for their sizes.
 
         Raises:
             SchemaError: If the cases do not say how large they are.
         """
-        base = design.matrix(known)[:, : design.n_base]
-        to_points = _distances(base, self.points)
+        base = feature_map.matrix(known)[:, : feature_map.n_base]
+        to_points = distances(base, self.points)
         nearest = self.points[to_points.argmin(axis=1)]
         sizes = sizes_of(as_cases(cases), list(self.sizes))
         far = to_points.min(axis=1) / self.unit
-        return Look(design, known, base, nearest, far, design.excess(known), sizes, self.sizes)
+        return CaseDistances(feature_map, known, base, nearest, far, feature_map.excess(known), sizes, self.sizes)
 
 
 @dataclass(frozen=True)
-class Look:
+class CaseDistances:
     """How far cases are from the training runs.
 
     Attributes:
-        design: Of the model.
+        feature_map: Of the model.
         known: Of the cases.
         base: Standardised columns without squares and products; shape (run, column).
         nearest: Those of the nearest training cell.
         far: Distance to it, in units of the model's; shape (run,).
-        outside: How far each feature is beyond the ranges seen; see `Design.excess`.
+        outside: How far each feature is beyond the ranges seen; see `FeatureMap.excess`.
         sizes: Size -> that of each case, shape (run,).
         size_ranges: Size -> the smallest and largest one seen.
     """
 
-    design: Design
+    feature_map: FeatureMap
     known: Known
     base: np.ndarray
     nearest: np.ndarray
@@ -125,10 +125,10 @@ class Look:
     def farthest(self) -> np.ndarray:
         """Names of the features or sizes in which cases are farthest, shape (run,); empty where there is no feature."""
         outside, beyond = (values.max(axis=1, initial=0.0) for values in (self.outside, self.beyond))
-        if self.design.n_base:
-            sources = np.array(self.design.sources[: self.design.n_base])
+        if self.feature_map.n_base:
+            sources = np.array(self.feature_map.sources[: self.feature_map.n_base])
             from_nearest = sources[((self.base - self.nearest) ** 2).argmax(axis=1)]
-            from_range = np.array(self.design.features)[self.outside.argmax(axis=1)]
+            from_range = np.array(self.feature_map.features)[self.outside.argmax(axis=1)]
             found = np.where(outside >= self.far, from_range, from_nearest)
         else:
             found = np.full(len(self.far), "")
@@ -147,12 +147,12 @@ class Look:
             seen = f"{low:g}" if low == high else f"{low:g} to {high:g}"
             return f"{title}, which is {self.sizes[name][worst]:g} where they had {seen}"
         if name == OPTIMIZER:
-            return f"{title}, which is {self.known.optimizer[worst]} where they had {self.design.range_of(name)}"
-        place = self.design.numeric.index(name)
+            return f"{title}, which is {self.known.optimizer[worst]} where they had {self.feature_map.range_of(name)}"
+        place = self.feature_map.numeric.index(name)
         own = in_words(name, self.known.table[worst, place])
         if self.outside[worst].max() >= self.far[worst]:
-            return f"{title}, which is {own} where they had {self.design.range_of(name)}"
-        value = self.nearest[worst, place] * self.design.scale[place] + self.design.center[place]
+            return f"{title}, which is {own} where they had {self.feature_map.range_of(name)}"
+        value = self.nearest[worst, place] * self.feature_map.scale[place] + self.feature_map.center[place]
         return f"{title}, which is {own} where the nearest of them had {in_words(name, value)}"
 
 
@@ -168,7 +168,8 @@ def title_of(name: str) -> str:
     return long_name if long_name == name else f"{long_name} ({name})"
 
 
-def _distances(rows: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Euclidean, shape (row, point)."""
-    squared = (rows**2).sum(axis=1)[:, None] + (points**2).sum(axis=1)[None] - 2 * rows @ points.T
-    return np.sqrt(np.maximum(squared, 0))
+def distances(rows: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Euclidean, shape (row, point); 0 where there are no columns."""
+    from scipy.spatial.distance import cdist
+
+    return cdist(rows, points) if rows.shape[1] else np.zeros((len(rows), len(points)))

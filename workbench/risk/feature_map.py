@@ -30,7 +30,7 @@ class Known(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Design:
+class FeatureMap:
     """From cases to columns of mean 0 and standard deviation 1 over the training runs.
 
     The columns are the numeric features, one for each optimizer seen, squares, products. What never varied in the
@@ -63,7 +63,7 @@ class Design:
     def of(
         cls, cases: xr.Dataset, features: Sequence[str], *, squares: Sequence[str] = (),
         interactions: Sequence[tuple[str, str]] = (),
-    ) -> Design:  # fmt: skip
+    ) -> FeatureMap:  # fmt: skip
         """The one that training runs fix.
 
         Raises:

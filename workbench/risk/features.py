@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: The one feature that is a name: a column for each optimizer of the training runs.
 OPTIMIZER = "optimizer"
-#: The learning rate is no feature: it is what the others say how much of a run bears.
+#: The learning rate is no feature: the others say the largest stable one.
 RATE = "learning_rate"
 #: Layer measure -> smallest and largest value of its logarithm; None: it enters as it is. kappa and K may be infinite
 #: (a defective operator; a spectral radius above 1), so K says little beyond the share of layers at its bound.
@@ -206,7 +206,7 @@ def _values(cases: xr.Dataset, names: Sequence[str]) -> tuple[np.ndarray, np.nda
 def _lacking(cases: xr.Dataset, names: Sequence[str], lacks: np.ndarray) -> str:
     """The sentence about features that are NaN."""
     n_runs = int(lacks.any(axis=1).sum())
-    which = [name for name, is_absent in zip(names, lacks.any(axis=0), strict=True) if is_absent]
+    which = [names[i] for i in np.flatnonzero(lacks.any(axis=0))]
     who = f"{n_runs} of {len(lacks)} cases" if len(lacks) > 1 else "The case"
     verb = "have" if n_runs > 1 else "has"
     layered = [name for name in which if FEATURES[name].measures is None]
@@ -231,7 +231,12 @@ def _over_layers(cases: xr.Dataset, measures: set[str]) -> dict[str, np.ndarray]
     for of_measure, name in zip(values, names, strict=True):
         if (bounds := _LAYER_MEASURES[name]) is not None:
             of_measure[:] = np.log10(np.clip(of_measure, *bounds))
-    functions = {"mean": np.nanmean, "max": np.nanmax, "min": np.nanmin, "std": np.nanstd}
+    functions: dict[str, Callable[..., np.ndarray]] = {
+        "mean": np.nanmean,
+        "max": np.nanmax,
+        "min": np.nanmin,
+        "std": np.nanstd,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a case without any layer is NaN
         statistics = {name: functions[name](values, axis=2) for name in STATISTICS}
@@ -313,7 +318,7 @@ _GRADIENT = (
     _feature("overshoot_rate", "rate at which the first update raises the loss"),
     _feature("breaking_rate", "rate at which the first update diverges"),
 )
-_REHEARSAL = (_feature("rehearsed_rate", "rate at which ten trial updates diverge"),)
+_PILOT = (_feature("rehearsed_rate", "rate at which ten trial updates diverge"),)
 _SPECTRAL = tuple(
     Feature(
         f"{measure} {statistic}",
@@ -325,7 +330,7 @@ _SPECTRAL = tuple(
     for statistic in LAYER_STATISTICS
 )
 #: Every feature by name.
-FEATURES: dict[str, Feature] = {f.name: f for f in (*_SPECTRAL, *_FORWARD, *_GRADIENT, *_REHEARSAL, *_SETTINGS)}
+FEATURES: dict[str, Feature] = {f.name: f for f in (*_SPECTRAL, *_FORWARD, *_GRADIENT, *_PILOT, *_SETTINGS)}
 
 #: What a case can be judged by without a backward pass, with one batch of gradients, and with ten updates on a copy.
 FEATURE_SETS: dict[str, tuple[str, ...]] = {
@@ -343,8 +348,8 @@ FEATURE_SETS: dict[str, tuple[str, ...]] = {
     )
 }
 FEATURE_SETS["gradient"] = (*FEATURE_SETS["forward"], *(feature.name for feature in _GRADIENT))
-#: Beside a rehearsal few others help; with all of them predictions for unseen architectures were worse.
-FEATURE_SETS["rehearsal"] = (
+#: Beside a pilot run few others help; with all of them predictions for unseen architectures were worse.
+FEATURE_SETS["pilot"] = (
     "rehearsed_rate", "breaking_rate", "overshoot_rate", "initial_grad_norm", "warmup", "mean_rate_share",
     "momentum_gain", "is_clipped", OPTIMIZER,
 )  # fmt: skip

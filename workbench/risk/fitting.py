@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
-from workbench.risk.applicability import Familiarity, ranges_of
-from workbench.risk.feature_map import Design, rounded
+from workbench.risk.applicability import Applicability, ranges_of
+from workbench.risk.feature_map import FeatureMap, rounded
 from workbench.risk.features import as_cases, counts_as_diverged, features_of
 from workbench.risk.probability_calibration import edge_spread, group_folds, platt
 from workbench.risk.risk_model import RiskModel
@@ -29,7 +29,7 @@ _N_ROUNDS = 200
 
 
 @dataclass(frozen=True)
-class Table:
+class TrainingTable:
     """A sweep as arrays.
 
     Attributes:
@@ -60,7 +60,7 @@ def fit(
 
     Args:
         sweep: Runs with their outcomes; see `wb.open_sweep`.
-        features: ``"forward"`` (forward passes alone), ``"gradient"`` (and one batch of gradients), ``"rehearsal"``
+        features: ``"forward"`` (forward passes alone), ``"gradient"`` (and one batch of gradients), ``"pilot"``
             (and ten updates on a copy), or names out of `FEATURES`.
         method: ``"logistic"``: logistic regression over all runs. ``"edge"``: each cell's edge is known to lie
             between two rates of its grid, and is regressed on the features (squared distance to that interval); then
@@ -84,10 +84,10 @@ def fit(
     every_run = _outcomes(sweep, by)
     # What counts as diverged before the first update does so at any rate, and says nothing about the edge.
     sweep = _outcomes(every_run.isel(run=~counts_as_diverged(every_run)), by)
-    design = Design.of(sweep, names, squares=squares, interactions=interactions)
-    known = design.read(sweep)
-    table = Table(
-        design.matrix(known), known.log_rate, sweep["has_diverged"].values.astype(bool), _codes(sweep[by].values),
+    feature_map = FeatureMap.of(sweep, names, squares=squares, interactions=interactions)
+    known = feature_map.read(sweep)
+    table = TrainingTable(
+        feature_map.matrix(known), known.log_rate, sweep["has_diverged"].values.astype(bool), _codes(sweep[by].values),
         _codes(sweep["cell"].values),
     )  # fmt: skip
     folds = _folds(table.groups, min(n_folds, int(table.groups.max()) + 1), seed)
@@ -102,8 +102,7 @@ def fit(
             "In these runs larger learning rates do not diverge more often in groups held out; the rates of each cell "
             "must straddle its edge."
         )
-    weights = [own, *_bootstrap(table, folds, best, method, n_bootstrap, seed)]
-    weights = rounded(np.array(weights))
+    weights = rounded(np.array([own, *_bootstrap(table, folds, best, method, n_bootstrap, seed)]))
     offset = table.log_rate - weights[0, 1] - table.columns @ weights[0, 2:]
     options = {
         "features": features if isinstance(features, str) else list(names), "method": method, "squares": list(squares),
@@ -111,13 +110,15 @@ def fit(
         "is_penalty_chosen": penalty is None, "n_bootstrap": n_bootstrap, "n_folds": n_folds, "level": level,
         "seed": seed,
     }  # fmt: skip
-    familiarity = Familiarity.of(
-        table.columns[:, : design.n_base], sweep["cell"].values, sweep["configuration"].values, ranges_of(sweep)
+    applicability = Applicability.of(
+        table.columns[:, : feature_map.n_base], sweep["cell"].values, sweep["configuration"].values, ranges_of(sweep)
     )
     about = _about(sweep, options) | {"n_started_diverged": every_run.sizes["run"] - sweep.sizes["run"]}
     spread = edge_spread(held_out.offset, table.label, table.cells)
     log_rate = _two(table.log_rate.mean(), table.log_rate.std())
-    return RiskModel(design, familiarity, weights, _two(offset.min(), offset.max()), log_rate, _two(*spread), about)
+    return RiskModel(
+        feature_map, applicability, weights, _two(offset.min(), offset.max()), log_rate, _two(*spread), about
+    )
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class HeldOut:
 
 
 def _out_of_fold(
-    table: Table, weight: np.ndarray, folds: list[np.ndarray], penalty: float, method: str
+    table: TrainingTable, weight: np.ndarray, folds: list[np.ndarray], penalty: float, method: str
 ) -> HeldOut | None:
     """What fits say about groups that they have not seen; None where the risk does not rise with the rate."""
     from scipy.special import expit
@@ -158,7 +159,7 @@ def _out_of_fold(
 
 
 def _calibrated(
-    table: Table, weight: np.ndarray, folds: list[np.ndarray], penalty: float, method: str
+    table: TrainingTable, weight: np.ndarray, folds: list[np.ndarray], penalty: float, method: str
 ) -> np.ndarray | None:
     """Slope, edge and the edge's weights, calibrated on groups held out; None where the risk does not rise."""
     held_out = _out_of_fold(table, weight, folds, penalty, method)
@@ -169,7 +170,7 @@ def _calibrated(
     return np.concatenate([[slope, -(held_out.factor * raw[1] + held_out.shift) / slope], -raw[2:] / raw[0]])
 
 
-def _raw(table: Table, weight: np.ndarray, penalty: float, method: str) -> np.ndarray | None:
+def _raw(table: TrainingTable, weight: np.ndarray, penalty: float, method: str) -> np.ndarray | None:
     """Slope in the log rate, intercept, weights of the columns; None where one outcome is missing or nothing rises."""
     is_used = weight > 0
     if np.unique(table.label[is_used]).size < 2:
@@ -178,7 +179,7 @@ def _raw(table: Table, weight: np.ndarray, penalty: float, method: str) -> np.nd
     return raw if raw[0] > 0 else None
 
 
-def _logistic(table: Table, weight: np.ndarray, penalty: float) -> np.ndarray:
+def _logistic(table: TrainingTable, weight: np.ndarray, penalty: float) -> np.ndarray:
     from sklearn.linear_model import LogisticRegression
 
     is_used = weight > 0
@@ -190,7 +191,7 @@ def _logistic(table: Table, weight: np.ndarray, penalty: float) -> np.ndarray:
     return np.concatenate([[slope, model.intercept_[0] - slope * center], model.coef_[0, 1:]])
 
 
-def _edge(table: Table, weight: np.ndarray, penalty: float) -> np.ndarray:
+def _edge(table: TrainingTable, weight: np.ndarray, penalty: float) -> np.ndarray:
     """Ridge regression of each cell's edge, known to lie between two rates, on the mean of its columns.
 
     The squared distance to the interval is convex; projecting the prediction onto the interval and regressing on that
@@ -209,8 +210,8 @@ def _edge(table: Table, weight: np.ndarray, penalty: float) -> np.ndarray:
     return np.concatenate([[1.0, -(intercept - center @ weights)], -weights])
 
 
-def _intervals(table: Table, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of each cell drawn: mean columns, the last rate at which most runs live and the first at which most die, size."""
+def _intervals(table: TrainingTable, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of each cell drawn: mean columns, the last rate at which fewer than half diverge, the first after it, size."""
     rows = []
     for cell in np.unique(table.cells[weight > 0]):
         of = (table.cells == cell) & (weight > 0)
@@ -225,7 +226,7 @@ def _intervals(table: Table, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _bootstrap(
-    table: Table, folds: list[np.ndarray], penalty: float, method: str, n_bootstrap: int, seed: int
+    table: TrainingTable, folds: list[np.ndarray], penalty: float, method: str, n_bootstrap: int, seed: int
 ) -> list[np.ndarray]:
     """The fit over resampled groups, calibration included; resamples that give no fit are drawn again."""
     found: list[np.ndarray] = []

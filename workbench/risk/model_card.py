@@ -9,16 +9,31 @@ from typing import TYPE_CHECKING, Any
 from workbench.risk.features import FEATURES, OPTIMIZER
 
 if TYPE_CHECKING:
-    from workbench.risk.risk_model import RiskModel
+    import xarray as xr
+
+    from workbench.risk.feature_map import FeatureMap
 
 _N_TELLING = 8
 
 
-def card(model: RiskModel) -> str:
-    """Data, figures and limits of a model.
+def model_card(
+    feature_map: FeatureMap,
+    coefficients: xr.DataArray,
+    *,
+    about: Mapping[str, Any],
+    validation: Mapping[str, Any],
+    spread: tuple[float, float],
+    sizes: Mapping[str, tuple[float, float]],
+) -> str:
+    """Data, figures and limits of a model; see `RiskModel` for what is not said here.
 
     Args:
-        model: With the figures of `validate`, or without, which the card then says.
+        feature_map: From cases to columns.
+        coefficients: From `RiskModel.coefficients`.
+        about: Data and options that it was fitted with.
+        validation: Figures of `validate`; empty: there are none, which the card then says.
+        spread: Slope within a cell, and standard deviation of the cells' edges.
+        sizes: Size -> the smallest and largest one seen; empty: not known.
 
     Returns:
         Markdown.
@@ -29,13 +44,13 @@ def card(model: RiskModel) -> str:
         "log-odds of divergence = slope x (log10 learning rate - log10 edge); the edge is linear in what is known of "
         "the fresh model and of the settings.",
         "",
-        *_data(model.about),
+        *_data(about),
         "",
-        *_model(model),
+        *_model(coefficients, len(feature_map.features), about["options"], spread),
         "",
-        *_validation(model.validation),
+        *_validation(validation),
         "",
-        *_limits(model),
+        *_limits(feature_map, sizes, about.get("n_steps")),
     ]
     return "\n".join(parts) + "\n"
 
@@ -53,12 +68,12 @@ def _data(about: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _model(model: RiskModel) -> list[str]:
-    options = model.about["options"]
+def _model(
+    coefficients: xr.DataArray, n_features: int, options: Mapping[str, Any], spread: tuple[float, float]
+) -> list[str]:
     features = options["features"] if isinstance(options["features"], str) else "chosen by name"
-    coefficients = model.coefficients()
     order = abs(coefficients).argsort().values[::-1][:_N_TELLING]
-    has_interval = len(model.weights) > 1
+    has_interval = bool(coefficients["low"].notnull().any())
     rows = [
         f"| {coefficients['feature'].values[i]} | {coefficients.values[i]:+.2f} |"
         + (
@@ -72,11 +87,11 @@ def _model(model: RiskModel) -> list[str]:
     return [
         "## Model",
         "",
-        f"- Method {options['method']}; features {features} ({len(model.features)}); penalty {options['penalty']:g}, "
+        f"- Method {options['method']}; features {features} ({n_features}); penalty {options['penalty']:g}, "
         f"{how}; groups by {options['by']}, {options['n_folds']} folds; {options['n_bootstrap']} resamples; seed "
         f"{options['seed']}.",
         f"- Slope {coefficients.attrs['slope']:.2f} per factor of ten in the rate over all cells, "
-        f"{model.spread[0]:.1f} within one; the edges of cells lie a factor {10 ** model.spread[1]:.2f} (one standard "
+        f"{spread[0]:.1f} within one; the edges of cells lie a factor {10 ** spread[1]:.2f} (one standard "
         "deviation) around what is predicted for them.",
         "",
         f"| most telling | log-odds per standard deviation | {options['level']:.0%} interval |",
@@ -139,7 +154,7 @@ def _stable(name: str, below: float, rates: Mapping[str, Any]) -> str:
 
 
 def _architectures(held_out: Mapping[str, Any]) -> list[str]:
-    part = held_out.get("architecture") or next(iter(held_out.values()), {})
+    part: Mapping[str, Any] = held_out.get("architecture") or next(iter(held_out.values()), {})
     if not part.get("architectures"):
         return []
     lines = [
@@ -157,28 +172,31 @@ def _architectures(held_out: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _limits(model: RiskModel) -> list[str]:
-    design = model.design
+def _limits(feature_map: FeatureMap, sizes: Mapping[str, tuple[float, float]], n_steps: int | None) -> list[str]:
     rows = []
-    for name in design.features:
+    for name in feature_map.features:
         long_name = FEATURES[name].long_name
-        rows.append(f"| {name} | {long_name} | {design.range_of(name)} |")
+        rows.append(f"| {name} | {long_name} | {feature_map.range_of(name)} |")
     return [
         "## Limits",
         "",
         "- It knows runs like those above. A case further from them than they are from each other (distance above 1), "
         "or outside of the ranges below by more than an eighth of them, gets no number.",
-        _sizes(model),
+        _sizes(sizes),
         "- Divergence is RKSP's: loss above 50, norm of all gradients above 500, or either not finite, at any step. "
-        "Runs that live may still learn badly.",
+        "Runs that converge may still learn badly.",
         *(
-            [f"- Its runs ended after {steps} updates, so it speaks of divergence within the first {steps}."]
-            if (steps := model.about.get("n_steps"))
+            [f"- Its runs ended after {n_steps} updates, so it speaks of divergence within the first {n_steps}."]
+            if n_steps
             else []
         ),
         "- The interval says how well the model is known, from resampled groups; it is no guarantee for a single run, "
         "whose outcome also depends on its seed.",
-        *([f"- It knows no {OPTIMIZER} but {design.range_of(OPTIMIZER)}."] if OPTIMIZER in design.features else []),
+        *(
+            [f"- It knows no {OPTIMIZER} but {feature_map.range_of(OPTIMIZER)}."]
+            if OPTIMIZER in feature_map.features
+            else []
+        ),
         "",
         "| feature | what | seen |",
         "|---|---|---|",
@@ -186,8 +204,7 @@ def _limits(model: RiskModel) -> list[str]:
     ]
 
 
-def _sizes(model: RiskModel) -> str:
-    sizes = model.familiarity.sizes
+def _sizes(sizes: Mapping[str, tuple[float, float]]) -> str:
     if not sizes:
         return "- Its file does not say how large its models were: it answers for models of any size."
     seen = (f"a {FEATURES[name].long_name} of {low:g} to {high:g}" for name, (low, high) in sizes.items())

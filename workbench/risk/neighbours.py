@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.risk.applicability import distances
 from workbench.risk.features import is_complete
 from workbench.schema.sweeps import require
 
@@ -36,7 +37,7 @@ def nearest_runs(model: RiskModel, case: xr.Dataset, sweep: xr.Dataset, n: int =
         n: How many; fewer if there are not so many.
 
     Returns:
-        Rows of the sweep with ``distance`` (unit 1, in units of `Familiarity.unit`), ascending; equally far ones in
+        Rows of the sweep with ``distance`` (unit 1, in units of `Applicability.unit`), ascending; equally far ones in
         the order of the sweep.
 
     Raises:
@@ -106,7 +107,7 @@ class Neighbours:
         if (n_cases := case.sizes.get("run", 1)) != 1:
             raise SchemaError(f"There are {n_cases} cases, expected one; choose it with case.isel(run=[0]).")
         point = _columns(self.model, case)
-        return np.sqrt(((self._points - point) ** 2).sum(axis=1)) / self.model.familiarity.unit
+        return distances(self._points, point)[:, 0] / self.model.applicability.unit
 
     def _rows(self, rows: np.ndarray, distance: np.ndarray) -> xr.Dataset:
         return self.sweep.isel(run=rows).assign(distance=("run", distance[rows], _DISTANCE))
@@ -114,7 +115,7 @@ class Neighbours:
 
 def _columns(model: RiskModel, cases: xr.Dataset) -> np.ndarray:
     """Standardised features without squares and products; shape (run, column)."""
-    return model.design.matrix(model.design.read(cases))[:, : model.design.n_base]
+    return model.feature_map.matrix(model.feature_map.read(cases))[:, : model.feature_map.n_base]
 
 
 def _require_count(n: int) -> None:

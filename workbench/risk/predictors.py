@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +12,7 @@ from workbench.risk.probability_calibration import group_folds, platt
 
 if TYPE_CHECKING:
     import xarray as xr
+    from numpy.typing import ArrayLike
 
 #: Predictor, named as `workbench.published.predictor_table` names it -> what it is made from.
 _NEEDS = {
@@ -60,7 +60,7 @@ def predictor_scores(sweep: xr.Dataset) -> xr.DataArray:
 
 
 def calibrated_score(
-    score: Sequence[float], label: Sequence[bool], groups: Sequence[str], *, n_folds: int = 5, seed: int = 0
+    score: ArrayLike, label: ArrayLike, groups: ArrayLike, *, n_folds: int = 5, seed: int = 0
 ) -> np.ndarray:
     """A score as an honest probability: logistic in the score, fitted on other groups than those it is given for.
 
@@ -76,12 +76,12 @@ def calibrated_score(
     """
     from scipy.special import expit
 
-    score, label, groups = np.asarray(score, float), np.asarray(label, bool), np.asarray(groups)
-    found = np.empty(len(score))
-    for train, held_out in group_folds(groups, min(n_folds, len(np.unique(groups))), seed):
-        if label[train].all() or not label[train].any():
-            found[held_out] = label[train].mean()
+    scores, labels, names = np.asarray(score, float), np.asarray(label, bool), np.asarray(groups)
+    found = np.empty(len(scores))
+    for train, held_out in group_folds(names, min(n_folds, len(np.unique(names))), seed):
+        if labels[train].all() or not labels[train].any():
+            found[held_out] = labels[train].mean()
             continue
-        factor, shift = platt(score[train], label[train])
-        found[held_out] = expit(factor * score[held_out] + shift)
+        factor, shift = platt(scores[train], labels[train])
+        found[held_out] = expit(factor * scores[held_out] + shift)
     return found

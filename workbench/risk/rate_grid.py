@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from workbench.errors import SchemaError, ThresholdError
 
 if TYPE_CHECKING:
     import xarray as xr
+    from numpy.typing import ArrayLike
 
     from workbench.risk.risk_model import RiskModel
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def over_rates(
     model: RiskModel,
     cases: xr.Dataset,
-    learning_rate: Sequence[float],
+    learning_rate: ArrayLike,
     *,
     names: Sequence[str] | None = None,
     below: float = 0.20,
@@ -54,7 +55,7 @@ def over_rates(
     found = model.predict(repeated)
     stable = model.largest_stable_rate(cases, below=below)
     dims, shape = ("architecture", "learning_rate"), (len(titles), rates.size)
-    variables = {
+    variables: dict[str, Any] = {
         name: (dims, found[name].values.reshape(shape), found[name].attrs)
         for name in ("probability", "low", "high", "is_familiar")
     }

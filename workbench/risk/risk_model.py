@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.errors import ThresholdError
-from workbench.risk.applicability import Familiarity, Look
-from workbench.risk.feature_map import Design
+from workbench.risk.applicability import Applicability, CaseDistances
+from workbench.risk.feature_map import FeatureMap
 from workbench.risk.features import LIMITS, RATE, as_cases, counts_as_diverged
+from workbench.risk.model_card import model_card
+from workbench.risk.model_json import write
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -25,8 +27,8 @@ class RiskModel:
     """log-odds of divergence = slope (log10 rate - log10 edge), the edge linear in what is known before training.
 
     Attributes:
-        design: From cases to standardised columns.
-        familiarity: How far a case is from the training runs.
+        feature_map: From cases to standardised columns.
+        applicability: How far a case is from the training runs.
         weights: Slope, log10 of the edge at the mean of the training runs, and the edge's weight of each column; the
             first row is the model, the others its bootstrap; shape (1 + resample, 2 + column).
         seen: Smallest and largest log10 (rate / edge) of the training runs.
@@ -37,8 +39,8 @@ class RiskModel:
         validation: Figures of `validate`, if there are any.
     """
 
-    design: Design
-    familiarity: Familiarity
+    feature_map: FeatureMap
+    applicability: Applicability
     weights: np.ndarray
     seen: tuple[float, float]
     log_rate: tuple[float, float]
@@ -49,7 +51,7 @@ class RiskModel:
     @property
     def features(self) -> tuple[str, ...]:
         """What it needs to know beside the learning rate."""
-        return self.design.features
+        return self.feature_map.features
 
     @property
     def level(self) -> float:
@@ -89,21 +91,21 @@ class RiskModel:
         import xarray as xr
         from scipy.special import expit
 
-        look, columns = self._look(cases)
+        measured, columns = self._measure(cases)
         edge = self._edges(columns)
-        offset = look.known.log_rate - edge[0]
+        offset = measured.known.log_rate - edge[0]
         is_seen = (offset >= self.seen[0] - 1e-6) & (offset <= self.seen[1] + 1e-6)
-        rate = edge[0] + np.clip(offset, *self.seen) if withholds else look.known.log_rate
+        rate = edge[0] + np.clip(offset, *self.seen) if withholds else measured.known.log_rate
         probability = expit(self.weights[:, :1] * (rate - edge))
         starts = counts_as_diverged(as_cases(cases))
         probability[:, starts] = 1.0
         low, high = self._interval(probability)
-        shown = (look.distance <= 1) | starts | (not withholds)
+        shown = (measured.distance <= 1) | starts | (not withholds)
         variables = {
             "probability": ("run", np.where(shown, probability[0], np.nan), _PROBABILITY),
             "low": ("run", np.where(shown, low, np.nan), _bound("lower bound", "probability")),
             "high": ("run", np.where(shown, high, np.nan), _bound("upper bound", "probability")),
-            **_familiarity(look),
+            **_distance_columns(measured),
             "is_rate_seen": ("run", is_seen, {"long_name": "rate seen", "units": "1"}),
             "starts_diverged": ("run", starts, {"long_name": "diverged at the start", "units": "1"}),
         }
@@ -114,7 +116,7 @@ class RiskModel:
         )
         about = {
             "level": self.level,
-            "warning": _warning(look, withholds=withholds),
+            "warning": _warning(measured, withholds=withholds),
             "note": " ".join(filter(None, notes)),
         }
         return xr.Dataset(variables, _coords(cases), about)
@@ -130,8 +132,8 @@ class RiskModel:
             Dataset with dim ``run``: ``largest_stable_rate``, at which `predict` gives the probability ``below``. It is
             cautious: not knowing the edge exactly is part of that risk. ``low`` and ``high``, its percentile interval
             of the bootstrap (attribute ``level``). ``expected_stable_rate``, at which the share ``below`` of the
-            case's own seeds is expected to diverge, which is what a sweep over rates measures: half of such cases
-            bear less; ``expected_low`` and ``expected_high`` hold it for a share ``level`` of them. ``edge``, the
+            case's own seeds is expected to diverge, which is what a sweep over rates measures: half of such cases have
+            a lower one; ``expected_low`` and ``expected_high`` hold it for a share ``level`` of them. ``edge``, the
             rate of probability .5. ``distance``, ``is_familiar``, ``farthest_feature`` and ``starts_diverged`` as in
             `predict`.
 
@@ -157,13 +159,13 @@ class RiskModel:
 
         if not 0 < below < 1:
             raise ThresholdError(f"below is {below}, expected a probability between 0 and 1.")
-        look, columns = self._look(cases)
+        measured, columns = self._measure(cases)
         edge = self._edges(columns)
         cautious = edge + logit(below) / self.weights[:, :1]
         expected = edge[0] + logit(below) / self.spread[0]
         error = norm.ppf((1 + self.level) / 2) * self.spread[1]
         starts = counts_as_diverged(as_cases(cases))
-        shown = ((look.distance <= 1) | (not withholds)) & ~starts
+        shown = ((measured.distance <= 1) | (not withholds)) & ~starts
         is_seen = bool(self.seen[0] <= logit(below) / self.weights[0, 0] <= self.seen[1])
         is_given = shown & (is_seen or not withholds)
         low, high = self._interval(cautious)
@@ -179,9 +181,9 @@ class RiskModel:
         variables = {
             name: ("run", np.where(of, 10.0**log, np.nan), {"long_name": long_name, "units": "1"})
             for name, (log, of, long_name) in logs.items()
-        } | _familiarity(look)
+        } | _distance_columns(measured)
         variables["starts_diverged"] = ("run", starts, {"long_name": "diverged at the start", "units": "1"})
-        warnings = [_warning(look, withholds=withholds), _about_starts(starts)]
+        warnings = [_warning(measured, withholds=withholds), _about_starts(starts)]
         if not is_seen:
             tail = "no rate is given" if withholds else "the rates given go by the formula alone"
             warnings.append(f"No run was seen where the risk is {below:g}; {tail}.")
@@ -205,16 +207,16 @@ class RiskModel:
         """
         import xarray as xr
 
-        look, columns = self._look(cases)
+        measured, columns = self._measure(cases)
         slope, edge = self.weights[0, :2]
-        sources = np.array(self.design.sources, dtype=str)
+        sources = np.array(self.feature_map.sources, dtype=str)
         names = list(dict.fromkeys(sources.tolist()))
         parts = -slope * self.weights[0, 2:] * columns
-        values = [slope * (look.known.log_rate - self.log_rate[0])]
+        values = [slope * (measured.known.log_rate - self.log_rate[0])]
         values += [parts[:, sources == name].sum(axis=1) for name in names]
         about = {"long_name": "log-odds", "units": "1", "mean": float(slope * (self.log_rate[0] - edge))}
-        coords = {"feature": [RATE, *names], "is_familiar": ("run", look.distance <= 1), **_coords(cases)}
-        table = np.where((look.distance <= 1)[:, None], np.stack(values, axis=1), np.nan)
+        coords = {"feature": [RATE, *names], "is_familiar": ("run", measured.distance <= 1), **_coords(cases)}
+        table = np.where((measured.distance <= 1)[:, None], np.stack(values, axis=1), np.nan)
         return xr.DataArray(table, coords, ["run", "feature"], name="driver", attrs=about)
 
     def coefficients(self) -> xr.DataArray:
@@ -231,7 +233,7 @@ class RiskModel:
         values = np.concatenate([slope * self.log_rate[1], -slope * self.weights[:, 2:]], axis=1)
         low, high = self._interval(values)
         about = {"long_name": "log-odds per standard deviation", "units": "1", "slope": float(slope[0, 0])}
-        coords = {"feature": [RATE, *self.design.columns], "low": ("feature", low), "high": ("feature", high)}
+        coords = {"feature": [RATE, *self.feature_map.columns], "low": ("feature", low), "high": ("feature", high)}
         return xr.DataArray(values[0], coords, ["feature"], name="coefficient", attrs=about | {"level": self.level})
 
     def with_validation(self, figures: Mapping[str, Any]) -> RiskModel:
@@ -240,24 +242,44 @@ class RiskModel:
 
     def card(self) -> str:
         """Data, figures and limits, as Markdown."""
-        from workbench.risk.model_card import card
+        return model_card(
+            self.feature_map,
+            self.coefficients(),
+            about=self.about,
+            validation=self.validation,
+            spread=self.spread,
+            sizes=self.applicability.sizes,
+        )
 
-        return card(self)
+    def content(self) -> dict[str, Any]:
+        """Everything that it is, by name, as its file has it."""
+        return {
+            "about": self.about,
+            "validation": self.validation,
+            "design": {item.name: getattr(self.feature_map, item.name) for item in fields(self.feature_map)},
+            "seen": self.seen,
+            "log_rate": self.log_rate,
+            "spread": self.spread,
+            "weights": self.weights,
+            "familiarity": {
+                "unit": self.applicability.unit,
+                "sizes": self.applicability.sizes,
+                "points": self.applicability.points,
+            },
+        }
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write it as JSON; `load` reads it.
+        """Write it as JSON; `wb.risk.load` reads it.
 
         Raises:
             StoreError: If there is something at the path, or it cannot be written.
         """
-        from workbench.risk.model_file import save
+        return write(self.content(), Path(path), overwrite=overwrite)
 
-        return save(self, Path(path), overwrite=overwrite)
-
-    def _look(self, cases: xr.Dataset) -> tuple[Look, np.ndarray]:
+    def _measure(self, cases: xr.Dataset) -> tuple[CaseDistances, np.ndarray]:
         """How far cases are, and their columns."""
-        known = self.design.read(cases)
-        return self.familiarity.look(self.design, known, cases), self.design.matrix(known)
+        known = self.feature_map.read(cases)
+        return self.applicability.measure(self.feature_map, known, cases), self.feature_map.matrix(known)
 
     def _edges(self, columns: np.ndarray) -> np.ndarray:
         """log10 of the edges; shape (1 + resample, run)."""
@@ -282,18 +304,18 @@ class RiskModel:
         )
 
 
-def _familiarity(look: Look) -> dict[str, Any]:
+def _distance_columns(measured: CaseDistances) -> dict[str, Any]:
     about = {"long_name": "distance", "units": "1", "meaning": "1: the edge of what the training runs show"}
     return {
-        "distance": ("run", look.distance, about),
-        "is_familiar": ("run", look.distance <= 1, {"long_name": "familiar", "units": "1"}),
-        "farthest_feature": ("run", look.farthest.astype(str), {"long_name": "farthest feature"}),
+        "distance": ("run", measured.distance, about),
+        "is_familiar": ("run", measured.distance <= 1, {"long_name": "familiar", "units": "1"}),
+        "farthest_feature": ("run", measured.farthest.astype(str), {"long_name": "farthest feature"}),
     }
 
 
-def _warning(look: Look, *, withholds: bool) -> str:
+def _warning(measured: CaseDistances, *, withholds: bool) -> str:
     """One sentence about the cases that are not familiar; empty where all are."""
-    distance = look.distance
+    distance = measured.distance
     n_cases, n_unknown = len(distance), int((distance > 1).sum())
     if not n_unknown:
         return ""
@@ -301,7 +323,7 @@ def _warning(look: Look, *, withholds: bool) -> str:
     tail = "no number is given" if withholds else "the numbers given are extrapolated"
     return (
         f"{who} unlike the runs that the risk model has seen, at a distance of {'up to ' if n_unknown > 1 else ''}"
-        f"{distance.max():.2g} where 1 is the edge, farthest in {look.farthest_in_words()}; {tail}."
+        f"{distance.max():.2g} where 1 is the edge, farthest in {measured.farthest_in_words()}; {tail}."
     )
 
 

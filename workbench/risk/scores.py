@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from workbench.errors import SchemaError, ThresholdError
 
 if TYPE_CHECKING:
     import xarray as xr
+    from numpy.typing import ArrayLike
 
 #: Entries of one block of resamples; keeps the memory of a bootstrap small whatever the number of runs.
 _BLOCK = 2_000_000
@@ -25,8 +26,8 @@ class Auroc(NamedTuple):
 
 
 def auroc(
-    score: Sequence[float], label: Sequence[bool], *, n_bootstrap: int = 1000, seed: int = 0,
-    groups: Sequence[str] | None = None, level: float = 0.95,
+    score: ArrayLike, label: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
+    groups: ArrayLike | None = None, level: float = 0.95,
 ) -> Auroc:  # fmt: skip
     """Chance that a run which diverged scores higher than one which did not; ties count half.
 
@@ -47,13 +48,13 @@ def auroc(
         SchemaError: If all runs ended alike.
     """
     return auroc_within(
-        score, label, np.zeros(len(score), int), n_bootstrap=n_bootstrap, seed=seed, groups=groups, level=level
+        score, label, np.zeros(np.size(score), int), n_bootstrap=n_bootstrap, seed=seed, groups=groups, level=level
     )
 
 
 def roc_curve(
-    score: Sequence[float], label: Sequence[bool], *, n_bootstrap: int = 1000, seed: int = 0,
-    groups: Sequence[str] | None = None, level: float = 0.95,
+    score: ArrayLike, label: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
+    groups: ArrayLike | None = None, level: float = 0.95,
 ) -> xr.Dataset:  # fmt: skip
     """What every threshold on a score catches, and what it costs.
 
@@ -75,25 +76,25 @@ def roc_curve(
         SchemaError: If all runs ended alike.
     """
     import xarray as xr
+    from sklearn import metrics
 
     found = auroc(score, label, n_bootstrap=n_bootstrap, seed=seed, groups=groups, level=level)
-    score, label = _pair(score, label)
-    order = np.argsort(-score, kind="stable")
-    score, label = score[order], label[order]
-    last = np.flatnonzero(np.concatenate([score[1:] != score[:-1], [True]]))  # of the runs that tie
+    scores, labels = _pair(score, label)
+    values, rank = np.unique(scores, return_inverse=True)  # scikit-learn takes no infinite score
+    false_positive_rate, true_positive_rate, _ = metrics.roc_curve(labels, rank, drop_intermediate=False)
     columns = {
-        "false_positive_rate": np.concatenate([[0.0], np.cumsum(~label)[last] / (~label).sum()]),
-        "true_positive_rate": np.concatenate([[0.0], np.cumsum(label)[last] / label.sum()]),
-        "threshold": np.concatenate([[np.inf], score[last]]),
+        "false_positive_rate": false_positive_rate,
+        "true_positive_rate": true_positive_rate,
+        "threshold": np.concatenate([[np.inf], values[::-1]]),
     }
     attrs = {"auroc": found.value, "low": found.low, "high": found.high, "level": level}
-    attrs |= {"n_runs": len(label), "n_diverged": int(label.sum())}
+    attrs |= {"n_runs": len(labels), "n_diverged": int(labels.sum())}
     return xr.Dataset({name: ("point", values) for name, values in columns.items()}, attrs=attrs)
 
 
 def auroc_within(
-    score: Sequence[float], label: Sequence[bool], within: Sequence[str], *, n_bootstrap: int = 1000, seed: int = 0,
-    groups: Sequence[str] | None = None, level: float = 0.95,
+    score: ArrayLike, label: ArrayLike, within: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
+    groups: ArrayLike | None = None, level: float = 0.95,
 ) -> Auroc:  # fmt: skip
     """The same among runs of one kind: only pairs that share ``within`` are compared, and every such pair counts once.
 
@@ -112,33 +113,33 @@ def auroc_within(
         ThresholdError: As in `auroc`.
         SchemaError: If all runs ended alike wherever they may be compared.
     """
-    score, label = _pair(score, label)
+    scores, labels = _pair(score, label)
     if n_bootstrap < 0 or not 0 < level < 1:
         raise ThresholdError("n_bootstrap must not be negative, and level lies between 0 and 1.")
     _, strata = np.unique(np.asarray(within), return_inverse=True)
     members = [np.flatnonzero(strata == i) for i in range(strata.max(initial=-1) + 1)]
-    members = [of for of in members if 0 < label[of].sum() < len(of)]
+    members = [of for of in members if 0 < labels[of].sum() < len(of)]
     if not members:
         raise SchemaError(
             "All runs ended alike, so no AUROC says anything; take some that diverged and some that did not."
         )
 
     def value(weight: np.ndarray) -> np.ndarray:
-        parts = [_concordance(score[of], label[of], weight[:, of]) for of in members]
+        parts = [_concordance(scores[of], labels[of], weight[:, of]) for of in members]
         right, n_pairs = np.sum(parts, axis=0)
         with np.errstate(invalid="ignore"):
             return right / n_pairs
 
-    found = float(value(np.ones((1, len(score))))[0])
+    found = float(value(np.ones((1, len(scores))))[0])
     if not n_bootstrap:
         return Auroc(found, np.nan, np.nan)
-    values = np.concatenate([value(weight) for weight in resamples(groups, len(score), n_bootstrap, seed)])
+    values = np.concatenate([value(weight) for weight in resamples(groups, len(scores), n_bootstrap, seed)])
     low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
     return Auroc(found, float(low), float(high))
 
 
 def resamples(
-    groups: Sequence[str] | None, n_runs: int, n_bootstrap: int, seed: int, *, block: int = _BLOCK
+    groups: ArrayLike | None, n_runs: int, n_bootstrap: int, seed: int, *, block: int = _BLOCK
 ) -> Iterator[np.ndarray]:
     """How often each run is drawn when whole groups are drawn with replacement.
 
@@ -148,8 +149,8 @@ def resamples(
     Raises:
         ThresholdError: If there is not one group a run.
     """
-    if groups is not None and len(groups) != n_runs:
-        raise ThresholdError(f"There are {len(groups)} groups for {n_runs} runs, expected one a run.")
+    if groups is not None and np.size(groups) != n_runs:
+        raise ThresholdError(f"There are {np.size(groups)} groups for {n_runs} runs, expected one a run.")
     _, index = np.unique(np.arange(n_runs) if groups is None else np.asarray(groups), return_inverse=True)
     n_groups = int(index.max()) + 1
     random = np.random.default_rng(seed)
@@ -159,9 +160,7 @@ def resamples(
         yield random.multinomial(n_groups, np.full(n_groups, 1 / n_groups), size=n)[:, index].astype(float)
 
 
-def reliability(
-    probability: Sequence[float], label: Sequence[bool], *, n_bins: int = 10, level: float = 0.95
-) -> xr.Dataset:
+def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, level: float = 0.95) -> xr.Dataset:
     """What was predicted against what happened, in bins of equal width.
 
     Args:
@@ -183,23 +182,20 @@ def reliability(
     import xarray as xr
     from scipy.stats import binomtest
 
-    probability, label = _pair(probability, label, allows_nan=True)
+    predicted, labels = _pair(probability, label, allows_nan=True)
     if n_bins < 1 or not 0 < level < 1:
         raise ThresholdError("n_bins must be at least 1, and level lies between 0 and 1.")
-    is_there = ~np.isnan(probability)
-    probability, label = probability[is_there], label[is_there]
-    if not len(probability):
-        raise SchemaError("No run has a probability; ask for them with extrapolate=True, or take other runs.")
-    if probability.min() < 0 or probability.max() > 1:
-        raise ThresholdError(
-            f"A probability is {probability[np.argmax(np.abs(probability - 0.5))]:g}, expected 0 to 1."
-        )
+    is_there = ~np.isnan(predicted)
+    predicted, labels = predicted[is_there], labels[is_there]
+    if not len(predicted):
+        raise SchemaError("No run has a probability; take other runs.")
+    _require_probabilities(predicted)
     edges = np.linspace(0, 1, n_bins + 1)
-    index = np.clip(np.searchsorted(edges, probability, side="right") - 1, 0, n_bins - 1)
+    index = np.clip(np.searchsorted(edges, predicted, side="right") - 1, 0, n_bins - 1)
     n_runs = np.bincount(index, minlength=n_bins)
-    n_diverged = np.bincount(index, weights=label, minlength=n_bins).astype(int)
+    n_diverged = np.bincount(index, weights=labels, minlength=n_bins).astype(int)
     with np.errstate(invalid="ignore"):
-        mean = np.bincount(index, weights=probability, minlength=n_bins) / n_runs
+        mean = np.bincount(index, weights=predicted, minlength=n_bins) / n_runs
         rate = n_diverged / n_runs
     intervals = [
         tuple(binomtest(k, n).proportion_ci(level, method="wilson")) if n else (np.nan, np.nan)
@@ -221,30 +217,35 @@ def reliability(
     return xr.Dataset(variables, {"lower": ("bin", edges[:-1]), "upper": ("bin", edges[1:])}, attrs)
 
 
-def calibration_error(probability: Sequence[float], label: Sequence[bool], *, n_bins: int = 10) -> float:
+def calibration_error(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10) -> float:
     """Expected calibration error; see `reliability`."""
     return float(reliability(probability, label, n_bins=n_bins).attrs["ece"])
 
 
-def brier(probability: Sequence[float], label: Sequence[bool]) -> float:
+def brier(probability: ArrayLike, label: ArrayLike) -> float:
     """Mean squared error of the probabilities (Brier 1950); lower is better, 0.25 is what 0.5 everywhere gets.
 
     Raises:
-        ThresholdError: If a probability is NaN, or lengths differ.
+        ThresholdError: If a probability is none, or lengths differ.
     """
-    probability, label = _pair(probability, label)
-    return float(np.mean((probability - label) ** 2))
+    from sklearn.metrics import brier_score_loss
+
+    probabilities, labels = _pair(probability, label)
+    _require_probabilities(probabilities)
+    return float(brier_score_loss(labels, probabilities, pos_label=True))
 
 
-def log_loss(probability: Sequence[float], label: Sequence[bool]) -> float:
+def log_loss(probability: ArrayLike, label: ArrayLike) -> float:
     """Mean negative log-likelihood in nats; probabilities of 0 and 1 count as 1e-12 away from them.
 
     Raises:
-        ThresholdError: If a probability is NaN, or lengths differ.
+        ThresholdError: If a probability is none, or lengths differ.
     """
-    probability, label = _pair(probability, label)
-    probability = np.clip(probability, 1e-12, 1 - 1e-12)
-    return float(-np.mean(np.where(label, np.log(probability), np.log1p(-probability))))
+    from sklearn import metrics
+
+    probabilities, labels = _pair(probability, label)
+    _require_probabilities(probabilities)
+    return float(metrics.log_loss(labels, np.clip(probabilities, 1e-12, 1 - 1e-12), labels=[False, True]))
 
 
 def _concordance(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -258,10 +259,16 @@ def _concordance(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> tu
     return (n_diverged * (n_below + n_alive / 2)).sum(axis=1), n_diverged.sum(axis=1) * n_alive.sum(axis=1)
 
 
-def _pair(score: Sequence[float], label: Sequence[bool], *, allows_nan: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    score, label = np.asarray(score, dtype=float), np.asarray(label).astype(bool)
-    if score.shape != label.shape or score.ndim != 1:
-        raise ThresholdError(f"There are {score.size} scores for {label.size} runs, expected one a run.")
-    if not allows_nan and np.isnan(score).any():
-        raise ThresholdError(f"{int(np.isnan(score).sum())} scores are NaN; leave those runs out.")
-    return score, label
+def _pair(score: ArrayLike, label: ArrayLike, *, allows_nan: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    scores, labels = np.asarray(score, dtype=float), np.asarray(label).astype(bool)
+    if scores.shape != labels.shape or scores.ndim != 1:
+        raise ThresholdError(f"There are {scores.size} scores for {labels.size} runs, expected one a run.")
+    if not allows_nan and np.isnan(scores).any():
+        raise ThresholdError(f"{int(np.isnan(scores).sum())} scores are NaN; leave those runs out.")
+    return scores, labels
+
+
+def _require_probabilities(values: np.ndarray) -> None:
+    farthest = values[np.argmax(np.abs(values - 0.5))]
+    if not 0 <= farthest <= 1:
+        raise ThresholdError(f"A probability is {farthest:g}, expected 0 to 1.")

@@ -23,7 +23,9 @@ _RATES = ("largest_stable_rate", "expected_stable_rate", "expected_low", "expect
 
 def cross_validate(
     sweep: xr.Dataset, *, by: str = "configuration", test: xr.Dataset | None = None, n_folds: int | None = None,
-    below: float = 0.20, seed: int = 0, **options: Any,
+    below: float = 0.20, seed: int = 0, features: str | Sequence[str] = "forward", method: str = "logistic",
+    squares: Sequence[str] = (), interactions: Sequence[tuple[str, str]] = (), penalty: float | None = None,
+    n_bootstrap: int = 0, level: float = 0.95,
 ) -> xr.Dataset:  # fmt: skip
     """What models say about groups of runs that they were not fitted on.
 
@@ -36,8 +38,14 @@ def cross_validate(
             runs of the sweep itself.
         n_folds: Folds of groups; None: ten, and one group at a time for architectures.
         below: For the largest stable rates.
-        seed: Of the folds.
-        options: Of `fit`, such as ``features``; without a bootstrap unless asked for.
+        seed: Of the folds, and of each fit.
+        features: As in `fit`, and so are those that follow.
+        method: Of each fit.
+        squares: Of each fit.
+        interactions: Of each fit.
+        penalty: Of each fit.
+        n_bootstrap: Of each fit; 0: no intervals of the probability.
+        level: Of each fit.
 
     Returns:
         Dataset with dim ``run`` in the order of the sweep, or of ``test``: ``probability`` (also where not familiar),
@@ -68,7 +76,10 @@ def cross_validate(
         folds = list(_folds_of(group, target[by].values))
     parts = []
     for fold, (train, held_out) in enumerate(folds):
-        model = fit(sweep.isel(run=train), **{"n_bootstrap": 0, "seed": seed} | options)
+        model = fit(
+            sweep.isel(run=train), features=features, method=method, squares=squares, interactions=interactions,
+            penalty=penalty, n_bootstrap=n_bootstrap, level=level, seed=seed,
+        )  # fmt: skip
         cases = target.isel(run=held_out)
         # How good a model is where it is asked too much is known here, for these runs were trained.
         found = model._extrapolated(cases).drop_vars("is_rate_seen")
@@ -123,7 +134,9 @@ def figures_of(predicted: xr.Dataset, sweep: xr.Dataset, *, n_bootstrap: int = 1
 
 def validate(
     sweep: xr.Dataset, *, by: Sequence[str] = ("configuration", "architecture"), test: xr.Dataset | None = None,
-    below: float = 0.20, n_bootstrap: int = 1000, seed: int = 0, **options: Any,
+    below: float = 0.20, n_bootstrap: int = 1000, n_folds: int | None = None, seed: int = 0,
+    features: str | Sequence[str] = "forward", method: str = "logistic", squares: Sequence[str] = (),
+    interactions: Sequence[tuple[str, str]] = (), penalty: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Everything that a model's card says about how good it is; `RiskModel.with_validation` takes it.
 
@@ -133,8 +146,13 @@ def validate(
         test: As in `cross_validate`.
         below: For the largest stable rates.
         n_bootstrap: As in `figures_of`.
+        n_folds: As in `cross_validate`.
         seed: Of folds and resamples.
-        options: Of `fit`, without its bootstrap.
+        features: As in `fit`, and so are those that follow.
+        method: Of each fit.
+        squares: Of each fit.
+        interactions: Of each fit.
+        penalty: Of each fit.
 
     Returns:
         What `figures_of` gives under each name of ``by``, and ``near_unit_mass``: the paper's score alone, read as a
@@ -147,7 +165,10 @@ def validate(
     target = sweep if test is None else test
     found = {}
     for name in by:
-        predicted = cross_validate(sweep, by=name, test=test, below=below, seed=seed, **options)
+        predicted = cross_validate(
+            sweep, by=name, test=test, n_folds=n_folds, below=below, seed=seed, features=features, method=method,
+            squares=squares, interactions=interactions, penalty=penalty,
+        )  # fmt: skip
         found[name] = figures_of(predicted, target, n_bootstrap=n_bootstrap, seed=seed)
     return found | {"near_unit_mass": mass_figures(target, n_bootstrap=n_bootstrap, seed=seed)}
 
@@ -178,7 +199,9 @@ def mass_figures(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0) -
     }
 
 
-def boosted_probability(sweep: xr.Dataset, *, by: str = "configuration", seed: int = 0, **options: Any) -> np.ndarray:
+def boosted_probability(
+    sweep: xr.Dataset, *, by: str = "configuration", seed: int = 0, features: str | Sequence[str] = "forward"
+) -> np.ndarray:
     """What gradient-boosted trees, monotone in the rate, say out of fold: whether a linear edge leaves much undone.
 
     They are for comparison, and are neither calibrated nor kept.
@@ -187,29 +210,25 @@ def boosted_probability(sweep: xr.Dataset, *, by: str = "configuration", seed: i
         sweep: Runs with their outcomes.
         by: As in `cross_validate`.
         seed: Of the folds.
-        options: ``features`` as in `fit`.
+        features: As in `fit`.
 
     Returns:
         Probabilities, shape (run,).
     """
     from sklearn.ensemble import HistGradientBoostingClassifier
 
-    from workbench.risk.feature_map import Design
+    from workbench.risk.feature_map import FeatureMap
     from workbench.risk.features import features_of
 
     sweep = as_cases(sweep)
-    names, label, group = (
-        features_of(options.get("features", "forward")),
-        sweep["has_diverged"].values,
-        sweep[by].values,
-    )
+    names, label, group = features_of(features), sweep["has_diverged"].values, sweep[by].values
     n_groups = len(np.unique(group))
     found = np.empty(len(label))
     for train, held_out in group_folds(group, n_groups if by == "architecture" else min(10, n_groups), seed):
-        design = Design.of(sweep.isel(run=train), names)
+        feature_map = FeatureMap.of(sweep.isel(run=train), names)
         inputs = [
-            np.column_stack([known.log_rate, design.matrix(known)])
-            for known in (design.read(sweep.isel(run=rows)) for rows in (train, held_out))
+            np.column_stack([known.log_rate, feature_map.matrix(known)])
+            for known in (feature_map.read(sweep.isel(run=rows)) for rows in (train, held_out))
         ]
         model = HistGradientBoostingClassifier(
             learning_rate=0.05, max_iter=200, max_leaf_nodes=8, min_samples_leaf=10, l2_regularization=1.0,

@@ -2,25 +2,25 @@
 
 from workbench.scaling.coordinate_checks import coordinate_check
 from workbench.scaling.designs import Design
-from workbench.scaling.outlook import foretold
+from workbench.scaling.outlook import extrapolated
 from workbench.scaling.size_ladder import Parametrization, Rung, Workshop
-from workbench.scaling.stable_edges import Edge, find_edge, rehearsed_edge, stable_edge
+from workbench.scaling.stable_edges import StableEdge, find_edge, pilot_edge, stable_edge
 from workbench.scaling.trend import Trend, fit_trend
 from workbench.scaling.width_matching import matched_width
 
 __all__ = [
     "Design",
-    "Edge",
     "Parametrization",
     "Rung",
+    "StableEdge",
     "Trend",
     "Workshop",
     "coordinate_check",
+    "extrapolated",
     "find_edge",
     "fit_trend",
-    "foretold",
     "matched_width",
-    "rehearsed_edge",
+    "pilot_edge",
     "stable_edge",
 ]
 

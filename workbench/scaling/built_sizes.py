@@ -54,7 +54,8 @@ def misfit(built: Shapes, target: Shapes, size: tuple[int, int], target_size: tu
             for n, of_n in zip(shape, of_shape, strict=True):
                 if n == of_n >= max(of_width, _LARGE):
                     return f"{name} is still {n} wide"
-    return _excess({name: tuple(map(math.prod, shapes)) for name, shapes in kept.items()}, width / of_width)
+    counted = {name: (math.prod(shape), math.prod(of_shape)) for name, (shape, of_shape) in kept.items()}
+    return _excess(counted, width / of_width)
 
 
 def _excess(kept: Mapping[str, tuple[int, int]], ratio: float) -> str:

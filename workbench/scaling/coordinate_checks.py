@@ -17,6 +17,7 @@ from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.probing import HookRequest, call_model, on_device_of, undisturbed, unwrap, watch
 from workbench.scaling.size_ladder import Rung, Workshop
 from workbench.scaling.trend import line_through
+from workbench.schema.statuses import CoordinateState
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -148,37 +149,40 @@ def coordinate_check(
         "smallest_healthy": SMALLEST_EXPONENT,
     }
     state, reason = _verdict(data)
-    data["coordinate_state"] = ((), state)
-    data["passes_coordinate_check"] = ((), state == "passes")
+    data["coordinate_state"] = ((), state.value)
+    data["passes_coordinate_check"] = ((), state is CoordinateState.PASSES)
     data["coordinate_reason"] = ((), reason)
     return data
 
 
-def _verdict(data: xr.Dataset) -> tuple[str, str]:
+def _verdict(data: xr.Dataset) -> tuple[CoordinateState, str]:
     """How the check ended, and a sentence."""
     widths = data["width"].values
     diverged = np.isnan(data["update_size_of_seed"].values).all(-1)  # (rung, seed, step)
     if diverged.any():
         rung, _, step = np.argwhere(diverged)[0]
-        return "diverged", (
+        return CoordinateState.DIVERGED, (
             f"At width {widths[rung]} the run diverged at update {step + 1}; choose a lower rate for the check."
         )
     if len(widths) < N_WIDTHS:
-        return "too few widths", f"The ladder has {len(widths)} widths, expected at least {N_WIDTHS}; add thinner ones."
+        return (
+            CoordinateState.TOO_FEW_WIDTHS,
+            f"The ladder has {len(widths)} widths, expected at least {N_WIDTHS}; add thinner ones.",
+        )
     groups = data["layer_group"].values
     exponent, low, high = (data[f"coordinate_exponent{end}"].values for end in ("", "_low", "_high"))
     for state, is_it, pick in (
-        ("grows", low > LARGEST_EXPONENT, np.nanargmax),
-        ("vanishes", high < SMALLEST_EXPONENT, np.nanargmin),
+        (CoordinateState.GROWS, low > LARGEST_EXPONENT, np.nanargmax),
+        (CoordinateState.VANISHES, high < SMALLEST_EXPONENT, np.nanargmin),
     ):
         if is_it.any():
             worst = int(pick(np.where(is_it, exponent, np.nan)))
-            verb = "grow" if state == "grows" else "vanish"
+            verb = "grow" if state is CoordinateState.GROWS else "vanish"
             return state, (
                 f"Updates {verb} with the width in {is_it.sum()} of {len(groups)} layer groups, most of all in "
                 f"'{groups[worst]}', by width^{exponent[worst]:.2f}."
             )
-    return "passes", (
+    return CoordinateState.PASSES, (
         f"Updates are of one size at every width: exponents lie between {np.nanmin(exponent):.2f} and "
         f"{np.nanmax(exponent):.2f}."
     )

@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from workbench.scaling.resizing import GRANULE, in_proportion, kv_heads
 from workbench.zoo import ArchitectureConfig, build, count_parameters
 
 
-class Source(ABC):
+class DesignSource(ABC):
     """Where the models of a design come from.
 
     Attributes:
@@ -25,9 +25,18 @@ class Source(ABC):
         width_per_head: Width of the stream for each attention head; None: there are no heads, or unknown ones.
     """
 
-    width: int
-    depth: int
-    width_per_head: int | None = None
+    if TYPE_CHECKING:  # attributes of some sources, properties of others
+
+        @property
+        def width(self) -> int: ...  # noqa: D102
+
+        @property
+        def depth(self) -> int: ...  # noqa: D102
+
+    @property
+    def width_per_head(self) -> int | None:
+        """See above."""
+        return None
 
     @property
     def vocabulary(self) -> int | None:
@@ -77,7 +86,7 @@ class Source(ABC):
 
 
 @dataclass(frozen=True)
-class ZooSource(Source):
+class ZooSource(DesignSource):
     """Options of the zoo."""
 
     config: ArchitectureConfig
@@ -85,12 +94,12 @@ class ZooSource(Source):
     @property
     def width(self) -> int:
         """Of the residual stream."""
-        return self.config.d_model
+        return cast(int, self.config.d_model)  # which the family says where the user does not
 
     @property
     def depth(self) -> int:
         """Residual blocks."""
-        return self.config.n_layers
+        return cast(int, self.config.n_layers)
 
     @property
     def width_per_head(self) -> int | None:
@@ -104,14 +113,14 @@ class ZooSource(Source):
 
     def describe(self, width: int, depth: int) -> dict[str, Any]:
         """The family and its options."""
-        return self.at(width, depth, self.config.seed, None).as_dict()
+        return self.at(width, depth, cast(int, self.config.seed), None).as_dict()
 
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
-        """See `Source`; the zoo has generators of its own."""
+        """See `DesignSource`; the zoo has generators of its own."""
         return build(self.at(width, depth, seed, vocabulary))
 
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """See `Source`."""
+        """See `DesignSource`."""
         return count_parameters(self.at(width, depth, 0, vocabulary))
 
     def at(self, width: int, depth: int, seed: int, vocabulary: int | None) -> ArchitectureConfig:
@@ -130,7 +139,7 @@ class ZooSource(Source):
 
 
 @dataclass(frozen=True)
-class FunctionSource(Source):
+class FunctionSource(DesignSource):
     """A function from width, depth and seed to a model.
 
     Its vocabulary can be cut where it takes a ``vocabulary``; otherwise it stays what the function makes it.
@@ -146,7 +155,7 @@ class FunctionSource(Source):
         return {"function": getattr(self.function, "__qualname__", type(self.function).__name__)}
 
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
-        """See `Source`.
+        """See `DesignSource`.
 
         Raises:
             ThresholdError: If the function returns no module.
@@ -163,7 +172,7 @@ class FunctionSource(Source):
         return model
 
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """See `Source`; memory is used where the function asks for a device of its own."""
+        """See `DesignSource`; memory is used where the function asks for a device of its own."""
         with torch.device("meta"):
             model = self.make(width, depth, 0, vocabulary)
         return sum(weight.numel() for weight in model.parameters())

@@ -16,7 +16,7 @@ from torch import nn
 from workbench.errors import CheckpointError, ThresholdError
 from workbench.models.checkpoint import ZOO_KEY
 from workbench.models.subject import Subject
-from workbench.scaling.design_sources import FunctionSource, Source, ZooSource
+from workbench.scaling.design_sources import DesignSource, FunctionSource, ZooSource
 from workbench.scaling.known_designs import KNOWN, known_config
 from workbench.scaling.transformers_source import TransformersSource, cause_of
 from workbench.zoo import ArchitectureConfig
@@ -34,7 +34,7 @@ class Design:
     """
 
     name: str
-    source: Source
+    source: DesignSource
     width: int
     depth: int
 
@@ -152,7 +152,7 @@ def design(
     return whole.resized(width, depth)
 
 
-def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[Source, str]:
+def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[DesignSource, str]:
     if isinstance(source, Subject):
         return _from_object(source.model, width, depth)[0], source.name
     if isinstance(source, ArchitectureConfig):
@@ -183,7 +183,7 @@ def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[Sou
     )
 
 
-def _from_name_or_file(source: str | os.PathLike[str]) -> tuple[Source, str]:
+def _from_name_or_file(source: str | os.PathLike[str]) -> tuple[DesignSource, str]:
     path, text = Path(source).expanduser(), os.fspath(source)
     if path.is_dir():
         path = path / "config.json"
@@ -201,7 +201,7 @@ def _from_name_or_file(source: str | os.PathLike[str]) -> tuple[Source, str]:
     )
 
 
-def _from_file(path: Path) -> tuple[Source, str]:
+def _from_file(path: Path) -> tuple[DesignSource, str]:
     try:
         options = json.loads(path.read_text())
         if not isinstance(options, dict):
@@ -212,7 +212,7 @@ def _from_file(path: Path) -> tuple[Source, str]:
     return _from_options(options)[0], str(options.get("_name_or_path") or name).rsplit("/", 1)[-1]
 
 
-def _from_options(options: Mapping[str, Any]) -> tuple[Source, str]:
+def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
     """Options as a configuration file has them: the zoo's with its key or a family, transformers' with model_type."""
     options = dict(options)
     if ZOO_KEY in options:
@@ -222,8 +222,8 @@ def _from_options(options: Mapping[str, Any]) -> tuple[Source, str]:
             "The configuration of a transformers model says no model_type, expected one such as 'llama'; add it."
         )
     if "model_type" not in options:
-        config = ArchitectureConfig.from_dict(options)
-        return ZooSource(config), config.title
+        own = ArchitectureConfig.from_dict(options)
+        return ZooSource(own), own.title
     import transformers
 
     kind = options.pop("model_type")

@@ -1,4 +1,4 @@
-"""The whole study of a ladder: spectra, flow, coordinate check and stable rate on each rung, and what they foretell."""
+"""The whole study of a ladder: spectra, flow, coordinate check and stable rate on each rung, and what they predict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 
@@ -21,15 +21,17 @@ from workbench.koopman.spectra import RankWarning
 from workbench.models.profile import profile
 from workbench.scaling.coordinate_checks import coordinate_check
 from workbench.scaling.designs import Design, design
-from workbench.scaling.outlook import foretold
+from workbench.scaling.outlook import extrapolated
 from workbench.scaling.quantities import ATTRS, EDGE, FLOW, SPECTRAL, rule_of
 from workbench.scaling.size_ladder import Parametrization, Rung, Workshop, require_seeds, rungs_of
-from workbench.scaling.stable_edges import Edge, rehearsed_edge, stable_edge
+from workbench.scaling.stable_edges import StableEdge, pilot_edge, stable_edge
 
 if TYPE_CHECKING:
     import xarray as xr
 
-EDGES = ("trained", "rehearsed", "none")
+    from workbench.sweeps.planned_runs import ShortRunOptions
+
+EDGES = ("trained", "pilot", "none")
 
 
 def scaling_study(
@@ -43,7 +45,7 @@ def scaling_study(
     seeds: Sequence[int] = (0, 1, 2),
     target_width: int | None = None,
     target_depth: int | None = None,
-    edge: Literal["trained", "rehearsed", "none"] = "trained",
+    edge: Literal["trained", "pilot", "none"] = "trained",
     n_coordinate_steps: int = 10,
     parametrization: Parametrization | None = None,
     vocabulary: int | None = None,
@@ -52,14 +54,14 @@ def scaling_study(
     largest_reach: float = 4.0,
     level: float = 0.95,
     progress: bool | Callable[[str], None] = False,
-    **training: Any,
+    **training: Unpack[ShortRunOptions],
 ) -> xr.Dataset:
     """Build an architecture at several sizes, measure each, and say what to expect at the size that is meant.
 
     The rungs of the ladder are every width at the smallest depth, and every further depth at the largest width. On
     each, from each seed: Koopman spectra and information flow of the fresh model, the learning rate at which short runs
     begin to diverge, and (on the widths) the coordinate check. A line through the logarithms is carried on to the
-    target; a ladder that cannot bear that says why.
+    target; a ladder that does not support it says why.
 
     Args:
         make_model: A `Design`, or what `workbench.design` takes: a known name, a configuration, or a function of width,
@@ -73,7 +75,7 @@ def scaling_study(
         seeds: Of weights, training and, where ``task`` is a function, data.
         target_width: Width asked about; None: the design's own (of a function: the largest of the ladder).
         target_depth: Depth asked about; likewise.
-        edge: How the largest rate is found: ``"trained"``: by runs of ``n_steps``; ``"rehearsed"``: by ten updates
+        edge: How the largest rate is found: ``"trained"``: by runs of ``n_steps``; ``"pilot"``: by ten updates
             at a constant rate, which is quick and mostly too high; ``"none"``: not at all.
         n_coordinate_steps: Updates of the coordinate check; 0: no check.
         parametrization: Such as ``wb.baselines.MuP(base_width=16)``, put on every model before it is looked at; it
@@ -82,7 +84,7 @@ def scaling_study(
         measures_target: Also measure the target itself, to see how far the ladder was right. It takes no part in the
             trend.
         n_snapshots: Token states that the spectra are taken from.
-        largest_reach: See `foretold`; 4 is how far `data/make_scaling.py` has tried it.
+        largest_reach: See `extrapolated`; 4 is how far `data/make_scaling.py` has tried it.
         level: Of the intervals.
         progress: Show a bar; or a function that is told how many parts are done.
         **training: Further fields of `TrainingPlan` (``optimizer``, ``warmup``, ``clip_norm``, ...) for the runs.
@@ -90,7 +92,7 @@ def scaling_study(
     Returns:
         Dataset with dims ``rung`` (coords ``width``, ``depth``, ``n_weights``), ``seed`` and ``quantity``: ``measured``
         (quantity, rung, seed), and its means over seeds under the name of each quantity, (rung,);
-        ``stable_rate_edge``, the geometric mean over seeds, with ``edge_low``, the largest rate that every seed bore,
+        ``stable_rate_edge``, the geometric mean over seeds, with ``edge_low``, the largest rate stable for every seed,
         and ``edge_high``, the smallest that none did (0 and infinite: none and all that were tried); the trend
         (quantity): ``slope`` against the width and ``depth_slope``, with ``_low`` and ``_high``; ``at_target`` with
         ``_low`` and ``_high``; ``is_supported`` and ``reason``; ``scale`` ("log": slopes are exponents); and with
@@ -125,15 +127,21 @@ def scaling_study(
         edges = _edges(workshop, places, seeds, edge, n_steps, tell)
         coordinates = xr.Dataset()
         if n_coordinate_steps:
-            check = {"learning_rate": learning_rate, "n_steps": n_coordinate_steps, "level": level}
-            coordinates = coordinate_check(workshop, [r for r in rungs if r.depth == rungs[0].depth], seeds, **check)
+            coordinates = coordinate_check(
+                workshop,
+                [rung for rung in rungs if rung.depth == rungs[0].depth],
+                seeds,
+                learning_rate=learning_rate,
+                n_steps=n_coordinate_steps,
+                level=level,
+            )
             tell()
     names = [EDGE, *_seen(rows)] if edge != "none" else _seen(rows)
     measured = np.array([_values(name, rows, edges) for name in names]).reshape(len(names), len(places), len(seeds))
     study = _assembled(workshop, rungs, seeds, names, measured[:, : len(rungs)], edges[: len(rungs)])
     if measures_target:
         study = study.merge(_at_target(names, measured[:, -1], edges[-1]))
-    study = study.merge(foretold(study, (target.width, target.depth), largest_reach=largest_reach, level=level))
+    study = study.merge(extrapolated(study, (target.width, target.depth), largest_reach=largest_reach, level=level))
     study = _with_coordinates(study, coordinates)
     for name, attrs in ATTRS.items():
         if name in study:
@@ -198,9 +206,9 @@ def _edges(
     kind: str,
     n_steps: int,
     tell: Callable[[], None],
-) -> list[list[Edge]]:
+) -> list[list[StableEdge]]:
     """The edge of each rung and seed; each search begins where the last one ended."""
-    found: list[list[Edge]] = []
+    found: list[list[StableEdge]] = []
     start: float | None = None
     for rung in rungs:
         row = []
@@ -208,7 +216,7 @@ def _edges(
             if kind == "trained":
                 edge = stable_edge(workshop, rung, seed, n_steps=n_steps, start=start)
             else:
-                edge = rehearsed_edge(workshop, rung, seed, start=1.0 if start is None else start)
+                edge = pilot_edge(workshop, rung, seed, start=1.0 if start is None else start)
             start = edge.middle if 0 < edge.middle < math.inf else None
             row.append(edge)
             tell()
@@ -218,14 +226,14 @@ def _edges(
 
 def _seen(rows: list[list[dict[str, float]]]) -> list[str]:
     """The quantities that some model has."""
-    return [name for name in rows[0][0] if any(math.isfinite(look[name]) for row in rows for look in row)]
+    return [name for name in rows[0][0] if any(math.isfinite(found[name]) for row in rows for found in row)]
 
 
-def _values(name: str, rows: list[list[dict[str, float]]], edges: list[list[Edge]]) -> list[list[float]]:
+def _values(name: str, rows: list[list[dict[str, float]]], edges: list[list[StableEdge]]) -> list[list[float]]:
     """A quantity of every size and seed."""
     if name == EDGE:
         return [[edge.middle for edge in row] for row in edges]
-    return [[look[name] for look in row] for row in rows]
+    return [[found[name] for found in row] for row in rows]
 
 
 def _assembled(
@@ -234,12 +242,12 @@ def _assembled(
     seeds: Sequence[int],
     names: Sequence[str],
     measured: np.ndarray,
-    edges: list[list[Edge]],
+    edges: list[list[StableEdge]],
 ) -> xr.Dataset:
     """What was measured on the rungs."""
     import xarray as xr
 
-    data = {"measured": (("quantity", "rung", "seed"), measured)}
+    data: dict[str, Any] = {"measured": (("quantity", "rung", "seed"), measured)}
     for name, of_name in zip(names, measured, strict=True):
         data[name] = ("rung", [_mean(name, row) for row in of_name])
     if EDGE in names:
@@ -258,7 +266,7 @@ def _assembled(
     return xr.Dataset(data, coords=coords)
 
 
-def _at_target(names: Sequence[str], measured: np.ndarray, edges: Sequence[Edge]) -> xr.Dataset:
+def _at_target(names: Sequence[str], measured: np.ndarray, edges: Sequence[StableEdge]) -> xr.Dataset:
     """What was measured at the target, shape (quantity, seed)."""
     import xarray as xr
 

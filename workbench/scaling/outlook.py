@@ -1,4 +1,4 @@
-"""What a scaling study foretells of a size that it did not measure."""
+"""What a scaling study predicts for a size that it did not measure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def foretold(
+def extrapolated(
     study: xr.Dataset, target: tuple[int, int], *, largest_reach: float = 4.0, level: float = 0.95
 ) -> xr.Dataset:
     """The trends of a study, carried on to any size; nothing is measured again.
@@ -45,15 +45,16 @@ def foretold(
     import xarray as xr
 
     goals, along = _path(study["width"].values, study["depth"].values, target)
+    widths, depths = study["width"].values, study["depth"].values
     columns, curves = [], []
     for name in study["quantity"].values.tolist():
         scale, bounds = rule_of(name)
-        rungs = (study["measured"].sel(quantity=name).values, study["width"].values, study["depth"].values)
-        options = {"scale": scale, "bounds": bounds, "level": level}
+        values = study["measured"].sel(quantity=name).values
         reach = largest_reach if name in CARRIED_ON else 1.0
-        columns.append(_columns(fit_trend(*rungs, target, largest_reach=reach, **options)))
-        curves.append(along_trend(*rungs, goals, **options))
-    found = {key: ("quantity", [column[key] for column in columns]) for key in _COLUMNS}
+        trend = fit_trend(values, widths, depths, target, largest_reach=reach, scale=scale, bounds=bounds, level=level)
+        columns.append(_columns(trend))
+        curves.append(along_trend(values, widths, depths, goals, scale=scale, bounds=bounds, level=level))
+    found: dict[str, Any] = {key: ("quantity", [column[key] for column in columns]) for key in _COLUMNS}
     for i, end in enumerate(_ENDS):
         found[f"curve{end}"] = (("quantity", "curve_point"), np.array([curve[i] for curve in curves], dtype=np.float32))
     coords = {

@@ -43,7 +43,7 @@ ATTRS = {
     "slope": {"long_name": "exponent of the width, or change per factor e of it", "units": "1"},
     "depth_slope": {"long_name": "exponent of the depth, or change per factor e of it", "units": "1"},
     "curve": {"long_name": "trend from the smallest rung on", "units": "1"},
-    "at_target": {"long_name": "value foretold at the target size", "units": "1"},
+    "at_target": {"long_name": "value predicted at the target size", "units": "1"},
     "measured_at_target": {"long_name": "value measured at the target size, mean over seeds", "units": "1"},
     "is_supported": {"long_name": "whether the ladder supports the value at the target"},
 }

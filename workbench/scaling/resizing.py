@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 #: Inner widths are multiples of this, and heads below their own width.
 GRANULE = 8
@@ -150,7 +150,7 @@ def in_proportion(size: int, width: int, of_width: int) -> int:
     return max(GRANULE, GRANULE * round(size * width / of_width / GRANULE))
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
     """Whether it is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -189,8 +189,9 @@ def _set_heads(config: Any, kind: _Heads, said: Mapping[str, Any], done: set[str
     n_heads, factor = max(1, int(wanted + _ROUNDING)), min(1.0, wanted)
     sizes = {name: said[name] for name in kind.sizes if is_count(said.get(name)) and name not in done}
     size = next(iter(sizes.values()), None)
-    is_bound = size is not None and is_count(expand) and of_heads * size == expand * of_width
-    if is_bound:  # all heads together are as wide as the stream expanded, to the last feature
+    is_bound = False
+    if size is not None and is_count(expand) and of_heads * size == expand * of_width:
+        is_bound = True  # all heads together are as wide as the stream expanded, to the last feature
         n_heads = max(n for n in range(1, n_heads + 1) if expand * width % n == 0)
         factor = expand * width / n_heads / size
     for name in found:
@@ -244,21 +245,21 @@ def _set_depth(config: Any, depth: int, of_depth: int) -> None:
         kept = [number - start for number in value if start <= number < start + depth]
         _set(config, name, type(value)(kept or [depth - 1]))
     for name in _FIRST_BLOCKS:
-        if is_count(value := said.get(name)):
-            _set(config, name, min(value, max(1, round(value * depth / of_depth))))
+        if is_count(count := said.get(name)):
+            _set(config, name, min(count, max(1, round(count * depth / of_depth))))
     for name in _OFFSETS:
-        if is_count(value := said.get(name)):
-            _set(config, name, min(value, depth - 1))
-    if is_count(value := said.get("num_kv_shared_layers")):
-        _set(config, "num_kv_shared_layers", min(depth - 1, round(value * depth / of_depth)))
+        if is_count(count := said.get(name)):
+            _set(config, name, min(count, depth - 1))
+    if is_count(count := said.get("num_kv_shared_layers")):
+        _set(config, "num_kv_shared_layers", min(depth - 1, round(count * depth / of_depth)))
     if not getattr(config, "is_encoder_decoder", False):
         config.num_hidden_layers = depth
         return
     has_both = any(is_count(said.get(name)) for name in _DECODER_DEPTH)
     for name in (*_ENCODER_DEPTH, *_DECODER_DEPTH):
-        if is_count(value := said.get(name)):
+        if is_count(count := said.get(name)):
             is_own = name in _DECODER_DEPTH or not has_both
-            _set(config, name, depth if is_own else max(1, round(value * depth / of_depth)))
+            _set(config, name, depth if is_own else max(1, round(count * depth / of_depth)))
 
 
 def _richest(lists: Sequence[Sequence[Any]], depth: int, of_depth: int) -> int:

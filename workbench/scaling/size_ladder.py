@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import nn
 
@@ -131,7 +131,10 @@ class Workshop:
         else:
             name, options = training.get("optimizer", "AdamW"), training.pop("optimizer_options", {})
             training["optimizer"] = self.parametrization.optimizer(model, rate, name, **options)
-        run = train(model, self.task_of(seed), n_steps=n_steps, seed=seed, **training)
+        run = cast(
+            Generator[StepRecord, None, None],
+            train(model, self.task_of(seed), n_steps=n_steps, seed=seed, **training),
+        )
         is_low = training.get("precision", "float32") != "float32"
         try:
             while True:

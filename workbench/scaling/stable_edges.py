@@ -1,4 +1,4 @@
-"""The largest learning rate that a fresh model bears, by trial."""
+"""The largest stable learning rate of a fresh model, by trial."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from workbench.scaling.size_ladder import Rung, Workshop
 #: Rates are tried on a grid of powers of this.
 GRID = 2.0
 LOWEST, HIGHEST = GRID**-30, GRID**12
-#: Updates of a rehearsal, which shows where to begin.
-N_REHEARSED = 10
-_REHEARSAL_STEP = 8.0
+#: Updates of a pilot run, which shows where to begin.
+N_PILOT_UPDATES = 10
+_PILOT_STEP = 8.0
 
 
 @dataclass(frozen=True)
-class Edge:
+class StableEdge:
     """Between which two rates a run from given weights begins to diverge.
 
     Attributes:
-        low: Largest rate tried that was borne below the first that was not; 0: none was.
-        high: Smallest rate tried that was not borne; infinite: all were.
+        low: Largest rate tried that was stable below the first that was not; 0: none was.
+        high: Smallest rate tried that was not stable; infinite: all were.
         n_runs: Runs that it took.
     """
 
@@ -44,7 +44,7 @@ def find_edge(
     step: float = GRID,
     lowest: float = LOWEST,
     highest: float = HIGHEST,
-) -> Edge:
+) -> StableEdge:
     """Walk from a rate up or down to the edge, then halve the last step.
 
     As if every rate above one that breaks would break too: near the edge chance decides, which is why an edge should be
@@ -71,17 +71,17 @@ def find_edge(
         while low >= lowest and is_broken(low):
             low, high = low / step, low
         if low < lowest:
-            return Edge(0.0, high, n_runs)
+            return StableEdge(0.0, high, n_runs)
     else:
         low, high = rate, rate * step
         while high <= highest and not is_broken(high):
             low, high = high, high * step
         if high > highest:
-            return Edge(low, math.inf, n_runs)
+            return StableEdge(low, math.inf, n_runs)
     for _ in range(n_halvings):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if is_broken(middle) else (middle, high)
-    return Edge(low, high, n_runs)
+    return StableEdge(low, high, n_runs)
 
 
 def stable_edge(
@@ -92,7 +92,7 @@ def stable_edge(
     n_steps: int,
     start: float | None = None,
     n_halvings: int = 2,
-) -> Edge:
+) -> StableEdge:
     """The edge of the learning rates at which a run of ``n_steps`` updates does not diverge (RKSP's label).
 
     Args:
@@ -100,12 +100,12 @@ def stable_edge(
         rung: The size.
         seed: Of weights, data and training.
         n_steps: Updates of each run.
-        start: Where the search begins, such as the edge of another seed; None: at the edge of a rehearsal of ten
+        start: Where the search begins, such as the edge of another seed; None: at the edge of a pilot run of ten
             updates at a constant rate, found on a grid four times as coarse.
         n_halvings: See `find_edge`.
     """
     if start is None:
-        start = rehearsed_edge(workshop, rung, seed, n_halvings=0).middle
+        start = pilot_edge(workshop, rung, seed, n_halvings=0).middle
         start = start if 0 < start < math.inf else 1e-2
 
     def breaks(rate: float) -> bool:
@@ -114,7 +114,7 @@ def stable_edge(
     return find_edge(breaks, start, n_halvings=n_halvings)
 
 
-def rehearsed_edge(workshop: Workshop, rung: Rung, seed: int, *, start: float = 1.0, n_halvings: int = 4) -> Edge:
+def pilot_edge(workshop: Workshop, rung: Rung, seed: int, *, start: float = 1.0, n_halvings: int = 4) -> StableEdge:
     """The same of ten updates at a constant rate: quick, and an upper bound more often than not.
 
     Args:
@@ -126,6 +126,6 @@ def rehearsed_edge(workshop: Workshop, rung: Rung, seed: int, *, start: float = 
     """
 
     def breaks(rate: float) -> bool:
-        return bool(workshop.cause_of_divergence(rung, seed, rate, N_REHEARSED, is_plain=True))
+        return bool(workshop.cause_of_divergence(rung, seed, rate, N_PILOT_UPDATES, is_plain=True))
 
-    return find_edge(breaks, start, n_halvings=n_halvings, step=_REHEARSAL_STEP)
+    return find_edge(breaks, start, n_halvings=n_halvings, step=_PILOT_STEP)

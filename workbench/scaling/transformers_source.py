@@ -14,7 +14,7 @@ from torch import nn
 
 from workbench.errors import ThresholdError, WorkbenchError
 from workbench.scaling.built_sizes import Shapes, misfit, shapes_of
-from workbench.scaling.design_sources import Source
+from workbench.scaling.design_sources import DesignSource
 from workbench.scaling.resizing import GRANULE, depth_of, is_count, n_heads_of, resized, rotated_share
 
 #: Options of configurations that `TransformersSource.describe` repeats.
@@ -35,7 +35,7 @@ _NOT_EQUAL = (
 
 
 @dataclass(frozen=True)
-class TransformersSource(Source):
+class TransformersSource(DesignSource):
     """A configuration of transformers.
 
     Raises:
@@ -112,7 +112,7 @@ class TransformersSource(Source):
         return found
 
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
-        """See `Source`."""
+        """See `DesignSource`."""
         with self._told(width, depth):
             torch.manual_seed(seed)
             model = self._build(self.at(width, depth, vocabulary))
@@ -120,7 +120,7 @@ class TransformersSource(Source):
         return model
 
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """See `Source`."""
+        """See `DesignSource`."""
         if (width, depth, vocabulary) == (self.width, self.depth, None):
             return self._target[1]
         shapes, n_weights = self._on_meta(width, depth, vocabulary)
@@ -143,7 +143,7 @@ class TransformersSource(Source):
         return config
 
     def nearest_width(self, width: int) -> int:
-        """See `Source`; where a part of each head is rotated, that part has to be an even number of features."""
+        """See `DesignSource`; where a part of each head is rotated, that part has to be an even number of features."""
         if width == self.width:
             return width
         if self.width_per_head is None and n_heads_of(self.config):
@@ -151,8 +151,10 @@ class TransformersSource(Source):
         return super().nearest_width(width)
 
     def _is_width(self, width: int) -> bool:
-        head = getattr(self.config, "head_dim", None)
-        head = (head if is_count(head) else self.width_per_head) * width / self.width_per_head
+        per_head, named = self.width_per_head, getattr(self.config, "head_dim", None)
+        if per_head is None:
+            return True
+        head = (named if is_count(named) else per_head) * width / per_head
         head = head if head.is_integer() else GRANULE * max(1, round(head / GRANULE))
         return int(head * rotated_share(self.config)) % 2 == 0
 

@@ -18,7 +18,7 @@ _SMALLEST_SPREAD = 1e-9
 
 
 @dataclass(frozen=True)
-class Line:
+class TrendLine:
     """A straight line through values against one coordinate.
 
     Attributes:
@@ -49,8 +49,8 @@ class Trend:
     """
 
     scale: str
-    width: Line
-    depth: Line
+    width: TrendLine
+    depth: TrendLine
     at_target: float
     at_target_low: float
     at_target_high: float
@@ -58,10 +58,10 @@ class Trend:
     reason: str
 
 
-_NO_LINE = Line(math.nan, math.nan, math.nan)
+_NO_LINE = TrendLine(math.nan, math.nan, math.nan)
 
 
-def line_through(x: np.ndarray, values: np.ndarray, *, level: float = 0.95) -> Line:
+def line_through(x: np.ndarray, values: np.ndarray, *, level: float = 0.95) -> TrendLine:
     """The least-squares line through values of several seeds, with a t-interval of its slope.
 
     Args:
@@ -113,8 +113,8 @@ def fit_trend(
         return Trend(scale, _NO_LINE, _NO_LINE, math.nan, math.nan, math.nan, False, f"It {what} on most rungs.")
     lines = [fit.line(column, level) if np.ptp(fit.x[:, column]) else _NO_LINE for column in (1, 2)]
     middle, _ = fit.at(goal, level, n_seeds=values.shape[1])
-    options = {"scale": scale, "bounds": bounds, "level": level}
-    at_target, low, high = along_trend(values, widths, depths, np.array([target]), **options)[:, 0].tolist()
+    along = along_trend(values, widths, depths, np.array([target]), scale=scale, bounds=bounds, level=level)
+    at_target, low, high = along[:, 0].tolist()
     reason = (
         _censored(is_censored)
         or _out_of_reach(np.exp(sizes), target, largest_reach)
@@ -191,11 +191,11 @@ class _Fit:
         covariance[np.ix_(used, used)] = inverse
         return cls(x, coefficients, covariance, float(residual @ residual / n_free) if n_free else math.nan, n_free)
 
-    def line(self, column: int, level: float) -> Line:
+    def line(self, column: int, level: float) -> TrendLine:
         """Slope against one column."""
         slope = float(self.coefficients[column])
         half = self._quantile(level) * math.sqrt(self.variance * self.covariance[column, column])
-        return Line(slope, slope - half, slope + half)
+        return TrendLine(slope, slope - half, slope + half)
 
     def at(self, sizes: np.ndarray, level: float, n_seeds: int) -> tuple[float, float]:
         """Value at a size, and half its prediction interval for a mean over seeds."""
@@ -241,7 +241,7 @@ def _out_of_reach(sizes: np.ndarray, target: tuple[int, int], largest_reach: flo
         reach = max(goal / known[-1], known[0] / goal)
         if reach > largest_reach * (1 + 1e-9) and largest_reach <= 1:
             return (
-                f"The target's {name} lies beyond the ladder, where trends of this quantity have not held; look at a "
+                f"The target's {name} lies beyond the ladder, where trends of this quantity have not held; measure a "
                 "fresh model of that size, which needs no training."
             )
         if reach > largest_reach * (1 + 1e-9):

@@ -1,11 +1,123 @@
-"""The verdicts of an assessment and the exit statuses of the command line: one place for both, and nothing to load."""
+"""Every word that a result may have as its status: one enum a question, with the very strings that files hold.
+
+A member is a ``str``, so what is read back from a file compares equal to it.
+"""
 
 from __future__ import annotations
 
-#: Verdict -> exit status of ``workbench assess``, from the best verdict to the worst. "cannot say": nothing that was
-#: measured failed, but what was measured does not say that the design will train.
-EXIT_STATUS = {"proceed": 0, "cannot say": 4, "at risk": 1, "refuse": 2}
-VERDICTS = tuple(EXIT_STATUS)
-PROCEED, CANNOT_SAY, AT_RISK, REFUSE = VERDICTS
-#: Exit statuses of every command that are no verdict: the input is wrong, the workbench itself failed, it was stopped.
-BAD_INPUT, BROKEN, INTERRUPTED = 3, 5, 130
+from enum import IntEnum, StrEnum
+
+
+class Verdict(StrEnum):
+    """What an assessment concludes, from best to worst.
+
+    "cannot say": nothing that was measured failed, but what was measured does not say that the design will train.
+    """
+
+    PROCEED = "proceed"
+    CANNOT_SAY = "cannot say"
+    AT_RISK = "at risk"
+    REFUSE = "refuse"
+
+    @property
+    def severity(self) -> int:
+        """0 for the best, rising."""
+        return list(Verdict).index(self)
+
+    @property
+    def exit_status(self) -> int:
+        """Of ``workbench assess``; see `ExitStatus` for those that are no verdict."""
+        return {Verdict.PROCEED: 0, Verdict.AT_RISK: 1, Verdict.REFUSE: 2, Verdict.CANNOT_SAY: 4}[self]
+
+
+class ExitStatus(IntEnum):
+    """Exit statuses of every command that are no verdict."""
+
+    BAD_INPUT = 3
+    #: The workbench itself failed.
+    BROKEN = 5
+    #: Ctrl-C, as shells count it.
+    INTERRUPTED = 130
+
+
+class CriterionState(StrEnum):
+    """Where a measured number lies against its limits, of criteria, failure modes and hazards; from best to worst."""
+
+    HEALTHY = "healthy"
+    AT_RISK = "at risk"
+    FAILING = "failing"
+    #: Stands beside the others, and says nothing.
+    NOT_MEASURED = "not measured"
+
+    @property
+    def severity(self) -> int:
+        """0: healthy, 1: at risk, 2: failing; -1: not measured."""
+        return -1 if self is CriterionState.NOT_MEASURED else list(CriterionState).index(self)
+
+
+#: The states that speak against a plan.
+BAD_STATES = (CriterionState.AT_RISK, CriterionState.FAILING)
+#: The order of tables: the worst first, and what was not measured last.
+WORST_FIRST = tuple(sorted(CriterionState, key=lambda state: -state.severity))
+
+
+class DecisionKind(StrEnum):
+    """What a decision of an assessment asks for, in the order in which to act."""
+
+    PROCEED = "proceed"
+    MEASURE = "measure"
+    CHANGE = "change"
+    KSS = "kss"
+    MONITOR = "monitor"
+    STOP_RULE = "stop rule"
+
+
+class RunState(StrEnum):
+    """How far a recorded run is, as its store says."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    DIVERGED = "diverged"
+    #: An error ended it.
+    INTERRUPTED = "interrupted"
+
+
+class CoordinateState(StrEnum):
+    """How a coordinate check ended: what updates do as the width grows."""
+
+    PASSES = "passes"
+    GROWS = "grows"
+    VANISHES = "vanishes"
+    DIVERGED = "diverged"
+    TOO_FEW_WIDTHS = "too few widths"
+
+
+class FailureKind(StrEnum):
+    """How a run failed, as its loss shows it."""
+
+    DIVERGED = "diverged"
+    #: The loss rose above where it had been, and stayed or came back.
+    SPIKE = "spike"
+    #: Neither: if the run failed, then by learning too little.
+    STALLED = "stalled"
+
+
+class CauseKind(StrEnum):
+    """What kind of thing is at fault, from the most common on."""
+
+    HYPERPARAMETER = "hyperparameter"
+    ARCHITECTURE = "architecture"
+    PRECISION = "precision"
+    ROUTING = "routing"
+    DATA = "data"
+
+
+class SymptomKind(StrEnum):
+    """What a symptom was read from."""
+
+    #: Measurements of the model: spectra, gradients, attention.
+    MECHANISM = "mechanism"
+    #: What every step records: loss, rate, rows.
+    LOG = "log"
+    CONFIGURATION = "configuration"

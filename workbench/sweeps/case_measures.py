@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +22,8 @@ from workbench.models.probing import call_model, on_device_of, undisturbed, watc
 from workbench.models.profile import profile
 from workbench.models.subject import Subject
 from workbench.schema.sweeps import MEASURES, SETTINGS, dtype_of
-from workbench.sweeps.planned_runs import describe_plan, plan_of
-from workbench.sweeps.trial_updates import N_REHEARSED, rehearsed_rate, trial_update
+from workbench.sweeps.planned_runs import describe_plan
+from workbench.sweeps.trial_updates import N_PILOT_UPDATES, pilot_rate, trial_update
 from workbench.tasks import as_task
 from workbench.training.training_plan import TrainingPlan
 
@@ -42,11 +42,22 @@ def measure_case(
     n_snapshots: int = 1024,
     stack: str | None = None,
     takes_gradients: bool = True,
-    rehearses: bool = True,
+    runs_pilot: bool = True,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
-    **training: Any,
+    n_steps: int,
+    learning_rate: float | None = None,
+    warmup: int = 0,
+    schedule: str | Callable[[int], float] = "constant",
+    optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
+    optimizer_options: Mapping[str, Any] | None = None,
+    clip_norm: float | None = None,
+    precision: str = "float32",
+    seed: int = 0,
+    loss_limit: float = 50.0,
+    grad_norm_limit: float = 500.0,
+    stops_at_divergence: bool = True,
 ) -> xr.Dataset:
-    """Everything that a risk model looks at, for one planned run; the model is left as it was.
+    """Everything that a risk model reads, for one planned run; the model is left as it was.
 
     Args:
         model: The model as training would begin with it.
@@ -57,27 +68,41 @@ def measure_case(
         stack: Name of the block stack to read, where a model has several.
         takes_gradients: Also measure what needs a backward pass: the initial gradient norm, and the rates at which the
             optimizer's first update alone overshoots or breaks; otherwise they are NaN.
-        rehearses: Also measure the rate that breaks a copy within ten updates, which costs about a hundred updates in
+        runs_pilot: Also measure the rate that breaks a copy within ten updates, which costs about a hundred updates in
             all; otherwise, and without gradients, it is NaN.
         loss: From logits and targets to a 0-dim tensor.
-        **training: Fields of `TrainingPlan`: ``n_steps``, ``learning_rate``, ``warmup``, ...
+        n_steps: Updates that are planned; this and what follows as in `TrainingPlan`.
+        learning_rate: Peak rate; None: 1e-3, or what a ready optimizer brings.
+        warmup: Steps of the warm-up.
+        schedule: What follows it.
+        optimizer: Name of a class in ``torch.optim``, a function that makes one, or a ready one.
+        optimizer_options: Of a named one; None: none.
+        clip_norm: Largest norm of all gradients together; None: no clipping.
+        precision: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        seed: Of what is random in training.
+        loss_limit: A loss above it is a divergence.
+        grad_norm_limit: A norm of all gradients above it is a divergence.
+        stops_at_divergence: Whether the run ends there.
 
     Returns:
         Dataset of one ``run`` (a sweep without outcomes; see `workbench.schema.sweeps`).
 
     Raises:
-        ThresholdError: If a setting is unknown or impossible.
+        ThresholdError: If a setting is impossible.
         AnatomyError: If the residual stream cannot be read.
         SnapshotError: If the stream holds NaN or infinite values.
     """
     module = model.model if isinstance(model, Subject) else model
-    plan = plan_of(training)
+    plan = TrainingPlan(
+        n_steps, learning_rate, warmup, schedule, optimizer, dict(optimizer_options or {}), clip_norm, precision, seed,
+        loss_limit, grad_norm_limit, stops_at_divergence,
+    )  # fmt: skip
     row = measure_row(
         model, as_task(task), plan, n_snapshots=n_snapshots, stack=stack, takes_gradients=takes_gradients,
-        rehearses=rehearses, loss=loss,
+        runs_pilot=runs_pilot, loss=loss,
     )  # fmt: skip
     config = getattr(module, "config", None)
-    known = config.as_dict() if hasattr(config, "as_dict") else {}
+    known = config.as_dict() if config is not None and hasattr(config, "as_dict") else {}
     row |= describe_plan(plan, known) | {"architecture": architecture or type(module).__name__}
     row |= {"study": "", "configuration": "", "cell": "", "settings": json.dumps(plan.as_dict(), default=str)}
     return as_cases([row]).assign_attrs(subject=architecture or type(module).__name__)
@@ -91,12 +116,12 @@ def measure_row(
     n_snapshots: int,
     stack: str | None = None,
     takes_gradients: bool = True,
-    rehearses: bool = True,
+    runs_pilot: bool = True,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
 ) -> dict[str, Any]:
     """What `measure_case` measures, by name; per-layer measures as arrays (layer,), eigenvalues as (layer, mode)."""
     module = model.model if isinstance(model, Subject) else model
-    n_batches = N_REHEARSED + 1 if takes_gradients and rehearses else 1
+    n_batches = N_PILOT_UPDATES + 1 if takes_gradients and runs_pilot else 1
     batches = [
         tuple(on_device_of(module, part) for part in batch) for batch in itertools.islice(task.stream(0), n_batches)
     ]
@@ -113,8 +138,8 @@ def measure_row(
     gradient = dict.fromkeys(("initial_grad_norm", "overshoot_rate", "breaking_rate", "rehearsed_rate"), math.nan)
     if takes_gradients:
         gradient |= trial_update(module, (inputs, targets), plan, loss)
-    if takes_gradients and rehearses:
-        gradient["rehearsed_rate"] = rehearsed_rate(module, batches, plan, loss)
+    if takes_gradients and runs_pilot:
+        gradient["rehearsed_rate"] = pilot_rate(module, batches, plan, loss)
     first = inputs if isinstance(inputs, Tensor) else targets
     return (
         row
@@ -185,7 +210,7 @@ def as_cases(rows: list[dict[str, Any]]) -> xr.Dataset:
 
     data = {}
     for name, rule in {**SETTINGS, **MEASURES}.items():
-        values = [np.asarray(row[name], dtype=dtype_of(name, rule.kind)) for row in rows]
+        values: list[np.ndarray] = [np.asarray(row[name], dtype=dtype_of(name, rule.kind)) for row in rows]
         data[name] = (rule.dims, padded(values), rule.attrs)
     return xr.Dataset(data).set_coords(list(SETTINGS))
 
@@ -195,7 +220,7 @@ def padded(values: list[np.ndarray]) -> np.ndarray:
     if values[0].ndim == 0:
         return np.array(values)
     shape = tuple(max(value.shape[axis] for value in values) for axis in range(values[0].ndim))
-    result = np.full((len(values), *shape), np.nan, dtype=values[0].dtype)
+    result: np.ndarray = np.full((len(values), *shape), np.nan, dtype=values[0].dtype)
     for i, value in enumerate(values):
-        result[(i, *(slice(n) for n in value.shape))] = value
+        result[i][tuple(slice(n) for n in value.shape)] = value
     return result

@@ -41,9 +41,9 @@ def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
     with _one_thread():
         model, task = run.make_model(), run.make_task()
         row = measure_row(model, task, plan, n_snapshots=run.n_snapshots)
-        training = {name: getattr(plan, name) for name in settings["training"] if name != "optimizer_options"}
-        options = {"optimizer_options": plan.optimizer_options, "seed": run.seed}
-        records = list(train(model, task, **training, **options))
+        training: dict[str, Any] = {name: getattr(plan, name) for name in settings["training"]}
+        training |= {"optimizer_options": plan.optimizer_options, "seed": run.seed}
+        records = list(train(model, task, **training))
     row |= run.describe() | outcome(records)
     return row | {"seconds": time.monotonic() - start}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -18,6 +18,33 @@ from workbench.training.training_plan import DEFAULT_RATE, SCHEDULES, TrainingPl
 
 if TYPE_CHECKING:
     import xarray as xr
+
+
+class ShortRunOptions(TypedDict, total=False):
+    """Fields of `TrainingPlan` that short runs share, whatever their length, rate and seed."""
+
+    warmup: int
+    schedule: str | Callable[[int], float]
+    optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    optimizer_options: Mapping[str, Any]
+    clip_norm: float | None
+    precision: str
+    loss_limit: float
+    grad_norm_limit: float
+    stops_at_divergence: bool
+
+
+class ReplayOptions(ShortRunOptions, total=False):
+    """Those of a run of a length that is known; what is left out stays as it is."""
+
+    learning_rate: float | None
+    seed: int
+
+
+class TrainingOptions(ReplayOptions, total=False):
+    """Every field of `TrainingPlan`; what is left out stays as it is."""
+
+    n_steps: int
 
 
 def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
@@ -67,7 +94,7 @@ def describe_plan(plan: TrainingPlan, config: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def replan(case: xr.Dataset, **changes: Any) -> xr.Dataset:
+def replan(case: xr.Dataset, **changes: Unpack[TrainingOptions]) -> xr.Dataset:
     """Cases under other settings, with nothing measured again.
 
     Args:
@@ -89,12 +116,15 @@ def replan(case: xr.Dataset, **changes: Any) -> xr.Dataset:
     for i in range(case.sizes["run"]):
         one = case.isel(run=[i])
         text = json.loads(str(one["settings"].values[0]))
-        before = dict(text.get("training", text))
+        before: dict[str, Any] = dict(text.get("training", text))
         before.pop("seed", None)
         if "optimizer" in changes and "optimizer_options" not in changes:
             before.pop("optimizer_options", None)
-        for name, known in (("schedule", SCHEDULES), ("optimizer", vars(torch.optim))):
-            value = before.get(name, known[0] if name == "schedule" else "AdamW")
+        for name, default, known in (
+            ("schedule", SCHEDULES[0], set(SCHEDULES)),
+            ("optimizer", "AdamW", set(vars(torch.optim))),
+        ):
+            value = before.get(name, default)
             if name not in changes and value not in known:
                 raise ThresholdError(
                     f"The {name} of the case is '{value}', which cannot be planned anew; pass {name}=."

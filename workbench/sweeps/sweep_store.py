@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from workbench.sweeps.run_settings import RunSettings
 
 if TYPE_CHECKING:
     import xarray as xr
-    import zarr
 
 #: Rows in a chunk: it is read and written again with each of its rows, and empty chunks take no room.
 _ROWS_PER_CHUNK = 256
@@ -56,12 +55,12 @@ class SweepStore:
         self._group = zarr.open_group(self.path, mode="r+", use_consolidated=False)
         designed = runs[0].describe()
         names = [name for name in {**SETTINGS, **MEASURES, **OUTCOMES} if name not in designed]
-        self._arrays: dict[str, zarr.Array] = {name: self._group[name] for name in names}
-        self._mark = self._group[_MARK]
+        self._arrays = {name: cast(zarr.Array, self._group[name]) for name in names}
+        self._mark = cast(zarr.Array, self._group[_MARK])
 
     def missing(self) -> list[int]:
         """Rows that are not finished."""
-        return np.flatnonzero(~self._mark[:]).tolist()
+        return np.flatnonzero(~np.asarray(self._mark[:])).tolist()
 
     def write(self, index: int, row: Mapping[str, Any]) -> None:
         """Write a finished row.
@@ -75,7 +74,8 @@ class SweepStore:
                     value = np.asarray(row[name], dtype=array.dtype)
                 if value.ndim and any(n > m for n, m in zip(value.shape, array.shape[1:], strict=True)):
                     array.resize((array.shape[0], *np.maximum(value.shape, array.shape[1:]).tolist()))
-                array[(index, *(slice(n) for n in value.shape))] = value
+                place: tuple[int | slice, ...] = (index, *(slice(n) for n in value.shape))
+                array[place] = value
             self._mark[index] = True
         except OSError as error:
             raise StoreError(
@@ -150,7 +150,7 @@ def _lay_out(path: Path, runs: Sequence[RunSettings]) -> None:
             chunks=chunks,
             dtype="string" if dtype is np.str_ else dtype,
             fill_value={"f": np.nan, "c": np.nan, "i": 0, "b": False, "U": ""}[rule.kind],
-            attributes=rule.attrs,
+            attributes=dict(rule.attrs),
             dimension_names=rule.dims,
         )
         if name in designed[0]:
@@ -178,7 +178,7 @@ def _attrs_of(path: Path) -> dict[str, Any]:
     from zarr.errors import GroupNotFoundError
 
     try:
-        attrs = dict(zarr.open_group(path, mode="r", use_consolidated=False).attrs)
+        attrs: dict[str, Any] = dict(zarr.open_group(path, mode="r", use_consolidated=False).attrs)
     except (GroupNotFoundError, FileNotFoundError, NotADirectoryError) as error:
         raise StoreError(f"There is no sweep at {path}; make one with wb.sweeps.run(runs, path).") from error
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Updates on a copy: which learning rate a fresh model bears for one update, and for ten."""
+"""Updates on a copy: the largest stable learning rate of a fresh model, over one update and over ten."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ TRIED_RATES = np.geomspace(1e-5, 1e4, 28)
 _N_HALVINGS = 3
 #: A rise of the loss below this share of it is rounding.
 _SMALLEST_RISE = 1e-4
-#: Updates of a rehearsal.
-N_REHEARSED = 10
+#: Updates of a pilot run.
+N_PILOT_UPDATES = 10
 
 
-def rehearsed_rate(model: nn.Module, batches: Sequence[Batch], plan: TrainingPlan, loss: Loss) -> float:
+def pilot_rate(model: nn.Module, batches: Sequence[Batch], plan: TrainingPlan, loss: Loss) -> float:
     """The learning rate at which a copy diverges within ten updates at that constant rate.
 
     Warm-up and schedule play no part. The rate is found by halving, as if every larger one broke it too.
 
     Args:
         model: Fresh; it is left alone.
-        batches: The first eleven of the run; fewer make a shorter rehearsal.
+        batches: The first eleven of the run; fewer make a shorter pilot run.
         plan: For its optimizer, clipping and label of divergence.
         loss: From logits and targets.
 
@@ -53,8 +53,9 @@ def rehearsed_rate(model: nn.Module, batches: Sequence[Batch], plan: TrainingPla
     def breaks(rate: float) -> bool:
         trial = _Copy(model, loss)
         optimizer = trial.optimizer(plan, rate)
+        assert optimizer is not None  # as was seen above
         for batch in batches:
-            if plan.cause_of_divergence(*trial.look(batch)):
+            if plan.cause_of_divergence(*trial.measure(batch)):
                 return True
             if plan.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(trial.weights, plan.clip_norm)
@@ -89,17 +90,17 @@ class _Line:
 
 
 def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss) -> dict[str, float]:
-    """The initial gradient norm, and what learning rate the optimizer's first update bears on its own batch.
+    """The initial gradient norm, and from which rate on the optimizer's first update breaks on its own batch.
 
     The rates are found on ``TRIED_RATES`` and refined by halving; infinite: none tried was too large; NaN: the
     optimizer takes several gradients a step, or is a ready one, which cannot be tried on a copy.
     """
     trial = _Copy(model, loss)
 
-    def look() -> tuple[float, float]:
-        return trial.look(batch)
+    def measure() -> tuple[float, float]:
+        return trial.measure(batch)
 
-    start_loss, grad_norm = look()
+    start_loss, grad_norm = measure()
     found = {"initial_grad_norm": grad_norm, "overshoot_rate": math.nan, "breaking_rate": math.nan}
     if not math.isfinite(grad_norm):
         return found
@@ -114,17 +115,17 @@ def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss)
     steps = _Line(trial, base, change)
     seen: dict[float, tuple[float, float]] = {}
 
-    def look_at(rate: float) -> tuple[float, float]:
+    def measured_at(rate: float) -> tuple[float, float]:
         if rate not in seen:
             steps.move(rate)
-            seen[rate] = look()
+            seen[rate] = measure()
         return seen[rate]
 
     def is_broken(rate: float) -> bool:
-        return bool(plan.cause_of_divergence(*look_at(rate)))
+        return bool(plan.cause_of_divergence(*measured_at(rate)))
 
     def overshoots(rate: float) -> bool:
-        return not look_at(rate)[0] <= start_loss * (1 + _SMALLEST_RISE)
+        return not measured_at(rate)[0] <= start_loss * (1 + _SMALLEST_RISE)
 
     return found | {"overshoot_rate": _first_rate(overshoots), "breaking_rate": _first_rate(is_broken)}
 
@@ -149,7 +150,7 @@ def _refined(index: int, is_too_large: Callable[[float], bool]) -> float:
 
 
 class _Copy:
-    """A copy of a model to try updates on, in eval mode: without dropout, every look is the same.
+    """A copy of a model to try updates on, in eval mode: without dropout, every measurement is the same.
 
     Args:
         model: It is left alone.
@@ -161,7 +162,7 @@ class _Copy:
         self.loss = loss
         self.weights = [weight for weight in self.model.parameters() if weight.requires_grad]
 
-    def look(self, batch: Batch) -> tuple[float, float]:
+    def measure(self, batch: Batch) -> tuple[float, float]:
         """Loss of a batch and norm of all gradients together, which stay on the weights."""
         inputs, targets = batch
         self.model.zero_grad(set_to_none=True)

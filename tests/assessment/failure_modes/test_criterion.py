@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from workbench.assessment.failure_modes import Band, Reading, band_of, judge
+from workbench.assessment.failure_modes import CriterionReading, HealthyBand, band_of, judge
 from workbench.assessment.failure_modes.criterion import NOTHING_SEEN, number, worst_of
 
-BAND = Band(low=1.0, high=4.0, failing_low=0.25, failing_high=16.0)
+BAND = HealthyBand(low=1.0, high=4.0, failing_low=0.25, failing_high=16.0)
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,12 @@ BAND = Band(low=1.0, high=4.0, failing_low=0.25, failing_high=16.0)
 )
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_an_exact_value_has_the_state_of_its_place_for_certain(value, state, scale):
-    assert judge(Reading(value), BAND, scale=scale) == (state, 1.0)
+    assert judge(CriterionReading(value), BAND, scale=scale) == (state, 1.0)
 
 
 @given(st.floats(0.3, 15.0), st.floats(0.01, 5.0))
 def test_confidence_is_the_probability_of_the_state(value, spread):
-    state, confidence = judge(Reading(value, spread), BAND)
+    state, confidence = judge(CriterionReading(value, spread), BAND)
     draws = norm.ppf((np.arange(20_000) + 0.5) / 20_000, value, spread)
     inside = (draws >= BAND.low) & (draws <= BAND.high)
     within = (draws >= BAND.failing_low) & (draws <= BAND.failing_high)
@@ -35,7 +35,7 @@ def test_confidence_is_the_probability_of_the_state(value, spread):
 
 
 def test_a_logarithm_is_compared_with_logarithms():
-    state, confidence = judge(Reading(8.0, 0.5), Band(high=4.0, failing_high=16.0), scale="log")
+    state, confidence = judge(CriterionReading(8.0, 0.5), HealthyBand(high=4.0, failing_high=16.0), scale="log")
     expected = norm.cdf(math.log(16), math.log(8), 0.5) - norm.cdf(math.log(4), math.log(8), 0.5)
     assert state == "at risk"
     assert confidence == pytest.approx(expected)
@@ -43,21 +43,21 @@ def test_a_logarithm_is_compared_with_logarithms():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_fails_for_certain(value):
-    assert judge(Reading(value), BAND) == ("failing", 1.0)
+    assert judge(CriterionReading(value), BAND) == ("failing", 1.0)
 
 
 def test_zero_lies_below_every_logarithm():
-    assert judge(Reading(0.0, 0.1), BAND, scale="log")[0] == "failing"
-    assert judge(Reading(0.0), Band(high=2.0), scale="log")[0] == "healthy"
+    assert judge(CriterionReading(0.0, 0.1), BAND, scale="log")[0] == "failing"
+    assert judge(CriterionReading(0.0), HealthyBand(high=2.0), scale="log")[0] == "healthy"
 
 
 def test_an_open_side_flags_nothing():
-    assert judge(Reading(-1e9), Band(high=2.0))[0] == "healthy"
-    assert judge(Reading(1e9), Band(low=2.0))[0] == "healthy"
+    assert judge(CriterionReading(-1e9), HealthyBand(high=2.0))[0] == "healthy"
+    assert judge(CriterionReading(1e9), HealthyBand(low=2.0))[0] == "healthy"
 
 
 def test_few_reference_runs_make_no_verdict_sure():
-    _, confidence = judge(Reading(2.0), Band(low=1.0, high=4.0, n_reference=9))
+    _, confidence = judge(CriterionReading(2.0), HealthyBand(low=1.0, high=4.0, n_reference=9))
     assert confidence == pytest.approx(0.8)  # 1 - 2 / (9 + 1)
 
 

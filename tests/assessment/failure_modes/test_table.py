@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from workbench.assessment.failure_modes import CRITERIA, FAILURE_MODES, Band, healthy_bands, judged
+from workbench.assessment.failure_modes import CRITERIA, FAILURE_MODES, HealthyBand, healthy_bands, judged
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.flow_numbers import NUMBERS
 from workbench.assessment.verdict import FIRST_STEP, summary_of, verdict_of
 
-BANDS = {c.name: Band(0.5, 2.0, 0.1, 10.0, 50) for c in CRITERIA if c.band is None}
+BANDS = {c.name: HealthyBand(0.5, 2.0, 0.1, 10.0, 50) for c in CRITERIA if c.band is None}
 #: The same, of models of some sizes.
 SIZED = {
-    name: Band(0.5, 2.0, 0.1, 10.0, 50, sizes={"width": (24, 96), "blocks": (2, 6), "experts": (4, 8)})
+    name: HealthyBand(0.5, 2.0, 0.1, 10.0, 50, sizes={"width": (24, 96), "blocks": (2, 6), "experts": (4, 8)})
     for name in BANDS
 }
 INSIDE = Sizes(64, 4, 64, 4, experts=4)
@@ -124,7 +124,7 @@ def test_without_a_healthy_reference_nothing_is_judged():
 
 
 def test_a_band_that_holds_everything_judges_nothing():
-    criteria, _ = judged(planted(), BANDS | {"attention_logit_rehearsed": Band(n_reference=50)})
+    criteria, _ = judged(planted(), BANDS | {"attention_logit_rehearsed": HealthyBand(n_reference=50)})
     row = of(criteria, "attention_logit_rehearsed")
     assert str(row["state"].values) == "not measured"
     assert "tells nothing" in str(row["reason"].values)

@@ -1,19 +1,17 @@
 """Ways in which training fails: for each, measured criteria, what healthy runs show, and how sure the verdict is."""
 
 from workbench.assessment.failure_modes.criteria_table import CRITERIA, judged
-from workbench.assessment.failure_modes.criterion import NOT_MEASURED, STATES, Band, Criterion, Reading, judge
+from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, judge
 from workbench.assessment.failure_modes.modes import FAILURE_MODES, FailureMode
 from workbench.assessment.failure_modes.reference import band_of, healthy_bands
 
 __all__ = [
     "CRITERIA",
     "FAILURE_MODES",
-    "NOT_MEASURED",
-    "STATES",
-    "Band",
     "Criterion",
+    "CriterionReading",
     "FailureMode",
-    "Reading",
+    "HealthyBand",
     "band_of",
     "healthy_bands",
     "judge",

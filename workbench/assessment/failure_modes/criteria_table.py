@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.assessment.failure_modes.criterion import NOT_MEASURED, STATES, Band, Criterion, Reading, judge
+from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, judge
 from workbench.assessment.failure_modes.flow_criteria import FLOW
 from workbench.assessment.failure_modes.modes import FAILURE_MODES
 from workbench.assessment.failure_modes.plan_criteria import PLAN
 from workbench.assessment.failure_modes.reference import healthy_bands
 from workbench.assessment.failure_modes.size_ranges import Sizes
+from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -29,16 +30,16 @@ TOO_SHORT = "trials of a few updates that do not break say nothing of the rest"
 
 
 @dataclass(frozen=True)
-class Row:
+class JudgedCriterion:
     """One judged criterion."""
 
     criterion: str
     failure_mode: str
     title: str
     units: str
-    band: Band
-    reading: Reading
-    state: str
+    band: HealthyBand
+    reading: CriterionReading
+    state: CriterionState
     confidence: float
     path: str
     variable: str
@@ -47,7 +48,7 @@ class Row:
     acquits: bool = True
 
 
-def judged(tree: xr.DataTree, bands: Mapping[str, Band] | None = None) -> tuple[xr.Dataset, xr.Dataset]:
+def judged(tree: xr.DataTree, bands: Mapping[str, HealthyBand] | None = None) -> tuple[xr.Dataset, xr.Dataset]:
     """Every criterion of an assessment, and what follows for the failure modes.
 
     A band judges nothing outside of the sizes of the healthy models behind it; a value that is not finite fails all the
@@ -74,53 +75,59 @@ def judged(tree: xr.DataTree, bands: Mapping[str, Band] | None = None) -> tuple[
     return _criteria(rows), _modes(rows, ALONE if is_stand_in else TOO_SHORT)
 
 
-def _without_acquittal(row: Row) -> Row:
+def _without_acquittal(row: JudgedCriterion) -> JudgedCriterion:
     """A row that is sure of what is bad alone."""
-    return replace(row, acquits=False, confidence=math.nan if row.state == STATES[0] else row.confidence)
+    return replace(row, acquits=False, confidence=math.nan if row.state == CriterionState.HEALTHY else row.confidence)
 
 
-def _judged(criterion: Criterion, tree: xr.DataTree, bands: Mapping[str, Band], sizes: Sizes | None) -> Row:
+def _judged(
+    criterion: Criterion, tree: xr.DataTree, bands: Mapping[str, HealthyBand], sizes: Sizes | None
+) -> JudgedCriterion:
     band = criterion.band or bands.get(criterion.name)
     if band is not None and not criterion.band:
         band = band.open_but(criterion.bad_side)
-    reading = criterion.reads(tree)
-    if isinstance(reading, Reading) and band is None:
-        reading = "no healthy recorded run shows this number"
-    if isinstance(reading, Reading) and band.is_open:
-        reading = "healthy recorded runs show every value of it, so it tells nothing"
-    is_outside = False
-    if isinstance(reading, Reading) and band.sizes and math.isfinite(reading.value):
-        why = "the size of what was measured is not known" if sizes is None else sizes.outside(band.sizes)
-        reading, is_outside = why or reading, bool(why)
-    if isinstance(reading, str):
-        reading, state, confidence, reason = Reading(math.nan), NOT_MEASURED, math.nan, reading
-    else:
+    found, is_outside = criterion.reads(tree), False
+    state, confidence, reason = CriterionState.NOT_MEASURED, math.nan, ""
+    if isinstance(found, str):
+        reason = found
+    elif band is None:
+        reason = "no healthy recorded run shows this number"
+    elif band.is_open:
+        reason = "healthy recorded runs show every value of it, so it tells nothing"
+    elif band.sizes and math.isfinite(found.value):
+        reason = "the size of what was measured is not known" if sizes is None else sizes.outside(band.sizes)
+        is_outside = bool(reason)
+    reading = CriterionReading(math.nan)
+    if not (reason or isinstance(found, str) or band is None):
+        reading = found
         state, confidence = judge(reading, band, scale=criterion.scale)
-        reason = criterion.meaning if state != STATES[0] else ""
+        reason = criterion.meaning if state != CriterionState.HEALTHY else ""
     path = criterion.path if criterion.path in tree.groups else "/flow_numbers"
-    return Row(
-        criterion.name, criterion.failure_mode, criterion.title, criterion.units, band or Band(), reading, state,
-        confidence, path if state != NOT_MEASURED else "", criterion.variable if state != NOT_MEASURED else "", reason,
+    is_measured = state is not CriterionState.NOT_MEASURED
+    return JudgedCriterion(
+        criterion.name, criterion.failure_mode, criterion.title, criterion.units, band or HealthyBand(), reading, state,
+        confidence, path if is_measured else "", criterion.variable if is_measured else "", reason,
         is_outside, criterion.acquits,
     )  # fmt: skip
 
 
-def _hazards(hardware: xr.Dataset) -> list[Row]:
+def _hazards(hardware: xr.Dataset) -> list[JudgedCriterion]:
     """Each hazard of the hardware plan that applies, as its own room judged it."""
     rows = []
     for i, name in enumerate(hardware["hazard"].values):
         one = hardware.isel(hazard=i)
         if not bool(one["applies"]):
             continue
-        band = Band(
+        band = HealthyBand(
             high=_or(float(one["healthy_limit"]), math.inf), failing_high=_or(float(one["failing_limit"]), math.inf)
         )
-        state = str(one["state"].values)
+        state = CriterionState(str(one["state"].values))
         rows.append(
-            Row(
+            JudgedCriterion(
                 f"hazard_{name}", "precision_headroom", str(one["title"].values), str(one["unit"].values), band,
-                Reading(float(one["effect"]), 0.0, {"hazard": i}), state, math.nan if state == NOT_MEASURED else 1.0,
-                "/hardware", "effect", str(one["meaning"].values) if state != STATES[0] else "",
+                CriterionReading(float(one["effect"]), 0.0, {"hazard": i}), state,
+                math.nan if state is CriterionState.NOT_MEASURED else 1.0,
+                "/hardware", "effect", str(one["meaning"].values) if state != CriterionState.HEALTHY else "",
             )
         )  # fmt: skip
     return rows
@@ -130,7 +137,7 @@ def _or(value: float, otherwise: float) -> float:
     return otherwise if math.isnan(value) else value
 
 
-def _criteria(rows: Iterable[Row]) -> xr.Dataset:
+def _criteria(rows: Iterable[JudgedCriterion]) -> xr.Dataset:
     import xarray as xr
 
     rows = list(rows)
@@ -164,7 +171,7 @@ def _closed(limit: float) -> float:
     return limit if math.isfinite(limit) else math.nan
 
 
-def _modes(rows: Iterable[Row], why_open: str) -> xr.Dataset:
+def _modes(rows: Iterable[JudgedCriterion], why_open: str) -> xr.Dataset:
     """The worst sure state of each mode's criteria; what none of them could measure is not measured.
 
     Args:
@@ -173,27 +180,27 @@ def _modes(rows: Iterable[Row], why_open: str) -> xr.Dataset:
     """
     import xarray as xr
 
-    found = []
+    found: list[tuple[CriterionState, float, str, str]] = []
     for name in FAILURE_MODES:
-        judged_rows = [row for row in rows if row.failure_mode == name and row.state != NOT_MEASURED]
-        own = [row for row in judged_rows if row.acquits or row.state != STATES[0]]
+        judged_rows = [row for row in rows if row.failure_mode == name and row.state != CriterionState.NOT_MEASURED]
+        own = [row for row in judged_rows if row.acquits or row.state != CriterionState.HEALTHY]
         sure = [row for row in own if row.confidence >= LEAST_CONFIDENCE] or own
         if not sure:
-            found.append((NOT_MEASURED, math.nan, "", why_open if judged_rows else ""))
+            found.append((CriterionState.NOT_MEASURED, math.nan, "", why_open if judged_rows else ""))
             continue
-        worst = max(sure, key=lambda row: (STATES.index(row.state), row.confidence))
+        worst = max(sure, key=lambda row: (row.state.severity, row.confidence))
         # A healthy mode is as sure as the least sure of its criteria.
-        confidence = min(row.confidence for row in sure) if worst.state == STATES[0] else worst.confidence
+        confidence = min(row.confidence for row in sure) if worst.state == CriterionState.HEALTHY else worst.confidence
         found.append((worst.state, confidence, worst.criterion, ""))
-    state, confidence, worst, reason = zip(*found, strict=True)
+    states, confidences, worst_ones, reasons = zip(*found, strict=True)
     return xr.Dataset(
         {
             "title": ("failure_mode", [mode.title for mode in FAILURE_MODES.values()]),
             "meaning": ("failure_mode", [mode.meaning for mode in FAILURE_MODES.values()]),
-            "state": ("failure_mode", list(state)),
-            "confidence": ("failure_mode", np.array(confidence, dtype=float)),
-            "worst_criterion": ("failure_mode", list(worst)),
-            "reason": ("failure_mode", list(reason)),
+            "state": ("failure_mode", list(states)),
+            "confidence": ("failure_mode", np.array(confidences, dtype=float)),
+            "worst_criterion": ("failure_mode", list(worst_ones)),
+            "reason": ("failure_mode", list(reasons)),
         },
         {"failure_mode": list(FAILURE_MODES)},
     )

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.assessment.failure_modes.size_ranges import Ranges
+from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     import xarray as xr
 
-#: From best to worst; "not measured" stands beside them.
-STATES = ("healthy", "at risk", "failing")
-NOT_MEASURED = "not measured"
 #: Why there is no number where one was looked for.
 NOTHING_SEEN = "the model has no such part, or none that can be seen"
 
@@ -44,7 +42,7 @@ SCALES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray
 
 
 @dataclass(frozen=True)
-class Band:
+class HealthyBand:
     """Where healthy values lie.
 
     Attributes:
@@ -69,15 +67,15 @@ class Band:
         """Whether no finite value lies outside."""
         return self.low == -math.inf and self.high == math.inf
 
-    def open_but(self, bad_side: str) -> Band:
+    def open_but(self, bad_side: str) -> HealthyBand:
         """The band with the side open that is not bad."""
-        low = {} if bad_side != "high" else {"low": -math.inf, "failing_low": -math.inf}
-        high = {} if bad_side != "low" else {"high": math.inf, "failing_high": math.inf}
-        return replace(self, **low, **high)
+        if bad_side == "high":
+            return replace(self, low=-math.inf, failing_low=-math.inf)
+        return replace(self, high=math.inf, failing_high=math.inf) if bad_side == "low" else self
 
 
 @dataclass(frozen=True)
-class Reading:
+class CriterionReading:
     """A number found in the tree.
 
     Attributes:
@@ -119,15 +117,15 @@ class Criterion:
     units: str
     path: str
     variable: str
-    reads: Callable[[xr.DataTree], Reading | str]
+    reads: Callable[[xr.DataTree], CriterionReading | str]
     meaning: str
-    band: Band | None = None
+    band: HealthyBand | None = None
     scale: str = "linear"
     bad_side: str = "both"
     acquits: bool = True
 
 
-def judge(reading: Reading, band: Band, *, scale: str = "linear") -> tuple[str, float]:
+def judge(reading: CriterionReading, band: HealthyBand, *, scale: str = "linear") -> tuple[CriterionState, float]:
     """State of a reading, and the probability that another measurement would find the same state.
 
     The value is taken as normal with the reading's spread (of its logarithm, on that scale). A band from n healthy
@@ -140,12 +138,13 @@ def judge(reading: Reading, band: Band, *, scale: str = "linear") -> tuple[str, 
         scale: "log": compare logarithms, and a value of 0 lies below every limit; otherwise the values themselves.
 
     Returns:
-        One of ``STATES`` and a confidence in [0, 1]. A value that is not finite is failing for certain.
+        The state, which is never "not measured", and a confidence in [0, 1]. A value that is not finite is failing for
+        certain.
     """
     from scipy.stats import norm
 
     if not math.isfinite(reading.value):
-        return "failing", 1.0
+        return CriterionState.FAILING, 1.0
     value, limits = reading.value, np.array([band.failing_low, band.low, band.high, band.failing_high])
     spread = reading.spread
     if scale == "log":
@@ -153,15 +152,20 @@ def judge(reading: Reading, band: Band, *, scale: str = "linear") -> tuple[str, 
         limits = np.array([-math.inf if limit <= 0 else math.log(limit) for limit in limits])
     limits = np.clip(limits, [limits[0], -math.inf, -math.inf, limits[3]], math.inf)
     if value < limits[0] or value > limits[3]:
-        state = "failing"
+        state = CriterionState.FAILING
     elif value < limits[1] or value > limits[2]:
-        state = "at risk"
+        state = CriterionState.AT_RISK
     else:
-        state = "healthy"
+        state = CriterionState.HEALTHY
     if spread > 0 and math.isfinite(value):
         below = norm.cdf(limits, loc=value, scale=spread)
         inside, within = below[2] - below[1], below[3] - below[0]
-        share = {"healthy": inside, "at risk": within - inside, "failing": 1 - within}[state]
+        shares = {
+            CriterionState.HEALTHY: inside,
+            CriterionState.AT_RISK: within - inside,
+            CriterionState.FAILING: 1 - within,
+        }
+        share = shares[state]
     else:
         share = 1.0
     surest = 1.0 if not band.n_reference else 1 - 2 / (band.n_reference + 1)
@@ -170,7 +174,7 @@ def judge(reading: Reading, band: Band, *, scale: str = "linear") -> tuple[str, 
 
 def worst_of(
     data: xr.Dataset, variable: str, *, largest: bool, spread: str | None = None, layer: str = "layer"
-) -> Reading | str:
+) -> CriterionReading | str:
     """The largest or smallest entry of a variable, and where it stands.
 
     Args:
@@ -191,10 +195,12 @@ def worst_of(
     flat = int(np.nanargmax(values) if largest else np.nanargmin(values))
     place = dict(zip(data[variable].dims, (int(i) for i in np.unravel_index(flat, values.shape)), strict=True))
     deviation = float(data[spread].values[tuple(place.values())]) if spread is not None else 0.0
-    return Reading(float(values.flat[flat]), deviation, {str(k): v for k, v in place.items()}, place.get(layer, -1))
+    return CriterionReading(
+        float(values.flat[flat]), deviation, {str(k): v for k, v in place.items()}, place.get(layer, -1)
+    )
 
 
-def number(data: xr.Dataset, variable: str, *, spread: str | None = None) -> Reading | str:
+def number(data: xr.Dataset, variable: str, *, spread: str | None = None) -> CriterionReading | str:
     """A variable without dimensions as a reading; or why there is none, which its attribute ``unseen`` may say.
 
     What is infinite is a reading, for it was measured; NaN says that there is no such thing.
@@ -203,4 +209,6 @@ def number(data: xr.Dataset, variable: str, *, spread: str | None = None) -> Rea
         return f"{variable.replace('_', ' ')} was not measured"
     if np.isnan(float(data[variable])):
         return data[variable].attrs.get("unseen", NOTHING_SEEN)
-    return Reading(float(data[variable]), float(data[spread]) if spread is not None and spread in data else 0.0)
+    return CriterionReading(
+        float(data[variable]), float(data[spread]) if spread is not None and spread in data else 0.0
+    )

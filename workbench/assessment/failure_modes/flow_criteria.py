@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from workbench.assessment.depth_flow import EXTRAPOLATED
-from workbench.assessment.failure_modes.criterion import Criterion, Reading, number
+from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, number
 from workbench.assessment.flow_numbers import NUMBERS, SCALE_OF
 
 if TYPE_CHECKING:
@@ -23,23 +23,25 @@ _BAD_SIDE = {
 }  # fmt: skip
 
 
-def _at_target(name: str) -> Callable[[xr.DataTree], Reading | str]:
+def _at_target(name: str) -> Callable[[xr.DataTree], CriterionReading | str]:
     """A number at the target depth, built thin; where depth was not varied, of the model that was run."""
 
-    def read(tree: xr.DataTree) -> Reading | str:
+    def read(tree: xr.DataTree) -> CriterionReading | str:
         if OF_DEPTH not in tree.groups:
             return _of_model(name)(tree)
         data = tree[OF_DEPTH].to_dataset()
         found = number(data.isel(depth=-1), name, spread=f"{name}_error")
         return (
-            found if isinstance(found, str) else Reading(found.value, found.spread, {"depth": data.sizes["depth"] - 1})
+            found
+            if isinstance(found, str)
+            else CriterionReading(found.value, found.spread, {"depth": data.sizes["depth"] - 1})
         )
 
     return read
 
 
-def _extrapolated(name: str) -> Callable[[xr.DataTree], Reading | str]:
-    def read(tree: xr.DataTree) -> Reading | str:
+def _extrapolated(name: str) -> Callable[[xr.DataTree], CriterionReading | str]:
+    def read(tree: xr.DataTree) -> CriterionReading | str:
         if OF_DEPTH not in tree.groups:
             return "the subject was not built at other depths"
         found = number(tree[OF_DEPTH].to_dataset(), f"{name}_extrapolated", spread=f"{name}_extrapolated_error")
@@ -48,8 +50,8 @@ def _extrapolated(name: str) -> Callable[[xr.DataTree], Reading | str]:
     return read
 
 
-def _of_model(name: str) -> Callable[[xr.DataTree], Reading | str]:
-    def read(tree: xr.DataTree) -> Reading | str:
+def _of_model(name: str) -> Callable[[xr.DataTree], CriterionReading | str]:
+    def read(tree: xr.DataTree) -> CriterionReading | str:
         return number(tree[OF_MODEL].to_dataset(), name, spread=f"{name}_error")
 
     return read
@@ -84,8 +86,8 @@ FLOW = (
     *_numbers(
         "gradient_flow_collapse",
         {
-            EXTRAPOLATED[1]: "smaller depths foretell gradients that explode or vanish at the target depth",
-            EXTRAPOLATED[0]: "smaller depths foretell a stream that explodes or vanishes at the target depth",
+            EXTRAPOLATED[1]: "smaller depths predict gradients that explode or vanish at the target depth",
+            EXTRAPOLATED[0]: "smaller depths predict a stream that explodes or vanishes at the target depth",
         },
         _extrapolated,
         path=OF_DEPTH,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.assessment.failure_modes.criterion import Band, Criterion, Reading, number, worst_of
+from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, number, worst_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -24,7 +24,7 @@ _Z95 = 1.96
 _START = "initialization_out_of_band"
 
 
-def _risk(tree: xr.DataTree) -> Reading | str:
+def _risk(tree: xr.DataTree) -> CriterionReading | str:
     if "/risk" not in tree.groups:
         return "the risk was not measured"
     risk = tree["/risk"].to_dataset()
@@ -34,25 +34,25 @@ def _risk(tree: xr.DataTree) -> Reading | str:
     risk = risk.isel(run=0)
     low, high = float(risk["tried_low"]), float(risk["tried_high"])
     spread = (high - low) / (2 * _Z95) if math.isfinite(high - low) else 0.0
-    return Reading(float(risk["tried_probability"]), spread, {"run": 0})
+    return CriterionReading(float(risk["tried_probability"]), spread, {"run": 0})
 
 
-def _broken_trials(tree: xr.DataTree) -> Reading | str:
+def _broken_trials(tree: xr.DataTree) -> CriterionReading | str:
     if "/rehearsal" not in tree.groups:
         return "the plan was not tried out"
     return number(tree["/rehearsal"].to_dataset(), "share_broken")
 
 
-def _of_start(name: str) -> Callable[[xr.DataTree], Reading | str]:
+def _of_start(name: str) -> Callable[[xr.DataTree], CriterionReading | str]:
     return lambda tree: number(tree["/initialization"].to_dataset(), name)
 
 
-def _of_spectra(name: str) -> Callable[[xr.DataTree], Reading | str]:
+def _of_spectra(name: str) -> Callable[[xr.DataTree], CriterionReading | str]:
     return lambda tree: worst_of(tree["/spectra"].to_dataset(), name, largest=True)
 
 
-def _of_rehearsal(name: str, *, largest: bool) -> Callable[[xr.DataTree], Reading | str]:
-    def read(tree: xr.DataTree) -> Reading | str:
+def _of_pilot_run(name: str, *, largest: bool) -> Callable[[xr.DataTree], CriterionReading | str]:
+    def read(tree: xr.DataTree) -> CriterionReading | str:
         if "/rehearsal" not in tree.groups:
             return "the plan was not tried out"
         return worst_of(tree["/rehearsal"].to_dataset(), name, largest=largest)
@@ -60,16 +60,16 @@ def _of_rehearsal(name: str, *, largest: bool) -> Callable[[xr.DataTree], Readin
     return read
 
 
-def _rate_against_edge(tree: xr.DataTree) -> Reading | str:
+def _rate_against_edge(tree: xr.DataTree) -> CriterionReading | str:
     if "/scaling" not in tree.groups:
         return "the subject was not built at other sizes"
     data = tree["/scaling"].to_dataset()
     if "rate_over_edge" not in data or not np.isfinite(float(data["rate_over_edge"])):
         return str(data.attrs.get("unsupported", "")) or "the ladder does not support a claim about the stable rate"
-    return Reading(float(data["rate_over_edge"]), float(data["rate_over_edge_error"]))
+    return CriterionReading(float(data["rate_over_edge"]), float(data["rate_over_edge_error"]))
 
 
-def _coordinate_exponent(tree: xr.DataTree) -> Reading | str:
+def _coordinate_exponent(tree: xr.DataTree) -> CriterionReading | str:
     if "/scaling" not in tree.groups or "coordinate_exponent" not in tree["/scaling"]:
         return "updates were not compared over widths"
     return worst_of(tree["/scaling"].to_dataset(), "coordinate_exponent", largest=True)
@@ -79,40 +79,40 @@ PLAN = (
     Criterion(
         RISK, "divergence_risk", "probability of divergence under the plan", "1", "/risk",
         "tried_probability", _risk, "the run is more likely lost than not",
-        Band(high=RISK_LIMIT, failing_high=RISK_FAILING, why="half of the runs with such a risk diverge"),
+        HealthyBand(high=RISK_LIMIT, failing_high=RISK_FAILING, why="half of the runs with such a risk diverge"),
     ),
     # Measured on the plan itself, whatever the risk model knows. Trials that break condemn a plan; that none did in the
     # first updates does not say what thousands will do, so it acquits none.
     Criterion(
         BROKEN_TRIALS, "divergence_risk", "share of trials of the plan that broke", "1", "/rehearsal", "share_broken",
         _broken_trials, "trials of the first updates broke",
-        Band(high=0.0, failing_high=ALL_BROKEN, why="no trial of a sound plan breaks, and not all of a bad one must"),
+        HealthyBand(high=0.0, failing_high=ALL_BROKEN, why="no trial of a sound plan breaks, some of a bad one may"),
         acquits=False,
     ),
     Criterion(
         "rate_over_edge", "scale_dependent_divergence", "planned rate over the stable rate at the target size", "1",
-        "/scaling", "rate_over_edge", _rate_against_edge, "the rate that small sizes bear breaks the target size",
-        Band(high=1.0, failing_high=2.0, why="above 1 the planned rate is beyond the edge, known to a factor 2"),
+        "/scaling", "rate_over_edge", _rate_against_edge, "what is stable for small sizes breaks the target",
+        HealthyBand(high=1.0, failing_high=2.0, why="above 1 the planned rate is beyond the edge, known to a factor 2"),
         scale="log",
     ),
     Criterion(
         "attention_entropy_share_rehearsed", "attention_degeneracy", "smallest attention entropy share on trial", "1",
-        "/rehearsal", "attention_entropy_share_min", _of_rehearsal("attention_entropy_share_min", largest=False),
+        "/rehearsal", "attention_entropy_share_min", _of_pilot_run("attention_entropy_share_min", largest=False),
         "a head collapses onto one token within the first updates", scale="share", bad_side="low",
     ),
     Criterion(
         "attention_logit_rehearsed", "attention_degeneracy", "largest attention logit on trial", "1", "/rehearsal",
-        "attention_logit_max", _of_rehearsal("attention_logit_max", largest=True),
+        "attention_logit_max", _of_pilot_run("attention_logit_max", largest=True),
         "attention logits run away within the first updates", scale="log", bad_side="high",
     ),
     Criterion(
         "routing_change_rehearsed", "routing_oscillation", "largest routing change on trial", "1", "/rehearsal",
-        "routing_change", _of_rehearsal("routing_change", largest=True),
-        "tokens keep changing experts from look to look", scale="share", bad_side="high",
+        "routing_change", _of_pilot_run("routing_change", largest=True),
+        "tokens keep changing experts from measurement to measurement", scale="share", bad_side="high",
     ),
     Criterion(
         "max_violation_rehearsed", "routing_oscillation", "largest MaxVio on trial", "1", "/rehearsal",
-        "max_violation", _of_rehearsal("max_violation", largest=True), "one expert takes most of the tokens",
+        "max_violation", _of_pilot_run("max_violation", largest=True), "one expert takes most of the tokens",
         bad_side="high",
     ),
     *(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.assessment.failure_modes.criterion import EDGE_OF_SHARE, SCALES, Band
+from workbench.assessment.failure_modes.criterion import EDGE_OF_SHARE, SCALES, HealthyBand
 
 #: A band reaches this share of its width beyond the healthy values on either side; chosen so that a healthy model of an
 #: architecture that was left out seldom falls outside (``false_alarms`` in the shipped reference).
@@ -23,18 +23,18 @@ def _shipped() -> Mapping[str, Any]:
     return json.loads((files("workbench.assessment") / "shipped" / "healthy.json").read_text())
 
 
-def healthy_bands() -> Mapping[str, Band]:
+def healthy_bands() -> Mapping[str, HealthyBand]:
     """Criterion -> band, from the recorded healthy models (``data/make_assessed_designs.py``)."""
-    return {name: Band(**band) for name, band in _shipped()["bands"].items()}
+    return {name: HealthyBand(**band) for name, band in _shipped()["bands"].items()}
 
 
-def rehearsal_weights() -> tuple[float, float, float]:
+def trial_weights() -> tuple[float, float, float]:
     """Intercept, weight of the model's log-odds, and weight of the share of broken trials; see `plan_risk`."""
     weights = _shipped()["rehearsal"]
     return weights["intercept"], weights["log_odds"], weights["share_broken"]
 
 
-def band_of(values: Sequence[float], *, scale: str, margin: float = MARGIN) -> Band:
+def band_of(values: Sequence[float], *, scale: str, margin: float = MARGIN) -> HealthyBand:
     """The band around healthy values.
 
     Args:
@@ -50,7 +50,7 @@ def band_of(values: Sequence[float], *, scale: str, margin: float = MARGIN) -> B
     x = np.asarray(values, dtype=float)
     x = x[np.isfinite(x) & ((x > 0) | (scale != "log"))]
     if not len(x):
-        return Band()
+        return HealthyBand()
     there, back = SCALES[scale]
     x = there(x)
     width = max(float(np.ptp(x)), _NARROWEST)
@@ -60,4 +60,4 @@ def band_of(values: Sequence[float], *, scale: str, margin: float = MARGIN) -> B
     if scale == "share":  # where the band reaches the end of what a share can be, that side is open
         low, failing_low = (limit if limit > EDGE_OF_SHARE else -math.inf for limit in (low, failing_low))
         high, failing_high = (limit if limit < 1 - EDGE_OF_SHARE else math.inf for limit in (high, failing_high))
-    return Band(low, high, failing_low, failing_high, len(x), "healthy recorded models")
+    return HealthyBand(low, high, failing_low, failing_high, len(x), "healthy recorded models")

@@ -1,4 +1,4 @@
-"""Evidence: one function a group of signs, each sign a number of the run, how strongly it speaks, and a sentence."""
+"""Evidence: one function a group of symptoms, each a number of the run, how strongly it speaks, and a sentence."""
 
 from __future__ import annotations
 
@@ -6,32 +6,35 @@ from collections.abc import Collection
 
 from workbench.diagnosis.failed_run import Record
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.symptoms.attention_symptoms import attention_signs
-from workbench.diagnosis.symptoms.block_symptoms import block_signs
-from workbench.diagnosis.symptoms.curve_symptoms import curve_signs
-from workbench.diagnosis.symptoms.joint_symptoms import joint_signs
-from workbench.diagnosis.symptoms.routing_symptoms import routing_signs
-from workbench.diagnosis.symptoms.setting_symptoms import setting_signs
-from workbench.diagnosis.symptoms.symptom import KINDS, Sign
-from workbench.diagnosis.symptoms.update_symptoms import update_signs
+from workbench.diagnosis.symptoms.attention_symptoms import attention_symptoms
+from workbench.diagnosis.symptoms.block_symptoms import block_symptoms
+from workbench.diagnosis.symptoms.curve_symptoms import curve_symptoms
+from workbench.diagnosis.symptoms.joint_symptoms import joint_symptoms
+from workbench.diagnosis.symptoms.routing_symptoms import routing_symptoms
+from workbench.diagnosis.symptoms.setting_symptoms import setting_symptoms
+from workbench.diagnosis.symptoms.symptom import Symptom
+from workbench.diagnosis.symptoms.update_symptoms import update_symptoms
+from workbench.schema.statuses import SymptomKind
 
-__all__ = ["KINDS", "Sign", "read_signs"]
+__all__ = ["Symptom", "read_symptoms"]
 
-_GROUPS = (curve_signs, update_signs, block_signs, attention_signs, routing_signs, setting_signs)
+_GROUPS = (curve_symptoms, update_symptoms, block_symptoms, attention_symptoms, routing_symptoms, setting_symptoms)
 
 
-def read_signs(record: Record, failure: Failure, *, kinds: Collection[str] = KINDS) -> dict[str, Sign]:
-    """Every sign that the run allows, by name.
+def read_symptoms(
+    record: Record, failure: Failure, *, kinds: Collection[str] = tuple(SymptomKind)
+) -> dict[str, Symptom]:
+    """Every symptom that the run allows, by name.
 
     Args:
         record: Of the run.
         failure: Of it.
-        kinds: Some of `KINDS`: what may be looked at.
+        kinds: What may be looked at.
     """
-    found = (sign for group in _GROUPS for sign in group(record, failure))
-    alone = {sign.name: sign for sign in found if sign.kind in kinds}
+    found = (symptom for group in _GROUPS for symptom in group(record, failure))
+    alone = {symptom.name: symptom for symptom in found if symptom.kind in kinds}
     # Made of what may be read, so that nothing else comes in through them.
-    return alone | {sign.name: sign for sign in joint_signs(alone)}
+    return alone | {symptom.name: symptom for symptom in joint_symptoms(alone)}
 
 
 def __dir__() -> list[str]:

@@ -1,150 +1,151 @@
-"""Signs inside attention: where arithmetic with too few bits shows first (arXiv:2606.28116)."""
+"""Symptoms inside attention: where arithmetic with too few bits shows first (arXiv:2606.28116)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.symptoms.symptom import Sign, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, ramp
 from workbench.formatting import short
 
 
-def attention_signs(record: Record, failure: Failure) -> Iterator[Sign]:
-    """What the part ``attention`` says, at the last look before the failure (of a run that stalled: the last)."""
+def attention_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
+    """What the part ``attention`` says, last measured before the failure (of a run that stalled: at its end)."""
     if "attention" not in record.parts:
         return
     steps = record.steps_of("attention")
-    before = np.flatnonzero(steps <= failure.step + 1) if failure.kind != "stalled" else np.arange(len(steps))
-    look = int(before[-1]) if len(before) else 0
-    place = {"path": "/attention", "step": int(steps[look])}
+    before = np.flatnonzero(steps <= failure.step + 1) if not failure.is_stalled else np.arange(len(steps))
+    at = int(before[-1]) if len(before) else 0
+    place: dict[str, Any] = {"path": "/attention", "step": int(steps[at])}
     if record.has("attention", "attention_logit_max"):
         logits = np.abs(record.values("attention", "attention_logit_max"))
-        level = float(np.nanmax(logits[look])) if np.isfinite(logits[look]).any() else math.nan
+        level = float(np.nanmax(logits[at])) if np.isfinite(logits[at]).any() else math.nan
         if math.isfinite(level):
-            layer = int(np.nanargmax(np.nanmax(logits[look], axis=-1)))
-            yield Sign(
+            layer = int(np.nanargmax(np.nanmax(logits[at], axis=-1)))
+            yield Symptom(
                 "attention_logits",
                 ramp(finite_log10(level), 1.0, 2.3, low=-0.5, high=2),
                 level,
                 "1",
                 10.0,
-                f"At step {steps[look]} the largest attention logit is {level:.3g}, in block {layer}.",
+                f"At step {steps[at]} the largest attention logit is {level:.3g}, in block {layer}.",
                 variable="attention_logit_max",
-                selection={"step": int(steps[look]), "layer": layer},
+                selection={"step": int(steps[at]), "layer": layer},
                 **place,
             )
     if record.has("attention", "attention_entropy_share"):
-        shares = record.values("attention", "attention_entropy_share")[look]
+        shares = record.values("attention", "attention_entropy_share")[at]
         share = float(np.nanmin(np.nanmean(shares, axis=-1)))
         if record.has("attention", "attention_logit_max"):
             level, mean = (
-                float(np.nanmax(np.abs(record.values("attention", "attention_logit_max")[look]))),
+                float(np.nanmax(np.abs(record.values("attention", "attention_logit_max")[at]))),
                 float(np.nanmean(shares)),
             )
-            yield Sign(
+            yield Symptom(
                 "logits_without_focus",
                 ramp(finite_log10(level), 1.2, 2.2) * ramp(mean, 0.35, 0.65, high=1),
                 level,
                 "1",
                 10.0,
-                f"At step {steps[look]} an attention logit is as large as {level:.3g} while attention is still "
+                f"At step {steps[at]} an attention logit is as large as {level:.3g} while attention is still "
                 f"{100 * mean:.0f} % as wide as "
                 "it could be.",
                 variable="attention_logit_max",
-                selection={"step": int(steps[look])},
+                selection={"step": int(steps[at])},
                 **place,
             )
-        yield Sign(
+        yield Symptom(
             "attention_narrows",
             ramp(share, 0.5, 0.05),
             share,
             "1",
             0.5,
-            f"At step {steps[look]} the attention entropy of the narrowest block is {100 * share:.0f} % of what it "
+            f"At step {steps[at]} the attention entropy of the narrowest block is {100 * share:.0f} % of what it "
             f"could be.",
             variable="attention_entropy_share",
-            selection={"step": int(steps[look])},
+            selection={"step": int(steps[at])},
             **place,
         )
-    yield from _of_update_spectra(record, failure, look)
+    yield from _of_update_spectra(record, failure, at)
 
 
-def _of_update_spectra(record: Record, failure: Failure, look: int) -> Iterator[Sign]:
+def _of_update_spectra(record: Record, failure: Failure, at: int) -> Iterator[Symptom]:
     part = record.parts["attention"]
     if not record.has("attention", "effective_rank") or "term" not in part.coords:
         return
     terms = [str(term) for term in part["term"].values]
     steps = record.steps_of("attention")
-    place = {"path": "/attention", "step": int(steps[look])}
+    place: dict[str, Any] = {"path": "/attention", "step": int(steps[at])}
     if "D2" in terms:
         rank = record.values("attention", "effective_rank")[..., terms.index("D2")]
-        now = rank[look].reshape(-1)
+        now = rank[at].reshape(-1)
         if np.isfinite(now).any():
             found = float(np.nanmedian(now))
-            yield Sign(
+            yield Symptom(
                 "updates_of_one_direction",
                 ramp(found, 4.0, 1.3, low=-0.5),
                 found,
                 "1",
                 4.0,
-                f"At step {steps[look]} the updates of queries and keys have a median effective rank of {found:.2f} "
+                f"At step {steps[at]} the updates of queries and keys have a median effective rank of {found:.2f} "
                 f"over the heads.",
                 variable="effective_rank",
-                selection={"step": int(steps[look]), "term": "D2"},
+                selection={"step": int(steps[at]), "term": "D2"},
                 **place,
             )
     if {"D2", "W"} <= set(terms) and record.has("attention", "frobenius_norm"):
         norms = record.values("attention", "frobenius_norm")
         with np.errstate(divide="ignore", invalid="ignore"):
-            share = norms[look][..., terms.index("D2")] / norms[look][..., terms.index("W")]
+            share = norms[at][..., terms.index("D2")] / norms[at][..., terms.index("W")]
         if np.isfinite(share).any():
             found = float(np.nanmax(share))
-            yield Sign(
+            yield Symptom(
                 "queries_and_keys_move",
                 ramp(finite_log10(found), -0.3, 0.5, low=-0.5),
                 found,
                 "1",
                 0.5,
-                f"Up to step {steps[look]} the product of queries and keys of one head moved by {found:.3g} of its "
+                f"Up to step {steps[at]} the product of queries and keys of one head moved by {found:.3g} of its "
                 f"size in a window.",
                 variable="frobenius_norm",
-                selection={"step": int(steps[look]), "term": "D2"},
+                selection={"step": int(steps[at]), "term": "D2"},
                 **place,
             )
         size = norms[..., terms.index("W")].reshape(len(steps), -1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            growth = np.nanmax(size[look]) / np.nanmedian(size[0]) if np.isfinite(size[look]).any() else math.nan
-        yield from _of_query_updates(record, terms, look)
-        other = _weight_growth(record, int(steps[0]), int(steps[look]))
+            growth = np.nanmax(size[at]) / np.nanmedian(size[0]) if np.isfinite(size[at]).any() else math.nan
+        yield from _of_query_updates(record, terms, at)
+        other = _weight_growth(record, int(steps[0]), int(steps[at]))
         if math.isfinite(growth) and growth > 0 and math.isfinite(other):
             excess = finite_log10(float(growth)) - 2 * finite_log10(other)  # a product of two matrices
-            yield Sign(
+            yield Symptom(
                 "attention_outgrows_the_rest",
                 ramp(excess, 0.3, 1.3, low=-0.5, high=2),
                 10**excess,
                 "1",
                 1.0,
-                f"By step {steps[look]} queries and keys have grown {short(10**excess)} times as much as the other "
+                f"By step {steps[at]} queries and keys have grown {short(10**excess)} times as much as the other "
                 f"weights.",
                 variable="frobenius_norm",
-                selection={"step": int(steps[look]), "term": "W"},
+                selection={"step": int(steps[at]), "term": "W"},
                 **place,
             )
 
 
-def _of_query_updates(record: Record, terms: list[str], look: int) -> Iterator[Sign]:
+def _of_query_updates(record: Record, terms: list[str], at: int) -> Iterator[Symptom]:
     """Whether the updates of the queries spread over more directions as they go on, as rounding makes them."""
-    if "dWq" not in terms or not look:
+    if "dWq" not in terms or not at:
         return
     rank = np.nanmedian(record.values("attention", "effective_rank")[..., terms.index("dWq")], axis=(1, 2))
-    late = float(np.nanmedian(rank[max(1, look - 2) : look + 1]) / rank[0]) if rank[0] > 0 else math.nan
+    late = float(np.nanmedian(rank[max(1, at - 2) : at + 1]) / rank[0]) if rank[0] > 0 else math.nan
     if math.isfinite(late):
-        step = int(record.steps_of("attention")[look])
-        yield Sign(
+        step = int(record.steps_of("attention")[at])
+        yield Symptom(
             "updates_scatter",
             ramp(late, 0.85, 1.25, low=-0.5),
             late,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.symptoms.symptom import Sign, fold, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, fold, ramp
 from workbench.formatting import short
 
 #: Neighbours differ by less than this factor, as a power of ten.
@@ -18,8 +19,8 @@ _ALIKE, _UNLIKE = 0.35, 1.0
 _FIRST_RADIUS, _RADIUS = 1.75, 1.5
 
 
-def block_signs(record: Record, failure: Failure) -> Iterator[Sign]:
-    """What differs between the blocks, at the first look at each of several quantities."""
+def block_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
+    """What differs between the blocks, at the first measurement of each of several quantities."""
     if record.has("optimizer", "module_weight_norm"):
         yield from _of_modules(record)
     if record.has("activations", "state_norm"):
@@ -52,7 +53,7 @@ def odd_one(values: np.ndarray) -> tuple[int, float]:
 
 def _odd_block(
     name: str, values: np.ndarray, layers: np.ndarray, step: int, words: str, *, path: str, variable: str
-) -> Iterator[Sign]:
+) -> Iterator[Symptom]:
     place, log_ratio = odd_one(values)
     if place < 0:
         return
@@ -66,7 +67,7 @@ def _odd_block(
         if path
         else {}
     )
-    yield Sign(
+    yield Symptom(
         name,
         strength,
         factor,
@@ -81,7 +82,7 @@ def _odd_block(
     )
 
 
-def _of_modules(record: Record) -> Iterator[Sign]:
+def _of_modules(record: Record) -> Iterator[Symptom]:
     part = record.parts["optimizer"]
     layers = part["layer"].values if "layer" in part.coords else np.arange(part.sizes["module"])
     own, step = np.flatnonzero(layers >= 0), int(part["step"].values[0])
@@ -101,7 +102,7 @@ def _of_modules(record: Record) -> Iterator[Sign]:
         norm = record.values("optimizer", "module_grad_norm")[0][own]
         if np.isfinite(norm).sum() > 1 and np.nanmax(norm) > 0:
             spread = finite_log10(float(np.nanmax(norm) / max(np.nanmin(norm), 1e-12)))
-            yield Sign(
+            yield Symptom(
                 "gradients_differ_by_depth",
                 ramp(spread, 0.9, 2.0, high=2),
                 10**spread,
@@ -115,13 +116,13 @@ def _of_modules(record: Record) -> Iterator[Sign]:
             )
 
 
-def _of_states(record: Record, failure: Failure) -> Iterator[Sign]:
+def _of_states(record: Record, failure: Failure) -> Iterator[Symptom]:
     steps, norm = record.steps_of("activations"), record.values("activations", "state_norm")
     first = norm[0]
-    place = {"path": "/activations", "variable": "state_norm"}
+    place: dict[str, Any] = {"path": "/activations", "variable": "state_norm"}
     if np.isfinite(first).sum() >= 2:
         growth = first[-1] / first[0]
-        yield Sign(
+        yield Symptom(
             "stream_grows_by_depth",
             ramp(abs(finite_log10(growth)), 0.7, 1.7, high=2),
             float(growth),
@@ -134,7 +135,7 @@ def _of_states(record: Record, failure: Failure) -> Iterator[Sign]:
         )
         gains = np.nan_to_num(np.abs(np.diff(np.log10(np.maximum(first, 1e-12)))))
         jump = int(np.argmax(gains))
-        yield Sign(
+        yield Symptom(
             "stream_jumps_at_a_block",
             ramp(float(gains[jump]), 0.5, 1.3, high=2),
             float(first[jump + 1] / first[jump]),
@@ -147,23 +148,23 @@ def _of_states(record: Record, failure: Failure) -> Iterator[Sign]:
             selection={"step": int(steps[0]), "layer": jump + 1},
             **place,
         )
-    look = _last_before(steps, failure)
-    later = float(np.nanmedian(norm[look] / first)) if np.isfinite(norm[look] / first).any() else math.nan
-    if math.isfinite(later) and look:
-        yield Sign(
+    at = _last_before(steps, failure)
+    later = float(np.nanmedian(norm[at] / first)) if np.isfinite(norm[at] / first).any() else math.nan
+    if math.isfinite(later) and at:
+        yield Symptom(
             "stream_grows_in_training",
             ramp(finite_log10(later), 0.7, 2.0, low=-0.5, high=2),
             later,
             "1",
             5.0,
-            f"By step {steps[look]} the stream has grown {fold(later)} since step {steps[0]}.",
-            step=int(steps[look]),
-            selection={"step": int(steps[look])},
+            f"By step {steps[at]} the stream has grown {fold(later)} since step {steps[0]}.",
+            step=int(steps[at]),
+            selection={"step": int(steps[at])},
             **place,
         )
 
 
-def _of_spectra(record: Record) -> Iterator[Sign]:
+def _of_spectra(record: Record) -> Iterator[Symptom]:
     """What the modes of the first spectra say, which are those of the fresh model where they were taken at step 0."""
     if not record.has("spectra", "spectral_radius"):
         return
@@ -178,9 +179,9 @@ def _of_spectra(record: Record) -> Iterator[Sign]:
     # The first block meets the bare embedding, which is small and of low rank, so it may stretch it more than others
     # do.
     excess = np.log10(np.maximum(radius, 1e-12)) - np.where(np.arange(len(radius)) == 0, _FIRST_RADIUS, _RADIUS)
-    place = {"path": "/spectra", "variable": "spectral_radius", "step": step}
+    place: dict[str, Any] = {"path": "/spectra", "variable": "spectral_radius", "step": step}
     top, low = int(np.nanargmax(excess)), int(np.nanargmin(radius))
-    yield Sign(
+    yield Symptom(
         "block_blows_up",
         ramp(float(excess[top]), 0.0, 0.8, low=-0.5, high=2.5),
         float(radius[top]),
@@ -192,7 +193,7 @@ def _of_spectra(record: Record) -> Iterator[Sign]:
         **place,
     )
     forgets = ramp(float(radius[low]), 0.97, 0.5)
-    yield Sign(
+    yield Symptom(
         "block_forgets",
         forgets,
         float(radius[low]),
@@ -206,7 +207,7 @@ def _of_spectra(record: Record) -> Iterator[Sign]:
     )
     if record.has("spectra", "near_unit_mass"):
         mass = float(np.nanmean(record.values("spectra", "near_unit_mass")[0]))
-        yield Sign(
+        yield Symptom(
             "near_unit_mass",
             ramp(mass, 0.3, 0.95),
             mass,
@@ -226,7 +227,7 @@ def _usual(excess: float) -> str:
 
 
 def _last_before(steps: np.ndarray, failure: Failure) -> int:
-    if failure.kind == "stalled":
+    if failure.is_stalled:
         return len(steps) - 1
     before = np.flatnonzero(steps <= failure.step + 1)
     return int(before[-1]) if len(before) else 0

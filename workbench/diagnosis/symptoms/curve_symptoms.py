@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure, running_median
-from workbench.diagnosis.symptoms.symptom import Sign, fold, in_steps, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, fold, in_steps, ramp
 from workbench.formatting import short
+from workbench.schema.statuses import FailureKind, SymptomKind
 
 #: A rate that rises by this factor from one step to the next, after the first few, jumps.
 _JUMP, _FIRST = 1.5, 4
@@ -20,20 +22,25 @@ _BEFORE, _AFTER = 40, 20
 _SPENT = 0.1
 
 
-def curve_signs(record: Record, failure: Failure) -> Iterator[Sign]:
+def curve_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     """What loss, gradient norm and learning rate say, whatever made them."""
     yield from _of_the_loss(record, failure)
     yield from _of_the_gradients(record, failure)
     yield from _of_the_rate(record, failure)
 
 
-def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
+def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
     steps, loss = record.steps, record.values("monitors", "loss")
     first, low = float(loss[0]), float(np.nanmin(failure.smooth))
     n_before = failure.step - int(steps[0])
-    place = {"path": "/monitors", "variable": "loss", "step": failure.step, "selection": {"step": failure.step}}
-    is_divergence, is_spike = failure.kind == "diverged", failure.kind == "spike"
-    yield Sign(
+    place: dict[str, Any] = {
+        "path": "/monitors",
+        "variable": "loss",
+        "step": failure.step,
+        "selection": {"step": failure.step},
+    }
+    is_divergence, is_spike = failure.kind is FailureKind.DIVERGED, failure.kind is FailureKind.SPIKE
+    yield Symptom(
         "fails_at_once",
         ramp(math.log10(1 + n_before), 1.5, 0.3) if is_divergence else 0.0,
         n_before,
@@ -42,7 +49,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
         f"{failure.words[0].upper()}{failure.words[1:]}, {n_before} steps after the first.",
         **place,
     )
-    yield Sign(
+    yield Symptom(
         "diverges",
         1.0 if is_divergence else 0.0,
         float(record.diverged_at or math.nan),
@@ -56,16 +63,16 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
         learned = (
             f"The loss has come down by {100 * share:.0f} % of its first value, from {first:.3g} to {low:.3g} nats"
         )
-        yield Sign(
+        yield Symptom(
             "hardly_learns",
-            ramp(share, 0.3, 0.05) if failure.kind == "stalled" else 0.0,
+            ramp(share, 0.3, 0.05) if failure.is_stalled else 0.0,
             share,
             "1",
             0.3,
             f"{learned}.",
             **place,
         )
-    yield Sign(
+    yield Symptom(
         "spike_recovers",
         failure.recovered if is_spike else 0.0,
         failure.recovered,
@@ -79,7 +86,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
     if is_spike or is_divergence:
         tall = failure.smooth[failure.row :] - failure.smooth[failure.row]
         n_rising = int(np.argmax(tall >= 0.5 * np.nanmax(tall))) if np.nanmax(tall) > 0 else 1
-        yield Sign(
+        yield Symptom(
             "abrupt",
             ramp(math.log10(1 + n_rising), 1.6, 0.8),
             n_rising,
@@ -91,11 +98,11 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
     noise = _relative_noise(loss, failure)
     if math.isfinite(noise):
         sentence = f"From step to step the loss scatters by {100 * noise:.2g} % of its level."
-        yield Sign("loss_noise", ramp(finite_log10(noise), -1.3, -0.5, low=-1), noise, "1", 0.05, sentence, **place)
+        yield Symptom("loss_noise", ramp(finite_log10(noise), -1.3, -0.5, low=-1), noise, "1", 0.05, sentence, **place)
     n_classes = record.setting("task", "vocab_size") or record.setting("model", "config", "n_classes")
     if n_classes and n_classes > 1:
         guess = math.log(n_classes)
-        yield Sign(
+        yield Symptom(
             "first_loss",
             ramp(first / guess, 1.3, 3.0, high=3),
             first,
@@ -111,7 +118,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Sign]:
 
 def _relative_noise(loss: np.ndarray, failure: Failure) -> float:
     """Scatter of the loss from step to step over its level, in the last part before the failure, or at the end."""
-    end = len(loss) if failure.kind == "stalled" else max(failure.row + 1, 8)
+    end = len(loss) if failure.is_stalled else max(failure.row + 1, 8)
     part = loss[max(0, end - 80) : end]
     part = part[np.isfinite(part)]
     if len(part) < 8:
@@ -120,14 +127,14 @@ def _relative_noise(loss: np.ndarray, failure: Failure) -> float:
     return 1.48 * float(np.median(np.abs(np.diff(part)))) / math.sqrt(2) / level if level > 0 else math.nan
 
 
-def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
+def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
     norm = record.monitor("grad_norm")
     if norm is None:
         return
     steps, row = record.steps, failure.row
     first = norm[np.isfinite(norm)][0]
-    place = {"path": "/monitors", "variable": "grad_norm"}
-    yield Sign(
+    place: dict[str, Any] = {"path": "/monitors", "variable": "grad_norm"}
+    yield Symptom(
         "first_gradient",
         ramp(finite_log10(first), 0.7, 2.0, high=3),
         float(first),
@@ -143,7 +150,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
     window = window[np.isfinite(window)]
     if len(window) >= 10:
         scatter = float(1.48 * np.median(np.abs(np.diff(window))) / math.sqrt(2))
-        yield Sign(
+        yield Symptom(
             "gradient_noise",
             ramp(scatter, 0.08, 0.25, low=-1),
             scatter,
@@ -154,10 +161,10 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
             selection={"step": failure.step},
             **place,
         )
-    if failure.kind == "stalled":
+    if failure.is_stalled:
         late = logs[-max(5, len(logs) // 10) :]
         change = float(np.nanmedian(late) - np.nanmedian(logs[: max(5, len(logs) // 10)]))
-        yield Sign(
+        yield Symptom(
             "gradients_fade",
             ramp(change, -0.3, -1.3),
             10**change,
@@ -174,7 +181,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
         float(np.nanmedian(logs[max(0, row - 3) : row + 1]) - np.nanmedian(before)) if len(before) >= 3 else math.nan
     )
     if math.isfinite(build_up):
-        yield Sign(
+        yield Symptom(
             "gradients_build_up",
             ramp(build_up, 0.1, 0.6, low=-0.5),
             10**build_up,
@@ -187,7 +194,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
             **place,
         )
         burst = float(np.nanmax(logs[row : row + 15]) - np.nanmedian(before))
-        yield Sign(
+        yield Symptom(
             "gradients_burst",
             ramp(burst, 0.3, 1.3, high=2),
             10**burst,
@@ -200,30 +207,30 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Sign]:
         )
 
 
-def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
+def _of_the_rate(record: Record, failure: Failure) -> Iterator[Symptom]:
     rate = record.monitor("learning_rate")
     if rate is None or not np.nanmax(rate) > 0:
         return
     steps, row = record.steps, failure.row
     peak = float(np.nanmax(rate))
-    place = {"path": "/monitors", "variable": "learning_rate", "kind": "log"}
+    place: dict[str, Any] = {"path": "/monitors", "variable": "learning_rate", "kind": SymptomKind.LOG}
     factors = np.ones(len(rate))
     with np.errstate(divide="ignore", invalid="ignore"):
         factors[1:] = rate[1:] / np.maximum(rate[:-1], peak * 1e-6)
     factors[:_FIRST] = 1.0
-    near = slice(max(0, row - _BEFORE), min(len(rate), row + _AFTER + 1)) if failure.kind != "stalled" else slice(None)
+    near = slice(max(0, row - _BEFORE), min(len(rate), row + _AFTER + 1)) if not failure.is_stalled else slice(None)
     factors = np.where(np.isfinite(factors), factors, 1.0)
     at = int(np.argmax(factors[near])) + near.indices(len(rate))[0]
     factor = float(factors[at])
     has_jumped = factor >= _JUMP
-    yield Sign(
+    yield Symptom(
         "rate_jumps",
         ramp(math.log10(factor), 0.1, 0.7) if has_jumped else 0.0,
         factor,
         "1",
         1.0,
         f"The learning rate rose {fold(factor)} from one step to the next, at step {steps[at]}"
-        f"{_distance(failure.step - int(steps[at])) if failure.kind != 'stalled' else ''}."
+        f"{_distance(failure.step - int(steps[at])) if not failure.is_stalled else ''}."
         if has_jumped
         else "The learning rate did not jump before the failure.",
         step=int(steps[at]),
@@ -231,9 +238,9 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
         **place,
     )
     spent = float(np.mean(rate[int(np.nanargmax(rate)) :] < _SPENT * peak)) if len(rate) > 1 else 0.0
-    yield Sign(
+    yield Symptom(
         "rate_is_spent",
-        ramp(spent, 0.25, 0.7) if failure.kind == "stalled" else 0.0,
+        ramp(spent, 0.25, 0.7) if failure.is_stalled else 0.0,
         spent,
         "1",
         0.25,
@@ -243,7 +250,7 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
         **place,
     )
     start = float(rate[0] / np.nanmax(rate[: max(2, len(rate) // 3)]))
-    yield Sign(
+    yield Symptom(
         "starts_at_full_rate",
         ramp(start, 0.3, 0.9, high=1),
         start,
@@ -257,8 +264,8 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
     top = int(
         np.argmax(rate >= 0.98 * np.nanmax(rate[: max(row + 1, 2)]))
     )  # where it first was as high as when it failed
-    is_rising = failure.kind != "stalled" and row > 0 and rate[row] < 0.98 * peak and top >= row - 2
-    yield Sign(
+    is_rising = not failure.is_stalled and row > 0 and rate[row] < 0.98 * peak and top >= row - 2
+    yield Symptom(
         "fails_in_warm_up",
         1.0 if is_rising else 0.0,
         float(rate[row]),
@@ -271,7 +278,7 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Sign]:
         selection={"step": failure.step},
         **place,
     )
-    yield Sign(
+    yield Symptom(
         "peak_rate",
         ramp(math.log10(peak), -2.0, -1.0, low=-1, high=2),
         peak,

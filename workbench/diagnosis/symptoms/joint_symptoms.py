@@ -1,4 +1,4 @@
-"""Signs that are made of others: what several of them say together, which a sum of each alone cannot."""
+"""Symptoms that are made of others: what several of them say together, which a sum of each alone cannot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from workbench.diagnosis.symptoms.symptom import Sign, in_steps
+from workbench.diagnosis.symptoms.symptom import Symptom, in_steps
 
 #: Any one of these is enough to suspect a block, or the router; in words, what each looks at.
 _OF_BLOCKS = {
@@ -25,55 +25,57 @@ _OF_ROUTERS = {
 _UNUSUAL = 0.3
 
 
-def joint_signs(signs: Mapping[str, Sign]) -> Iterator[Sign]:
-    """What the signs read so far say together; of those that are not there nothing is assumed."""
-    if (top := _strongest(signs, _OF_BLOCKS)) is not None:
+def joint_symptoms(symptoms: Mapping[str, Symptom]) -> Iterator[Symptom]:
+    """What the symptoms read so far say together; of those that are not there nothing is assumed."""
+    if (top := _strongest(symptoms, _OF_BLOCKS)) is not None:
         which = f"Block {top.layer}" if top.layer >= 0 else "A block"
         said = (
             f"{which} stands out from the others, most of all" if _is_unusual(top) else "No block stands out, not even"
         )
         yield _of_several("a_block_stands_out", top, f"{said} by {_OF_BLOCKS[top.name]}.")
-    if (top := _strongest(signs, _OF_ROUTERS)) is not None:
-        if "has_routers" in signs and signs["has_routers"].strength == 0:
+    if (top := _strongest(symptoms, _OF_ROUTERS)) is not None:
+        if "has_routers" in symptoms and symptoms["has_routers"].strength == 0:
             sentence = "Nothing is routed, so that no routing can be off."
         else:
             said = "unusual, most of all" if _is_unusual(top) else "as usual; what differs most is"
             sentence = f"The routing is {said} {_OF_ROUTERS[top.name]}."
         yield _of_several("routing_is_off", top, sentence)
-    yield from _burst(signs)
+    yield from _burst(symptoms)
 
 
-def _strongest(signs: Mapping[str, Sign], names: Iterable[str]) -> Sign | None:
-    return max((signs[name] for name in names if name in signs), key=lambda sign: sign.strength, default=None)
+def _strongest(symptoms: Mapping[str, Symptom], names: Iterable[str]) -> Symptom | None:
+    return max(
+        (symptoms[name] for name in names if name in symptoms), key=lambda symptom: symptom.strength, default=None
+    )
 
 
-def _of_several(name: str, top: Sign, sentence: str) -> Sign:
-    """A sign whose value says how unusual the strongest of its members is; their own rows have what was measured."""
+def _of_several(name: str, top: Symptom, sentence: str) -> Symptom:
+    """A symptom whose value says how unusual the strongest of its members is; their own rows have what was measured."""
     value = max(top.strength, 0.0)
     return replace(
         top, name=name, sentence=sentence, value=value, units="1", reference=0.0, path="", variable="", selection={}
     )
 
 
-def _is_unusual(sign: Sign) -> bool:
-    return sign.strength >= _UNUSUAL
+def _is_unusual(symptom: Symptom) -> bool:
+    return symptom.strength >= _UNUSUAL
 
 
-def _burst(signs: Mapping[str, Sign]) -> Iterator[Sign]:
+def _burst(symptoms: Mapping[str, Symptom]) -> Iterator[Symptom]:
     """A rise of the loss that is made good, while neither rate nor rows nor gradients had moved before."""
-    if "spike_recovers" not in signs or "abrupt" not in signs:
+    if "spike_recovers" not in symptoms or "abrupt" not in symptoms:
         return
     excuses = ("rate_jumps", "gradients_build_up", "few_rows", "batches_shrink")
-    innocence = math.prod(1 - min(max(signs[name].strength, 0.0), 1.0) for name in excuses if name in signs)
-    strength = min(signs["abrupt"].strength, 1.0) * min(signs["spike_recovers"].strength, 1.0) * innocence
+    innocence = math.prod(1 - min(max(symptoms[name].strength, 0.0), 1.0) for name in excuses if name in symptoms)
+    strength = min(symptoms["abrupt"].strength, 1.0) * min(symptoms["spike_recovers"].strength, 1.0) * innocence
     yield replace(
-        signs["spike_recovers"],
+        symptoms["spike_recovers"],
         name="rise_out_of_nothing",
         strength=strength,
-        sentence=f"The loss rose within {in_steps(max(int(signs['abrupt'].value), 1))} and "
-        f"{100 * signs['spike_recovers'].value:.0f} % of it was made good, "
+        sentence=f"The loss rose within {in_steps(max(int(symptoms['abrupt'].value), 1))} and "
+        f"{100 * symptoms['spike_recovers'].value:.0f} % of it was made good, "
         + (
-            "while rate, rows and gradients before it were as ever."
+            "while rate, rows and gradients before it were unchanged."
             if innocence > 0.5
             else "but rate, rows or gradients had moved before."
         ),

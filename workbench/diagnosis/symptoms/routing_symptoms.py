@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.symptoms.symptom import Sign, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, ramp
+from workbench.schema.statuses import SymptomKind
 
 
-def routing_signs(record: Record, failure: Failure) -> Iterator[Sign]:
+def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     """What the part ``router`` says at the end, and what the auxiliary loss weighs."""
     auxiliary = record.monitor("auxiliary_loss")
     if auxiliary is not None:
         loss = record.values("monitors", "loss")
         share = float(np.nanmedian(auxiliary) / np.nanmedian(loss))
         n_zero = float(np.mean(auxiliary[np.isfinite(auxiliary)] == 0))
-        place = {"path": "/monitors", "variable": "auxiliary_loss", "kind": "log"}
-        yield Sign(
+        place: dict[str, Any] = {"path": "/monitors", "variable": "auxiliary_loss", "kind": SymptomKind.LOG}
+        yield Symptom(
             "auxiliary_loss_rules",
             ramp(finite_log10(share), -0.7, 0.7, high=2) if share > 0 else 0.0,
             share,
@@ -30,7 +32,7 @@ def routing_signs(record: Record, failure: Failure) -> Iterator[Sign]:
             **place,
         )
         is_gone = n_zero > 0.1 or share < 0
-        yield Sign(
+        yield Symptom(
             "auxiliary_loss_is_gone",
             1.0 if is_gone else 0.0,
             share if share < 0 else n_zero,
@@ -43,21 +45,21 @@ def routing_signs(record: Record, failure: Failure) -> Iterator[Sign]:
         )
     if "router" not in record.parts:
         if "optimizer" in record.parts or "activations" in record.parts:  # the model was looked at, and has none
-            yield Sign("has_routers", 0.0, 0.0, "block", 0.0, "No block routes its tokens to experts.")
-            yield Sign("experts_die", 0.0, 0.0, "1", 0.0, "There are no experts that could go without tokens.")
+            yield Symptom("has_routers", 0.0, 0.0, "block", 0.0, "No block routes its tokens to experts.")
+            yield Symptom("experts_die", 0.0, 0.0, "1", 0.0, "There are no experts that could go without tokens.")
         return
     steps = record.steps_of("router")
     # Before a spike the router tells the cause; afterwards it may only have suffered.
-    before = np.flatnonzero(steps <= failure.step + 1) if failure.kind != "stalled" else np.arange(len(steps))
+    before = np.flatnonzero(steps <= failure.step + 1) if not failure.is_stalled else np.arange(len(steps))
     seen = (
         np.flatnonzero(np.isfinite(record.values("router", "dead_experts")).any(axis=1))
         if record.has("router", "dead_experts")
         else before
     )
     before = np.intersect1d(before, seen)
-    look = int(before[-1]) if len(before) else int(seen[0]) if len(seen) else 0
-    place = {"path": "/router", "step": int(steps[look]), "selection": {"step": int(steps[look])}}
-    yield Sign(
+    at = int(before[-1]) if len(before) else int(seen[0]) if len(seen) else 0
+    place = {"path": "/router", "step": int(steps[at]), "selection": {"step": int(steps[at])}}
+    yield Symptom(
         "has_routers",
         1.0,
         float(record.parts["router"].sizes["layer"]),
@@ -67,35 +69,35 @@ def routing_signs(record: Record, failure: Failure) -> Iterator[Sign]:
     )
     n_experts = record.parts["router"].sizes.get("expert", 0)
     if record.has("router", "dead_experts") and n_experts:
-        dead = record.values("router", "dead_experts")[look]
+        dead = record.values("router", "dead_experts")[at]
         layer, share = int(np.nanargmax(dead)), float(np.nanmax(dead) / n_experts)
-        yield Sign(
+        yield Symptom(
             "experts_die",
             ramp(share, 0.1, 0.5, high=2),
             share,
             "1",
             0.0,
-            f"At step {steps[look]} {100 * share:.0f} % of the experts of block {layer} get no tokens.",
+            f"At step {steps[at]} {100 * share:.0f} % of the experts of block {layer} get no tokens.",
             layer=_layer_of(record, layer) if share > 0.1 else -1,
             variable="dead_experts",
             **place,
         )
     if record.has("router", "max_violation") and n_experts > 1:
-        violation = float(np.nanmax(record.values("router", "max_violation")[look]))
-        yield Sign(
+        violation = float(np.nanmax(record.values("router", "max_violation")[at]))
+        yield Symptom(
             "load_is_uneven",
             ramp(violation / (n_experts - 1), 0.4, 1.0),
             violation,
             "1",
             0.5,
-            f"At step {steps[look]} MaxVio, the excess load of the fullest expert, is {violation:.3g}.",
+            f"At step {steps[at]} MaxVio, the excess load of the fullest expert, is {violation:.3g}.",
             variable="max_violation",
             **place,
         )
     if record.has("router", "routing_entropy_share"):
         entropy = record.values("router", "routing_entropy_share")
-        first, now = float(np.nanmin(entropy[0])), float(np.nanmin(entropy[look]))
-        yield Sign(
+        first, now = float(np.nanmin(entropy[0])), float(np.nanmin(entropy[at]))
+        yield Symptom(
             "router_is_sure_at_once",
             ramp(first, 0.8, 0.2, high=1.3),
             first,
@@ -107,42 +109,41 @@ def routing_signs(record: Record, failure: Failure) -> Iterator[Sign]:
             step=int(steps[0]),
             selection={"step": int(steps[0])},
         )
-        yield Sign(
+        yield Symptom(
             "router_is_sure",
             ramp(now, 0.6, 0.1),
             now,
             "1",
             0.7,
-            f"At step {steps[look]} the router's entropy is {100 * now:.0f} % of what it could be.",
+            f"At step {steps[at]} the router's entropy is {100 * now:.0f} % of what it could be.",
             variable="routing_entropy_share",
             **place,
         )
     if record.has("router", "router_similarity"):
-        alike = float(np.nanmax(record.values("router", "router_similarity")[look]))
-        yield Sign(
+        alike = float(np.nanmax(record.values("router", "router_similarity")[at]))
+        yield Symptom(
             "router_rows_are_alike",
             ramp(alike, 0.3, 0.9),
             alike,
             "1",
             0.0,
-            f"At step {steps[look]} the router's rows have a mean cosine of {alike:.2f}.",
+            f"At step {steps[at]} the router's rows have a mean cosine of {alike:.2f}.",
             variable="router_similarity",
             **place,
         )
     if record.has("router", "routing_change"):
         change = (
-            float(np.nanmedian(record.values("router", "routing_change")[max(1, look - 5) : look + 1]))
-            if look
-            else math.nan
+            float(np.nanmedian(record.values("router", "routing_change")[max(1, at - 5) : at + 1])) if at else math.nan
         )
         if math.isfinite(change):
-            yield Sign(
+            yield Symptom(
                 "routing_keeps_changing",
                 ramp(change, 0.15, 0.6),
                 change,
                 "1",
                 0.1,
-                f"Up to step {steps[look]} {100 * change:.0f} % of the tokens changed their expert between two looks.",
+                f"Up to step {steps[at]} {100 * change:.0f} % of the tokens changed their expert between two "
+                "measurements.",
                 variable="routing_change",
                 **place,
             )

@@ -8,50 +8,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.symptoms.symptom import Sign, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, ramp
+from workbench.schema.statuses import SymptomKind
 
 _PLAIN_SCHEDULES = ("constant", "cosine", "linear")
 
 
-def setting_signs(record: Record, failure: Failure) -> Iterator[Sign]:
+def setting_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     """What the run was told."""
     yield from _of_batches(record, failure)
     yield from _of_plan(record)
 
 
-def _of_batches(record: Record, failure: Failure) -> Iterator[Sign]:
+def _of_batches(record: Record, failure: Failure) -> Iterator[Symptom]:
     rows = record.monitor("batch_size")
     if rows is None:
         given = record.setting("task", "batch_size")
         if given:
-            yield _small(float(given), kind="configuration")
+            yield _small(float(given), kind=SymptomKind.CONFIGURATION)
         return
-    at = len(rows) - 1 if failure.kind == "stalled" else min(failure.row + 1, len(rows) - 1)
+    at = len(rows) - 1 if failure.is_stalled else min(failure.row + 1, len(rows) - 1)
     there, first = float(np.nanmedian(rows[max(0, at - 5) : at + 1])), float(np.nanmedian(rows[:5]))
     step = int(record.steps[at])
-    yield _small(there, kind="log", step=step, path="/monitors", variable="batch_size", selection={"step": step})
+    yield _small(
+        there, kind=SymptomKind.LOG, step=step, path="/monitors", variable="batch_size", selection={"step": step}
+    )
     last = float(np.nanmedian(rows[-5:]))
     drop = math.log2(first / last) if first > 0 and last > 0 else 0.0
-    yield Sign(
+    yield Symptom(
         "batches_shrink",
         ramp(drop, 0.3, 2.0, low=-1),
         last / first if first > 0 else math.nan,
         "1",
         1.0,
         f"A batch has {last:.0f} rows at the end and had {first:.0f} at the start.",
-        kind="log",
+        kind=SymptomKind.LOG,
         path="/monitors",
         variable="batch_size",
     )
 
 
-def _small(rows: float, **place: object) -> Sign:
-    return Sign(
+def _small(rows: float, **place: Any) -> Symptom:
+    return Symptom(
         "few_rows",
         ramp(math.log2(max(rows, 1)), 3.5, 1.0, low=-0.5),
         rows,
@@ -62,7 +66,7 @@ def _small(rows: float, **place: object) -> Sign:
     )
 
 
-def _of_plan(record: Record) -> Iterator[Sign]:
+def _of_plan(record: Record) -> Iterator[Symptom]:
     training = record.setting("training", default={})
     if not training:
         return
@@ -133,8 +137,8 @@ def _of_plan(record: Record) -> Iterator[Sign]:
         )
 
 
-def _setting(name: str, strength: float, value: float, units: str, reference: float, sentence: str) -> Sign:
-    return Sign(name, strength, value, units, reference, sentence, kind="configuration")
+def _setting(name: str, strength: float, value: float, units: str, reference: float, sentence: str) -> Symptom:
+    return Symptom(name, strength, value, units, reference, sentence, kind=SymptomKind.CONFIGURATION)
 
 
 def _option(training: dict, name: str, default: float) -> float | None:

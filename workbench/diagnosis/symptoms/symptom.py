@@ -1,4 +1,4 @@
-"""One sign: a number read from a run, how strongly it speaks, and the sentence that says so."""
+"""One symptom: a number read from a run, how strongly it speaks, and the sentence that says so."""
 
 from __future__ import annotations
 
@@ -8,29 +8,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.formatting import short
-
-#: Where signs come from. ``mechanism``: what the model did; ``log``: settings that every step records, such as its rate
-#: and rows; ``configuration``: what the store says of the plan.
-KINDS = ("mechanism", "log", "configuration")
+from workbench.schema.statuses import SymptomKind
 
 
 @dataclass(frozen=True)
-class Sign:
-    """What one look at a run found.
+class Symptom:
+    """What one reading of a run found.
 
     Attributes:
         name: Its id, also the name of the feature that the ranking reads.
         strength: How strongly it speaks: 0 for nothing unusual, about 1 where an engineer would point at it; below 0
-            for the contrary. Never NaN: a sign that cannot be read is not there.
+            for the contrary. Never NaN: a symptom that cannot be read is not there.
         value: What was measured.
         units: Of value and reference.
         reference: What runs usually have; NaN: nothing in particular.
         sentence: For people, with the numbers.
-        kind: One of `KINDS`.
+        kind: What it was read from.
         step: Of the run; -1: none in particular.
         layer: Block; -1: none in particular.
         path: Part of the run that holds the number, such as ``"/monitors"``; empty: the configuration, checkpoints
-            or several other signs.
+            or several other symptoms.
         variable: In that part.
         selection: Dimension -> value at which the number stands there.
     """
@@ -41,7 +38,7 @@ class Sign:
     units: str
     reference: float
     sentence: str
-    kind: str = "mechanism"
+    kind: SymptomKind = SymptomKind.MECHANISM
     step: int = -1
     layer: int = -1
     path: str = ""

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
-from workbench.diagnosis.symptoms.symptom import Sign, ramp
+from workbench.diagnosis.symptoms.symptom import Symptom, ramp
 from workbench.formatting import short
 
 
-def update_signs(record: Record, failure: Failure) -> Iterator[Sign]:
+def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     """What the part ``optimizer`` says of all modules together (medians over the blocks)."""
     if not record.has("optimizer", "update_ratio"):
         return
     steps = record.steps_of("optimizer")
     ratio = _over_blocks(record, "update_ratio")
-    look = _last_look(steps, failure)
-    place = {"path": "/optimizer", "step": int(steps[look]), "selection": {"step": int(steps[look])}}
-    size = float(np.nanmax(ratio[: look + 1]))
-    yield Sign(
+    at = _last_measurement(steps, failure)
+    place: dict[str, Any] = {"path": "/optimizer", "step": int(steps[at]), "selection": {"step": int(steps[at])}}
+    size = float(np.nanmax(ratio[: at + 1]))
+    yield Symptom(
         "update_size",
         ramp(finite_log10(size), -1.0, 0.0, low=-1.5),
         size,
@@ -32,7 +33,7 @@ def update_signs(record: Record, failure: Failure) -> Iterator[Sign]:
         variable="update_ratio",
         **place,
     )
-    yield Sign(
+    yield Symptom(
         "first_update",
         ramp(finite_log10(float(ratio[0])), -1.0, 0.0, low=-1.5),
         float(ratio[0]),
@@ -44,10 +45,10 @@ def update_signs(record: Record, failure: Failure) -> Iterator[Sign]:
         step=int(steps[0]),
         selection={"step": int(steps[0])},
     )
-    yield from _shortfall(record, failure, steps, ratio, look)
+    yield from _shortfall(record, failure, steps, ratio, at)
     if record.has("optimizer", "gradient_rms_over_eps"):
-        over = float(np.nanmedian(_over_blocks(record, "gradient_rms_over_eps")[: look + 1]))
-        yield Sign(
+        over = float(np.nanmedian(_over_blocks(record, "gradient_rms_over_eps")[: at + 1]))
+        yield Symptom(
             "eps_rules",
             ramp(finite_log10(over), 1.5, 0.0, low=-1),
             over,
@@ -59,10 +60,10 @@ def update_signs(record: Record, failure: Failure) -> Iterator[Sign]:
         )
     if record.has("optimizer", "adam_staleness"):
         stale = np.nanmax(record.values("optimizer", "adam_staleness"), axis=1)
-        near = stale[max(0, look - 1) : look + 3]
+        near = stale[max(0, at - 1) : at + 3]
         found = float(np.nanmax(near)) if np.isfinite(near).any() else math.nan
         if math.isfinite(found):
-            yield Sign(
+            yield Symptom(
                 "staleness",
                 ramp(finite_log10(found), 0.2, 0.8, high=2),
                 found,
@@ -75,7 +76,7 @@ def update_signs(record: Record, failure: Failure) -> Iterator[Sign]:
     if record.has("optimizer", "module_weight_norm"):
         weights = _over_blocks(record, "module_weight_norm")
         growth = float(weights[-1] / weights[0])
-        yield Sign(
+        yield Symptom(
             "weights_grow",
             ramp(finite_log10(growth), 0.2, 1.0, low=-0.5, high=2),
             growth,
@@ -89,7 +90,7 @@ def update_signs(record: Record, failure: Failure) -> Iterator[Sign]:
         )
 
 
-def _shortfall(record: Record, failure: Failure, steps: np.ndarray, ratio: np.ndarray, look: int) -> Iterator[Sign]:
+def _shortfall(record: Record, failure: Failure, steps: np.ndarray, ratio: np.ndarray, at: int) -> Iterator[Symptom]:
     """Whether updates are as large as the rate says: with Adam about one rate a step for each weight."""
     rate = record.monitor("learning_rate")
     needed = ("module_weight_norm", "module_grad_norm", "gradient_rms")
@@ -104,11 +105,11 @@ def _shortfall(record: Record, failure: Failure, steps: np.ndarray, ratio: np.nd
     rate_there = np.interp(steps, record.steps, rate)
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.nanmedian(moved[:, _blocks(record)], axis=1) / np.where(rate_there > 0, rate_there, np.nan)
-    known = share[: look + 1][np.isfinite(share[: look + 1])]
+    known = share[: at + 1][np.isfinite(share[: at + 1])]
     if not len(known):
         return
     found = float(np.median(known))
-    yield Sign(
+    yield Symptom(
         "updates_fall_short",
         ramp(finite_log10(found), -0.4, -1.6, low=-1, high=2),
         found,
@@ -118,13 +119,13 @@ def _shortfall(record: Record, failure: Failure, steps: np.ndarray, ratio: np.nd
         f"all.",
         path="/optimizer",
         variable="update_ratio",
-        step=int(steps[look]),
-        selection={"step": int(steps[look])},
+        step=int(steps[at]),
+        selection={"step": int(steps[at])},
     )
     if record.has("optimizer", "gradient_rms_over_eps"):
-        over = np.nanmedian(_over_blocks(record, "gradient_rms_over_eps")[: look + 1])
+        over = np.nanmedian(_over_blocks(record, "gradient_rms_over_eps")[: at + 1])
         is_small = ramp(finite_log10(float(over)), 0.7, 2.0, high=1)
-        yield Sign(
+        yield Symptom(
             "updates_get_lost",
             is_small * ramp(abs(finite_log10(found) + 0.25), 0.3, 0.9),
             found,
@@ -134,8 +135,8 @@ def _shortfall(record: Record, failure: Failure, steps: np.ndarray, ratio: np.nd
             f"times eps.",
             path="/optimizer",
             variable="update_ratio",
-            step=int(steps[look]),
-            selection={"step": int(steps[look])},
+            step=int(steps[at]),
+            selection={"step": int(steps[at])},
         )
 
 
@@ -152,9 +153,9 @@ def _over_blocks(record: Record, name: str) -> np.ndarray:
     return np.nanmedian(record.values("optimizer", name)[:, _blocks(record)], axis=1)
 
 
-def _last_look(steps: np.ndarray, failure: Failure) -> int:
-    """The last look before the failure, or the first; of a run that stalled the last of all."""
-    if failure.kind == "stalled":
+def _last_measurement(steps: np.ndarray, failure: Failure) -> int:
+    """The last measurement before the failure, or the first; of a run that stalled the last of all."""
+    if failure.is_stalled:
         return len(steps) - 1
     before = np.flatnonzero(steps <= failure.step + 1)
     return int(before[-1]) if len(before) else 0

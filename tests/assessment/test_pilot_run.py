@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.assessment.pilot_run import LOOK_EVERY, dress_rehearsal
+from workbench.assessment.pilot_run import LOOK_EVERY, pilot_run
 from workbench.assessment.plan_changes import possible_changes, try_changes
 from workbench.errors import ThresholdError
 
@@ -29,7 +29,7 @@ def plan(rate, **options):
 
 
 def test_a_rate_that_breaks_everything_breaks_every_trial(model, task):
-    found = dress_rehearsal(model, task, plan(1e3), n_updates=12)
+    found = pilot_run(model, task, plan(1e3), n_updates=12)
     assert found["has_diverged"].values.all()
     assert float(found["share_broken"]) == 1
     for trial, step in enumerate(found["divergence_step"].values.astype(int)):
@@ -39,7 +39,7 @@ def test_a_rate_that_breaks_everything_breaks_every_trial(model, task):
 
 def test_a_small_rate_breaks_none_and_the_model_is_left_alone(model, task):
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    found = dress_rehearsal(model, task, plan(1e-3), n_updates=12)
+    found = pilot_run(model, task, plan(1e-3), n_updates=12)
     assert not found["has_diverged"].values.any()
     assert float(found["share_broken"]) == 0
     assert np.isfinite(found["loss"].values).all()
@@ -49,7 +49,7 @@ def test_a_small_rate_breaks_none_and_the_model_is_left_alone(model, task):
 
 
 def test_a_trial_is_training_on_batches_of_its_own(model, task):
-    found = dress_rehearsal(model, task, plan(1e-2), n_updates=6, n_trials=2)
+    found = pilot_run(model, task, plan(1e-2), n_updates=6, n_trials=2)
 
     class Later:
         def stream(self, start=0):
@@ -62,12 +62,12 @@ def test_a_trial_is_training_on_batches_of_its_own(model, task):
 
 
 def test_a_long_warmup_is_shortened_to_half_of_a_trial(model, task):
-    assert dress_rehearsal(model, task, plan(1e-3, warmup=2000), n_updates=6, n_trials=1).attrs["warmup"] == 3
-    assert dress_rehearsal(model, task, plan(1e-3, warmup=2), n_updates=6, n_trials=1).attrs["warmup"] == 2
+    assert pilot_run(model, task, plan(1e-3, warmup=2000), n_updates=6, n_trials=1).attrs["warmup"] == 3
+    assert pilot_run(model, task, plan(1e-3, warmup=2), n_updates=6, n_trials=1).attrs["warmup"] == 2
 
 
 def test_attention_is_watched_and_a_dense_model_has_no_routing(model, task):
-    found = dress_rehearsal(model, task, plan(1e-3), n_updates=11, n_trials=1)
+    found = pilot_run(model, task, plan(1e-3), n_updates=11, n_trials=1)
     assert found["look_step"].values.tolist() == list(range(0, 11, LOOK_EVERY))
     assert ((found["attention_entropy_share_min"] > 0) & (found["attention_entropy_share_min"] <= 1)).all()
     assert np.isnan(found["max_violation"].values).all()
@@ -75,7 +75,7 @@ def test_attention_is_watched_and_a_dense_model_has_no_routing(model, task):
 
 def test_routing_is_watched(task):
     moe = wb.zoo.moe(**SIZE, n_experts=4, top_k=1, seed=0)
-    found = dress_rehearsal(moe, task, plan(1e-2), n_updates=6, n_trials=1)
+    found = pilot_run(moe, task, plan(1e-2), n_updates=6, n_trials=1)
     assert np.isnan(found["routing_change"].values[0])  # nothing to compare the first look with
     assert np.isfinite(found["routing_change"].values[1:]).all()
     assert (found["max_violation"] >= 0).all()
@@ -84,7 +84,7 @@ def test_routing_is_watched(task):
 def test_a_ready_optimizer_is_refused(model, task):
     ready = plan(None, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ThresholdError, match="cannot be tried on a copy"):
-        dress_rehearsal(model, task, ready)
+        pilot_run(model, task, ready)
 
 
 def test_changes_are_single_and_name_both_values():

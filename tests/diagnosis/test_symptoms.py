@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.diagnosis.records import descent, monitors, optimizer, record, tree
-from workbench.diagnosis import CAUSES, find_failure, read_record, read_signs
+from workbench.diagnosis import CAUSES, find_failure, read_record, read_symptoms
 from workbench.diagnosis.diagnose import block_at_fault, diagnose
 from workbench.diagnosis.symptoms.block_symptoms import odd_one
 from workbench.diagnosis.symptoms.symptom import ramp
@@ -15,7 +15,7 @@ from workbench.diagnosis.symptoms.symptom import ramp
 
 def signs_of(parts, **options):
     one = record(parts, **options)
-    return read_signs(one, find_failure(one))
+    return read_symptoms(one, find_failure(one))
 
 
 def test_a_jump_of_the_rate_is_seen_where_it_is_and_a_warm_up_is_none():
@@ -24,11 +24,11 @@ def test_a_jump_of_the_rate_is_seen_where_it_is_and_a_warm_up_is_none():
     rate[:30] = 1e-3 * (np.arange(30) + 1) / 30
     assert signs_of({"monitors": monitors(loss, rate=rate)})["rate_jumps"].strength == 0
     rate[100:] *= 12
-    sign = signs_of({"monitors": monitors(loss, rate=rate)})["rate_jumps"]
-    assert sign.strength > 1
-    assert sign.step == 100
-    assert sign.value == pytest.approx(12)
-    assert "12-fold" in sign.sentence
+    symptom = signs_of({"monitors": monitors(loss, rate=rate)})["rate_jumps"]
+    assert symptom.strength > 1
+    assert symptom.step == 100
+    assert symptom.value == pytest.approx(12)
+    assert "12-fold" in symptom.sentence
 
 
 def test_a_rate_that_is_spent_is_seen_only_where_the_loss_stalled():
@@ -79,10 +79,10 @@ def test_a_planted_block_is_the_odd_one(factor, place, others):
 
 def test_the_block_at_fault_is_named():
     weights = np.array([5.0, 5.2, 60.0, 4.9])
-    signs = signs_of({"monitors": monitors(descent(last=2.5)), "optimizer": optimizer(weight=weights)})
-    assert signs["odd_weights"].strength > 1
-    assert signs["odd_weights"].selection == {"step": 9, "module": 2}
-    assert block_at_fault(signs) == 2
+    symptoms = signs_of({"monitors": monitors(descent(last=2.5)), "optimizer": optimizer(weight=weights)})
+    assert symptoms["odd_weights"].strength > 1
+    assert symptoms["odd_weights"].selection == {"step": 9, "module": 2}
+    assert block_at_fault(symptoms) == 2
     alike = signs_of({"monitors": monitors(descent(last=2.5)), "optimizer": optimizer()})
     assert block_at_fault(alike) == -1
 
@@ -90,8 +90,8 @@ def test_the_block_at_fault_is_named():
 @pytest.mark.parametrize(("factor", "stands_out"), [(1.02, False), (6.0, True)])
 def test_what_several_signs_say_together_is_no_echo_of_one_of_them(factor, stands_out):
     parts = {"monitors": monitors(descent()), "optimizer": optimizer(weight=5 * np.array([1, factor, 1, 1]))}
-    signs = signs_of(parts)
-    own, joint = signs["odd_weights"], signs["a_block_stands_out"]
+    symptoms = signs_of(parts)
+    own, joint = symptoms["odd_weights"], symptoms["a_block_stands_out"]
     assert joint.strength == own.strength
     assert joint.value == pytest.approx(own.strength)
     assert joint.sentence != own.sentence
@@ -101,7 +101,7 @@ def test_what_several_signs_say_together_is_no_echo_of_one_of_them(factor, stand
     else:
         assert joint.sentence == "No block stands out, not even by the size of its weights."
         assert own.sentence.endswith("are 1.02 times as large as those of the others, which is usual.")
-    assert signs["routing_is_off"].sentence == "Nothing is routed, so that no routing can be off."
+    assert symptoms["routing_is_off"].sentence == "Nothing is routed, so that no routing can be off."
 
 
 def test_two_blocks_have_no_odd_one():
@@ -126,9 +126,9 @@ def test_signs_are_finite_whatever_the_run(seed, kind):
     norm = np.exp(draw.standard_normal(80))
     norm[draw.integers(80)] = np.nan
     parts = {"monitors": monitors(loss, grad_norm=norm, rate=np.abs(draw.standard_normal(80)) * 1e-3)}
-    for sign in signs_of(parts).values():
-        assert np.isfinite(sign.strength)
-        assert sign.sentence.endswith(".")
+    for symptom in signs_of(parts).values():
+        assert np.isfinite(symptom.strength)
+        assert symptom.sentence.endswith(".")
 
 
 def test_injected_faults_are_never_read():
@@ -154,12 +154,12 @@ def test_evidence_can_be_kept_from_settings():
     configuration = {"training": {"optimizer": "AdamW", "optimizer_options": {"eps": 0.5}, "warmup": 0}}
     one = record({"monitors": monitors(descent(), rows=np.full(200, 2.0))}, configuration=configuration)
     failure = find_failure(one)
-    everything = read_signs(one, failure)
+    everything = read_symptoms(one, failure)
     assert everything["eps_setting"].strength > 1
-    without = read_signs(one, failure, kinds=("mechanism", "log"))
+    without = read_symptoms(one, failure, kinds=("mechanism", "log"))
     assert "eps_setting" not in without
     assert "few_rows" in without
-    assert not {"few_rows", "rate_jumps", "eps_setting"} & set(read_signs(one, failure, kinds=("mechanism",)))
+    assert not {"few_rows", "rate_jumps", "eps_setting"} & set(read_symptoms(one, failure, kinds=("mechanism",)))
 
 
 def test_every_cause_has_words():
