@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from workbench.models.subject import Subject
 
 #: A hook as `watch` attaches it: the module, the hook, and whether it runs before the module.
-HookRequest = tuple[nn.Module, Callable[..., None], bool]
+HookRequest = tuple[nn.Module, Callable[..., Any], bool]
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
@@ -162,8 +162,8 @@ def watch(requests: Iterable[HookRequest]) -> Iterator[None]:
 
     Args:
         requests: Module, hook, and True for a hook that runs before the module. A hook before gets (module, args,
-            kwargs), one after gets (module, args, kwargs, output). It must return None: anything else would replace
-            what flows through the model.
+            kwargs), one after gets (module, args, kwargs, output). What it returns replaces what flows through the
+            model, unless it is None.
     """
     handles = []
     try:
