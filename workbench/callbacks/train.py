@@ -26,8 +26,8 @@ from workbench.callbacks.run_recording import (
 )
 from workbench.errors import CheckpointError, StoreError, ThresholdError, WorkbenchError
 from workbench.io.run_writer import RunWriter
+from workbench.models.calling import call_model, on_device_of
 from workbench.models.losses import accuracy_of, auxiliary_loss, token_loss
-from workbench.models.probing import call_model, on_device_of
 from workbench.models.run_checkpoints import latest_checkpoint, load_weights
 from workbench.tasks import Task, as_task
 from workbench.tasks.random_stream import RandomStream

@@ -18,7 +18,8 @@ from workbench.flow.gradient_targets import Loss, end_of
 from workbench.models.anatomy import Anatomy
 from workbench.models.batches import TokenSelection
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.probing import run_foreign, undisturbed, watch
+from workbench.models.calling import run_foreign
+from workbench.models.probing import undisturbed, watch
 from workbench.models.router_weights import Router
 from workbench.monitors.attention_calls import BlockNotes
 

@@ -16,7 +16,8 @@ from workbench.errors import SnapshotError
 from workbench.flow.gains import plainly_run
 from workbench.models.anatomy import Anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.probing import run_foreign, undisturbed
+from workbench.models.calling import run_foreign
+from workbench.models.probing import undisturbed
 from workbench.models.site import Site
 
 #: Up to this many entries of a state every singular value is computed.

@@ -12,8 +12,9 @@ from workbench.errors import AnatomyError
 from workbench.models.batches import Batches
 from workbench.models.block_calls import Slot, record_calls
 from workbench.models.block_hooks import BlockCall, BlockHooks
+from workbench.models.calling import call_model, on_device_of, run_foreign
 from workbench.models.layout import BATCH_FIRST, Layout, layout_of
-from workbench.models.probing import call_model, on_device_of, run_foreign, undisturbed, unwrap
+from workbench.models.probing import undisturbed
 from workbench.models.residual_check import why_no_blocks
 from workbench.models.site import Site
 from workbench.models.stacks import (
@@ -26,6 +27,7 @@ from workbench.models.stacks import (
     overlap,
     refuse_several_streams,
 )
+from workbench.models.wrapping import unwrap
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject

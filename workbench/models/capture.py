@@ -11,8 +11,10 @@ from workbench.errors import SnapshotError
 from workbench.koopman.moments import SnapshotMoments
 from workbench.models.anatomy import Anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks, depth_error, refuse_unknown
-from workbench.models.probing import on_device_of, run_foreign, undisturbed, unwrap, watch
+from workbench.models.calling import on_device_of, run_foreign
+from workbench.models.probing import undisturbed, watch
 from workbench.models.site import Site
+from workbench.models.wrapping import unwrap
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.probing import run_foreign, undisturbed
+from workbench.models.calling import run_foreign
+from workbench.models.probing import undisturbed
 
 if TYPE_CHECKING:
     from workbench.models.site import Site

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from workbench.models.anatomy import Anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks, refuse_unknown
-from workbench.models.probing import run_foreign, storage_pointer, undisturbed, watch
+from workbench.models.calling import run_foreign
+from workbench.models.probing import storage_pointer, undisturbed, watch
 from workbench.models.site import Site
 
 Finding = TypeVar("Finding")

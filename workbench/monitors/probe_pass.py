@@ -15,8 +15,10 @@ from workbench.models.anatomy import Anatomy
 from workbench.models.attention_weights import Unreadable
 from workbench.models.batches import TokenSelection
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.probing import call_model, on_device_of, undisturbed, unwrap
+from workbench.models.calling import call_model, on_device_of
+from workbench.models.probing import undisturbed
 from workbench.models.router_weights import Router, router_weights
+from workbench.models.wrapping import unwrap
 from workbench.monitors.activations import activation_max, kurtosis, outlier_ratio, state_norm
 from workbench.monitors.attention_calls import BlockCalls, BlockNotes
 from workbench.monitors.router_health import (

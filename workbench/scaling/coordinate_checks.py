@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 from workbench.errors import ThresholdError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.probing import call_model, on_device_of, undisturbed, unwrap, watch
+from workbench.models.calling import call_model, on_device_of
+from workbench.models.probing import undisturbed, watch
+from workbench.models.wrapping import unwrap
 from workbench.scaling.size_ladder import Rung, Workshop
 from workbench.scaling.trend import line_through
 

@@ -16,9 +16,10 @@ from workbench.koopman.spectra import RankWarning
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import TokenSelection
 from workbench.models.block_hooks import BlockCall, BlockHooks
+from workbench.models.calling import call_model, on_device_of
 from workbench.models.capture import StreamWatcher
 from workbench.models.losses import accuracy_of, token_loss
-from workbench.models.probing import call_model, on_device_of, undisturbed
+from workbench.models.probing import undisturbed
 from workbench.models.profile import profile
 from workbench.models.subject import Subject
 from workbench.schema.sweeps import MEASURES, SETTINGS, dtype_of

@@ -16,7 +16,8 @@ from workbench.errors import AnatomyError, ThresholdError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import take_rows
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.probing import on_device_of, unwrap
+from workbench.models.calling import on_device_of
+from workbench.models.wrapping import unwrap
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
