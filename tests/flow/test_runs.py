@@ -1,5 +1,7 @@
 """The flow along a run: at each checkpoint what `measure` gives there."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -54,3 +56,12 @@ def test_missing_checkpoints_are_named(run, tmp_path):
         along_run(run, model, inputs_for(model), steps=[3])
     with pytest.raises(CheckpointError, match="pass the model of this run"):
         along_run(run, wb.zoo.transformer(**{**TEXT, "d_model": 8}), inputs_for(model))
+
+
+def test_along_run_takes_the_options_of_measure():
+    of_run = dict(inspect.signature(along_run).parameters)
+    of_measure = dict(inspect.signature(wb.flow.measure).parameters)
+    del of_measure["subject"], of_measure["anatomy"]  # each checkpoint is another model
+    for name in ("store", "model", "steps"):
+        del of_run[name]
+    assert list(of_run.values()) == list(of_measure.values())

@@ -28,8 +28,8 @@ from workbench.flow.flow_measurement import measure
 from workbench.hardware import AssessmentPlan, assess_hardware, read_plan
 from workbench.io.provenance import versions
 from workbench.koopman.spectra import RankWarning
+from workbench.models.calling import on_device_of
 from workbench.models.model_sizes import model_sizes
-from workbench.models.probing import on_device_of
 from workbench.models.profile import profile
 from workbench.risk.model_file import shipped
 from workbench.risk.rate_grid import over_rates

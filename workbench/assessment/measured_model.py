@@ -11,10 +11,12 @@ from torch import nn
 
 from workbench.errors import ThresholdError, WorkbenchError
 from workbench.models.batches import take_rows
+from workbench.models.calling import call_model, on_device_of
 from workbench.models.losses import token_loss
 from workbench.models.model_sizes import ModelSizes, model_sizes
-from workbench.models.probing import call_model, on_device_of, undisturbed, unwrap
+from workbench.models.probing import undisturbed
 from workbench.models.subject import Subject
+from workbench.models.wrapping import unwrap
 from workbench.scaling.designs import Design, design
 from workbench.scaling.transformers_source import cause_of
 from workbench.scaling.width_matching import matched_width

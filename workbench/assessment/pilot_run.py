@@ -13,8 +13,8 @@ import numpy as np
 from workbench.callbacks.train import train
 from workbench.errors import ThresholdError
 from workbench.models.anatomy import read_anatomy
+from workbench.models.calling import on_device_of
 from workbench.models.losses import token_loss
-from workbench.models.probing import on_device_of
 from workbench.monitors.probe_pass import ProbeLook
 from workbench.tasks import as_task
 from workbench.tasks.task import require_whole

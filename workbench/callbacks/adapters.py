@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.callbacks.gathering import gather
-from workbench.callbacks.kss.attachment import innermost
 from workbench.errors import MissingPackageError, StoreError, ThresholdError
+from workbench.models.wrapping import innermost
 from workbench.training.callback import Callback, Run
 from workbench.training.configuration import first_difference
 

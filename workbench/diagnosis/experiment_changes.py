@@ -22,7 +22,7 @@ from workbench.callbacks.faults import (
 from workbench.errors import ThresholdError
 from workbench.models.anatomy import read_anatomy
 from workbench.models.batches import count_rows
-from workbench.models.probing import on_device_of
+from workbench.models.calling import on_device_of
 from workbench.models.router_weights import Router, router_weights
 from workbench.tasks import Task
 

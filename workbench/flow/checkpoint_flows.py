@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from workbench.errors import CheckpointError
 from workbench.flow.flow_measurement import measure
+from workbench.flow.gradient_targets import Loss
 from workbench.models.run_checkpoints import list_checkpoints, load_weights
 from workbench.models.subject import Subject
 
@@ -26,7 +28,16 @@ def along_run(
     inputs: Any,
     *,
     steps: Collection[int] | None = None,
-    **options: Any,
+    targets: Any = None,
+    loss: Loss | None = None,
+    stack: str | None = None,
+    batch_first: bool | None = None,
+    jacobian: bool = True,
+    n_singular: int = 8,
+    n_tokens: int = 1024,
+    n_jacobian_tokens: int = 8,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
 ) -> xr.Dataset:
     """`measure` at the checkpoints that lie beside a run's store, on the same inputs.
 
@@ -36,7 +47,16 @@ def along_run(
         model: Of the run; a copy gets the weights of each checkpoint, itself it is left alone.
         inputs: As for `measure`; not an iterator that can be read only once.
         steps: Of the checkpoints to look at; None: all.
-        **options: Of `measure`.
+        targets: See `measure`.
+        loss: See `measure`.
+        stack: See `measure`.
+        batch_first: See `measure`.
+        jacobian: See `measure`.
+        n_singular: See `measure`.
+        n_tokens: See `measure`.
+        n_jacobian_tokens: See `measure`.
+        dtype: See `measure`.
+        seed: See `measure`.
 
     Returns:
         As `measure`, with the dim ``step`` before all others.
@@ -54,13 +74,16 @@ def along_run(
     if missing := [step for step in chosen if step not in found]:
         known = ", ".join(map(str, found))
         raise CheckpointError(f"{folder} has no checkpoint of step {missing[0]}; there are: {known}.")
-    subject = model if isinstance(model, Subject) else None
-    copied = copy.deepcopy(subject.model if subject else model)
+    copied = copy.deepcopy(model.model if isinstance(model, Subject) else model)
+    viewed = replace(model, model=copied) if isinstance(model, Subject) else copied
     flows = []
     for step in chosen:
         load_weights(copied, found[step])
-        viewed = replace(subject, model=copied) if subject else copied
-        flows.append(measure(viewed, inputs, **options))
+        flow = measure(
+            viewed, inputs, targets=targets, loss=loss, stack=stack, batch_first=batch_first, jacobian=jacobian,
+            n_singular=n_singular, n_tokens=n_tokens, n_jacobian_tokens=n_jacobian_tokens, dtype=dtype, seed=seed,
+        )  # fmt: skip
+        flows.append(flow)
     whole = xr.concat(
         flows, dim=xr.IndexVariable("step", chosen), data_vars="all", coords="minimal", combine_attrs="override"
     )

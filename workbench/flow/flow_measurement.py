@@ -21,10 +21,11 @@ from workbench.io.provenance import versions
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import Unreadable
 from workbench.models.batches import Batches
+from workbench.models.calling import on_device_of
 from workbench.models.checkpoint import open_checkpoint
-from workbench.models.probing import on_device_of, unwrap
 from workbench.models.router_weights import Router, router_weights
 from workbench.models.subject import Subject
+from workbench.models.wrapping import unwrap
 from workbench.schema.flows import FLOW
 from workbench.schema.runs import SCHEMA_VERSION
 

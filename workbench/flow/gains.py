@@ -17,7 +17,9 @@ from workbench.flow.collapse import effective_rank_share, token_cosine
 from workbench.flow.gradient_targets import Loss, end_of
 from workbench.models.anatomy import Anatomy
 from workbench.models.batches import TokenSelection
-from workbench.models.probing import run_foreign, undisturbed, watch
+from workbench.models.block_hooks import BlockCall, BlockHooks
+from workbench.models.calling import run_foreign
+from workbench.models.probing import undisturbed, watch
 from workbench.models.router_weights import Router
 from workbench.monitors.attention_calls import BlockNotes
 
@@ -89,13 +91,13 @@ class FlowPass:
         self.layout = anatomy.layout
         self.n_tokens, self.failure = 0, ""
         self._records: dict[int, BlockRecord] = {}
-        self._layers = {(site.module, site.call): layer for layer, site in enumerate(self.sites)}
-        self._n_calls: dict[nn.Module, int] = {}
         self._calls, self._branches = FlowCalls(), BranchReader()
         self._start: Tensor | None = None
         self._end: Tensor | None = None
         with undisturbed(model), plainly_run(model), torch.enable_grad():
-            with self._hooks(), self._calls, self._branches:
+            hooks = BlockHooks(self.sites, self._enter, self._leave)
+            parts = watch((part, self._branches.leave, False) for part in hooks.parts)
+            with hooks, parts, self._calls, self._branches:
                 output = run_foreign(model, batch)
             silent = [site.name for layer, site in enumerate(self.sites) if layer not in self._records]
             if silent:
@@ -119,27 +121,8 @@ class FlowPass:
         torch.autograd.grad(self._end, self._start, direction, allow_unused=True)
         self.cotangent = f"random direction at the last block, seed {seed} (no gradient of {self.cotangent})"
 
-    @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        blocks = dict.fromkeys(site.module for site in self.sites)
-        parts = dict.fromkeys(part for block in blocks for part in block.modules() if part not in blocks)
-        requests = [(part, self._branches.leave, False) for part in parts]
-        requests += [(block, self._leave, False) for block in blocks]
-        # Those that give a block its input anew return it, which `watch` has no place for.
-        handles = [block.register_forward_pre_hook(self._enter, with_kwargs=True) for block in blocks]
-        try:
-            with watch(requests):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        layer = self._layers.get((module, self._n_calls.get(module, 0)))
-        if layer is None:
-            return None
-        site = self.sites[layer]
-        state = site.state_in(args, kwargs)
+    def _enter(self, call: BlockCall) -> Tensor:
+        state = call.state_in
         if self._start is None:  # the first block that runs: nothing before it needs a gradient
             self._start = state.detach().requires_grad_()
             state = self._start
@@ -148,27 +131,23 @@ class FlowPass:
             entering = WatchedState(state, rows)
             # A tensor of the block's own: it may write into it, and its alias can be told from the state before.
             state = state.clone()
-            router = self.routers.get(layer)
+            router = self.routers.get(call.layer)
             weight = self.model.get_parameter(router.name) if router else None
             notes = BlockNotes(state.shape[:-1], rows, True, router, weight, batch_axis=self.layout.states or 0)
-            stream = self._branches.begin(module, state, entering, rows)
+            stream = self._branches.begin(call.site.module, state, entering, rows)
             shape = [self._cosine(state, rows)], [effective_rank_share(state, rows)]
-        self._records[layer] = BlockRecord(entering, stream, notes, *shape)
+        self._records[call.layer] = BlockRecord(entering, stream, notes, *shape)
         self._calls.block = notes
-        return site.with_state(args, kwargs, state)
+        return state
 
-    def _leave(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
-        layer = self._layers.get((module, self._n_calls.get(module, 0)))
-        self._n_calls[module] = self._n_calls.get(module, 0) + 1
+    def _leave(self, call: BlockCall) -> None:
         self._calls.block = None
-        if layer is None:
-            return
-        record, state = self._records[layer], self.sites[layer].state_out(output)
+        record, state = self._records[call.layer], call.state_out
         with torch._C.DisableTorchFunction():
             self._branches.end(state)
             record.leaving = WatchedState(state, record.stream.rows)
             record.sharpness = self._calls.sharpness.pop(id(record.notes), None)
-            if layer == len(self.sites) - 1:
+            if call.layer == len(self.sites) - 1:
                 self._end = state
                 record.cosine.append(self._cosine(state, record.stream.rows))
                 record.rank.append(effective_rank_share(state, record.stream.rows))

@@ -15,7 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workbench.errors import SnapshotError
 from workbench.flow.gains import plainly_run
 from workbench.models.anatomy import Anatomy
-from workbench.models.probing import run_foreign, undisturbed
+from workbench.models.block_hooks import BlockCall, BlockHooks
+from workbench.models.calling import run_foreign
+from workbench.models.probing import undisturbed
 from workbench.models.site import Site
 
 #: Up to this many entries of a state every singular value is computed.
@@ -241,54 +243,25 @@ class SequenceJacobians:
             return _none_of(_first_line(error), n_largest)
 
     def _recorded_calls(self) -> list[tuple[tuple, dict[str, Any]]]:
-        layers = {(site.module, site.call): layer for layer, site in enumerate(self.sites)}
-        n_calls: dict[nn.Module, int] = {}
         calls: dict[int, tuple[tuple, dict[str, Any]]] = {}
 
-        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            layer = layers.get((module, n_calls.get(module, 0)))
-            n_calls[module] = n_calls.get(module, 0) + 1
-            if layer is not None:  # copies: the block may write into its arguments
-                site = self.sites[layer]
-                calls[layer] = site.with_state(args, kwargs, site.state_in(args, kwargs).detach().clone())
+        def enter(call: BlockCall) -> None:  # copies: the block may write into its arguments
+            calls[call.layer] = call.site.with_state(call.args, call.kwargs, call.state_in.detach().clone())
 
-        handles = [
-            module.register_forward_pre_hook(enter, with_kwargs=True)
-            for module in dict.fromkeys(site.module for site in self.sites)
-        ]
-        try:
+        with BlockHooks(self.sites, enter):
             run_foreign(self.model, self.sequence)
-        finally:
-            for handle in handles:
-                handle.remove()
         return [calls[layer] for layer in range(len(self.sites))]
 
     def _all_blocks(self, state: Tensor) -> Tensor:
         """From the state that enters the first block to that which leaves the last, in a run of the whole model."""
-        first, last = self.sites[0], self.sites[-1]
         left: list[Tensor] = []
-        n_entered = n_left = 0
 
-        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-            nonlocal n_entered
-            n_entered += 1
-            return first.with_state(args, kwargs, state.clone()) if n_entered == first.call + 1 else None
+        def leave(call: BlockCall) -> None:
+            left.append(call.state_out.clone())
 
-        def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            nonlocal n_left
-            n_left += 1
-            if n_left == last.call + 1:
-                left.append(last.state_out(output).clone())
-
-        handles = [
-            first.module.register_forward_pre_hook(enter, with_kwargs=True),
-            last.module.register_forward_hook(leave, with_kwargs=True),
-        ]
-        try:
+        first, last = self.sites[:1], self.sites[-1:]
+        with BlockHooks(first, lambda _: state.clone()), BlockHooks(last, on_leave=leave):
             run_foreign(self.model, self.sequence)
-        finally:
-            for handle in handles:
-                handle.remove()
         return left[0]
 
 

@@ -18,9 +18,9 @@ from workbench.hardware.emulation import Emulation, Finding, NotMeasured
 from workbench.hardware.hazards import HAZARDS, Hazard
 from workbench.hardware.plan_files import AssessmentPlan, read_plan
 from workbench.io.provenance import versions
+from workbench.models.calling import on_device_of
 from workbench.models.losses import token_loss
 from workbench.models.model_sizes import model_sizes
-from workbench.models.probing import on_device_of
 from workbench.models.subject import Subject
 from workbench.schema.statuses import CriterionState
 from workbench.tasks import as_task

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import SnapshotError
+from workbench.models.calling import call_model
 from workbench.models.losses import auxiliary_loss
-from workbench.models.probing import call_model, unwrap
+from workbench.models.wrapping import unwrap
 from workbench.training import low_precision
 
 Loss = Callable[[Tensor, Tensor], Tensor]

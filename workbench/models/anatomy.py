@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from workbench.errors import AnatomyError
 from workbench.models.batches import Batches
 from workbench.models.block_calls import Slot, record_calls
+from workbench.models.block_hooks import BlockCall, BlockHooks
+from workbench.models.calling import call_model, on_device_of, run_foreign
 from workbench.models.layout import BATCH_FIRST, Layout, layout_of
-from workbench.models.probing import call_model, on_device_of, run_foreign, undisturbed, unwrap, watch
+from workbench.models.probing import undisturbed
 from workbench.models.residual_check import why_no_blocks
 from workbench.models.site import Site
 from workbench.models.stacks import (
@@ -25,6 +27,7 @@ from workbench.models.stacks import (
     overlap,
     refuse_several_streams,
 )
+from workbench.models.wrapping import unwrap
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -122,15 +125,11 @@ def read_anatomy(
 def _last_state(model: nn.Module, site: Site, inputs: Any) -> Tensor:
     """The states that leave a block for these inputs, on the host."""
     found: list[Tensor] = []
-    n_left = 0
 
-    def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        nonlocal n_left
-        if n_left == site.call:
-            found.append(site.state_out(output).detach().cpu().clone())
-        n_left += 1
+    def leave(call: BlockCall) -> None:
+        found.append(call.state_out.detach().cpu().clone())
 
-    with undisturbed(model), watch([(site.module, leave, False)]):
+    with undisturbed(model), BlockHooks([site], on_leave=leave):
         run_foreign(model, inputs)
     if not found:
         raise AnatomyError(

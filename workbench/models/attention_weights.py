@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from workbench.errors import SnapshotError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import Batches
+from workbench.models.calling import on_device_of
 from workbench.models.column_matching import Columns, NormStep, Source, find_columns, first_token_columns
 from workbench.models.probe_inputs import probe_inputs
-from workbench.models.probing import on_device_of, unwrap
 from workbench.models.site import Site
 from workbench.models.tracing import BlockTrace, PackedAttention, ParameterSlice, Scores, trace_blocks
+from workbench.models.wrapping import unwrap
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.models.probing import run_foreign, undisturbed, watch
+from workbench.models.calling import run_foreign
+from workbench.models.probing import undisturbed, watch
 
 #: Where a tensor sits in a call's arguments (position or keyword) or in its output (None: the output itself).
 Slot = int | str | None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from workbench.errors import SnapshotError
 from workbench.koopman.moments import SnapshotMoments
 from workbench.models.anatomy import Anatomy
-from workbench.models.probing import HookRequest, on_device_of, run_foreign, undisturbed, unwrap, watch
+from workbench.models.block_hooks import BlockCall, BlockHooks, depth_error, refuse_unknown
+from workbench.models.calling import on_device_of, run_foreign
+from workbench.models.probing import undisturbed, watch
 from workbench.models.site import Site
+from workbench.models.wrapping import unwrap
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -58,7 +62,7 @@ def capture_moments(
     watcher = StreamWatcher(anatomy, selection, add)
     others = _other_members(model, anatomy)
     unknown = [(module, _refuse_unknown(name), True) for name, module in others.items()]
-    with undisturbed(model), watch([*watcher.hooks(), *unknown]):
+    with undisturbed(model), watcher, watch(unknown):
         for batch in batches.items:
             if selection.is_complete:
                 break
@@ -87,16 +91,9 @@ def _other_members(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
 
 def _refuse_unknown(name: str) -> Callable[..., None]:
     def refuse(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        raise _unknown_block(name)
+        raise depth_error(name)
 
     return refuse
-
-
-def _unknown_block(name: str) -> SnapshotError:
-    return SnapshotError(
-        f"{name} runs on these inputs but did not when the anatomy was read, so that depth depends on the data; pass "
-        "anatomy=wb.read_anatomy(model, inputs) of inputs that reach every block."
-    )
 
 
 def empty_moments(anatomy: Anatomy, layer: int, states: Tensor) -> SnapshotMoments:
@@ -106,7 +103,7 @@ def empty_moments(anatomy: Anatomy, layer: int, states: Tensor) -> SnapshotMomen
     return SnapshotMoments(states.shape[-1], device=device, name=name)
 
 
-class StreamWatcher:
+class StreamWatcher(BlockHooks):
     """Hands over the states that enter and leave each block; the hooks of one capture share it.
 
     Args:
@@ -114,7 +111,7 @@ class StreamWatcher:
         selection: Which token states to use; the same in every layer.
         take: Called with the layer, and the states entering and leaving it, each (snapshot, feature); they still
             belong to the graph of the forward, if it keeps one.
-        layers: Layers to look at; None: all.
+        layers: Layers to follow; None: all.
     """
 
     def __init__(
@@ -125,54 +122,33 @@ class StreamWatcher:
         *,
         layers: Collection[int] | None = None,
     ) -> None:
-        self.sites = anatomy.sites
-        wanted = range(len(anatomy.sites)) if layers is None else layers
-        self.index = {(id(anatomy.sites[i].module), anatomy.sites[i].call): i for i in wanted}
-        self.n_calls = Counter(id(site.module) for site in anatomy.sites)
-        self.selection = selection
-        self.take = take
+        super().__init__(anatomy.sites, layers=layers, on_unknown=refuse_unknown)
+        self.selection, self.take = selection, take
         self.begin(None)
-
-    def hooks(self) -> list[HookRequest]:
-        """For `watch`: before and after each block."""
-        blocks = {id(self.sites[i].module): self.sites[i].module for i in self.index.values()}.values()
-        return [request for block in blocks for request in ((block, self.enter, True), (block, self.leave, False))]
 
     def begin(self, batch: Any) -> None:
         """Forget the last batch."""
-        self.batch, self.chosen, self.leading = batch, None, None
-        self.n_entered, self.n_left = Counter(), Counter()
-        self.waiting: dict[int, Tensor] = {}
+        self.begin_pass()
+        self.batch, self.leading = batch, torch.Size()
+        self._chosen: Tensor | None = None
+        self._waiting: dict[int, Tensor] = {}
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Hook before a block."""
-        i = self._site(module, self.n_entered)
-        if i is not None:
-            self.waiting[i] = self._rows(self.sites[i].state_in(args, kwargs), self.sites[i])
-        elif self.n_entered[id(module)] > self.n_calls[id(module)]:
-            raise _unknown_block(f"Another call of {next(s.name for s in self.sites if s.module is module)}")
+    def on_enter(self, call: BlockCall) -> None:
+        """Keep what enters until the block is through."""
+        self._waiting[call.layer] = self._chosen_of(call.state_in, call.site)
 
-    def leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Hook after a block."""
-        i = self._site(module, self.n_left)
-        if i is None:
-            return
-        site = self.sites[i]
-        self.take(i, self.waiting.pop(i), self._rows(site.state_out(output), site))
+    def on_leave(self, call: BlockCall) -> None:
+        """Hand over both."""
+        self.take(call.layer, self._waiting.pop(call.layer), self._chosen_of(call.state_out, call.site))
 
-    def _site(self, module: nn.Module, counter: Counter) -> int | None:
-        call = counter[id(module)]
-        counter[id(module)] += 1
-        return self.index.get((id(module), call))
-
-    def _rows(self, state: Tensor, site: Site) -> Tensor:
+    def _chosen_of(self, state: Tensor, site: Site) -> Tensor:
         """The chosen states, shape (snapshot, feature); a copy, as the block may write into its input."""
-        if self.chosen is None:
+        if self._chosen is None:
             self.leading = state.shape[:-1]
-            self.chosen = self.selection.choose(self.leading, self.batch)
+            self._chosen = self.selection.choose(self.leading, self.batch)
         if state.shape[:-1] != self.leading:
             raise SnapshotError(
                 f"States at {site.name} have leading shape {tuple(state.shape[:-1])}, those before "
                 f"{tuple(self.leading)}; only stacks that keep their tokens can be profiled."
             )
-        return state.flatten(0, -2)[self.chosen.to(state.device)]
+        return state.flatten(0, -2)[self._chosen.to(state.device)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from workbench.models.probing import unwrap
+from workbench.models.wrapping import unwrap
 
 _NAMES = {
     "n_heads": ("n_heads", "num_attention_heads", "n_head", "num_heads", "decoder_attention_heads"),

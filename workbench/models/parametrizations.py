@@ -22,7 +22,8 @@ from torch.nn.utils import parametrizations, parametrize
 from workbench.errors import ThresholdError
 from workbench.models.anatomy import read_anatomy
 from workbench.models.batches import take_rows
-from workbench.models.probing import on_device_of, unwrap
+from workbench.models.calling import on_device_of
+from workbench.models.wrapping import unwrap
 from workbench.zoo import is_zoo_model
 from workbench.zoo.module_of import module_of
 

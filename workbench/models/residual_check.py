@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from workbench.models.probing import run_foreign, undisturbed, watch
+from workbench.models.block_hooks import BlockCall, BlockHooks
+from workbench.models.calling import run_foreign
+from workbench.models.probing import undisturbed
 
 if TYPE_CHECKING:
     from workbench.models.site import Site
@@ -59,29 +61,20 @@ def _state_after(
 ) -> tuple[Tensor, Tensor | None]:
     """The state that leaves a block, float64, where a random direction was added to what entered it; and that."""
     found: dict[str, Tensor] = {}
-    counts = {"enter": 0, "leave": 0}
 
-    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        counts["enter"] += 1
-        if counts["enter"] != site.call + 1 or generator is None:
+    def enter(call: BlockCall) -> Tensor | None:
+        if generator is None:
             return None
-        state = site.state_in(args, kwargs)
+        state = call.state_in
         scale = state.double().norm(dim=-1, keepdim=True) / state.shape[-1] ** 0.5
         noise = torch.randn(state.shape, generator=generator, dtype=torch.float64).to(state.device)
         changed = (state.double() + _RELATIVE_SIZE * scale * noise).to(state.dtype)
         found["change"] = (changed.double() - state.double()).cpu()
-        return site.with_state(args, kwargs, changed)
+        return changed
 
-    def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        counts["leave"] += 1
-        if counts["leave"] == site.call + 1:
-            found["out"] = site.state_out(output).detach().double().cpu().clone()
+    def leave(call: BlockCall) -> None:
+        found["out"] = call.state_out.detach().double().cpu().clone()
 
-    with undisturbed(model):
-        handle = site.module.register_forward_pre_hook(enter, with_kwargs=True)  # it gives the block other arguments
-        try:
-            with watch([(site.module, leave, False)]):
-                run_foreign(model, inputs)
-        finally:
-            handle.remove()
+    with undisturbed(model), BlockHooks([site], enter, leave):
+        run_foreign(model, inputs)
     return found["out"], found.get("change")

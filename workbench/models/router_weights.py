@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import Unreadable
 from workbench.models.batches import Batches
-from workbench.models.probing import on_device_of, unwrap
+from workbench.models.calling import on_device_of
 from workbench.models.site import Site
 from workbench.models.tracing import BlockTrace, ParameterSlice, Projection, Selection, trace_blocks
+from workbench.models.wrapping import unwrap
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject

@@ -13,7 +13,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from workbench.models.anatomy import Anatomy
-from workbench.models.probing import run_foreign, storage_pointer, undisturbed, watch
+from workbench.models.block_hooks import BlockCall, BlockHooks, refuse_unknown
+from workbench.models.calling import run_foreign
+from workbench.models.probing import storage_pointer, undisturbed, watch
 from workbench.models.site import Site
 
 Finding = TypeVar("Finding")
@@ -135,31 +137,23 @@ def trace_blocks(
     Returns:
         What ``analyse`` returned, in the order of the sites.
     """
-    layers = {(site.module, site.call): layer for layer, site in enumerate(anatomy.sites)}
-    n_calls: dict[nn.Module, int] = {}
     findings: dict[int, Finding] = {}
     recorder = _Recorder(model)
 
-    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        site = anatomy.sites[layers[module, n_calls.get(module, 0)]]
-        recorder.trace = BlockTrace(site.state_in(args, kwargs).detach())
+    def enter(call: BlockCall) -> None:
+        recorder.trace = BlockTrace(call.state_in.detach())
 
-    def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        layer = layers[module, n_calls.get(module, 0)]
-        n_calls[module] = n_calls.get(module, 0) + 1
+    def leave(call: BlockCall) -> None:
         trace, recorder.trace = recorder.trace, None
         with torch._C.DisableTorchFunction():
-            findings[layer] = analyse(layer, anatomy.sites[layer], trace)
+            findings[call.layer] = analyse(call.layer, call.site, trace)
 
     def leaf(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         recorder.record_leaf(module, args, output)
 
-    blocks = dict.fromkeys(site.module for site in anatomy.sites)
-    leaves = dict.fromkeys(m for block in blocks for m in block.modules() if not any(True for _ in m.children()))
-    requests = [(block, enter, True) for block in blocks]
-    requests += [(module, leaf, False) for module in leaves if module not in blocks]
-    requests += [(block, leave, False) for block in blocks]
-    with undisturbed(model), watch(requests), recorder:
+    hooks = BlockHooks(anatomy.sites, enter, leave, on_unknown=refuse_unknown)
+    leaves = [part for part in hooks.parts if not any(True for _ in part.children())]
+    with undisturbed(model), hooks, watch((part, leaf, False) for part in leaves), recorder:
         run_foreign(model, inputs)
     return [findings[layer] for layer in sorted(findings)]
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.errors import ThresholdError
-from workbench.models.probing import undisturbed, unwrap
+from workbench.models.probing import undisturbed
+from workbench.models.wrapping import unwrap
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject

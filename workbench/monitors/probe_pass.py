@@ -14,9 +14,11 @@ from workbench.errors import ThresholdError
 from workbench.models.anatomy import Anatomy
 from workbench.models.attention_weights import Unreadable
 from workbench.models.batches import TokenSelection
-from workbench.models.probing import call_model, on_device_of, undisturbed, unwrap, watch
+from workbench.models.block_hooks import BlockCall, BlockHooks
+from workbench.models.calling import call_model, on_device_of
+from workbench.models.probing import undisturbed
 from workbench.models.router_weights import Router, router_weights
-from workbench.models.site import Site
+from workbench.models.wrapping import unwrap
 from workbench.monitors.activations import activation_max, kurtosis, outlier_ratio, state_norm
 from workbench.monitors.attention_calls import BlockCalls, BlockNotes
 from workbench.monitors.router_health import (
@@ -208,14 +210,10 @@ class _Pass:
         self.layout = anatomy.layout
         self.notes: dict[int, BlockNotes] = {}
         self.states: dict[int, dict[str, Tensor]] = {}
-        self._layers = {(site.module, site.call): layer for layer, site in enumerate(self.sites)}
-        self._n_calls: dict[nn.Module, int] = {}
         self._rows: dict[torch.Size, Tensor | None] = {}
         self._calls = BlockCalls()
-        blocks = dict.fromkeys(site.module for site in self.sites)
-        hooks = [request for block in blocks for request in ((block, self._enter, True), (block, self._leave, False))]
         watched = self._calls if {"attention", "router"} & set(parts) else nullcontext()
-        with undisturbed(model), watch(hooks), watched:
+        with undisturbed(model), BlockHooks(self.sites, self._enter, self._leave), watched:
             self.output = call_model(model, batch)
 
     def rows_of(self, leading: torch.Size) -> Tensor | None:
@@ -227,31 +225,22 @@ class _Pass:
             self._rows[leading] = None if bool(rows.all()) else rows.view(leading)
         return self._rows[leading]
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        layer, site = self._site(module)
-        if site is None:
-            return
-        leading = site.state_in(args, kwargs).shape[:-1]
-        router = self.routers.get(layer) if "router" in self.parts else None
+    def _enter(self, call: BlockCall) -> None:
+        leading = call.state_in.shape[:-1]
+        router = self.routers.get(call.layer) if "router" in self.parts else None
         weight = self.model.get_parameter(router.name) if router else None
         axis, wants_attention = self.layout.states or 0, "attention" in self.parts
         notes = BlockNotes(leading, self.rows_of(leading), wants_attention, router, weight, batch_axis=axis)
-        self.notes[layer] = self._calls.block = notes
+        self.notes[call.layer] = self._calls.block = notes
 
-    def _leave(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
-        layer, site = self._site(module)
-        self._n_calls[module] = self._n_calls.get(module, 0) + 1
+    def _leave(self, call: BlockCall) -> None:
         self._calls.block = None
-        if site is None or "activations" not in self.parts:
+        if "activations" not in self.parts:
             return
-        state = site.state_out(output).detach()
+        state = call.state_out.detach()
         rows = self.rows_of(state.shape[:-1])
         state = state.flatten(0, -2) if rows is None else state[rows.to(state.device)]
-        self.states[layer] = {name: measure(state) for name, measure in _OF_STATES.items()}
-
-    def _site(self, module: nn.Module) -> tuple[int, Site] | tuple[None, None]:
-        layer = self._layers.get((module, self._n_calls.get(module, 0)))
-        return (None, None) if layer is None else (layer, self.sites[layer])
+        self.states[call.layer] = {name: measure(state) for name, measure in _OF_STATES.items()}
 
 
 def _logits_in(output: Any) -> Tensor | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from workbench.errors import ThresholdError
 from workbench.models.anatomy import Anatomy, read_anatomy
-from workbench.models.probing import HookRequest, call_model, on_device_of, undisturbed, unwrap, watch
+from workbench.models.block_hooks import BlockCall, BlockHooks
+from workbench.models.calling import call_model, on_device_of
+from workbench.models.probing import undisturbed, watch
+from workbench.models.wrapping import unwrap
 from workbench.scaling.size_ladder import Rung, Workshop
 from workbench.scaling.trend import line_through
 from workbench.schema.statuses import CoordinateState
@@ -44,11 +46,18 @@ def layer_outputs(model: nn.Module, inputs: Any, anatomy: Anatomy) -> dict[str, 
         (the state after it); ``logits``.
     """
     model = unwrap(model)
-    watcher = _Outputs(anatomy)
-    with undisturbed(model), watch(watcher.hooks()), watcher:
+    outputs = _Outputs()
+    hooks = BlockHooks(anatomy.sites, outputs.enter, outputs.leave)
+    parts = [
+        (part, outputs.hook_after(name), False)
+        for block in hooks.blocks
+        for name, part in block.named_children()
+        if any(weight.ndim >= 2 for weight in part.parameters())
+    ]
+    with undisturbed(model), hooks, watch(parts), outputs:
         output = call_model(model, inputs)
-    watcher.found["logits"] = (output if isinstance(output, Tensor) else output.logits).detach().clone()
-    return watcher.found
+    outputs.found["logits"] = (output if isinstance(output, Tensor) else output.logits).detach().clone()
+    return outputs.found
 
 
 def coordinate_sizes(
@@ -189,27 +198,13 @@ def _verdict(data: xr.Dataset) -> tuple[CoordinateState, str]:
 
 
 class _Outputs(TorchFunctionMode):
-    """Hooks and a look at attention calls that note what the layer groups put out."""
+    """Notes what the layer groups put out, and while it is active the scores of attention calls."""
 
-    def __init__(self, anatomy: Anatomy) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.anatomy = anatomy
         self.found: dict[str, Tensor] = {}
         self._block: int | None = None
         self._shape: torch.Size | None = None
-        self._calls: Counter[int] = Counter()
-        self._layer_of = {(id(site.module), site.call): i for i, site in enumerate(anatomy.sites)}
-
-    def hooks(self) -> list[HookRequest]:
-        """Around the blocks, and after the parts of them that have matrices."""
-        blocks = {id(site.module): site.module for site in self.anatomy.sites}.values()
-        requests: list[HookRequest] = []
-        for block in blocks:
-            requests += [(block, self._enter, True), (block, self._leave, False)]
-            for name, part in block.named_children():
-                if any(weight.ndim >= 2 for weight in part.parameters()):
-                    requests.append((part, self._part_hook(name), False))
-        return requests
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -217,23 +212,20 @@ class _Outputs(TorchFunctionMode):
             self._note(self._name("attention scores"), _scores(*args, **(kwargs or {})))
         return result
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._block = self._layer_of.get((id(module), self._calls[id(module)]))
-        self._calls[id(module)] += 1
-        if self._block is None:
-            return
-        state = self.anatomy.sites[self._block].state_in(args, kwargs)
-        self._shape = state.shape
-        if self._block == 0:
-            self._note("embedding", state)
+    def enter(self, call: BlockCall) -> None:
+        """A block begins."""
+        self._block, self._shape = call.layer, call.state_in.shape
+        if call.layer == 0:
+            self._note("embedding", call.state_in)
 
-    def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        del module, args, kwargs
-        if self._block is not None:
-            self._note(self._name("stream"), self.anatomy.sites[self._block].state_out(output))
+    def leave(self, call: BlockCall) -> None:
+        """A block is through."""
+        self._note(self._name("stream"), call.state_out)
         self._block = None
 
-    def _part_hook(self, name: str) -> Any:
+    def hook_after(self, name: str) -> Callable[..., None]:
+        """For `watch`, after a part of a block."""
+
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             del module, args, kwargs
             first = output[0] if isinstance(output, tuple) and output else output

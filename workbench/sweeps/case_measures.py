@@ -10,15 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from workbench.koopman.spectra import RankWarning
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import TokenSelection
+from workbench.models.block_hooks import BlockCall, BlockHooks
+from workbench.models.calling import call_model, on_device_of
 from workbench.models.capture import StreamWatcher
 from workbench.models.losses import accuracy_of, token_loss
-from workbench.models.probing import call_model, on_device_of, undisturbed, watch
+from workbench.models.probing import undisturbed
 from workbench.models.profile import profile
 from workbench.models.subject import Subject
 from workbench.schema.sweeps import MEASURES, SETTINGS, dtype_of
@@ -176,14 +177,11 @@ def _forward(
 
 def _forward_pass(model: nn.Module, anatomy: Anatomy, inputs: Any, *, factor: float) -> tuple[Tensor, dict[str, float]]:
     """Logits of a forward pass with the stream multiplied before the first block, and its rms there and at the end."""
-    site, last = anatomy.sites[0], len(anatomy.sites) - 1
+    last = len(anatomy.sites) - 1
     rms: dict[str, float] = {}
-    calls = itertools.count()
 
-    def enlarge(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        if next(calls) != site.call or factor == 1:
-            return None
-        return site.with_state(args, kwargs, site.state_in(args, kwargs) * factor)
+    def enlarge(call: BlockCall) -> Tensor | None:
+        return None if factor == 1 else call.state_in * factor
 
     def take(layer: int, x: Tensor, y: Tensor) -> None:
         for name, of, state in (("first", 0, x), ("last", last, y)):
@@ -191,13 +189,9 @@ def _forward_pass(model: nn.Module, anatomy: Anatomy, inputs: Any, *, factor: fl
                 rms[name] = math.sqrt(float(state.detach().double().square().mean()))
 
     watcher = StreamWatcher(anatomy, TokenSelection(None, layout=anatomy.layout), take, layers={0, last})
-    handle = site.module.register_forward_pre_hook(enlarge, with_kwargs=True)
-    try:
-        with undisturbed(model), watch(watcher.hooks()), torch.no_grad():
-            watcher.begin(inputs)
-            return _logits(call_model(model, inputs)), rms
-    finally:
-        handle.remove()
+    with undisturbed(model), BlockHooks(anatomy.sites[:1], enlarge), watcher:
+        watcher.begin(inputs)
+        return _logits(call_model(model, inputs)), rms
 
 
 def _logits(output: Any) -> Tensor:

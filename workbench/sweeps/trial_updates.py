@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.models.calling import call_model
 from workbench.models.losses import auxiliary_loss
-from workbench.models.probing import call_model
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,8 +20,8 @@ from workbench.io.run_output import RunOutput
 from workbench.io.run_parts import Lost
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
+from workbench.models.calling import call_model, on_device_of
 from workbench.models.losses import accuracy_of, auxiliary_loss
-from workbench.models.probing import call_model, on_device_of
 from workbench.models.run_checkpoints import latest_checkpoint, load_weights
 from workbench.schema.events import Event
 from workbench.tasks.random_stream import RandomStream

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, Optional, TypeVar, get_args
 
 from workbench.errors import ThresholdError
 
@@ -61,6 +61,20 @@ _POSITIVE = ("norm_eps", "rotary_base", "mlp_ratio", "init_std", "spline_range")
 _NOT_NEGATIVE = ("balance_coefficient", "z_coefficient", "spline_std")
 _FLAGS = ("qk_norm", "is_parallel", "has_bias", "ties_embeddings", "normalizes_top_k", "scales_residual_init")
 _CHOICES = {"norm": NORMS, "position": get_args(Position), "mlp": get_args(MlpKind), "initialization": INITIALIZATIONS}
+
+
+if TYPE_CHECKING:
+    Value = TypeVar("Value")
+
+    class Option(Generic[Value]):
+        """For type checkers: None may be passed, and the family's default is read; so are the options that it has."""
+
+        def __get__(self, instance: object, owner: type | None = None) -> Value: ...
+        def __set__(self, instance: object, value: Value | None) -> None: ...
+else:
+    Option = Optional
+#: What stands for the family's default.
+DEFAULT: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,44 +144,44 @@ class ArchitectureConfig:
     """
 
     family: Family = "transformer"
-    d_model: int | None = None
-    n_layers: int | None = None
-    norm: Norm | None = None
+    d_model: Option[int] = DEFAULT
+    n_layers: Option[int] = DEFAULT
+    norm: Option[Norm] = DEFAULT
     norm_eps: float | None = None
-    vocab_size: int | None = None
-    max_length: int | None = None
-    ties_embeddings: bool | None = None
-    n_heads: int | None = None
+    vocab_size: Option[int] = DEFAULT
+    max_length: Option[int] = DEFAULT
+    ties_embeddings: Option[bool] = DEFAULT
+    n_heads: Option[int] = DEFAULT
     n_kv_heads: int | None = None
-    position: Position | None = None
+    position: Option[Position] = DEFAULT
     rotary_base: float | None = None
-    qk_norm: bool | None = None
+    qk_norm: Option[bool] = DEFAULT
     window: int | None = None
-    is_parallel: bool | None = None
-    has_bias: bool | None = None
-    mlp: MlpKind | None = None
+    is_parallel: Option[bool] = DEFAULT
+    has_bias: Option[bool] = DEFAULT
+    mlp: Option[MlpKind] = DEFAULT
     mlp_ratio: float | None = None
     mlp_width: int | None = None
-    n_experts: int | None = None
-    top_k: int | None = None
-    normalizes_top_k: bool | None = None
-    balance_coefficient: float | None = None
-    z_coefficient: float | None = None
-    state_size: int | None = None
-    conv_width: int | None = None
-    expand: int | None = None
-    n_grid: int | None = None
-    spline_order: int | None = None
-    spline_range: float | None = None
-    spline_std: float | None = None
-    image_size: int | None = None
-    patch_size: int | None = None
-    n_channels: int | None = None
-    n_classes: int | None = None
-    initialization: Initialization | None = None
-    init_std: float | None = None
-    scales_residual_init: bool | None = None
-    seed: int | None = None
+    n_experts: Option[int] = DEFAULT
+    top_k: Option[int] = DEFAULT
+    normalizes_top_k: Option[bool] = DEFAULT
+    balance_coefficient: Option[float] = DEFAULT
+    z_coefficient: Option[float] = DEFAULT
+    state_size: Option[int] = DEFAULT
+    conv_width: Option[int] = DEFAULT
+    expand: Option[int] = DEFAULT
+    n_grid: Option[int] = DEFAULT
+    spline_order: Option[int] = DEFAULT
+    spline_range: Option[float] = DEFAULT
+    spline_std: Option[float] = DEFAULT
+    image_size: Option[int] = DEFAULT
+    patch_size: Option[int] = DEFAULT
+    n_channels: Option[int] = DEFAULT
+    n_classes: Option[int] = DEFAULT
+    initialization: Option[Initialization] = DEFAULT
+    init_std: Option[float] = DEFAULT
+    scales_residual_init: Option[bool] = DEFAULT
+    seed: Option[int] = DEFAULT
 
     def __post_init__(self) -> None:
         options = defaults(self.family)
@@ -212,6 +226,8 @@ class ArchitectureConfig:
         """Hidden width of the MLP, of each expert, or of the KAN."""
         if self.mlp_width is not None:
             return self.mlp_width
+        if self.mlp_ratio is None:
+            raise ThresholdError(f"The family '{self.family}' has no MLP, so no hidden width.")
         width = self.mlp_ratio * self.d_model
         return int(width) if float(width).is_integer() else 8 * math.ceil(width / 8)
 

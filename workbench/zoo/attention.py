@@ -52,7 +52,7 @@ class Attention(Branch):
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.out(self.mixed_bias(self.inner_norm(mixed.transpose(1, 2).flatten(2))))
 
-    def path(self) -> list[list[nn.Parameter]]:
+    def path(self) -> list[list[Tensor]]:
         """Weights of the values and of the output; queries and keys only decide what is mixed."""
         return [[self.value.weight], [self.out.weight]]
 

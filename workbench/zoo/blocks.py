@@ -28,9 +28,11 @@ class ZooModel(nn.Module, ABC):
     Attributes:
         config: What it was made from.
         blocks: Its residual blocks.
+        head: The output head.
     """
 
     blocks: nn.ModuleList
+    head: nn.Linear
 
     def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ class Branch(nn.Module, ABC):
     """A branch of a residual block: what it returns is added to the stream."""
 
     @abstractmethod
-    def path(self) -> list[list[nn.Parameter]]:
+    def path(self) -> list[list[Tensor]]:
         """Weights that the stream passes on its way through the branch, layer by layer, the last one last."""
 
 

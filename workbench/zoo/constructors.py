@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from workbench.zoo.architecture_config import ArchitectureConfig, Norm
+from workbench.zoo.architecture_config import ArchitectureConfig, Initialization, MlpKind, Norm, Position
 from workbench.zoo.blocks import ZooModel
 from workbench.zoo.decoders import KanTransformer, Transformer
 from workbench.zoo.initialization import initialize
@@ -26,8 +29,9 @@ _CLASSES: dict[str, type[ZooModel]] = {
     "kan": KanTransformer,
     "vit": VisionTransformer,
 }
-_GPT2 = {"norm": "pre_ln", "mlp": "gelu_tanh", "ties_embeddings": True, "scales_residual_init": True}
-_LLAMA = {"norm": "rms_norm", "norm_eps": 1e-5, "position": "rotary", "mlp": "swiglu", "has_bias": False}
+
+Parameters = ParamSpec("Parameters")
+Model = TypeVar("Model", bound=ZooModel)
 
 
 def build(config: ArchitectureConfig) -> ZooModel:
@@ -56,12 +60,52 @@ def is_zoo_model(model: HoldsModel | nn.Module) -> bool:
     return isinstance(module_of(model), ZooModel)
 
 
-def transformer(norm: Norm = "pre_ln", **options: Any) -> Transformer:
+def _named_options(family: str) -> Callable[[Callable[Parameters, Model]], Callable[Parameters, Model]]:
+    """Refuse an option that a constructor does not name in the words of `ArchitectureConfig`."""
+
+    def decorate(constructor: Callable[Parameters, Model]) -> Callable[Parameters, Model]:
+        known = inspect.signature(constructor).parameters
+
+        @wraps(constructor)
+        def checked(*args: Parameters.args, **options: Parameters.kwargs) -> Model:
+            if unknown := {name: value for name, value in options.items() if name not in known}:
+                ArchitectureConfig.from_dict({**unknown, "family": family})
+            return constructor(*args, **options)
+
+        return checked
+
+    return decorate
+
+
+@_named_options("transformer")
+def transformer(
+    norm: Norm = "pre_ln",
+    *,
+    d_model: int = 128,
+    n_layers: int = 4,
+    norm_eps: float | None = None,
+    vocab_size: int = 256,
+    max_length: int = 64,
+    ties_embeddings: bool = False,
+    n_heads: int = 4,
+    n_kv_heads: int | None = None,
+    position: Position = "learned",
+    qk_norm: bool = False,
+    is_parallel: bool = False,
+    has_bias: bool = True,
+    rotary_base: float | None = None,
+    window: int | None = None,
+    mlp: MlpKind = "gelu",
+    mlp_ratio: float | None = None,
+    mlp_width: int | None = None,
+    initialization: Initialization = "normal",
+    init_std: float = 0.02,
+    scales_residual_init: bool = False,
+    seed: int = 0,
+) -> Transformer:
     """A decoder-only transformer.
 
-    Args:
-        norm: Where the normalization sits.
-        **options: Any option of `ArchitectureConfig` for this family.
+    `ArchitectureConfig` says what each option means; None leaves one off, or to what follows from the others.
 
     Returns:
         As from `build`.
@@ -69,51 +113,230 @@ def transformer(norm: Norm = "pre_ln", **options: Any) -> Transformer:
     Raises:
         ThresholdError: If the configuration is impossible; nothing is allocated then.
     """
-    return _build("transformer", {"norm": norm, **options})
+    return _build("transformer", locals())
 
 
-def moe(norm: Norm = "pre_ln", **options: Any) -> MoeTransformer:
-    """A mixture of experts; see `MoeTransformer` and, for arguments, `transformer`."""
-    return _build("moe", {"norm": norm, **options})
+@_named_options("moe")
+def moe(
+    norm: Norm = "pre_ln",
+    *,
+    d_model: int = 128,
+    n_layers: int = 4,
+    norm_eps: float | None = None,
+    vocab_size: int = 256,
+    max_length: int = 64,
+    ties_embeddings: bool = False,
+    n_heads: int = 4,
+    n_kv_heads: int | None = None,
+    position: Position = "learned",
+    qk_norm: bool = False,
+    is_parallel: bool = False,
+    has_bias: bool = True,
+    rotary_base: float | None = None,
+    window: int | None = None,
+    mlp: MlpKind = "gelu",
+    mlp_ratio: float | None = None,
+    mlp_width: int | None = None,
+    n_experts: int = 8,
+    top_k: int = 2,
+    normalizes_top_k: bool | None = None,
+    balance_coefficient: float = 0.01,
+    z_coefficient: float = 0.001,
+    initialization: Initialization = "normal",
+    init_std: float = 0.02,
+    scales_residual_init: bool = False,
+    seed: int = 0,
+) -> MoeTransformer:
+    """A mixture of experts; see `MoeTransformer` and, for options, `ArchitectureConfig`."""
+    return _build("moe", locals())
 
 
-def mamba(**options: Any) -> Mamba:
-    """A stack of selective state spaces; see `Mamba` and, for arguments, `transformer`."""
-    return _build("mamba", options)
+@_named_options("mamba")
+def mamba(
+    *,
+    d_model: int = 128,
+    n_layers: int = 4,
+    norm: Norm = "rms_norm",
+    norm_eps: float | None = None,
+    vocab_size: int = 256,
+    max_length: int = 64,
+    ties_embeddings: bool = False,
+    has_bias: bool = False,
+    state_size: int = 16,
+    conv_width: int = 4,
+    expand: int = 2,
+    init_std: float = 0.02,
+    scales_residual_init: bool = False,
+    seed: int = 0,
+) -> Mamba:
+    """A stack of selective state spaces; see `Mamba` and, for options, `ArchitectureConfig`."""
+    return _build("mamba", locals())
 
 
-def kan(norm: Norm = "pre_ln", **options: Any) -> KanTransformer:
-    """A transformer with splines for its MLP; see `KanTransformer` and, for arguments, `transformer`."""
-    return _build("kan", {"norm": norm, **options})
+@_named_options("kan")
+def kan(
+    norm: Norm = "pre_ln",
+    *,
+    d_model: int = 128,
+    n_layers: int = 4,
+    norm_eps: float | None = None,
+    vocab_size: int = 256,
+    max_length: int = 64,
+    ties_embeddings: bool = False,
+    n_heads: int = 4,
+    n_kv_heads: int | None = None,
+    position: Position = "learned",
+    qk_norm: bool = False,
+    is_parallel: bool = False,
+    has_bias: bool = True,
+    rotary_base: float | None = None,
+    window: int | None = None,
+    mlp_ratio: float | None = None,
+    mlp_width: int | None = None,
+    n_grid: int = 4,
+    spline_order: int = 3,
+    spline_range: float = 3.0,
+    spline_std: float = 0.1,
+    initialization: Initialization = "normal",
+    init_std: float = 0.02,
+    scales_residual_init: bool = False,
+    seed: int = 0,
+) -> KanTransformer:
+    """A transformer with splines for its MLP; see `KanTransformer` and, for options, `ArchitectureConfig`."""
+    return _build("kan", locals())
 
 
-def vit(norm: Norm = "pre_ln", **options: Any) -> VisionTransformer:
-    """A vision transformer; see `VisionTransformer` and, for arguments, `transformer`."""
-    return _build("vit", {"norm": norm, **options})
+@_named_options("vit")
+def vit(
+    norm: Norm = "pre_ln",
+    *,
+    d_model: int = 128,
+    n_layers: int = 4,
+    norm_eps: float | None = None,
+    image_size: int = 32,
+    patch_size: int = 4,
+    n_channels: int = 3,
+    n_classes: int = 10,
+    n_heads: int = 4,
+    n_kv_heads: int | None = None,
+    position: Position = "learned",
+    qk_norm: bool = False,
+    is_parallel: bool = False,
+    has_bias: bool = True,
+    mlp: MlpKind = "gelu",
+    mlp_ratio: float | None = None,
+    mlp_width: int | None = None,
+    initialization: Initialization = "normal",
+    init_std: float = 0.02,
+    scales_residual_init: bool = False,
+    seed: int = 0,
+) -> VisionTransformer:
+    """A vision transformer; see `VisionTransformer` and, for options, `ArchitectureConfig`."""
+    return _build("vit", locals())
 
 
-def gpt2_style(**options: Any) -> Transformer:
+@_named_options("transformer")
+def gpt2_style(
+    *,
+    d_model: int = 128,
+    n_layers: int = 4,
+    norm: Norm = "pre_ln",
+    norm_eps: float | None = None,
+    vocab_size: int = 256,
+    max_length: int = 64,
+    ties_embeddings: bool = True,
+    n_heads: int = 4,
+    n_kv_heads: int | None = None,
+    position: Position = "learned",
+    qk_norm: bool = False,
+    is_parallel: bool = False,
+    has_bias: bool = True,
+    rotary_base: float | None = None,
+    window: int | None = None,
+    mlp: MlpKind = "gelu_tanh",
+    mlp_ratio: float | None = None,
+    mlp_width: int | None = None,
+    initialization: Initialization = "normal",
+    init_std: float = 0.02,
+    scales_residual_init: bool = True,
+    seed: int = 0,
+) -> Transformer:
     """A transformer like GPT-2: Pre-LN, learned positions, tanh-GELU, tied embeddings, scaled initial residuals.
 
-    Dropout, which GPT-2 has, is left out. See `transformer` for arguments.
+    Dropout, which GPT-2 has, is left out. See `ArchitectureConfig` for options.
     """
-    return _build("transformer", {**_GPT2, **options})
+    return _build("transformer", locals())
 
 
-def llama_style(**options: Any) -> Transformer:
-    """A transformer like Llama: RMSNorm, rotary positions, SwiGLU, no biases; see `transformer` for arguments.
+@_named_options("transformer")
+def llama_style(
+    *,
+    d_model: int = 128,
+    n_layers: int = 4,
+    norm: Norm = "rms_norm",
+    norm_eps: float = 1e-05,
+    vocab_size: int = 256,
+    max_length: int = 64,
+    ties_embeddings: bool = False,
+    n_heads: int = 4,
+    n_kv_heads: int | None = None,
+    position: Position = "rotary",
+    qk_norm: bool = False,
+    is_parallel: bool = False,
+    has_bias: bool = False,
+    rotary_base: float | None = None,
+    window: int | None = None,
+    mlp: MlpKind = "swiglu",
+    mlp_ratio: float | None = None,
+    mlp_width: int | None = None,
+    initialization: Initialization = "normal",
+    init_std: float = 0.02,
+    scales_residual_init: bool = False,
+    seed: int = 0,
+) -> Transformer:
+    """A transformer like Llama: RMSNorm, rotary positions, SwiGLU, no biases; see `ArchitectureConfig` for options.
 
     ``n_kv_heads`` gives the grouped queries of its larger versions.
     """
-    return _build("transformer", {**_LLAMA, **options})
+    return _build("transformer", locals())
 
 
-def mixtral_style(**options: Any) -> MoeTransformer:
-    """A mixture of experts like Mixtral: `llama_style` with two of eight experts; see `transformer` for arguments."""
-    return _build("moe", {**_LLAMA, **options})
+@_named_options("moe")
+def mixtral_style(
+    *,
+    d_model: int = 128,
+    n_layers: int = 4,
+    norm: Norm = "rms_norm",
+    norm_eps: float = 1e-05,
+    vocab_size: int = 256,
+    max_length: int = 64,
+    ties_embeddings: bool = False,
+    n_heads: int = 4,
+    n_kv_heads: int | None = None,
+    position: Position = "rotary",
+    qk_norm: bool = False,
+    is_parallel: bool = False,
+    has_bias: bool = False,
+    rotary_base: float | None = None,
+    window: int | None = None,
+    mlp: MlpKind = "swiglu",
+    mlp_ratio: float | None = None,
+    mlp_width: int | None = None,
+    n_experts: int = 8,
+    top_k: int = 2,
+    normalizes_top_k: bool | None = None,
+    balance_coefficient: float = 0.01,
+    z_coefficient: float = 0.001,
+    initialization: Initialization = "normal",
+    init_std: float = 0.02,
+    scales_residual_init: bool = False,
+    seed: int = 0,
+) -> MoeTransformer:
+    """A mixture of experts like Mixtral: `llama_style` with two of eight experts; options: `ArchitectureConfig`."""
+    return _build("moe", locals())
 
 
-def _build(family: str, options: dict[str, Any]) -> Any:
+def _build(family: str, options: Mapping[str, Any]) -> Any:
     return build(ArchitectureConfig.from_dict({**options, "family": family}))
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.errors import CheckpointError
-from workbench.zoo.architecture_config import ArchitectureConfig
-from workbench.zoo.constructors import build
+from workbench.zoo.architecture_config import MlpKind
+from workbench.zoo.constructors import transformer
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
@@ -36,36 +36,36 @@ def from_gpt2(model: HoldsModel | nn.Module) -> Transformer:
 
     model = module_of(model)
     _check_class(model, GPT2LMHeadModel)
-    theirs = model.config
+    theirs: Any = model.config
     _refuse(theirs, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    config = _config(
+    ours = transformer(
         d_model=theirs.n_embd, n_layers=theirs.n_layer, n_heads=theirs.n_head, vocab_size=theirs.vocab_size,
         max_length=theirs.n_positions, norm="pre_ln", norm_eps=theirs.layer_norm_epsilon,
         mlp=_mlp_kind(theirs.activation_function), mlp_width=theirs.n_inner or 4 * theirs.n_embd,
         ties_embeddings=theirs.tie_word_embeddings, init_std=theirs.initializer_range, scales_residual_init=True,
     )  # fmt: skip
     state = model.state_dict()
-    ours = {
+    filled = {
         "token_embedding.weight": state["transformer.wte.weight"],
         "position_embedding.weight": state["transformer.wpe.weight"],
         "final_norm.weight": state["transformer.ln_f.weight"],
         "final_norm.bias": state["transformer.ln_f.bias"],
         "head.weight": state["lm_head.weight"],
     }
-    for i in range(config.n_layers):
+    for i in range(ours.config.n_layers):
         there, here = f"transformer.h.{i}", f"blocks.{i}"
         # Conv1D keeps its weights as (in, out), and the three of attention side by side.
         weights = state[f"{there}.attn.c_attn.weight"].T.chunk(3)
         biases = state[f"{there}.attn.c_attn.bias"].chunk(3)
         for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
-            ours[f"{here}.attention.{name}.weight"], ours[f"{here}.attention.{name}.bias"] = weight, bias
+            filled[f"{here}.attention.{name}.weight"], filled[f"{here}.attention.{name}.bias"] = weight, bias
         pairs = {"attn.c_proj": "attention.out", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
         for name, our_name in pairs.items():
-            ours[f"{here}.{our_name}.weight"] = state[f"{there}.{name}.weight"].T
-            ours[f"{here}.{our_name}.bias"] = state[f"{there}.{name}.bias"]
+            filled[f"{here}.{our_name}.weight"] = state[f"{there}.{name}.weight"].T
+            filled[f"{here}.{our_name}.bias"] = state[f"{there}.{name}.bias"]
         for name, our_name in {"ln_1": "attention_norm", "ln_2": "mlp_norm"}.items():
-            ours |= {f"{here}.{our_name}.{kind}": state[f"{there}.{name}.{kind}"] for kind in ("weight", "bias")}
-    return _filled(config, ours, model)
+            filled |= {f"{here}.{our_name}.{kind}": state[f"{there}.{name}.{kind}"] for kind in ("weight", "bias")}
+    return _filled(ours, filled, model)
 
 
 def from_llama(model: HoldsModel | nn.Module) -> Transformer:
@@ -84,7 +84,7 @@ def from_llama(model: HoldsModel | nn.Module) -> Transformer:
 
     model = module_of(model)
     _check_class(model, LlamaForCausalLM)
-    theirs = model.config
+    theirs: Any = model.config
     head_dim = theirs.hidden_size // theirs.num_attention_heads
     _refuse(theirs, hidden_act="silu", head_dim=head_dim, mlp_bias=theirs.attention_bias)
     rotary = theirs.rope_parameters
@@ -93,7 +93,7 @@ def from_llama(model: HoldsModel | nn.Module) -> Transformer:
             f"The rotary positions are of type '{rotary['rope_type']}', but the zoo's transformer has only plain ones; "
             "profile the model as it is."
         )
-    config = _config(
+    ours = transformer(
         d_model=theirs.hidden_size, n_layers=theirs.num_hidden_layers, n_heads=theirs.num_attention_heads,
         n_kv_heads=theirs.num_key_value_heads, vocab_size=theirs.vocab_size,
         max_length=theirs.max_position_embeddings, norm="rms_norm", norm_eps=theirs.rms_norm_eps, position="rotary",
@@ -101,7 +101,7 @@ def from_llama(model: HoldsModel | nn.Module) -> Transformer:
         has_bias=theirs.attention_bias, ties_embeddings=theirs.tie_word_embeddings, init_std=theirs.initializer_range,
     )  # fmt: skip
     state = model.state_dict()
-    ours = {
+    filled = {
         "token_embedding.weight": state["model.embed_tokens.weight"],
         "final_norm.weight": state["model.norm.weight"],
         "head.weight": state["lm_head.weight"],
@@ -112,12 +112,12 @@ def from_llama(model: HoldsModel | nn.Module) -> Transformer:
         "mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down",
         "input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm",
     }  # fmt: skip
-    for i in range(config.n_layers):
+    for i in range(ours.config.n_layers):
         for name, our_name in pairs.items():
             for kind in ("weight", "bias"):
                 if (tensor := state.get(f"model.layers.{i}.{name}.{kind}")) is not None:
-                    ours[f"blocks.{i}.{our_name}.{kind}"] = tensor
-    return _filled(config, ours, model)
+                    filled[f"blocks.{i}.{our_name}.{kind}"] = tensor
+    return _filled(ours, filled, model)
 
 
 def _check_class(model: nn.Module, expected: type) -> None:
@@ -135,8 +135,8 @@ def _refuse(config: Any, **wanted: Any) -> None:
             )
 
 
-def _mlp_kind(activation: str) -> str:
-    kinds = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+def _mlp_kind(activation: str) -> MlpKind:
+    kinds: dict[str, MlpKind] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
     if activation not in kinds:
         raise CheckpointError(
             f"activation_function is '{activation}', but the zoo's transformer has only {', '.join(kinds)}; profile "
@@ -145,14 +145,9 @@ def _mlp_kind(activation: str) -> str:
     return kinds[activation]
 
 
-def _config(**options: Any) -> ArchitectureConfig:
-    return ArchitectureConfig(family="transformer", **options)
-
-
 @torch.no_grad()
-def _filled(config: ArchitectureConfig, state: dict[str, Tensor], source: nn.Module) -> Transformer:
+def _filled(model: Transformer, state: dict[str, Tensor], source: nn.Module) -> Transformer:
     """The transformer with copies of these weights."""
-    model = build(config)
     like = next(source.parameters())
     model.to(device=like.device, dtype=like.dtype)
     model.load_state_dict(state)

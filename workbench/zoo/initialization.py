@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from workbench.zoo.blocks import deep_norm_constants
+from workbench.zoo.blocks import ResidualBlock, deep_norm_constants
 from workbench.zoo.branch_parts import ScalarBias, ScalarScale
 from workbench.zoo.splines import KanLayer
 from workbench.zoo.state_space import MambaMixer
@@ -54,17 +54,17 @@ def initialize(model: ZooModel) -> None:
         if isinstance(module, nn.LayerNorm | nn.RMSNorm | ScalarBias | ScalarScale):
             module.reset_parameters()
         elif isinstance(module, nn.Embedding):
-            nn.init.normal_(weight, std=config.init_std, generator=generator)
+            nn.init.normal_(module.weight, std=config.init_std, generator=generator)
             is_filled.add(id(weight))
         elif isinstance(module, nn.Linear):
-            _fill_matrix(weight, config, generator)
+            _fill_matrix(module.weight, config, generator)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, KanLayer):
             _fill_matrix(module.base_weight, config, generator)
             nn.init.ones_(module.spline_weight)
             nn.init.normal_(module.coefficient, std=config.spline_std, generator=generator)
-    branches = [branch for block in model.blocks for branch in block.branches()]
+    branches = [branch for block in model.blocks if isinstance(block, ResidualBlock) for branch in block.branches()]
     for branch in branches:
         if isinstance(branch, MambaMixer):
             _fill_mixer(branch, generator)
@@ -87,12 +87,13 @@ def _fill_mixer(mixer: MambaMixer, generator: torch.Generator) -> None:
     for layer in (mixer.convolution, mixer.time_step, mixer.out):
         bound = layer.weight[0].numel() ** -0.5
         nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
-    nn.init.zeros_(mixer.convolution.bias)
+    if mixer.convolution.bias is not None:
+        nn.init.zeros_(mixer.convolution.bias)
     step = torch.empty_like(mixer.time_step.bias).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp()
     mixer.time_step.bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
 
-def _rescale(path: list[list[nn.Parameter]], n_branches: int, config: ArchitectureConfig) -> None:
+def _rescale(path: list[list[Tensor]], n_branches: int, config: ArchitectureConfig) -> None:
     """The factors that DeepNorm, GPT-2 and Fixup put on the matrices of a branch."""
     _, beta = deep_norm_constants(config)
     if not math.isclose(beta, 1.0):

@@ -45,8 +45,9 @@ class MoeTransformer(Decoder):
         Raises:
             WorkbenchError: If there was no forward yet.
         """
-        logits = [block.mlp.logits for block in self.blocks]
-        if any(one is None for one in logits):
+        mlps = [block.mlp for block in self.blocks if isinstance(block, Block)]
+        logits = [mlp.logits for mlp in mlps if isinstance(mlp, MoeMlp) and mlp.logits is not None]
+        if len(logits) < len(mlps):
             raise WorkbenchError("The routers have seen no tokens yet; call the model first.")
         balance = [balance_loss(one, self.config.top_k) for one in logits]
         z = [one.logsumexp(-1).square().mean() for one in logits]
@@ -91,9 +92,9 @@ class MoeMlp(Branch):
             mixed = mixed.index_add(0, token, weights[token, place, None] * expert(states[token]))
         return mixed.view_as(x)
 
-    def path(self) -> list[list[nn.Parameter]]:
+    def path(self) -> list[list[Tensor]]:
         """The matrices of all experts, layer by layer."""
-        layers = zip(*(expert.path() for expert in self.experts), strict=True)
+        layers = zip(*(expert.path() for expert in self.experts if isinstance(expert, Branch)), strict=True)
         return [[weight for weights in layer for weight in weights] for layer in layers]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Mlp(Branch):
         hidden = functional.gelu(self.activation_bias(self.up(self.input_bias(x))), approximate=self.approximation)
         return self.down(self.hidden_bias(self.inner_norm(hidden)))
 
-    def path(self) -> list[list[nn.Parameter]]:
+    def path(self) -> list[list[Tensor]]:
         """Both matrices."""
         return [[self.up.weight], [self.down.weight]]
 
@@ -53,7 +53,7 @@ class GatedMlp(Branch):
         """What the branch adds to the stream, shape (batch, token, feature) like ``x``."""
         return self.down(self.inner_norm(functional.silu(self.gate(x)) * self.up(x)))
 
-    def path(self) -> list[list[nn.Parameter]]:
+    def path(self) -> list[list[Tensor]]:
         """The matrices of the path without the gate."""
         return [[self.up.weight], [self.down.weight]]
 
@@ -71,7 +71,7 @@ class KanMlp(Branch):
         """What the branch adds to the stream, shape (batch, token, feature) like ``x``."""
         return self.down(self.inner_norm(self.up(x)))
 
-    def path(self) -> list[list[nn.Parameter]]:
+    def path(self) -> list[list[Tensor]]:
         """Base weights and spline coefficients of both layers."""
         return [[layer.base_weight, layer.coefficient] for layer in (self.up, self.down)]
 

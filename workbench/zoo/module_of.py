@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ def module_of(model: HoldsModel | nn.Module) -> nn.Module:
     Raises:
         AnatomyError: If it is no module, or one that runs no hooks.
     """
-    module = model if hasattr(model, "get_parameter") else getattr(model, "model", None)
+    module: Any = model if hasattr(model, "get_parameter") else getattr(model, "model", None)
     if not hasattr(module, "get_parameter"):
         raise AnatomyError(
             f"A model is a {type(model).__name__}, expected an nn.Module or a subject from wb.open_checkpoint()."

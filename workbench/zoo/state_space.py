@@ -85,7 +85,7 @@ class MambaMixer(Branch):
         scanned = selective_scan(signal, step, -self.log_decay.exp(), write, read)
         return self.out((scanned + self.skip * signal) * functional.silu(gate))
 
-    def path(self) -> list[list[nn.Parameter]]:
+    def path(self) -> list[list[Tensor]]:
         """The maps into the mixer and out of it."""
         return [[self.expand.weight], [self.out.weight]]
 

@@ -15,7 +15,9 @@ from workbench.callbacks.baselines.penalties import Penalty, Stream
 from workbench.errors import AnatomyError, ThresholdError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import take_rows
-from workbench.models.probing import HookRequest, on_device_of, unwrap, watch
+from workbench.models.block_hooks import BlockCall, BlockHooks
+from workbench.models.calling import on_device_of
+from workbench.models.wrapping import unwrap
 from workbench.training.callback import Callback, Run
 
 if TYPE_CHECKING:
@@ -165,10 +167,28 @@ class PenaltyTerms(Callback):
             return
         if self._anatomy is None:
             raise AnatomyError("The penalties have not seen the model yet; call read_anatomy(inputs) first.")
-        listener = _Listener(self._anatomy)
+        entering: dict[int, Tensor] = {}
+        leaving: dict[int, Tensor] = {}
+
+        def enter(call: BlockCall) -> None:
+            state = call.state_in
+            if not state.requires_grad:  # before the first weight that is trained
+                state.requires_grad_()
+            entering[call.layer] = state
+
+        def leave(call: BlockCall) -> None:
+            leaving[call.layer] = call.state_out
+
+        sites = self._anatomy.sites
 
         def penalty_of(task_loss: Tensor) -> Tensor:
-            stream = listener.stream(type(self.model).__name__)
+            if len(leaving) < len(sites):
+                raise AnatomyError(
+                    f"Not every block of {type(self.model).__name__} ran as a module in this step, as it does not in "
+                    "compiled code; train the module itself, without penalties, or with them off."
+                )
+            layers = range(len(sites))
+            stream = Stream(tuple(entering[i] for i in layers), tuple(leaving[i] for i in layers))
             parts = [p.coefficient * p.value(stream, task_loss, self._random(i, step, stream.device)) for i, p in due]
             return torch.stack(parts).sum()
 
@@ -176,51 +196,9 @@ class PenaltyTerms(Callback):
             if any(penalty.is_second_order for _, penalty in due):
                 # The fused attention kernels have no second derivative.
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(watch(listener.hooks()))
+            stack.enter_context(BlockHooks(sites, enter, leave))
             yield penalty_of
 
     def _random(self, number: int, step: int, device: torch.device) -> torch.Generator:
         words = np.random.SeedSequence((self.seed, number, step)).generate_state(2, np.uint32)
         return torch.Generator(device).manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
-
-
-class _Listener:
-    """Hooks that keep the states of one forward pass."""
-
-    def __init__(self, anatomy: Anatomy) -> None:
-        self._sites = anatomy.sites
-        self._index = {(id(site.module), site.call): i for i, site in enumerate(anatomy.sites)}
-        self._n_entered, self._n_left = Counter(), Counter()
-        self._entering: dict[int, Tensor] = {}
-        self._leaving: dict[int, Tensor] = {}
-
-    def hooks(self) -> list[HookRequest]:
-        """For `watch`."""
-        blocks = {id(site.module): site.module for site in self._sites}.values()
-        return [request for block in blocks for request in ((block, self._enter, True), (block, self._leave, False))]
-
-    def stream(self, name: str) -> Stream:
-        """What was heard."""
-        layers = range(len(self._sites))
-        if not all(i in self._leaving for i in layers):
-            raise AnatomyError(
-                f"Not every block of {name} ran as a module in this step, as it does not in compiled code; train the "
-                "module itself, without penalties, or with them off."
-            )
-        return Stream(tuple(self._entering[i] for i in layers), tuple(self._leaving[i] for i in layers))
-
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if (i := self._site(module, self._n_entered)) is not None:
-            state = self._sites[i].state_in(args, kwargs)
-            if not state.requires_grad:  # before the first weight that is trained
-                state.requires_grad_()
-            self._entering[i] = state
-
-    def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if (i := self._site(module, self._n_left)) is not None:
-            self._leaving[i] = self._sites[i].state_out(output)
-
-    def _site(self, module: nn.Module, n_calls: Counter) -> int | None:
-        call = n_calls[module]
-        n_calls[module] += 1
-        return self._index.get((id(module), call))

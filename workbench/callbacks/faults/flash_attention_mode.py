@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from workbench.models.probing import call_model, undisturbed, watch
+from workbench.models.calling import call_model
+from workbench.models.probing import undisturbed, watch
 
 #: Torch leaves the mode while these run, and whatever they run in turn.
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)

@@ -24,8 +24,10 @@ from workbench.callbacks.faults.flash_attention_mode import NO_CUT, FlashAttenti
 from workbench.callbacks.faults.low_precision_fault import LowPrecisionAttention
 from workbench.errors import ThresholdError
 from workbench.models.batches import count_rows, take_rows
+from workbench.models.calling import call_model
 from workbench.models.losses import auxiliary_loss
-from workbench.models.probing import call_model, undisturbed, unwrap
+from workbench.models.probing import undisturbed
+from workbench.models.wrapping import unwrap
 from workbench.tasks.task import mixed_seed
 from workbench.training.callback import Callback, OnePass, Pass, Run
 from workbench.training.loop import takes_several_passes

@@ -12,27 +12,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.callbacks.kss.attachment import (
-    bare,
-    check_attachable,
-    entrances,
-    eval_mode,
-    innermost,
-    is_trained,
-    named_arguments,
-    recomputation_error,
-)
+from workbench.callbacks.kss.attachment import check_attachable, is_trained, recomputation_error
 from workbench.callbacks.kss.control import Control
 from workbench.callbacks.kss.penalty import LayerPenalty, layer_penalty
 from workbench.callbacks.kss.shaping import Shaping
-from workbench.callbacks.kss.shared_control import control_of_first_rank, is_shared, summed
+from workbench.callbacks.kss.shared_control import control_of_first_rank, summed
 from workbench.callbacks.kss.trust_region import energy_gain
 from workbench.errors import SnapshotError, ThresholdError
 from workbench.koopman.moments import SnapshotMoments
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import Batches, TokenSelection, count_rows, take_rows
+from workbench.models.calling import call_model, named_arguments
 from workbench.models.capture import StreamWatcher, empty_moments
-from workbench.models.probing import as_written, call_model, undisturbed, watch
+from workbench.models.probing import eval_mode, undisturbed, watch
+from workbench.models.process_group import is_shared
+from workbench.models.wrapping import as_written, bare, entrances, innermost
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:

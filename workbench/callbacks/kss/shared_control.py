@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed
 
 from workbench.callbacks.kss.control import Control
-
-if TYPE_CHECKING:
-    from torch import nn
+from workbench.models.process_group import message_device
 
 #: How a choice of layers by its name travels as a number; numbers of layers travel as how many follow.
 _CODES = {"half": -1, "all": -2}
-
-
-def is_shared() -> bool:
-    """Whether there are several ranks."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def is_split(model: nn.Module) -> bool:
-    """Whether a rank holds only parts of the weights (FSDP, tensor parallel, DeepSpeed)."""
-    is_flat = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
-    return is_flat or any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
 
 
 def control_of_first_rank(control: Control) -> Control:
@@ -34,7 +20,7 @@ def control_of_first_rank(control: Control) -> Control:
     message = torch.tensor(
         [control.enabled, control.strength, control.interval, control.gamma, named or len(control.layers)],
         dtype=torch.float64,
-        device=_message_device(),
+        device=message_device(),
     )
     distributed.broadcast(message, src=0)
     enabled, strength, interval, gamma, code = message.tolist()
@@ -54,9 +40,3 @@ def summed(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> lis
     distributed.all_reduce(message)
     parts = message.split([gradient.numel() for gradient in dense])
     return [part.view_as(gradient) for part, gradient in zip(parts, dense, strict=True)]
-
-
-def _message_device() -> torch.device:
-    """The host where the ranks can talk there, so that no step waits for a GPU."""
-    can_use_host = "cpu" in distributed.get_backend_config()
-    return torch.device("cpu") if can_use_host else torch.device("cuda", torch.cuda.current_device())

@@ -12,16 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.callbacks.kss.attachment import bare, innermost
 from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.batch_watch import BatchWatch
 from workbench.callbacks.recorder.collectors import Looks, Reading
 from workbench.callbacks.recorder.full_parameters import Weights
 from workbench.callbacks.recorder.options import Options, is_due, plain
-from workbench.callbacks.recorder.ranks import is_shared, of_all_ranks, of_first_rank
+from workbench.callbacks.recorder.ranks import of_all_ranks, of_first_rank
 from workbench.callbacks.recorder.updates import total_gradient_norm, was_skipped
 from workbench.errors import ThresholdError, WorkbenchError
 from workbench.io.run_output import say
+from workbench.models.process_group import is_shared
+from workbench.models.wrapping import bare, innermost
 from workbench.monitors.scalars import SpikeScore
 from workbench.schema.events import Event
 

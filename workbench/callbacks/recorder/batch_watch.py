@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.callbacks.kss.attachment import bare, entrances, named_arguments
 from workbench.errors import SnapshotError
 from workbench.models.batches import count_rows, take_rows
+from workbench.models.calling import named_arguments
+from workbench.models.wrapping import bare, entrances
 
 #: A Hugging Face Trainer tells the model how many labels all batches of an update have; the losses then add up.
 _LABELS_OF_UPDATE = "num_items_in_batch"

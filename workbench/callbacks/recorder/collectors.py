@@ -19,8 +19,9 @@ from workbench.errors import SnapshotError, ThresholdError, WorkbenchError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
 from workbench.models.batches import take_rows
-from workbench.models.probing import as_written, on_device_of
+from workbench.models.calling import on_device_of
 from workbench.models.router_weights import Router, router_weights
+from workbench.models.wrapping import as_written
 from workbench.monitors.curvature import preconditioned_sharpness, sharpness
 from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.probe_pass import ProbeLook
@@ -56,7 +57,7 @@ def read_model(model: nn.Module, inputs: Any) -> Reading:
 
     Args:
         model: Out of what wraps it.
-        inputs: A few rows, as `workbench.models.probing.call_model` takes them.
+        inputs: A few rows, as `workbench.models.calling.call_model` takes them.
     """
     troubles = {}
     with warnings.catch_warnings(), as_written(), readable(model):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from workbench.callbacks.kss.shared_control import is_shared
+from workbench.models.process_group import is_shared, message_device
 
 #: Numbers of an update that are the mean over the ranks that know them, and those that are added up.
 MEANS = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
@@ -61,9 +61,3 @@ def of_first_rank(value: Any) -> Any:
     box: Sequence[Any] = [value]
     distributed.broadcast_object_list(box, src=0, device=message_device())
     return box[0]
-
-
-def message_device() -> torch.device:
-    """The host where the ranks can talk there, so that no step waits for a GPU."""
-    can_use_host = "cpu" in distributed.get_backend_config()
-    return torch.device("cpu") if can_use_host else torch.device("cuda", torch.cuda.current_device())

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.alarms.replaying import replay
-from workbench.callbacks.kss.attachment import bare, innermost
 from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.callbacks.recorder.collectors import Reading, read_model
@@ -28,7 +27,8 @@ from workbench.io.provenance import versions
 from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
-from workbench.models.probing import on_device_of
+from workbench.models.calling import on_device_of
+from workbench.models.wrapping import bare, innermost
 from workbench.monitors.scalars import SpikeScore
 from workbench.schema.events import Event
 from workbench.training.configuration import describe_model, first_difference

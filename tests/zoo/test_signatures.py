@@ -1,0 +1,59 @@
+"""The constructors name every option with its default, and no other."""
+
+import inspect
+import pickle
+import typing
+
+import pytest
+
+import workbench as wb
+from workbench.errors import ThresholdError
+from workbench.zoo import ArchitectureConfig
+
+LLAMA = {"norm": "rms_norm", "norm_eps": 1e-5, "position": "rotary", "mlp": "swiglu", "has_bias": False}
+CONSTRUCTORS = {
+    "transformer": ("transformer", {}),
+    "moe": ("moe", {}),
+    "mamba": ("mamba", {}),
+    "kan": ("kan", {}),
+    "vit": ("vit", {}),
+    "gpt2_style": (
+        "transformer",
+        {"norm": "pre_ln", "mlp": "gelu_tanh", "ties_embeddings": True, "scales_residual_init": True},
+    ),
+    "llama_style": ("transformer", LLAMA),
+    "mixtral_style": ("moe", LLAMA),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_signatures_are_the_options_of_the_family(name):
+    family, preset = CONSTRUCTORS[name]
+    constructor = getattr(wb.zoo, name)
+    parameters = inspect.signature(constructor).parameters
+    assert {key: p.default for key, p in parameters.items()} == {**wb.zoo.defaults(family), **preset}
+    assert all(p.kind is p.KEYWORD_ONLY for key, p in parameters.items() if key != "norm")
+    of_config, own = typing.get_type_hints(ArchitectureConfig), typing.get_type_hints(constructor)
+    for key, parameter in parameters.items():
+        assert typing.Optional[own[key]] == typing.Optional[of_config[key]]  # noqa: UP045
+        assert (parameter.default is None) == (type(None) in typing.get_args(own[key]))
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_without_options_it_is_the_configuration_of_its_defaults(name):
+    family, preset = CONSTRUCTORS[name]
+    assert getattr(wb.zoo, name)().config == ArchitectureConfig(family=family, **preset)
+
+
+def test_an_option_that_is_not_named_is_refused_in_one_sentence():
+    with pytest.raises(ThresholdError, match="n_experts is no option of the family 'transformer'; leave it out"):
+        wb.zoo.transformer(n_experts=4)
+    with pytest.raises(ThresholdError, match="'n_head' is no option of an architecture, expected one of family, d_"):
+        wb.zoo.llama_style(n_head=4)
+
+
+def test_constructors_keep_their_names_and_can_be_sent_to_workers():
+    for name in CONSTRUCTORS:
+        constructor = getattr(wb.zoo, name)
+        assert constructor.__name__ == name
+        assert pickle.loads(pickle.dumps(constructor)) is constructor

@@ -1,0 +1,66 @@
+"""Out of what wraps a model or an optimizer: subjects, ``torch.compile``, DDP, Lightning, accelerate."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from workbench.zoo.module_of import module_of
+
+if TYPE_CHECKING:
+    from workbench.models.subject import Subject
+
+
+def unwrap(model: Subject | nn.Module) -> nn.Module:
+    """The module of a subject, out of ``torch.compile``: compiled code ignores hooks that come later.
+
+    Raises:
+        AnatomyError: As `module_of`.
+    """
+    module = module_of(model)
+    return getattr(module, "_orig_mod", module)
+
+
+def as_written() -> AbstractContextManager:
+    """Modules run as they were written: compiled code ignores hooks that come later."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module itself, out of ``torch.compile`` and DDP."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return bare(model.module)
+    inner = unwrap(model)
+    return model if inner is model else bare(inner)
+
+
+def entrances(model: nn.Module) -> list[nn.Module]:
+    """Modules by which a loop may run the whole model, outermost first: each holds every trainable weight.
+
+    A LightningModule, for one, is often a shell around the model that its training step calls.
+    """
+    chain, weights = [model], {id(p) for p in model.parameters() if p.requires_grad}
+    while True:
+        inner = [m for m in chain[-1].children() if weights <= {id(p) for p in m.parameters()}]
+        if len(inner) != 1:
+            return chain
+        chain.append(inner[0])
+
+
+def innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that moves the weights, out of what wraps it (accelerate, Lightning, SAM)."""
+    for name in ("base_optimizer", "optimizer"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, torch.optim.Optimizer):
+            return innermost(inner)
+    return optimizer
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether a rank holds only parts of the weights (FSDP, tensor parallel, DeepSpeed)."""
+    is_flat = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+    return is_flat or any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
