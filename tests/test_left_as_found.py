@@ -189,7 +189,7 @@ def weights_read(of, _):
 
 
 def looked(of, _):
-    look = wb.monitors.ProbeLook(of.model, of.anatomy(), of.inputs)
+    look = wb.monitors.ModelProbe(of.model, of.anatomy(), of.inputs)
     look.take()
     look.take()
 
@@ -317,7 +317,7 @@ CALLS = {
         ("hardware.assess_hardware",),
         breaks_at=(0.5,),
     ),
-    "a look": Call(looked, ("monitors.ProbeLook",)),
+    "a look": Call(looked, ("monitors.ModelProbe",)),
     "sharpness": Call(curved, ("monitors.sharpness",)),
     "sharpness under Adam": Call(curved_for_adam, ("monitors.preconditioned_sharpness",), FEW),
     "recorder": Call(recorded, ("Recorder.attach", "Recorder.prepare")),

@@ -14,8 +14,8 @@ from workbench.monitors import attention_health as attention
 from workbench.monitors.attention_health import (
     attention_entropy,
     attention_logit_max,
-    look_at_attention,
-    look_at_logits,
+    measure_attention,
+    measure_logits,
     qk_update_spectrum,
 )
 from workbench.monitors.matrices import effective_rank, frobenius_norm, stable_rank
@@ -190,7 +190,7 @@ def test_attention(kind, scale, n_kv, monkeypatch):
     }[kind]
     visible = visible.expand(B, H, T, T)
     rows = PADDED if kind == "both" else None
-    look = look_at_attention(q, k, scale=scale, is_causal=is_causal, mask=mask, rows=rows)
+    look = measure_attention(q, k, scale=scale, is_causal=is_causal, mask=mask, rows=rows)
     wanted = by_hand(q, k.repeat_interleave(H // n_kv, 1), scale or DH**-0.5, visible, rows)
     check(look, wanted, rtol=1e-10, atol=1e-12)
 
@@ -199,7 +199,7 @@ def test_a_mask_that_adds_a_bias():
     q, k, bias = draw(B, H, T, DH), draw(B, H, T, DH, seed=1), draw(1, H, T, T, seed=2)
     logits = q @ k.mT + bias
     p = logits.softmax(-1)
-    look = look_at_attention(q, k, scale=1.0, mask=bias)
+    look = measure_attention(q, k, scale=1.0, mask=bias)
     torch.testing.assert_close(look.logit_max, logits.amax((0, 2, 3)))
     torch.testing.assert_close(look.entropy, torch.special.entr(p).sum(-1).mean((0, 2)))
 
@@ -208,17 +208,17 @@ def test_a_mask_that_adds_a_bias():
 def test_scores_as_they_enter_a_softmax(hidden):
     q, k = draw(B, H, T, DH), draw(B, H, T, DH, seed=1)
     logits = (DH**-0.5 * q @ k.mT).float().masked_fill(~CAUSAL, hidden)
-    wanted = look_at_attention(q.float(), k.float(), is_causal=True)
-    got = look_at_logits(logits)
+    wanted = measure_attention(q.float(), k.float(), is_causal=True)
+    got = measure_logits(logits)
     for name in ("logit_max", "entropy", "entropy_share"):
         torch.testing.assert_close(getattr(got, name), getattr(wanted, name), rtol=1e-5, atol=1e-6)
 
 
 def test_collapsed_and_even_attention():
     k = torch.eye(4)[None, None]
-    look = look_at_attention(1e6 * k, k, scale=1.0)
+    look = measure_attention(1e6 * k, k, scale=1.0)
     assert (look.logit_max.item(), look.entropy.item(), look.entropy_share.item()) == (1e6, 0, 0)
-    look = look_at_attention(0 * k, k)
+    look = measure_attention(0 * k, k)
     assert look.entropy.item() == pytest.approx(math.log(4))
     assert look.entropy_share.item() == pytest.approx(1)
 
@@ -226,25 +226,25 @@ def test_collapsed_and_even_attention():
 def test_a_head_that_is_not_finite():
     q, k = draw(B, H, T, DH), draw(B, H, T, DH, seed=1)
     q[1, 2, 3, 0] = math.nan
-    look = look_at_attention(q, k, is_causal=True)
+    look = measure_attention(q, k, is_causal=True)
     for values in (look.logit_max, look.entropy, look.entropy_share):
         assert values[2].isnan()
         assert values[[0, 1, 3]].isfinite().all()
 
 
 def test_nothing_to_see():
-    look = look_at_attention(draw(1, 2, 3, 4), draw(1, 2, 3, 4), mask=torch.zeros(3, 3, dtype=torch.bool))
+    look = measure_attention(draw(1, 2, 3, 4), draw(1, 2, 3, 4), mask=torch.zeros(3, 3, dtype=torch.bool))
     assert all(values.isnan().all() for values in (look.logit_max, look.entropy, look.entropy_share))
-    assert look_at_attention(draw(1, 2, 1, 4), draw(1, 2, 1, 4)).entropy_share.isnan().all()  # no choice
+    assert measure_attention(draw(1, 2, 1, 4), draw(1, 2, 1, 4)).entropy_share.isnan().all()  # no choice
 
 
 def test_the_short_forms():
     q, k = draw(B, H, T, DH), draw(B, 2, T, DH, seed=1)
-    look = look_at_attention(q, k, is_causal=True)
+    look = measure_attention(q, k, is_causal=True)
     assert torch.equal(attention_logit_max(q, k, is_causal=True), look.logit_max)
     assert torch.equal(attention_entropy(q, k, is_causal=True), look.entropy)
 
 
 def test_heads_that_do_not_fit():
     with pytest.raises(ThresholdError, match="4 query heads cannot be shared out among 3 key heads"):
-        look_at_attention(draw(1, 4, 2, 3), draw(1, 3, 2, 3))
+        measure_attention(draw(1, 4, 2, 3), draw(1, 3, 2, 3))

@@ -15,7 +15,7 @@ from workbench.errors import ThresholdError
 from workbench.models.anatomy import read_anatomy
 from workbench.models.calling import on_device_of
 from workbench.models.losses import token_loss
-from workbench.monitors.probe_pass import ProbeLook
+from workbench.monitors.probe_pass import ModelProbe
 from workbench.tasks import as_task
 from workbench.tasks.task import require_whole
 from workbench.training.training_plan import TrainingPlan
@@ -137,12 +137,12 @@ def pilot_run(
     )
 
 
-def _looker(model: nn.Module, task: Task) -> ProbeLook:
+def _looker(model: nn.Module, task: Task) -> ModelProbe:
     inputs = on_device_of(model, task.probe(N_LOOKED_AT))
-    return ProbeLook(model, read_anatomy(model, inputs), inputs)
+    return ModelProbe(model, read_anatomy(model, inputs), inputs)
 
 
-def _look(looker: ProbeLook) -> dict[str, float]:
+def _look(looker: ModelProbe) -> dict[str, float]:
     taken = looker.take(("attention", "router"))
     found = {}
     for name, (part, variable, worst) in _LOOKED_AT.items():

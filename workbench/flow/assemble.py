@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from workbench.flow.attention_sharpness import routing_margin
-from workbench.flow.branch_reader import short_names
+from workbench.flow.branch_reader import StreamState, short_names
 from workbench.flow.gains import BlockRecord, FlowPass
 from workbench.flow.jacobian import SequenceJacobians
 from workbench.models.anatomy import Anatomy
@@ -58,7 +58,7 @@ def of_sublayers(blocks: list[BlockRecord], anatomy: Anatomy, unseen: list[str])
         names[layer, :n] = short_names([sublayer.name for sublayer in sublayers])
         branch[layer, :n] = _ratio([s.branch_rms for s in sublayers], [s.stream_rms for s in sublayers])
         # The first begins with the block, so that gains multiply to the block's.
-        states = [block.entering, *(sublayer.before for sublayer in sublayers[1:]), block.leaving]
+        states: list[StreamState] = [block.entering, *(sublayer.before for sublayer in sublayers[1:]), block.leaving]
         signal[layer, :n] = _ratio([s.rms for s in states[1:]], [s.rms for s in states[:-1]])
         norms = [state.gradient_norm for state in states]
         gradient[layer, :n] = _ratio(norms[:-1], norms[1:])
@@ -86,13 +86,13 @@ def of_attention(blocks: list[BlockRecord], anatomy: Anatomy, unseen: list[str])
     }
     hidden = []
     for block, site in zip(blocks, anatomy.sites, strict=True):
-        look, sharp = block.notes.attention, block.sharpness
-        hidden += [site.name] if look is None else []
+        health, sharpness = block.notes.attention, block.sharpness
+        hidden += [site.name] if health is None else []
         values = (
-            look and look.entropy_share,
-            sharp and sharp.logit_std,
-            look and look.logit_max,
-            sharp and sharp.sink_share,
+            None if health is None else health.entropy_share,
+            None if sharpness is None else sharpness.logit_std,
+            None if health is None else health.logit_max,
+            None if sharpness is None else sharpness.sink_share,
         )
         for row, value in zip(rows.values(), values, strict=True):
             row.append(np.empty(0) if value is None else value.detach().cpu().numpy().astype(np.float64))
@@ -161,6 +161,6 @@ def _listed(names: list[str], blocks: list[BlockRecord]) -> str:
 
 
 def _ratio(over: list[float], under: list[float]) -> np.ndarray:
-    """NaN where nothing is divided by nothing, or by nothing at all."""
-    over, under = np.array(over, float), np.array(under, float)
-    return np.divide(over, under, out=np.full(len(over), np.nan), where=under != 0)
+    """NaN where the ratio is not defined, as its denominator is 0."""
+    divisor = np.array(under, float)
+    return np.divide(np.array(over, float), divisor, out=np.full(len(over), np.nan), where=divisor != 0)

@@ -141,7 +141,7 @@ def _of_packed(block: BlockNotes, args: tuple, kwargs: dict[str, Any], result: A
     """The call again, for its weights: their logarithms are the logits but for a constant of each token."""
     del result
     asked = {**kwargs, "need_weights": True, "average_attn_weights": False, "training": False}
-    weights = functional.multi_head_attention_forward(*args, **asked)[1]
+    weights: Any = functional.multi_head_attention_forward(*args, **asked)[1]
     n_rows, _, n_tokens, _ = weights.shape
     return sharpness(widened(weights).log(), weights > 0, block.rows_as(n_rows, n_tokens))
 

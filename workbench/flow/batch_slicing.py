@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from workbench.models.batches import count_rows, take_rows
-from workbench.models.layout import BATCH_FIRST, Layout
+from workbench.models.layout import BATCH_FIRST, BatchLayout
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
-def first_rows(batch: Any, targets: Any, n_tokens: int, layout: Layout = BATCH_FIRST) -> tuple[Any, Any]:
+def first_rows(batch: Any, targets: Any, n_tokens: int, layout: BatchLayout = BATCH_FIRST) -> tuple[Any, Any]:
     """The first sequences of a batch and their targets, with about so many tokens; at least one, cut if it is longer.
 
     Args:
@@ -33,13 +33,13 @@ def first_rows(batch: Any, targets: Any, n_tokens: int, layout: Layout = BATCH_F
         if isinstance(targets, Tensor) and targets.ndim:
             targets = take_rows(targets, slice(0, n_rows), axis if targets.ndim > 1 else 0)
     if length > n_tokens and not axis and _has_tokens(batch):
-        batch = _columns(batch, length, lambda x: x[:, :n_tokens])
+        batch = _shortened(batch, length, lambda x: x[:, :n_tokens])
         if isinstance(targets, Tensor) and targets.ndim == 2 and targets.shape[1] == length:
             targets = targets[:, :n_tokens]
     return batch, targets
 
 
-def one_sequence(batch: Any, n_tokens: int, layout: Layout = BATCH_FIRST) -> Any:
+def one_sequence(batch: Any, n_tokens: int, layout: BatchLayout = BATCH_FIRST) -> Any:
     """The sequence with the least padding, without it, and cut to its first tokens where it consists of token ids."""
     if layout.inputs != 0:
         return batch if layout.inputs is None else take_rows(batch, slice(0, 1), layout.inputs)
@@ -53,7 +53,7 @@ def one_sequence(batch: Any, n_tokens: int, layout: Layout = BATCH_FIRST) -> Any
     if not _has_tokens(batch):
         return batch
     kept = masks[-1][row].ne(0).nonzero().flatten() if masks else torch.arange(length)
-    return _columns(batch, length, lambda x: x[:, kept[:n_tokens].to(x.device)])
+    return _shortened(batch, length, lambda x: x[:, kept[:n_tokens].to(x.device)])
 
 
 def _length(batch: Any, axis: int = 0) -> int:
@@ -70,9 +70,9 @@ def _has_tokens(batch: Any) -> bool:
     return all(tensor.ndim <= 2 and not tensor.is_floating_point() for tensor in tensors)
 
 
-def _columns(batch: Any, length: int, cut: Callable[[Tensor], Tensor]) -> Any:
+def _shortened(batch: Any, length: int, shorten: Callable[[Tensor], Tensor]) -> Any:
     def taken(value: Any) -> Any:
-        return cut(value) if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == length else value
+        return shorten(value) if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == length else value
 
     if isinstance(batch, Mapping):
         return {name: taken(value) for name, value in batch.items()}

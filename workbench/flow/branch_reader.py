@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Number
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,18 @@ class WatchedState:
         self.gradient_norm = norm_of(gradient, self._rows)
 
 
+class StreamState(Protocol):
+    """What is known of one state of the stream."""
+
+    @property
+    def rms(self) -> float:
+        """Its root mean square."""
+
+    @property
+    def gradient_norm(self) -> float:
+        """Of the loss's gradient with respect to it; NaN as long as none has come."""
+
+
 @dataclass(frozen=True)
 class _PartialSum:
     """A state that was never formed: the stream with some of several branches that are added at once.
@@ -76,7 +88,7 @@ class Sublayer:
     """
 
     name: str
-    before: WatchedState | _PartialSum
+    before: StreamState
     branch_rms: float
     stream_rms: float
 
@@ -97,7 +109,7 @@ class _Member:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Summand:
     name: str
     tensor: Tensor
 
@@ -120,15 +132,15 @@ class BlockStream:
     reaches_output: bool = True
     members: dict[int, _Member] = field(default_factory=dict)
     labels: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
-    parts: dict[int, tuple[Tensor, list[_Part]]] = field(default_factory=dict)
+    parts: dict[int, tuple[Tensor, list[_Summand]]] = field(default_factory=dict)
 
     def label(self, tensor: Any) -> str:
         """Name of the module that made a tensor; empty: none is known."""
         return self.labels.get(id(tensor), (None, ""))[1]
 
-    def parts_of(self, tensor: Tensor) -> list[_Part]:
+    def parts_of(self, tensor: Tensor) -> list[_Summand]:
         """The branches that a tensor is the sum of; mostly itself alone."""
-        return self.parts.get(id(tensor), (tensor, [_Part(self.label(tensor), tensor)]))[1]
+        return self.parts.get(id(tensor), (tensor, [_Summand(self.label(tensor), tensor)]))[1]
 
 
 class BranchReader(TorchFunctionMode):
@@ -156,6 +168,8 @@ class BranchReader(TorchFunctionMode):
     def end(self, state: Tensor) -> None:
         """The block that is running hands on this state."""
         block, self.block = self.block, None
+        if block is None:
+            return
         member = block.members.get(id(state))
         if member is not None:
             del block.sublayers[member.n_before :]
@@ -220,7 +234,7 @@ class BranchReader(TorchFunctionMode):
         def finish(result: Tensor) -> None:
             del block.sublayers[member.n_before :]  # those were inside this branch
             after = WatchedState(result, block.rows)
-            before = [member.state, *(_PartialSum(size, after) for size in sums[1:])]
+            before: list[StreamState] = [member.state, *(_PartialSum(size, after) for size in sums[1:])]
             block.sublayers += [
                 Sublayer(name, state, size, added_to)
                 for name, state, size, added_to in zip(names, before, sizes, sums, strict=True)

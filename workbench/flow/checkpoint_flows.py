@@ -46,7 +46,7 @@ def along_run(
             checkpoints beside it.
         model: Of the run; a copy gets the weights of each checkpoint, itself it is left alone.
         inputs: As for `measure`; not an iterator that can be read only once.
-        steps: Of the checkpoints to look at; None: all.
+        steps: Of the checkpoints to measure; None: all.
         targets: See `measure`.
         loss: See `measure`.
         stack: See `measure`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,14 +19,14 @@ def rms(x: Tensor, rows: Tensor | None = None) -> float:
         rows: Which tokens count, boolean, shape (...); None, or of another shape than the tokens: all.
     """
     norm = norm_of(x, rows)
-    n = x.numel() if not _fits(x, rows) else int(rows.sum()) * x.shape[-1]
+    n = int(rows.sum()) * x.shape[-1] if _fits(rows, x) else x.numel()
     return norm / math.sqrt(n) if n else math.nan
 
 
 def norm_of(x: Tensor, rows: Tensor | None = None) -> float:
     """Euclidean norm of all entries, in float64; arguments as in `rms`."""
     x = x.detach()
-    if _fits(x, rows):
+    if _fits(rows, x):
         x = x[rows.to(x.device)]
     return float(torch.linalg.vector_norm(widened(x)))
 
@@ -76,5 +77,5 @@ def effective_rank_share(states: Tensor, rows: Tensor | None = None) -> float:
     return float(effective_rank(s, alpha=1.0)) / len(gram)
 
 
-def _fits(x: Tensor, rows: Tensor | None) -> bool:
+def _fits(rows: Tensor | None, x: Tensor) -> TypeGuard[Tensor]:
     return rows is not None and rows.shape == x.shape[:-1]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import ThresholdError
-from workbench.flow import assemble as columns
+from workbench.flow import assemble
 from workbench.flow.batch_slicing import first_rows, one_sequence
 from workbench.flow.gains import PLAIN, FlowPass
 from workbench.flow.gradient_targets import Loss
@@ -67,11 +67,11 @@ def measure(
             otherwise the gradient is that of the output along a random direction. ``attrs["cotangent"]`` says which.
         loss: From logits and targets to a 0-dim tensor; None: mean cross entropy.
         stack: Name of the block stack to read, where a model has several; see `read_anatomy`.
-        anatomy: Of this model, to save reading it again; ``stack`` and ``batch_first`` are not looked at then.
+        anatomy: Of this model, to save reading it again; ``stack`` and ``batch_first`` are ignored then.
         batch_first: As in `workbench.profile`.
         jacobian: Whether to compute singular values, which takes longest.
         n_singular: Largest singular values to compute.
-        n_tokens: Most tokens to look at: the first sequences of the inputs, at least one. Singular values, attention
+        n_tokens: Most tokens to measure: the first sequences of the inputs, at least one. Singular values, attention
             and routing are of the same or fewer.
         n_jacobian_tokens: Tokens of the one sequence whose states the Jacobians are of: the first of the row with the
             least padding. Inputs other than token ids are not cut.
@@ -110,20 +110,20 @@ def measure(
     unseen += [router.reason for router in readable if isinstance(router, Unreadable)]
     routers = {router.layer: router for router in readable if isinstance(router, Router)}
     run = FlowPass(model, anatomy, batch, targets=targets, loss=loss, routers=routers, seed=seed)
-    values = columns.of_stream(run, unseen) | columns.of_sublayers(run.blocks, anatomy, unseen)
-    values |= columns.of_attention(run.blocks, anatomy, unseen) | columns.of_routing(run.blocks, routers, unseen)
+    values = assemble.of_stream(run, unseen) | assemble.of_sublayers(run.blocks, anatomy, unseen)
+    values |= assemble.of_attention(run.blocks, anatomy, unseen) | assemble.of_routing(run.blocks, routers, unseen)
     attrs = {"n_tokens": run.n_tokens, "cotangent": run.cotangent}
     if jacobian:
         jacobians = SequenceJacobians(model, anatomy, one_sequence(batch, n_jacobian_tokens, layout), seed=seed)
         jacobians.measure(n_singular)
-        values |= columns.of_jacobians(jacobians, anatomy, unseen)
+        values |= assemble.of_jacobians(jacobians, anatomy, unseen)
         is_exact = jacobians.n_entries <= EXACT_UP_TO
         attrs |= {
             "n_jacobian_entries": jacobians.n_entries,
             "singular_values": "exact" if is_exact else "Lanczos; the mean from 16 random vectors",
         }
     else:
-        values |= columns.no_jacobians(len(anatomy.sites), n_singular)
+        values |= assemble.no_jacobians(len(anatomy.sites), n_singular)
         unseen.append("Singular values were not asked for (jacobian=False).")
     attrs |= {
         "subject": subject.name,

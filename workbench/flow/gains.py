@@ -34,7 +34,7 @@ class BlockRecord:
 
     Attributes:
         entering: The state that it got.
-        leaving: The state that it handed on; None until it is through.
+        leaving: The state that it handed on.
         cosine: `token_cosine` of the two.
         rank: `effective_rank_share` of the two.
         stream: The additions inside.
@@ -43,12 +43,12 @@ class BlockRecord:
     """
 
     entering: WatchedState
-    stream: BlockStream
-    notes: BlockNotes
+    leaving: WatchedState
     cosine: list[float]
     rank: list[float]
-    leaving: WatchedState | None = None
-    sharpness: Sharpness | None = None
+    stream: BlockStream
+    notes: BlockNotes
+    sharpness: Sharpness | None
 
 
 class FlowPass:
@@ -91,10 +91,11 @@ class FlowPass:
         self.layout = anatomy.layout
         self.n_tokens, self.failure = 0, ""
         self._records: dict[int, BlockRecord] = {}
+        self._begun: dict[int, tuple[WatchedState, BlockStream, BlockNotes, float, float]] = {}
         self._calls, self._branches = FlowCalls(), BranchReader()
         self._start: Tensor | None = None
         self._end: Tensor | None = None
-        with undisturbed(model), plainly_run(model), torch.enable_grad():
+        with undisturbed(model), without_fused_kernels(model), torch.enable_grad():
             hooks = BlockHooks(self.sites, self._enter, self._leave)
             parts = watch((part, self._branches.leave, False) for part in hooks.parts)
             with hooks, parts, self._calls, self._branches:
@@ -112,13 +113,15 @@ class FlowPass:
 
     def _walk_back(self, end: Tensor, seed: int) -> None:
         """Let the gradient pass all watched states."""
-        torch.autograd.grad(end, self._start, allow_unused=True, retain_graph=True)
-        last = self._records[len(self.sites) - 1].leaving
-        if last.gradient_norm > 0 or not self._end.requires_grad:
+        first, last = self._start, self._end
+        if first is None or last is None:  # no block ran, which is refused before
+            return
+        torch.autograd.grad(end, first, allow_unused=True, retain_graph=True)
+        if self._records[len(self.sites) - 1].leaving.gradient_norm > 0 or not last.requires_grad:
             return
         generator = torch.Generator().manual_seed(seed)
-        direction = torch.randn(self._end.shape, generator=generator).to(self._end)
-        torch.autograd.grad(self._end, self._start, direction, allow_unused=True)
+        direction = torch.randn(last.shape, generator=generator).to(last)
+        torch.autograd.grad(last, first, direction, allow_unused=True)
         self.cotangent = f"random direction at the last block, seed {seed} (no gradient of {self.cotangent})"
 
     def _enter(self, call: BlockCall) -> Tensor:
@@ -135,22 +138,25 @@ class FlowPass:
             weight = self.model.get_parameter(router.name) if router else None
             notes = BlockNotes(state.shape[:-1], rows, True, router, weight, batch_axis=self.layout.states or 0)
             stream = self._branches.begin(call.site.module, state, entering, rows)
-            shape = [self._cosine(state, rows)], [effective_rank_share(state, rows)]
-        self._records[call.layer] = BlockRecord(entering, stream, notes, *shape)
+            cosine, rank = self._cosine(state, rows), effective_rank_share(state, rows)
+        self._begun[call.layer] = entering, stream, notes, cosine, rank
         self._calls.block = notes
         return state
 
     def _leave(self, call: BlockCall) -> None:
         self._calls.block = None
-        record, state = self._records[call.layer], call.state_out
+        entering, stream, notes, cosine, rank = self._begun.pop(call.layer)
+        state = call.state_out
         with torch._C.DisableTorchFunction():
             self._branches.end(state)
-            record.leaving = WatchedState(state, record.stream.rows)
-            record.sharpness = self._calls.sharpness.pop(id(record.notes), None)
+            leaving = WatchedState(state, stream.rows)
+            sharpness = self._calls.sharpness.pop(id(notes), None)
+            record = BlockRecord(entering, leaving, [cosine], [rank], stream, notes, sharpness)
             if call.layer == len(self.sites) - 1:
                 self._end = state
-                record.cosine.append(self._cosine(state, record.stream.rows))
-                record.rank.append(effective_rank_share(state, record.stream.rows))
+                record.cosine.append(self._cosine(state, stream.rows))
+                record.rank.append(effective_rank_share(state, stream.rows))
+        self._records[call.layer] = record
 
     def _cosine(self, state: Tensor, rows: Tensor | None) -> float:
         axis = self.layout.states or 0
@@ -168,7 +174,7 @@ class FlowPass:
 
 
 @contextmanager
-def plainly_run(model: nn.Module) -> Iterator[None]:
+def without_fused_kernels(model: nn.Module) -> Iterator[None]:
     """Keep Hugging Face models from what is made for speed, see `PLAIN`; their options are put back."""
     undo = []
     try:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.errors import SnapshotError
-from workbench.flow.gains import plainly_run
+from workbench.flow.gains import without_fused_kernels
 from workbench.models.anatomy import Anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import run_foreign
@@ -195,14 +195,14 @@ class SequenceJacobians:
         self.model, self.sites, self.sequence = model, anatomy.sites, sequence
         self.exact_up_to, self.seed = exact_up_to, seed
         self.blocks: list[SingularValues] = []
-        self.end_to_end: SingularValues | None = None
+        self.end_to_end = _none_of("it was not measured yet", 0)
         self.n_entries = 0
 
     def measure(self, n_largest: int) -> None:
         """Fill in `blocks`, `end_to_end` and `n_entries`."""
         with (
             undisturbed(self.model),
-            plainly_run(self.model),
+            without_fused_kernels(self.model),
             sdpa_kernel(SDPBackend.MATH),  # the fused kernels have no second derivative
         ):
             calls = self._recorded_calls()
@@ -226,9 +226,10 @@ class SequenceJacobians:
 
     def _chained(self, matrices: Sequence[np.ndarray | str], whole: Jacobian | str) -> np.ndarray | str:
         """The blocks' Jacobians multiplied, unless the states also pass from block to block by another way."""
-        if isinstance(whole, str) or any(isinstance(matrix, str) for matrix in matrices):
+        known = [matrix for matrix in matrices if not isinstance(matrix, str)]
+        if isinstance(whole, str) or len(known) < len(matrices):
             return _matrix(whole)
-        product = reduce(lambda before, matrix: matrix @ before, matrices)
+        product = reduce(lambda before, matrix: matrix @ before, known)
         v = np.random.default_rng(self.seed).standard_normal(len(product))
         direct, chained = whole.pull(v), v @ product
         is_same = np.linalg.norm(direct - chained) <= _ROUNDING * np.linalg.norm(direct)

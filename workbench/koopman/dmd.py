@@ -98,7 +98,7 @@ class WhitenedOperator:
 
 
 @dataclass(frozen=True)
-class Modes:
+class OperatorModes:
     """Eigenvalues of one operator with what their eigenvectors say, sorted by falling modulus.
 
     Attributes:
@@ -243,7 +243,7 @@ def _leading_directions(c_xx: Tensor, rank: int, seed: int) -> tuple[Tensor, Ten
     return variance[-rank:], (sketch @ rotation)[:, -rank:]
 
 
-def eigenmodes(operator: WhitenedOperator) -> Modes:
+def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
     """Eigenvalues, residuals and eigenvector condition (RKSP: r_j and kappa(V) = |V| |V^-1|).
 
     The residual r_j = |u_j*(Yw - lambda_j Xw)| / |u_j* Xw| needs no snapshots: u_j* A = lambda_j u_j*, so the
@@ -285,7 +285,7 @@ def eigenmodes(operator: WhitenedOperator) -> Modes:
     leftover = pairs.quadratic_form(left, unexplained).clamp(min=0)
     residual = (leftover / pairs.mean((left.square() * gram).sum(1))).sqrt()
     order = torch.argsort(eigenvalue.abs(), descending=True, stable=True)
-    return Modes(
+    return OperatorModes(
         eigenvalue=eigenvalue[order].cpu().numpy(),
         residual=residual[order].cpu().numpy(),
         eigenvector_condition=condition,
@@ -294,7 +294,7 @@ def eigenmodes(operator: WhitenedOperator) -> Modes:
     )
 
 
-def significant_digits(operator: WhitenedOperator, modes: Modes) -> float:
+def significant_digits(operator: WhitenedOperator, modes: OperatorModes) -> float:
     """Decimal digits of the eigenvalues, relative to the spectral radius, that survive float64 moments.
 
     Second moments square the states' condition, so rounding of about 2e-16 in the moments becomes about
@@ -368,6 +368,8 @@ def _both_eigenvectors(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Eigenvalues, right and left eigenvectors straight from LAPACK, for operators close to defective."""
     import scipy.linalg
 
+    def as_tensor(found: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.asarray(found, dtype=complex)).to(A.device)
+
     eigenvalue, left, right = scipy.linalg.eig(A.cpu().numpy(), left=True, right=True)
-    found = (torch.from_numpy(np.asarray(part, dtype=complex)).to(A.device) for part in (eigenvalue, right, left))
-    return tuple(found)
+    return as_tensor(eigenvalue), as_tensor(right), as_tensor(left)

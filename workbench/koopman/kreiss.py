@@ -12,7 +12,7 @@ from workbench.errors import SnapshotError, ThresholdError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.koopman.dmd import Modes
+    from workbench.koopman.dmd import OperatorModes
 
 #: Distances |z| - 1 of the first scan.
 _DISTANCES = (0.003, 0.02, 0.1, 0.4, 1.5)
@@ -52,7 +52,7 @@ def kreiss_constant(operator: np.ndarray | Tensor, *, tolerance: float = 1e-6) -
     return _search(A, eigenvalue, right, left, tolerance)
 
 
-def kreiss_from_modes(operator: Tensor, modes: Modes, *, tolerance: float = 1e-6) -> float:
+def kreiss_from_modes(operator: Tensor, modes: OperatorModes, *, tolerance: float = 1e-6) -> float:
     """`kreiss_constant` of an operator whose modes are already there."""
     A = operator.detach().to(modes.right.device)
     return _search(A, torch.from_numpy(modes.eigenvalue).to(A.device), modes.right, modes.left, tolerance)

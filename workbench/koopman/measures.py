@@ -147,7 +147,7 @@ def remeasure(
     result["is_informative"] = (spectra["update_norm"] > thresholds.informative_update).assign_attrs(
         spectra["is_informative"].attrs
     )
-    modulus = np.abs(spectra["eigenvalue"])
+    modulus = abs(spectra["eigenvalue"])
     if reliable_only:
         modulus = modulus.where(result["is_reliable"])
     dims = [dim for dim in spectra["eigenvalue"].dims if dim != "mode"]

@@ -37,7 +37,7 @@ class SnapshotMoments:
         self.name = name
         self.n_snapshots = 0
         self.resolution = torch.finfo(torch.float64).eps
-        options = {"dtype": torch.float64, "device": device}
+        options: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.mean_x = torch.zeros(n_features, **options)
         self.mean_d = torch.zeros(n_features, **options)
         self._sum_xx = torch.zeros(n_features, n_features, **options)

@@ -16,7 +16,7 @@ import torch
 from workbench.errors import SnapshotError
 from workbench.io.progress import n_cores, progress_bar
 from workbench.io.provenance import versions
-from workbench.koopman.dmd import DmdOptions, Modes, eigenmodes, significant_digits, whitened_operator
+from workbench.koopman.dmd import DmdOptions, OperatorModes, eigenmodes, significant_digits, whitened_operator
 from workbench.koopman.kreiss import kreiss_from_modes
 from workbench.koopman.measures import Thresholds, mass_fractions
 from workbench.koopman.moments import SnapshotMoments
@@ -34,7 +34,7 @@ class RankWarning(UserWarning):
 class LayerSpectrum:
     """Everything the spectra say about one layer; names and units as in ``schema.SPECTRA``."""
 
-    modes: Modes
+    modes: OperatorModes
     values: dict[str, float]
 
 

@@ -13,7 +13,7 @@ from workbench.models.batches import Batches
 from workbench.models.block_calls import Slot, record_calls
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import call_model, on_device_of, run_foreign
-from workbench.models.layout import BATCH_FIRST, Layout, layout_of
+from workbench.models.layout import BATCH_FIRST, BatchLayout, layout_of
 from workbench.models.probing import undisturbed
 from workbench.models.residual_check import why_no_blocks
 from workbench.models.site import Site
@@ -27,7 +27,7 @@ from workbench.models.stacks import (
     overlap,
     refuse_several_streams,
 )
-from workbench.models.wrapping import unwrap
+from workbench.models.wrapping import subject_in, unwrap
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -52,7 +52,7 @@ class Anatomy:
     sites: tuple[Site, ...]
     width: int
     other_stacks: tuple[str, ...] = ()
-    layout: Layout = BATCH_FIRST
+    layout: BatchLayout = BATCH_FIRST
 
 
 def read_anatomy(
@@ -89,8 +89,8 @@ def read_anatomy(
             batch and token cannot be told apart.
         SnapshotError: If the model cannot run on the inputs.
     """
-    subject, model = model, unwrap(model)
-    inputs, _ = Batches.of(inputs, None if subject is model else subject).probe_and_all()
+    subject, model = subject_in(model), unwrap(model)
+    inputs, _ = Batches.of(inputs, subject).probe_and_all()
     inputs = on_device_of(model, inputs)
     calls = record_calls(model, inputs)
     candidates = find_candidates(model, calls)
@@ -152,7 +152,8 @@ def _sites(chosen: Candidate) -> tuple[Site, ...]:
         if links := links_between(before, after, shape):
             out[position] = [a for a, _ in links]
             into[position + 1] = [b for _, b in links]
-    sites, n_calls = [], {}
+    sites: list[Site] = []
+    n_calls: dict[nn.Module, int] = {}
     for call, input_slots, output_slots in zip(calls, into, out, strict=True):
         number = n_calls[call.module] = n_calls.get(call.module, -1) + 1
         name = f"{call.name}#{number}" if number else call.name

@@ -19,11 +19,11 @@ from workbench.errors import SnapshotError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import Batches
 from workbench.models.calling import on_device_of
-from workbench.models.column_matching import Columns, NormStep, Source, find_columns, first_token_columns
+from workbench.models.column_matching import Columns, ColumnSource, NormStep, find_columns, first_token_columns
 from workbench.models.probe_inputs import probe_inputs
 from workbench.models.site import Site
 from workbench.models.tracing import BlockTrace, PackedAttention, ParameterSlice, Scores, trace_blocks
-from workbench.models.wrapping import unwrap
+from workbench.models.wrapping import subject_in, unwrap
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -60,7 +60,7 @@ class WeightRecipe:
         index = self.index.to(matrix.device)
         rows = (matrix if self.axis == 0 else matrix.T)[index]  # (head, head_dim, feature)
         bias = None
-        if self.bias is not None:
+        if self.bias is not None and self.bias_index is not None:
             bias = model.get_parameter(self.bias).detach()[self.bias_index.to(matrix.device)]
         if self.inner is not None:
             inner, inner_bias = self.inner.read(model)
@@ -146,25 +146,14 @@ def query_key_weights(
     Raises:
         AnatomyError: If no anatomy was passed and none can be read.
     """
-    subject, model = model, unwrap(model)
-    inputs = on_device_of(model, Batches.of(inputs, None if subject is model else subject).first())
+    subject, model = subject_in(model), unwrap(model)
+    inputs = on_device_of(model, Batches.of(inputs, subject).first())
     anatomy = anatomy or read_anatomy(model, inputs)
-    last: Exception | None = None
-    for candidate in (probe_inputs(model, inputs, anatomy.layout), inputs):
-        try:
-            readings = trace_blocks(model, candidate, anatomy, _read_block)
-            break
-        except (
-            SnapshotError,
-            RuntimeError,
-            ValueError,
-            IndexError,
-            TypeError,
-            KeyError,
-        ) as error:  # the model may refuse made-up inputs
-            last = error
-    else:
-        raise last
+    made_up = probe_inputs(model, inputs, anatomy.layout)
+    try:
+        readings = trace_blocks(model, made_up, anatomy, _read_block)
+    except (SnapshotError, RuntimeError, ValueError, IndexError, TypeError, KeyError):  # the model may refuse them
+        readings = trace_blocks(model, inputs, anatomy, _read_block)
     return [
         _finish(model, layer, site, reading)
         for (layer, site), reading in zip(enumerate(anatomy.sites), readings, strict=True)
@@ -199,8 +188,7 @@ def _read_block(layer: int, site: Site, trace: BlockTrace) -> _Reading | str:
         )
     reasons = []
     for attention in trace.attentions:
-        read = _read_packed if isinstance(attention, PackedAttention) else _read_scores
-        reading = read(attention, trace)
+        reading = _read_packed(attention) if isinstance(attention, PackedAttention) else _read_scores(attention, trace)
         if isinstance(reading, _Reading):
             return reading
         if reading:
@@ -209,20 +197,21 @@ def _read_block(layer: int, site: Site, trace: BlockTrace) -> _Reading | str:
     return f"The query and key weights of {site.name} cannot be read: {reason}."
 
 
-def _read_packed(attention: PackedAttention, trace: BlockTrace) -> _Reading | str:
-    del trace
+def _read_packed(attention: PackedAttention) -> _Reading | str:
     if attention.query is not attention.key and not torch.equal(attention.query, attention.key):
         return "its attention compares two different inputs"
     query, key = attention.query_weight, attention.key_weight
     if query is None or key is None:
         return "the projection that PyTorch's multi-head attention got is no parameter of the model"
 
-    def recipe(weight: ParameterSlice, bias: ParameterSlice | None) -> WeightRecipe:
+    def recipe_of(weight: ParameterSlice, bias: ParameterSlice | None) -> WeightRecipe:
         index = torch.arange(weight.size).view(attention.n_heads, -1)
         bias_index = index + bias.start if bias is not None else None
-        return WeightRecipe(weight.name, weight.axis, index + weight.start, bias and bias.name, bias_index)
+        return WeightRecipe(
+            weight.name, weight.axis, index + weight.start, None if bias is None else bias.name, bias_index
+        )
 
-    recipes = recipe(query, attention.query_bias), recipe(key, attention.key_bias)
+    recipes = recipe_of(query, attention.query_bias), recipe_of(key, attention.key_bias)
     same = "rows of one parameter, block after block" if query.name == key.name else "separate parameters"
     return _Reading(*recipes, f"{query.name}: {same}, as PyTorch's multi-head attention documents it", "")
 
@@ -234,7 +223,9 @@ def _read_scores(attention: Scores, trace: BlockTrace) -> _Reading | str:
         return ""
     n_batch = n_rows // n_tokens
     sources = [
-        s for p in trace.projections[: attention.n_projections] if (s := Source.of(p, n_batch, n_tokens)) is not None
+        s
+        for p in trace.projections[: attention.n_projections]
+        if (s := ColumnSource.of(p, n_batch, n_tokens)) is not None
     ]
     if not sources:
         return "no linear map before the scores has one row per token"
@@ -247,7 +238,7 @@ def _read_scores(attention: Scores, trace: BlockTrace) -> _Reading | str:
         if isinstance(found, str):
             return f"of the {what}, {found}"
         columns.append(found)
-    return _combine(*columns, head_dim, trace.state.shape[-1])
+    return _combine(columns[0], columns[1], head_dim, trace.state.shape[-1])
 
 
 def _combine(query: Columns, key: Columns, head_dim: int, width: int) -> _Reading | str:
@@ -277,10 +268,10 @@ def _combine(query: Columns, key: Columns, head_dim: int, width: int) -> _Readin
         return "its queries and keys come from different inputs, as in cross-attention"
     if inputs[0].shape[-1] != width:
         notes.append(f"the weights act on {inputs[0].shape[-1]} features made from the stream's {width}")
-    return _Reading(*recipes, _layout(*recipes), "; ".join(notes))
+    return _Reading(recipes[0], recipes[1], _layout(*recipes), "; ".join(notes))
 
 
-def _recipe(part: Columns, index: Tensor) -> tuple[WeightRecipe, Source] | str:
+def _recipe(part: Columns, index: Tensor) -> tuple[WeightRecipe, ColumnSource] | str:
     """Recipe of the columns ``index``, shape (head, feature), and their source; repeated heads are dropped."""
     used = part.source[index]
     if (used != used.flatten()[0]).any():
@@ -311,17 +302,18 @@ def _recipe(part: Columns, index: Tensor) -> tuple[WeightRecipe, Source] | str:
         return f"the bias that is added to {weight.name} is no parameter of the model"
     inner = None
     if source.inner is not None:
-        inner = WeightRecipe(
-            source.inner.weight.name, source.inner.weight.axis, (source.inner_column + source.inner.weight.start)[None]
-        )
-        inner = replace(inner, **_bias_of(source.inner, source.inner_column[None]))
+        before, chosen = source.inner.weight, source.inner_column
+        if before is None or chosen is None:
+            return "the matrix of a projection is no parameter of the model"
+        inner = WeightRecipe(before.name, before.axis, (chosen + before.start)[None])
+        inner = replace(inner, **_bias_of(source.inner, chosen[None]))
     recipe = WeightRecipe(
         weight.name, weight.axis, column + weight.start, norm=norm, inner=inner, inner_norm=source.inner_norm
     )
     return replace(recipe, **_bias_of(source, column)), source
 
 
-def _bias_of(source: Source, column: Tensor) -> Mapping[str, Any]:
+def _bias_of(source: ColumnSource, column: Tensor) -> Mapping[str, Any]:
     if source.bias is None:
         return {}
     return {"bias": source.bias.name, "bias_index": column + source.bias.start}

@@ -1,4 +1,4 @@
-"""Inputs as users have them -> batches as a model takes them, and which token states of a batch to look at."""
+"""Inputs as users have them -> batches as a model takes them, and which token states of a batch to use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SnapshotError, ThresholdError
-from workbench.models.layout import BATCH_FIRST, Layout, require
+from workbench.models.layout import BATCH_FIRST, BatchLayout, require
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -35,7 +35,7 @@ class Batches:
 
     items: Iterable[Any]
     is_known: bool
-    layout: Layout = BATCH_FIRST
+    layout: BatchLayout = BATCH_FIRST
 
     @classmethod
     def of(cls, inputs: Any, subject: Subject | None = None) -> Batches:
@@ -74,7 +74,7 @@ class Batches:
     def probe_and_all(self) -> tuple[Any, Batches]:
         """A row or two to try the model with, and batches that still hold everything."""
         if self.is_known:
-            return _head(self.items[0]), self
+            return _head(self.first()), self
         iterator = iter(self.items)
         try:
             first = next(iterator)
@@ -97,7 +97,7 @@ class Batches:
             return item
         raise SnapshotError("The inputs are empty; pass at least one batch of tokens.")
 
-    def split(self, layout: Layout = BATCH_FIRST) -> Batches:
+    def split(self, layout: BatchLayout = BATCH_FIRST) -> Batches:
         """Batches that one forward pass can take, cut between sequences and never within one.
 
         Args:
@@ -203,7 +203,7 @@ class TokenSelection:
     n_snapshots: int | None
     skip_first: int = 0
     seed: int = 0
-    layout: Layout = BATCH_FIRST
+    layout: BatchLayout = BATCH_FIRST
     n_chosen: int = 0
     n_offered: int = 0
     has_unused_mask: bool = False
@@ -367,7 +367,7 @@ def _values(batch: Any) -> Iterable[Any]:
     return batch if isinstance(batch, tuple | list) else [batch]
 
 
-def _split(batch: Any, layout: Layout) -> Iterator[Any]:
+def _split(batch: Any, layout: BatchLayout) -> Iterator[Any]:
     """Sequences of one big batch in pieces that one forward pass can take."""
     if isinstance(batch, tuple) or not layout.can_split:  # nobody knows which arguments run over sequences
         yield batch

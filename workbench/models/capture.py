@@ -52,10 +52,10 @@ def capture_moments(
     """
     model = unwrap(model)
     selection.begin(batches)
-    moments: list[SnapshotMoments | None] = [None] * len(anatomy.sites)
+    moments: dict[int, SnapshotMoments] = {}
 
     def add(i: int, x: Tensor, y: Tensor) -> None:
-        if moments[i] is None:
+        if i not in moments:
             moments[i] = empty_moments(anatomy, i, x)
         moments[i].update(x.detach(), y.detach())
 
@@ -70,10 +70,10 @@ def capture_moments(
             watcher.begin(batch)
             run_foreign(model, batch)
             after_batch(selection.n_chosen)
-    silent = [site.name for site, of_site in zip(anatomy.sites, moments, strict=True) if of_site is None]
+    silent = [site.name for layer, site in enumerate(anatomy.sites) if layer not in moments]
     if silent:
         raise SnapshotError(f"No states passed {silent[0]}; pass inputs that reach every block.")
-    return moments
+    return [moments[layer] for layer in range(len(anatomy.sites))]
 
 
 def _other_members(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:

@@ -1,4 +1,4 @@
-"""Open a checkpoint, whatever it is kept in: what comes out is a `Subject` that `profile` can look at."""
+"""Open a checkpoint, whatever it is kept in: what comes out is a `Subject` that `profile` can measure."""
 
 from __future__ import annotations
 
@@ -110,10 +110,10 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from workbench.zoo import is_zoo_model
+    from workbench.zoo import ZooModel
 
     folder, model = Path(folder), module_of(model)
-    if not is_zoo_model(model):
+    if not isinstance(model, ZooModel):
         raise CheckpointError(f"{type(model).__name__} is not of the zoo; save it with its own save_pretrained().")
     if (folder / "model.safetensors").exists() and not overwrite:
         raise CheckpointError(f"{folder} holds a checkpoint already; pass overwrite=True to replace it.")
@@ -301,7 +301,7 @@ def _open_hub(
         )
     model, unloaded = open_pretrained(
         hub_name,
-        Path(cached).parent if is_cached else None,
+        Path(cached).parent if isinstance(cached, str) else None,
         trust_remote_code=trust_remote_code,
         dtype=dtype,
         is_local=is_cached,

@@ -51,7 +51,7 @@ class NormStep:
 
 
 @dataclass(frozen=True)
-class Source:
+class ColumnSource:
     """A linear map as a source of columns.
 
     Attributes:
@@ -72,12 +72,12 @@ class Source:
     bias_value: Tensor | None
     columns: Tensor
     into: Tensor
-    inner: Source | None = None
+    inner: ColumnSource | None = None
     inner_column: Tensor | None = None
     inner_norm: NormStep | None = None
 
     @classmethod
-    def of(cls, projection: Projection, n_batch: int, n_tokens: int) -> Source | None:
+    def of(cls, projection: Projection, n_batch: int, n_tokens: int) -> ColumnSource | None:
         """The source that a projection is; None if it was not applied to every token."""
         columns = _first_rows(projection.out, n_batch, n_tokens)
         into = _first_rows(projection.into, n_batch, n_tokens)
@@ -98,7 +98,7 @@ class Columns:
         norm: The norm in between; its ``gain_index`` has shape (column,).
     """
 
-    sources: Sequence[Source]
+    sources: Sequence[ColumnSource]
     source: Tensor
     column: Tensor
     factor: Tensor
@@ -119,7 +119,7 @@ def first_token_columns(heads: Tensor, n_batch: int, n_tokens: int) -> Tensor | 
 
 
 def find_columns(
-    target: Tensor, sources: Sequence[Source], norms: Sequence[Normalization], n_batch: int, n_tokens: int
+    target: Tensor, sources: Sequence[ColumnSource], norms: Sequence[Normalization], n_batch: int, n_tokens: int
 ) -> Columns | str:
     """Find each column of a target among the outputs of linear maps.
 
@@ -162,17 +162,19 @@ def find_columns(
     return f"only {best:.0%} of the columns are outputs of a linear map in the block"
 
 
-def _without_repetitions(sources: Sequence[Source]) -> list[Source]:
+def _without_repetitions(sources: Sequence[ColumnSource]) -> list[ColumnSource]:
     """Drop maps by the same weights that gave the same again."""
-    kept: list[Source] = []
+    kept: list[ColumnSource] = []
     for source in sources:
-        twins = (k for k in kept if k.weight == source.weight is not None and k.columns.shape == source.columns.shape)
-        if not any(torch.equal(k.columns, source.columns) for k in twins):
+        same = (k for k in kept if k.weight == source.weight is not None and k.columns.shape == source.columns.shape)
+        if not any(torch.equal(k.columns, source.columns) for k in same):
             kept.append(source)
     return kept
 
 
-def _with_inner(sources: Sequence[Source], norms: Sequence[Normalization], n_batch: int, n_tokens: int) -> list[Source]:
+def _with_inner(
+    sources: Sequence[ColumnSource], norms: Sequence[Normalization], n_batch: int, n_tokens: int
+) -> list[ColumnSource]:
     """Link a map to the one before it where only a norm lies between them."""
     before: list[tuple[Tensor, dict]] = []
     for norm in norms:

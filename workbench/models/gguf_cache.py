@@ -7,6 +7,7 @@ import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from workbench.errors import CheckpointError
 from workbench.io.cache import cache_folder
@@ -76,9 +77,10 @@ def _convert(path: Path, whole: Path, partial: Path, beyond: tuple[str, ...], *,
 
     remedy = "fetch it again, or take another file of this model"
     with errors_in_one_sentence(path.name, remedy=remedy), quiet_transformers():
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, output_loading_info=True, ignore_mismatched_sizes=True
         )
+        model, info = loaded
         misfit = read_misfit(model, info)
         misfit = replace(misfit, unexpected=in_order({*misfit.unexpected, *beyond}))
         refuse_misfit(model, misfit, path.name, strict=strict, remedy=remedy)

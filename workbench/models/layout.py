@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ _ROUNDING = 16.0
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """Which axes count sequences.
 
     Attributes:
@@ -37,7 +37,7 @@ class Layout:
 
 
 #: Sequences first, as in transformers and in the zoo.
-BATCH_FIRST = Layout()
+BATCH_FIRST = BatchLayout()
 
 
 def layout_of(
@@ -47,7 +47,7 @@ def layout_of(
     *,
     batch_first: bool | None,
     state_for: Callable[[Any], Tensor],
-) -> Layout:
+) -> BatchLayout:
     """The axes that count sequences, in inputs and in states.
 
     The layout of transformers' models, of the zoo, of images and of PyTorch's own transformer layers is documented. For
@@ -72,16 +72,16 @@ def layout_of(
     tokens = token_tensors(inputs)
     axis = 1 - int(batch_first) if batch_first is not None else _documented_axis(model, inputs)
     if axis is not None:
-        return Layout(axis, _axis_by_size(model, inputs, leading, axis, state_for, has_tokens=bool(tokens)))
+        return BatchLayout(axis, _axis_by_size(model, inputs, leading, axis, state_for, has_tokens=bool(tokens)))
     if not tokens:  # vectors: each row is a sample of its own, unless it can be seen to be a token of one sequence
         main = next(_tensors(inputs), None)
         is_sequence = main is not None and main.ndim == 2 and len(_changed(main, inputs, state_for)) > 1
-        return Layout(None if is_sequence else 0, None if is_sequence else 0, not is_sequence)
+        return BatchLayout(None if is_sequence else 0, None if is_sequence else 0, not is_sequence)
     name, main = tokens[0]
     changed = _changed_states(name, main, inputs, state_for)
     if changed.ndim != 2:
         n_changed = int(changed.sum())
-        return Layout(None, None, n_changed <= 1)
+        return BatchLayout(None, None, n_changed <= 1)
     n_rows, n_columns = (int(changed.any(dim=1 - dim).sum()) for dim in (0, 1))
     if n_rows > 1 and n_columns > 1:
         if _is_folded(tuple(main.shape[:2]), leading):
@@ -91,21 +91,21 @@ def layout_of(
             f"and token cannot be told apart; {_ASK}."
         )
     if n_rows <= 1 and n_columns <= 1:
-        return Layout(None, None)
+        return BatchLayout(None, None)
     states = 1 if n_rows > 1 else 0
     fitting = [axis for axis in (0, 1) if main.shape[axis] == leading[states]]
     if not fitting:
         raise _folded(model, main, leading)
     if len(fitting) == 2:  # as many sequences as tokens: see whether the second entry belongs to the first's sequence
         fitting = [_axis_by_effect(name, main, inputs, state_for, changed, states)]
-    return Layout(fitting[0], states)
+    return BatchLayout(fitting[0], states)
 
 
 def require(axis: int | None, what: str, leading: tuple[int, ...]) -> int:
     """The axis, if it is known.
 
     Args:
-        axis: From a `Layout`.
+        axis: From a `BatchLayout`.
         what: Who needs it, for the message.
         leading: Shape of the states without their feature.
 
@@ -131,6 +131,7 @@ def token_tensors(inputs: Any) -> list[tuple[Any, Tensor]]:
 
 
 def _named(inputs: Any) -> Iterator[tuple[Any, Tensor]]:
+    items: Iterable[tuple[Any, Any]]
     if isinstance(inputs, Mapping):
         items = inputs.items()
     else:
@@ -188,7 +189,7 @@ def _axis_by_size(
     return None
 
 
-def _is_folded(inputs: tuple[int, int], leading: tuple[int, ...]) -> bool:
+def _is_folded(inputs: tuple[int, ...], leading: tuple[int, ...]) -> bool:
     """Whether the states are the tokens several times over, with one axis longer by a whole factor."""
     for shape in (inputs, inputs[::-1]):
         for axis in (0, 1):
@@ -268,7 +269,8 @@ def _difference(before: Tensor, after: Tensor) -> Tensor:
 def _first_attended(inputs: Any, main: Tensor) -> tuple[int, int]:
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if isinstance(mask, Tensor) and mask.shape == main.shape[:2] and bool(mask.any()):
-        return tuple(int(i) for i in mask.nonzero()[0])
+        row, column = mask.nonzero()[0].tolist()
+        return row, column
     return 0, 0
 
 

@@ -24,7 +24,7 @@ from workbench.models.anatomy import read_anatomy
 from workbench.models.batches import take_rows
 from workbench.models.calling import on_device_of
 from workbench.models.wrapping import unwrap
-from workbench.zoo import is_zoo_model
+from workbench.zoo import ZooModel
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
@@ -95,10 +95,12 @@ class SpectralNorm(LinearParametrization):
             raise ThresholdError(f"n_iterations is {n}, expected a whole number of at least 1.")
 
     def _register(self, linear: nn.Module) -> None:
-        parametrize.register_parametrization(linear, "weight", UnitNorm(linear.weight, self.n_iterations))
+        parametrize.register_parametrization(
+            linear, "weight", UnitNorm(linear.get_parameter("weight"), self.n_iterations)
+        )
 
     def _require(self, name: str, linear: nn.Module) -> None:
-        if not bool(linear.weight.detach().any()):
+        if not bool(linear.get_parameter("weight").detach().any()):
             raise ThresholdError(
                 f"The weight of {name} is zero, which no factor gives norm 1; initialize it otherwise."
             )
@@ -127,6 +129,8 @@ class UnitNorm(nn.Module):
         weight: As it is now.
         n_iterations: Power iterations at each reading; only those in training mode are kept.
     """
+
+    direction: Tensor
 
     def __init__(self, weight: Tensor, n_iterations: int) -> None:
         super().__init__()
@@ -161,7 +165,7 @@ def make_plain(model: nn.Module) -> None:
     """Take all parametrizations off a model; its weights stay as they act."""
     with _still(model):
         for module in list(model.modules()):
-            if parametrize.is_parametrized(module):
+            if parametrize.is_parametrized(module) and isinstance(module.parametrizations, nn.ModuleDict):
                 for name in list(module.parametrizations):
                     parametrize.remove_parametrizations(module, name, leave_parametrized=True)
 
@@ -224,7 +228,7 @@ def _linear_maps(model: nn.Module, inputs: Any) -> Iterator[nn.Module]:
 
 def _blocks(model: nn.Module, inputs: Any) -> list[nn.Module]:
     model = unwrap(model)
-    if is_zoo_model(model):
+    if isinstance(model, ZooModel):
         return list(model.blocks)
     if inputs is None:
         raise ThresholdError(f"{type(model).__name__} is not of the zoo; pass inputs= to find its blocks with.")

@@ -233,7 +233,7 @@ class _Loader:
             ) from error
         return model, read_misfit(model, info)
 
-    def _add_what_no_path_gave(self, model: nn.Module) -> None:
+    def _add_what_no_path_gave(self, model: Any) -> None:
         """What from_pretrained adds to a model from a path, but not to one from a state dict."""
         from transformers import GenerationConfig
 
@@ -257,8 +257,9 @@ def _model_classes(config: Any, *, trust_remote_code: bool) -> list[Any]:
     foreign = []
     for name in names:
         cls = getattr(transformers, name, None) if name.isidentifier() else None
-        is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
-        if not is_model or name.endswith("PreTrainedModel"):
+        if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
+            continue
+        if name.endswith("PreTrainedModel"):
             continue
         if isinstance(config, cls.config_class or ()) or cls in _of_type(config, _all_mappings()):
             return [cls]
@@ -280,7 +281,7 @@ def _of_type(config: Any, mappings: Sequence[str]) -> list[Any]:
     """The model classes that transformers' own tables have for a config's type."""
     import transformers
 
-    classes = []
+    classes: list[Any] = []
     for mapping in mappings:
         with suppress(ImportError, ValueError):  # a class that needs a package which is not here
             found = getattr(transformers, mapping).get(type(config), ())

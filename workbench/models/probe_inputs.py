@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.models.layout import BATCH_FIRST, Layout
+from workbench.models.layout import BATCH_FIRST, BatchLayout
 
 _N_ROWS = 12
 _LENGTHS = (11, 13, 7, 17, 19)
 
 
-def probe_inputs(model: nn.Module, inputs: Any, layout: Layout = BATCH_FIRST) -> Any:
+def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRST) -> Any:
     """Inputs like the given ones, with twelve different rows.
 
     Token ids are drawn from those given, at a length that divides no dimension of the model's weights, so that shapes
@@ -31,14 +31,15 @@ def probe_inputs(model: nn.Module, inputs: Any, layout: Layout = BATCH_FIRST) ->
     generator = torch.Generator().manual_seed(0)
     sizes = {size for p in model.parameters() for size in p.shape}
     n_tokens = next((n for n in _LENGTHS if all(size % n for size in sizes)), _LENGTHS[0])
-    if layout.inputs is None:
+    axis = layout.inputs
+    if axis is None:
         return inputs
-    n_given = _n_rows(inputs, layout.inputs)
+    n_given = _n_rows(inputs, axis)
 
     def remake(value: Any, name: str) -> Any:
-        if not isinstance(value, Tensor) or value.ndim <= layout.inputs or value.shape[layout.inputs] != n_given:
+        if not isinstance(value, Tensor) or value.ndim <= axis or value.shape[axis] != n_given:
             return value
-        return remade(value.movedim(layout.inputs, 0), name).movedim(0, layout.inputs)
+        return remade(value.movedim(axis, 0), name).movedim(0, axis)
 
     def remade(value: Tensor, name: str) -> Tensor:
         if value.is_floating_point():

@@ -169,7 +169,7 @@ def _config_overrides(model: nn.Module) -> Iterator[None]:
     """Set the options that would keep a family from being read, and put them back."""
     undo = []
     for config in {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}.values():
-        for name, value in RUN_OVERRIDES.get(getattr(config, "model_type", None), {}).items():
+        for name, value in RUN_OVERRIDES.get(str(getattr(config, "model_type", "")), {}).items():
             if hasattr(config, name):
                 undo.append((config, name, getattr(config, name)))
                 setattr(config, name, value)

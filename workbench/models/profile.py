@@ -55,8 +55,8 @@ def profile(
         options: Ridge, rank and numerical rank; see `DmdOptions`.
         thresholds: Bounds of the masses; the paper's by default.
         stack: Name of the block stack to read, where a model has several; see `read_anatomy`.
-        anatomy: Of this model, from `read_anatomy`, to save reading it again; ``stack`` and ``batch_first`` are not
-            looked at then.
+        anatomy: Of this model, from `read_anatomy`, to save reading it again; ``stack`` and ``batch_first`` are
+            ignored then.
         batch_first: Whether inputs are (batch, token) or (batch, token, feature), rather than with tokens first; None:
             find out, see `read_anatomy`.
         seed: Of the choice of tokens and of the randomized rank; None: that of ``options``, by default 0.
@@ -73,7 +73,7 @@ def profile(
             states, they do not vary, or a layer holds NaN or infinite values.
     """
     subject = open_checkpoint(subject)
-    given = {"rank": rank, "seed": seed}
+    given: dict[str, Any] = {"rank": rank, "seed": seed}
     options = replace(options or DmdOptions(), **{name: value for name, value in given.items() if value is not None})
     selection = TokenSelection(n_snapshots, skip_first, options.seed)
     probe, batches = Batches.of(inputs, subject).probe_and_all()

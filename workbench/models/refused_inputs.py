@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def _takes_images(model: nn.Module) -> bool:
     return getattr(config, "image_size", None) is not None and _embedding(model) is None
 
 
-def _embedding(model: nn.Module) -> nn.Embedding | None:
+def _embedding(model: Any) -> nn.Embedding | None:
     """The table of tokens, where the model says which it is; else its longest table."""
     try:
         found = model.get_input_embeddings()
@@ -134,6 +134,7 @@ def _token_ids(inputs: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:
+    items: Iterable[tuple[Any, Any]]
     if isinstance(inputs, Mapping):
         items = inputs.items()
     else:

@@ -31,7 +31,7 @@ def why_no_blocks(model: nn.Module, inputs: Any, sites: Sequence[Site]) -> str:
     Args:
         model: The model, left as it was.
         inputs: What it runs on.
-        sites: The modules; the first, the middle one and the last are looked at.
+        sites: The modules; the first, the middle one and the last are tried.
 
     Returns:
         One clause.
@@ -50,16 +50,13 @@ def why_no_blocks(model: nn.Module, inputs: Any, sites: Sequence[Site]) -> str:
 
 def _carried_on(model: nn.Module, inputs: Any, site: Site) -> float:
     """Mean cosine, over tokens, between a change of the state that enters and that of the state that leaves."""
-    before, _ = _state_after(model, inputs, site, None)
-    generator = torch.Generator().manual_seed(0)
-    after, change = _state_after(model, inputs, site, generator)
-    return float(torch.cosine_similarity(after - before, change, dim=-1).nanmean())
+    plain = _states_of(model, inputs, site, None)
+    changed = _states_of(model, inputs, site, torch.Generator().manual_seed(0))
+    return float(torch.cosine_similarity(changed["out"] - plain["out"], changed["change"], dim=-1).nanmean())
 
 
-def _state_after(
-    model: nn.Module, inputs: Any, site: Site, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor | None]:
-    """The state that leaves a block, float64, where a random direction was added to what entered it; and that."""
+def _states_of(model: nn.Module, inputs: Any, site: Site, generator: torch.Generator | None) -> dict[str, Tensor]:
+    """What leaves a block, ``out``, float64; and the random ``change``, if any, that was added to what entered it."""
     found: dict[str, Tensor] = {}
 
     def enter(call: BlockCall) -> Tensor | None:
@@ -77,4 +74,4 @@ def _state_after(
 
     with undisturbed(model), BlockHooks([site], enter, leave):
         run_foreign(model, inputs)
-    return found["out"], found.get("change")
+    return found

@@ -13,8 +13,8 @@ from workbench.models.attention_weights import Unreadable
 from workbench.models.batches import Batches
 from workbench.models.calling import on_device_of
 from workbench.models.site import Site
-from workbench.models.tracing import BlockTrace, ParameterSlice, Projection, Selection, trace_blocks
-from workbench.models.wrapping import unwrap
+from workbench.models.tracing import BlockTrace, ParameterSlice, Projection, TopChoice, trace_blocks
+from workbench.models.wrapping import subject_in, unwrap
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -77,11 +77,11 @@ def router_weights(
     Raises:
         AnatomyError: If no anatomy was passed and none can be read.
     """
-    subject, model = model, unwrap(model)
-    inputs = on_device_of(model, Batches.of(inputs, None if subject is model else subject).first())
+    subject, model = subject_in(model), unwrap(model)
+    inputs = on_device_of(model, Batches.of(inputs, subject).first())
     anatomy = anatomy or read_anatomy(model, inputs)
     found = trace_blocks(model, inputs, anatomy, _find_router)
-    routers = []
+    routers: list[Router | Unreadable] = []
     for layer, (site, finding) in enumerate(zip(anatomy.sites, found, strict=True)):
         if isinstance(finding, str):
             routers.append(Unreadable(layer, site.name, finding))
@@ -131,10 +131,10 @@ def _find_router(layer: int, site: Site, trace: BlockTrace) -> _Finding | str | 
             if projection.weight is None:
                 return f"The router of {site.name} multiplies by a matrix that is no parameter of the model."
             n_selected = selection.n_selected
-            if not selection.is_surely_one:  # the second expert may be chosen in a second step, among the others
+            if not selection.is_top_k:  # the second expert may be chosen in a second step, among the others
                 n_selected = _n_different([s.scores for s in selections if s.scores.shape == selection.scores.shape])
             return _Finding(projection.weight, projection.bias, n_selected, scoring, is_corrected)
-    if sure := [s for s in selections if s.is_surely_one]:
+    if sure := [s for s in selections if s.is_top_k]:
         n_experts = sure[-1].scores.shape[-1]
         return (
             f"{site.name} chooses the largest of {n_experts} values, but they are not the logits of a linear map in "
@@ -151,7 +151,7 @@ def _n_different(tensors: list[Tensor]) -> int:
     return len(different)
 
 
-def _compared_as(projection: Projection, selection: Selection) -> tuple[str, bool] | None:
+def _compared_as(projection: Projection, selection: TopChoice) -> tuple[str, bool] | None:
     """How a projection's outputs became what was compared; None if they did not."""
     n_experts = selection.scores.shape[-1]
     if projection.out.shape[-1] != n_experts or projection.out.numel() != selection.scores.numel():

@@ -55,9 +55,9 @@ class Site:
             state: The other state, shaped like the one that is there.
         """
         slot = self.input_slot
-        if isinstance(slot, str):
-            return args, {**kwargs, slot: state}
-        return (*args[:slot], state, *args[slot + 1 :]), dict(kwargs)
+        if isinstance(slot, int):
+            return (*args[:slot], state, *args[slot + 1 :]), dict(kwargs)
+        return args, {**kwargs, str(slot): state}
 
     def state_out(self, output: Any) -> Tensor:
         """Residual stream leaving the block, shaped like `state_in`.

@@ -94,9 +94,9 @@ def find_candidates(model: nn.Module, calls: Sequence[Call]) -> list[Candidate]:
     for call in calls:
         parent, _, _ = call.name.rpartition(".")
         if isinstance(modules[parent], _CONTAINERS):
-            keys = {parent, _pattern(call.name, modules)}
+            keys = [*dict.fromkeys((parent, _pattern(call.name, modules)))]
         else:
-            keys = {f"{parent}[{type(call.module).__name__}]"}
+            keys = [f"{parent}[{type(call.module).__name__}]"]
         for key in keys:
             groups.setdefault(key, []).append(call)
     return [Candidate(name, members) for name, members in groups.items() if any(c.shapes for c in members)]
@@ -217,10 +217,10 @@ def _choose_by_count(
     if incomplete:
         _refuse_incomplete(incomplete[0], plausible, are_blocks)
     found = ", ".join(map(str, sorted(plausible, key=lambda c: -len(c.calls))[:_MOST_LISTED]))
-    fitting = _listed(plausible, are_blocks)
+    readable = _listed(plausible, are_blocks)
     raise AnatomyError(
         f"The config of {type(model).__name__} says {counts[0]}, but the stacks found are {found}; "
-        + (f"pass as stack= one of {fitting}." if fitting else "none of them can be read.")
+        + (f"pass as stack= one of {readable}." if readable else "none of them can be read.")
     )
 
 

@@ -115,7 +115,8 @@ def folder_weights(folder: Path) -> FolderWeights | None:
     weights = next((folder / name for name in _WEIGHT_FILES if (folder / name).is_file()), None)
     if weights is None:
         return None
-    files, has_metadata = (weights,), True
+    files: tuple[Path, ...] = (weights,)
+    has_metadata = True
     if weights.suffix == ".json":
         files, has_metadata = _read_index(weights)
     headers = {name: (size, is_integer) for file in files for name, size, is_integer in _header(file)}

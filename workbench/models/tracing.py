@@ -98,18 +98,18 @@ class PackedAttention:
 
 
 @dataclass(frozen=True)
-class Selection:
+class TopChoice:
     """A choice of the largest along the last dimension.
 
     Attributes:
         scores: What was compared.
         n_selected: How many were taken.
-        is_surely_one: Whether it can be nothing else; a maximum may also serve to keep an exponential in range.
+        is_top_k: Whether it is a choice of the k largest for certain; a maximum may also keep an exponential in range.
     """
 
     scores: Tensor
     n_selected: int
-    is_surely_one: bool
+    is_top_k: bool
 
 
 @dataclass
@@ -120,7 +120,7 @@ class BlockTrace:
     projections: list[Projection] = field(default_factory=list)
     norms: list[Normalization] = field(default_factory=list)
     attentions: list[Scores | PackedAttention] = field(default_factory=list)
-    selections: list[Selection] = field(default_factory=list)
+    selections: list[TopChoice] = field(default_factory=list)
 
 
 def trace_blocks(
@@ -145,8 +145,9 @@ def trace_blocks(
 
     def leave(call: BlockCall) -> None:
         trace, recorder.trace = recorder.trace, None
-        with torch._C.DisableTorchFunction():
-            findings[call.layer] = analyse(call.layer, call.site, trace)
+        if trace is not None:
+            with torch._C.DisableTorchFunction():
+                findings[call.layer] = analyse(call.layer, call.site, trace)
 
     def leaf(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         recorder.record_leaf(module, args, output)
@@ -179,9 +180,9 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        before = _Before(self, func, args, kwargs) if self.trace is not None else None
+        before = _Before(self, self.trace, func, args, kwargs) if self.trace is not None else None
         result = func(*args, **kwargs)
-        if before is not None and self.trace is not None:
+        if before is not None and self.trace is before.trace:
             before.record(result)
         return result
 
@@ -198,12 +199,11 @@ class _Recorder(TorchFunctionMode):
             return
         if gain is not None and gain.ndim > 1 and gain.numel() != output.shape[-1] * output.shape[-2]:
             return
-        self.add_norm(args[0], output, gain, bias)
+        self.trace.norms.append(self.norm(args[0], output, gain, bias))
 
-    def add_norm(self, into: Tensor, out: Tensor, gain: Tensor | None, bias: Tensor | None) -> None:
-        """Note a norm that was applied."""
-        names = self.name(gain), self.name(bias)
-        self.trace.norms.append(Normalization(_keep(into), _keep(out), *names, gain, bias))
+    def norm(self, into: Tensor, out: Tensor, gain: Tensor | None, bias: Tensor | None) -> Normalization:
+        """A norm that was applied."""
+        return Normalization(_keep(into), _keep(out), self.name(gain), self.name(bias), gain, bias)
 
     def name(self, tensor: Any) -> str | None:
         """Name of a whole parameter."""
@@ -253,8 +253,8 @@ class _Recorder(TorchFunctionMode):
 class _Before:
     """One call of a torch function: arguments now, result later."""
 
-    def __init__(self, recorder: _Recorder, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.recorder, self.func, self.args, self.kwargs = recorder, func, args, kwargs
+    def __init__(self, recorder: _Recorder, trace: BlockTrace, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.recorder, self.trace, self.func, self.args, self.kwargs = recorder, trace, func, args, kwargs
         self.name = getattr(func, "__name__", "").strip("_")
 
     def record(self, result: Any) -> None:
@@ -312,16 +312,16 @@ class _Before:
 
     def _on_multi_head_attention_forward(self, result: Any) -> None:
         bound = inspect.signature(functional.multi_head_attention_forward).bind(*self.args, **self.kwargs).arguments
-        cut = self.recorder.slice
+        slice_of = self.recorder.slice
         query, width = bound["query"], bound["embed_dim_to_check"]
         if bound.get("use_separate_proj_weight", False):
-            weights = [cut(bound.get("q_proj_weight")), cut(bound.get("k_proj_weight"))]
+            weights = [slice_of(bound.get("q_proj_weight")), slice_of(bound.get("k_proj_weight"))]
         else:
-            weights = [cut(part) for part in bound["in_proj_weight"].chunk(3)[:2]]
+            weights = [slice_of(part) for part in bound["in_proj_weight"].chunk(3)[:2]]
         bias = bound["in_proj_bias"]
-        biases = [cut(part) for part in bias[: 2 * width].chunk(2)] if bias is not None else [None, None]
+        biases = [slice_of(part) for part in bias[: 2 * width].chunk(2)] if bias is not None else [None, None]
         packed = PackedAttention(query, bound["key"], bound["num_heads"], *weights, *biases)
-        self.recorder.trace.attentions.append(packed)
+        self.trace.attentions.append(packed)
 
     def _on_rms_norm(self, result: Tensor) -> None:
         self._normalize(self._get(2, "weight"), None, result)
@@ -332,27 +332,26 @@ class _Before:
     def _on_topk(self, result: Any) -> None:
         scores, dim = self._get(0, "input"), self._get(2, "dim", -1)
         if isinstance(scores, Tensor) and dim in (-1, scores.ndim - 1):
-            self.recorder.trace.selections.append(Selection(_keep(scores), int(self._get(1, "k")), True))
+            self.trace.selections.append(TopChoice(_keep(scores), int(self._get(1, "k")), True))
 
     def _on_argmax(self, result: Any) -> None:
         scores, dim = self._get(0, "input"), self._get(1, "dim")
         if isinstance(scores, Tensor) and isinstance(dim, int) and dim in (-1, scores.ndim - 1):
-            self.recorder.trace.selections.append(Selection(_keep(scores), 1, False))
+            self.trace.selections.append(TopChoice(_keep(scores), 1, False))
 
     _on_max = _on_argmax
 
     def _normalize(self, gain: Any, bias: Any, result: Tensor) -> None:
-        self.recorder.add_norm(self._get(0, "input"), result, gain, bias)
+        self.trace.norms.append(self.recorder.norm(self._get(0, "input"), result, gain, bias))
 
     def _project(self, into: Tensor, weight: ParameterSlice | None, bias: Any, result: Tensor) -> None:
         bias = bias if isinstance(bias, Tensor) else None
         place = self.recorder.slice(bias) if bias is not None else None
-        self.recorder.trace.projections.append(Projection(weight, place, bias, _keep(into), _keep(result)))
+        self.trace.projections.append(Projection(weight, place, bias, _keep(into), _keep(result)))
 
     def _score(self, query: Tensor, key: Tensor) -> None:
         if query.shape[-1] == key.shape[-1]:
-            trace = self.recorder.trace
-            trace.attentions.append(Scores(_keep(query), _keep(key), len(trace.projections)))
+            self.trace.attentions.append(Scores(_keep(query), _keep(key), len(self.trace.projections)))
 
 
 def _keep(tensor: Tensor) -> Tensor:

@@ -25,6 +25,11 @@ def unwrap(model: Subject | nn.Module) -> nn.Module:
     return getattr(module, "_orig_mod", module)
 
 
+def subject_in(model: Subject | nn.Module) -> Subject | None:
+    """The subject, if it is one rather than a module."""
+    return None if isinstance(model, nn.Module) or unwrap(model) is model else model
+
+
 def as_written() -> AbstractContextManager:
     """Modules run as they were written: compiled code ignores hooks that come later."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -3,10 +3,10 @@ from .activations import kurtosis as kurtosis
 from .activations import massive_activations as massive_activations
 from .activations import outlier_ratio as outlier_ratio
 from .activations import state_norm as state_norm
-from .attention_health import AttentionLook as AttentionLook
+from .attention_health import AttentionHealth as AttentionHealth
 from .attention_health import attention_entropy as attention_entropy
 from .attention_health import attention_logit_max as attention_logit_max
-from .attention_health import look_at_attention as look_at_attention
+from .attention_health import measure_attention as measure_attention
 from .attention_health import qk_update_spectrum as qk_update_spectrum
 from .curvature import preconditioned_sharpness as preconditioned_sharpness
 from .curvature import sharpness as sharpness
@@ -19,7 +19,7 @@ from .matrices import stable_rank as stable_rank
 from .optimizer_health import adam_staleness as adam_staleness
 from .optimizer_health import gradient_rms as gradient_rms
 from .optimizer_health import update_ratio as update_ratio
-from .probe_pass import ProbeLook as ProbeLook
+from .probe_pass import ModelProbe as ModelProbe
 from .router_health import dead_experts as dead_experts
 from .router_health import expert_load as expert_load
 from .router_health import max_violation as max_violation

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from workbench.models.probing import storage_pointer
 from workbench.models.router_weights import Router
-from workbench.monitors.attention_health import AttentionLook, look_at_attention, look_at_logits
+from workbench.monitors.attention_health import AttentionHealth, measure_attention, measure_logits
 
 
 @dataclass
@@ -24,8 +24,8 @@ class BlockNotes:
     Attributes:
         leading: Shape of the residual stream without its features, such as (batch, token).
         rows: Which tokens count, boolean, of that shape; None: all.
-        wants_attention: Whether to look at its attention.
-        router: Its router; None: there is none, or none to look at.
+        wants_attention: Whether to measure its attention.
+        router: Its router; None: there is none, or none to measure.
         router_weight: The parameter in which the router's weight lies.
         attention: Its first attention of its own tokens among themselves; None: not seen.
         logits: The router's, shape (token, expert); None: not seen.
@@ -38,7 +38,7 @@ class BlockNotes:
     wants_attention: bool = True
     router: Router | None = None
     router_weight: Tensor | None = None
-    attention: AttentionLook | None = None
+    attention: AttentionHealth | None = None
     logits: Tensor | None = None
     choices: Tensor | None = None
     batch_axis: int = 0
@@ -87,7 +87,7 @@ class BlockCalls(TorchFunctionMode):
         mask = given.get(3, "attn_mask")
         if mask is not None and mask.ndim == 3 and q.ndim == 3:
             mask = mask.reshape(n_rows, -1, *mask.shape[-2:]) if mask.shape[0] % n_rows == 0 else mask[:, None]
-        block.attention = look_at_attention(
+        block.attention = measure_attention(
             q.reshape(n_rows, -1, *q.shape[-2:]),
             k.reshape(n_rows, -1, *k.shape[-2:]),
             scale=given.get(6, "scale"),
@@ -97,7 +97,7 @@ class BlockCalls(TorchFunctionMode):
         )
 
     def on_softmax(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
-        """A softmax over as many columns as there are tokens, or one more: a sink, which counts as one to look at."""
+        """A softmax over as many columns as there are tokens, or one more: a sink, which counts as a token."""
         del result
         logits, dim = given.get(0, "input"), given.get(1, "dim")
         if not block.wants_attention or block.attention is not None or not isinstance(logits, Tensor):
@@ -110,7 +110,7 @@ class BlockCalls(TorchFunctionMode):
         n_rows = block.n_tokens // n_tokens
         if n_rows * n_tokens == block.n_tokens and logits.shape[0] % n_rows == 0:
             logits = logits.reshape(n_rows, -1, *logits.shape[-2:])
-            block.attention = look_at_logits(logits, rows=block.rows_as(n_rows, n_tokens))
+            block.attention = measure_logits(logits, rows=block.rows_as(n_rows, n_tokens))
 
     def on_packed_attention(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
         """The call behind `torch.nn.MultiheadAttention`, inside which no other is seen."""
@@ -136,7 +136,7 @@ class BlockCalls(TorchFunctionMode):
         )
         n_tokens, n_rows = query.shape[:2]
         mask = _packed_mask(packed["attn_mask"], packed["key_padding_mask"], n_rows)
-        block.attention = look_at_attention(q, k, mask=mask, rows=block.rows_as(n_rows, n_tokens))
+        block.attention = measure_attention(q, k, mask=mask, rows=block.rows_as(n_rows, n_tokens))
 
     def on_projection(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
         """A linear map: is it the router's?"""

@@ -1,4 +1,4 @@
-"""Health of attention: how its query-key products move, how large its logits are, how sharply it looks."""
+"""Health of attention: how its query-key products move, how large its logits are, how sharp it is."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def qk_update_spectrum(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> di
 
 
 @dataclass(frozen=True)
-class AttentionLook:
+class AttentionHealth:
     """What the attention of one layer does on some tokens; NaN for a head with a score that is not finite.
 
     Attributes:
         logit_max: Largest score before the softmax of what may be seen, shape (..., head).
-        entropy: Mean over tokens of the entropy of where they look, in nat, shape (..., head).
+        entropy: Mean over tokens of the entropy of their attention, in nat, shape (..., head).
         entropy_share: Mean over tokens of that entropy over its largest value, log(number of tokens seen), between 0
             and 1; tokens that see but one are left out. Shape (..., head).
     """
@@ -89,7 +89,7 @@ class AttentionLook:
     entropy_share: Tensor
 
 
-def look_at_attention(
+def measure_attention(
     q: Tensor,
     k: Tensor,
     *,
@@ -97,7 +97,7 @@ def look_at_attention(
     is_causal: bool = False,
     mask: Tensor | None = None,
     rows: Tensor | None = None,
-) -> AttentionLook:
+) -> AttentionHealth:
     """Scores and entropy of the attention softmax(scale q k' + mask), as `scaled_dot_product_attention` defines it.
 
     Computed in the precision of the queries, at least float32, a few rows of scores at a time.
@@ -109,7 +109,7 @@ def look_at_attention(
         is_causal: Whether a token sees only itself and those before it.
         mask: Boolean, True for what may be seen, or added to the scores; shaped like them, (batch, head, token,
             token), or broadcast to it.
-        rows: Tokens that look, boolean, shape (batch, token); None: all. Tokens that see nothing never count.
+        rows: Querying tokens that count, boolean, shape (batch, token); None: all. Tokens that see nothing never count.
 
     Returns:
         One number per query head, over all rows of the batch; NaN where no token counts.
@@ -142,19 +142,19 @@ def look_at_attention(
             logits, is_open = (logits, here) if here.dtype == torch.bool else _added(logits, here)
             is_visible = is_open if is_visible is None else is_visible & is_open
         tally.add(logits, is_visible, None if rows is None else rows[row, None, part].to(q.device))
-    return tally.look()
+    return tally.result()
 
 
-def look_at_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionLook:
+def measure_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionHealth:
     """The same from what enters the softmax, the mask added.
 
     Args:
         logits: Shape (batch, head, token, token). What is as low as its precision goes is not seen; as masks of -1e4
             are about as well, what is there or lower does not count among the tokens that could be seen.
-        rows: As in `look_at_attention`.
+        rows: As in `measure_attention`.
 
     Returns:
-        As `look_at_attention`.
+        As `measure_attention`.
     """
     lowest = torch.finfo(logits.dtype).min / 2
     n_rows, n_heads, n_queries, n_keys = logits.shape
@@ -163,35 +163,35 @@ def look_at_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionLo
         here = _at_least_float32(logits[row, :, part])
         n_choices = (~(here <= _CUSTOMARY_MASK)).sum(-1)
         tally.add(here, ~(here < lowest), None if rows is None else rows[row, None, part].to(here.device), n_choices)
-    return tally.look()
+    return tally.result()
 
 
 def attention_logit_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
     """Largest attention logit; training worsens near 1e3, and above 1e4 it always diverged (arXiv:2309.14322).
 
     Args:
-        q: As in `look_at_attention`, like the key and all options.
+        q: As in `measure_attention`, like the key and all options.
         k: Keys.
         **options: See there.
 
     Returns:
-        Shape (query head,); see `AttentionLook`.
+        Shape (query head,); see `AttentionHealth`.
     """
-    return look_at_attention(q, k, **options).logit_max
+    return measure_attention(q, k, **options).logit_max
 
 
 def attention_entropy(q: Tensor, k: Tensor, **options: Any) -> Tensor:
-    """Mean entropy of where tokens look, in nat; its collapse to 0 precedes divergence (arXiv:2303.06296).
+    """Mean entropy of the attention of tokens, in nat; its collapse to 0 precedes divergence (arXiv:2303.06296).
 
     Args:
-        q: As in `look_at_attention`, like the key and all options.
+        q: As in `measure_attention`, like the key and all options.
         k: Keys.
         **options: See there.
 
     Returns:
-        Shape (query head,); see `AttentionLook`.
+        Shape (query head,); see `AttentionHealth`.
     """
-    return look_at_attention(q, k, **options).entropy
+    return measure_attention(q, k, **options).entropy
 
 
 class _Tally:
@@ -210,7 +210,7 @@ class _Tally:
         Args:
             logits: Shape (row, head, token, token).
             is_visible: What may be seen, broadcast to it; None: all.
-            rows: Tokens that look, shape (row, 1, token); None: all.
+            rows: Querying tokens that count, shape (row, 1, token); None: all.
             n_choices: Tokens that could be seen, shape (row, head, token); None: as many as are visible.
         """
         if is_visible is None:
@@ -234,10 +234,10 @@ class _Tally:
         self.n_entropies += counts.sum((0, -1))
         self.n_shares += is_choice.sum((0, -1))
 
-    def look(self) -> AttentionLook:
+    def result(self) -> AttentionHealth:
         """What was added up; 0 / 0 is NaN."""
         largest = self.largest.masked_fill(self.n_entropies == 0, torch.nan)
-        return AttentionLook(largest, self.entropy / self.n_entropies, self.share / self.n_shares)
+        return AttentionHealth(largest, self.entropy / self.n_entropies, self.share / self.n_shares)
 
 
 def _parts(

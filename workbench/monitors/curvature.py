@@ -180,13 +180,12 @@ def _hessian_product(
         if roots is not None:
             vectors = [vector / root for vector, root in zip(vectors, roots, strict=True)]
         with_graph = [vector for vector, g in zip(vectors, gradients, strict=True) if g.requires_grad]
+        parts: Sequence[Tensor] = [torch.zeros_like(weight) for weight in weights]  # the loss may be linear in them
         if curved:
-            rows = torch.autograd.grad(curved, weights, with_graph, retain_graph=True, materialize_grads=True)
-        else:  # the loss is linear in the weights
-            rows = [torch.zeros_like(weight) for weight in weights]
+            parts = torch.autograd.grad(curved, weights, with_graph, retain_graph=True, materialize_grads=True)
         if roots is not None:
-            rows = [row / root for row, root in zip(rows, roots, strict=True)]
-        result = np.concatenate([row.detach().flatten().to("cpu", torch.float64).numpy() for row in rows])
+            parts = [part / root for part, root in zip(parts, roots, strict=True)]
+        result = np.concatenate([part.detach().flatten().to("cpu", torch.float64).numpy() for part in parts])
         if not np.isfinite(result).all():
             raise _NotFiniteError
         return result.astype(flat.dtype, copy=False)
@@ -195,8 +194,7 @@ def _hessian_product(
 
 
 def _split(flat: np.ndarray, weights: Sequence[Tensor]) -> list[Tensor]:
-    flat = torch.from_numpy(np.ascontiguousarray(flat).reshape(-1))
-    parts = flat.split([weight.numel() for weight in weights])
+    parts = torch.from_numpy(np.ascontiguousarray(flat).reshape(-1)).split([weight.numel() for weight in weights])
     return [part.view(weight.shape).to(weight) for part, weight in zip(parts, weights, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""One pass over a few fixed rows: what attention, routers and the residual stream do there."""
+"""One pass over a few fixed examples: what attention, routers and the residual stream do there."""
 
 from __future__ import annotations
 
@@ -52,23 +52,24 @@ _OF_ROUTING = (
 )
 
 
-class ProbeLook:
-    """Looks at a model by running it on the same rows again and again.
+class ModelProbe:
+    """Measures a model by running it on the same examples again and again.
 
     The pass is one of its own: eval mode, no gradients, whatever precision the weights have. Modes, random states,
-    weights, buffers, plain attributes and hooks are left as they were, so training goes on as if nobody had looked.
+    weights, buffers, plain attributes and hooks are left as they were, so training goes on unchanged.
 
     Args:
         model: Any module.
         anatomy: Its blocks.
-        inputs: One batch, as `call_model` takes it; a few rows. Tokens that an ``attention_mask`` hides are left out.
+        inputs: One batch, as `call_model` takes it; a few examples. Tokens that an ``attention_mask`` hides do not
+            count.
         routers: What `router_weights` gives for this model; None: it is asked, which runs the model once.
 
     Attributes:
         router_layers: Indices of the blocks with a router that can be read, in order.
         n_experts: Experts of each of them.
-        unreadable: Why values are NaN that no look will ever give, one sentence each; filled by `take`. A value that is
-            NaN because the model's numbers are gets no sentence.
+        unreadable: Why values are NaN that no measurement will ever give, one sentence each; filled by `take`. A value
+            that is NaN because the model's numbers are gets no sentence.
     """
 
     def __init__(
@@ -88,20 +89,20 @@ class ProbeLook:
         self._choices: dict[int, Tensor] = {}
 
     def take(self, parts: Collection[str] = PARTS) -> dict[str, dict[str, np.ndarray]]:
-        """Run the model and look.
+        """Run the model and measure.
 
         Args:
-            parts: What to look at: "attention", "router", "activations".
+            parts: What to measure: "attention", "router", "activations".
 
         Returns:
             One entry per part that the model has, float64:
 
             - ``attention``: ``attention_logit_max``, ``attention_entropy`` (nat) and ``attention_entropy_share``, each
-              (layer, head), see `AttentionLook`; padded with NaN where a layer has fewer heads. Scores are the model's
-              own, with its masks, positions and scale; those of its own tokens if there is cross-attention too. Absent
-              if no layer has attention that can be seen.
+              (layer, head), see `AttentionHealth`; padded with NaN where a layer has fewer heads. Scores are the
+              model's own, with its masks, positions and scale; those of its own tokens if there is cross-attention too.
+              Absent if no layer has attention that can be seen.
             - ``router``: ``routing_entropy`` (nat), ``routing_entropy_share``, ``max_violation``, ``dead_experts`` and
-              ``routing_change`` since the last look at this part (NaN at the first), each (router layer,), and
+              ``routing_change`` since the last measurement of this part (NaN at the first), each (router layer,), and
               ``expert_load``, (router layer, expert). All are NaN where a logit is. Absent in dense models.
             - ``activations``: of the states that leave a block, ``activation_max``, ``outlier_ratio``, ``kurtosis``,
               ``state_norm``, each (layer,), and ``log_z``, 0-dim, of what the model returns: its ``logits``, or the
@@ -112,7 +113,7 @@ class ProbeLook:
             AnatomyError: If the stream is not where it was when the anatomy was read.
         """
         if unknown := [part for part in parts if part not in PARTS]:
-            raise ThresholdError(f"There is no part {unknown[0]!r} to look at; expected some of {', '.join(PARTS)}.")
+            raise ThresholdError(f"There is no part {unknown[0]!r} to measure; expected some of {', '.join(PARTS)}.")
         run = _Pass(self.model, self.anatomy, self._routers, self._inputs_here(), parts)
         taken = {}
         if "attention" in parts and (attention := self._attention(run)):
@@ -124,20 +125,20 @@ class ProbeLook:
         return taken
 
     def _attention(self, run: _Pass) -> dict[str, np.ndarray]:
-        looks = []
+        found = []
         for layer, site in enumerate(self.anatomy.sites):
             notes = run.notes.get(layer)
-            looks.append(notes.attention if notes else None)
-            if looks[-1] is None:
+            found.append(notes.attention if notes else None)
+            if found[-1] is None:
                 self._say(
                     f"The attention of {site.name} cannot be seen: it computes no scores of its tokens among "
                     "themselves, or in a kernel of its own (try the model's 'sdpa' or 'eager' attention)."
                 )
-        if not any(looks):
+        if not any(found):
             return {}
-        n_heads = max(len(look.entropy) for look in looks if look)
+        n_heads = max(len(health.entropy) for health in found if health)
         return {
-            name: _stacked([getattr(look, attribute) if look else None for look in looks], n_heads)
+            name: _stacked([getattr(health, attribute) if health else None for health in found], n_heads)
             for name, attribute in _OF_ATTENTION.items()
         }
 
@@ -152,10 +153,10 @@ class ProbeLook:
 
     def _routing_of(self, layer: int, notes: BlockNotes | None) -> dict[str, Tensor]:
         router = self._routers[layer]
-        logits, choices = (notes.logits, notes.choices) if notes else (None, None)
-        if logits is None:
+        if notes is None or notes.logits is None:
             self._say(f"The router of {router.site} was not called by way of {router.name}, so its logits are unknown.")
             return {}
+        logits, choices = notes.logits, notes.choices
         if choices is None and not router.is_corrected:
             choices = logits.topk(router.top_k, dim=-1).indices
         if notes.rows is not None and len(logits) == notes.n_tokens:
@@ -195,7 +196,7 @@ class ProbeLook:
 
 
 class _Pass:
-    """One forward of a `ProbeLook`, and what was seen during it.
+    """One forward of a `ModelProbe`, and what was seen during it.
 
     Attributes:
         notes: Of each block that ran.

@@ -42,15 +42,16 @@ def merged(batches: list[Inputs]) -> Inputs:
     """Batches of one form as one; where there is a mask, what has its shape is padded at the end to the longest."""
     first = batches[0]
     if isinstance(first, Tensor):
-        return torch.cat(batches)
-    longest = max((batch["attention_mask"].shape[-1] for batch in batches if "attention_mask" in batch), default=0)
+        return torch.cat([batch for batch in batches if isinstance(batch, Tensor)])
+    named = [batch for batch in batches if not isinstance(batch, Tensor)]
+    longest = max((batch["attention_mask"].shape[-1] for batch in named if "attention_mask" in batch), default=0)
 
-    def column(name: str) -> Tensor:
+    def merged_under(name: str) -> Tensor:
         if not _is_masked(name, first):
-            return torch.cat([batch[name] for batch in batches])
-        return torch.cat([functional.pad(batch[name], (0, longest - batch[name].shape[1])) for batch in batches])
+            return torch.cat([batch[name] for batch in named])
+        return torch.cat([functional.pad(batch[name], (0, longest - batch[name].shape[1])) for batch in named])
 
-    return {name: column(name) for name in first}
+    return {name: merged_under(name) for name in first}
 
 
 def copied(inputs: Inputs) -> Inputs:

@@ -79,5 +79,5 @@ class RandomStream:
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])  # noqa: NPY002
         torch.set_rng_state(state["torch"])
-        if state["cuda"] is not None:
+        if state["cuda"] is not None and self._cuda is not None:
             torch.cuda.set_rng_state(state["cuda"], self._cuda)

@@ -25,7 +25,7 @@ STATES_PER_IMAGE = 16
 
 @runtime_checkable
 class Task(Protocol):
-    """Something to learn: a stream of batches, held-out inputs to look at the model with, and a description.
+    """Something to learn: a stream of batches, held-out inputs to measure the model with, and a description.
 
     Tasks of token ids also have ``vocab_size``, tasks of classes ``n_classes``, where it is known.
     """
@@ -94,11 +94,13 @@ class SeededTask(ABC):
         require_whole(1, n_tokens=n_tokens)
         n_rows = -(-n_tokens // self.states_per_row)
         changes: dict[str, Any] = {"split": "validation"} if hasattr(self, "split") else {}
-        return replace(self, batch_size=min(n_rows, self.n_held_out or n_rows), **changes).batch(-1)[0]
+        task: Any = self  # every child is a dataclass
+        return replace(task, batch_size=min(n_rows, self.n_held_out or n_rows), **changes).batch(-1)[0]
 
     def describe(self) -> dict[str, str | int | float | bool]:
         """The task's name and fields."""
-        values = asdict(self).items()
+        task: Any = self
+        values = asdict(task).items()
         return {"task": self.name} | {
             name: int(value) if isinstance(value, Integral) else value for name, value in values
         }

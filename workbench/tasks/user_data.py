@@ -150,7 +150,7 @@ class DataTask:
         """The source, or a copy of a loader that would share its persistent workers among all who iterate over it."""
         if not getattr(self._source, "persistent_workers", False):
             return self._source
-        loader = copy.copy(self._source)
+        loader: Any = copy.copy(self._source)
         loader._iterator = None
         return loader
 
@@ -171,7 +171,12 @@ class OneShotTask:
         self._is_streaming = self._has_ended = False
         if not self._read_ahead:
             raise WorkbenchError("The source is empty; pass at least one batch.")
-        self._description = {"task": "data", "source": type(source).__name__, "seed": seed, "is_one_shot": True}
+        self._description: dict[str, Any] = {
+            "task": "data",
+            "source": type(source).__name__,
+            "seed": seed,
+            "is_one_shot": True,
+        }
         self._description["first_batch"] = checksum(self._read_ahead[0])
 
     def stream(self, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:

@@ -24,7 +24,7 @@ from workbench.models.router_weights import Router, router_weights
 from workbench.models.wrapping import as_written
 from workbench.monitors.curvature import preconditioned_sharpness, sharpness
 from workbench.monitors.probe_pass import PARTS as PROBED
-from workbench.monitors.probe_pass import ProbeLook
+from workbench.monitors.probe_pass import ModelProbe
 from workbench.monitors.router_health import router_conditioning, router_similarity
 from workbench.schema.runs import ROUTER
 from workbench.training.recording import SpectraTaker
@@ -117,7 +117,7 @@ class Looks:
         self.routers = [router for router in reading.routers if isinstance(router, Router)]
         self.query_keys = QueryKeyWindow(reading.query_keys, weights, options.alpha)
         self._update = UpdateLook(optimizer, weights, reading.anatomy)
-        self._probe_look: ProbeLook | None = None
+        self._probe_look: ModelProbe | None = None
         self._taker: SpectraTaker | None = None
         self.after_update: dict[str, Callable[[int, dict[str, np.ndarray]], dict[str, np.ndarray]]] = {
             "attention": self.attention,
@@ -155,7 +155,7 @@ class Looks:
         if self.probe is None or not any(self.is_on(part) for part in PROBED):
             return {}
         try:
-            self._probe_look = ProbeLook(self.model, self.reading.anatomy, self.probe, routers=self.reading.routers)
+            self._probe_look = ModelProbe(self.model, self.reading.anatomy, self.probe, routers=self.reading.routers)
             return self.probed(PROBED)
         except Exception as error:  # noqa: BLE001  (a foreign model may fail in any way; it is told)
             self._miss("activations", f"The probe does not pass through the model: {_reason(error)}")

@@ -16,14 +16,14 @@ from tests.models.model_families import BY_NAME, build, make_inputs
 from tests.zoo.zoo_models import MAKERS, inputs_for, unsettled
 from workbench.errors import ThresholdError
 from workbench.models.anatomy import read_anatomy
-from workbench.monitors.probe_pass import ProbeLook
+from workbench.monitors.probe_pass import ModelProbe
 from workbench.zoo.attention import rotate
 
 ATTENTION = ("attention_logit_max", "attention_entropy", "attention_entropy_share")
 
 
 def look_at(model, inputs):
-    return ProbeLook(model, read_anatomy(model, inputs), inputs)
+    return ModelProbe(model, read_anatomy(model, inputs), inputs)
 
 
 def attention_by_hand(q, k, scale, visible):
@@ -398,7 +398,7 @@ def test_an_unknown_part():
     model = MAKERS["moe"](0)
     look = look_at(model, inputs_for(model))
     with pytest.raises(
-        ThresholdError, match="There is no part 'routers' to look at; expected some of attention, router"
+        ThresholdError, match="There is no part 'routers' to measure; expected some of attention, router"
     ):
         look.take(["routers"])
 
