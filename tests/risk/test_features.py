@@ -127,7 +127,7 @@ def test_complete_cases_are_found(sweep):
 
 def test_names_of_features_are_checked():
     with pytest.raises(
-        ThresholdError, match="features is 'backward', expected forward, gradient, rehearsal, or a list of names"
+        ThresholdError, match="features is 'backward', expected forward, gradient, pilot, or a list of names"
     ):
         features_of("backward")
     with pytest.raises(ThresholdError, match="'colour' is no feature; choose from wb.risk.FEATURES"):

@@ -26,7 +26,7 @@ def model(sweep):
     applicability = Applicability.of(base, sweep["cell"].values, sweep["configuration"].values)
     weights = np.zeros((1, 2 + len(design.columns)))
     return RiskModel(
-        design=design, applicability=applicability, weights=weights, seen=(-1.0, 1.0), log_rate=(-2.0, 1.0),
+        feature_map=design, applicability=applicability, weights=weights, seen=(-1.0, 1.0), log_rate=(-2.0, 1.0),
         spread=(1.0, 1.0), about={"options": {"level": 0.95}},
     )  # fmt: skip
 

@@ -351,7 +351,7 @@ def test_one_case_needs_no_dimension(model, planted):
         (
             lambda s: wb.risk.fit(s, features="all"),
             ThresholdError,
-            "features is 'all', expected forward, gradient, rehearsal, or a list",
+            "features is 'all', expected forward, gradient, pilot, or a list",
         ),
         (lambda s: wb.risk.fit(s.drop_vars("cell")), SchemaError, "The sweep has no cell; take one from wb.open_sweep"),
         (lambda s: wb.risk.fit(s, by="colour"), SchemaError, "The sweep has no colour"),

@@ -31,7 +31,7 @@ def planted_model(sweep, *, more=(), with_optimizer=True):
     applicability = Applicability.of(base, sweep["cell"].values, sweep["configuration"].values)
     rates = np.log10(sweep["learning_rate"].values)
     return RiskModel(
-        design=design, applicability=Applicability(applicability.points, 8.0),
+        feature_map=design, applicability=Applicability(applicability.points, 8.0),
         weights=np.stack([row, row - moved, row + moved]), seen=(-4.0, 4.0), log_rate=(rates.mean(), rates.std()),
         spread=(SLOPE, SPREAD), about={"options": {"level": 0.95}},
     )  # fmt: skip

@@ -594,7 +594,7 @@ def test_the_shipped_risk_models_are_chosen_by_how_closely_one_looks(n_measured)
     explorer.wait(60)
     assert explorer.error == ""
     assert explorer.risk.features == wb.risk.shipped("forward").features
-    assert [options["rehearses"] for options in n_measured] == [False]
+    assert [options["runs_pilot"] for options in n_measured] == [False]
     explorer.look.value = "gradient"
     explorer.wait(60)
     assert explorer.risk.features == wb.risk.shipped("gradient").features

@@ -61,7 +61,7 @@ def measure(choice: Choice, settings: dict[str, Any], efforts: Efforts, check: C
         choice: Model and task.
         settings: Of the plan.
         efforts: How closely to look.
-        check: Called at every look at the loss, of which a rehearsal takes a hundred; what it raises ends it all.
+        check: Called at every evaluation of the loss, of which a pilot run takes a hundred; what it raises ends it all.
 
     Raises:
         WorkbenchError: If there is no such checkpoint, the task does not fit, or the model cannot be read.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -125,7 +125,7 @@ def _numbers(path: Path, column: pd.Series[str]) -> np.ndarray:
     except ValueError:
         import pandas as pd
 
-        line = (pd.to_numeric(column, errors="coerce").isna() & column.notna()).idxmax()
+        line: Any = (pd.to_numeric(column, errors="coerce").isna() & column.notna()).idxmax()
         raise SchemaError(
             f"Line {line} of {path} has {column.loc[line]!r} for {str(column.name).strip()}, expected a number; "
             "correct the line or leave it empty."

@@ -122,7 +122,7 @@ def decisions(numbers: Numbers) -> Section:
 
 def actions(numbers: Numbers) -> tuple[Sentence, ...]:
     """The first steps of V4, for the first screen."""
-    order = [DecisionKind.MEASURE, DecisionKind.CHANGE]
+    order: list[str] = [DecisionKind.MEASURE, DecisionKind.CHANGE]
     order += [kind for kind in DecisionKind if kind not in order]
     kinds = numbers.texts("decisions", "kind")
     rows = sorted(range(len(kinds)), key=lambda row: (order.index(kinds[row]) if kinds[row] in order else 9, row))

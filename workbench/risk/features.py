@@ -206,7 +206,7 @@ def _values(cases: xr.Dataset, names: Sequence[str]) -> tuple[np.ndarray, np.nda
 def _lacking(cases: xr.Dataset, names: Sequence[str], lacks: np.ndarray) -> str:
     """The sentence about features that are NaN."""
     n_runs = int(lacks.any(axis=1).sum())
-    which = [names[i] for i in np.flatnonzero(lacks.any(axis=0))]
+    which = [names[i] for i in np.flatnonzero(lacks.any(axis=0)).tolist()]
     who = f"{n_runs} of {len(lacks)} cases" if len(lacks) > 1 else "The case"
     verb = "have" if n_runs > 1 else "has"
     layered = [name for name in which if FEATURES[name].measures is None]
