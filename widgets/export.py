@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import ipywidgets
 
 from workbench.errors import StoreError, ThresholdError
+from workbench.formatting import file_size
 from workbench.io.store import export_netcdf
 
 if TYPE_CHECKING:
@@ -98,9 +99,7 @@ class ExportBar(ipywidgets.VBox):
 
     def say_written(self, path: Path) -> None:
         """Show where a file was written, and how large it is."""
-        size = path.stat().st_size
-        amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{max(size, 1000) / 1e3:.0f} kB"
-        self.say(f"Wrote {path.resolve()} ({amount}).")
+        self.say(f"Wrote {path.resolve()} ({file_size(path.stat().st_size)}).")
 
 
 def export_path(kind: str, path: str | os.PathLike[str], *, kinds: Mapping[str, tuple[str, str, str]] = KINDS) -> Path:

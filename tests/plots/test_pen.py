@@ -79,11 +79,11 @@ def test_ticks_are_written_as_asked(backend):
     if backend == "bokeh":
         first = bokeh_panels(figure)[0]
         shown = [axis.major_label_overrides for axis in (first.xaxis[0], first.yaxis[0])]
-        assert shown == [{1.0: "100%", 3.0: "300%"}, {2.0: "two"}]
+        assert shown == [{1.0: "100 %", 3.0: "300 %"}, {2.0: "two"}]
     else:
         first = matplotlib_axes(figure)[0]
         shown = [[text.get_text() for text in axis.get_ticklabels()] for axis in (first.xaxis, first.yaxis)]
-        assert shown == [["100%", "300%"], ["two"]]
+        assert shown == [["100 %", "300 %"], ["two"]]
 
 
 @given(st.lists(st.booleans(), max_size=12))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from workbench.errors import ThresholdError
+from workbench.formatting import clause, percent
 from workbench.reports.quantity import Numbers
-from workbench.reports.wording import clause
 from workbench.tasks import as_task
 from workbench.widgets.report.choice_table import ChoiceTable, cell, row
 from workbench.widgets.risk.risk_verdict import HEAD
@@ -83,7 +83,7 @@ class ExperimentsView:
             return self._numbers.value("experiments", name, experiment=place).text
 
         cause = text("cause")
-        cost = f"{100 * float(self._data()['cost'].values[place]):.0f} %"
+        cost = percent(float(self._data()["cost"].values[place]))
         return [
             cell(text("title")), cell(titles.get(cause, cause)), cell(text("n_steps"), is_number=True),
             cell(cost, is_number=True), cell(self._answer(place)),

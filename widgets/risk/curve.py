@@ -19,12 +19,13 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
+from workbench.formatting import percent, rounded
 from workbench.plots import outcome_colors as outcome_looks
 from workbench.plots import style
 from workbench.plots.risk_grid import RiskGrid, Runs
 from workbench.widgets.panel_grid import set_range
 from workbench.widgets.risk.forecast import HIGH, LOW
-from workbench.widgets.risk.risk_verdict import HEAD, MUTED, percent, rounded
+from workbench.widgets.risk.risk_verdict import HEAD, MUTED
 
 if TYPE_CHECKING:
     from workbench.widgets.risk.forecast import Forecast

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.formatting import fixed
 from workbench.risk.measured_stable_rates import stable_rates
 from workbench.widgets.risk.risk_verdict import HEAD
 from workbench.widgets.tables import CELL, NAME, TABLE
@@ -86,7 +87,7 @@ def _cells(runs: dict[str, np.ndarray], stable: str, rate: float) -> tuple[str, 
         f"{at:.2g}",
         _ending(has_diverged, runs["divergence_step"][rates == at]),
         stable,
-        f"{first['distance']:.2f}",
+        fixed(first["distance"], 2),
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.formatting import counted, percent_range
 from workbench.plots.style import depth_colors, model_style
 from workbench.plots.timeline_drawing import lead_in_words
 from workbench.plots.timeline_events import Event, signal_of
@@ -260,11 +261,10 @@ class TimelineCanvas(LatestState):
     def _band_in_words(self) -> str:
         if self._healthy is None:
             return ""
-        share = " to ".join(f"{100 * q:g}" for q in self._quantiles) + " %"
+        share = percent_range(*self._quantiles)
         if isinstance(self._healthy, int):
             return f"{share} of a run's own values before step {self._healthy}"
-        n = len(self._healthy)
-        return f"{share} of {n} healthy run{'s' if n > 1 else ''}"
+        return f"{share} of {counted(len(self._healthy), 'healthy run')}"
 
     def _receive(self, _: Any, content: dict[str, Any], buffers: list[Any]) -> None:
         if "ask" in content:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import SchemaError, StoreError
+from workbench.formatting import duration
 from workbench.io.run_access import named_runs, spectra_of
 from workbench.io.store import open_run
 from workbench.plots.timeline_panels import Story
@@ -111,7 +112,7 @@ class FollowedRun:
         words = self.state
         if words == "running" and self.path is not None and self._stamp is not None:
             silent = time.time() - self._stamp[0] / 1e9
-            words += f", silent for {_ago(silent)}" if silent > _SILENT_AFTER else ""
+            words += f", silent for {duration(silent)}" if silent > _SILENT_AFTER else ""
         if self.story.diverged is not None:
             ending = f"diverged at step {self.story.diverged.step}"
             return ending if words in ("diverged", "") else f"{words}, {ending}"
@@ -249,9 +250,3 @@ def _line(tree: xr.DataTree, name: str, reduce: str, before: Line | None, story:
         remarks.append(f"undefined after step {step[-1]}")
     title = found.long_name + (f" ({found.unit})" if found.unit not in ("1", "") else "")
     return Line(step, value, title, found.variable, "; ".join(remarks), n_rows)
-
-
-def _ago(seconds: float) -> str:
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.formatting import NOT_MEASURED, band_in_signs, clipped, short
 from workbench.plots import outcome_colors as looks
 from workbench.plots import style
 from workbench.plots.dataset_columns import columns_of
@@ -85,7 +86,7 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
         column_of_words(pen, right + 0.12, height, told)
         # A row of its own: what stands above the frame of a matplotlib figure moves with the frame's height.
         pen.words(left + 0.1, 1.0, "shaded: healthy   compressed outside   ‹ ›: further out than drawn")
-        titles = [_short(str(title)) for title in rows["title"]]
+        titles = [clipped(str(title), _LONGEST_TITLE) for title in rows["title"]]
         panel = pen.panel(
             title="Criteria against their healthy bands",
             view=((left, right + (right - left) * beside / _WIDTH), (lowest - 0.1, 1.5)),
@@ -134,15 +135,5 @@ def _told(rows: dict[str, np.ndarray], row: int) -> str:
     value, low, high = (float(rows[name][row]) for name in ("value", "low", "high"))
     unit = "" if str(rows["units"][row]) in ("1", "") else f" {rows['units'][row]}"
     if math.isnan(value):
-        return "not measured"
-    ends = [None if math.isnan(end) else _number(end) for end in (low, high)]
-    band = {(True, True): "no band", (True, False): f"≤ {ends[1]}", (False, True): f"≥ {ends[0]}"}
-    return f"{_number(value)}{unit}  ({band.get((ends[0] is None, ends[1] is None), f'{ends[0]} to {ends[1]}')})"
-
-
-def _number(value: float) -> str:
-    return f"{float(f'{value:.3g}'):,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
-
-
-def _short(title: str) -> str:
-    return title if len(title) <= _LONGEST_TITLE else f"{title[: _LONGEST_TITLE - 1]}…"
+        return NOT_MEASURED
+    return f"{short(value)}{unit}  ({band_in_signs(low, high)})"

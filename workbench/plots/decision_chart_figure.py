@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.formatting import percent, with_interval
 from workbench.plots import outcome_colors as looks
 from workbench.plots import style
 from workbench.plots.dataset_columns import columns_of
@@ -262,7 +263,7 @@ def _risk_chart(points: xr.Dataset, borders: tuple[float, float]) -> Chart:
         note.append("pale: unlike the runs that the model has seen")
     note += _left_out(~is_placed)
     told = tuple(
-        f"{p:.0%}" + ("" if np.isnan([a, b]).any() else f" [{a:.0%}, {b:.0%}]") + f" at {r:.3g}, edge {s:.3g}"
+        f"{with_interval(p, a, b, write=percent)} at {r:.3g}, edge {s:.3g}"
         for p, a, b, r, s in zip(probability, low, high, rate, stable, strict=True)
     )
     return _chart(

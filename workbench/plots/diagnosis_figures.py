@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.formatting import clipped, percent, title_of
 from workbench.plots import outcome_colors as looks
 from workbench.plots import style
 from workbench.plots.dataset_columns import columns_of
@@ -48,10 +49,7 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
         columns, tips = {"name": np.array(titles)}, [("", "@name")]
         ends = (np.zeros(len(titles)), height - 0.32, np.nan_to_num(probability), height + 0.32)
         pen.boxes(*ends, colors=colors, alpha=0.85, columns=columns, tips=tips)
-        told = [
-            "not known" if np.isnan(value) else "below 1%" if 0 < value < 0.005 else f"{value:.0%}"
-            for value in probability
-        ]
+        told = ["not known" if np.isnan(value) else percent(value) for value in probability]
         column_of_words(pen, np.nan_to_num(probability) + 0.015, height, told)
         panel = pen.panel(
             title="Causes by probability",
@@ -197,5 +195,4 @@ def _name_of(evidence: xr.Dataset) -> str:
 
 
 def _signs(quantity: np.ndarray) -> list[str]:
-    names = [str(name).replace("_", " ") for name in quantity]
-    return [name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…" for name in names]
+    return [clipped(title_of(str(name)), _LONGEST_NAME) for name in quantity]

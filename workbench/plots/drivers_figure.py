@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.formatting import percent
 from workbench.plots import outcome_colors as looks
 from workbench.plots import style
 from workbench.plots.primitives import Pen, decades, laid_out
@@ -137,8 +138,7 @@ class Bars:
         if np.isnan(self.mean):
             return [f"together {total:+.2f}"]
         risk = 1 / (1 + np.exp(-self.mean - total))
-        words = "below 1%" if risk < 0.01 else "above 99%" if risk > 0.99 else f"{risk:.0%}"
-        return [f"mean run {self.mean:+.2f}, bars {total:+.2f}: risk {words}"]
+        return [f"mean run {self.mean:+.2f}, bars {total:+.2f}: risk {percent(risk)}"]
 
 
 def _ticks(reach: float) -> list[tuple[float, str]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError
+from workbench.formatting import clipped, three_digits
 from workbench.plots import style
 from workbench.plots.dataset_columns import by_name
 from workbench.plots.primitives import Pen, decades, flowed, laid_out
@@ -81,7 +82,7 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
                     _draw(pen, way, has_legend=has_legend)
                     bottom = (n_rows - 1 - first // n_columns) * height
                     panel = pen.panel(
-                        title=_short(path.name, int(width / _LETTER_OF_TITLE)) if row == 0 else "",
+                        title=clipped(path.name, int(width / _LETTER_OF_TITLE)) if row == 0 else "",
                         note=[notes[row][i]],
                         view=((-0.15, path.n_layers + 0.15), span),
                         size=(width, _HEIGHT),
@@ -206,7 +207,7 @@ def _with_note(way: Way, total: float, n_layers: int) -> Way:
     if not np.isfinite(way.size).any():
         way.note.append("not seen")
     elif np.isfinite(total):
-        way.note.extend([f"in all ×{_number(total)}", f"a block ×{_number(total ** (1 / n_layers))}"])
+        way.note.extend([f"in all ×{three_digits(total)}", f"a block ×{three_digits(total ** (1 / n_layers))}"])
     unknown = int(np.isnan(way.size).sum())
     if 0 < unknown < len(way.size):
         way.note.append(f"{unknown} of {len(way.size)} states not seen or zero")
@@ -268,14 +269,6 @@ def _notes(paths: Sequence[Path], axis: str, width: int) -> list[str]:
     notes = [flowed(of_path, n_characters=width / _LETTER) for of_path in phrases]
     n_breaks = max(note.count("\n") for note in notes)
     return [note + "\n" * (n_breaks - note.count("\n")) for note in notes]
-
-
-def _short(name: str, n_letters: int) -> str:
-    return name if len(name) <= n_letters else f"{name[: n_letters - 1]}…"
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}" if 0.1 <= value < 10 else f"{value:.3g}" if 1e-3 < value < 1e4 else f"{value:.1e}"
 
 
 def _positive(values: Any) -> np.ndarray:

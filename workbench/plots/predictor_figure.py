@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.formatting import with_interval
 from workbench.plots import style
 from workbench.plots.dataset_columns import columns_of, names_along
 from workbench.plots.primitives import Pen, laid_out
@@ -77,7 +78,7 @@ def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
         for at, head, color, keys in heads if has_published.any() else heads[:1]:
             pen.words(at, 0.62, head, color=color, valign="bottom", is_bold=True)
             for place, numbers in zip(row, zip(*(columns[key] for key in keys), strict=True), strict=True):
-                pen.words(at, place, _in_words(*numbers), color=color)
+                pen.words(at, place, with_interval(*numbers), color=color)
         panel = pen.panel(
             title="Area under the ROC curve for divergence",
             note=_note(columns, has_published=bool(has_published.any()), level=float(table.attrs.get("level", 0.95))),
@@ -135,12 +136,6 @@ def _columns(table: xr.Dataset) -> tuple[list[str], dict[str, np.ndarray]]:
     return names_along(table, "predictor"), {
         key: columns.get(key, unknown).astype(float) for key in (*_OURS, *optional)
     }
-
-
-def _in_words(value: float, low: float, high: float) -> str:
-    if np.isnan(value):
-        return "—"
-    return f"{value:.3f}" + ("" if np.isnan([low, high]).any() else f" [{low:.3f}, {high:.3f}]")
 
 
 def _note(columns: dict[str, np.ndarray], *, has_published: bool, level: float) -> list[str]:

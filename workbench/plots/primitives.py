@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.formatting import percent
 from workbench.plots import frames, style
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 #: Width of a letter of the notes, with what the legend and the margins leave them beyond the frame.
 _PIXELS_A_LETTER = 5.4
-_TICK_FORMATS = {"plain": "{:g}", "percent": "{:.0%}"}
+_TICK_FORMATS: dict[str, Callable[[float], str]] = {"plain": "{:g}".format, "percent": percent}
 
 
 class Pen:
@@ -297,4 +298,4 @@ def _worded(places: Any, form: str) -> Any:
     """Ticks as pairs of place and text."""
     if places is None or (len(places) and isinstance(places[0], tuple)):
         return places
-    return [(float(at), _TICK_FORMATS[form].format(at)) for at in places]
+    return [(float(at), _TICK_FORMATS[form](at)) for at in places]

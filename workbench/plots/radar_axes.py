@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.formatting import three_digits
 from workbench.studies.comparison import SOURCES
 
 if TYPE_CHECKING:
@@ -164,8 +165,8 @@ class Texts:
         """One architecture: its values at the axes, published ones in parentheses."""
         at_axes = []
         for axis, ours, published in zip(axes, chart.values["ours"], chart.values["published"], strict=True):
-            known = f" ({_short(published)})" if math.isfinite(published) else ""
-            at_axes.append(_at_axis(axis, _short(ours) + known))
+            known = f" ({three_digits(published)})" if math.isfinite(published) else ""
+            at_axes.append(_at_axis(axis, three_digits(ours) + known))
         note = ", ".join(filter(None, [chart.note, "" if chart.has_published else "nothing published"]))
         return cls(chart.name, note or " ", _scales(axes) if has_key else "", at_axes)
 
@@ -176,7 +177,7 @@ class Texts:
         lines = ["dashed: published, at initialization"] if any(chart.has_published for chart in charts) else []
         for chart in charts:
             missing = [
-                f"{axis.title} {_short(value)}"
+                f"{axis.title} {three_digits(value)}"
                 for axis, value in zip(axes, chart.values["ours"], strict=True)
                 if math.isnan(axis.place(value))
             ]
@@ -204,22 +205,6 @@ def _at_axis(axis: Axis, text: str) -> str:
     is_beside = abs(axis.point(1.0)[0]) > 0.1 and len(axis.title) >= 12
     title = textwrap.wrap(axis.title, len(axis.title) // 2 + 3, break_long_words=False) if is_beside else [axis.title]
     return "\n".join([*title, text])
-
-
-def _short(value: float) -> str:
-    if math.isnan(value):
-        return "–"
-    if math.isinf(value):
-        return "∞"
-    return (
-        f"{value:.2f}"
-        if value < 10
-        else f"{value:.1f}"
-        if value < 100
-        else f"{value:.0f}"
-        if value < 1e5
-        else f"{value:.1e}"
-    )
 
 
 def _round(value: float, *, down: bool) -> float:

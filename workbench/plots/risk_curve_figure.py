@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.formatting import percent
 from workbench.plots import outcome_colors as looks
 from workbench.plots import style
 from workbench.plots.primitives import Pen, decades, laid_out, stretches
@@ -95,7 +96,9 @@ def _draw_architecture(pen: Pen, grid: RiskGrid, row: int, look: Mapping[str, st
     pen.line(
         grid.rates, np.where(is_familiar, probability, np.nan), color=color, dash=look["dash"], width=2.4, label=label
     )
-    shown = np.array([f"{low:.0%} to {high:.0%}" for low, high in zip(grid.low[row], grid.high[row], strict=True)])
+    shown = np.array(
+        [f"{percent(low)} to {percent(high)}" for low, high in zip(grid.low[row], grid.high[row], strict=True)]
+    )
     is_known = np.isfinite(probability)
     if pen.is_bokeh and is_known.any():  # unseen, for the pointer
         tips = [("", name), ("learning rate", "$x"), ("risk", "$y{0 %}"), ("interval", "@shown")][not name :]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.formatting import percent, with_interval
 from workbench.plots import outcome_colors as looks
 from workbench.plots import style
 from workbench.plots.primitives import Pen, decades, laid_out
@@ -134,8 +135,7 @@ def _in_words(probability: float, low: float, high: float, is_familiar: bool) ->
     unlike = "" if is_familiar else "unlike the runs that the model has seen"
     if np.isnan(probability):
         return f"not predicted: {unlike}" if unlike else "not predicted"
-    interval = "" if np.isnan([low, high]).any() else f" [{low:.0%}, {high:.0%}]"
-    return f"{probability:.0%}{interval}" + (f", {unlike}" if unlike else "")
+    return with_interval(probability, low, high, write=percent) + (f", {unlike}" if unlike else "")
 
 
 def _note(grid: RiskGrid, runs: Runs) -> list[str]:

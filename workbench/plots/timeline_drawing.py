@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.formatting import clipped
 from workbench.plots import style
 from workbench.studies.signals import decimate
 
@@ -63,7 +64,10 @@ class Drawing:
             parts += self._marks(story, row, color, dims)
         for index, story in enumerate(self.stories):  # on top of all
             parts += self._lead(story, n - 1 - index, dims)
-        ticks = [(n - 1 - index, _short(story.run)) for index, story in enumerate(self.stories)]
+        ticks = [
+            (n - 1 - index, clipped(story.run, _LONGEST_NAME, keep_end=True))
+            for index, story in enumerate(self.stories)
+        ]
         note = "\n".join(filter(None, [_marks_in_words(self.stories), band]))
         has_lead = any(story.lead is not None for story in self.stories)
         view = (-0.45, n - 0.15 if has_lead else n - 0.55)
@@ -304,10 +308,6 @@ def _marks_in_words(stories: Sequence[Story]) -> str:
         "× divergence": any(story.diverged is not None for story in stories),
     }
     return "   ".join(word for word, occurs in words.items() if occurs) or "no alarms, faults or actions recorded"
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]}…{name[1 - _LONGEST_NAME // 2 :]}"
 
 
 def _plain_ticks_bokeh(plot: Any, element: Any) -> None:

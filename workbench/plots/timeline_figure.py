@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.formatting import counted, percent_range
 from workbench.io.run_access import named_runs
 from workbench.plots import style
 from workbench.plots.timeline_drawing import Drawing
@@ -168,10 +169,9 @@ def own_band(step: np.ndarray, value: np.ndarray, before: int, quantiles: tuple[
 
 
 def _band_in_words(references: Mapping[str, Any], healthy: Any, quantiles: tuple[float, float]) -> str:
-    share = " to ".join(f"{100 * q:g}" for q in quantiles) + " %"
+    share = percent_range(*quantiles)
     if references:
-        n = len(references)
-        return f"grey band: {share} of {n} healthy run{'s' if n > 1 else ''}"
+        return f"grey band: {share} of {counted(len(references), 'healthy run')}"
     return "" if healthy is None else f"band: {share} of a run's own values before step {healthy}"
 
 

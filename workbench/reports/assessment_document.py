@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from workbench.formatting import capitalized, clause, listed, lowered, title_of
 from workbench.reports import effect_space
 from workbench.reports.document import Document, Fact, Heading, Item, Items, Lead, Paragraph, Section, Sentence, say
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.reports.wording import capitalized, clause, listed, lowered, title_of
 from workbench.schema.statuses import AT_RISK, CANNOT_SAY, PROCEED, REFUSE
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from workbench.errors import SchemaError
+from workbench.formatting import listed
 from workbench.reports import assessment_document as assessment
 from workbench.reports import effect_space, pictures
 from workbench.reports.document import (
@@ -26,7 +27,6 @@ from workbench.reports.document import (
     unique,
 )
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.reports.wording import listed
 from workbench.schema.statuses import AT_RISK, CANNOT_SAY, REFUSE, VERDICTS
 
 if TYPE_CHECKING:

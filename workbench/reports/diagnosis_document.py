@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from workbench.formatting import capitalized, clause, listed, lowered, title_of, units_in_words
 from workbench.reports import effect_space, pictures
 from workbench.reports.document import (
     Block,
@@ -26,7 +27,6 @@ from workbench.reports.document import (
     unique,
 )
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.reports.wording import capitalized, clause, listed, lowered, title_of, units_in_words
 
 if TYPE_CHECKING:
     import xarray as xr

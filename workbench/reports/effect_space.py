@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.formatting import NO_BAND, lowered, number_in_words, title_of
 from workbench.reports import pictures
 from workbench.reports.document import (
     Block,
@@ -21,7 +22,6 @@ from workbench.reports.document import (
     without_empty_columns,
 )
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.reports.wording import NO_BAND, lowered, number_in_words, title_of
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from workbench.formatting import capitalized
 from workbench.reports.document import (
     Cell,
     Document,
@@ -19,7 +20,6 @@ from workbench.reports.document import (
     Table,
 )
 from workbench.reports.quantity import Quantity
-from workbench.reports.wording import capitalized
 
 #: Signs beside the words, so that states can be told apart at a glance.
 _SIGNS = {"healthy": "●", "at risk": "▲", "failing": "■", "not measured": "○"}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError
-from workbench.reports.wording import band_in_words, number_in_words, title_of, units_in_words
+from workbench.formatting import band_in_words, number_in_words, title_of, units_in_words
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.formatting import listed
 from workbench.schema.runs import MONITORS, PARTS, SPECTRA
 from workbench.studies.comparison import SPECTRAL
 
@@ -179,7 +180,7 @@ def read(
     places = [dim for dim in values.dims if dim != "step"]
     reduce = (reduce or worst(entry.variable)) if places else ""
     if places:
-        words.append(f"{reduce} over {_listed([_PLACES[place] for place in places])}")
+        words.append(f"{reduce} over {listed([_PLACES[place] for place in places])}")
     plain = values.transpose("step", ...).values.astype(float)
     line = _reduced(plain.reshape(len(plain), -1), reduce) if places else plain
     if (np.diff(step) < 0).any():
@@ -410,10 +411,6 @@ def _reduced(values: np.ndarray, reduce: str) -> np.ndarray:
 
 def _variable_of(name: str) -> str:
     return name.rpartition("/")[2].partition(" ")[0]
-
-
-def _listed(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
 
 
 def default_names(runs: Mapping[str, xr.DataTree], alarmed: Sequence[str] = (), *, n: int = 6) -> list[str]:
