@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
 
 class WorkbenchError(Exception):
     """Base of every error that the workbench raises on purpose."""
@@ -37,3 +40,22 @@ class SweepError(WorkbenchError):
 
 class MissingPackageError(WorkbenchError, ImportError):
     """Something was asked for that an optional package does."""
+
+
+def require_lab(what: str, *packages: str) -> None:
+    """Refuse what needs packages of the extra ``lab`` where they are not installed; nothing is imported.
+
+    Args:
+        what: That needs them, as the beginning of a sentence, in the plural, such as "Figures".
+        packages: Names that are imported.
+
+    Raises:
+        MissingPackageError: That says which are missing, and how to install them.
+    """
+    missing = [name for name in packages if name not in sys.modules and find_spec(name) is None]
+    missing += [name for name in packages if name in sys.modules and sys.modules[name] is None]
+    if missing:
+        raise MissingPackageError(
+            f"{what} need {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; install "
+            'them with: pip install "stability-workbench[lab]"'
+        )

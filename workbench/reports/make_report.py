@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from workbench.errors import SchemaError, StoreError
+from workbench.errors import SchemaError, StoreError, require_lab
 from workbench.io.atomic import check_free, replacing
 from workbench.reports.assessment_document import assessment_document
 from workbench.reports.comparison_document import comparison_document
@@ -46,6 +46,7 @@ def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool =
     Raises:
         SchemaError: If it is no such tree, or it lacks what its report rests on.
         StoreError: If the ending is another, a file is there already, or the place cannot be written.
+        MissingPackageError: If the packages that draw its pictures are not installed; a notebook does without.
     """
     path = Path(path)
     beside = check_target(path, overwrite=overwrite)
@@ -62,11 +63,14 @@ def check_target(path: Path, *, overwrite: bool = False) -> Path | None:
 
     Raises:
         StoreError: If the ending is none of a report, or something is there.
+        MissingPackageError: If the packages that draw its pictures are not installed.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise StoreError(
             f"'{path.name}' ends in '{path.suffix}', a report in one of {', '.join(SUFFIXES)}; choose one."
         )
+    if path.suffix.lower() != ".ipynb":  # its cells draw when they are run
+        require_lab("Reports with pictures", "holoviews", "matplotlib", "PIL")
     beside = {".md": path.with_name(f"{path.stem}_pictures"), ".ipynb": path.with_suffix(".nc")}.get(
         path.suffix.lower()
     )

