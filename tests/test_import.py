@@ -39,3 +39,29 @@ def test_unknown_names_say_so():
     assert "No workbench attribute nothing" in run(
         "import workbench\ntry: workbench.nothing\nexcept AttributeError as e: print(e)"
     )
+
+
+def test_what_needs_the_lab_says_how_to_install_it():
+    code = """
+import sys
+for name in ("holoviews", "matplotlib", "anywidget"): sys.modules[name] = None
+import workbench as wb
+spectra = wb.profile(wb.zoo.transformer(n_layers=2, d_model=16), wb.tasks.text_bytes(), n_snapshots=64, progress=False)
+tree = wb.samples.assessments()
+for ask in (lambda: wb.plots.eigenvalue_map(spectra), lambda: wb.plots.save(None, "x.html"),
+            lambda: wb.report(tree, "x.md"), lambda: __import__("workbench.widgets")):
+    try:
+        ask()
+    except wb.errors.MissingPackageError as error:
+        print(error)
+"""
+    head, tail = (
+        "need packages that are not installed (",
+        '); install them with: pip install "stability-workbench[lab]"',
+    )
+    assert run(code).splitlines() == [
+        f"Figures {head}holoviews{tail}",
+        f"Figures {head}holoviews{tail}",
+        f"The pictures of a report {head}holoviews, matplotlib{tail}",
+        f"The widgets {head}anywidget, holoviews, matplotlib{tail}",
+    ]

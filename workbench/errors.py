@@ -52,10 +52,10 @@ def require_lab(what: str, *packages: str) -> None:
     Raises:
         MissingPackageError: That says which are missing, and how to install them.
     """
-    missing = [name for name in packages if name not in sys.modules and find_spec(name) is None]
-    missing += [name for name in packages if name in sys.modules and sys.modules[name] is None]
+    missing = [name for name in packages if sys.modules.get(name) is None and find_spec(name) is None]
     if missing:
+        named = ", ".join({"PIL": "pillow"}.get(name, name) for name in missing)
         raise MissingPackageError(
-            f"{what} need {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; install "
-            'them with: pip install "stability-workbench[lab]"'
+            f"{what} need packages that are not installed ({named}); install them with: "
+            'pip install "stability-workbench[lab]"'
         )

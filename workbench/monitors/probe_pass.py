@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from workbench.errors import ThresholdError
 from workbench.models.anatomy import Anatomy
 from workbench.models.attention_weights import Unreadable
-from workbench.models.batches import TokenSelection
+from workbench.models.batches import TokenSelection, inputs_of
 from workbench.models.probing import call_model, on_device_of, undisturbed, unwrap, watch
 from workbench.models.router_weights import Router, router_weights
 from workbench.models.site import Site
@@ -59,7 +59,8 @@ class ProbeLook:
     Args:
         model: Any module.
         anatomy: Its blocks.
-        inputs: One batch, as `call_model` takes it; a few rows. Tokens that an ``attention_mask`` hides are left out.
+        inputs: One batch, as `call_model` takes it, a few rows; or a task. Tokens that an ``attention_mask`` hides are
+            left out.
         routers: What `router_weights` gives for this model; None: it is asked, which runs the model once.
 
     Attributes:
@@ -77,7 +78,7 @@ class ProbeLook:
         *,
         routers: Sequence[Router | Unreadable] | None = None,
     ) -> None:
-        self.model, self.anatomy, self.inputs = unwrap(model), anatomy, inputs
+        self.model, self.anatomy, self.inputs = unwrap(model), anatomy, inputs_of(inputs)
         found = router_weights(self.model, self._inputs_here(), anatomy=anatomy) if routers is None else routers
         self._routers = {router.layer: router for router in found if isinstance(router, Router)}
         self.router_layers = tuple(sorted(self._routers))

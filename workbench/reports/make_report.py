@@ -46,7 +46,7 @@ def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool =
     Raises:
         SchemaError: If it is no such tree, or it lacks what its report rests on.
         StoreError: If the ending is another, a file is there already, or the place cannot be written.
-        MissingPackageError: If the packages that draw its pictures are not installed; a notebook does without.
+        MissingPackageError: If the packages that draw its pictures are not installed.
     """
     path = Path(path)
     beside = check_target(path, overwrite=overwrite)
@@ -69,8 +69,7 @@ def check_target(path: Path, *, overwrite: bool = False) -> Path | None:
         raise StoreError(
             f"'{path.name}' ends in '{path.suffix}', a report in one of {', '.join(SUFFIXES)}; choose one."
         )
-    if path.suffix.lower() != ".ipynb":  # its cells draw when they are run
-        require_lab("Reports with pictures", "holoviews", "matplotlib", "PIL")
+    require_lab("The pictures of a report", "holoviews", "matplotlib", "PIL")
     beside = {".md": path.with_name(f"{path.stem}_pictures"), ".ipynb": path.with_suffix(".nc")}.get(
         path.suffix.lower()
     )

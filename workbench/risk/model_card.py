@@ -131,7 +131,8 @@ def _stable(name: str, below: float, rates: Mapping[str, Any]) -> str:
         f"median {fixed(rates['median_ratio'])} over {rates['n_measured']} cells; {percent(rates['share_within_1.5'])} "
         f"lie within a factor of 1.5, {percent(rates['share_within_2'])} within 2, "
         f"{percent(rates['share_in_interval'])} in their interval. The rate at which the risk is {percent(below)} is "
-        f"{fixed(rates['median_cautious_ratio'])} times the measured one in the median, and stable in {percent(rates['share_cautious_is_stable'])} of the cells."
+        f"{fixed(rates['median_cautious_ratio'])} times the measured one in "
+        f"the median, and stable in {percent(rates['share_cautious_is_stable'])} of the cells."
     )
     if rates["n_bounds"]:
         found += f" The grid of {rates['n_bounds']} more gives a bound alone, which {rates['n_bounds_kept']} keep."
