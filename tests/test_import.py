@@ -1,7 +1,20 @@
+import ast
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.subprocess
+
+ROOT = Path(__file__).parents[1]
 
 FORBIDDEN = ("ipywidgets", "IPython", "holoviews", "bokeh", "matplotlib", "transformers", "workbench.widgets")
+
+
+def class_names(file):
+    return [node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
 
 
 def run(code):
@@ -65,3 +78,33 @@ for ask in (lambda: wb.plots.eigenvalue_map(spectra), lambda: wb.plots.save(None
         f"The pictures of a report {head}holoviews, matplotlib{tail}",
         f"The widgets {head}anywidget, holoviews, matplotlib{tail}",
     ]
+
+
+def test_every_listing_shows_public_names_alone():
+    code = """
+import types
+import workbench as wb
+modules = [wb, *(getattr(wb, name) for name in dir(wb) if isinstance(getattr(wb, name), types.ModuleType))]
+assert len(modules) > 20
+for module in modules:
+    assert dir(module) == sorted(set(module.__all__)), module.__name__
+    for name in dir(module):
+        assert not name.startswith("_"), f"{module.__name__}.{name}"
+        getattr(module, name)
+print("public")
+"""
+    assert run(code).strip() == "public"
+
+
+def test_class_names_are_unique_in_what_people_see():
+    folders = [
+        *(ROOT / "workbench" / name for name in ("plots", "reports", "studies", "io", "schema")),
+        ROOT / "widgets",
+    ]
+    everywhere = Counter(
+        name
+        for file in {file.resolve() for folder in ("workbench", "widgets") for file in (ROOT / folder).rglob("*.py")}
+        for name in class_names(file)
+    )
+    mine = {name for folder in folders for file in folder.rglob("*.py") for name in class_names(file)}
+    assert [name for name in mine if everywhere[name] > 1] == []

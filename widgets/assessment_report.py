@@ -12,7 +12,7 @@ from workbench.reports.make_report import alone
 from workbench.widgets.export import ExportBar
 from workbench.widgets.report.criteria import CriteriaView
 from workbench.widgets.report.experiment_list import ExperimentsView, WatchedTask
-from workbench.widgets.report.measuring import Progress, said
+from workbench.widgets.report.measuring import MeasuringProgress, said
 from workbench.widgets.report.page import ReportPage
 from workbench.widgets.report.saving import KINDS, as_file_name, save_tree
 from workbench.widgets.report.side_by_side import SideBySide
@@ -77,7 +77,7 @@ class AssessmentReport(MeasuringWidget):
         self._tree: xr.DataTree | None = None
         self._subject, self._plan, self._task, self._seed = subject, plan, task, seed
         self._model, self._replay = model, dict(replay or {})
-        self._progress: Progress | None = None
+        self._progress: MeasuringProgress | None = None
         self.page = ReportPage(lock=self.turn)
         self.criteria = CriteriaView(self, self.show_row)
         self.side_by_side = SideBySide(self, self.show_row)
@@ -225,13 +225,13 @@ class AssessmentReport(MeasuringWidget):
     def _begin(self, title: str, job: Callable[[Callable[[], None], Callable[[str], None]], xr.DataTree]) -> None:
         with self.turn:
             self._worker.drop()
-            progress = self._progress = Progress(title, lambda words: self._say_progress(progress, words))
+            progress = self._progress = MeasuringProgress(title, lambda words: self._say_progress(progress, words))
             self._say_progress(progress, progress.html())
             self._stop.layout.display, self._button.layout.display = None, "none"
             self.experiments.button.disabled = True
             self._worker.submit(lambda check: job(check, progress.tell))
 
-    def _say_progress(self, progress: Progress, words: str) -> None:
+    def _say_progress(self, progress: MeasuringProgress, words: str) -> None:
         """Words of a job; nobody hears those of one that was dropped."""
         with self.turn:
             if progress is self._progress:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots.timeline_events import Event, signal_of
+from workbench.plots.timeline_events import TimelineEvent, signal_of
 from workbench.plots.timeline_figure import chosen_signals, healthy_runs, timeline
 from workbench.studies import signals as sig
 from workbench.widgets.base import WorkbenchWidget
-from workbench.widgets.timeline_parts.canvas import Detail, Selection, TimelineCanvas, Wishes
+from workbench.widgets.timeline_parts.canvas import Detail, PanelSelection, TimelineCanvas, Wishes
 from workbench.widgets.timeline_parts.followed_run import FollowedRun
 
 if TYPE_CHECKING:
@@ -154,12 +154,12 @@ class Timeline(WorkbenchWidget):
         self._refresh()
 
     @property
-    def selection(self) -> Selection | None:
+    def selection(self) -> PanelSelection | None:
         """What is shown beside the panels: a step with the heat maps and eigenvalues of each run; None: nothing."""
         return self._wishes.selection
 
     @property
-    def alarms(self) -> dict[str, list[Event]]:
+    def alarms(self) -> dict[str, list[TimelineEvent]]:
         """The first alarm of each signal, by run."""
         return {name: run.story.onsets for name, run in self.runs.items()}
 
@@ -199,7 +199,7 @@ class Timeline(WorkbenchWidget):
             detail, found = _detail(each, int(step), mapped)
             details.append(detail)
             dims = found or dims
-        self._wishes.selection = Selection(int(step), mapped, run or "", event, dims, details)
+        self._wishes.selection = PanelSelection(int(step), mapped, run or "", event, dims, details)
         self._refresh()
 
     def poll(self) -> bool:

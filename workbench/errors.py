@@ -5,6 +5,18 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
+__all__ = [
+    "AnatomyError",
+    "CheckpointError",
+    "MissingPackageError",
+    "SchemaError",
+    "SnapshotError",
+    "StoreError",
+    "SweepError",
+    "ThresholdError",
+    "WorkbenchError",
+]
+
 
 class WorkbenchError(Exception):
     """Base of every error that the workbench raises on purpose."""
@@ -59,3 +71,7 @@ def require_lab(what: str, *packages: str) -> None:
             f"{what} need packages that are not installed ({named}); install them with: "
             'pip install "stability-workbench[lab]"'
         )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

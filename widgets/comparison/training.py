@@ -11,7 +11,7 @@ from bokeh.models import Line, LogScale, Range1d, Span
 
 from workbench.errors import ThresholdError
 from workbench.plots.style import NEUTRAL, log_ticks_bokeh
-from workbench.plots.traces_figure import Panel, Trace, trace_of, traces
+from workbench.plots.traces_figure import Trace, TracesPanel, trace_of, traces
 from workbench.schema.runs import MONITORS, SPECTRA
 from workbench.studies.comparison import ENERGETIC, SPECTRAL
 from workbench.widgets.comparison.scene import ComparisonView, Scene, muted
@@ -157,7 +157,7 @@ class TracePanel:
         lines = self._read(runs)
         if any((lines[name].cross is None) != (self._lines[name].cross is None) for name in self.sources):
             return False
-        is_fitting = Panel.of([lines[name] for name in shown]).is_logarithmic == self._is_logarithmic
+        is_fitting = TracesPanel.of([lines[name] for name in shown]).is_logarithmic == self._is_logarithmic
         return is_fitting or not _is_any_recorded(lines, shown)
 
     def write(self, runs: Mapping[str, RecordedRun], shown: Sequence[str], step: int) -> None:
@@ -168,7 +168,7 @@ class TracePanel:
             return
         self._lines = self._read(runs)
         self._runs, self._shown = dict(runs), tuple(shown)
-        panel = Panel.of([self._lines[name] for name in shown])
+        panel = TracesPanel.of([self._lines[name] for name in shown])
         for name, parts in self._parts.items():
             line = self._lines[name]
             for part in parts:

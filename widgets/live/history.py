@@ -22,7 +22,7 @@ _N_PARTS = 300
 
 
 @dataclass(frozen=True)
-class Modes:
+class LiveModes:
     """The modes of one moment.
 
     Attributes:
@@ -44,7 +44,7 @@ class Modes:
     near_unit: tuple[float, float]
 
     @classmethod
-    def of(cls, spectra: xr.Dataset) -> Modes:
+    def of(cls, spectra: xr.Dataset) -> LiveModes:
         """Of spectra with a ``step`` dimension of one."""
         eigenvalue = spectra["eigenvalue"].values[0]
         layer, mode = np.nonzero(np.isfinite(eigenvalue))
@@ -77,7 +77,7 @@ class RunHistory:
     def __init__(self, n_steps: int) -> None:
         self.n_done = 0
         self.n_layers = 0
-        self.modes: Modes | None = None
+        self.modes: LiveModes | None = None
         self.verdict, self.is_broken = "", False
         self._values = np.full((len(TRACES), n_steps), np.nan, np.float32)
         self._has_kss, self._has_fault = np.zeros(n_steps, bool), np.zeros(n_steps, bool)
@@ -134,7 +134,7 @@ class RunHistory:
 
     def _take(self, spectra: xr.Dataset) -> None:
         self.n_layers = spectra.sizes["layer"]
-        self.modes = Modes.of(spectra)
+        self.modes = LiveModes.of(spectra)
 
 
 def pack(histories: dict[str, RunHistory]) -> tuple[list[dict[str, Any]], list[bytes]]:

@@ -16,7 +16,7 @@ from workbench.io.run_access import named_runs, spectra_of
 from workbench.io.store import open_run
 from workbench.plots.timeline_panels import Story
 from workbench.studies import signals as sig
-from workbench.widgets.live.history import Modes
+from workbench.widgets.live.history import LiveModes
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -28,7 +28,7 @@ _PATIENCE = 3
 
 
 @dataclass(frozen=True)
-class Line:
+class SignalLine:
     """One signal of a run, as far as it is recorded.
 
     Attributes:
@@ -55,7 +55,7 @@ class _Snapshot:
     tree: xr.DataTree
     story: Story
     entries: dict[str, sig.Entry]
-    lines: dict[tuple[str, str], Line] = field(default_factory=dict)
+    lines: dict[tuple[str, str], SignalLine] = field(default_factory=dict)
 
 
 class FollowedRun:
@@ -143,7 +143,7 @@ class FollowedRun:
         self._now, self._stamp, self.problem, self._n_failed = new, stamp, "", 0
         return True
 
-    def line(self, name: str, reduce: str | None) -> Line | None:
+    def line(self, name: str, reduce: str | None) -> SignalLine | None:
         """One signal; None if the run has none of this name.
 
         Args:
@@ -158,7 +158,7 @@ class FollowedRun:
             try:
                 now.lines[name, reduce] = _line(now.tree, name, reduce, None, now.story)
             except (StoreError, OSError):
-                return Line(np.zeros(0), np.zeros(0), name, name, "not read before the run was removed", 0)
+                return SignalLine(np.zeros(0), np.zeros(0), name, name, "not read before the run was removed", 0)
         return now.lines[name, reduce]
 
     def heat(self, name: str, step: int) -> xr.DataArray | None:
@@ -171,7 +171,7 @@ class FollowedRun:
         except (SchemaError, StoreError, OSError):
             return None
 
-    def modes(self, step: int) -> tuple[Modes, int] | None:
+    def modes(self, step: int) -> tuple[LiveModes, int] | None:
         """The modes of the nearest recorded spectra and how many layers they have; None if there are no spectra."""
         tree = self._now.tree
         if "spectra" not in tree.children or "step" not in tree["spectra"].dims or not tree["spectra"].sizes["step"]:
@@ -182,7 +182,7 @@ class FollowedRun:
             chosen = spectra.isel(step=[nearest]).load()
         except (StoreError, OSError):
             return None
-        return Modes.of(chosen), chosen.sizes["layer"]
+        return LiveModes.of(chosen), chosen.sizes["layer"]
 
     def _snapshot_of(self, tree: xr.DataTree) -> _Snapshot:
         return _Snapshot(tree, Story.of(self.name, tree, self.place), sig.catalogue(tree))
@@ -231,7 +231,7 @@ def _is_continued(old: _Snapshot, new: _Snapshot) -> bool:
     return True
 
 
-def _line(tree: xr.DataTree, name: str, reduce: str, before: Line | None, story: Story) -> Line:
+def _line(tree: xr.DataTree, name: str, reduce: str, before: SignalLine | None, story: Story) -> SignalLine:
     """A signal as a line; of one that was read before, only the new rows are read."""
     first_row = 0 if before is None else before.n_rows
     found = sig.read(tree, name, reduce=reduce, first_row=first_row)
@@ -249,4 +249,4 @@ def _line(tree: xr.DataTree, name: str, reduce: str, before: Line | None, story:
     elif story.diverged is not None and len(found.value) and np.isnan(found.value[-1]):
         remarks.append(f"undefined after step {step[-1]}")
     title = found.long_name + (f" ({found.unit})" if found.unit not in ("1", "") else "")
-    return Line(step, value, title, found.variable, "; ".join(remarks), n_rows)
+    return SignalLine(step, value, title, found.variable, "; ".join(remarks), n_rows)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import StoreError, ThresholdError
-from workbench.io.run_parts import Lost, Part, Row, WaitingRows, check_layout, events_part
+from workbench.io.run_parts import Lost, Part, RecordedRow, WaitingRows, check_layout, events_part
 from workbench.io.run_writer import RunWriter
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class BackgroundWriter:
         check_layout(copy, waiting.layout, part, "step", self.path)
         with self._changed:
             self._parts[part] = waiting
-        self._put(waiting, Row(int(dataset["step"].item()), copy, copy.nbytes + _BYTES_PER_DATASET), part)
+        self._put(waiting, RecordedRow(int(dataset["step"].item()), copy, copy.nbytes + _BYTES_PER_DATASET), part)
 
     def event(
         self,
@@ -302,7 +302,7 @@ class BackgroundWriter:
         except OSError:  # the next block will tell
             return None
 
-    def _put(self, waiting: WaitingRows, row: Row, part: str) -> None:
+    def _put(self, waiting: WaitingRows, row: RecordedRow, part: str) -> None:
         with self._changed:
             if part != "events" and waiting.last_step is not None and row.step <= waiting.last_step:
                 raise StoreError(
@@ -462,9 +462,9 @@ class BackgroundWriter:
 class _Block:
     """What is written at once; what is left of ``rows`` and ``lost`` afterwards could not be."""
 
-    rows: dict[str, list[Row]]
+    rows: dict[str, list[RecordedRow]]
     lost: dict[str, Lost]
-    gaps: list[Row]
+    gaps: list[RecordedRow]
     attrs: dict[str, Any]
     request: int
     is_committed: bool = False

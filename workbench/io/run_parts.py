@@ -176,7 +176,7 @@ class Lost:
 
 
 @dataclass
-class Row:
+class RecordedRow:
     """One row: its step, what it holds, and about how many bytes that is."""
 
     step: int
@@ -195,7 +195,7 @@ class WaitingRows:
     def __init__(self, part: Part | None, layout: xr.Dataset | None = None) -> None:
         self.part = part
         self.layout = layout
-        self.rows: deque[Row] = deque()
+        self.rows: deque[RecordedRow] = deque()
         self.n_bytes = 0
         self.n_new = 0
         self.last_step: int | None = None
@@ -207,21 +207,21 @@ class WaitingRows:
             self._sizes = {coord: len(values) for coord, values in part.coords.items() if not _has_dim(values)}
             self._sizes |= {values[0]: len(values[1]) for values in part.coords.values() if _has_dim(values)}
 
-    def put(self, row: Row) -> None:
+    def put(self, row: RecordedRow) -> None:
         """Add a row at the end."""
         self.rows.append(row)
         self.n_bytes += row.n_bytes
         self.n_new += 1
         self.last_step = row.step
 
-    def take(self) -> list[Row]:
+    def take(self) -> list[RecordedRow]:
         """All rows; none is left."""
         taken = list(self.rows)
         self.rows.clear()
         self.n_bytes = self.n_new = 0
         return taken
 
-    def put_back(self, rows: list[Row]) -> None:
+    def put_back(self, rows: list[RecordedRow]) -> None:
         """Rows that could not be written, before those that came since."""
         self.rows.extendleft(reversed(rows))
         self.n_bytes += sum(row.n_bytes for row in rows)
@@ -240,7 +240,7 @@ class WaitingRows:
         }
         return self.part.dataset([], columns)
 
-    def row(self, step: int, values: Mapping[str, Any]) -> Row:
+    def row(self, step: int, values: Mapping[str, Any]) -> RecordedRow:
         """A row with copies of the values, checked.
 
         Raises:
@@ -266,7 +266,7 @@ class WaitingRows:
             array = self._copy(step, variable, dims, values)
             copies.append(array)
             n_bytes += array.nbytes + _BYTES_PER_OBJECT
-        return Row(step, copies, n_bytes)
+        return RecordedRow(step, copies, n_bytes)
 
     def _copy(self, step: int, variable: str, dims: tuple[str, ...], values: Mapping[str, Any]) -> np.ndarray:
         dtype = self.part.dtype(variable)
@@ -290,7 +290,7 @@ class WaitingRows:
         self._sizes |= zip(dims, array.shape, strict=True)
         return array
 
-    def dataset(self, rows: list[Row]) -> xr.Dataset:
+    def dataset(self, rows: list[RecordedRow]) -> xr.Dataset:
         """Rows as they go to disk."""
         import xarray as xr
 

@@ -11,7 +11,7 @@ from workbench.errors import SchemaError
 from workbench.formatting import clipped, three_digits
 from workbench.plots import style
 from workbench.plots.dataset_columns import by_name
-from workbench.plots.primitives import Pen, decades, flowed, laid_out
+from workbench.plots.primitives import Primitives, decades, flowed, laid_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,11 +77,11 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
             for row, (axis, span) in enumerate(zip(("forward", "backward"), spans, strict=True)):
                 for i in shown:
                     path, way, column = paths[i], getattr(paths[i], axis), i - first
-                    pen = Pen(hv, backend, f"depth {path.name}", axis)
+                    draw = Primitives(hv, backend, f"depth {path.name}", axis)
                     has_legend = row == 0 and i == n_columns - 1
-                    _draw(pen, way, has_legend=has_legend)
+                    _draw(draw, way, has_legend=has_legend)
                     bottom = (n_rows - 1 - first // n_columns) * height
-                    panel = pen.panel(
+                    panel = draw.panel(
                         title=clipped(path.name, int(width / _LETTER_OF_TITLE)) if row == 0 else "",
                         note=[notes[row][i]],
                         view=((-0.15, path.n_layers + 0.15), span),
@@ -132,7 +132,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Path:
+class FlowPath:
     """What is drawn of one model: its name, how many blocks it has, both directions, and a block's sub-layers."""
 
     name: str
@@ -142,7 +142,7 @@ class Path:
     parts: str
 
 
-def paths_of(flow: xr.Dataset | Mapping[str, xr.Dataset]) -> list[Path]:
+def paths_of(flow: xr.Dataset | Mapping[str, xr.Dataset]) -> list[FlowPath]:
     """What is drawn; see `flow_map`."""
     flows = by_name(flow, what="flow", source="wb.flow.measure()")
     if len(flows) > _MOST_MODELS:
@@ -160,7 +160,7 @@ def paths_of(flow: xr.Dataset | Mapping[str, xr.Dataset]) -> list[Path]:
     return paths
 
 
-def _path_of(name: str, flow: xr.Dataset) -> Path:
+def _path_of(name: str, flow: xr.Dataset) -> FlowPath:
     n = flow.sizes["layer"]
     forward, backward = (
         _way(flow, "forward", "state_rms", "signal"),
@@ -168,7 +168,7 @@ def _path_of(name: str, flow: xr.Dataset) -> Path:
     )
     kinds = {tuple(label.partition(": ")[2] for label in forward.name[forward.left.astype(int) == i]) for i in range(n)}
     kind = kinds.pop() if len(kinds) == 1 else ()
-    return Path(name, n, forward, backward, f"in a block: {', '.join(kind)}" if len(kind) > 1 else "")
+    return FlowPath(name, n, forward, backward, f"in a block: {', '.join(kind)}" if len(kind) > 1 else "")
 
 
 def _way(flow: xr.Dataset, axis: str, of_state: str, kind: str) -> Way:
@@ -214,14 +214,14 @@ def _with_note(way: Way, total: float, n_layers: int) -> Way:
     return way
 
 
-def _draw(pen: Pen, way: Way, *, has_legend: bool) -> None:
+def _draw(draw: Primitives, way: Way, *, has_legend: bool) -> None:
     x = np.arange(len(way.size))
     corners = [(way.left, way.before), (way.right, way.after)]
     if way.axis == "backward":
         corners = [(way.left, way.after), (way.right, way.before)]
     depth, size = (np.stack(side, axis=1).ravel() for side in zip(*corners, strict=True))
-    pen.band(depth, np.ones(len(depth)), size, color=style.NEUTRAL, alpha=0.14)
-    pen.bars(-0.15, 1.0, len(x) - 0.85, 1.0, color=style.NEUTRAL, width=1, dash="dashed")
+    draw.band(depth, np.ones(len(depth)), size, color=style.NEUTRAL, alpha=0.14)
+    draw.bars(-0.15, 1.0, len(x) - 0.85, 1.0, color=style.NEUTRAL, width=1, dash="dashed")
     is_known = np.isfinite(way.gain)
     if is_known.any():
         low, high = np.minimum(way.before, way.after), np.maximum(way.before, way.after)
@@ -229,11 +229,11 @@ def _draw(pen: Pen, way: Way, *, has_legend: bool) -> None:
         colors = np.where(way.gain >= 1, AMPLIFIED, ATTENUATED)[is_known]
         tips = [("", "@name"), (f"{way.axis} gain", "@gain{0.000}")]
         ends = (end[is_known] for end in (way.left, low, way.right, high))
-        pen.boxes(*ends, colors=colors, alpha=0.9, columns=columns, tips=tips)
-    pen.line(depth, size, color=pen.ink, width=1.2)
+        draw.boxes(*ends, colors=colors, alpha=0.9, columns=columns, tips=tips)
+    draw.line(depth, size, color=draw.ink, width=1.2)
     if has_legend:
         for label, color in (("amplifies", AMPLIFIED), ("attenuates", ATTENUATED)):
-            pen.line([np.nan, np.nan], [np.nan, np.nan], color=color, width=9, label=label)
+            draw.line([np.nan, np.nan], [np.nan, np.nan], color=color, width=9, label=label)
 
 
 def _span(ways: Sequence[Way]) -> tuple[float, float]:
@@ -262,7 +262,7 @@ def _size_ticks(low: float, high: float) -> list[float]:
     return [at for at in finer if low <= at <= high]
 
 
-def _notes(paths: Sequence[Path], axis: str, width: int) -> list[str]:
+def _notes(paths: Sequence[FlowPath], axis: str, width: int) -> list[str]:
     """The small lines of each frame, as many for all: bokeh cuts off frames that it has to move down."""
     named = axis == "forward" and len(paths) <= _MOST_NAMED
     phrases = [[*getattr(path, axis).note, *([path.parts] if named else [])] for path in paths]

@@ -18,7 +18,7 @@ _PIXELS_A_LETTER = 5.4
 _TICK_FORMATS: dict[str, Callable[[float], str]] = {"plain": "{:g}".format, "percent": percent}
 
 
-class Pen:
+class Primitives:
     """Draws on one panel whose axes have names, so that panels of equal names are linked.
 
     Args:

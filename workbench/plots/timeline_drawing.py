@@ -13,7 +13,7 @@ from workbench.studies.signals import decimate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from workbench.plots.timeline_events import Event
+    from workbench.plots.timeline_events import TimelineEvent
     from workbench.plots.timeline_panels import SignalPanel, Story
     from workbench.plots.traces_figure import Trace
 
@@ -278,7 +278,7 @@ def lead_in_words(lead: Any) -> str:
     return f"{first}, {n:,} step{'s' if n > 1 else ''} {'before' if lead.n_steps > 0 else 'after'} {then}"
 
 
-def _columns(events: Sequence[Event]) -> dict[str, list[Any]]:
+def _columns(events: Sequence[TimelineEvent]) -> dict[str, list[Any]]:
     return {
         "step": [event.step for event in events],
         "what": [", ".join(filter(None, [f"{event.kind} {event.source}", event.place])) for event in events],
@@ -287,7 +287,7 @@ def _columns(events: Sequence[Event]) -> dict[str, list[Any]]:
     }
 
 
-def _landmarks(story: Story) -> list[tuple[Event, str]]:
+def _landmarks(story: Story) -> list[tuple[TimelineEvent, str]]:
     """Upright lines through all panels: where the lead begins and ends; or the first alarm and the divergence."""
     if story.lead is not None:
         return [(story.lead.first, "dashed"), (story.lead.then, "dotted")]

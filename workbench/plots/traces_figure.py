@@ -81,7 +81,7 @@ def traces(
     if not variables:
         raise SchemaError(f"No variable was named; choose from {', '.join(known)}.")
     panels = [
-        Panel.of(
+        TracesPanel.of(
             [trace_of(run, variable, owner, statistic=statistic) for owner, run in trees.items()], shows_all=shows_all
         )
         for variable in variables
@@ -185,7 +185,7 @@ def trace_of(run: xr.DataTree, variable: str, name: str, *, statistic: str = "me
 
 
 @dataclass(frozen=True)
-class Panel:
+class TracesPanel:
     """The lines of one variable and the axis they share.
 
     Attributes:
@@ -201,7 +201,7 @@ class Panel:
     note: str
 
     @classmethod
-    def of(cls, lines: list[Trace], *, shows_all: bool = False) -> Panel:
+    def of(cls, lines: list[Trace], *, shows_all: bool = False) -> TracesPanel:
         """Choose the axis; see `traces`."""
         variable = lines[0].variable
         values = np.concatenate([line.columns["value"] for line in lines])
@@ -264,7 +264,7 @@ def _padded(
     return lowest - space, highest + space
 
 
-def _elements(hv: Any, panel: Panel, places: Sequence[int]) -> list[tuple[int, Trace, Any, Any, Any]]:
+def _elements(hv: Any, panel: TracesPanel, places: Sequence[int]) -> list[tuple[int, Trace, Any, Any, Any]]:
     """Place, trace, line, markers (or None) and cross (or None) of each run."""
     elements = []
     for place, line in zip(places, panel.lines, strict=True):
@@ -281,7 +281,7 @@ def _elements(hv: Any, panel: Panel, places: Sequence[int]) -> list[tuple[int, T
 
 
 def _draw_bokeh(
-    hv: Any, panel: Panel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
+    hv: Any, panel: TracesPanel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
 ) -> Any:
     parts = []
     for place, line, curve, dots, cross in _elements(hv, panel, places):
@@ -319,7 +319,7 @@ def _draw_bokeh(
 
 
 def _draw_matplotlib(
-    hv: Any, panel: Panel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
+    hv: Any, panel: TracesPanel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
 ) -> Any:
     parts = []
     for place, _, curve, dots, cross in _elements(hv, panel, places):

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING
 
 from workbench.formatting import capitalized, clause, listed, lowered, title_of
 from workbench.reports import effect_space
-from workbench.reports.document import Document, Fact, Heading, Item, Items, Lead, Paragraph, Section, Sentence, say
+from workbench.reports.document import (
+    Document,
+    Fact,
+    Heading,
+    Item,
+    Items,
+    Lead,
+    Paragraph,
+    ReportSection,
+    Sentence,
+    say,
+)
 from workbench.reports.quantity import Numbers, Quantity
 from workbench.schema.statuses import AT_RISK, CANNOT_SAY, PROCEED, REFUSE
 
@@ -56,7 +67,7 @@ def assessment_document(tree: xr.DataTree) -> Document:
     )
 
 
-def observed(numbers: Numbers) -> Section:
+def observed(numbers: Numbers) -> ReportSection:
     """V1: the numbers outside their bands, the risk, and what could not be measured."""
     size = say(
         "{subject} has {weights} weights in {depth} blocks of width {width}; it was looked at before training, and "
@@ -78,10 +89,10 @@ def observed(numbers: Numbers) -> Section:
             blocks += [Heading(heading), Items(tuple(items))]
     if missing := _missing(numbers):
         blocks += [Heading("Not measured, or not judged"), Items(tuple(missing))]
-    return Section("v1", "Observed phenomenon", tuple(blocks))
+    return ReportSection("v1", "Observed phenomenon", tuple(blocks))
 
 
-def cause(numbers: Numbers) -> Section:
+def cause(numbers: Numbers) -> ReportSection:
     """V2: the failure modes that the numbers add up to, each with its evidence, and those ruled out."""
     blocks = [Lead("What the numbers add up to: the ways to fail, each with the evidence for it.")]
     modes = numbers.names("failure_modes", "failure_mode")
@@ -96,10 +107,10 @@ def cause(numbers: Numbers) -> Section:
         items = [_mode(numbers, row, mode, state) for row, mode in enumerate(modes) if states[row] == state]
         if items:
             blocks += [Heading(headings[state]), Items(tuple(items))]
-    return Section("v2", "Structural cause", tuple(blocks))
+    return ReportSection("v2", "Structural cause", tuple(blocks))
 
 
-def decisions(numbers: Numbers) -> Section:
+def decisions(numbers: Numbers) -> ReportSection:
     """V4: what to do, by kind, in the order of the tree."""
     blocks = [Lead("What to do, in this order. Each step names the number that it rests on.")]
     kinds = numbers.texts("decisions", "kind")
@@ -107,7 +118,7 @@ def decisions(numbers: Numbers) -> Section:
         items = [_decision(numbers, row) for row, its in enumerate(kinds) if its == kind]
         if items:
             blocks += [Heading(_KINDS.get(kind, capitalized(kind))), Items(tuple(items), is_ordered=kind == "change")]
-    return Section("v4", "Decisions", tuple(blocks))
+    return ReportSection("v4", "Decisions", tuple(blocks))
 
 
 def actions(numbers: Numbers) -> tuple[Sentence, ...]:

@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
+__all__ = [
+    "RATES",
+    "accuracy_where_both_converge",
+    "divergence_rates",
+    "divergence_where_both_ran",
+    "largest_stable_rate",
+    "predictor_table",
+    "shared_cells",
+]
+
+
 #: What one run needs to say.
 _NEEDED = ("control", "learning_rate", "seed", "has_diverged", "accuracy", "near_unit_mass")
 _CELL = ["learning_rate", "seed"]
@@ -298,3 +309,7 @@ def _auroc_within(score: np.ndarray, label: np.ndarray, within: np.ndarray) -> f
         return auroc_within(score, label, within, n_bootstrap=0).value
     except SchemaError:
         return np.nan
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -196,7 +196,7 @@ def early_warning() -> xr.Dataset:
     Returns:
         Dataset with dim ``run`` and coordinates ``setup``, ``rate``, ``dose``, ``fault`` (kinds joined by " + "; empty:
         none) and ``seed``: ``start`` of the fault; how the run ended (``has_diverged``, ``step``, ``accuracy`` on
-        held-out questions, ``healthy_accuracy`` of its twin); the first alarms after the start (``mechanism_step``,
+        held-out questions, ``healthy_accuracy`` of its control); the first alarms after the start (``mechanism_step``,
         ``mechanism_signal``, ``layer``, ``head``, ``loss_step``, ``grad_norm_step``, ``spike_score_step``; NaN: none);
         ``cause_at_once`` and ``cause_later``, what it was put down to (empty: no alarm); and how the harmed ones ended
         with automatic actions (``acted_has_diverged``, ``acted_accuracy``, ``actions``). `wb.early_warning` makes
@@ -365,6 +365,10 @@ def _of_studies(runs: xr.Dataset, studies: tuple[str, ...]) -> xr.Dataset:
         if study not in known:
             raise StoreError(f"No study is called '{study}'; there are {', '.join(known)}.")
     return runs.isel(run=np.isin(runs["study"], studies or known))
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,23 @@ from workbench.studies.comparison import SPECTRAL
 if TYPE_CHECKING:
     import xarray as xr
 
+__all__ = [
+    "REDUCTIONS",
+    "Entry",
+    "HealthyBand",
+    "Signal",
+    "bad_direction",
+    "catalogue",
+    "decimate",
+    "default_names",
+    "healthy_band",
+    "heat",
+    "names",
+    "read",
+    "worst",
+]
+
+
 REDUCTIONS = ("min", "max", "mean")
 #: Parts in the order that their signals are listed; parts with other names come before the spectra.
 _PARTS = ("monitors", "attention", "router", "optimizer", "activations", "curvature")
@@ -258,7 +275,7 @@ def decimate(
 
 
 @dataclass(frozen=True)
-class Band:
+class HealthyBand:
     """Where a signal of healthy runs lies.
 
     Attributes:
@@ -274,7 +291,7 @@ class Band:
 
 def healthy_band(
     lines: Sequence[tuple[np.ndarray, np.ndarray]], *, quantiles: tuple[float, float] = (0.05, 0.95), n: int = 100
-) -> Band:
+) -> HealthyBand:
     """Running quantiles over healthy runs: of the values of all of them in each stretch of steps and its neighbours.
 
     Args:
@@ -293,7 +310,7 @@ def healthy_band(
     step = np.concatenate([np.zeros(0), *(line[0][is_there] for line, is_there in zip(lines, finite, strict=True))])
     value = np.concatenate([np.zeros(0), *(line[1][is_there] for line, is_there in zip(lines, finite, strict=True))])
     if not len(step):
-        return Band(np.zeros(0), np.zeros(0), np.zeros(0))
+        return HealthyBand(np.zeros(0), np.zeros(0), np.zeros(0))
     order = np.argsort(step, kind="stable")
     step, value = step[order], value[order]
     n = int(np.clip(len(step) // 5, 1, n))
@@ -307,7 +324,7 @@ def healthy_band(
             found.append(np.quantile(nearby, quantiles))
     lower, upper = np.array(found).T
     middle[0], middle[-1] = edges[0], edges[-1]
-    return Band(np.array(middle), lower, upper)
+    return HealthyBand(np.array(middle), lower, upper)
 
 
 def checked_quantiles(quantiles: tuple[float, float]) -> tuple[float, float]:
@@ -445,3 +462,7 @@ _TELLING = (
     "near_unit_mass",
     "accuracy",
 )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
