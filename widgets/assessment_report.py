@@ -9,6 +9,7 @@ import ipywidgets
 
 from workbench.errors import ThresholdError
 from workbench.reports.make_report import alone
+from workbench.widgets.base import known
 from workbench.widgets.export import ExportBar
 from workbench.widgets.report.criteria import CriteriaView
 from workbench.widgets.report.experiment_list import ExperimentsView, WatchedTask
@@ -253,13 +254,14 @@ class AssessmentReport(MeasuringWidget):
         try:
             if error is not None:
                 raise error
-            self._tell(found)
+            self._tell(known(found))
         finally:
             self._end("")
 
     def _say_stopped(self) -> None:
         """Show where it was stopped; the subject can be measured again."""
-        at = f" at {self._progress.current}" if self._progress.current else ""
+        progress = self._progress
+        at = f" at {progress.current}" if progress is not None and progress.current else ""
         self._end(f"Stopped{at}; nothing of it is kept.")
 
     def _tell(self, tree: xr.DataTree) -> None:
@@ -272,7 +274,7 @@ class AssessmentReport(MeasuringWidget):
         options = ("report", _SECOND_VIEW[kind])
         if tuple(self._view.options) != options:  # which would go back to the first
             self._view.options = options
-        self.save_bar.suggest(f"reports/{as_file_name(self.page.document.subject)}")
+        self.save_bar.suggest(f"reports/{as_file_name(known(self.page.document).subject)}")
         for part in (self._view, self._body, self.save_bar):
             part.layout.display = None
         self._show_view()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
@@ -78,7 +79,7 @@ class ExportBar(ipywidgets.VBox):
             self.say_written(export(kind, self.path.value, self.overwrite.value))
 
         for kind, button in self.buttons.items():
-            owner.on_click(button, lambda _, kind=kind: click(kind))
+            owner.on_click(button, partial(_ignoring, click, kind))
 
     def suggest(self, path: str) -> None:
         """Put a path into the field, unless the user has written another one there."""
@@ -144,3 +145,8 @@ def export_runs(runs: Mapping[str, xr.DataTree], path: Path, *, overwrite: bool 
     if len(groups) < len(runs):
         raise StoreError("Two runs have the same name once their slashes are replaced; rename one of them.")
     return export_netcdf(xr.DataTree(children=groups), path, overwrite=overwrite)
+
+
+def _ignoring(act: Callable[[str], None], kind: str, _: Any) -> None:
+    """What a click does, whatever the button says about it."""
+    act(kind)

@@ -75,14 +75,15 @@ class Timeline(WorkbenchWidget):
             raise ThresholdError(f"poll_every is {poll_every}, expected a positive number of seconds.")
         quantiles = sig.checked_quantiles(band)
         self.runs = _followed(runs)
-        references = healthy
+        references: list[FollowedRun] | int | None
         if isinstance(healthy, str | os.PathLike | Mapping):
             references = list(_followed(healthy).values())
         elif healthy is not None and not isinstance(healthy, int):
             references = [FollowedRun(name, run, 0) for name, run in healthy_runs(healthy).items()]
         else:
             healthy_runs(healthy)
-        self._arguments = {"healthy": healthy, "band": quantiles}
+            references = healthy
+        self._healthy, self._band = healthy, quantiles
         self._asks_for_signals = signals is None
         chosen = chosen_signals(self._trees(), self._stories(), signals) if signals is not None or self.names else []
         self._wishes = Wishes(chosen, list(self.runs))
@@ -217,7 +218,7 @@ class Timeline(WorkbenchWidget):
         """The same picture as a figure, for ``workbench.plots.save()``: signals, runs and reduction as shown here."""
         runs = {name: self.runs[name].tree for name in self.shown}
         places = {name: run.place for name, run in self.runs.items()}
-        healthy = self._arguments["healthy"]
+        healthy: Any = self._healthy
         if isinstance(healthy, str | os.PathLike | Mapping):
             healthy = {name: run.tree for name, run in _followed(healthy).items()}
         return timeline(
@@ -225,7 +226,7 @@ class Timeline(WorkbenchWidget):
             signals=self.signals,
             reduce=self._wishes.reduce,
             healthy=healthy,
-            band=self._arguments["band"],
+            band=self._band,
             places=places,
             backend=backend,
         )

@@ -49,14 +49,14 @@ class RadarView(ComparisonView):
             raise ThresholdError(f"A radar chart needs at least {_FEWEST_MEASURES} measures; switch on another.")
         measures, names = list(self.measures.value), list(scene.runs)
         notes = {name: scene.runs[name].remark(scene.step) or f"step {scene.step}" for name in scene.shown}
-        is_new = self.charts is None or (self.charts.names, self.charts.measures) != (names, measures)
-        if is_new:
-            self.charts = RadarCharts(names, measures, comparison)
-        if self.charts.arrange(comparison["architecture"].values.tolist()):
-            self.put(self.measures, self.key, root=self.charts.root)
-        with self.canvas.batch():
-            self.charts.write(comparison, notes)
-        self.key.value = muted(html.escape(self.charts.key).replace("\n", " &ensp; "))
+        charts = self.charts
+        if charts is None or (charts.names, charts.measures) != (names, measures):
+            charts = self.charts = RadarCharts(names, measures, comparison)
+        if charts.arrange(comparison["architecture"].values.tolist()):
+            self.put(self.measures, self.key, root=charts.root)
+        with self.batch():
+            charts.write(comparison, notes)
+        self.key.value = muted(html.escape(charts.key).replace("\n", " &ensp; "))
 
     def figure(self, scene: Scene, backend: str) -> Any:
         """The same charts as a figure of `workbench.plots.radar`."""
@@ -136,7 +136,7 @@ class _Chart:
         self.points: dict[str, ColumnDataSource] = {"ours": our_points, "published": published_points}
         self.labels: list[ColumnDataSource] = labels
 
-    def write(self, axes: Sequence[RadarAxis], chart: RadarChart, at_axes: Sequence[str], note: str) -> None:
+    def write(self, axes: list[RadarAxis], chart: RadarChart, at_axes: Sequence[str], note: str) -> None:
         """Draw one run on the axes."""
         for source, values in chart.values.items():
             columns = outline(axes, values)

@@ -49,7 +49,7 @@ class TrainingView(ComparisonView):
             raise ThresholdError("No trace is chosen; switch on at least one.")
         if self.panels.arrange(self.variables.value, scene.runs, scene.shown):
             self.put(self.variables, root=self.panels.root)
-        with self.canvas.batch():
+        with self.batch():
             self.panels.write(scene.runs, scene.shown, scene.step)
 
     def figure(self, scene: Scene, backend: str) -> Any:
@@ -64,7 +64,7 @@ class TrainingView(ComparisonView):
             return
         self._offered_for = runs
         monitors = [run.part("monitors") for run in runs.values()]
-        names = dict.fromkeys([*MONITORS, *(name for data in monitors if data is not None for name in data)])
+        names = dict.fromkeys([*MONITORS, *(str(name) for data in monitors if data is not None for name in data)])
         offered = set(self.variables.names)  # a trace that is there once stays
         options = []
         for name in dict.fromkeys([*names, *SPECTRAL, *ENERGETIC]):
@@ -173,8 +173,9 @@ class TracePanel:
             line = self._lines[name]
             for part in parts:
                 part["glyph_renderer"].visible = name in shown
-                if _is_cross(part):
-                    part["source"].data = {"step": [line.cross[0]], "value": [min(line.cross[1], panel.limits[1])]}
+                if _is_cross(part) and line.cross is not None:
+                    step, value = line.cross
+                    part["source"].data = {"step": [step], "value": [min(value, panel.limits[1])]}
                 elif name in changed:
                     part["source"].data = line.columns
         set_range(self.figure.y_range, *panel.view)

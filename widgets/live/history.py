@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.plots.timeline_events import events_of, fault_spans
+from workbench.widgets.base import known
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -111,7 +112,8 @@ class RunHistory:
         self._has_fault[record.step] = bool(record.active_faults)
         if record.spectra is not None:
             self._take(record.spectra)
-            self._values[2:, record.step] = self.modes.near_unit_mass, self.modes.spectral_radius
+            modes = known(self.modes)
+            self._values[2:, record.step] = modes.near_unit_mass, modes.spectral_radius
         self.n_done = record.step + 1
 
     def trace(self, name: str) -> tuple[np.ndarray, np.ndarray]:

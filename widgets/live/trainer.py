@@ -124,7 +124,9 @@ class LiveTrainer:
     def _close(self, name: str) -> None:
         """Write what a run has gathered."""
         try:
-            self._runs[name].close()
+            close = getattr(self._runs[name], "close", None)  # generators have one
+            if close is not None:
+                close()
         except Exception as error:  # noqa: BLE001  (a model or task of the user's own)
             self._say(name, error)
             self._on_end(name, error)

@@ -34,7 +34,7 @@ _HEIGHT = 290
 #: Where recorded runs stand: below 0 those that survived, above 1 those that diverged.
 _RUG = 0.1
 _COLOR = style.MODEL_COLORS[7]
-_NO_RUNS = {"rate": [], "place": [], "architecture": [], "ended": []}
+_NO_RUNS: dict[str, list[Any]] = {"rate": [], "place": [], "architecture": [], "ended": []}
 
 
 class CurvePanel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -91,7 +91,7 @@ def _cells(runs: dict[str, np.ndarray], stable: str, rate: float) -> tuple[str, 
     )
 
 
-def _plan(first: dict[str, object]) -> str:
+def _plan(first: dict[str, Any]) -> str:
     words = [str(first["optimizer"])]
     words += [str(first["schedule"])] if first["schedule"] != "constant" else []
     words += [f"warm-up {first['warmup']}"] if first["warmup"] else []

@@ -80,7 +80,7 @@ class FollowedRun:
         self.problem = ""
         self._n_failed = 0
         self._stamp = self._stamp_now()
-        tree = run if self.path is None else open_run(self.path)
+        tree = open_run(run) if isinstance(run, str | os.PathLike) else run
         self._now = self._snapshot_of(named_runs({name: tree}, needs_spectra=False)[name])
 
     @property
@@ -222,10 +222,10 @@ def _is_continued(old: _Snapshot, new: _Snapshot) -> bool:
     if counts[0] != counts[1]:
         return False
     for part in old.tree.children:
-        if part == "events" or "step" not in old.tree[part].dims:
+        if part == "events" or "step" not in old.tree.children[part].dims:
             continue
-        before = old.tree[part]["step"].values
-        after = new.tree[part]["step"].values if part in new.tree.children else before[:0]
+        before = old.tree.children[part].to_dataset()["step"].values
+        after = new.tree.children[part].to_dataset()["step"].values if part in new.tree.children else before[:0]
         if len(after) < len(before) or (len(before) and before[-1] != after[len(before) - 1]):
             return False
     return True

@@ -82,7 +82,9 @@ class BackgroundWriter:
         self._seconds_per_block = seconds_per_block
         self._max_bytes = max_bytes
         layout = writer.layout("events")
-        events = WaitingRows(events_part(None if layout is None else list(layout), has_places=locates_events))
+        events = WaitingRows(
+            events_part(None if layout is None else [str(name) for name in layout], has_places=locates_events)
+        )
         if layout is not None:
             check_layout(events.empty(), layout, "events", "event", writer.path)
         self._parts = {"events": events}
@@ -201,7 +203,7 @@ class BackgroundWriter:
             return
         events = self._parts["events"]
         values = {"kind": kind, "source": source, "score": score, "message": message, "layer": layer, "head": head}
-        row = events.row(int(step), {name: value for name, value in values.items() if name in events.part.dims})
+        row = events.row(int(step), {name: value for name, value in values.items() if name in events.declared.dims})
         self._put(events, row, "events")
 
     def commit(self, **attrs: Any) -> None:
@@ -404,7 +406,7 @@ class BackgroundWriter:
     def _gap(self, part: str, lost: Lost) -> dict[str, Any]:
         values = {"kind": "gap", "source": part, "score": lost.n_rows, "message": lost.message(part)}
         values |= {"layer": -1, "head": -1}
-        return {name: value for name, value in values.items() if name in self._parts["events"].part.dims}
+        return {name: value for name, value in values.items() if name in self._parts["events"].declared.dims}
 
     def _write(self, block: _Block) -> None:
         """Append every part that can be, and show readers what there is; what failed stays in the block."""

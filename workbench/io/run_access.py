@@ -30,8 +30,8 @@ def named_runs(
     import xarray as xr
 
     if isinstance(runs, xr.DataTree | xr.Dataset):
-        run = _as_run(runs, "The run", needs_spectra=needs_spectra)
-        return {str(spectra_of(run).attrs["subject"]) if "spectra" in run.children else "run": run}
+        alone = _as_run(runs, "The run", needs_spectra=needs_spectra)
+        return {str(spectra_of(alone).attrs["subject"]) if "spectra" in alone.children else "run": alone}
     if not isinstance(runs, Mapping) or not runs:
         kind = "an empty dict" if isinstance(runs, Mapping) else f"of type {type(runs).__name__}"
         raise SchemaError(f"The runs are {kind}, expected a non-empty dict of name: run.")

@@ -119,13 +119,10 @@ def check_layout(rows: xr.Dataset, layout: xr.Dataset, part: str, dim: str, wher
     advice = "record the same as before, or into another run"
     begin = f"Part '{part}' of the run at {where}"
     if set(map(str, rows.variables)) != set(map(str, layout.variables)):
-        have, new = (
-            sorted(set(layout.variables) - set(rows.variables)),
-            sorted(set(rows.variables) - set(layout.variables)),
-        )
+        written, given = set(map(str, layout.variables)), set(map(str, rows.variables))
         words = [
-            f"has {', '.join(have)}, which the rows lack" if have else "",
-            f"lacks their {', '.join(new)}" if new else "",
+            f"has {', '.join(sorted(written - given))}, which the rows lack" if written - given else "",
+            f"lacks their {', '.join(sorted(given - written))}" if given - written else "",
         ]
         raise StoreError(f"{begin} {' and '.join(filter(None, words))}; {advice}.")
     for name, new in rows.variables.items():
@@ -232,13 +229,24 @@ class WaitingRows:
         self.n_bytes -= row.n_bytes
         self.lost = Lost(row.step, row.step, 1, why).and_also(self.lost)
 
+    @property
+    def declared(self) -> Part:
+        """What the rows hold.
+
+        Raises:
+            StoreError: If they are datasets, which declare nothing.
+        """
+        if self.part is None:
+            raise StoreError("Rows that are datasets have no declared variables; add datasets to them.")
+        return self.part
+
     def empty(self) -> xr.Dataset:
         """No rows, as they go to disk; dimensions of unknown size have size 0."""
         columns = {
-            name: np.empty((0, *(self._sizes.get(dim, 0) for dim in dims)), self.part.dtype(name))
-            for name, dims in self.part.dims.items()
+            name: np.empty((0, *(self._sizes.get(dim, 0) for dim in dims)), self.declared.dtype(name))
+            for name, dims in self.declared.dims.items()
         }
-        return self.part.dataset([], columns)
+        return self.declared.dataset([], columns)
 
     def row(self, step: int, values: Mapping[str, Any]) -> RecordedRow:
         """A row with copies of the values, checked.
@@ -246,9 +254,9 @@ class WaitingRows:
         Raises:
             StoreError: If there are other variables than declared, or of other shapes or kinds.
         """
-        name = self.part.name
-        if not values.keys() <= self.part.dims.keys():
-            unknown = ", ".join(sorted(values.keys() - self.part.dims.keys()))
+        name = self.declared.name
+        if not values.keys() <= self.declared.dims.keys():
+            unknown = ", ".join(sorted(values.keys() - self.declared.dims.keys()))
             raise StoreError(f"Part '{name}' has no variable {unknown}; name each one in its Part.")
         copies, n_bytes = [], _BYTES_PER_OBJECT
         for variable, kind in self._scalars:
@@ -269,8 +277,8 @@ class WaitingRows:
         return RecordedRow(step, copies, n_bytes)
 
     def _copy(self, step: int, variable: str, dims: tuple[str, ...], values: Mapping[str, Any]) -> np.ndarray:
-        dtype = self.part.dtype(variable)
-        begin = f"'{variable}' of part '{self.part.name}'"
+        dtype = self.declared.dtype(variable)
+        begin = f"'{variable}' of part '{self.declared.name}'"
         if variable not in values:
             if dtype.kind not in "fc" or not all(dim in self._sizes for dim in dims):
                 raise StoreError(f"{begin} is missing at step {step}; give it, with NaN where nothing can be said.")
@@ -298,7 +306,7 @@ class WaitingRows:
             return xr.concat([row.values for row in rows], "step", combine_attrs="override")
         names = [name for name, _ in self._scalars + self._arrays]
         columns = {
-            name: np.array([row.values[place] for row in rows], dtype=self.part.dtype(name))
+            name: np.array([row.values[place] for row in rows], dtype=self.declared.dtype(name))
             for place, name in enumerate(names)
         }
-        return self.part.dataset([row.step for row in rows], columns)
+        return self.declared.dataset([row.step for row in rows], columns)

@@ -55,7 +55,7 @@ def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.Data
     if isinstance(data, xr.DataTree):
         run = data.copy()
     elif isinstance(data, Mapping) and all(isinstance(part, xr.Dataset) for part in data.values()):
-        run = xr.DataTree.from_dict({f"/{name.strip('/')}": part for name, part in data.items()})
+        run = xr.DataTree.from_dict({f"/{str(name).strip('/')}": part for name, part in data.items()})
     else:
         raise SchemaError(f"A run is a DataTree, a Dataset or a mapping of datasets, not a {type(data).__name__}.")
     for node in run.subtree:
@@ -63,7 +63,7 @@ def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.Data
         _check_attrs(node)
     for name, validate in _VALIDATORS.items():
         if name in run.children:
-            validate(run[name].to_dataset())
+            validate(run.children[name].to_dataset())
     run.attrs.setdefault("schema_version", SCHEMA_VERSION)
     return run
 

@@ -114,7 +114,7 @@ def _read_csv(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         if place is not None:
             cells = [_cell(path, number, row, place, rows[0]) for number, row in kept]
             columns[name] = np.array([math.nan if cell is None else cell for cell in cells])
-    return np.array([int(step) for step in steps], dtype=np.int64), columns
+    return np.array([int(step) for step in steps if step is not None], dtype=np.int64), columns
 
 
 def _cell(path: Path, number: int, row: list[str], place: int, header: list[str]) -> float | None:

@@ -182,7 +182,8 @@ def _grouped(evidence: xr.Dataset, n: int) -> tuple[list[str], list[str], np.nda
     for name in sorted(total, key=lambda name: -total[name]):
         mine = np.flatnonzero(cause == name)
         mine = mine[np.argsort(-np.abs(weight[mine]), kind="stable")]
-        own, rest = (mine, []) if len(mine) == n + 1 else (mine[:n], mine[n:])
+        n_own = len(mine) if len(mine) == n + 1 else n
+        own, rest = mine[:n_own], mine[n_own:]
         bars += [(name, str(names[i]), float(weight[i])) for i in sorted(own, key=lambda i: -weight[i])]
         if len(rest):
             bars.append((name, f"{len(rest)} others together", float(weight[rest].sum())))

@@ -58,9 +58,8 @@ def dose_response(
             raise SchemaError(f"There is no measure '{measure}' of outcomes; choose from {', '.join(MEASURES)}.")
     if not measures:
         raise SchemaError(f"No measure was named; choose from {', '.join(MEASURES)}.")
-    if isinstance(published, bool):
-        published = papers.shaping_table() if published else None
-    panels = [Responses.of(outcomes, measure, reference=reference, published=published) for measure in measures]
+    figures = (papers.shaping_table() if published else None) if isinstance(published, bool) else published
+    panels = [Responses.of(outcomes, measure, reference=reference, published=figures) for measure in measures]
     with style.drawing(backend) as hv:
         draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
         drawn = [draw(hv, panel, is_first=index == 0) for index, panel in enumerate(panels)]
@@ -198,7 +197,7 @@ def _draw_bokeh(hv: Any, panel: Responses, *, is_first: bool) -> Any:
     tips = [("", "@control"), (panel.title, "@value{0.0 %}"), ("runs", "@n_runs")]
     if panel.measure == "divergence_rate":
         tips.insert(2, ("interval", "@low{0 %} to @high{0 %}"))
-    looks = {
+    looks: dict[str, dict[str, Any]] = {
         "reference": {"color": style.NEUTRAL, "line_width": 1},
         "runs": {"color": OURS, "alpha": 0.35, "size": 4},
         "intervals": {"color": OURS, "line_width": 2},
@@ -230,7 +229,7 @@ def _draw_bokeh(hv: Any, panel: Responses, *, is_first: bool) -> Any:
 
 
 def _draw_matplotlib(hv: Any, panel: Responses, *, is_first: bool) -> Any:
-    looks = {
+    looks: dict[str, dict[str, Any]] = {
         "reference": {"color": style.NEUTRAL, "linewidth": 0.8},
         "runs": {"color": OURS, "alpha": 0.35, "s": 6, "edgecolors": "none"},
         "intervals": {"color": OURS, "linewidth": 1.4},

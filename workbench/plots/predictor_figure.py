@@ -65,7 +65,7 @@ def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
             theirs = {key: column[has_published] for key, column in shown.items()}
             below = row[has_published] - shift
             draw.bars(theirs["published_low"], below, theirs["published_high"], below, color=PUBLISHED, width=1.6)
-            look = {"color": PUBLISHED, "marker": "diamond", "size": 10, "is_hollow": True}
+            look: dict[str, Any] = {"color": PUBLISHED, "marker": "diamond", "size": 10, "is_hollow": True}
             tips = [("", "@predictor_"), ("published", "@published_auroc{0.000}")]
             draw.dots(theirs["published_auroc"], below, columns=theirs, tips=tips, **look)
         within = columns["auroc_within_architecture"]

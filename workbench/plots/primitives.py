@@ -93,7 +93,7 @@ class Primitives:
         x1: Any,
         y1: Any,
         *,
-        colors: str | Sequence[str],
+        colors: str | Sequence[str] | np.ndarray,
         alpha: float = 1.0,
         columns: Mapping[str, Any] | None = None,
         tips: Sequence[tuple[str, str]] = (),
@@ -174,9 +174,15 @@ class Primitives:
             {(str(self.x), str(self.y)): [(float(x), float(y))], "text": [text]}, [self.x, self.y], "text"
         )
         color, weight = color or self.ink, "bold" if is_bold else "normal"
+        look: dict[str, Any]
         if self.is_bokeh:
             baseline = {"center": "middle"}.get(valign, valign)
-            look = {"text_align": align, "text_baseline": baseline, "text_color": color, "text_font_size": f"{size}pt"}
+            look: dict[str, Any] = {
+                "text_align": align,
+                "text_baseline": baseline,
+                "text_color": color,
+                "text_font_size": f"{size}pt",
+            }
             self._add(word, **look, text_font_style=weight)
         else:
             look = {"horizontalalignment": align, "verticalalignment": valign, "color": color, "size": size}
@@ -219,7 +225,7 @@ class Primitives:
         """
         note = flowed(note, n_characters=size[0] // _PIXELS_A_LETTER)
         ticks = tuple(_worded(at, form) for at, form in zip(ticks, formats, strict=True))
-        look = {"xlim": view[0], "ylim": view[1], "xlabel": names[0], "ylabel": names[1]}
+        look: dict[str, Any] = {"xlim": view[0], "ylim": view[1], "xlabel": names[0], "ylabel": names[1]}
         look |= {"logx": is_log[0], "logy": is_log[1], "backend": self.backend}
         look |= {key: at for key, at in zip(("xticks", "yticks"), ticks, strict=True) if at is not None}
         overlay = self.hv.Overlay(self.parts)

@@ -86,7 +86,7 @@ def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> li
     measures = list(measures or DEFAULT_MEASURES)
     for measure in measures:
         if measure not in known:
-            raise SchemaError(f"The comparison has no measure '{measure}'; choose from {', '.join(known)}.")
+            raise SchemaError(f"The comparison has no measure '{measure}'; choose from {', '.join(map(str, known))}.")
     if len(measures) < 3:
         raise ThresholdError(f"A radar chart needs at least 3 measures, these are {len(measures)}.")
     axes = []

@@ -121,7 +121,7 @@ def _labels(hv: Any, axes: list[RadarAxis], texts: Texts) -> Iterator[tuple[Any,
 def _draw_bokeh(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], texts: Texts) -> Any:
     parts = []
     for kind, element, chart in _elements(hv, axes, charts):
-        options = {"backend": "bokeh", "default_tools": []}
+        options: dict[str, Any] = {"backend": "bokeh", "default_tools": []}
         look = style.model_style(chart.place) if chart else {"color": style.NEUTRAL, "marker": ""}
         color, marker = look["color"], look["marker"]
         if kind.startswith("published") and len(charts) == 1:
@@ -177,7 +177,7 @@ def _draw_matplotlib(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], t
         parts.append(element.opts(**options, backend="matplotlib"))
     for element, side, level in _labels(hv, axes, texts):
         level = "center" if level == "middle" else level
-        look = {"color": style.INK, "size": style.TICK_SIZE}
+        look: dict[str, Any] = {"color": style.INK, "size": style.TICK_SIZE}
         parts.append(element.opts(horizontalalignment=side, verticalalignment=level, **look, backend="matplotlib"))
     hooks = [_no_axes_matplotlib, style.title_matplotlib(texts.title, note=texts.note, key=texts.key)]
     if len(charts) > 1:

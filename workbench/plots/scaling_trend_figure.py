@@ -220,7 +220,7 @@ def _draw_ladder(draw: Primitives, ladder: Ladder, look: Mapping[str, str], *, i
     if np.isfinite(value):
         draw.bars(ladder.goal, low, ladder.goal, high, color=color, width=2)
         tips = [("", ladder.name), ("foretold", "$y"), ("interval", f"{low:.3g} to {high:.3g}")]
-        look = {"edge": outcome_colors.MARK_GROUND} if ladder.is_supported else {"is_hollow": True}
+        look: dict[str, Any] = {"edge": outcome_colors.MARK_GROUND} if ladder.is_supported else {"is_hollow": True}
         label = "" if has_line else label
         draw.dots([ladder.goal], [value], color=color, marker=marker, size=13, tips=tips, label=label, **look)
     value, low, high = ladder.measured_at_target

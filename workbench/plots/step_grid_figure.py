@@ -69,7 +69,7 @@ def step_grid(
         mode_columns(cell.spectra.isel(layer=[]) if cell.word else cell.spectra, n_layers=depths[i // len(columns)])
         for i, cell in enumerate(cells)
     ]
-    view = view_of(dict(enumerate(modes)), limit, center)
+    view = view_of({str(i): columns for i, columns in enumerate(modes)}, limit, center)
     scale = Scale(max(depths), is_shared=len(set(depths)) == 1)
     keys = _keys(trees, cells)
     n = len(columns)

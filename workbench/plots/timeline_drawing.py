@@ -170,10 +170,16 @@ class Drawing:
         width = self.span[1] - self.span[0]
         x = float(np.clip((start + stop) / 2, self.span[0] + 0.22 * width, self.span[1] - 0.22 * width))
         label = hv.Labels({("step", "row"): [(x, height + 0.08)], "text": [lead_in_words(lead)]}, dims, "text")
+        text: dict[str, Any]
         if self.is_bokeh:
             text = {"text_align": "center", "text_baseline": "bottom", "text_color": ink, "text_font_size": "9pt"}
         else:
-            text = {"horizontalalignment": "center", "verticalalignment": "bottom", "color": ink, "size": 8}
+            text: dict[str, Any] = {
+                "horizontalalignment": "center",
+                "verticalalignment": "bottom",
+                "color": ink,
+                "size": 8,
+            }
         return [*parts, self._opts(label, **text)]
 
     def _alarm(self, columns: dict[str, Any], dims: list[Any], color: str, is_established: bool) -> Any:

@@ -89,7 +89,7 @@ def events_of(run: xr.DataTree) -> list[TimelineEvent]:
     """The events of a run by rising step; none if it has none. Runs of earlier versions name no layer and head."""
     if "events" not in run.children:
         return []
-    data = run["events"].to_dataset(inherit=False)
+    data = run.children["events"].to_dataset(inherit=False)
     if "step" not in data.variables:
         return []
     n = data["step"].size

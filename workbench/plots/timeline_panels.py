@@ -99,7 +99,7 @@ class SignalPanel:
     ) -> SignalPanel:
         """Choose the axis, and put the alarms on their lines."""
         panel = panel_of(lines, shows_all=shows_all)
-        onsets = []
+        onsets: list[tuple[TimelineEvent, float] | None] = []
         for line, story in zip(lines, stories, strict=True):
             own = [event for event in story.onsets if signal_of(event, [name]) == name]
             columns = line.columns

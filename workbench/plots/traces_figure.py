@@ -141,7 +141,9 @@ class Trace:
     def cross(self) -> tuple[int, float] | None:
         """Step of divergence and the last finite value up to it; None if there is no such value."""
         columns = self.columns
-        before = columns["value"][columns["step"] <= self.diverged] if self.diverged is not None else []
+        if self.diverged is None:
+            return None
+        before = columns["value"][columns["step"] <= self.diverged]
         return (self.diverged, float(before[-1])) if len(before) else None
 
     @property
@@ -237,7 +239,7 @@ class TracesPanel:
 def _known(runs: Mapping[str, xr.DataTree]) -> list[str]:
     """Variables over steps that at least one run has."""
     monitors = [run["monitors"].to_dataset() for run in runs.values() if "monitors" in run.children]
-    names = dict.fromkeys(name for data in monitors for name in data.data_vars if _is_trace(data, name))
+    names = dict.fromkeys(str(name) for data in monitors for name in data.data_vars if _is_trace(data, str(name)))
     if any("spectra" in run.children and "step" in run["spectra"].dims for run in runs.values()):
         names |= dict.fromkeys(name for name, rule in SPECTRA.items() if rule.dims == ("layer",) and rule.kind != "b")
     return list(names)

@@ -30,8 +30,14 @@ def column_of_words(draw: Primitives, x: Any, y: Any, texts: Sequence[str], *, a
     x, y = np.broadcast_arrays(np.asarray(x, dtype=float), np.asarray(y, dtype=float))
     data = {str(draw.x): x, str(draw.y): y, "text": np.asarray(texts)}
     words = draw.hv.Labels(data, [draw.x, draw.y], "text")
+    look: dict[str, Any]
     if draw.is_bokeh:
-        look = {"text_align": align, "text_baseline": "middle", "text_color": draw.ink, "text_font_size": f"{_SIZE}pt"}
+        look = {
+            "text_align": align,
+            "text_baseline": "middle",
+            "text_color": draw.ink,
+            "text_font_size": f"{_SIZE}pt",
+        }
     else:
         look = {"horizontalalignment": align, "verticalalignment": "center", "color": draw.ink, "size": _SIZE}
     draw.parts.append(words.opts(**look, backend=draw.backend))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from workbench.formatting import capitalized, clause, listed, lowered, title_of
 from workbench.reports import effect_space
 from workbench.reports.document import (
+    Block,
     Document,
     Fact,
     Heading,
@@ -79,7 +80,7 @@ def observed(numbers: Numbers) -> ReportSection:
         seed=numbers.attribute("seed"),
     )
     sizes = (size, _what_stood_in(numbers)) if is_stand_in(numbers) else (size,)
-    blocks = [Lead("What was seen, before any cause is named."), Paragraph((*sizes, _tally(numbers)))]
+    blocks: list[Block] = [Lead("What was seen, before any cause is named."), Paragraph((*sizes, _tally(numbers)))]
     if risk := risk_sentences(numbers):
         blocks += [Heading("Will it diverge?"), Paragraph(tuple(risk))]
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
@@ -94,7 +95,7 @@ def observed(numbers: Numbers) -> ReportSection:
 
 def cause(numbers: Numbers) -> ReportSection:
     """V2: the failure modes that the numbers add up to, each with its evidence, and those ruled out."""
-    blocks = [Lead("What the numbers add up to: the ways to fail, each with the evidence for it.")]
+    blocks: list[Block] = [Lead("What the numbers add up to: the ways to fail, each with the evidence for it.")]
     modes = numbers.names("failure_modes", "failure_mode")
     states = numbers.texts("failure_modes", "state")
     headings = {
@@ -112,7 +113,7 @@ def cause(numbers: Numbers) -> ReportSection:
 
 def decisions(numbers: Numbers) -> ReportSection:
     """V4: what to do, by kind, in the order of the tree."""
-    blocks = [Lead("What to do, in this order. Each step names the number that it rests on.")]
+    blocks: list[Block] = [Lead("What to do, in this order. Each step names the number that it rests on.")]
     kinds = numbers.texts("decisions", "kind")
     for kind in dict.fromkeys([*_KINDS, *kinds]):
         items = [_decision(numbers, row) for row, its in enumerate(kinds) if its == kind]
@@ -189,7 +190,7 @@ def risk_sentences(numbers: Numbers) -> list[Sentence]:
         return []
     if not knows_risk(numbers):
         return [*_why_no_risk(numbers), *_trials(numbers)]
-    names = list(numbers.node("risk").data_vars)
+    names = [str(name) for name in numbers.node("risk").data_vars]
     of = {name: _risk(numbers, name) for name in names}
     planned, said = _planned_rate(numbers), []
     tried = "tried_" if "tried_probability" in of else ""

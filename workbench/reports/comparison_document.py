@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from workbench.errors import SchemaError
 from workbench.formatting import listed
@@ -99,7 +99,8 @@ def _observed(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -
 
 def _causes(designs: dict[str, Numbers]) -> ReportSection:
     """The criteria whose state differs, and those that fail everywhere."""
-    apart, shared = [], []
+    apart: list[Any] = []
+    shared: list[Any] = []
     common = [
         criterion
         for criterion in next(iter(designs.values())).names("criteria", "criterion")
@@ -148,7 +149,7 @@ def _choice(numbers: Numbers, designs: dict[str, Numbers], names: list[str], ran
     starts = (_STARTS.get(_verdict(numbers, names, ranked[0]).text, "Take"), "Next comes")
     said = []
     for start, name in zip(starts, ranked, strict=False):
-        slots = {"name": name, "verdict": _verdict(numbers, names, name)}
+        slots: dict[str, str | Quantity] = {"name": name, "verdict": _verdict(numbers, names, name)}
         text = f"{start} {{name}}: verdict {{verdict}}, "
         if assessment.knows_risk(designs[name]):
             risk = _of(numbers, names.index(name), name, "probability")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from workbench.formatting import capitalized, clause, listed, lowered, title_of, units_in_words
 from workbench.reports import effect_space, pictures
@@ -203,7 +203,8 @@ def _evidence_tables(numbers: Numbers, cited: list[Quantity]) -> list[ReportTabl
     """What is cited or weighs much, and the rest, folded."""
     titles = _titles(numbers)
     anchors = {quantity.anchor for quantity in cited}
-    shown, weak = [], []
+    shown: list[Any] = []
+    weak: list[Any] = []
     for row, owner in enumerate(numbers.texts("evidence", "cause")):
         value = _value(numbers, row)
         weight = numbers.value("evidence", "weight", evidence=row, meaning=_about(numbers, row))

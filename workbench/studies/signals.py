@@ -134,7 +134,7 @@ def catalogue(run: xr.DataTree) -> dict[str, Entry]:
     for part in (*_PARTS, *others, "spectra"):
         if part not in run.children:
             continue
-        for entry in _entries(part, run[part].to_dataset(inherit=False)):
+        for entry in _entries(part, run.children[part].to_dataset(inherit=False)):
             name = entry.name if entry.name not in found else f"{part}/{entry.name}"
             found[name] = replace(entry, name=name)
     return found
@@ -194,7 +194,7 @@ def read(
     values = _values(run, entry, slice(first_row, None))
     step = values["step"].values.astype(np.int64)
     values, words = _taken(values, entry, layer=layer, head=head)
-    places = [dim for dim in values.dims if dim != "step"]
+    places = [str(dim) for dim in values.dims if dim != "step"]
     reduce = (reduce or worst(entry.variable)) if places else ""
     if places:
         words.append(f"{reduce} over {listed([_PLACES[place] for place in places])}")
@@ -225,7 +225,7 @@ def heat(run: xr.DataTree, name: str, step: int) -> xr.DataArray:
     entry = _entry(run, name)
     if not entry.places:
         raise SchemaError(f"'{name}' has no layers; choose one that has, such as an effective rank or an entropy.")
-    recorded = run[entry.part]["step"].values
+    recorded = run.children[entry.part].to_dataset()["step"].values
     if not len(recorded):
         raise SchemaError(f"'{name}' has no row yet; wait for the first.")
     row = int(np.abs(recorded - step).argmin())
@@ -359,8 +359,9 @@ def _entries(part: str, data: xr.Dataset) -> list[Entry]:
     if "step" not in data.dims:
         return []
     found = []
-    for variable, values in data.data_vars.items():
-        dims = [dim for dim in values.dims if dim not in ("step", "term")]
+    for name, values in data.data_vars.items():
+        variable = str(name)
+        dims = [str(dim) for dim in values.dims if dim not in ("step", "term")]
         is_line = "step" in values.dims and values.dtype.kind in "fiu" and all(dim in _PLACES for dim in dims)
         if not is_line or variable == "step":
             continue
@@ -385,7 +386,7 @@ def _entry(run: xr.DataTree, name: str) -> Entry:
 
 
 def _values(run: xr.DataTree, entry: Entry, rows: slice) -> xr.DataArray:
-    data = run[entry.part].to_dataset(inherit=False)
+    data = run.children[entry.part].to_dataset(inherit=False)
     values = data[entry.variable].isel(step=rows)
     if entry.part == "spectra" and entry.variable in SPECTRAL:
         values = values.astype(float).where(data["is_informative"].isel(step=rows))
