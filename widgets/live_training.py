@@ -145,7 +145,8 @@ class LiveTraining(WorkbenchWidget):
         self.at_close(self.alarm_list.close)
         self._panel = KSSPanel(self.kss, self.guarded)
         panels = [self._panel, *([FaultPanel(self.faults, self.guarded)] if self.faults else [])]
-        for switched in (self.kss, *self.faults):
+        switches: tuple[KSS | Fault, ...] = (self.kss, *self.faults)
+        for switched in switches:
             self.at_close(switched.observe(lambda name, before, after: self.canvas.refresh()))
         self._make_buttons()
         told = [self.alarm_list] if alarms is not None else []

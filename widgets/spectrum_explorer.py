@@ -79,7 +79,6 @@ class SpectrumExplorer(WorkbenchWidget):
         Raises:
             ThresholdError: If the thresholds contradict each other; then nothing has changed.
         """
-        view = known(self._panels.view, "Nothing is drawn yet; show the explorer first.")
         reliable_only = bool(self.reliable_only.value)
         measured = {
             name: select_layers(remeasure(data, **self.thresholds, reliable_only=reliable_only), self._layer_range())
@@ -126,8 +125,9 @@ class SpectrumExplorer(WorkbenchWidget):
     def figure(self, backend: str = "bokeh") -> Any:
         """The present picture as a figure of its own, to keep or to write with ``workbench.plots.save()``."""
         view = known(self._panels.view, "Nothing is drawn yet; show the explorer first.")
+        chosen: dict[str, Any] = self.thresholds
         reliable_only = bool(self.reliable_only.value)
-        measured = {name: remeasure(data, **self.thresholds) for name, data in self.spectra.items()}
+        measured = {name: remeasure(data, **chosen) for name, data in self.spectra.items()}
         return eigenvalue_map(
             measured,
             layers=self._layer_range(),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.io.run_access import named_runs
 from workbench.plots.timeline_events import TimelineEvent, signal_of
 from workbench.plots.timeline_figure import chosen_signals, healthy_runs, timeline
 from workbench.studies import signals as sig
@@ -314,7 +315,7 @@ def _followed(runs: Run | Mapping[str, Run]) -> dict[str, FollowedRun]:
         name = os.path.basename(os.path.normpath(runs)).removesuffix(".zarr")
         return {name: FollowedRun(name, runs, 0)}
     if isinstance(runs, xr.DataTree | xr.Dataset):
-        return {name: FollowedRun(name, run, 0) for name, run in healthy_runs(runs).items()}
+        return {name: FollowedRun(name, run, 0) for name, run in named_runs(runs, needs_spectra=False).items()}
     if not isinstance(runs, Mapping) or not runs:
         kind = "an empty dict" if isinstance(runs, Mapping) else f"of type {type(runs).__name__}"
         raise SchemaError(f"The runs are {kind}, expected a run, the path of one, or a non-empty dict of name: run.")

@@ -119,12 +119,13 @@ class Setup:
         """
         if self._model is not None:
             return copy.deepcopy(self._model)
+        kind: Any = task  # of images or of tokens, which have fields of their own
         options = {"seed": self.seed.value, "d_model": self.d_model.value, "n_layers": self.n_layers.value}
         options["norm"] = self.norm.value
         if self.family.value == "vit":
-            options |= {"image_size": task.image_size, "n_channels": 1, "n_classes": task.n_classes, "patch_size": 2}
+            options |= {"image_size": kind.image_size, "n_channels": 1, "n_classes": kind.n_classes, "patch_size": 2}
         elif hasattr(task, "vocab_size"):
-            options |= {"vocab_size": task.vocab_size, "max_length": task.length}
+            options |= {"vocab_size": kind.vocab_size, "max_length": kind.length}
         if self.family.value == self._config.family:
             return zoo.build(replace(self._config, **options))
         return zoo.build(zoo.ArchitectureConfig(family=self.family.value, **options))

@@ -13,7 +13,6 @@ from workbench import tasks, zoo
 from workbench.errors import ThresholdError
 from workbench.models.checkpoint import open_checkpoint
 from workbench.models.subject import Subject
-from workbench.widgets.base import known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -190,7 +189,9 @@ class ModelChoice:
         if self.source.value == ZOO:
             return Choice(self._configured(), *rest)
         if self.source.value != CHECKPOINT:
-            return Choice(known(self._given, "There is no model; choose another source."), *rest)
+            if self._given is None:
+                raise ThresholdError("No model is given; choose another source.")
+            return Choice(self._given, *rest)
         path = self.path.value.strip()
         if not path:
             raise ThresholdError("There is no path; write that of a checkpoint, a folder or a file.")

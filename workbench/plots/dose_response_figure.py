@@ -111,8 +111,10 @@ class Responses:
             row = np.array([controls.index(name) for name in outcomes["control"].values])
             n_runs, intervals = np.bincount(row[is_told], minlength=len(controls)), np.full((2, len(controls)), np.nan)
             runs = {"row": row[is_told].astype(float), "value": single[is_told]}
-        known = [] if published is None else published["control"].values.tolist()
-        theirs = [float(published[measure].sel(control=name)) if name in known else np.nan for name in controls]
+        theirs = [np.nan] * len(controls)
+        if published is not None:
+            known = published["control"].values.tolist()
+            theirs = [float(published[measure].sel(control=name)) if name in known else np.nan for name in controls]
         values = rates[measure].values.astype(float)
         line = values[controls.index(reference)] if reference in controls else np.nan
         return cls(

@@ -64,7 +64,7 @@ def eigenvalue_map(
         models[name] = select_layers(measured, layers)
         depths[name] = data.sizes["layer"]
     if not any(data.sizes["layer"] for data in models.values()):
-        raise ThresholdError(f"None of the layers {list(layers)} exists; choose from 0 to {max(depths.values()) - 1}.")
+        raise ThresholdError(f"None of the layers {layers} exists; choose from 0 to {max(depths.values()) - 1}.")
     modes = {
         name: mode_columns(data, n_layers=depths[name], reliable_only=reliable_only) for name, data in models.items()
     }

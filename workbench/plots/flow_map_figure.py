@@ -187,7 +187,7 @@ def _way(flow: xr.Dataset, axis: str, of_state: str, kind: str) -> Way:
             of_block.append((edges[i], edges[i + 1], before, after, f"{names[layer]}: {labels[i]}"))
             before = after
         boxes += of_block if is_forward else of_block[::-1]
-    columns = (np.array(column) for column in zip(*boxes, strict=True))
+    columns: list[Any] = [np.array(column) for column in zip(*boxes, strict=True)]
     way = Way(axis, size, *columns)
     return _with_note(way, size[n] if is_forward else size[0], n)
 

@@ -177,7 +177,7 @@ class Primitives:
         look: dict[str, Any]
         if self.is_bokeh:
             baseline = {"center": "middle"}.get(valign, valign)
-            look: dict[str, Any] = {
+            look = {
                 "text_align": align,
                 "text_baseline": baseline,
                 "text_color": color,

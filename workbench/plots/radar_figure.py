@@ -177,8 +177,8 @@ def _draw_matplotlib(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], t
         parts.append(element.opts(**options, backend="matplotlib"))
     for element, side, level in _labels(hv, axes, texts):
         level = "center" if level == "middle" else level
-        look: dict[str, Any] = {"color": style.INK, "size": style.TICK_SIZE}
-        parts.append(element.opts(horizontalalignment=side, verticalalignment=level, **look, backend="matplotlib"))
+        letters: dict[str, Any] = {"color": style.INK, "size": style.TICK_SIZE}
+        parts.append(element.opts(horizontalalignment=side, verticalalignment=level, **letters, backend="matplotlib"))
     hooks = [_no_axes_matplotlib, style.title_matplotlib(texts.title, note=texts.note, key=texts.key)]
     if len(charts) > 1:
         hooks.append(_legend_matplotlib(charts))

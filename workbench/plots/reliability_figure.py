@@ -68,7 +68,12 @@ def reliability(
                 ("diverged", "@rate{0.0 %} of @n_runs"),
                 ("interval", "@low{0 %} to @high{0 %}"),
             ]
-            dots = {"color": color, "marker": look["marker"], "columns": columns, "tips": tips[not bins.name :]}
+            dots: dict[str, Any] = {
+                "color": color,
+                "marker": look["marker"],
+                "columns": columns,
+                "tips": tips[not bins.name :],
+            }
             above.dots(x, columns["rate"], size=8, label=bins.label, **dots)
             below.bars(x, 0, x, columns["n_runs"], color=color, width=7 if len(series) == 1 else 4, alpha=0.85)
         most = max(bins.columns["n_runs"].max() for bins in series)

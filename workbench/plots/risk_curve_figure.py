@@ -101,7 +101,7 @@ def _draw_architecture(draw: Primitives, grid: RiskGrid, row: int, look: Mapping
     is_known = np.isfinite(probability)
     if draw.is_bokeh and is_known.any():  # unseen, for the pointer
         tips = [("", name), ("learning rate", "$x"), ("risk", "$y{0 %}"), ("interval", "@shown")][not name :]
-        dots = {"color": color, "size": 10, "alpha": 0.0, "tips": tips}
+        dots: dict[str, Any] = {"color": color, "size": 10, "alpha": 0.0, "tips": tips}
         draw.dots(grid.rates[is_known], probability[is_known], columns={"shown": shown[is_known]}, **dots)
     edge, low, high = grid.edges[:, row]
     left, right = grid.bounds[[0, -1]]
@@ -124,7 +124,11 @@ def _draw_rug(draw: Primitives, runs: Runs, colors: list[str]) -> None:
                 outcome = outcome_colors.DIVERGED if has_diverged else outcome_colors.SURVIVED
                 y = (1 + _RUG if has_diverged else -_RUG) + jitter[is_it]
                 tips = [("", "diverged" if has_diverged else "survived"), ("learning rate", "$x")]
-                look = {"color": outcome if one_color else color, "is_hollow": not has_diverged, "tips": tips}
+                look: dict[str, Any] = {
+                    "color": outcome if one_color else color,
+                    "is_hollow": not has_diverged,
+                    "tips": tips,
+                }
                 draw.dots(runs.rate[is_it], y, size=6, alpha=0.8, **look)
 
 

@@ -117,7 +117,7 @@ def lines_of(curves: xr.Dataset | Mapping[str, xr.Dataset]) -> list[RocLine]:
             raise SchemaError(f"The ROC curve '{name}' has rates outside 0 to 1; make it with {_SOURCE}.")
         if "auroc" not in data.attrs:
             raise SchemaError(f"The ROC curve '{name}' lacks the attribute auroc; make it with {_SOURCE}.")
-        interval = tuple(float(data.attrs.get(end, np.nan)) for end in ("low", "high"))
+        interval = (float(data.attrs.get("low", np.nan)), float(data.attrs.get("high", np.nan)))
         counts = tuple(int(data.attrs[key]) for key in ("n_runs", "n_diverged") if key in data.attrs)
         lines.append(RocLine(name, columns, float(data.attrs["auroc"]), interval, counts))
     return lines

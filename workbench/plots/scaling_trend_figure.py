@@ -219,10 +219,10 @@ def _draw_ladder(draw: Primitives, ladder: Ladder, look: Mapping[str, str], *, i
     value, low, high = ladder.at_target
     if np.isfinite(value):
         draw.bars(ladder.goal, low, ladder.goal, high, color=color, width=2)
-        tips = [("", ladder.name), ("foretold", "$y"), ("interval", f"{low:.3g} to {high:.3g}")]
-        look: dict[str, Any] = {"edge": outcome_colors.MARK_GROUND} if ladder.is_supported else {"is_hollow": True}
+        tips = [("", ladder.name), ("extrapolated", "$y"), ("interval", f"{low:.3g} to {high:.3g}")]
+        goal: dict[str, Any] = {"edge": outcome_colors.MARK_GROUND} if ladder.is_supported else {"is_hollow": True}
         label = "" if has_line else label
-        draw.dots([ladder.goal], [value], color=color, marker=marker, size=13, tips=tips, label=label, **look)
+        draw.dots([ladder.goal], [value], color=color, marker=marker, size=13, tips=tips, label=label, **goal)
     value, low, high = ladder.measured_at_target
     if np.isfinite(value):
         place = ladder.goal * 1.06  # beside the value foretold, or they hide each other

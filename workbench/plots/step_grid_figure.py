@@ -133,7 +133,7 @@ def cell_of(
     if step < steps[0]:
         return GridCell(f"step {step}", at_step(spectra, "first", name=name), f"recorded from step {steps[0]}")
     diverged, last = divergence_step(run), last_step(run)
-    if step > last:
+    if last is not None and step > last:
         why = f"recorded to step {last}" if diverged is None else f"diverged at step {diverged}"
         return GridCell(f"step {step}", at_step(spectra, "last", name=name), why)
     chosen = at_step(spectra, step, name=name)

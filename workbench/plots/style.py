@@ -260,7 +260,7 @@ def legend_matplotlib(labels: Mapping[str, int], *, has_markers: bool = True) ->
         handles = []
         for label, place in labels.items():
             look = model_style(place)
-            line = {"color": look["color"], "linestyle": look["dash"], "label": label}
+            line: dict[str, Any] = {"color": look["color"], "linestyle": look["dash"], "label": label}
             if has_markers:
                 line |= {"marker": MATPLOTLIB_MARKERS[look["marker"]], "markersize": 5}
             handles.append(Line2D([], [], **line))

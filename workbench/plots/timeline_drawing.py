@@ -103,8 +103,8 @@ class Drawing:
         for line, onset, story in zip(panel.lines, signal.onsets, self.stories, strict=True):
             if onset is not None:
                 event, value = onset
-                columns = _columns([event]) | {"value": [value]}
-                parts.append(self._alarm(columns, dims, style.model_style(story.place)["color"], event.is_established))
+                marked = _columns([event]) | {"value": [value]}
+                parts.append(self._alarm(marked, dims, style.model_style(story.place)["color"], event.is_established))
             if line.cross is not None:
                 step, value = line.cross
                 parts.append(self._cross(step, float(np.clip(value, *panel.limits)), story, dims))
@@ -174,7 +174,7 @@ class Drawing:
         if self.is_bokeh:
             text = {"text_align": "center", "text_baseline": "bottom", "text_color": ink, "text_font_size": "9pt"}
         else:
-            text: dict[str, Any] = {
+            text = {
                 "horizontalalignment": "center",
                 "verticalalignment": "bottom",
                 "color": ink,

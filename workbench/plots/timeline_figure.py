@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -126,7 +126,7 @@ def healthy_runs(healthy: xr.DataTree | Mapping[str, xr.DataTree] | int | None) 
         if healthy < 2:
             raise ThresholdError(f"healthy is {healthy}, expected at least 2 steps, or healthy runs.")
         return {}
-    return named_runs(healthy, needs_spectra=False)
+    return named_runs(cast("Any", healthy), needs_spectra=False)
 
 
 def _line(run: xr.DataTree, name: str, story: Story, reduce: str | None) -> Trace:

@@ -60,7 +60,8 @@ class Story:
     def of(cls, name: str, run: xr.DataTree, place: int) -> Story:
         """Of a run, with or without events."""
         events = events_of(run)
-        found = [run[part]["step"].values for part in run.children if "step" in run[part].to_dataset().variables]
+        parts = [node.to_dataset() for node in run.children.values()]
+        found = [part["step"].values for part in parts if "step" in part.variables]
         steps = np.concatenate([np.atleast_1d(step) for step in found] or [np.zeros(0)])
         first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
         return cls(name, place, events, fault_spans(events), lead_time(events), divergence_of(events), first, last)

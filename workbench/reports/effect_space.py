@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -147,7 +147,7 @@ def about(tree: xr.DataTree) -> tuple[tuple[str, str], ...]:
     return tuple((title_of(name), _told(name, tree.attrs[name])) for name in shown if name in tree.attrs)
 
 
-def _told(name: str, value: object) -> str:
+def _told(name: str, value: Any) -> str:
     if name == "duration":
         return f"{number_in_words(float(value))} s"
     text = number_in_words(_plain(value))

@@ -52,9 +52,11 @@ def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool =
     beside = check_target(path, overwrite=overwrite)
     tree = alone(tree)
     document = document_of(tree)
-    {".html": _write_html, ".md": _write_markdown, ".ipynb": _write_notebook}[path.suffix.lower()](
-        document, tree, path, beside
-    )
+    if path.suffix.lower() == ".html":
+        _write_html(document, tree, path)
+    elif beside is not None:
+        write = _write_markdown if path.suffix.lower() == ".md" else _write_notebook
+        write(document, tree, path, beside)
     return path
 
 
@@ -102,7 +104,7 @@ def document_of(tree: xr.DataTree) -> Document:
     return _DOCUMENTS[kind](tree)
 
 
-def _write_html(document: Document, tree: xr.DataTree, path: Path, beside: None) -> None:
+def _write_html(document: Document, tree: xr.DataTree, path: Path) -> None:
     from workbench.reports.html import html
 
     content = html(document, tree)

@@ -40,7 +40,7 @@ _NORMS = {
 }
 
 #: Model -> measure -> values in the early, middle and late third of the layers; None where none is published.
-_DEPTH: dict[str, dict[str, tuple[float, ...]]] = {
+_DEPTH: dict[str, dict[str, tuple[float | None, ...]]] = {
     "GPT-2 124M": {
         "near_unit_mass": (0.68, 0.62, 0.58),
         "spectral_radius": (1.15, 1.23, 1.31),
