@@ -70,7 +70,10 @@ def main() -> None:
         norm, peak_rate = RECIPES[name]
         start = time.monotonic()
         model, losses = train(norm, peak_rate, args.steps)
-        folder = wb.save_checkpoint(model, args.out / name, overwrite=True)
+        subject = wb.Subject(
+            model, name, "data/make_checkpoints.py", own_tokenizer=wb.ByteTokenizer(MODEL["max_length"])
+        )
+        folder = wb.save_checkpoint(subject, args.out / name, overwrite=True)
         weights = folder / "model.safetensors"
         record = {
             "call": f"python data/make_checkpoints.py --only {name} --steps {args.steps}",

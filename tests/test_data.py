@@ -70,7 +70,7 @@ def test_the_beginning_of_a_re_run_gives_the_recorded_losses(name, script):
 
 
 def test_unknown_samples_are_named():
-    with pytest.raises(CheckpointError, match="No embedded checkpoint is called 'gpt'; there are no_norm, pre_ln"):
+    with pytest.raises(CheckpointError, match="No sample is called 'gpt'; there are no_norm, pre_ln"):
         wb.samples.embedded("gpt")
 
 
@@ -235,5 +235,5 @@ def test_unknown_recordings_are_named(call, sentence):
 def test_a_missing_table_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(wb.samples, "_DATA", tmp_path)
     for name, call in (("divergence", wb.samples.divergence_table), ("shaping", wb.samples.shaping)):
-        with pytest.raises(StoreError, match=f"There is no .*{name}.nc; use a clone of the repository"):
+        with pytest.raises(StoreError, match=f"There is no .*{name}.nc; install the workbench again"):
             call()

@@ -128,13 +128,20 @@ class ArchitectureComparison(WorkbenchWidget):
         self._models.choose(names)
 
     @property
+    def layer_view(self) -> LayerView:
+        """The view "layers"."""
+        view = self.views["layers"]
+        assert isinstance(view, LayerView)
+        return view
+
+    @property
     def measures(self) -> list[str]:
         """The measures of the view "layers"; set it to see others."""
-        return list(self.views["layers"].measures.value)
+        return list(self.layer_view.measures.value)
 
     @measures.setter
     def measures(self, names: str | Iterable[str]) -> None:
-        self.views["layers"].measures.choose(names)
+        self.layer_view.measures.choose(names)
 
     @property
     def layers(self) -> tuple[int, int]:

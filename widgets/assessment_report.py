@@ -9,10 +9,11 @@ import ipywidgets
 
 from workbench.errors import ThresholdError
 from workbench.reports.make_report import alone
+from workbench.widgets.base import known
 from workbench.widgets.export import ExportBar
 from workbench.widgets.report.criteria import CriteriaView
 from workbench.widgets.report.experiment_list import ExperimentsView, WatchedTask
-from workbench.widgets.report.measuring import Progress, said
+from workbench.widgets.report.measuring import MeasuringProgress, said
 from workbench.widgets.report.page import ReportPage
 from workbench.widgets.report.saving import KINDS, as_file_name, save_tree
 from workbench.widgets.report.side_by_side import SideBySide
@@ -77,7 +78,7 @@ class AssessmentReport(MeasuringWidget):
         self._tree: xr.DataTree | None = None
         self._subject, self._plan, self._task, self._seed = subject, plan, task, seed
         self._model, self._replay = model, dict(replay or {})
-        self._progress: Progress | None = None
+        self._progress: MeasuringProgress | None = None
         self.page = ReportPage(lock=self.turn)
         self.criteria = CriteriaView(self, self.show_row)
         self.side_by_side = SideBySide(self, self.show_row)
@@ -225,13 +226,13 @@ class AssessmentReport(MeasuringWidget):
     def _begin(self, title: str, job: Callable[[Callable[[], None], Callable[[str], None]], xr.DataTree]) -> None:
         with self.turn:
             self._worker.drop()
-            progress = self._progress = Progress(title, lambda words: self._say_progress(progress, words))
+            progress = self._progress = MeasuringProgress(title, lambda words: self._say_progress(progress, words))
             self._say_progress(progress, progress.html())
             self._stop.layout.display, self._button.layout.display = None, "none"
             self.experiments.button.disabled = True
             self._worker.submit(lambda check: job(check, progress.tell))
 
-    def _say_progress(self, progress: Progress, words: str) -> None:
+    def _say_progress(self, progress: MeasuringProgress, words: str) -> None:
         """Words of a job; nobody hears those of one that was dropped."""
         with self.turn:
             if progress is self._progress:
@@ -253,13 +254,14 @@ class AssessmentReport(MeasuringWidget):
         try:
             if error is not None:
                 raise error
-            self._tell(found)
+            self._tell(known(found))
         finally:
             self._end("")
 
     def _say_stopped(self) -> None:
         """Show where it was stopped; the subject can be measured again."""
-        at = f" at {self._progress.current}" if self._progress.current else ""
+        progress = self._progress
+        at = f" at {progress.current}" if progress is not None and progress.current else ""
         self._end(f"Stopped{at}; nothing of it is kept.")
 
     def _tell(self, tree: xr.DataTree) -> None:
@@ -272,7 +274,7 @@ class AssessmentReport(MeasuringWidget):
         options = ("report", _SECOND_VIEW[kind])
         if tuple(self._view.options) != options:  # which would go back to the first
             self._view.options = options
-        self.save_bar.suggest(f"reports/{as_file_name(self.page.document.subject)}")
+        self.save_bar.suggest(f"reports/{as_file_name(known(self.page.document).subject)}")
         for part in (self._view, self._body, self.save_bar):
             part.layout.display = None
         self._show_view()

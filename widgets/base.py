@@ -7,16 +7,19 @@ import html
 import logging
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ipywidgets
 
-from workbench.errors import WorkbenchError
+from workbench.errors import ThresholdError, WorkbenchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _log = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
 
 
 class WorkbenchWidget(ipywidgets.VBox):
@@ -114,3 +117,14 @@ def close_tree(widget: ipywidgets.Widget) -> None:
     for child in getattr(widget, "children", ()):
         close_tree(child)
     widget.close()
+
+
+def known(value: T | None, sentence: str = "Nothing is shown yet; call tell() first.") -> T:
+    """A value that must be there by now.
+
+    Raises:
+        ThresholdError: With the sentence, where it is not.
+    """
+    if value is None:
+        raise ThresholdError(sentence)
+    return value

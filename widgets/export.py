@@ -5,12 +5,14 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from workbench.errors import StoreError, ThresholdError
+from workbench.formatting import file_size
 from workbench.io.store import export_netcdf
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class ExportBar(ipywidgets.VBox):
             self.say_written(export(kind, self.path.value, self.overwrite.value))
 
         for kind, button in self.buttons.items():
-            owner.on_click(button, lambda _, kind=kind: click(kind))
+            owner.on_click(button, partial(_ignoring, click, kind))
 
     def suggest(self, path: str) -> None:
         """Put a path into the field, unless the user has written another one there."""
@@ -98,9 +100,7 @@ class ExportBar(ipywidgets.VBox):
 
     def say_written(self, path: Path) -> None:
         """Show where a file was written, and how large it is."""
-        size = path.stat().st_size
-        amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{max(size, 1000) / 1e3:.0f} kB"
-        self.say(f"Wrote {path.resolve()} ({amount}).")
+        self.say(f"Wrote {path.resolve()} ({file_size(path.stat().st_size)}).")
 
 
 def export_path(kind: str, path: str | os.PathLike[str], *, kinds: Mapping[str, tuple[str, str, str]] = KINDS) -> Path:
@@ -145,3 +145,8 @@ def export_runs(runs: Mapping[str, xr.DataTree], path: Path, *, overwrite: bool 
     if len(groups) < len(runs):
         raise StoreError("Two runs have the same name once their slashes are replaced; rename one of them.")
     return export_netcdf(xr.DataTree(children=groups), path, overwrite=overwrite)
+
+
+def _ignoring(act: Callable[[str], None], kind: str, _: Any) -> None:
+    """What a click does, whatever the button says about it."""
+    act(kind)

@@ -26,9 +26,9 @@ from workbench.widgets.live.fault_panel import FaultPanel
 from workbench.widgets.live.history import RunHistory
 from workbench.widgets.live.kss_panel import KSSPanel
 from workbench.widgets.live.live_canvas import LiveCanvas
+from workbench.widgets.live.paired_runs import WITH_KSS, WITHOUT_KSS, PairedRuns
 from workbench.widgets.live.setup import Setup
-from workbench.widgets.live.trainer import Trainer
-from workbench.widgets.live.twins import WITH_KSS, WITHOUT_KSS, Twins
+from workbench.widgets.live.trainer import LiveTrainer
 
 if TYPE_CHECKING:
     import os
@@ -76,15 +76,15 @@ class LiveTraining(WorkbenchWidget):
         folder: Where the runs are recorded; None: a temporary one, which is removed when the kernel ends.
         faults: From ``wb.faults``, each with a switch on the page; the runs are then called "with faults" and "without
             faults".
-        recorder: Looks at the mechanism of the run under your hand; the other has one of its kind.
+        recorder: Looks at the mechanism of the treatment; the other has one of its kind.
         alarms: Listen to the recorder, and to that of the other run; the newest are told under the picture.
-        actions: What alarms may trigger, in the run under your hand alone.
+        actions: What alarms may trigger, in the treatment alone.
         **settings: Further settings of ``wb.train``, such as ``optimizer``, ``warmup`` or ``checkpoint_every``.
 
     Attributes:
-        kss: The `workbench.KSS` of the run under your hand; change it here or on the page, it acts from the next step
+        kss: The `workbench.KSS` of the treatment; change it here or on the page, it acts from the next step
             on.
-        faults: Those of the run under your hand; ``live.faults[0].enabled = True``, here or on the page.
+        faults: Those of the treatment; ``live.faults[0].enabled = True``, here or on the page.
         folder: Where the runs are recorded.
         setup: The controls of what is trained, by name.
         canvas: The picture.
@@ -119,11 +119,11 @@ class LiveTraining(WorkbenchWidget):
             raise ThresholdError(
                 f"LiveTraining knows no setting '{unknown[0]}'; beside its own it takes {', '.join(known)}."
             )
-        self._twins = Twins(kss, faults, recorder, alarms, actions)
-        self.kss, self.faults, self._names = self._twins.kss, self._twins.faults, self._twins.names
+        self._pair = PairedRuns(kss, faults, recorder, alarms, actions)
+        self.kss, self.faults, self._names = self._pair.kss, self._pair.faults, self._pair.names
         self.setup = Setup(
             architecture, task, learning_rate=learning_rate, seed=seed, n_steps=n_steps, spectra_every=spectra_every,
-            compare=compare, twin=self._names[1],
+            compare=compare, control=self._names[1],
         )  # fmt: skip
         self._settings = {**_SETTINGS, **settings}
         if folder is None:
@@ -131,7 +131,7 @@ class LiveTraining(WorkbenchWidget):
             folder = self._temporary.name
         self.folder = Path(folder)
         self._branches = Branches(self.folder)
-        self._trainer: Trainer | None = None
+        self._trainer: LiveTrainer | None = None
         self._next: Callable[[], None] | None = None
         self._place: Path | None = None
         self._n_steps = n_steps
@@ -140,12 +140,13 @@ class LiveTraining(WorkbenchWidget):
         self._state = "ready"
         self._alarms: dict[str, Alarms | None] = {}
         self._n_acted = 0
-        self.canvas = LiveCanvas(lambda: self.status, self._twins.note)
+        self.canvas = LiveCanvas(lambda: self.status, self._pair.note)
         self.alarm_list = AlarmList()
         self.at_close(self.alarm_list.close)
         self._panel = KSSPanel(self.kss, self.guarded)
         panels = [self._panel, *([FaultPanel(self.faults, self.guarded)] if self.faults else [])]
-        for switched in (self.kss, *self.faults):
+        switches: tuple[KSS | Fault, ...] = (self.kss, *self.faults)
+        for switched in switches:
             self.at_close(switched.observe(lambda name, before, after: self.canvas.refresh()))
         self._make_buttons()
         told = [self.alarm_list] if alarms is not None else []
@@ -189,7 +190,7 @@ class LiveTraining(WorkbenchWidget):
         self._after_stop(self._begin)
 
     def restart(self, checkpoint: SavedStep | None = None) -> None:
-        """Go on from a checkpoint, in a new branch: the run under your hand with the switches as they stand now.
+        """Go on from a checkpoint, in a new branch: the treatment with the switches as they stand now.
 
         Args:
             checkpoint: One of `checkpoints`; None: the latest.
@@ -268,7 +269,7 @@ class LiveTraining(WorkbenchWidget):
         if saved is not None:
             self._branches.branch(saved, list(stores.values()))
         try:
-            with self._twins.arguments(resume=saved is not None) as arguments:
+            with self._pair.arguments(resume=saved is not None) as arguments:
                 runs = {
                     name: train(
                         models[name], task, store=store, resume=saved is not None, **arguments[name], **settings
@@ -289,7 +290,7 @@ class LiveTraining(WorkbenchWidget):
             name: RunHistory(n_steps) if saved is None else RunHistory.of(open_run(store), n_steps)
             for name, store in stores.items()
         }
-        self._trainer = Trainer(runs, on_record=self._take, on_end=self._end, on_stop=self._finish)
+        self._trainer = LiveTrainer(runs, on_record=self._take, on_end=self._end, on_stop=self._finish)
         self._trainer.start()
         self._show_state("training")
 
@@ -305,7 +306,7 @@ class LiveTraining(WorkbenchWidget):
     @property
     def _done(self) -> list[Action]:
         """Everything that alarms have triggered."""
-        return [] if self._twins.actions is None else self._twins.actions.done
+        return [] if self._pair.actions is None else self._pair.actions.done
 
     def _after_stop(self, action: Callable[[], None]) -> None:
         """Run an action when no run goes on any more: now, or when the present ones are closed."""

@@ -11,6 +11,7 @@ from workbench import plots
 from workbench.errors import ThresholdError
 from workbench.risk.neighbours import Neighbours
 from workbench.schema.sweeps import require
+from workbench.widgets.base import known
 from workbench.widgets.figure import Figure
 from workbench.widgets.risk.curve import CurvePanel, head
 from workbench.widgets.risk.driver_bars import driver_bars
@@ -84,9 +85,8 @@ class RiskExplorer(MeasuringWidget):
             tooltip="The more, the better the prediction, and the longer a measurement takes",
             layout={"width": "225px"},
         )  # fmt: skip
-        is_shipped = risk is None or isinstance(risk, str)
-        self.look.layout.display = None if is_shipped else "none"
-        self.risk = _shipped_model(first) if is_shipped else risk
+        self.risk: RiskModel = _shipped_model(first) if risk is None or isinstance(risk, str) else risk
+        self.look.layout.display = None if risk is None or isinstance(risk, str) else "none"
         self._sweep = _shipped_sweep() if sweep is None else sweep
         require(self._sweep, NEEDS)
         self._neighbours = Neighbours(self.risk, self._sweep)
@@ -157,7 +157,7 @@ class RiskExplorer(MeasuringWidget):
         if kind == "curve":
             name = str(self._forecast.case["architecture"].values[0])
             curve = self._forecast.curve.assign_coords(architecture=[name])
-            runs = self._forecast.nearest.assign_coords(architecture=("run", [name] * self.nearest.sizes["run"]))
+            runs = self._forecast.nearest.assign_coords(architecture=("run", [name] * known(self.nearest).sizes["run"]))
             return plots.risk_curve(curve, runs=runs, backend=backend)
         if kind == "drivers":
             if not self._forecast.is_familiar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -10,7 +11,7 @@ from workbench.koopman.measures import remeasure
 from workbench.plots import eigenvalue_map
 from workbench.plots.mode_columns import view_of
 from workbench.plots.spectra_inputs import named_spectra, select_layers
-from workbench.widgets.base import WorkbenchWidget
+from workbench.widgets.base import WorkbenchWidget, known
 from workbench.widgets.eigenvalue_panels import VIEW_TIPS, VIEWS, EigenvaluePanels
 from workbench.widgets.figure import Figure
 from workbench.widgets.tables import mass_table, mode_table
@@ -63,7 +64,7 @@ class SpectrumExplorer(WorkbenchWidget):
         pick = self.guarded(lambda attr, old, new: self._read_selection())
         for source in self.sources.values():
             source.selected.on_change("indices", pick)
-            self.at_close(lambda source=source: source.selected.remove_on_change("indices", pick))
+            self.at_close(partial(source.selected.remove_on_change, "indices", pick))
         with self.attempt():
             self.update()
 
@@ -123,14 +124,16 @@ class SpectrumExplorer(WorkbenchWidget):
 
     def figure(self, backend: str = "bokeh") -> Any:
         """The present picture as a figure of its own, to keep or to write with ``workbench.plots.save()``."""
+        view = known(self._panels.view, "Nothing is drawn yet; show the explorer first.")
+        chosen: dict[str, Any] = self.thresholds
         reliable_only = bool(self.reliable_only.value)
-        measured = {name: remeasure(data, **self.thresholds) for name, data in self.spectra.items()}
+        measured = {name: remeasure(data, **chosen) for name, data in self.spectra.items()}
         return eigenvalue_map(
             measured,
             layers=self._layer_range(),
             reliable_only=reliable_only,
-            limit=self._panels.view.limit,
-            center=self._panels.view.center,
+            limit=view.limit,
+            center=view.center,
             backend=backend,
         )
 
@@ -184,7 +187,7 @@ class SpectrumExplorer(WorkbenchWidget):
         first, last = self.layers.value
         return range(first, last + 1)
 
-    def _draw(self, name: str, data: xr.Dataset, columns: Mapping[str, Any], view: View) -> None:
+    def _draw(self, name: str, data: xr.Dataset, columns: dict[str, Any], view: View) -> None:
         source = self.sources[name]
         place = {
             pair: i for i, pair in enumerate(zip(columns["layer"].tolist(), columns["mode"].tolist(), strict=True))

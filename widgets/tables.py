@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.formatting import fixed
 from workbench.koopman.measures import MASSES, summarize
 from workbench.schema.runs import SPECTRA
 
@@ -49,14 +50,14 @@ def mass_table(measured: Mapping[str, xr.Dataset]) -> str:
         for name in names:
             mean, lowest, highest = (float(summary[name].sel(statistic=kind)) for kind in ("mean", "min", "max"))
             spread = f"lowest {lowest:.2f}, highest {highest:.2f} of {data.sizes['layer']} layers"
-            cells += f'<td style="{CELL}" title="{spread}">{number(mean, ".3f")}</td>'
+            cells += f'<td style="{CELL}" title="{spread}">{fixed(mean)}</td>'
             share = 0 if np.isnan(mean) else 100 * mean
             bar += f'<span style="width:{share:.2f}%;background:{_MASS_COLORS[name]}"></span>'
         bar = f'<span style="display:flex;width:120px;height:10px;border-radius:2px;overflow:hidden">{bar}</span>'
         radius = float(summary["spectral_radius"].sel(statistic="max"))
         rows.append(
             f'<tr><td style="{NAME}">{html.escape(model)}</td><td style="{CELL}">{bar}</td>{cells}'
-            f'<td style="{CELL}">{number(radius, ".3f")}</td></tr>'
+            f'<td style="{CELL}">{fixed(radius)}</td></tr>'
         )
     return (
         f'<table style="{TABLE}"><tr><th style="{NAME}">mass, mean over layers</th><th></th>{head}'
@@ -89,7 +90,7 @@ def mode_table(rows: list[dict[str, Any]]) -> str:
             str(row["mode"]),
             f"{value.real:.4f} {'−' if value.imag < 0 else '+'} {abs(value.imag):.4f}i",
             f"{row['modulus']:.4f}",
-            number(row["residual"], ".3f"),
+            fixed(row["residual"]),
             "yes" if row["is_reliable"] else "no",
         )
         body += f'<tr><td style="{NAME}">{html.escape(row["model"])}</td>'
@@ -100,11 +101,6 @@ def mode_table(rows: list[dict[str, Any]]) -> str:
         else ""
     )
     return f'<table style="{TABLE}"><tr>{head}</tr>{body}</table>{more}'
-
-
-def number(value: float, spec: str) -> str:
-    """A number as text; a dash if it is not finite."""
-    return format(value, spec) if np.isfinite(value) else "–"
 
 
 assert set(_MASS_COLORS) == set(MASSES)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots.timeline_events import Event, signal_of
+from workbench.io.run_access import named_runs
+from workbench.plots.timeline_events import TimelineEvent, signal_of
 from workbench.plots.timeline_figure import chosen_signals, healthy_runs, timeline
 from workbench.studies import signals as sig
 from workbench.widgets.base import WorkbenchWidget
-from workbench.widgets.timeline_parts.canvas import Detail, Selection, TimelineCanvas, Wishes
+from workbench.widgets.timeline_parts.canvas import Detail, PanelSelection, TimelineCanvas, Wishes
 from workbench.widgets.timeline_parts.followed_run import FollowedRun
 
 if TYPE_CHECKING:
@@ -75,14 +76,15 @@ class Timeline(WorkbenchWidget):
             raise ThresholdError(f"poll_every is {poll_every}, expected a positive number of seconds.")
         quantiles = sig.checked_quantiles(band)
         self.runs = _followed(runs)
-        references = healthy
+        references: list[FollowedRun] | int | None
         if isinstance(healthy, str | os.PathLike | Mapping):
             references = list(_followed(healthy).values())
         elif healthy is not None and not isinstance(healthy, int):
             references = [FollowedRun(name, run, 0) for name, run in healthy_runs(healthy).items()]
         else:
             healthy_runs(healthy)
-        self._arguments = {"healthy": healthy, "band": quantiles}
+            references = healthy
+        self._healthy, self._band = healthy, quantiles
         self._asks_for_signals = signals is None
         chosen = chosen_signals(self._trees(), self._stories(), signals) if signals is not None or self.names else []
         self._wishes = Wishes(chosen, list(self.runs))
@@ -154,12 +156,12 @@ class Timeline(WorkbenchWidget):
         self._refresh()
 
     @property
-    def selection(self) -> Selection | None:
+    def selection(self) -> PanelSelection | None:
         """What is shown beside the panels: a step with the heat maps and eigenvalues of each run; None: nothing."""
         return self._wishes.selection
 
     @property
-    def alarms(self) -> dict[str, list[Event]]:
+    def alarms(self) -> dict[str, list[TimelineEvent]]:
         """The first alarm of each signal, by run."""
         return {name: run.story.onsets for name, run in self.runs.items()}
 
@@ -199,7 +201,7 @@ class Timeline(WorkbenchWidget):
             detail, found = _detail(each, int(step), mapped)
             details.append(detail)
             dims = found or dims
-        self._wishes.selection = Selection(int(step), mapped, run or "", event, dims, details)
+        self._wishes.selection = PanelSelection(int(step), mapped, run or "", event, dims, details)
         self._refresh()
 
     def poll(self) -> bool:
@@ -217,7 +219,7 @@ class Timeline(WorkbenchWidget):
         """The same picture as a figure, for ``workbench.plots.save()``: signals, runs and reduction as shown here."""
         runs = {name: self.runs[name].tree for name in self.shown}
         places = {name: run.place for name, run in self.runs.items()}
-        healthy = self._arguments["healthy"]
+        healthy: Any = self._healthy
         if isinstance(healthy, str | os.PathLike | Mapping):
             healthy = {name: run.tree for name, run in _followed(healthy).items()}
         return timeline(
@@ -225,7 +227,7 @@ class Timeline(WorkbenchWidget):
             signals=self.signals,
             reduce=self._wishes.reduce,
             healthy=healthy,
-            band=self._arguments["band"],
+            band=self._band,
             places=places,
             backend=backend,
         )
@@ -313,7 +315,7 @@ def _followed(runs: Run | Mapping[str, Run]) -> dict[str, FollowedRun]:
         name = os.path.basename(os.path.normpath(runs)).removesuffix(".zarr")
         return {name: FollowedRun(name, runs, 0)}
     if isinstance(runs, xr.DataTree | xr.Dataset):
-        return {name: FollowedRun(name, run, 0) for name, run in healthy_runs(runs).items()}
+        return {name: FollowedRun(name, run, 0) for name, run in named_runs(runs, needs_spectra=False).items()}
     if not isinstance(runs, Mapping) or not runs:
         kind = "an empty dict" if isinstance(runs, Mapping) else f"of type {type(runs).__name__}"
         raise SchemaError(f"The runs are {kind}, expected a run, the path of one, or a non-empty dict of name: run.")

@@ -24,7 +24,7 @@ def test_causes_are_bars_of_their_probability(tree):
     (panel,) = cause_bars(causes.isel(cause=[2, 0, 3, 1]))
     (boxes,) = elements(panel, "Rectangles")
     np.testing.assert_allclose(ends(boxes)[:, 2], sorted(causes["probability"].values, reverse=True))
-    assert words(panel) == ["81%", "15%", "3%", "1%"]
+    assert words(panel) == ["81 %", "15 %", "3 %", "1 %"]
 
 
 def test_evidence_is_drawn_to_the_side_that_it_speaks_for(tree):

@@ -43,7 +43,7 @@ def test_the_rest_is_summed_up_and_the_note_gives_the_risk(contributions):
     bars = Bars.of(contributions, n=2)
     assert bars.features[2] == "2 others together"
     np.testing.assert_allclose(bars.values, [[-2.0, 1.5, -0.1]])
-    assert bars.note(0) == ["mean run -1.00, bars -0.60: risk 17%"]  # 1 / (1 + exp(1.6))
+    assert bars.note(0) == ["mean run -1.00, bars -0.60: risk 17 %"]  # 1 / (1 + exp(1.6))
     assert Bars.of(contributions, n=3).features[-1] == "small"  # a single one keeps its name
     assert Bars.of(contributions.drop_attrs(), n=2).note(0) == ["together -0.60"]
 
@@ -69,7 +69,7 @@ def test_several_runs_are_panels_of_the_same_rows(contributions):
         sorted(ends(part)[0, 2] for part in elements(other, "Rectangles")),
         sorted(-2 * ends(part)[0, 2] for part in elements(one, "Rectangles")),
     )
-    assert note(second) == "mean run -1.00, bars +1.20: risk 55%"
+    assert note(second) == "mean run -1.00, bars +1.20: risk 55 %"
 
 
 def test_features_have_the_names_that_come_with_them(contributions):

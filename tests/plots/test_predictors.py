@@ -46,7 +46,7 @@ def test_ours_and_the_published_stand_in_the_row_of_their_predictor(table):
 def test_numbers_stand_beside_the_chart_and_what_is_unknown_is_a_dash(table):
     (panel,) = predictor_table(table)
     shown = words(panel)
-    assert {"ours", "published", "0.765 [0.700, 0.800]", "0.400", "0.995 [0.986, 1.000]", "0.621", "—"} == set(shown)
+    assert {"ours", "published", "0.765 [0.700, 0.800]", "0.400", "0.995 [0.986, 1.000]", "0.621", "–"} == set(shown)
     assert shown["0.765 [0.700, 0.800]"][1] == 0
     assert shown["0.621"][1] == -2
     assert all(place[0] > 1 for place in shown.values())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots.figure_files import bokeh_plot
-from workbench.plots.radar_axes import LOGARITHMIC, Axis, Chart, Texts, axes_of, outline
+from workbench.plots.radar_axes import LOGARITHMIC, RadarAxis, RadarChart, Texts, axes_of, outline
 from workbench.plots.radar_figure import radar
 
 
@@ -27,7 +27,7 @@ def test_axes_go_clockwise_from_the_top(comparison):
 
 
 def test_places_on_linear_and_logarithmic_axes():
-    linear, logarithmic = Axis("a", "a", 0, 1, False, 0.0), Axis("b", "b", 1, 100, True, 0.0)
+    linear, logarithmic = RadarAxis("a", "a", 0, 1, False, 0.0), RadarAxis("b", "b", 1, 100, True, 0.0)
     assert [linear.place(x) for x in (0, 0.25, 1)] == [0, 0.25, 1]
     assert [logarithmic.place(x) for x in (1, 10, 100)] == pytest.approx([0, 0.5, 1])
     assert all(math.isnan(linear.place(x)) for x in (math.nan, math.inf))
@@ -50,7 +50,7 @@ def test_every_value_lies_between_centre_and_rim(values, measure):
 
 def test_outlines_have_gaps_where_nothing_is_known(comparison):
     axes = axes_of(comparison)
-    chart = Chart.of(comparison, axes, "none", 1)
+    chart = RadarChart.of(comparison, axes, "none", 1)
     ours, published = (outline(axes, chart.values[source]) for source in ("ours", "published"))
     assert np.isfinite(ours["x"]).all()
     assert (ours["x"][0], ours["y"][0]) == (ours["x"][-1], ours["y"][-1])
@@ -63,7 +63,7 @@ def test_an_infinite_value_is_written_and_not_drawn(comparison):
     measures = ["near_unit_mass", "expansive_mass", "kreiss_constant"]
     assert np.isinf(comparison.kreiss_constant.sel(architecture="none", source="ours"))
     axes = axes_of(comparison, measures)
-    chart = Chart.of(comparison, axes, "none", 1)
+    chart = RadarChart.of(comparison, axes, "none", 1)
     assert Texts.of_one(axes, chart, has_key=False).at_axes[2].endswith("\n∞")
     assert "none: Kreiss constant ∞" in Texts.of_all(axes, [chart]).key
     assert np.isnan(outline(axes, chart.values["ours"])["x"][2])
@@ -73,14 +73,14 @@ def test_an_infinite_value_is_written_and_not_drawn(comparison):
 
 def test_texts(comparison):
     axes = axes_of(comparison)
-    texts = Texts.of_one(axes, Chart.of(comparison, axes, "none", 1), has_key=True)
+    texts = Texts.of_one(axes, RadarChart.of(comparison, axes, "none", 1), has_key=True)
     assert texts.note == "step 0, diverged at step 12"
     mass = float(comparison.near_unit_mass.sel(architecture="none", source="ours"))
     assert texts.at_axes[1] == f"near-unit\nmass M\n{mass:.2f} (0.79)"
     assert "expansive mass, near-unit mass M, nonlinearity ratio 0 to 1" in texts.key.replace("\xa0", " ")
     assert "spectral radius" in texts.key.replace("\xa0", " ")
     assert "logarithmic" in texts.key
-    assert Texts.of_one(axes, Chart.of(comparison, axes, "bare", 2), has_key=False).note == "nothing published"
+    assert Texts.of_one(axes, RadarChart.of(comparison, axes, "bare", 2), has_key=False).note == "nothing published"
 
 
 def test_an_architecture_that_says_nothing(comparison):
@@ -89,7 +89,7 @@ def test_an_architecture_that_says_nothing(comparison):
     for name in ("near_unit_mass", "expansive_mass", "spectral_radius", "nonlinearity_ratio", "eigenvector_condition"):
         silent[name][0, 0] = np.nan
     axes = axes_of(silent)
-    chart = Chart.of(silent, axes, "Pre-LN", 0)
+    chart = RadarChart.of(silent, axes, "Pre-LN", 0)
     assert chart.note == "step 0, update too small to say anything"
     assert "Pre-LN: step 0, update too small to say anything" in Texts.of_all(axes, [chart]).key
     assert len(radar(silent)) == 3
@@ -106,7 +106,7 @@ def test_one_chart_each_or_all_in_one(comparison):
 def test_works_without_published(runs, comparison):
     alone = comparison.sel(source=["ours"])
     assert len(radar(alone)) == 3
-    assert Texts.of_all(axes_of(alone), [Chart.of(alone, axes_of(alone), "bare", 0)]).key == ""
+    assert Texts.of_all(axes_of(alone), [RadarChart.of(alone, axes_of(alone), "bare", 0)]).key == ""
 
 
 def test_wrong_input_says_what_to_do(comparison, calm):

@@ -106,11 +106,11 @@ def test_each_cell_has_the_colour_of_its_probability(risk):
     np.testing.assert_allclose(ends(cells)[:, 2], np.tile(bounds[1:], 2))
     assert ends(cells)[:, [1, 3]].mean(1).tolist() == [0, 0, 0, -1, -1, -1]
     assert cells["words"].tolist() == [
-        "0% [0%, 0%]",
-        "50% [25%, 75%]",
-        "100% [50%, 100%]",
-        "10% [5%, 15%]",
-        "60% [30%, 90%], unlike the runs that the model has seen",
+        "0 % [0 %, 0 %]",
+        "50 % [25 %, 75 %]",
+        "100 % [50 %, 100 %]",
+        "10 % [5 %, 15 %]",
+        "60 % [30 %, 90 %], unlike the runs that the model has seen",
         "not predicted: unlike the runs that the model has seen",
     ]
 
@@ -156,7 +156,7 @@ def test_measured_runs_are_hollow_or_filled(risk, runs):
         "2 runs elsewhere not shown",
     ]
     assert [frame.yaxis[0].major_label_overrides[-i] for i in range(2)] == ["Pre-LN", "No-Norm"]
-    assert key.xaxis[0].major_label_overrides[0.2] == "20%"
+    assert key.xaxis[0].major_label_overrides[0.2] == "20 %"
 
 
 def test_a_map_of_probabilities_alone(risk):

@@ -15,8 +15,8 @@ from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.timeline_drawing import lead_in_words
 from workbench.plots.timeline_events import (
     ESTABLISHED,
-    Event,
     FaultSpan,
+    TimelineEvent,
     events_of,
     fault_spans,
     lead_time,
@@ -24,7 +24,7 @@ from workbench.plots.timeline_events import (
     signal_of,
 )
 from workbench.plots.timeline_figure import timeline
-from workbench.plots.timeline_panels import Axis, Story
+from workbench.plots.timeline_panels import PanelAxis, Story
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_events_are_read_with_and_without_their_places(pair):
 
 def test_a_fault_is_on_until_its_next_switch():
     def switched(*rows):
-        return fault_spans([Event(step, "fault", name, message=message) for step, name, message in rows])
+        return fault_spans([TimelineEvent(step, "fault", name, message=message) for step, name, message in rows])
 
     assert switched((5, "a", "a on: the loss is off."), (9, "a", "a off."), (12, "a", "a on: x.")) == [
         FaultSpan("a", 5, 9),
@@ -72,13 +72,13 @@ def test_a_fault_is_on_until_its_next_switch():
 
 def test_the_lead_goes_from_the_mechanism_to_what_anyone_would_have_seen():
     def alarm(step, source):
-        return Event(step, "alarm", source)
+        return TimelineEvent(step, "alarm", source)
 
     rank, norm, loss, end = (
         alarm(10, "effective_rank D2"),
         alarm(40, "grad_norm"),
         alarm(60, "loss"),
-        Event(90, "divergence", "loss"),
+        TimelineEvent(90, "divergence", "loss"),
     )
     assert lead_time([rank, norm, loss, end]).n_steps == 30
     assert lead_time([rank, end]).then is end
@@ -86,13 +86,13 @@ def test_the_lead_goes_from_the_mechanism_to_what_anyone_would_have_seen():
     assert lead_time([rank, loss]).then is loss
     assert lead_time([norm, alarm(55, "max_violation")]).n_steps == -15
     # An alarm before the fault is a false one, not a warning.
-    fault = Event(30, "fault", "a", message="a on.")
+    fault = TimelineEvent(30, "fault", "a", message="a on.")
     assert lead_time([rank, fault, alarm(35, "update_ratio"), norm]).n_steps == 5
     assert lead_time([rank, fault, norm]) is None
     assert lead_in_words(lead_time([rank, norm])) == "effective_rank D2, 30 steps before grad_norm"
     assert lead_in_words(lead_time([norm, alarm(41, "kurtosis")])) == "kurtosis, 1 step after grad_norm"
     assert (
-        lead_in_words(lead_time([rank, Event(10, "divergence", "loss")]))
+        lead_in_words(lead_time([rank, TimelineEvent(10, "divergence", "loss")]))
         == "effective_rank D2 together with divergence"
     )
 
@@ -108,10 +108,10 @@ def test_the_lead_is_the_one_that_the_alarms_count(pair):
 
 def test_an_alarm_finds_its_signal():
     names = ["loss", "effective_rank D2", "effective_rank W"]
-    assert signal_of(Event(0, "alarm", "effective_rank W"), names) == "effective_rank W"
-    assert signal_of(Event(0, "alarm", "effective_rank"), names) == "effective_rank D2"
-    assert signal_of(Event(0, "alarm", "spike_score"), names) is None
-    assert signal_of(Event(0, "alarm", ""), names) is None
+    assert signal_of(TimelineEvent(0, "alarm", "effective_rank W"), names) == "effective_rank W"
+    assert signal_of(TimelineEvent(0, "alarm", "effective_rank"), names) == "effective_rank D2"
+    assert signal_of(TimelineEvent(0, "alarm", "spike_score"), names) is None
+    assert signal_of(TimelineEvent(0, "alarm", ""), names) is None
 
 
 def test_the_first_panel_says_what_happened(pair):
@@ -204,14 +204,14 @@ def test_long_lines_keep_their_spikes():
 
 def test_explosions_stay_in_view_up_to_a_thousand_times_the_usual():
     usual = np.linspace(1, 2, 100)
-    assert Axis.of("loss", np.append(usual, 500)) == Axis(1.0, 500.0, True)
-    axis = Axis.of("grad_norm", np.append(usual, 1e30))
+    assert PanelAxis.of("loss", np.append(usual, 500)) == PanelAxis(1.0, 500.0, True)
+    axis = PanelAxis.of("grad_norm", np.append(usual, 1e30))
     assert axis.is_logarithmic
     assert axis.high == pytest.approx(1000 * np.quantile(np.append(usual, 1e30), 0.8))
-    assert Axis.of("grad_norm", np.append(usual, 1e30), shows_all=True).high == 1e30
-    assert not Axis.of("loss", np.append(usual, 0.0)).is_logarithmic
-    assert not Axis.of("accuracy", np.array([1e-6, 1.0])).is_logarithmic
-    assert Axis.of("loss", np.zeros(0)) == Axis(0.0, 1.0, False)
+    assert PanelAxis.of("grad_norm", np.append(usual, 1e30), shows_all=True).high == 1e30
+    assert not PanelAxis.of("loss", np.append(usual, 0.0)).is_logarithmic
+    assert not PanelAxis.of("accuracy", np.array([1e-6, 1.0])).is_logarithmic
+    assert PanelAxis.of("loss", np.zeros(0)) == PanelAxis(0.0, 1.0, False)
 
 
 def test_old_runs_and_runs_without_almost_everything_are_drawn(pair):

@@ -7,7 +7,7 @@ import xarray as xr
 from workbench.errors import SchemaError, ThresholdError
 from workbench.io.run_access import named_runs
 from workbench.plots.figure_files import bokeh_plot
-from workbench.plots.traces_figure import Panel, trace_of, traces
+from workbench.plots.traces_figure import TracesPanel, trace_of, traces
 
 
 def panels_of(figure):
@@ -20,7 +20,7 @@ def panels_of(figure):
 def panel_of(runs, variable, **kwargs):
     statistic = kwargs.pop("statistic", "mean")
     trees = named_runs(runs, needs_spectra=False)
-    return Panel.of([trace_of(run, variable, name, statistic=statistic) for name, run in trees.items()], **kwargs)
+    return TracesPanel.of([trace_of(run, variable, name, statistic=statistic) for name, run in trees.items()], **kwargs)
 
 
 @pytest.fixture

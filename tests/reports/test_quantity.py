@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.reports import made_trees
 from workbench.errors import SchemaError
+from workbench.formatting import band_in_words, listed, number_in_words
 from workbench.reports.quantity import Numbers, _anchor
-from workbench.reports.wording import band_in_words, listed, number_in_words
 
 PERCENT = "\N{NO-BREAK SPACE}%"
 

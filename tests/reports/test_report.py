@@ -16,7 +16,7 @@ import workbench as wb
 from tests.reports import made_trees
 from workbench.errors import SchemaError, StoreError
 from workbench.reports import html as html_file
-from workbench.reports.document import Lead, Paragraph, Picture, Table, say
+from workbench.reports.document import Lead, Paragraph, Picture, ReportTable, say
 from workbench.reports.make_report import document_of, report
 from workbench.schema.statuses import Verdict
 
@@ -374,7 +374,7 @@ def test_what_came_of_an_experiment_stands_before_those_still_to_do():
 def test_weak_signs_are_folded_and_no_sentence_rests_on_them(tmp_path, without_pictures):
     tree = made_trees.with_weak_signs(60)
     document = document_of(tree)
-    shown, weak = (t for t in document.sections[2].each(Table) if "log-odds" in t.columns)
+    shown, weak = (t for t in document.sections[2].each(ReportTable) if "log-odds" in t.columns)
     cited = {quantity.anchor for section in document.sections for quantity in section.cited}
     assert not shown.is_folded
     assert weak.is_folded

@@ -9,6 +9,7 @@ from sklearn.metrics import roc_auc_score
 import workbench as wb
 from tests.risk.made_sweep import made_sweep
 from workbench.errors import SchemaError, ThresholdError
+from workbench.formatting import percent
 from workbench.risk.probability_calibration import group_folds, platt
 from workbench.studies.outcomes import predictor_table
 
@@ -167,7 +168,7 @@ def test_validation_goes_into_the_file_and_the_card(sweep, tmp_path):
         part = figures[name]["all"]
         value, low, high = part["auroc"]
         assert f"| {name} | {part['n_runs']} | {part['n_diverged']} | {value:.3f} [{low:.3f}, {high:.3f}] |" in card
-        assert f"{part['stable_rates']['share_within_1.5']:.0%} lie within a factor of 1.5" in card
+        assert f"{percent(part['stable_rates']['share_within_1.5'])} lie within a factor of 1.5" in card
     mass = figures["near_unit_mass"]
     assert f"{mass['ece']:.3f} ({mass['ece_as_probability']:.3f} as it stands)" in card
     assert f"{sweep.sizes['run']} runs, {int(sweep.has_diverged.sum())} of which diverged, in 48 cells" in card

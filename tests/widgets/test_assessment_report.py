@@ -17,7 +17,7 @@ from workbench.reports.quantity import Numbers
 from workbench.tasks import as_task
 from workbench.widgets.assessment_report import AssessmentReport
 from workbench.widgets.report.experiment_list import WatchedTask
-from workbench.widgets.report.measuring import Progress
+from workbench.widgets.report.measuring import MeasuringProgress
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def test_stop_ends_it_and_measure_begins_again(make, assess, assessment):
 
 def test_steps_of_a_part_are_one_part():
     heard = []
-    progress = Progress("assessment", heard.append)
+    progress = MeasuringProgress("assessment", heard.append)
     for words in ("risk", "devices", "devices: rounding", "devices: order"):
         progress.tell(words)
     assert progress.current == "devices: order"

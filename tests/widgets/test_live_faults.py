@@ -16,7 +16,7 @@ from workbench.widgets import LiveTraining
 from workbench.widgets.live.alarm_list import AlarmList
 from workbench.widgets.live.fault_panel import FaultPanel
 from workbench.widgets.live.history import RunHistory
-from workbench.widgets.live.twins import WITH_FAULTS, WITHOUT_FAULTS
+from workbench.widgets.live.paired_runs import WITH_FAULTS, WITHOUT_FAULTS
 
 SMALL = wb.zoo.ArchitectureConfig(
     family="transformer", norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=12
@@ -150,10 +150,10 @@ def test_the_panel_says_what_each_fault_does_and_follows_code_and_schedule():
 
 def test_notes_beside_the_picture_name_what_is_on(make):
     live = make(wb.faults.low_precision_attention(), wb.faults.large_rate(factor=3))
-    notes = [live._twins.note(name) for name in (WITH_FAULTS, WITHOUT_FAULTS)]
+    notes = [live._pair.note(name) for name in (WITH_FAULTS, WITHOUT_FAULTS)]
     assert notes == ["no fault on", ""]
     live.faults[1].enabled = live.kss.enabled = True
-    assert live._twins.note(WITH_FAULTS) == "KSS on · large rate on"
+    assert live._pair.note(WITH_FAULTS) == "KSS on · large rate on"
     assert live.setup.compare.description == "compare: without faults"
 
 

@@ -14,11 +14,11 @@ import workbench as wb
 from tests.plots.conftest import spectra_of
 from workbench.callbacks.kss import Shaping
 from workbench.training.step_record import StepRecord
-from workbench.widgets.live.history import TRACES, Modes, RunHistory, pack
+from workbench.widgets.live.history import TRACES, LiveModes, RunHistory, pack
 from workbench.widgets.live.kss_panel import KSSPanel
 from workbench.widgets.live.latest_state import LatestState
 from workbench.widgets.live.live_canvas import LiveCanvas
-from workbench.widgets.live.trainer import Trainer
+from workbench.widgets.live.trainer import LiveTrainer
 
 
 class Number(LatestState):
@@ -137,7 +137,7 @@ def test_of_a_thousand_stretches_as_many_are_told_as_can_be_seen():
 def test_modes_are_those_of_the_spectra_and_packed_in_order():
     spectra = spectra_of(0.9, n_layers=3).expand_dims(step=[7])
     spectra["eigenvalue"][0, 1, 2:] = np.nan
-    modes = Modes.of(spectra)
+    modes = LiveModes.of(spectra)
     eigenvalue = spectra["eigenvalue"].values[0]
     for layer in range(3):
         found = modes.points[modes.layer == layer].astype(float)
@@ -202,7 +202,7 @@ class Turns:
     def __init__(self, **runs):
         self.seen, self.ends = [], []
         self.closed = threading.Event()
-        self.trainer = Trainer(
+        self.trainer = LiveTrainer(
             runs,
             on_record=lambda name, record: self.seen.append((name, record)),
             on_end=lambda name, error: self.ends.append((name, error and str(error))),

@@ -14,13 +14,14 @@ import workbench.widgets.risk_explorer
 from tests.risk.made_sweep import made_sweep
 from tests.widgets.planted_risk import planted_model, planted_probability
 from workbench.errors import SchemaError, ThresholdError
+from workbench.formatting import percent
 from workbench.models.losses import token_loss
 from workbench.risk.neighbours import Neighbours
 from workbench.sweeps import measure_case, replan
 from workbench.widgets import RiskExplorer
 from workbench.widgets.risk.forecast import rates_around
 from workbench.widgets.risk.model_choice import title
-from workbench.widgets.risk.risk_verdict import percent, verdict_of
+from workbench.widgets.risk.risk_verdict import verdict_of
 
 SMALL = wb.zoo.ArchitectureConfig(d_model=16, n_layers=2)
 

@@ -10,6 +10,7 @@ import ipywidgets
 from workbench.plots import eigenvalue_map
 from workbench.plots.mode_columns import WIDEST_DEFAULT_LIMIT, View, key, view_of
 from workbench.plots.spectra_inputs import select_layers
+from workbench.widgets.base import known
 from workbench.widgets.comparison.scene import ComparisonView, Scene, labelled, muted
 from workbench.widgets.eigenvalue_panels import VIEW_TIPS, VIEWS, EigenvaluePanels, grid_of
 
@@ -40,32 +41,32 @@ class EigenvalueView(ComparisonView):
     def draw(self, scene: Scene) -> None:
         """Write the modes at this step into the panels; they are built for all runs, once."""
         depths = {name: run.n_layers for name, run in scene.runs.items()}
-        if depths != self._built_for:
+        panels = self.panels
+        if panels is None or depths != self._built_for:
             self.withdraw()
-            self.panels = EigenvaluePanels({name: run.near(scene.step) for name, run in scene.runs.items()})
+            panels = self.panels = EigenvaluePanels({name: run.near(scene.step) for name, run in scene.runs.items()})
             self._built_for, self._arranged = depths, ()
         if scene.shown != self._arranged:
             self.withdraw()
-            self.panels.arrange(scene.shown)
-            self.put(self._zoom_row, root=self.panels.root)
+            panels.arrange(scene.shown)
+            self.put(self._zoom_row, root=panels.root)
             self._arranged = scene.shown
         data = {name: scene.layers_of(name) for name in scene.shown}
-        columns = {name: self.panels.columns(name, spectra) for name, spectra in data.items()}
+        columns = {name: panels.columns(name, spectra) for name, spectra in data.items()}
         view = self._view(columns)
-        with self.canvas.batch():
+        with self.batch():
             for name, spectra in data.items():
                 remark = scene.runs[name].remark(scene.step)
-                self.panels.write(name, spectra, columns[name], view, remark=remark, has_key=False)
-            self.panels.set_view(view)
+                panels.write(name, spectra, columns[name], view, remark=remark, has_key=False)
+            panels.set_view(view)
         keys = dict.fromkeys(key(spectra).replace("\n", "&emsp;") for spectra in data.values())
         self.key.value = muted("&emsp;".join(keys))
 
     def figure(self, scene: Scene, backend: str) -> Any:
         """The same panels as a figure of `workbench.plots.eigenvalue_map`."""
-        spectra = scene.titled()
+        spectra, panels = scene.titled(), known(self.panels, "Nothing is drawn yet; show the view first.")
         columns = {
-            name: self.panels.columns(name, select_layers(data, scene.layer_range))
-            for name, data in scene.spectra().items()
+            name: panels.columns(name, select_layers(data, scene.layer_range)) for name, data in scene.spectra().items()
         }
         view = self._view(columns)
         return eigenvalue_map(

@@ -54,7 +54,7 @@ class LayerView(ComparisonView):
         everything = {name: run.near(scene.step) for name, run in scene.runs.items()}
         if self.panels.arrange(self.measures.value, everything):
             self.put(self.measures, root=self.panels.root)
-        with self.canvas.batch():
+        with self.batch():
             self.panels.write(scene.spectra(), list(scene.layer_range), depth=_kind_of_depth(scene))
 
     def figure(self, scene: Scene, backend: str) -> Any:
@@ -164,8 +164,8 @@ class MeasurePanel:
             if is_wide != self._is_wide:  # new ticks are costly, and the same ones serve many steps
                 self._is_wide = is_wide
                 log_ticks_bokeh(self._plot, None)
-        chosen = {name: select_layers(data, layers) for name, data in spectra.items()}
-        lines = textwrap.wrap(remark(chosen, self.measure), 56, max_lines=2, placeholder=" …")
+        selected = {name: select_layers(data, layers) for name, data in spectra.items()}
+        lines = textwrap.wrap(remark(selected, self.measure), 56, max_lines=2, placeholder=" …")
         self._note.text = "\n".join(lines)
         (axis,) = self.figure.xaxis
         axis.axis_label = _AXIS_LABELS[depth]

@@ -10,7 +10,7 @@ import numpy as np
 
 from workbench.errors import ThresholdError
 from workbench.plots.figure_files import bokeh_plot
-from workbench.plots.radar_figure import DEFAULT_MEASURES, Chart, Texts, axes_of, outline, radar
+from workbench.plots.radar_figure import DEFAULT_MEASURES, RadarChart, Texts, axes_of, outline, radar
 from workbench.widgets.comparison.scene import ComparisonView, Scene, muted
 from workbench.widgets.comparison.table import comparison_of
 from workbench.widgets.panel_grid import grid
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from bokeh.models import ColumnDataSource, GridPlot
 
-    from workbench.plots.radar_figure import Axis
+    from workbench.plots.radar_figure import RadarAxis
 
 _N_COLUMNS = 2
 _FEWEST_MEASURES = 3
@@ -49,14 +49,14 @@ class RadarView(ComparisonView):
             raise ThresholdError(f"A radar chart needs at least {_FEWEST_MEASURES} measures; switch on another.")
         measures, names = list(self.measures.value), list(scene.runs)
         notes = {name: scene.runs[name].remark(scene.step) or f"step {scene.step}" for name in scene.shown}
-        is_new = self.charts is None or (self.charts.names, self.charts.measures) != (names, measures)
-        if is_new:
-            self.charts = RadarCharts(names, measures, comparison)
-        if self.charts.arrange(comparison["architecture"].values.tolist()):
-            self.put(self.measures, self.key, root=self.charts.root)
-        with self.canvas.batch():
-            self.charts.write(comparison, notes)
-        self.key.value = muted(html.escape(self.charts.key).replace("\n", " &ensp; "))
+        charts = self.charts
+        if charts is None or (charts.names, charts.measures) != (names, measures):
+            charts = self.charts = RadarCharts(names, measures, comparison)
+        if charts.arrange(comparison["architecture"].values.tolist()):
+            self.put(self.measures, self.key, root=charts.root)
+        with self.batch():
+            charts.write(comparison, notes)
+        self.key.value = muted(html.escape(charts.key).replace("\n", " &ensp; "))
 
     def figure(self, scene: Scene, backend: str) -> Any:
         """The same charts as a figure of `workbench.plots.radar`."""
@@ -113,7 +113,7 @@ class RadarCharts:
         """Draw a comparison of the runs shown, with a line of text above each chart."""
         axes = axes_of(comparison, self.measures)
         for place, name in enumerate(self._arranged):
-            chart = Chart.of(comparison, axes, name, place)
+            chart = RadarChart.of(comparison, axes, name, place)
             texts = Texts.of_one(axes, chart, has_key=place == 0)
             note = notes[name] if chart.has_published else f"{notes[name]}, nothing published"
             self._charts[name].write(axes, chart, texts.at_axes, note)
@@ -136,7 +136,7 @@ class _Chart:
         self.points: dict[str, ColumnDataSource] = {"ours": our_points, "published": published_points}
         self.labels: list[ColumnDataSource] = labels
 
-    def write(self, axes: Sequence[Axis], chart: Chart, at_axes: Sequence[str], note: str) -> None:
+    def write(self, axes: list[RadarAxis], chart: RadarChart, at_axes: Sequence[str], note: str) -> None:
         """Draw one run on the axes."""
         for source, values in chart.values.items():
             columns = outline(axes, values)

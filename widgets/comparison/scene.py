@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,10 @@ class ComparisonView:
         self.withdraw()
         self.canvas = Figure(root, lock=self.lock)
         self.box.children = [*above, self.canvas]
+
+    def batch(self) -> AbstractContextManager:
+        """Changes that the page gets together; nothing to gather before there is a figure."""
+        return nullcontext() if self.canvas is None else self.canvas.batch()
 
     def withdraw(self) -> None:
         """Take the figure off the page, so that its parts may be put together anew: the page cannot follow that."""

@@ -9,6 +9,7 @@ import ipywidgets
 import numpy as np
 
 from workbench.errors import ThresholdError
+from workbench.formatting import compact
 from workbench.io.atomic import check_free, replacing
 from workbench.studies.comparison import compare_checked
 from workbench.widgets.comparison.scene import ComparisonView, Scene
@@ -142,16 +143,3 @@ def _note(scene: Scene, comparison: xr.Dataset) -> str:
     if any(comparison["published_as"].values):
         lines.append(f"Published: at initialization, {comparison.attrs['source']}")
     return ". ".join(lines) + "."
-
-
-def compact(value: float) -> str:
-    """A number with about three digits, as people write it; a dash if nothing is known."""
-    if np.isnan(value):
-        return "–"
-    if np.isinf(value):
-        return "∞"
-    if value and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.1e}"
-    if abs(value) >= 100 or float(value).is_integer():
-        return f"{value:.0f}"
-    return f"{value:.3f}" if abs(value) < 1 else f"{value:.3g}"

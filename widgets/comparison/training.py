@@ -11,7 +11,7 @@ from bokeh.models import Line, LogScale, Range1d, Span
 
 from workbench.errors import ThresholdError
 from workbench.plots.style import NEUTRAL, log_ticks_bokeh
-from workbench.plots.traces_figure import Panel, Trace, trace_of, traces
+from workbench.plots.traces_figure import Trace, TracesPanel, trace_of, traces
 from workbench.schema.runs import MONITORS, SPECTRA
 from workbench.studies.comparison import ENERGETIC, SPECTRAL
 from workbench.widgets.comparison.scene import ComparisonView, Scene, muted
@@ -49,7 +49,7 @@ class TrainingView(ComparisonView):
             raise ThresholdError("No trace is chosen; switch on at least one.")
         if self.panels.arrange(self.variables.value, scene.runs, scene.shown):
             self.put(self.variables, root=self.panels.root)
-        with self.canvas.batch():
+        with self.batch():
             self.panels.write(scene.runs, scene.shown, scene.step)
 
     def figure(self, scene: Scene, backend: str) -> Any:
@@ -64,7 +64,7 @@ class TrainingView(ComparisonView):
             return
         self._offered_for = runs
         monitors = [run.part("monitors") for run in runs.values()]
-        names = dict.fromkeys([*MONITORS, *(name for data in monitors if data is not None for name in data)])
+        names = dict.fromkeys([*MONITORS, *(str(name) for data in monitors if data is not None for name in data)])
         offered = set(self.variables.names)  # a trace that is there once stays
         options = []
         for name in dict.fromkeys([*names, *SPECTRAL, *ENERGETIC]):
@@ -157,7 +157,7 @@ class TracePanel:
         lines = self._read(runs)
         if any((lines[name].cross is None) != (self._lines[name].cross is None) for name in self.sources):
             return False
-        is_fitting = Panel.of([lines[name] for name in shown]).is_logarithmic == self._is_logarithmic
+        is_fitting = TracesPanel.of([lines[name] for name in shown]).is_logarithmic == self._is_logarithmic
         return is_fitting or not _is_any_recorded(lines, shown)
 
     def write(self, runs: Mapping[str, RecordedRun], shown: Sequence[str], step: int) -> None:
@@ -168,13 +168,14 @@ class TracePanel:
             return
         self._lines = self._read(runs)
         self._runs, self._shown = dict(runs), tuple(shown)
-        panel = Panel.of([self._lines[name] for name in shown])
+        panel = TracesPanel.of([self._lines[name] for name in shown])
         for name, parts in self._parts.items():
             line = self._lines[name]
             for part in parts:
                 part["glyph_renderer"].visible = name in shown
-                if _is_cross(part):
-                    part["source"].data = {"step": [line.cross[0]], "value": [min(line.cross[1], panel.limits[1])]}
+                if _is_cross(part) and line.cross is not None:
+                    step, value = line.cross
+                    part["source"].data = {"step": [step], "value": [min(value, panel.limits[1])]}
                 elif name in changed:
                     part["source"].data = line.columns
         set_range(self.figure.y_range, *panel.view)

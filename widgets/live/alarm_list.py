@@ -70,7 +70,7 @@ class AlarmList(LatestState):
         """Say what the record of a run holds, for a run that goes on from there."""
         if "events" not in tree.children:
             return
-        events = tree["events"].to_dataset(inherit=False)
+        events = tree.children["events"].to_dataset(inherit=False)
         columns = (events[name].values.tolist() for name in ("step", "kind", "source", "message"))
         for step, kind, source, message in zip(*columns, strict=True):
             if kind in _KINDS:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.plots.timeline_events import events_of, fault_spans
+from workbench.widgets.base import known
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -22,7 +23,7 @@ _N_PARTS = 300
 
 
 @dataclass(frozen=True)
-class Modes:
+class LiveModes:
     """The modes of one moment.
 
     Attributes:
@@ -44,7 +45,7 @@ class Modes:
     near_unit: tuple[float, float]
 
     @classmethod
-    def of(cls, spectra: xr.Dataset) -> Modes:
+    def of(cls, spectra: xr.Dataset) -> LiveModes:
         """Of spectra with a ``step`` dimension of one."""
         eigenvalue = spectra["eigenvalue"].values[0]
         layer, mode = np.nonzero(np.isfinite(eigenvalue))
@@ -77,7 +78,7 @@ class RunHistory:
     def __init__(self, n_steps: int) -> None:
         self.n_done = 0
         self.n_layers = 0
-        self.modes: Modes | None = None
+        self.modes: LiveModes | None = None
         self.verdict, self.is_broken = "", False
         self._values = np.full((len(TRACES), n_steps), np.nan, np.float32)
         self._has_kss, self._has_fault = np.zeros(n_steps, bool), np.zeros(n_steps, bool)
@@ -111,7 +112,8 @@ class RunHistory:
         self._has_fault[record.step] = bool(record.active_faults)
         if record.spectra is not None:
             self._take(record.spectra)
-            self._values[2:, record.step] = self.modes.near_unit_mass, self.modes.spectral_radius
+            modes = known(self.modes)
+            self._values[2:, record.step] = modes.near_unit_mass, modes.spectral_radius
         self.n_done = record.step + 1
 
     def trace(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -134,7 +136,7 @@ class RunHistory:
 
     def _take(self, spectra: xr.Dataset) -> None:
         self.n_layers = spectra.sizes["layer"]
-        self.modes = Modes.of(spectra)
+        self.modes = LiveModes.of(spectra)
 
 
 def pack(histories: dict[str, RunHistory]) -> tuple[list[dict[str, Any]], list[bytes]]:

@@ -45,7 +45,7 @@ class Setup:
         n_steps: Updates of a run.
         spectra_every: Steps between two spectra.
         compare: Whether a second run trains beside the first.
-        twin: What that one is called.
+        control: What that one is called.
 
     Attributes:
         controls: Every control, to be watched or disabled.
@@ -65,7 +65,7 @@ class Setup:
         n_steps: int,
         spectra_every: int,
         compare: bool,
-        twin: str = "without KSS",
+        control: str = "without KSS",
     ) -> None:
         if architecture is not None and not isinstance(architecture, zoo.ArchitectureConfig | nn.Module):
             raise ThresholdError(
@@ -82,7 +82,7 @@ class Setup:
         self._model = architecture if isinstance(architecture, nn.Module) else None
         self._task = None if task is None or isinstance(task, str) else tasks.as_task(task)
         is_vit = self._config.family == "vit"
-        self._make_controls(task if isinstance(task, str) else "digits" if is_vit else next(iter(_TASKS)), twin)
+        self._make_controls(task if isinstance(task, str) else "digits" if is_vit else next(iter(_TASKS)), control)
         self.learning_rate.value = learning_rate
         self.seed.value, self.n_steps.value = seed, n_steps
         self.spectra_every.value, self.compare.value = spectra_every, compare
@@ -119,17 +119,18 @@ class Setup:
         """
         if self._model is not None:
             return copy.deepcopy(self._model)
+        kind: Any = task  # of images or of tokens, which have fields of their own
         options = {"seed": self.seed.value, "d_model": self.d_model.value, "n_layers": self.n_layers.value}
         options["norm"] = self.norm.value
         if self.family.value == "vit":
-            options |= {"image_size": task.image_size, "n_channels": 1, "n_classes": task.n_classes, "patch_size": 2}
+            options |= {"image_size": kind.image_size, "n_channels": 1, "n_classes": kind.n_classes, "patch_size": 2}
         elif hasattr(task, "vocab_size"):
-            options |= {"vocab_size": task.vocab_size, "max_length": task.length}
+            options |= {"vocab_size": kind.vocab_size, "max_length": kind.length}
         if self.family.value == self._config.family:
             return zoo.build(replace(self._config, **options))
         return zoo.build(zoo.ArchitectureConfig(family=self.family.value, **options))
 
-    def _make_controls(self, task: str, twin: str) -> None:
+    def _make_controls(self, task: str, control: str) -> None:
         config, label = self._config, {"description_width": "initial"}
         narrow, wide = {"width": "98px"}, {"width": "208px"}
         self.family = ipywidgets.Dropdown(
@@ -157,10 +158,10 @@ class Setup:
         )  # fmt: skip
         self.compare = ipywidgets.Checkbox(
             True,
-            description=f"compare: {twin}",
+            description=f"compare: {control}",
             indent=False,
             layout={"width": "auto"},
-            tooltip=f"Train the same run {twin} beside it: same weights, data and seed",
+            tooltip=f"Train the same run {control} beside it: same weights, data and seed",
         )
         row = ipywidgets.Layout(flex_flow="row wrap", align_items="center", grid_gap="2px 10px")
         model = [self.family, self.norm, self.d_model, self.n_layers]

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _SECONDS_AT_EXIT = 10.0
 #: Trainers that have to be stopped before the interpreter ends.
-_at_work: set[Trainer] = set()
+_at_work: set[LiveTrainer] = set()
 
 
-class Trainer:
+class LiveTrainer:
     """Advances runs in turns, a step each, until they end or are stopped.
 
     One thread for all: `workbench.train` swaps the global random states while a step runs, so that runs which take
@@ -124,7 +124,9 @@ class Trainer:
     def _close(self, name: str) -> None:
         """Write what a run has gathered."""
         try:
-            self._runs[name].close()
+            close = getattr(self._runs[name], "close", None)  # generators have one
+            if close is not None:
+                close()
         except Exception as error:  # noqa: BLE001  (a model or task of the user's own)
             self._say(name, error)
             self._on_end(name, error)

@@ -9,6 +9,7 @@ import numpy as np
 
 from workbench.reports.quantity import Numbers, Quantity
 from workbench.schema.statuses import WORST_FIRST, CriterionState
+from workbench.widgets.base import known
 from workbench.widgets.report.choice_table import ChoiceTable, cell, row
 from workbench.widgets.report.evidence import Evidence
 from workbench.widgets.tags import Tags
@@ -49,7 +50,7 @@ class CriteriaView:
         owner.watch(self.mode, lambda _: self._filter())
         owner.watch(self.states, lambda _: self._filter())
         owner.watch(self.table, lambda _: self.draw())
-        owner.on_click(self.evidence.button, lambda _: lead_to(self._numbers.criterion(self.table.value).anchor))
+        owner.on_click(self.evidence.button, lambda _: lead_to(known(self._numbers).criterion(self.table.value).anchor))
         self.is_visible = False
 
     def tell(self, tree: xr.DataTree) -> None:
@@ -80,15 +81,16 @@ class CriteriaView:
             self.evidence.clear()
 
     def _filter(self) -> None:
-        ids = self._numbers.names("criteria", "criterion")
-        owners, states = (self._numbers.texts("criteria", name) for name in ("failure_mode", "state"))
+        numbers = known(self._numbers)
+        ids = numbers.names("criteria", "criterion")
+        owners, states = (numbers.texts("criteria", name) for name in ("failure_mode", "state"))
         wanted = {
             name
             for name, owner, state in zip(ids, owners, states, strict=True)
             if state in self.states.value and self.mode.value in ("", owner)
         }
-        ranked = sorted(ids, key=ranking(self._numbers))
-        self.table.fill(row(name, _cells(self._numbers.criterion(name))) for name in ranked if name in wanted)
+        ranked = sorted(ids, key=ranking(numbers))
+        self.table.fill(row(name, _cells(numbers.criterion(name))) for name in ranked if name in wanted)
         self.draw()
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from workbench.formatting import percent
 from workbench.plots import layer_profile
 from workbench.plots.criteria_bands_figure import criteria_bands
 from workbench.reports import pictures
@@ -100,7 +101,7 @@ def _words(quantity: Quantity, data: xr.Dataset, head: str, stand_in: str) -> st
     text = " ".join(filter(None, [quantity.text, quantity.units]))
     layer, n_runs, sure = int(data["layer"]), int(data["n_reference"]), float(data["confidence"])
     reason = str(data["reason"].values).strip()
-    lines = [f"<b>{html.escape(quantity.state)}</b>" + (f", confidence {100 * sure:.0f} %" if sure > 0 else "")]
+    lines = [f"<b>{html.escape(quantity.state)}</b>" + (f", confidence {percent(sure)}" if sure > 0 else "")]
     if quantity.state != CriterionState.NOT_MEASURED:
         band = f"healthy: {quantity.band}" + (f", as in {n_runs} healthy runs" if n_runs else "")
         place = f" in block {layer}" if layer >= 0 else ""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from workbench.errors import ThresholdError
+from workbench.formatting import clause, percent
 from workbench.reports.quantity import Numbers
-from workbench.reports.wording import clause
 from workbench.tasks import as_task
+from workbench.widgets.base import known
 from workbench.widgets.report.choice_table import ChoiceTable, cell, row
 from workbench.widgets.risk.risk_verdict import HEAD
 
@@ -62,9 +63,9 @@ class ExperimentsView:
 
     def tell(self, tree: xr.DataTree) -> None:
         """Show the experiments of another diagnosis, or of the same one once an experiment is done."""
-        self._numbers = Numbers(tree)
+        numbers = self._numbers = Numbers(tree)
         data = self._data()
-        titles = dict(zip(self._numbers.names("causes", "cause"), self._numbers.texts("causes", "title"), strict=True))
+        titles = dict(zip(numbers.names("causes", "cause"), numbers.texts("causes", "title"), strict=True))
         places = [] if data is None else sorted(range(data.sizes["experiment"]), key=data["order"].values.__getitem__)
         self.table.fill(row(str(place), self._cells(place, titles)) for place in places)
         self._say()
@@ -73,32 +74,33 @@ class ExperimentsView:
         """Nothing is drawn here."""
 
     def _data(self) -> xr.Dataset | None:
-        if not self._numbers.has("experiments"):
+        numbers = known(self._numbers)
+        if not numbers.has("experiments"):
             return None
-        data = self._numbers.node("experiments")
+        data = numbers.node("experiments")
         return data if data.sizes.get("experiment", 0) else None
 
     def _cells(self, place: int, titles: Mapping[str, str]) -> list[dict[str, Any]]:
         def text(name: str) -> str:
-            return self._numbers.value("experiments", name, experiment=place).text
+            return known(self._numbers).value("experiments", name, experiment=place).text
 
         cause = text("cause")
-        cost = f"{100 * float(self._data()['cost'].values[place]):.0f} %"
+        cost = percent(float(known(self._data())["cost"].values[place]))
         return [
             cell(text("title")), cell(titles.get(cause, cause)), cell(text("n_steps"), is_number=True),
             cell(cost, is_number=True), cell(self._answer(place)),
         ]  # fmt: skip
 
     def _outcome(self, place: int) -> str:
-        if "outcome" not in self._data():
+        if "outcome" not in known(self._data()):
             return ""
-        return self._numbers.text("experiments", "outcome", experiment=place)
+        return known(self._numbers).text("experiments", "outcome", experiment=place)
 
     def _answer(self, place: int) -> str:
         """What the outcome speaks for; empty before there is one."""
         if not self._outcome(place):
             return ""
-        return "for the cause" if bool(self._data()["supports"].values[place]) else "against the cause"
+        return "for the cause" if bool(known(self._data())["supports"].values[place]) else "against the cause"
 
     def _say(self) -> None:
         """The words of the chosen row."""
@@ -108,7 +110,7 @@ class ExperimentsView:
             return
         place = self.chosen
         of = {
-            name: self._numbers.value("experiments", name, experiment=place).text
+            name: known(self._numbers).value("experiments", name, experiment=place).text
             for name in ("title", "from_step", "n_steps", "expected_if_right", "expected_if_wrong")
         }
         lines = [f"Replays {of['n_steps']} steps from step {of['from_step']} on, with this change and without it."]

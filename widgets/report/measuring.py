@@ -9,7 +9,7 @@ from collections.abc import Callable
 _QUIET = "color:var(--jp-ui-font-color1,#222)"
 
 
-class Progress:
+class MeasuringProgress:
     """What has been measured, how long it took, and what is being measured.
 
     Args:

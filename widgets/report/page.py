@@ -12,10 +12,11 @@ import anywidget
 import traitlets
 
 from workbench.errors import WorkbenchError
-from workbench.reports.document import Document, Lead, Picture
+from workbench.reports.document import Block, Document, Lead, Picture
 from workbench.reports.html import html
 from workbench.reports.make_report import document_of
 from workbench.reports.pictures import image
+from workbench.widgets.base import known
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -83,7 +84,7 @@ class ReportPage(anywidget.AnyWidget):
 
     def _drawn(self, picture: Picture, question: str) -> tuple[dict[str, Any], list[bytes]]:
         try:
-            mime, content = image(picture, self.tree)
+            mime, content = image(picture, known(self.tree))
         except WorkbenchError as error:
             return {"answer": question, "failure": str(error)}, []
         except Exception as error:  # noqa: BLE001  (a bug of ours: the rest of the report lives on, the log has the traceback)
@@ -96,7 +97,7 @@ def _framed(document: Document) -> Document:
     """The document with a line in the place of each picture, which takes time to draw."""
     number, sections = 0, []
     for section in document.sections:
-        blocks = []
+        blocks: list[Block] = []
         for block in section.blocks:
             if isinstance(block, Picture):
                 blocks.append(Lead(_line(number)))

@@ -9,6 +9,7 @@ import ipywidgets
 
 from workbench.reports.quantity import Numbers, Quantity
 from workbench.schema.statuses import CriterionState
+from workbench.widgets.base import known
 from workbench.widgets.report.choice_table import ChoiceTable, cell, row
 from workbench.widgets.report.criteria import ranking, value_of
 from workbench.widgets.report.evidence import Evidence
@@ -58,10 +59,12 @@ class SideBySide:
         for control in (self.first, self.second, self.only_different):
             owner.watch(control, lambda _: self._fill())
         owner.watch(self.table, lambda _: self.draw())
-        for place, evidence in enumerate(self.evidence):
-            owner.on_click(
-                evidence.button, lambda _, place=place: lead_to(self._both[place].criterion(self.table.value).anchor)
-            )
+
+        def lead(place: int) -> None:
+            lead_to(self._both[place].criterion(self.table.value).anchor)
+
+        owner.on_click(self.evidence[0].button, lambda _: lead(0))
+        owner.on_click(self.evidence[1].button, lambda _: lead(1))
         self.is_visible = self._is_telling = False
 
     def tell(self, tree: xr.DataTree) -> None:
@@ -94,7 +97,8 @@ class SideBySide:
 
     @property
     def _both(self) -> tuple[Numbers, Numbers]:
-        return tuple(Numbers(self._tree, at=f"/{name}") for name in self._names)
+        first, second = (Numbers(known(self._tree), at=f"/{name}") for name in self._names)
+        return first, second
 
     def _fill(self) -> None:
         if self._is_telling:
@@ -102,7 +106,7 @@ class SideBySide:
         both = self._both
         for evidence in self.evidence:
             evidence.clear()
-        self._figures.value = _figures(Numbers(self._tree), self._names)
+        self._figures.value = _figures(Numbers(known(self._tree)), self._names)
         ranks = [ranking(numbers) for numbers in both]
         found = [{name: n.criterion(name) for name in n.names("criteria", "criterion")} for n in both]
         worst = {
@@ -110,7 +114,7 @@ class SideBySide:
             for name in {**found[0], **found[1]}
         }
         rows = []
-        for name in sorted(worst, key=worst.get):
+        for name in sorted(worst, key=worst.__getitem__):
             pair = [of.get(name) for of in found]
             if self.only_different.value and _state(pair[0]) == _state(pair[1]):
                 continue

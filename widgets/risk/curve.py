@@ -19,12 +19,13 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
+from workbench.formatting import percent, rounded
 from workbench.plots import outcome_colors as outcome_looks
 from workbench.plots import style
 from workbench.plots.risk_grid import RiskGrid, Runs
 from workbench.widgets.panel_grid import set_range
 from workbench.widgets.risk.forecast import HIGH, LOW
-from workbench.widgets.risk.risk_verdict import HEAD, MUTED, percent, rounded
+from workbench.widgets.risk.risk_verdict import HEAD, MUTED
 
 if TYPE_CHECKING:
     from workbench.widgets.risk.forecast import Forecast
@@ -33,7 +34,7 @@ _HEIGHT = 290
 #: Where recorded runs stand: below 0 those that survived, above 1 those that diverged.
 _RUG = 0.1
 _COLOR = style.MODEL_COLORS[7]
-_NO_RUNS = {"rate": [], "place": [], "architecture": [], "ended": []}
+_NO_RUNS: dict[str, list[Any]] = {"rate": [], "place": [], "architecture": [], "ended": []}
 
 
 class CurvePanel:

@@ -78,8 +78,10 @@ def forecast(model: RiskModel, neighbours: Neighbours, case: xr.Dataset, *, befo
     stable = before.stable if before else model.largest_stable_rate(case, below=LOW)
     nearest = before.nearest if before else neighbours.cells(case, _N_CELLS)
     rates = rates_around(float(case["learning_rate"].values[0]), stable, nearest["learning_rate"].values)
-    is_same = before is not None and np.array_equal(before.curve["learning_rate"].values, rates)
-    curve = before.curve if is_same else over_rates(model, case, rates, names=[""], below=LOW)
+    if before is not None and np.array_equal(before.curve["learning_rate"].values, rates):
+        curve = before.curve
+    else:
+        curve = over_rates(model, case, rates.tolist(), names=[""], below=LOW)
     steps = neighbours.sweep["n_steps"].values
     return Forecast(case, prediction, stable, curve, model.drivers(case), nearest, (int(steps.min()), int(steps.max())))
 

@@ -94,7 +94,7 @@ class Choice:
     def _named_task(self, vocab_size: int, length: int | None = None) -> Task:
         if self.task == _DIGITS:
             return tasks.digits(batch_size=self.batch_size, seed=self.seed)
-        return _TASKS[self.task](
+        return _TASKS[str(self.task)](
             length=length or self.length, batch_size=self.batch_size, vocab_size=vocab_size, seed=self.seed
         )
 
@@ -189,6 +189,8 @@ class ModelChoice:
         if self.source.value == ZOO:
             return Choice(self._configured(), *rest)
         if self.source.value != CHECKPOINT:
+            if self._given is None:
+                raise ThresholdError("No model is given; choose another source.")
             return Choice(self._given, *rest)
         path = self.path.value.strip()
         if not path:
@@ -240,8 +242,8 @@ class ModelChoice:
             config.init_std, min=1e-4, max=10.0, step=0.01, description="init scale", style=label,
             layout={"width": "140px"}, tooltip="Standard deviation of the initial weights",
         )  # fmt: skip
-        self.d_model = whole(config.d_model, "width", 1, 1024, 115)
-        self.n_layers = whole(config.n_layers, "layers", 1, 64, 105)
+        self.d_model = whole(config.d_model or 64, "width", 1, 1024, 115)
+        self.n_layers = whole(config.n_layers or 4, "layers", 1, 64, 105)
         self.seed = whole(config.seed or 0, "seed", 0, 2**31, 100, "Of weights, data and training")
         self.task = choose(_plain(_TASKS), next(iter(_TASKS)), "task", 215)
         self.length = whole(16, "length", 1, 4096, 112, "Tokens of a row")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.formatting import fixed
 from workbench.risk.measured_stable_rates import stable_rates
 from workbench.widgets.risk.risk_verdict import HEAD
 from workbench.widgets.tables import CELL, NAME, TABLE
@@ -86,11 +87,11 @@ def _cells(runs: dict[str, np.ndarray], stable: str, rate: float) -> tuple[str, 
         f"{at:.2g}",
         _ending(has_diverged, runs["divergence_step"][rates == at]),
         stable,
-        f"{first['distance']:.2f}",
+        fixed(first["distance"], 2),
     )
 
 
-def _plan(first: dict[str, object]) -> str:
+def _plan(first: dict[str, Any]) -> str:
     words = [str(first["optimizer"])]
     words += [str(first["schedule"])] if first["schedule"] != "constant" else []
     words += [f"warm-up {first['warmup']}"] if first["warmup"] else []

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.formatting import fixed, percent, rounded
 from workbench.koopman.measures import summarize
 from workbench.schema.statuses import Verdict
 from workbench.widgets.risk.forecast import HIGH, LOW
@@ -117,7 +118,7 @@ def _distance(forecast: Forecast) -> str:
     feature = html.escape(long_name(str(forecast.prediction["farthest_feature"].values[0])))
     return _card(
         "distance to recorded runs",
-        "∞" if np.isinf(distance) else f"{distance:.2f}",
+        fixed(distance, 2),
         [f"<b>{words}</b>; 1 is the edge", f"farthest in: {feature}"],
     )
 
@@ -125,7 +126,7 @@ def _distance(forecast: Forecast) -> str:
 def _mass(case: xr.Dataset) -> str:
     mass = float(summarize(case[["near_unit_mass"]].isel(run=0))["near_unit_mass"].sel(statistic="mean"))
     blind = "Taken from the fresh weights alone: it cannot see rate, warm-up, steps, clipping or optimizer."
-    return _card("the paper's score M", number(mass), ["above .5: high risk, says the paper", blind])
+    return _card("the paper's score M", fixed(mass, 2), ["above .5: high risk, says the paper", blind])
 
 
 def _card(head: str, figure: str, lines: list[str]) -> str:
@@ -139,24 +140,3 @@ def long_name(feature: str) -> str:
     from workbench.risk.features import FEATURES
 
     return FEATURES[feature].long_name if feature in FEATURES else feature.replace("_", " ")
-
-
-def percent(probability: float) -> str:
-    """Such as "37 %", and "< 1 %" for what is not 0."""
-    if np.isnan(probability):
-        return "–"
-    if 0 < probability < 0.01:
-        return "< 1 %"
-    if 0.99 < probability < 1:
-        return "> 99 %"
-    return f"{100 * probability:.0f} %"
-
-
-def rounded(value: float) -> str:
-    """Two digits, as people write them."""
-    return "–" if not np.isfinite(value) else f"{value:.2g}"
-
-
-def number(value: float) -> str:
-    """Two decimals; a dash if nothing is known."""
-    return f"{value:.2f}" if np.isfinite(value) else "–"

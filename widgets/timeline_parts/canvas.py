@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.formatting import counted, percent_range
 from workbench.plots.style import depth_colors, model_style
 from workbench.plots.timeline_drawing import lead_in_words
-from workbench.plots.timeline_events import Event, signal_of
+from workbench.plots.timeline_events import TimelineEvent, signal_of
 from workbench.plots.timeline_figure import own_band
-from workbench.plots.timeline_panels import Axis
+from workbench.plots.timeline_panels import PanelAxis
 from workbench.studies import signals as sig
 from workbench.widgets.live.latest_state import LatestState
 from workbench.widgets.live.latest_state import script as live_script
 
 if TYPE_CHECKING:
-    from workbench.widgets.live.history import Modes
-    from workbench.widgets.timeline_parts.followed_run import FollowedRun, Line
+    from workbench.widgets.live.history import LiveModes
+    from workbench.widgets.timeline_parts.followed_run import FollowedRun, SignalLine
 
 #: As lists of dash lengths, by the names of `model_style`.
 _DASHES = {"solid": [], "dashed": [6, 3], "dotted": [2, 3], "dashdot": [7, 3, 2, 3]}
@@ -52,7 +53,7 @@ class Wishes:
     view: tuple[float, float] | None = None
     width: int = 800
     seen: frozenset[str] | None = None
-    selection: Selection | None = None
+    selection: PanelSelection | None = None
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ class Detail:
     rows: list[str]
     columns: list[str]
     step: int
-    modes: Modes | None
+    modes: LiveModes | None
     n_layers: int
 
 
 @dataclass(frozen=True)
-class Selection:
+class PanelSelection:
     """A step that was chosen, by an alarm or by hand.
 
     Attributes:
@@ -94,7 +95,7 @@ class Selection:
     step: int
     signal: str
     run: str = ""
-    event: Event | None = None
+    event: TimelineEvent | None = None
     dims: tuple[str, str] = ("", "")
     details: list[Detail] = field(default_factory=list)
 
@@ -129,7 +130,7 @@ class TimelineCanvas(LatestState):
         self.runs, self.wishes = runs, wishes
         self._healthy, self._quantiles, self._ask = healthy, quantiles, ask
         self._axes: dict[Any, bool] = {}
-        self._bands: dict[Any, sig.Band] = {}
+        self._bands: dict[Any, sig.HealthyBand] = {}
         self._token, self._is_held = "", False
         super().__init__()
 
@@ -188,7 +189,7 @@ class TimelineCanvas(LatestState):
                 remarks.append(f"{run.name} {line.remark}" if len(shown) > 1 else line.remark)
         remarks += [f"{run.name} not recorded" for run in shown if name not in run.entries]
         variable = found[0][1].variable if found else name
-        axis = Axis.of(variable, np.concatenate(values), shows_all=True)
+        axis = PanelAxis.of(variable, np.concatenate(values), shows_all=True)
         return {
             "name": name,
             "is_seen": True,
@@ -206,7 +207,7 @@ class TimelineCanvas(LatestState):
             "marks": self._marks(name, found),
         }
 
-    def _is_log(self, name: str, reduce: str | None, found: Sequence[tuple[FollowedRun, Line]]) -> bool:
+    def _is_log(self, name: str, reduce: str | None, found: Sequence[tuple[FollowedRun, SignalLine]]) -> bool:
         """The kind of axis goes by all steps of the runs, so that zooming does not change it."""
         key = name, reduce, tuple((run.name, line.n_rows) for run, line in found)
         if key not in self._axes:
@@ -214,12 +215,12 @@ class TimelineCanvas(LatestState):
                 self._axes.clear()
             ends = [np.array([line.value.min(), line.value.max()]) for _, line in found if len(line.value)]
             pooled = np.concatenate([np.zeros(0), *ends])
-            self._axes[key] = bool(len(pooled)) and Axis.of(found[0][1].variable, pooled).is_logarithmic
+            self._axes[key] = bool(len(pooled)) and PanelAxis.of(found[0][1].variable, pooled).is_logarithmic
         return self._axes[key]
 
     def _bands_of(
-        self, name: str, reduce: str | None, found: Sequence[tuple[FollowedRun, Line]]
-    ) -> list[tuple[str | None, sig.Band]]:
+        self, name: str, reduce: str | None, found: Sequence[tuple[FollowedRun, SignalLine]]
+    ) -> list[tuple[str | None, sig.HealthyBand]]:
         if self._healthy is None:
             return []
         if isinstance(self._healthy, int):
@@ -233,7 +234,7 @@ class TimelineCanvas(LatestState):
             self._bands[key] = sig.healthy_band(pairs, quantiles=self._quantiles)
         return [(None, self._bands[key])]
 
-    def _marks(self, name: str, found: Sequence[tuple[FollowedRun, Line]]) -> list[dict[str, Any]]:
+    def _marks(self, name: str, found: Sequence[tuple[FollowedRun, SignalLine]]) -> list[dict[str, Any]]:
         """First alarms and divergences on their lines."""
         marks = []
         for run, line in found:
@@ -260,11 +261,10 @@ class TimelineCanvas(LatestState):
     def _band_in_words(self) -> str:
         if self._healthy is None:
             return ""
-        share = " to ".join(f"{100 * q:g}" for q in self._quantiles) + " %"
+        share = percent_range(*self._quantiles)
         if isinstance(self._healthy, int):
             return f"{share} of a run's own values before step {self._healthy}"
-        n = len(self._healthy)
-        return f"{share} of {n} healthy run{'s' if n > 1 else ''}"
+        return f"{share} of {counted(len(self._healthy), 'healthy run')}"
 
     def _receive(self, _: Any, content: dict[str, Any], buffers: list[Any]) -> None:
         if "ask" in content:
@@ -323,7 +323,7 @@ def _described(run: FollowedRun, is_shown: bool) -> dict[str, Any]:
     }
 
 
-def _marked(run: str, event: Event, kind: str) -> dict[str, Any]:
+def _marked(run: str, event: TimelineEvent, kind: str) -> dict[str, Any]:
     return {
         "run": run,
         "kind": kind,
@@ -336,7 +336,9 @@ def _marked(run: str, event: Event, kind: str) -> dict[str, Any]:
     }
 
 
-def _selected(selection: Selection | None, shown: Sequence[FollowedRun], buffers: _Buffers) -> dict[str, Any] | None:
+def _selected(
+    selection: PanelSelection | None, shown: Sequence[FollowedRun], buffers: _Buffers
+) -> dict[str, Any] | None:
     """What is shown beside the panels."""
     if selection is None:
         return None
@@ -366,7 +368,7 @@ def _selected(selection: Selection | None, shown: Sequence[FollowedRun], buffers
             }
             packed |= {"near_unit_mass": _plain(modes.near_unit_mass), "spectral_radius": _plain(modes.spectral_radius)}
         details.append(packed)
-    axis = Axis.of(selection.signal.split(" ")[0], np.concatenate(heats), shows_all=True)
+    axis = PanelAxis.of(selection.signal.split(" ")[0], np.concatenate(heats), shows_all=True)
     event = selection.event
     return {
         "step": selection.step,

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import SchemaError, StoreError
+from workbench.formatting import duration
 from workbench.io.run_access import named_runs, spectra_of
 from workbench.io.store import open_run
 from workbench.plots.timeline_panels import Story
 from workbench.schema.statuses import RunState
 from workbench.studies import signals as sig
-from workbench.widgets.live.history import Modes
+from workbench.widgets.live.history import LiveModes
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -28,7 +29,7 @@ _PATIENCE = 3
 
 
 @dataclass(frozen=True)
-class Line:
+class SignalLine:
     """One signal of a run, as far as it is recorded.
 
     Attributes:
@@ -55,7 +56,7 @@ class _Snapshot:
     tree: xr.DataTree
     story: Story
     entries: dict[str, sig.Entry]
-    lines: dict[tuple[str, str], Line] = field(default_factory=dict)
+    lines: dict[tuple[str, str], SignalLine] = field(default_factory=dict)
 
 
 class FollowedRun:
@@ -80,7 +81,7 @@ class FollowedRun:
         self.problem = ""
         self._n_failed = 0
         self._stamp = self._stamp_now()
-        tree = run if self.path is None else open_run(self.path)
+        tree = open_run(run) if isinstance(run, str | os.PathLike) else run
         self._now = self._snapshot_of(named_runs({name: tree}, needs_spectra=False)[name])
 
     @property
@@ -112,7 +113,7 @@ class FollowedRun:
         words = self.state
         if words == RunState.RUNNING and self.path is not None and self._stamp is not None:
             silent = time.time() - self._stamp[0] / 1e9
-            words += f", silent for {_ago(silent)}" if silent > _SILENT_AFTER else ""
+            words += f", silent for {duration(silent)}" if silent > _SILENT_AFTER else ""
         if self.story.diverged is not None:
             ending = f"diverged at step {self.story.diverged.step}"
             return ending if words in (RunState.DIVERGED, "") else f"{words}, {ending}"
@@ -143,7 +144,7 @@ class FollowedRun:
         self._now, self._stamp, self.problem, self._n_failed = new, stamp, "", 0
         return True
 
-    def line(self, name: str, reduce: str | None) -> Line | None:
+    def line(self, name: str, reduce: str | None) -> SignalLine | None:
         """One signal; None if the run has none of this name.
 
         Args:
@@ -158,7 +159,7 @@ class FollowedRun:
             try:
                 now.lines[name, reduce] = _line(now.tree, name, reduce, None, now.story)
             except (StoreError, OSError):
-                return Line(np.zeros(0), np.zeros(0), name, name, "not read before the run was removed", 0)
+                return SignalLine(np.zeros(0), np.zeros(0), name, name, "not read before the run was removed", 0)
         return now.lines[name, reduce]
 
     def heat(self, name: str, step: int) -> xr.DataArray | None:
@@ -171,7 +172,7 @@ class FollowedRun:
         except (SchemaError, StoreError, OSError):
             return None
 
-    def modes(self, step: int) -> tuple[Modes, int] | None:
+    def modes(self, step: int) -> tuple[LiveModes, int] | None:
         """The modes of the nearest recorded spectra and how many layers they have; None if there are no spectra."""
         tree = self._now.tree
         if "spectra" not in tree.children or "step" not in tree["spectra"].dims or not tree["spectra"].sizes["step"]:
@@ -182,7 +183,7 @@ class FollowedRun:
             chosen = spectra.isel(step=[nearest]).load()
         except (StoreError, OSError):
             return None
-        return Modes.of(chosen), chosen.sizes["layer"]
+        return LiveModes.of(chosen), chosen.sizes["layer"]
 
     def _snapshot_of(self, tree: xr.DataTree) -> _Snapshot:
         return _Snapshot(tree, Story.of(self.name, tree, self.place), sig.catalogue(tree))
@@ -222,16 +223,16 @@ def _is_continued(old: _Snapshot, new: _Snapshot) -> bool:
     if counts[0] != counts[1]:
         return False
     for part in old.tree.children:
-        if part == "events" or "step" not in old.tree[part].dims:
+        if part == "events" or "step" not in old.tree.children[part].dims:
             continue
-        before = old.tree[part]["step"].values
-        after = new.tree[part]["step"].values if part in new.tree.children else before[:0]
+        before = old.tree.children[part].to_dataset()["step"].values
+        after = new.tree.children[part].to_dataset()["step"].values if part in new.tree.children else before[:0]
         if len(after) < len(before) or (len(before) and before[-1] != after[len(before) - 1]):
             return False
     return True
 
 
-def _line(tree: xr.DataTree, name: str, reduce: str, before: Line | None, story: Story) -> Line:
+def _line(tree: xr.DataTree, name: str, reduce: str, before: SignalLine | None, story: Story) -> SignalLine:
     """A signal as a line; of one that was read before, only the new rows are read."""
     first_row = 0 if before is None else before.n_rows
     found = sig.read(tree, name, reduce=reduce, first_row=first_row)
@@ -249,10 +250,4 @@ def _line(tree: xr.DataTree, name: str, reduce: str, before: Line | None, story:
     elif story.diverged is not None and len(found.value) and np.isnan(found.value[-1]):
         remarks.append(f"undefined after step {step[-1]}")
     title = found.long_name + (f" ({found.unit})" if found.unit not in ("1", "") else "")
-    return Line(step, value, title, found.variable, "; ".join(remarks), n_rows)
-
-
-def _ago(seconds: float) -> str:
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
+    return SignalLine(step, value, title, found.variable, "; ".join(remarks), n_rows)

@@ -13,6 +13,7 @@ import numpy as np
 from workbench.assessment.failure_modes.plan_criteria import BROKEN_TRIALS, RISK
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.verdict import FIRST_STEP, verdict_of
+from workbench.formatting import band_in_words
 from workbench.schema.statuses import BAD_STATES, DecisionKind, Verdict
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def _changes(tree: xr.DataTree, plan: AssessmentPlan, stand_in: str) -> Iterator
         row = bad[start[0]]
         yield Decision(
             DecisionKind.CHANGE, f"bring the {row['title'].values} of the fresh model into the healthy band",
-            "initialization", f"{float(row['value']):.3g}", f"{_band(row)}", start[0],
+            "initialization", f"{float(row['value']):.3g}", band_in_words(float(row["low"]), float(row["high"])),
+            start[0],
         )  # fmt: skip
     heads = [name for name, row in bad.items() if str(row["failure_mode"].values) == "attention_degeneracy"]
     if heads:
@@ -262,8 +264,3 @@ def _stop_rules(tree: xr.DataTree, stand_in: str) -> Iterator[Decision]:
             DecisionKind.STOP_RULE, text, name, "", f"{limit} x first", BROKEN_TRIALS,
             path="/rehearsal", variable=name, selection={"trial": trial, "step": step},
         )  # fmt: skip
-
-
-def _band(row: xr.Dataset) -> str:
-    low, high = float(row["low"]), float(row["high"])
-    return f"{low:.3g} to {high:.3g}" if math.isfinite(low) and math.isfinite(high) else f"at most {high:.3g}"

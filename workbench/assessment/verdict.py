@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.assessment.failure_modes.criteria_table import LEAST_CONFIDENCE
 from workbench.assessment.failure_modes.plan_criteria import BROKEN_TRIALS, RISK
-from workbench.formatting import short
+from workbench.formatting import fine_percent, listed, short
 from workbench.schema.statuses import BAD_STATES, CriterionState, Verdict
 
 if TYPE_CHECKING:
@@ -76,11 +77,7 @@ def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset,
     reason = _with_its_number(criteria.sel(criterion=str(first["worst_criterion"].values)), sizes)
     others = [str(bad["title"].values[i]).lower() for i in order[1:]]
     more = (
-        f", and {_listed(others)} is at hand too"
-        if len(others) == 1
-        else f"; so are {_listed(others)}"
-        if others
-        else ""
+        f", and {listed(others)} is at hand too" if len(others) == 1 else f"; so are {listed(others)}" if others else ""
     )
     word = "should not start as planned" if verdict == Verdict.REFUSE else "is at risk as planned"
     return f"{name} {word}: {str(first['title'].values).lower()} ({reason}){more}."
@@ -112,17 +109,9 @@ def _why_open(criteria: xr.Dataset, sizes: Sizes | None) -> str:
 def _with_its_number(row: xr.Dataset, sizes: Sizes | None) -> str:
     """Why a criterion is not healthy, with the value, the limit that it passed, and what it was measured on."""
     value, low, high = (float(row[name]) for name in ("value", "low", "high"))
-    say = _percent if str(row["criterion"].values) in _SHARES else short
+    say = partial(fine_percent, digits=3) if str(row["criterion"].values) in _SHARES else short
     limit = f", healthy up to {say(high)}" if value > high else f", healthy from {say(low)}" if value < low else ""
     where = ""
     if sizes is not None and sizes.is_stand_in:
         where = f", {_ELSEWHERE.get(str(row['path'].values), f'measured on {sizes.stand_in}')}"
     return f"{row['reason'].values}: {say(value)}{limit}{where}"
-
-
-def _percent(share: float) -> str:
-    return f"{short(100 * share)} %"
-
-
-def _listed(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

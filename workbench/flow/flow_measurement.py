@@ -96,7 +96,7 @@ def measure(
     targets = next(iter(targets), None) if isinstance(targets, list | tuple) else targets
     subject = open_checkpoint(subject)
     model = unwrap(subject.model)
-    probe, batches = Batches.of(inputs, subject).probe_and_all()
+    probe, batches = Batches.of(inputs, subject, n_tokens=n_tokens).probe_and_all()
     if dtype is not None:
         model, probe = _as_dtype(model, probe, dtype)
         anatomy, stack, batch_first = _read_again(anatomy, stack, batch_first)

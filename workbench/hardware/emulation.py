@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from workbench.errors import AnatomyError, ThresholdError
+from workbench.formatting import fine_percent as percent
 from workbench.hardware.share_gradients import Batch, GradientLayout, Loss, ShareGradients, WorkingCopy
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import count_rows, take_rows
@@ -172,12 +173,3 @@ class Emulation:
                 which = slice(start, start + self.rows)
                 found.append((take_rows(inputs, which), targets[which]))
         return found
-
-
-def percent(share: float) -> str:
-    """A share as a text, with two digits."""
-    if not math.isfinite(share):
-        return "not finite"
-    if 0 < abs(share) < 1e-4:
-        return f"{share:.1e}"
-    return f"{100 * share:.{3 if abs(share) >= 0.995 else 2}g} %"

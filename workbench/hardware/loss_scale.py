@@ -11,7 +11,8 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from workbench.hardware.emulation import Emulation, Finding, NotMeasured, percent
+from workbench.formatting import fine_percent as percent
+from workbench.hardware.emulation import Emulation, Finding, NotMeasured
 from workbench.hardware.lost_updates import updating
 from workbench.hardware.plan_sections import DTYPES
 from workbench.hardware.share_gradients import WorkingCopy

@@ -8,7 +8,8 @@ from itertools import cycle, islice
 import numpy as np
 import torch
 
-from workbench.hardware.emulation import Emulation, Finding, NotMeasured, percent
+from workbench.formatting import fine_percent as percent
+from workbench.hardware.emulation import Emulation, Finding, NotMeasured
 from workbench.hardware.plan_sections import DTYPES
 from workbench.hardware.share_gradients import WorkingCopy
 

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from workbench.callbacks.faults.communication import LowPrecisionReduction, ring_sum
 from workbench.errors import WorkbenchError
-from workbench.hardware.emulation import Emulation, Finding, NotMeasured, percent
+from workbench.formatting import fine_percent as percent
+from workbench.hardware.emulation import Emulation, Finding, NotMeasured
 from workbench.hardware.share_gradients import Batch, WorkingCopy, compare
 from workbench.models.site import Site
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from workbench.callbacks.faults.communication import LowPrecisionReduction, in_buckets, ring_sum
-from workbench.hardware.emulation import Emulation, Finding, NotMeasured, percent
+from workbench.formatting import fine_percent as percent
+from workbench.hardware.emulation import Emulation, Finding, NotMeasured
 from workbench.hardware.plan_sections import DTYPES
 from workbench.hardware.share_gradients import Discrepancy, Terms
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from workbench.callbacks.faults.communication import StaleReduction
-from workbench.hardware.emulation import Emulation, Finding, NotMeasured, percent
+from workbench.formatting import fine_percent as percent
+from workbench.hardware.emulation import Emulation, Finding, NotMeasured
 from workbench.hardware.lost_updates import updating
 from workbench.hardware.reduction import plan_buckets
 from workbench.hardware.share_gradients import Batch

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import StoreError, ThresholdError
-from workbench.io.run_parts import Lost, Part, Row, WaitingRows, check_layout, events_part
+from workbench.io.run_parts import Lost, Part, RecordedRow, WaitingRows, check_layout, events_part
 from workbench.io.run_writer import RunWriter
 from workbench.schema.events import Event
 
@@ -80,7 +80,7 @@ class BackgroundWriter:
         self._seconds_per_block = seconds_per_block
         self._max_bytes = max_bytes
         layout = writer.layout("events")
-        events = WaitingRows(events_part(None if layout is None else list(layout)))
+        events = WaitingRows(events_part(None if layout is None else [str(name) for name in layout]))
         if layout is not None:
             check_layout(events.empty(), layout, "events", "event", writer.path)
         self._parts = {"events": events}
@@ -171,14 +171,14 @@ class BackgroundWriter:
         check_layout(copy, waiting.layout, part, "step", self.path)
         with self._changed:
             self._parts[part] = waiting
-        self._put(waiting, Row(int(dataset["step"].item()), copy, copy.nbytes + _BYTES_PER_DATASET), part)
+        self._put(waiting, RecordedRow(int(dataset["step"].item()), copy, copy.nbytes + _BYTES_PER_DATASET), part)
 
     def event(self, event: Event) -> None:
         """Take something that happened; a store whose events lack ``layer`` and ``head`` goes on without."""
         if not self._is_open():
             return
         events = self._parts["events"]
-        row = {name: value for name, value in event.as_row().items() if name in events.part.dims}
+        row = {name: value for name, value in event.as_row().items() if name in events.declared.dims}
         self._put(events, events.row(int(event.step), row), "events")
 
     def commit(self, **attrs: Any) -> None:
@@ -279,7 +279,7 @@ class BackgroundWriter:
         except OSError:  # the next block will tell
             return None
 
-    def _put(self, waiting: WaitingRows, row: Row, part: str) -> None:
+    def _put(self, waiting: WaitingRows, row: RecordedRow, part: str) -> None:
         with self._changed:
             if part != "events" and waiting.last_step is not None and row.step <= waiting.last_step:
                 raise StoreError(
@@ -381,7 +381,7 @@ class BackgroundWriter:
     def _gap(self, part: str, lost: Lost) -> dict[str, Any]:
         values = {"kind": "gap", "source": part, "score": lost.n_rows, "message": lost.message(part)}
         values |= {"layer": -1, "head": -1}
-        return {name: value for name, value in values.items() if name in self._parts["events"].part.dims}
+        return {name: value for name, value in values.items() if name in self._parts["events"].declared.dims}
 
     def _write(self, block: _Block) -> None:
         """Append every part that can be, and show readers what there is; what failed stays in the block."""
@@ -439,9 +439,9 @@ class BackgroundWriter:
 class _Block:
     """What is written at once; what is left of ``rows`` and ``lost`` afterwards could not be."""
 
-    rows: dict[str, list[Row]]
+    rows: dict[str, list[RecordedRow]]
     lost: dict[str, Lost]
-    gaps: list[Row]
+    gaps: list[RecordedRow]
     attrs: dict[str, Any]
     request: int
     is_committed: bool = False

@@ -30,15 +30,17 @@ def named_runs(
     import xarray as xr
 
     if isinstance(runs, xr.DataTree | xr.Dataset):
-        run = _as_run(runs, "The run", needs_spectra=needs_spectra)
-        return {str(spectra_of(run).attrs["subject"]) if "spectra" in run.children else "run": run}
+        alone = _as_run(runs, "The run", needs_spectra=needs_spectra)
+        return {str(spectra_of(alone).attrs["subject"]) if "spectra" in alone.children else "run": alone}
     if not isinstance(runs, Mapping) or not runs:
         kind = "an empty dict" if isinstance(runs, Mapping) else f"of type {type(runs).__name__}"
         raise SchemaError(f"The runs are {kind}, expected a non-empty dict of name: run.")
+    found = {}
     for name, run in runs.items():
         if not isinstance(run, xr.DataTree | xr.Dataset):
             raise SchemaError(f"'{name}' is of type {type(run).__name__}, expected a run or a dataset of wb.profile().")
-    return {str(name): _as_run(run, f"'{name}'", needs_spectra=needs_spectra) for name, run in runs.items()}
+        found[str(name)] = _as_run(run, f"'{name}'", needs_spectra=needs_spectra)
+    return found
 
 
 def spectra_of(run: xr.DataTree) -> xr.Dataset:

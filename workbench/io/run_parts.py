@@ -118,13 +118,10 @@ def check_layout(rows: xr.Dataset, layout: xr.Dataset, part: str, dim: str, wher
     advice = "record the same as before, or into another run"
     begin = f"Part '{part}' of the run at {where}"
     if set(map(str, rows.variables)) != set(map(str, layout.variables)):
-        have, new = (
-            sorted(set(layout.variables) - set(rows.variables)),
-            sorted(set(rows.variables) - set(layout.variables)),
-        )
+        written, given = set(map(str, layout.variables)), set(map(str, rows.variables))
         words = [
-            f"has {', '.join(have)}, which the rows lack" if have else "",
-            f"lacks their {', '.join(new)}" if new else "",
+            f"has {', '.join(sorted(written - given))}, which the rows lack" if written - given else "",
+            f"lacks their {', '.join(sorted(given - written))}" if given - written else "",
         ]
         raise StoreError(f"{begin} {' and '.join(filter(None, words))}; {advice}.")
     for name, new in rows.variables.items():
@@ -175,7 +172,7 @@ class Lost:
 
 
 @dataclass
-class Row:
+class RecordedRow:
     """One row: its step, what it holds, and about how many bytes that is."""
 
     step: int
@@ -194,7 +191,7 @@ class WaitingRows:
     def __init__(self, part: Part | None, layout: xr.Dataset | None = None) -> None:
         self.part = part
         self.layout = layout
-        self.rows: deque[Row] = deque()
+        self.rows: deque[RecordedRow] = deque()
         self.n_bytes = 0
         self.n_new = 0
         self.last_step: int | None = None
@@ -206,21 +203,21 @@ class WaitingRows:
             self._sizes = {coord: len(values) for coord, values in part.coords.items() if not _has_dim(values)}
             self._sizes |= {values[0]: len(values[1]) for values in part.coords.values() if _has_dim(values)}
 
-    def put(self, row: Row) -> None:
+    def put(self, row: RecordedRow) -> None:
         """Add a row at the end."""
         self.rows.append(row)
         self.n_bytes += row.n_bytes
         self.n_new += 1
         self.last_step = row.step
 
-    def take(self) -> list[Row]:
+    def take(self) -> list[RecordedRow]:
         """All rows; none is left."""
         taken = list(self.rows)
         self.rows.clear()
         self.n_bytes = self.n_new = 0
         return taken
 
-    def put_back(self, rows: list[Row]) -> None:
+    def put_back(self, rows: list[RecordedRow]) -> None:
         """Rows that could not be written, before those that came since."""
         self.rows.extendleft(reversed(rows))
         self.n_bytes += sum(row.n_bytes for row in rows)
@@ -231,23 +228,34 @@ class WaitingRows:
         self.n_bytes -= row.n_bytes
         self.lost = Lost(row.step, row.step, 1, why).and_also(self.lost)
 
+    @property
+    def declared(self) -> Part:
+        """What the rows hold.
+
+        Raises:
+            StoreError: If they are datasets, which declare nothing.
+        """
+        if self.part is None:
+            raise StoreError("Rows that are datasets have no declared variables; add datasets to them.")
+        return self.part
+
     def empty(self) -> xr.Dataset:
         """No rows, as they go to disk; dimensions of unknown size have size 0."""
         columns = {
-            name: np.empty((0, *(self._sizes.get(dim, 0) for dim in dims)), self.part.dtype(name))
-            for name, dims in self.part.dims.items()
+            name: np.empty((0, *(self._sizes.get(dim, 0) for dim in dims)), self.declared.dtype(name))
+            for name, dims in self.declared.dims.items()
         }
-        return self.part.dataset([], columns)
+        return self.declared.dataset([], columns)
 
-    def row(self, step: int, values: Mapping[str, Any]) -> Row:
+    def row(self, step: int, values: Mapping[str, Any]) -> RecordedRow:
         """A row with copies of the values, checked.
 
         Raises:
             StoreError: If there are other variables than declared, or of other shapes or kinds.
         """
-        name = self.part.name
-        if not values.keys() <= self.part.dims.keys():
-            unknown = ", ".join(sorted(values.keys() - self.part.dims.keys()))
+        name = self.declared.name
+        if not values.keys() <= self.declared.dims.keys():
+            unknown = ", ".join(sorted(values.keys() - self.declared.dims.keys()))
             raise StoreError(f"Part '{name}' has no variable {unknown}; name each one in its Part.")
         copies, n_bytes = [], _BYTES_PER_OBJECT
         for variable, kind in self._scalars:
@@ -265,11 +273,11 @@ class WaitingRows:
             array = self._copy(step, variable, dims, values)
             copies.append(array)
             n_bytes += array.nbytes + _BYTES_PER_OBJECT
-        return Row(step, copies, n_bytes)
+        return RecordedRow(step, copies, n_bytes)
 
     def _copy(self, step: int, variable: str, dims: tuple[str, ...], values: Mapping[str, Any]) -> np.ndarray:
-        dtype = self.part.dtype(variable)
-        begin = f"'{variable}' of part '{self.part.name}'"
+        dtype = self.declared.dtype(variable)
+        begin = f"'{variable}' of part '{self.declared.name}'"
         if variable not in values:
             if dtype.kind not in "fc" or not all(dim in self._sizes for dim in dims):
                 raise StoreError(f"{begin} is missing at step {step}; give it, with NaN where nothing can be said.")
@@ -289,7 +297,7 @@ class WaitingRows:
         self._sizes |= zip(dims, array.shape, strict=True)
         return array
 
-    def dataset(self, rows: list[Row]) -> xr.Dataset:
+    def dataset(self, rows: list[RecordedRow]) -> xr.Dataset:
         """Rows as they go to disk."""
         import xarray as xr
 
@@ -297,7 +305,7 @@ class WaitingRows:
             return xr.concat([row.values for row in rows], "step", combine_attrs="override")
         names = [name for name, _ in self._scalars + self._arrays]
         columns = {
-            name: np.array([row.values[place] for row in rows], dtype=self.part.dtype(name))
+            name: np.array([row.values[place] for row in rows], dtype=self.declared.dtype(name))
             for place, name in enumerate(names)
         }
-        return self.part.dataset([row.step for row in rows], columns)
+        return self.declared.dataset([row.step for row in rows], columns)

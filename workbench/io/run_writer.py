@@ -73,11 +73,15 @@ class RunWriter:
 
         committed = open_run(path)
         writer = cls.__new__(cls)
-        writer.path, writer._attrs, writer._arrays = Path(path), dict(committed.attrs), {}
+        writer.path, writer._attrs, writer._arrays = (
+            Path(path),
+            {str(name): value for name, value in committed.attrs.items()},
+            {},
+        )
         writer._folder = writer.path.stat().st_ino
         writer._parts = {
-            part: _Extent(node["step"].dims[0], int(np.count_nonzero(node["step"].values < before_step)))
-            for part, node in committed.children.items()
+            part: _Extent(str(steps.dims[0]), int(np.count_nonzero(steps.values < before_step)))
+            for part, steps in ((part, node.to_dataset()["step"]) for part, node in committed.children.items())
         }
         # Readers first: once they see the shorter arrays, the rows beyond may go.
         writer.commit()
@@ -103,7 +107,7 @@ class RunWriter:
         """
         from workbench.io.store import with_text
 
-        (dim,) = rows["step"].dims
+        (dim,) = map(str, rows["step"].dims)
         rows = with_text(rows, of_variable_length=True)
         with _said(self.path):
             self._check_is_there()
@@ -153,8 +157,8 @@ class RunWriter:
             return None
         variables = {}
         for array in zarr.open_group(self.path / part, mode="r", use_consolidated=False).array_values():
-            dims = array.metadata.dimension_names or ()
-            dtype = np.dtype(array.attrs.get("dtype", array.dtype))  # xarray writes truth values as integers
+            dims = _dims(array)
+            dtype = np.dtype(str(array.attrs.get("dtype", array.dtype)))  # xarray writes truth values as integers
             is_growing = dims[:1] == (self._parts[part].dim,)
             values = np.empty((0, *array.shape[1:]), dtype) if is_growing else array[...]
             variables[array.basename] = (dims, values)
@@ -172,7 +176,7 @@ class RunWriter:
         if part not in self._arrays:
             dim = self._parts[part].dim
             arrays = zarr.open_group(self.path / part, mode="r+", use_consolidated=False).array_values()
-            self._arrays[part] = [array for array in arrays if (array.metadata.dimension_names or ())[:1] == (dim,)]
+            self._arrays[part] = [array for array in arrays if _dims(array)[:1] == (dim,)]
         return self._arrays[part]
 
     def _write_root(self, folder: Path) -> None:
@@ -218,3 +222,8 @@ def _said(path: Path) -> Iterator[None]:
         raise StoreError(
             f"The run at {path} cannot be written ({error.strerror or error}); what was committed before is safe."
         ) from error
+
+
+def _dims(array: zarr.Array) -> tuple[str | None, ...]:
+    """Names of an array's dimensions; empty where it has none, as in Zarr's format 2."""
+    return getattr(array.metadata, "dimension_names", None) or ()

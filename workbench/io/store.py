@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 #: Parts of a run that follow the schema; others are stored as they are.
-_VALIDATORS = {
+_VALIDATORS: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
     "spectra": validate_spectra,
     "monitors": validate_monitors,
     "events": validate_events,
@@ -55,7 +55,7 @@ def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.Data
     if isinstance(data, xr.DataTree):
         run = data.copy()
     elif isinstance(data, Mapping) and all(isinstance(part, xr.Dataset) for part in data.values()):
-        run = xr.DataTree.from_dict({f"/{name.strip('/')}": part for name, part in data.items()})
+        run = xr.DataTree.from_dict({f"/{str(name).strip('/')}": part for name, part in data.items()})
     else:
         raise SchemaError(f"A run is a DataTree, a Dataset or a mapping of datasets, not a {type(data).__name__}.")
     for node in run.subtree:
@@ -63,7 +63,7 @@ def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.Data
         _check_attrs(node)
     for name, validate in _VALIDATORS.items():
         if name in run.children:
-            validate(run[name].to_dataset())
+            validate(run.children[name].to_dataset())
     run.attrs.setdefault("schema_version", SCHEMA_VERSION)
     return run
 
@@ -146,7 +146,8 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
             # A run that grows is consistent only as its consolidated metadata say.
             from workbench.io.watched_store import WatchedStore
 
-            run = xr.open_datatree(WatchedStore(path), engine="zarr", consolidated=_is_consolidated(path))
+            store: Any = WatchedStore(path)  # xarray takes Zarr's stores, which its annotation leaves out
+            run = xr.open_datatree(store, engine="zarr", consolidated=_is_consolidated(path))
         else:
             # Closed at once: HDF5 crashes where a forgotten file is closed in one thread while another opens one.
             with xr.open_datatree(path, engine="netcdf4", auto_complex=True) as file:
@@ -172,6 +173,14 @@ def _check_attrs(node: xr.DataTree) -> None:
             raise SchemaError(
                 f"Attribute '{name}' is {value!r}, which netCDF cannot hold; use numbers or text (JSON if nested)."
             )
+
+
+@overload
+def with_text(data: xr.Dataset, *, of_variable_length: bool) -> xr.Dataset: ...
+
+
+@overload
+def with_text(data: xr.DataTree, *, of_variable_length: bool) -> xr.DataTree: ...
 
 
 def with_text(data: xr.DataTree | xr.Dataset, *, of_variable_length: bool) -> xr.DataTree | xr.Dataset:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,9 +18,29 @@ if TYPE_CHECKING:
 
 #: Tokens in one forward pass, so that activations stay small whatever the input.
 _TOKENS_PER_PASS = 4096
+#: Token states that a task is asked for where nobody says how many.
+TOKENS_OF_A_TASK = 1024
 #: Masks that are 0 at padding, laid out as the inputs; and PyTorch's own, (batch, token), which are True there.
 _MASKS = ("attention_mask", "decoder_attention_mask")
 _PADDING_MASKS = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask")
+
+
+@runtime_checkable
+class HasProbe(Protocol):
+    """What a task is to those who only need inputs: every task of ``wb.tasks`` has this method."""
+
+    def probe(self, n_tokens: int) -> Any:
+        """Inputs with at least ``n_tokens`` token states."""
+
+
+def inputs_of(source: Any, n_tokens: int = TOKENS_OF_A_TASK) -> Any:
+    """The inputs themselves; of a task, its held-out ones.
+
+    Args:
+        source: Inputs of any kind, or a task.
+        n_tokens: Token states to ask a task for.
+    """
+    return source.probe(n_tokens) if isinstance(source, HasProbe) else source
 
 
 @dataclass(frozen=True)
@@ -38,15 +58,16 @@ class Batches:
     layout: BatchLayout = BATCH_FIRST
 
     @classmethod
-    def of(cls, inputs: Any, subject: Subject | None = None) -> Batches:
-        """Batches from a tensor, an array, a mapping, a tuple of arguments, text, or an iterable of these.
+    def of(cls, inputs: Any, subject: Subject | None = None, *, n_tokens: int = TOKENS_OF_A_TASK) -> Batches:
+        """Batches from a tensor, an array, a mapping, a tuple of arguments, text, an iterable of these, or a task.
 
         Token ids may be of any integer type, NumPy arrays or plain lists; ids of one sequence alone, shape (token,),
-        are a batch of one.
+        are a batch of one. Of a task these are its held-out inputs, with ``n_tokens`` token states.
 
         Raises:
             SnapshotError: If the inputs are none of these, or empty.
         """
+        inputs = inputs_of(inputs, n_tokens)
         if isinstance(inputs, str) or (_is_list(inputs) and inputs and all(isinstance(x, str) for x in inputs)):
             if subject is None:
                 raise SnapshotError(
@@ -68,7 +89,8 @@ class Batches:
         if isinstance(inputs, Iterable) and not isinstance(inputs, bytes | str):
             return cls((as_batch(item) for item in inputs), False)
         raise SnapshotError(
-            f"Inputs are a {type(inputs).__name__}, expected a tensor, a mapping, text, or an iterable of batches."
+            f"Inputs are a {type(inputs).__name__}, expected a tensor, a mapping, text, a task, or an iterable of "
+            "batches."
         )
 
     def probe_and_all(self) -> tuple[Any, Batches]:
@@ -412,10 +434,11 @@ def take_rows(batch: Any, which: slice | Tensor, axis: int = 0) -> Any:
     """Some sequences of a batch: of every tensor in it that has one entry for each.
 
     Args:
-        batch: A tensor, a mapping or a tuple.
+        batch: A tensor, a mapping or a tuple; or a task, for its held-out inputs.
         which: The sequences.
         axis: That counts sequences.
     """
+    batch = inputs_of(batch)
     if isinstance(batch, Tensor):
         axis = axis if batch.ndim > axis else 0
         return batch[(slice(None),) * axis + (which if isinstance(which, slice) else which.to(batch.device),)]

@@ -9,7 +9,7 @@ import socket
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,14 +18,13 @@ from torch.nn.utils import parametrize
 from workbench.errors import CheckpointError, WorkbenchError
 from workbench.models.state_files import STATE_SUFFIXES, check_safetensors, read_state
 from workbench.models.state_fit import load_state, tied_names
-from workbench.models.subject import Subject
+from workbench.models.subject import ByteTokenizer, Subject
 from workbench.zoo.module_of import module_of
-
-if TYPE_CHECKING:
-    pass
 
 #: The key in a folder's config.json that names one of our own architectures.
 ZOO_KEY = "workbench_architecture"
+#: The key beside it that says how texts become tokens, where that is known: "bytes".
+TOKENIZER_KEY = "tokenizer"
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
@@ -97,7 +96,7 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
     """Save a model of the zoo so that `open_checkpoint` reads it back: config.json and model.safetensors.
 
     Args:
-        model: From ``wb.zoo``, or its subject.
+        model: From ``wb.zoo``, or its subject, of which the folder notes whether its tokens are bytes.
         folder: Where to; made if need be.
         overwrite: Replace a checkpoint that is there.
 
@@ -112,6 +111,7 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
 
     from workbench.zoo import ZooModel
 
+    tokenizer = model.own_tokenizer if isinstance(model, Subject) else None
     folder, model = Path(folder), module_of(model)
     if not isinstance(model, ZooModel):
         raise CheckpointError(f"{type(model).__name__} is not of the zoo; save it with its own save_pretrained().")
@@ -123,6 +123,8 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
         )
     options = model.config.as_dict()
     config = {ZOO_KEY: options.pop("family"), **options}
+    if isinstance(tokenizer, ByteTokenizer):
+        config[TOKENIZER_KEY] = tokenizer.name
     state = model.state_dict()
     tied = tied_names(state)
     weights = {name: tensor.contiguous() for name, tensor in state.items() if name not in tied}
@@ -229,7 +231,9 @@ def _open_folder(
         )
     for file in sorted(folder.glob("*.safetensors")):
         check_safetensors(file)
+    tokenizer = None
     if ZOO_KEY in config:
+        tokenizer = _tokenizer_of(config_file, config)
         model, unloaded = _open_zoo(folder, config, dtype, strict)
     else:
         from workbench.models.pretrained import open_pretrained
@@ -237,7 +241,24 @@ def _open_folder(
         model, unloaded = open_pretrained(
             str(folder), folder, trust_remote_code=trust_remote_code, dtype=dtype, strict=strict
         )
-    return Subject(model.eval(), name or folder.name, source or str(folder), folder, unloaded)
+    return Subject(model.eval(), name or folder.name, source or str(folder), folder, unloaded, tokenizer)
+
+
+def _tokenizer_of(file: Path, config: dict[str, Any]) -> ByteTokenizer | None:
+    """Takes the note on the tokenizer out of a configuration of the zoo.
+
+    Raises:
+        CheckpointError: If it names one that is not known here.
+    """
+    kind = config.pop(TOKENIZER_KEY, None)
+    if kind is None:
+        return None
+    if kind != ByteTokenizer.name:
+        raise CheckpointError(
+            f"{file} names the tokenizer {_shortened(repr(kind))}, which this version does not know; update the "
+            "workbench, or remove the entry and pass token ids."
+        )
+    return ByteTokenizer(config.get("max_length"))
 
 
 def _open_zoo(folder: Path, config: dict[str, Any], dtype: torch.dtype | str, strict: bool) -> tuple[nn.Module, str]:

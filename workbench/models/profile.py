@@ -13,7 +13,7 @@ from workbench.koopman.dmd import DmdOptions
 from workbench.koopman.measures import Thresholds
 from workbench.koopman.spectra import as_dataset, layer_spectra, warn_if_rank_deficient
 from workbench.models.anatomy import Anatomy, read_anatomy
-from workbench.models.batches import Batches, TokenSelection
+from workbench.models.batches import TOKENS_OF_A_TASK, Batches, TokenSelection
 from workbench.models.capture import capture_moments
 from workbench.models.checkpoint import open_checkpoint
 from workbench.models.subject import Subject
@@ -47,7 +47,8 @@ def profile(
         subject: From `open_checkpoint`, or any module.
         inputs: Token ids (batch, token) or of one sequence (token,), as a tensor, an array or lists; a mapping of
             keyword arguments (an ``attention_mask`` is respected); a tuple of positional arguments; texts where the
-            subject has a tokenizer; or an iterable of any of these.
+            subject has a tokenizer; an iterable of any of these; or a task of ``wb.tasks``, whose held-out inputs are
+            used.
         n_snapshots: Token states to use, drawn at random over the inputs (in order from an iterator); None: all.
         skip_first: Leading tokens of each sequence to leave out. The first token of a trained language model often
             carries massive activations that dominate the covariance.
@@ -76,7 +77,7 @@ def profile(
     given: dict[str, Any] = {"rank": rank, "seed": seed}
     options = replace(options or DmdOptions(), **{name: value for name, value in given.items() if value is not None})
     selection = TokenSelection(n_snapshots, skip_first, options.seed)
-    probe, batches = Batches.of(inputs, subject).probe_and_all()
+    probe, batches = Batches.of(inputs, subject, n_tokens=max(n_snapshots or 0, TOKENS_OF_A_TASK)).probe_and_all()
     if anatomy is None:
         anatomy = read_anatomy(subject.model, probe, stack=stack, batch_first=batch_first)
     batches = batches.split(anatomy.layout)

@@ -11,10 +11,44 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from workbench.errors import CheckpointError
+from workbench.errors import CheckpointError, SnapshotError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class ByteTokenizer:
+    """Texts as the bytes of their UTF-8: 256 symbols, none of them special, as `wb.tasks.text_bytes` has them.
+
+    Attributes:
+        model_max_length: Most tokens of a sequence; None: without limit.
+
+    Example:
+        >>> ByteTokenizer()(["Hi"])
+        {'input_ids': [[72, 105]]}
+        >>> ByteTokenizer().decode([72, 105])
+        'Hi'
+    """
+
+    #: What a folder's config.json calls it.
+    name = "bytes"
+    pad_token_id = 0
+    eos_token_id = None
+
+    def __init__(self, model_max_length: int | None = None) -> None:
+        self.model_max_length = model_max_length
+
+    def __repr__(self) -> str:
+        return f"ByteTokenizer({self.model_max_length or ''})"
+
+    def __call__(self, texts: str | Sequence[str], *, add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
+        """The token ids of each text, under ``input_ids``; there are no special tokens to add."""
+        texts = [texts] if isinstance(texts, str) else texts
+        return {"input_ids": [list(text.encode())[: self.model_max_length] for text in texts]}
+
+    def decode(self, ids: Sequence[int] | Tensor) -> str:
+        """The text of one sequence; a character that was cut in two becomes "\N{REPLACEMENT CHARACTER}"."""
+        return bytes(int(i) for i in ids).decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -26,6 +60,8 @@ class Subject:
         name: Short name for titles and stores.
         source: Where it came from, for provenance.
         folder: Folder with tokenizer files, where there is one.
+        own_tokenizer: Turns texts into token ids, called as those of Hugging Face are, such as `ByteTokenizer`; None:
+            the one in the folder.
         unloaded: One clause on what of the checkpoint was not loaded and what the model has instead; empty if nothing.
     """
 
@@ -34,14 +70,17 @@ class Subject:
     source: str
     folder: Path | None = None
     unloaded: str = ""
+    own_tokenizer: Any = None
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The Hugging Face tokenizer that lies beside the weights.
+        """The subject's own tokenizer, or the one of Hugging Face that lies beside the parameters.
 
         Raises:
             CheckpointError: If there is none.
         """
+        if self.own_tokenizer is not None:
+            return self.own_tokenizer
         if self.folder is not None and (self.folder / "tokenizer_config.json").exists():
             from transformers import AutoTokenizer
 
@@ -53,10 +92,16 @@ class Subject:
 
         Returns:
             ``input_ids`` and ``attention_mask``, int64, shape (text, token).
+
+        Raises:
+            CheckpointError: If the subject has no tokenizer.
+            SnapshotError: If no text has a token.
         """
         tokenizer = self.tokenizer
         texts = [texts] if isinstance(texts, str) else list(texts)
         rows = [row[:max_length] for row in tokenizer(texts, add_special_tokens=True)["input_ids"]]
+        if not any(rows):
+            raise SnapshotError("The texts are empty; pass at least one that is not.")
         filler = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
         length = max(len(row) for row in rows)
         ids = torch.tensor([row + [filler] * (length - len(row)) for row in rows])

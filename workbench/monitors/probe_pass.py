@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from workbench.errors import ThresholdError
 from workbench.models.anatomy import Anatomy
 from workbench.models.attention_weights import Unreadable
-from workbench.models.batches import TokenSelection
+from workbench.models.batches import TokenSelection, inputs_of
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.probing import undisturbed
@@ -61,8 +61,8 @@ class ModelProbe:
     Args:
         model: Any module.
         anatomy: Its blocks.
-        inputs: One batch, as `call_model` takes it; a few examples. Tokens that an ``attention_mask`` hides do not
-            count.
+        inputs: One batch, as `call_model` takes it; a few examples; or a task. Tokens that an
+            ``attention_mask`` hides do not count.
         routers: What `router_weights` gives for this model; None: it is asked, which runs the model once.
 
     Attributes:
@@ -80,7 +80,7 @@ class ModelProbe:
         *,
         routers: Sequence[Router | Unreadable] | None = None,
     ) -> None:
-        self.model, self.anatomy, self.inputs = unwrap(model), anatomy, inputs
+        self.model, self.anatomy, self.inputs = unwrap(model), anatomy, inputs_of(inputs)
         found = router_weights(self.model, self._inputs_here(), anatomy=anatomy) if routers is None else routers
         self._routers = {router.layer: router for router in found if isinstance(router, Router)}
         self.router_layers = tuple(sorted(self._routers))

@@ -45,7 +45,7 @@ def comparison_table(comparison: xr.Dataset, *, measures: Sequence[str] | None =
     measures = list(measures or (*DEFAULT_MEASURES, "reliable_fraction", "divergence_rate"))
     for measure in measures:
         if measure not in known:
-            raise SchemaError(f"The comparison has no measure '{measure}'; choose from {', '.join(known)}.")
+            raise SchemaError(f"The comparison has no measure '{measure}'; choose from {', '.join(map(str, known))}.")
     if digits < 1:
         raise ThresholdError(f"digits is {digits}, expected at least 1.")
     columns = {

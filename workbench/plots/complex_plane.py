@@ -21,7 +21,7 @@ _TOOLTIPS = """<div style="font-size:12px;line-height:1.45">layer @layer, mode @
 
 
 @dataclass(frozen=True)
-class Look:
+class PlaneStyle:
     """What one panel shows beside its modes.
 
     Attributes:
@@ -92,7 +92,7 @@ def _ground(hv: Any, spectra: xr.Dataset) -> tuple[list[Any], Any, Any]:
     return axes, band, circle
 
 
-def panel_bokeh(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], look: Look) -> Any:
+def panel_bokeh(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], look: PlaneStyle) -> Any:
     """One panel for bokeh; ``columns`` as `modes.mode_columns` gives them."""
     axes, band, circle = _ground(hv, spectra)
     n_modes = len(columns["real"])
@@ -150,7 +150,7 @@ def _markers_bokeh(scale: Scale) -> Any:
     return hook
 
 
-def panel_matplotlib(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], look: Look) -> Any:
+def panel_matplotlib(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], look: PlaneStyle) -> Any:
     """One panel for matplotlib; ``columns`` as `modes.mode_columns` gives them."""
     axes, band, circle = _ground(hv, spectra)
     table = columns | {"paint": look.scale.paint(columns["depth"])}

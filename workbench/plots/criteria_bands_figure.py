@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.plots import outcome_colors as looks
-from workbench.plots import style
+from workbench.formatting import NOT_MEASURED, band_in_signs, clipped, short
+from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
-from workbench.plots.primitives import Pen, laid_out
+from workbench.plots.primitives import Primitives, laid_out
 from workbench.plots.word_columns import column_of_words
 from workbench.schema.statuses import CriterionState
 
@@ -23,9 +23,9 @@ _WIDTH, _ROW, _LETTER = 360, 24, 6.3
 _REACH = 1.6
 #: State -> colour and marker; shape alone tells them apart too.
 STATE_LOOKS: dict[str, tuple[str, str]] = {
-    CriterionState.HEALTHY: (looks.SURVIVED, "circle"),
+    CriterionState.HEALTHY: (outcome_colors.SURVIVED, "circle"),
     CriterionState.AT_RISK: ("#8f7a00", "triangle"),
-    CriterionState.FAILING: (looks.DIVERGED, "square"),
+    CriterionState.FAILING: (outcome_colors.DIVERGED, "square"),
     CriterionState.NOT_MEASURED: (style.NEUTRAL, "circle"),
 }
 _LONGEST_TITLE = 46
@@ -59,9 +59,9 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
     told = [_told(rows, i) for i in range(len(places))]
     beside = int(24 + _LETTER * max(map(len, told), default=0))
     with style.drawing(backend) as hv:
-        pen = Pen(hv, backend, "place", "criterion")
-        pen.boxes(0, lowest, 1, 0.5, colors=looks.SURVIVED, alpha=0.12)
-        pen.bars(left, height, right, height, color=style.NEUTRAL, width=0.6, alpha=0.5)
+        draw = Primitives(hv, backend, "place", "criterion")
+        draw.boxes(0, lowest, 1, 0.5, colors=outcome_colors.SURVIVED, alpha=0.12)
+        draw.bars(left, height, right, height, color=style.NEUTRAL, width=0.6, alpha=0.5)
         for state, (color, marker) in STATE_LOOKS.items():
             is_it = np.array([str(its) == state for its in rows["state"]])
             is_known = np.isfinite(places)
@@ -69,7 +69,7 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
                 chosen = is_it & (is_known != is_hollow)
                 if chosen.any():
                     texts = {"name": rows["title"][chosen], "told": [told[i] for i in np.flatnonzero(chosen)]}
-                    pen.dots(
+                    draw.dots(
                         np.where(is_known, places, 0.5)[chosen],
                         height[chosen],
                         color=color,
@@ -82,12 +82,12 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
                     )
         for end, sign in ((-_REACH, "‹"), (1 + _REACH, "›")):
             is_out = places == end
-            column_of_words(pen, end + math.copysign(0.1, end), height[is_out], [sign] * is_out.sum(), align="center")
-        column_of_words(pen, right + 0.12, height, told)
+            column_of_words(draw, end + math.copysign(0.1, end), height[is_out], [sign] * is_out.sum(), align="center")
+        column_of_words(draw, right + 0.12, height, told)
         # A row of its own: what stands above the frame of a matplotlib figure moves with the frame's height.
-        pen.words(left + 0.1, 1.0, "shaded: healthy   compressed outside   ‹ ›: further out than drawn")
-        titles = [_short(str(title)) for title in rows["title"]]
-        panel = pen.panel(
+        draw.words(left + 0.1, 1.0, "shaded: healthy   compressed outside   ‹ ›: further out than drawn")
+        titles = [clipped(str(title), _LONGEST_TITLE) for title in rows["title"]]
+        panel = draw.panel(
             title="Criteria against their healthy bands",
             view=((left, right + (right - left) * beside / _WIDTH), (lowest - 0.1, 1.5)),
             size=(_WIDTH + beside, _ROW * (len(titles) + 1) + 14),
@@ -135,15 +135,5 @@ def _told(rows: dict[str, np.ndarray], row: int) -> str:
     value, low, high = (float(rows[name][row]) for name in ("value", "low", "high"))
     unit = "" if str(rows["units"][row]) in ("1", "") else f" {rows['units'][row]}"
     if math.isnan(value):
-        return CriterionState.NOT_MEASURED
-    ends = [None if math.isnan(end) else _number(end) for end in (low, high)]
-    band = {(True, True): "no band", (True, False): f"≤ {ends[1]}", (False, True): f"≥ {ends[0]}"}
-    return f"{_number(value)}{unit}  ({band.get((ends[0] is None, ends[1] is None), f'{ends[0]} to {ends[1]}')})"
-
-
-def _number(value: float) -> str:
-    return f"{float(f'{value:.3g}'):,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
-
-
-def _short(title: str) -> str:
-    return title if len(title) <= _LONGEST_TITLE else f"{title[: _LONGEST_TITLE - 1]}…"
+        return NOT_MEASURED
+    return f"{short(value)}{unit}  ({band_in_signs(low, high)})"

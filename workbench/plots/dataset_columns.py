@@ -66,11 +66,12 @@ def by_name(
 
     if isinstance(data, xr.Dataset):
         return {name: data}
+    datasets: Mapping[str, xr.Dataset] = data
     if not isinstance(data, Mapping) or not data:
         raise SchemaError(
             f"The {what} is {_described(data)}, expected a dataset of {source} or a dict of name: dataset."
         )
-    return {str(key): value for key, value in data.items()}
+    return {str(key): value for key, value in datasets.items()}
 
 
 def names_along(data: xr.Dataset | xr.DataArray, dim: str) -> list[str]:

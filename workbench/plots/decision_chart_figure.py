@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots import outcome_colors as looks
-from workbench.plots import style
+from workbench.formatting import percent, with_interval
+from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
 from workbench.plots.label_places import LETTER, LINE, Box, place_labels
-from workbench.plots.primitives import Pen, decades, laid_out
+from workbench.plots.primitives import Primitives, decades, laid_out
 from workbench.studies import published
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _SHARES = (-0.05, 1.05)
 _MOST_NAMES = 20
 #: More intervals than these hide the points.
 _MOST_INTERVALS = 40
-_ZONE_COLORS = (looks.SURVIVED, style.NEUTRAL, looks.DIVERGED)
+_ZONE_COLORS = (outcome_colors.SURVIVED, style.NEUTRAL, outcome_colors.DIVERGED)
 _ZONE_ALPHAS = (0.16, 0.10, 0.18)
 _OUTCOMES = ("diverged", "some runs diverged", "survived", "outcome not known")
 
@@ -83,13 +83,13 @@ def decision_chart(
     else:
         chart = _risk_chart(points, (proceed_below, stop_above))
     with style.drawing(backend) as hv:
-        pen = Pen(hv, backend, *chart.axes)
-        taken = _draw_zones(pen, chart)
+        draw = Primitives(hv, backend, *chart.axes)
+        taken = _draw_zones(draw, chart)
         for x, y, color in chart.rules:
-            pen.line(x, y, color=color, width=1, dash="dashed")
-        _draw_points(pen, chart)
-        n_unnamed = _draw_names(pen, chart, taken)
-        panel = pen.panel(
+            draw.line(x, y, color=color, width=1, dash="dashed")
+        _draw_points(draw, chart)
+        n_unnamed = _draw_names(draw, chart, taken)
+        panel = draw.panel(
             title=chart.title,
             note=[*chart.note, f"{n_unnamed} names not shown" if n_unnamed else ""],
             view=chart.view,
@@ -105,7 +105,7 @@ def decision_chart(
 
 
 @dataclass(frozen=True)
-class Chart:
+class DecisionChart:
     """Points and zones, ready to be drawn.
 
     Attributes:
@@ -173,7 +173,7 @@ class Chart:
         return f"{self.zones[zone]}  {int((self.outcome[is_told] == 0).sum())}/{int(is_told.sum())} diverged"
 
 
-def _published_chart(points: xr.Dataset, limits: xr.Dataset | None) -> Chart:
+def _published_chart(points: xr.Dataset, limits: xr.Dataset | None) -> DecisionChart:
     mass, condition, others, names = _read(points, ("near_unit_mass", "eigenvector_condition"), ())
     if limits is None:
         limits = published.decision_chart()
@@ -229,7 +229,7 @@ def _published_chart(points: xr.Dataset, limits: xr.Dataset | None) -> Chart:
     )
 
 
-def _risk_chart(points: xr.Dataset, borders: tuple[float, float]) -> Chart:
+def _risk_chart(points: xr.Dataset, borders: tuple[float, float]) -> DecisionChart:
     edge = "largest_stable_rate"
     needed = ("probability", "learning_rate", edge)
     probability, rate, others, names = _read(
@@ -262,7 +262,7 @@ def _risk_chart(points: xr.Dataset, borders: tuple[float, float]) -> Chart:
         note.append("pale: unlike the runs that the model has seen")
     note += _left_out(~is_placed)
     told = tuple(
-        f"{p:.0%}" + ("" if np.isnan([a, b]).any() else f" [{a:.0%}, {b:.0%}]") + f" at {r:.3g}, edge {s:.3g}"
+        f"{with_interval(p, a, b, write=percent)} at {r:.3g}, edge {s:.3g}"
         for p, a, b, r, s in zip(probability, low, high, rate, stable, strict=True)
     )
     return _chart(
@@ -303,7 +303,7 @@ def _read(
     return columns[needed[0]], columns[needed[1]], columns, names
 
 
-def _chart(others: dict[str, np.ndarray], names: tuple[str, ...], is_placed: np.ndarray, **given: Any) -> Chart:
+def _chart(others: dict[str, np.ndarray], names: tuple[str, ...], is_placed: np.ndarray, **given: Any) -> DecisionChart:
     """Of the points that have a place."""
     n = len(is_placed)
     rate = others.get("has_diverged", others.get("divergence_rate", np.full(n, np.nan)))
@@ -312,7 +312,7 @@ def _chart(others: dict[str, np.ndarray], names: tuple[str, ...], is_placed: np.
         given[key] = given[key][is_placed]
     kept = np.flatnonzero(is_placed)
     given["told"] = tuple(given["told"][i] for i in kept)
-    return Chart(names=tuple(names[i] for i in kept) if names else (), outcome=outcome[is_placed], **given)
+    return DecisionChart(names=tuple(names[i] for i in kept) if names else (), outcome=outcome[is_placed], **given)
 
 
 def _check_some(is_placed: np.ndarray, what: str) -> None:
@@ -325,10 +325,10 @@ def _left_out(is_missing: np.ndarray) -> list[str]:
     return [f"{n} point{'s' if n > 1 else ''} without a value not shown"] if n else []
 
 
-def _draw_zones(pen: Pen, chart: Chart) -> list[Box]:
+def _draw_zones(draw: Primitives, chart: DecisionChart) -> list[Box]:
     """Grounds and their words, where data are rarest; the boxes that the words fill."""
     for left, bottom, right, top, zone in chart.cells:
-        pen.boxes(left, bottom, right, top, colors=_ZONE_COLORS[zone], alpha=_ZONE_ALPHAS[zone])
+        draw.boxes(left, bottom, right, top, colors=_ZONE_COLORS[zone], alpha=_ZONE_ALPHAS[zone])
     taken = []
     for zone in range(3):
         boxes = [
@@ -344,20 +344,20 @@ def _draw_zones(pen: Pen, chart: Chart) -> list[Box]:
         first = home.bottom + 6 + len(lines) * (LINE + 2) if chart.words_below else home.top - 5
         for i, line in enumerate(lines):
             top = first - i * (LINE + 2)
-            pen.words(*chart.point(home.left + 6, top), line, valign="top", is_bold=i == 0)
+            draw.words(*chart.point(home.left + 6, top), line, valign="top", is_bold=i == 0)
             taken.append(Box(home.left + 6, top - LINE, home.left + 6 + LETTER * len(line), top))
     return taken
 
 
-def _draw_points(pen: Pen, chart: Chart) -> None:
-    pen.bars(*chart.bars, color=pen.ink, width=1.2, alpha=0.55)
+def _draw_points(draw: Primitives, chart: DecisionChart) -> None:
+    draw.bars(*chart.bars, color=draw.ink, width=1.2, alpha=0.55)
     names = np.array(chart.names or [""] * len(chart.x))
     told = np.array(chart.told)
     faces = (
-        {"color": looks.DIVERGED, "marker": "square"},
-        {"color": looks.DIVERGED, "marker": "triangle", "is_hollow": True},
-        {"color": looks.SURVIVED, "marker": "circle", "is_hollow": True},
-        {"color": pen.ink, "marker": "diamond"},
+        {"color": outcome_colors.DIVERGED, "marker": "square"},
+        {"color": outcome_colors.DIVERGED, "marker": "triangle", "is_hollow": True},
+        {"color": outcome_colors.SURVIVED, "marker": "circle", "is_hollow": True},
+        {"color": draw.ink, "marker": "diamond"},
     )
     tips = [("", "@name"), ("", "@told")][not chart.names :]
     size = 9 if len(chart.x) <= _MOST_INTERVALS else 7
@@ -368,10 +368,10 @@ def _draw_points(pen: Pen, chart: Chart) -> None:
                 columns = {"name": names[is_it], "told": told[is_it]}
                 look = faces[index] | {"alpha": 0.35 if is_faint else 1.0, "size": size}
                 label = "" if is_faint and (~chart.is_faint & (chart.outcome == index)).any() else _OUTCOMES[index]
-                pen.dots(chart.x[is_it], chart.y[is_it], columns=columns, tips=tips, label=label, **look)
+                draw.dots(chart.x[is_it], chart.y[is_it], columns=columns, tips=tips, label=label, **look)
 
 
-def _draw_names(pen: Pen, chart: Chart, taken: Sequence[Box]) -> int:
+def _draw_names(draw: Primitives, chart: DecisionChart, taken: Sequence[Box]) -> int:
     """Names beside the points; how many found no room."""
     if not chart.names or len(chart.x) > _MOST_NAMES:
         return 0
@@ -384,5 +384,5 @@ def _draw_names(pen: Pen, chart: Chart, taken: Sequence[Box]) -> int:
         if box is not None:
             side = "left" if box.left >= x else "right" if box.right <= x else "center"
             at = {"left": box.left, "right": box.right, "center": (box.left + box.right) / 2}[side]
-            pen.words(*chart.point(at, (box.bottom + box.top) / 2), name, align=side)
+            draw.words(*chart.point(at, (box.bottom + box.top) / 2), name, align=side)
     return sum(box is None for box in boxes)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots import outcome_colors as looks
-from workbench.plots import style
+from workbench.formatting import clipped, percent, title_of
+from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
-from workbench.plots.primitives import Pen, decades, laid_out
+from workbench.plots.primitives import Primitives, decades, laid_out
 from workbench.plots.word_columns import column_of_words
 
 if TYPE_CHECKING:
@@ -43,17 +43,14 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
     titles, probability = [str(rows["title"][i]) for i in order], probability[order]
     height = -np.arange(len(titles), dtype=float)
     with style.drawing(backend) as hv:
-        pen = Pen(hv, backend, "probability", "cause")
-        colors = np.where(np.arange(len(titles)) == 0, looks.DIVERGED, style.NEUTRAL)
+        draw = Primitives(hv, backend, "probability", "cause")
+        colors = np.where(np.arange(len(titles)) == 0, outcome_colors.DIVERGED, style.NEUTRAL)
         columns, tips = {"name": np.array(titles)}, [("", "@name")]
         ends = (np.zeros(len(titles)), height - 0.32, np.nan_to_num(probability), height + 0.32)
-        pen.boxes(*ends, colors=colors, alpha=0.85, columns=columns, tips=tips)
-        told = [
-            "not known" if np.isnan(value) else "below 1%" if 0 < value < 0.005 else f"{value:.0%}"
-            for value in probability
-        ]
-        column_of_words(pen, np.nan_to_num(probability) + 0.015, height, told)
-        panel = pen.panel(
+        draw.boxes(*ends, colors=colors, alpha=0.85, columns=columns, tips=tips)
+        told = ["not known" if np.isnan(value) else percent(value) for value in probability]
+        column_of_words(draw, np.nan_to_num(probability) + 0.015, height, told)
+        panel = draw.panel(
             title="Causes by probability",
             view=((0, 1.12), (height[-1] - 0.6, 0.6)),
             size=(_WIDTH, _ROW * len(titles) + 12),
@@ -93,22 +90,22 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
     at = height
     reach = 1.35 * float(np.nanmax(np.abs(weight))) or 1.0
     with style.drawing(backend) as hv:
-        pen = Pen(hv, backend, "log-odds", "sign")
-        for is_it, color in ((weight >= 0, looks.DIVERGED), (weight < 0, looks.SURVIVED)):
+        draw = Primitives(hv, backend, "log-odds", "sign")
+        for is_it, color in ((weight >= 0, outcome_colors.DIVERGED), (weight < 0, outcome_colors.SURVIVED)):
             if is_it.any():
                 columns, tips = {"name": np.array(names)[is_it]}, [("", "@name")]
                 ends = (np.zeros(is_it.sum()), at[is_it] - 0.32, weight[is_it], at[is_it] + 0.32)
-                pen.boxes(*ends, colors=color, alpha=0.85, columns=columns, tips=tips)
+                draw.boxes(*ends, colors=color, alpha=0.85, columns=columns, tips=tips)
         for side, is_it in ((1, weight >= 0), (-1, weight < 0)):
             told = [f"{value:+.2f}" for value in weight[is_it]]
             align = "left" if side > 0 else "right"
-            column_of_words(pen, weight[is_it] + 0.02 * side * reach, at[is_it], told, align=align)
+            column_of_words(draw, weight[is_it] + 0.02 * side * reach, at[is_it], told, align=align)
         for name, up_here in heads.items():
-            pen.words(-0.98 * reach, up_here, name.replace("_", " "), is_bold=True)
-        pen.bars([0.0], [up + 0.5], [0.0], [0.5], color=pen.ink, width=1.2)
+            draw.words(-0.98 * reach, up_here, name.replace("_", " "), is_bold=True)
+        draw.bars([0.0], [up + 0.5], [0.0], [0.5], color=draw.ink, width=1.2)
         step = decades(reach / 4, reach / 1.5)[0]
         ticks = [(k * step, f"{k * step:+g}" if k else "0") for k in range(-4, 5) if abs(k * step) <= 0.95 * reach]
-        panel = pen.panel(
+        panel = draw.panel(
             title="What speaks for and against each cause",
             view=((-reach, reach), (up + 0.4, 0.6)),
             size=(_WIDTH, int(_ROW * -up) + 12),
@@ -149,21 +146,21 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
     n_elsewhere = int((~(step >= 0)).sum())
     margin = 0.04 * (last or 1.0)
     with style.drawing(backend) as hv:
-        pen = Pen(hv, backend, "step", "sign")
+        draw = Primitives(hv, backend, "step", "sign")
         heights = np.array(list(lines.values()))
-        pen.bars(0, heights, last + margin, heights, color=style.NEUTRAL, width=0.6, alpha=0.5)
+        draw.bars(0, heights, last + margin, heights, color=style.NEUTRAL, width=0.6, alpha=0.5)
         for (name, at), heavy in seen.items():
             size = 7 + 9 * heavy / heaviest
-            pen.dots(
+            draw.dots(
                 [at],
                 [lines[name]],
-                color=looks.DIVERGED,
+                color=outcome_colors.DIVERGED,
                 size=size,
                 columns={"name": np.array([name])},
                 tips=[("", "@name")],
             )
         note = [f"{n_elsewhere} sign{'s' if n_elsewhere > 1 else ''} of the whole run not shown"] if n_elsewhere else []
-        panel = pen.panel(
+        panel = draw.panel(
             title="When the signs were seen",
             note=note,
             view=((-margin, last + 2 * margin), (heights.min() - 0.6, 0.6)),
@@ -185,7 +182,8 @@ def _grouped(evidence: xr.Dataset, n: int) -> tuple[list[str], list[str], np.nda
     for name in sorted(total, key=lambda name: -total[name]):
         mine = np.flatnonzero(cause == name)
         mine = mine[np.argsort(-np.abs(weight[mine]), kind="stable")]
-        own, rest = (mine, []) if len(mine) == n + 1 else (mine[:n], mine[n:])
+        n_own = len(mine) if len(mine) == n + 1 else n
+        own, rest = mine[:n_own], mine[n_own:]
         bars += [(name, str(names[i]), float(weight[i])) for i in sorted(own, key=lambda i: -weight[i])]
         if len(rest):
             bars.append((name, f"{len(rest)} others together", float(weight[rest].sum())))
@@ -197,5 +195,4 @@ def _name_of(evidence: xr.Dataset) -> str:
 
 
 def _signs(quantity: np.ndarray) -> list[str]:
-    names = [str(name).replace("_", " ") for name in quantity]
-    return [name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…" for name in names]
+    return [clipped(title_of(str(name)), _LONGEST_NAME) for name in quantity]

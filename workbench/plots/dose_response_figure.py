@@ -58,9 +58,8 @@ def dose_response(
             raise SchemaError(f"There is no measure '{measure}' of outcomes; choose from {', '.join(MEASURES)}.")
     if not measures:
         raise SchemaError(f"No measure was named; choose from {', '.join(MEASURES)}.")
-    if isinstance(published, bool):
-        published = papers.shaping_table() if published else None
-    panels = [Responses.of(outcomes, measure, reference=reference, published=published) for measure in measures]
+    figures = (papers.shaping_table() if published else None) if isinstance(published, bool) else published
+    panels = [Responses.of(outcomes, measure, reference=reference, published=figures) for measure in measures]
     with style.drawing(backend) as hv:
         draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
         drawn = [draw(hv, panel, is_first=index == 0) for index, panel in enumerate(panels)]
@@ -112,8 +111,10 @@ class Responses:
             row = np.array([controls.index(name) for name in outcomes["control"].values])
             n_runs, intervals = np.bincount(row[is_told], minlength=len(controls)), np.full((2, len(controls)), np.nan)
             runs = {"row": row[is_told].astype(float), "value": single[is_told]}
-        known = [] if published is None else published["control"].values.tolist()
-        theirs = [float(published[measure].sel(control=name)) if name in known else np.nan for name in controls]
+        theirs = [np.nan] * len(controls)
+        if published is not None:
+            known = published["control"].values.tolist()
+            theirs = [float(published[measure].sel(control=name)) if name in known else np.nan for name in controls]
         values = rates[measure].values.astype(float)
         line = values[controls.index(reference)] if reference in controls else np.nan
         return cls(
@@ -198,7 +199,7 @@ def _draw_bokeh(hv: Any, panel: Responses, *, is_first: bool) -> Any:
     tips = [("", "@control"), (panel.title, "@value{0.0 %}"), ("runs", "@n_runs")]
     if panel.measure == "divergence_rate":
         tips.insert(2, ("interval", "@low{0 %} to @high{0 %}"))
-    looks = {
+    looks: dict[str, dict[str, Any]] = {
         "reference": {"color": style.NEUTRAL, "line_width": 1},
         "runs": {"color": OURS, "alpha": 0.35, "size": 4},
         "intervals": {"color": OURS, "line_width": 2},
@@ -230,7 +231,7 @@ def _draw_bokeh(hv: Any, panel: Responses, *, is_first: bool) -> Any:
 
 
 def _draw_matplotlib(hv: Any, panel: Responses, *, is_first: bool) -> Any:
-    looks = {
+    looks: dict[str, dict[str, Any]] = {
         "reference": {"color": style.NEUTRAL, "linewidth": 0.8},
         "runs": {"color": OURS, "alpha": 0.35, "s": 6, "edgecolors": "none"},
         "intervals": {"color": OURS, "linewidth": 1.4},

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots import outcome_colors as looks
-from workbench.plots import style
-from workbench.plots.primitives import Pen, decades, laid_out
+from workbench.formatting import percent
+from workbench.plots import outcome_colors, style
+from workbench.plots.primitives import Primitives, decades, laid_out
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -46,20 +46,20 @@ def drivers(drivers: xr.DataArray, *, n: int = 10, backend: str = "bokeh") -> An
     with style.drawing(backend) as hv:
         panels = []
         for index, (run, values) in enumerate(zip(bars.runs, bars.values, strict=True)):
-            pen = Pen(hv, backend, "log-odds", "feature")
-            for is_it, color in ((values >= 0, looks.DIVERGED), (values < 0, looks.SURVIVED)):
+            draw = Primitives(hv, backend, "log-odds", "feature")
+            for is_it, color in ((values >= 0, outcome_colors.DIVERGED), (values < 0, outcome_colors.SURVIVED)):
                 if is_it.any():
                     columns = {"name": np.array(bars.features)[is_it], "factor": np.exp(values[is_it])}
                     tips = [("", "@name"), ("odds of divergence", "× @factor{0.00}")]
                     ends = (np.zeros(is_it.sum()), row[is_it] - 0.33, values[is_it], row[is_it] + 0.33)
-                    pen.boxes(*ends, colors=color, alpha=0.85, columns=columns, tips=tips)
+                    draw.boxes(*ends, colors=color, alpha=0.85, columns=columns, tips=tips)
             for place, value in zip(row, values, strict=True):
                 side = 1 if value >= 0 else -1
                 words = f"{value:+.2f}"
-                pen.words(value + 0.02 * side * reach, place, words, align="left" if side > 0 else "right")
-            pen.bars([0.0], [row[-1] - 0.5], [0.0], [0.5], color=pen.ink, width=1.2)
+                draw.words(value + 0.02 * side * reach, place, words, align="left" if side > 0 else "right")
+            draw.bars([0.0], [row[-1] - 0.5], [0.0], [0.5], color=draw.ink, width=1.2)
             names = bars.features if index == 0 else [""] * n_rows
-            panel = pen.panel(
+            panel = draw.panel(
                 title=run or "What drives the risk",
                 note=bars.note(index),
                 view=((-reach, reach), (row[-1] - 0.6, 0.6)),
@@ -137,8 +137,7 @@ class Bars:
         if np.isnan(self.mean):
             return [f"together {total:+.2f}"]
         risk = 1 / (1 + np.exp(-self.mean - total))
-        words = "below 1%" if risk < 0.01 else "above 99%" if risk > 0.99 else f"{risk:.0%}"
-        return [f"mean run {self.mean:+.2f}, bars {total:+.2f}: risk {words}"]
+        return [f"mean run {self.mean:+.2f}, bars {total:+.2f}: risk {percent(risk)}"]
 
 
 def _ticks(reach: float) -> list[tuple[float, str]]:

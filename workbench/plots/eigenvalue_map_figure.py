@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import ThresholdError
 from workbench.koopman.measures import remeasure
 from workbench.plots import style
-from workbench.plots.complex_plane import Look, Scale, panel_bokeh, panel_matplotlib
+from workbench.plots.complex_plane import PlaneStyle, Scale, panel_bokeh, panel_matplotlib
 from workbench.plots.mode_columns import View, band_outline, headline, key, mode_columns, silent_layers, view_of
 from workbench.plots.spectra_inputs import named_spectra, select_layers
 
@@ -64,7 +64,7 @@ def eigenvalue_map(
         models[name] = select_layers(measured, layers)
         depths[name] = data.sizes["layer"]
     if not any(data.sizes["layer"] for data in models.values()):
-        raise ThresholdError(f"None of the layers {list(layers)} exists; choose from 0 to {max(depths.values()) - 1}.")
+        raise ThresholdError(f"None of the layers {layers} exists; choose from 0 to {max(depths.values()) - 1}.")
     modes = {
         name: mode_columns(data, n_layers=depths[name], reliable_only=reliable_only) for name, data in models.items()
     }
@@ -75,7 +75,7 @@ def eigenvalue_map(
         panels = []
         for index, (name, data) in enumerate(models.items()):
             is_known = index > 0 and key(data) == first_key
-            look = Look(
+            look = PlaneStyle(
                 title=name,
                 note=headline(data, modes[name], view),
                 key="\n".join(filter(None, ["" if is_known else key(data), silent_layers(data)])),

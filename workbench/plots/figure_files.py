@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import StoreError
+from workbench.errors import StoreError, require_lab
 from workbench.io.atomic import check_free, replacing
 from workbench.plots import style
 
@@ -33,11 +33,13 @@ def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, 
 
     Raises:
         StoreError: If the ending does not fit the figure, the folder is not there, the file is, or the disk is full.
+        MissingPackageError: If the packages that draw are not installed.
     """
     path = Path(path)
     backend = _BACKEND_OF.get(path.suffix.lower())
     if backend is None:
         raise StoreError(f"'{path.name}' ends in '{path.suffix}', expected one of {', '.join(_BACKEND_OF)}.")
+    require_lab("Figures", "holoviews", backend)
     drawn_for = drawn_backends(figure)
     if drawn_for and backend not in drawn_for:
         raise StoreError(

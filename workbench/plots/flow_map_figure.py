@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError
+from workbench.formatting import clipped, three_digits
 from workbench.plots import style
 from workbench.plots.dataset_columns import by_name
-from workbench.plots.primitives import Pen, decades, flowed, laid_out
+from workbench.plots.primitives import Primitives, decades, flowed, laid_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,12 +77,12 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
             for row, (axis, span) in enumerate(zip(("forward", "backward"), spans, strict=True)):
                 for i in shown:
                     path, way, column = paths[i], getattr(paths[i], axis), i - first
-                    pen = Pen(hv, backend, f"depth {path.name}", axis)
+                    draw = Primitives(hv, backend, f"depth {path.name}", axis)
                     has_legend = row == 0 and i == n_columns - 1
-                    _draw(pen, way, has_legend=has_legend)
+                    _draw(draw, way, has_legend=has_legend)
                     bottom = (n_rows - 1 - first // n_columns) * height
-                    panel = pen.panel(
-                        title=_short(path.name, int(width / _LETTER_OF_TITLE)) if row == 0 else "",
+                    panel = draw.panel(
+                        title=clipped(path.name, int(width / _LETTER_OF_TITLE)) if row == 0 else "",
                         note=[notes[row][i]],
                         view=((-0.15, path.n_layers + 0.15), span),
                         size=(width, _HEIGHT),
@@ -131,7 +132,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Path:
+class FlowPath:
     """What is drawn of one model: its name, how many blocks it has, both directions, and a block's sub-layers."""
 
     name: str
@@ -141,7 +142,7 @@ class Path:
     parts: str
 
 
-def paths_of(flow: xr.Dataset | Mapping[str, xr.Dataset]) -> list[Path]:
+def paths_of(flow: xr.Dataset | Mapping[str, xr.Dataset]) -> list[FlowPath]:
     """What is drawn; see `flow_map`."""
     flows = by_name(flow, what="flow", source="wb.flow.measure()")
     if len(flows) > _MOST_MODELS:
@@ -159,7 +160,7 @@ def paths_of(flow: xr.Dataset | Mapping[str, xr.Dataset]) -> list[Path]:
     return paths
 
 
-def _path_of(name: str, flow: xr.Dataset) -> Path:
+def _path_of(name: str, flow: xr.Dataset) -> FlowPath:
     n = flow.sizes["layer"]
     forward, backward = (
         _way(flow, "forward", "state_rms", "signal"),
@@ -167,7 +168,7 @@ def _path_of(name: str, flow: xr.Dataset) -> Path:
     )
     kinds = {tuple(label.partition(": ")[2] for label in forward.name[forward.left.astype(int) == i]) for i in range(n)}
     kind = kinds.pop() if len(kinds) == 1 else ()
-    return Path(name, n, forward, backward, f"in a block: {', '.join(kind)}" if len(kind) > 1 else "")
+    return FlowPath(name, n, forward, backward, f"in a block: {', '.join(kind)}" if len(kind) > 1 else "")
 
 
 def _way(flow: xr.Dataset, axis: str, of_state: str, kind: str) -> Way:
@@ -186,7 +187,7 @@ def _way(flow: xr.Dataset, axis: str, of_state: str, kind: str) -> Way:
             of_block.append((edges[i], edges[i + 1], before, after, f"{names[layer]}: {labels[i]}"))
             before = after
         boxes += of_block if is_forward else of_block[::-1]
-    columns = (np.array(column) for column in zip(*boxes, strict=True))
+    columns: list[Any] = [np.array(column) for column in zip(*boxes, strict=True)]
     way = Way(axis, size, *columns)
     return _with_note(way, size[n] if is_forward else size[0], n)
 
@@ -206,21 +207,21 @@ def _with_note(way: Way, total: float, n_layers: int) -> Way:
     if not np.isfinite(way.size).any():
         way.note.append("not seen")
     elif np.isfinite(total):
-        way.note.extend([f"in all ×{_number(total)}", f"a block ×{_number(total ** (1 / n_layers))}"])
+        way.note.extend([f"in all ×{three_digits(total)}", f"a block ×{three_digits(total ** (1 / n_layers))}"])
     unknown = int(np.isnan(way.size).sum())
     if 0 < unknown < len(way.size):
         way.note.append(f"{unknown} of {len(way.size)} states not seen or zero")
     return way
 
 
-def _draw(pen: Pen, way: Way, *, has_legend: bool) -> None:
+def _draw(draw: Primitives, way: Way, *, has_legend: bool) -> None:
     x = np.arange(len(way.size))
     corners = [(way.left, way.before), (way.right, way.after)]
     if way.axis == "backward":
         corners = [(way.left, way.after), (way.right, way.before)]
     depth, size = (np.stack(side, axis=1).ravel() for side in zip(*corners, strict=True))
-    pen.band(depth, np.ones(len(depth)), size, color=style.NEUTRAL, alpha=0.14)
-    pen.bars(-0.15, 1.0, len(x) - 0.85, 1.0, color=style.NEUTRAL, width=1, dash="dashed")
+    draw.band(depth, np.ones(len(depth)), size, color=style.NEUTRAL, alpha=0.14)
+    draw.bars(-0.15, 1.0, len(x) - 0.85, 1.0, color=style.NEUTRAL, width=1, dash="dashed")
     is_known = np.isfinite(way.gain)
     if is_known.any():
         low, high = np.minimum(way.before, way.after), np.maximum(way.before, way.after)
@@ -228,11 +229,11 @@ def _draw(pen: Pen, way: Way, *, has_legend: bool) -> None:
         colors = np.where(way.gain >= 1, AMPLIFIED, ATTENUATED)[is_known]
         tips = [("", "@name"), (f"{way.axis} gain", "@gain{0.000}")]
         ends = (end[is_known] for end in (way.left, low, way.right, high))
-        pen.boxes(*ends, colors=colors, alpha=0.9, columns=columns, tips=tips)
-    pen.line(depth, size, color=pen.ink, width=1.2)
+        draw.boxes(*ends, colors=colors, alpha=0.9, columns=columns, tips=tips)
+    draw.line(depth, size, color=draw.ink, width=1.2)
     if has_legend:
         for label, color in (("amplifies", AMPLIFIED), ("attenuates", ATTENUATED)):
-            pen.line([np.nan, np.nan], [np.nan, np.nan], color=color, width=9, label=label)
+            draw.line([np.nan, np.nan], [np.nan, np.nan], color=color, width=9, label=label)
 
 
 def _span(ways: Sequence[Way]) -> tuple[float, float]:
@@ -261,21 +262,13 @@ def _size_ticks(low: float, high: float) -> list[float]:
     return [at for at in finer if low <= at <= high]
 
 
-def _notes(paths: Sequence[Path], axis: str, width: int) -> list[str]:
+def _notes(paths: Sequence[FlowPath], axis: str, width: int) -> list[str]:
     """The small lines of each frame, as many for all: bokeh cuts off frames that it has to move down."""
     named = axis == "forward" and len(paths) <= _MOST_NAMED
     phrases = [[*getattr(path, axis).note, *([path.parts] if named else [])] for path in paths]
     notes = [flowed(of_path, n_characters=width / _LETTER) for of_path in phrases]
     n_breaks = max(note.count("\n") for note in notes)
     return [note + "\n" * (n_breaks - note.count("\n")) for note in notes]
-
-
-def _short(name: str, n_letters: int) -> str:
-    return name if len(name) <= n_letters else f"{name[: n_letters - 1]}…"
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}" if 0.1 <= value < 10 else f"{value:.3g}" if 1e-3 < value < 1e4 else f"{value:.1e}"
 
 
 def _positive(values: Any) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Of the letters that `workbench.plots.primitives.Pen.words` writes, in pixels.
+#: Of the letters that `workbench.plots.primitives.Primitives.words` writes, in pixels.
 LETTER, LINE = 6.9, 13.0
 _GAP, _RADIUS = 8.0, 5.0
 

@@ -89,11 +89,7 @@ def measure_columns(spectra: xr.Dataset, measure: str, *, depth: str = "index") 
     layer = spectra["layer"].values
     value = spectra[measure].values.astype(float)
     return {
-        "depth": layer.astype(float)
-        if depth == "index"
-        else np.linspace(0, 1, len(layer))
-        if len(layer) > 1
-        else [0.0],
+        "depth": layer.astype(float) if depth == "index" else np.linspace(0, 1, len(layer)),
         measure: np.where(np.isfinite(value), value, np.nan),
         "layer": layer,
         "fill": np.where(spectra["is_informative"].values, 1.0, 0.0),

@@ -9,7 +9,7 @@ import numpy as np
 from workbench.plots import style
 
 if TYPE_CHECKING:
-    from workbench.plots.primitives import Pen
+    from workbench.plots.primitives import Primitives
 
 #: Blue and vermilion: apart for every eye, and visible on white and on #111111.
 SURVIVED, DIVERGED = style.MODEL_COLORS[0], style.MODEL_COLORS[1]
@@ -31,7 +31,7 @@ def probability_colors(probability: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(flat), UNKNOWN, colors).reshape(np.shape(probability))
 
 
-def draw_color_key(pen: Pen, *, n: int = 60) -> None:
+def draw_color_key(draw: Primitives, *, n: int = 60) -> None:
     """A strip from 0 to 1 in the colours of `probability_colors`."""
     edges = np.linspace(0, 1, n + 1)
-    pen.boxes(edges[:-1], 0, edges[1:], 1, colors=probability_colors((edges[:-1] + edges[1:]) / 2))
+    draw.boxes(edges[:-1], 0, edges[1:], 1, colors=probability_colors((edges[:-1] + edges[1:]) / 2))

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.formatting import with_interval
 from workbench.plots import style
 from workbench.plots.dataset_columns import columns_of, names_along
-from workbench.plots.primitives import Pen, laid_out
+from workbench.plots.primitives import Primitives, laid_out
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,34 +52,34 @@ def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
     has_published = np.isfinite(columns["published_auroc"])
     shift = 0.14 if has_published.any() else 0.0
     with style.drawing(backend) as hv:
-        pen = Pen(hv, backend, "AUROC", "predictor")
-        pen.bars([0.5], [row[-1] - 0.6], [0.5], [0.6], color=style.NEUTRAL, width=1, dash="dashed")
-        pen.bars(columns["low"], row + shift, columns["high"], row + shift, color=OURS, width=2.2)
+        draw = Primitives(hv, backend, "AUROC", "predictor")
+        draw.bars([0.5], [row[-1] - 0.6], [0.5], [0.6], color=style.NEUTRAL, width=1, dash="dashed")
+        draw.bars(columns["low"], row + shift, columns["high"], row + shift, color=OURS, width=2.2)
         shown = {"predictor_": np.array(names)} | columns
         tips = [("", "@predictor_"), ("ours", "@auroc{0.000} [@low{0.000}, @high{0.000}]")]
         tips += [("runs", "@n_runs{0}, @n_diverged{0} diverged")] if np.isfinite(columns["n_runs"]).any() else []
         is_known = np.isfinite(columns["auroc"])
         ours = {key: column[is_known] for key, column in shown.items()}
-        pen.dots(ours["auroc"], row[is_known] + shift, color=OURS, size=10, columns=ours, tips=tips)
+        draw.dots(ours["auroc"], row[is_known] + shift, color=OURS, size=10, columns=ours, tips=tips)
         if has_published.any():
             theirs = {key: column[has_published] for key, column in shown.items()}
             below = row[has_published] - shift
-            pen.bars(theirs["published_low"], below, theirs["published_high"], below, color=PUBLISHED, width=1.6)
-            look = {"color": PUBLISHED, "marker": "diamond", "size": 10, "is_hollow": True}
+            draw.bars(theirs["published_low"], below, theirs["published_high"], below, color=PUBLISHED, width=1.6)
+            look: dict[str, Any] = {"color": PUBLISHED, "marker": "diamond", "size": 10, "is_hollow": True}
             tips = [("", "@predictor_"), ("published", "@published_auroc{0.000}")]
-            pen.dots(theirs["published_auroc"], below, columns=theirs, tips=tips, **look)
+            draw.dots(theirs["published_auroc"], below, columns=theirs, tips=tips, **look)
         within = columns["auroc_within_architecture"]
         if (has_within := np.isfinite(within)).any():
             tips = [("", "@predictor_"), ("within one architecture", "@auroc_within_architecture{0.000}")]
             look = {"color": OURS, "marker": "triangle", "size": 7, "is_hollow": True, "tips": tips}
             kept = {key: column[has_within] for key, column in shown.items()}
-            pen.dots(within[has_within], row[has_within] + shift, columns=kept, **look)
+            draw.dots(within[has_within], row[has_within] + shift, columns=kept, **look)
         heads = [(_OURS_AT, "ours", OURS, _OURS), (_PUBLISHED_AT, "published", PUBLISHED, _PUBLISHED)]
         for at, head, color, keys in heads if has_published.any() else heads[:1]:
-            pen.words(at, 0.62, head, color=color, valign="bottom", is_bold=True)
+            draw.words(at, 0.62, head, color=color, valign="bottom", is_bold=True)
             for place, numbers in zip(row, zip(*(columns[key] for key in keys), strict=True), strict=True):
-                pen.words(at, place, _in_words(*numbers), color=color)
-        panel = pen.panel(
+                draw.words(at, place, with_interval(*numbers), color=color)
+        panel = draw.panel(
             title="Area under the ROC curve for divergence",
             note=_note(columns, has_published=bool(has_published.any()), level=float(table.attrs.get("level", 0.95))),
             view=((-0.02, _END if has_published.any() else _PUBLISHED_AT), (row[-1] - 0.6, 1.15)),
@@ -135,12 +136,6 @@ def _columns(table: xr.Dataset) -> tuple[list[str], dict[str, np.ndarray]]:
     return names_along(table, "predictor"), {
         key: columns.get(key, unknown).astype(float) for key in (*_OURS, *optional)
     }
-
-
-def _in_words(value: float, low: float, high: float) -> str:
-    if np.isnan(value):
-        return "—"
-    return f"{value:.3f}" + ("" if np.isnan([low, high]).any() else f" [{low:.3f}, {high:.3f}]")
 
 
 def _note(columns: dict[str, np.ndarray], *, has_published: bool, level: float) -> list[str]:

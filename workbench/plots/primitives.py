@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.formatting import percent
 from workbench.plots import frames, style
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 #: Width of a letter of the notes, with what the legend and the margins leave them beyond the frame.
 _PIXELS_A_LETTER = 5.4
-_TICK_FORMATS = {"plain": "{:g}", "percent": "{:.0%}"}
+_TICK_FORMATS: dict[str, Callable[[float], str]] = {"plain": "{:g}".format, "percent": percent}
 
 
-class Pen:
+class Primitives:
     """Draws on one panel whose axes have names, so that panels of equal names are linked.
 
     Args:
@@ -92,7 +93,7 @@ class Pen:
         x1: Any,
         y1: Any,
         *,
-        colors: str | Sequence[str],
+        colors: str | Sequence[str] | np.ndarray,
         alpha: float = 1.0,
         columns: Mapping[str, Any] | None = None,
         tips: Sequence[tuple[str, str]] = (),
@@ -173,9 +174,15 @@ class Pen:
             {(str(self.x), str(self.y)): [(float(x), float(y))], "text": [text]}, [self.x, self.y], "text"
         )
         color, weight = color or self.ink, "bold" if is_bold else "normal"
+        look: dict[str, Any]
         if self.is_bokeh:
             baseline = {"center": "middle"}.get(valign, valign)
-            look = {"text_align": align, "text_baseline": baseline, "text_color": color, "text_font_size": f"{size}pt"}
+            look = {
+                "text_align": align,
+                "text_baseline": baseline,
+                "text_color": color,
+                "text_font_size": f"{size}pt",
+            }
             self._add(word, **look, text_font_style=weight)
         else:
             look = {"horizontalalignment": align, "verticalalignment": valign, "color": color, "size": size}
@@ -218,7 +225,7 @@ class Pen:
         """
         note = flowed(note, n_characters=size[0] // _PIXELS_A_LETTER)
         ticks = tuple(_worded(at, form) for at, form in zip(ticks, formats, strict=True))
-        look = {"xlim": view[0], "ylim": view[1], "xlabel": names[0], "ylabel": names[1]}
+        look: dict[str, Any] = {"xlim": view[0], "ylim": view[1], "xlabel": names[0], "ylabel": names[1]}
         look |= {"logx": is_log[0], "logy": is_log[1], "backend": self.backend}
         look |= {key: at for key, at in zip(("xticks", "yticks"), ticks, strict=True) if at is not None}
         overlay = self.hv.Overlay(self.parts)
@@ -297,4 +304,4 @@ def _worded(places: Any, form: str) -> Any:
     """Ticks as pairs of place and text."""
     if places is None or (len(places) and isinstance(places[0], tuple)):
         return places
-    return [(float(at), _TICK_FORMATS[form].format(at)) for at in places]
+    return [(float(at), _TICK_FORMATS[form](at)) for at in places]

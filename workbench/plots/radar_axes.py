@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.formatting import three_digits
 from workbench.studies.comparison import SOURCES
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ LOGARITHMIC = {
 
 
 @dataclass(frozen=True)
-class Axis:
+class RadarAxis:
     """One axis of a radar chart.
 
     Attributes:
@@ -72,7 +73,7 @@ class Axis:
         return f"{self.lowest:g} to {self.highest:g}"
 
 
-def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> list[Axis]:
+def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> list[RadarAxis]:
     """The axes of a comparison, from the top clockwise; see `radar`.
 
     Raises:
@@ -85,7 +86,7 @@ def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> li
     measures = list(measures or DEFAULT_MEASURES)
     for measure in measures:
         if measure not in known:
-            raise SchemaError(f"The comparison has no measure '{measure}'; choose from {', '.join(known)}.")
+            raise SchemaError(f"The comparison has no measure '{measure}'; choose from {', '.join(map(str, known))}.")
     if len(measures) < 3:
         raise ThresholdError(f"A radar chart needs at least 3 measures, these are {len(measures)}.")
     axes = []
@@ -99,12 +100,12 @@ def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> li
             highest = max(_round(values.max(initial=lowest), down=False), 2 * lowest)
         angle = math.pi / 2 - 2 * math.pi * place / len(measures)
         title = comparison[measure].attrs.get("long_name", measure)
-        axes.append(Axis(measure, title, float(lowest), float(highest), is_logarithmic, angle))
+        axes.append(RadarAxis(measure, title, float(lowest), float(highest), is_logarithmic, angle))
     return axes
 
 
 @dataclass(frozen=True)
-class Chart:
+class RadarChart:
     """One architecture on the axes.
 
     Attributes:
@@ -120,7 +121,7 @@ class Chart:
     note: str
 
     @classmethod
-    def of(cls, comparison: xr.Dataset, axes: list[Axis], name: str, place: int) -> Chart:
+    def of(cls, comparison: xr.Dataset, axes: list[RadarAxis], name: str, place: int) -> RadarChart:
         """Read one architecture of a comparison."""
         row = comparison.sel(architecture=name)
         known = {source: index for index, source in enumerate(row["source"].values.tolist())}
@@ -143,7 +144,7 @@ class Chart:
         return any(math.isfinite(value) for value in self.values["published"])
 
 
-def outline(axes: list[Axis], values: list[float]) -> dict[str, np.ndarray]:
+def outline(axes: list[RadarAxis], values: list[float]) -> dict[str, np.ndarray]:
     """A closed line over the axes as columns ``x`` and ``y``, NaN where a value has no place, and ``value``."""
     points = [axis.point(axis.place(value)) for axis, value in zip(axes, values, strict=True)]
     x, y = np.array([*points, points[0]]).T
@@ -160,23 +161,23 @@ class Texts:
     at_axes: list[str]
 
     @classmethod
-    def of_one(cls, axes: list[Axis], chart: Chart, *, has_key: bool) -> Texts:
+    def of_one(cls, axes: list[RadarAxis], chart: RadarChart, *, has_key: bool) -> Texts:
         """One architecture: its values at the axes, published ones in parentheses."""
         at_axes = []
         for axis, ours, published in zip(axes, chart.values["ours"], chart.values["published"], strict=True):
-            known = f" ({_short(published)})" if math.isfinite(published) else ""
-            at_axes.append(_at_axis(axis, _short(ours) + known))
+            known = f" ({three_digits(published)})" if math.isfinite(published) else ""
+            at_axes.append(_at_axis(axis, three_digits(ours) + known))
         note = ", ".join(filter(None, [chart.note, "" if chart.has_published else "nothing published"]))
         return cls(chart.name, note or " ", _scales(axes) if has_key else "", at_axes)
 
     @classmethod
-    def of_all(cls, axes: list[Axis], charts: list[Chart]) -> Texts:
+    def of_all(cls, axes: list[RadarAxis], charts: list[RadarChart]) -> Texts:
         """All architectures: the ranges at the axes; what has no place in the chart below it."""
         at_axes = [_at_axis(axis, axis.span + (", log" if axis.is_logarithmic else "")) for axis in axes]
         lines = ["dashed: published, at initialization"] if any(chart.has_published for chart in charts) else []
         for chart in charts:
             missing = [
-                f"{axis.title} {_short(value)}"
+                f"{axis.title} {three_digits(value)}"
                 for axis, value in zip(axes, chart.values["ours"], strict=True)
                 if math.isnan(axis.place(value))
             ]
@@ -186,7 +187,7 @@ class Texts:
         return cls("", " ", "\n".join(lines), at_axes)
 
 
-def _scales(axes: list[Axis]) -> str:
+def _scales(axes: list[RadarAxis]) -> str:
     """What dashes mean, and the range of each axis, in lines."""
     by_span: dict[str, list[str]] = {}
     for axis in axes:
@@ -199,27 +200,11 @@ def _scales(axes: list[Axis]) -> str:
     return "\n".join(lines)
 
 
-def _at_axis(axis: Axis, text: str) -> str:
+def _at_axis(axis: RadarAxis, text: str) -> str:
     """The axis's title, in two lines where there is little room beside the chart, and a text below it."""
     is_beside = abs(axis.point(1.0)[0]) > 0.1 and len(axis.title) >= 12
     title = textwrap.wrap(axis.title, len(axis.title) // 2 + 3, break_long_words=False) if is_beside else [axis.title]
     return "\n".join([*title, text])
-
-
-def _short(value: float) -> str:
-    if math.isnan(value):
-        return "–"
-    if math.isinf(value):
-        return "∞"
-    return (
-        f"{value:.2f}"
-        if value < 10
-        else f"{value:.1f}"
-        if value < 100
-        else f"{value:.0f}"
-        if value < 1e5
-        else f"{value:.1e}"
-    )
 
 
 def _round(value: float, *, down: bool) -> float:

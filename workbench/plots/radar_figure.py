@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.plots import style
-from workbench.plots.radar_axes import DEFAULT_MEASURES, Axis, Chart, Texts, axes_of, outline
+from workbench.plots.radar_axes import DEFAULT_MEASURES, RadarAxis, RadarChart, Texts, axes_of, outline
 from workbench.studies.comparison import SOURCES
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 # What a widget that redraws these charts needs beside the figure.
-__all__ = ["DEFAULT_MEASURES", "Axis", "Chart", "Texts", "axes_of", "outline", "radar"]
+__all__ = ["DEFAULT_MEASURES", "RadarAxis", "RadarChart", "Texts", "axes_of", "outline", "radar"]
 
 #: More fillings than this only hide each other.
 _N_FILLED = 4
@@ -61,7 +61,7 @@ def radar(
     axes = axes_of(comparison, measures)
     names = comparison["architecture"].values.tolist()
     charts = [
-        Chart.of(comparison, axes, name, place)
+        RadarChart.of(comparison, axes, name, place)
         for name, place in zip(names, style.model_places(names, places), strict=True)
     ]
     with style.drawing(backend) as hv:
@@ -87,7 +87,7 @@ def radar(
         return layout.opts(shared_axes=False, merge_tools=True, toolbar=None, backend=backend)
 
 
-def _elements(hv: Any, axes: list[Axis], charts: list[Chart]) -> Iterator[tuple[str, Any, Chart | None]]:
+def _elements(hv: Any, axes: list[RadarAxis], charts: list[RadarChart]) -> Iterator[tuple[str, Any, RadarChart | None]]:
     """What is drawn, from bottom to top: kind, element without a look, and its architecture."""
     dims = [hv.Dimension("x"), hv.Dimension("y")]
     rings = [np.array([axis.point(ring) for axis in [*axes, axes[0]]]) for ring in _RINGS]
@@ -107,7 +107,7 @@ def _elements(hv: Any, axes: list[Axis], charts: list[Chart]) -> Iterator[tuple[
         yield f"{source} points", hv.Points(table, dims, ["value", "measure", "who"], label=chart.name), chart
 
 
-def _labels(hv: Any, axes: list[Axis], texts: Texts) -> Iterator[tuple[Any, str, str]]:
+def _labels(hv: Any, axes: list[RadarAxis], texts: Texts) -> Iterator[tuple[Any, str, str]]:
     """The texts at the ends of the axes, with their horizontal and vertical alignment."""
     for axis, text in zip(axes, texts.at_axes, strict=True):
         x, y = axis.point(1.11)
@@ -118,10 +118,10 @@ def _labels(hv: Any, axes: list[Axis], texts: Texts) -> Iterator[tuple[Any, str,
         yield hv.Labels(([x], [y], [text]), ["x", "y"], "text"), side, level
 
 
-def _draw_bokeh(hv: Any, axes: list[Axis], charts: list[Chart], texts: Texts) -> Any:
+def _draw_bokeh(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], texts: Texts) -> Any:
     parts = []
     for kind, element, chart in _elements(hv, axes, charts):
-        options = {"backend": "bokeh", "default_tools": []}
+        options: dict[str, Any] = {"backend": "bokeh", "default_tools": []}
         look = style.model_style(chart.place) if chart else {"color": style.NEUTRAL, "marker": ""}
         color, marker = look["color"], look["marker"]
         if kind.startswith("published") and len(charts) == 1:
@@ -159,7 +159,7 @@ def _draw_bokeh(hv: Any, axes: list[Axis], charts: list[Chart], texts: Texts) ->
     )
 
 
-def _draw_matplotlib(hv: Any, axes: list[Axis], charts: list[Chart], texts: Texts) -> Any:
+def _draw_matplotlib(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], texts: Texts) -> Any:
     parts = []
     for kind, element, chart in _elements(hv, axes, charts):
         look = style.model_style(chart.place) if chart else {"color": style.NEUTRAL, "marker": "circle"}
@@ -177,8 +177,8 @@ def _draw_matplotlib(hv: Any, axes: list[Axis], charts: list[Chart], texts: Text
         parts.append(element.opts(**options, backend="matplotlib"))
     for element, side, level in _labels(hv, axes, texts):
         level = "center" if level == "middle" else level
-        look = {"color": style.INK, "size": style.TICK_SIZE}
-        parts.append(element.opts(horizontalalignment=side, verticalalignment=level, **look, backend="matplotlib"))
+        letters: dict[str, Any] = {"color": style.INK, "size": style.TICK_SIZE}
+        parts.append(element.opts(horizontalalignment=side, verticalalignment=level, **letters, backend="matplotlib"))
     hooks = [_no_axes_matplotlib, style.title_matplotlib(texts.title, note=texts.note, key=texts.key)]
     if len(charts) > 1:
         hooks.append(_legend_matplotlib(charts))
@@ -203,7 +203,7 @@ def _no_axes_matplotlib(plot: Any, element: Any) -> None:
     plot.handles["axis"].set_axis_off()
 
 
-def _legend_matplotlib(charts: list[Chart]) -> Any:
+def _legend_matplotlib(charts: list[RadarChart]) -> Any:
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.lines import Line2D
 

@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.plots import style
 from workbench.plots.dataset_columns import by_name, columns_of
-from workbench.plots.primitives import Pen, laid_out
+from workbench.plots.primitives import Primitives, laid_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,8 +54,8 @@ def reliability(
     order = style.model_places([bins.name for bins in series], places)
     shifts = _DODGE * (np.arange(len(series)) - (len(series) - 1) / 2)
     with style.drawing(backend) as hv:
-        above = Pen(hv, backend, "predicted probability", "share that diverged")
-        below = Pen(hv, backend, "predicted probability", "runs")
+        above = Primitives(hv, backend, "predicted probability", "share that diverged")
+        below = Primitives(hv, backend, "predicted probability", "runs")
         above.line([0, 1], [0, 1], color=style.NEUTRAL, dash="dashed", width=1)
         for bins, place, shift in zip(series, order, shifts, strict=True):
             look, columns = style.model_style(place), bins.columns
@@ -68,7 +68,12 @@ def reliability(
                 ("diverged", "@rate{0.0 %} of @n_runs"),
                 ("interval", "@low{0 %} to @high{0 %}"),
             ]
-            dots = {"color": color, "marker": look["marker"], "columns": columns, "tips": tips[not bins.name :]}
+            dots: dict[str, Any] = {
+                "color": color,
+                "marker": look["marker"],
+                "columns": columns,
+                "tips": tips[not bins.name :],
+            }
             above.dots(x, columns["rate"], size=8, label=bins.label, **dots)
             below.bars(x, 0, x, columns["n_runs"], color=color, width=7 if len(series) == 1 else 4, alpha=0.85)
         most = max(bins.columns["n_runs"].max() for bins in series)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.plots import outcome_colors as looks
-from workbench.plots import style
-from workbench.plots.primitives import Pen, decades, laid_out, stretches
+from workbench.formatting import percent
+from workbench.plots import outcome_colors, style
+from workbench.plots.primitives import Primitives, decades, laid_out, stretches
 from workbench.plots.risk_grid import RiskGrid, Runs
 
 if TYPE_CHECKING:
@@ -53,15 +53,15 @@ def risk_curve(
     order = style.model_places(grid.architectures, places)
     left, right = grid.bounds[[0, -1]]
     with style.drawing(backend) as hv:
-        pen = Pen(hv, backend, "learning rate", "probability")
+        draw = Primitives(hv, backend, "learning rate", "probability")
         for piece in stretches(np.isnan(grid.probability).all(0)):
             start, stop = grid.bounds[piece.start], grid.bounds[piece.stop]
-            pen.boxes(start, 0, stop, 1, colors=style.NEUTRAL, alpha=0.18)
-        pen.bars(left, grid.below, right, grid.below, color=style.NEUTRAL, width=1, dash="dashed")
+            draw.boxes(start, 0, stop, 1, colors=style.NEUTRAL, alpha=0.18)
+        draw.bars(left, grid.below, right, grid.below, color=style.NEUTRAL, width=1, dash="dashed")
         for row, place in enumerate(order):
-            _draw_architecture(pen, grid, row, style.model_style(place))
-        _draw_rug(pen, measured, [style.model_style(place)["color"] for place in order])
-        panel = pen.panel(
+            _draw_architecture(draw, grid, row, style.model_style(place))
+        _draw_rug(draw, measured, [style.model_style(place)["color"] for place in order])
+        panel = draw.panel(
             title="Predicted risk of divergence",
             note=_note(grid, measured),
             view=((left, right), (-2 * _RUG, 1 + 2 * _RUG)),
@@ -75,9 +75,9 @@ def risk_curve(
         return laid_out(hv, [panel], backend)
 
 
-def _draw_architecture(pen: Pen, grid: RiskGrid, row: int, look: Mapping[str, str]) -> None:
+def _draw_architecture(draw: Primitives, grid: RiskGrid, row: int, look: Mapping[str, str]) -> None:
     color, probability, is_familiar = look["color"], grid.probability[row], grid.is_familiar[row]
-    pen.band(grid.rates, grid.low[row], grid.high[row], color=color)
+    draw.band(grid.rates, grid.low[row], grid.high[row], color=color)
     name = grid.architectures[row]
     words = grid.edge_in_words(row)
     label = f"{name}: stable up to {words}" if name else f"stable up to {words}"
@@ -91,26 +91,28 @@ def _draw_architecture(pen: Pen, grid: RiskGrid, row: int, look: Mapping[str, st
             | np.roll(unfamiliar, 1) & ~_first(len(unfamiliar))
             | np.roll(unfamiliar, -1) & ~_last(len(unfamiliar))
         )
-        pen.line(grid.rates, np.where(reach, probability, np.nan), color=color, dash="dotted", width=2)
-    pen.line(
+        draw.line(grid.rates, np.where(reach, probability, np.nan), color=color, dash="dotted", width=2)
+    draw.line(
         grid.rates, np.where(is_familiar, probability, np.nan), color=color, dash=look["dash"], width=2.4, label=label
     )
-    shown = np.array([f"{low:.0%} to {high:.0%}" for low, high in zip(grid.low[row], grid.high[row], strict=True)])
+    shown = np.array(
+        [f"{percent(low)} to {percent(high)}" for low, high in zip(grid.low[row], grid.high[row], strict=True)]
+    )
     is_known = np.isfinite(probability)
-    if pen.is_bokeh and is_known.any():  # unseen, for the pointer
+    if draw.is_bokeh and is_known.any():  # unseen, for the pointer
         tips = [("", name), ("learning rate", "$x"), ("risk", "$y{0 %}"), ("interval", "@shown")][not name :]
-        dots = {"color": color, "size": 10, "alpha": 0.0, "tips": tips}
-        pen.dots(grid.rates[is_known], probability[is_known], columns={"shown": shown[is_known]}, **dots)
+        dots: dict[str, Any] = {"color": color, "size": 10, "alpha": 0.0, "tips": tips}
+        draw.dots(grid.rates[is_known], probability[is_known], columns={"shown": shown[is_known]}, **dots)
     edge, low, high = grid.edges[:, row]
     left, right = grid.bounds[[0, -1]]
     if low <= right and high >= left:
         ends = np.clip([low, high], left, right)
-        pen.bars(ends[0], grid.below, ends[1], grid.below, color=color, width=3)
+        draw.bars(ends[0], grid.below, ends[1], grid.below, color=color, width=3)
     if left <= edge <= right:
-        pen.dots([edge], [grid.below], color=color, marker=look["marker"], size=13, edge=looks.MARK_GROUND)
+        draw.dots([edge], [grid.below], color=color, marker=look["marker"], size=13, edge=outcome_colors.MARK_GROUND)
 
 
-def _draw_rug(pen: Pen, runs: Runs, colors: list[str]) -> None:
+def _draw_rug(draw: Primitives, runs: Runs, colors: list[str]) -> None:
     if not len(runs.row):
         return
     jitter = 0.35 * _RUG * runs.spots
@@ -119,11 +121,15 @@ def _draw_rug(pen: Pen, runs: Runs, colors: list[str]) -> None:
         for has_diverged in (False, True):
             is_it = (runs.row == row) & (runs.has_diverged == has_diverged)
             if is_it.any():
-                outcome = looks.DIVERGED if has_diverged else looks.SURVIVED
+                outcome = outcome_colors.DIVERGED if has_diverged else outcome_colors.SURVIVED
                 y = (1 + _RUG if has_diverged else -_RUG) + jitter[is_it]
                 tips = [("", "diverged" if has_diverged else "survived"), ("learning rate", "$x")]
-                look = {"color": outcome if one_color else color, "is_hollow": not has_diverged, "tips": tips}
-                pen.dots(runs.rate[is_it], y, size=6, alpha=0.8, **look)
+                look: dict[str, Any] = {
+                    "color": outcome if one_color else color,
+                    "is_hollow": not has_diverged,
+                    "tips": tips,
+                }
+                draw.dots(runs.rate[is_it], y, size=6, alpha=0.8, **look)
 
 
 def _first(n: int) -> np.ndarray:

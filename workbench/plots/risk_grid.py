@@ -65,7 +65,7 @@ class RiskGrid:
             risk = risk.expand_dims("architecture")
         extra = set(risk["probability"].dims) - {"architecture", "learning_rate"}
         if extra or not risk["probability"].size:
-            wrong = f"runs over {', '.join(map(str, sorted(extra)))} too" if extra else "is empty"
+            wrong = f"runs over {', '.join(map(str, sorted(map(str, extra))))} too" if extra else "is empty"
             raise SchemaError(f"The risk {wrong}; select first, for example risk.isel(run=0).")
         risk = risk.sortby("learning_rate")
         rates = risk["learning_rate"].values.astype(float)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.plots import outcome_colors as looks
-from workbench.plots import style
-from workbench.plots.primitives import Pen, decades, laid_out
+from workbench.formatting import percent, with_interval
+from workbench.plots import outcome_colors, style
+from workbench.plots.primitives import Primitives, decades, laid_out
 from workbench.plots.risk_grid import RiskGrid, Runs
 
 if TYPE_CHECKING:
@@ -46,23 +46,23 @@ def risk_map(risk: xr.Dataset, *, runs: xr.Dataset | None = None, backend: str =
     grid = RiskGrid.of(risk)
     measured = Runs.of(runs, grid)
     with style.drawing(backend) as hv:
-        pen = Pen(hv, backend, "learning rate", "architecture")
-        _draw_cells(pen, grid)
-        _draw_edges(pen, grid)
-        _draw_runs(pen, measured)
+        draw = Primitives(hv, backend, "learning rate", "architecture")
+        _draw_cells(draw, grid)
+        _draw_edges(draw, grid)
+        _draw_runs(draw, measured)
         left, right = grid.bounds[[0, -1]]
         end = right * (right / left) ** (_WORDS / (1 - _WORDS))
         n_rows = len(grid.architectures)
         if has_edges := not np.isnan(grid.edges[0]).all():
             start = right * (right / left) ** 0.03
-            pen.words(start, 0.54, "stable up to", valign="bottom", is_bold=True)
+            draw.words(start, 0.54, "stable up to", valign="bottom", is_bold=True)
             for row in range(n_rows):
-                pen.words(start, -row, grid.edge_in_words(row))
-        key = Pen(hv, backend, "probability of divergence", "key")
-        looks.draw_color_key(key)
+                draw.words(start, -row, grid.edge_in_words(row))
+        key = Primitives(hv, backend, "probability of divergence", "key")
+        outcome_colors.draw_color_key(key)
         marks = sorted({0.0, grid.below, 0.5, 1.0})
         panels = [
-            pen.panel(
+            draw.panel(
                 title="Predicted risk of divergence",
                 note=_note(grid, measured),
                 view=((left, end if has_edges else right), (0.5 - n_rows, 0.5 + 0.4 * has_edges)),
@@ -88,7 +88,7 @@ def risk_map(risk: xr.Dataset, *, runs: xr.Dataset | None = None, backend: str =
         return laid_out(hv, panels, backend)
 
 
-def _draw_cells(pen: Pen, grid: RiskGrid) -> None:
+def _draw_cells(draw: Primitives, grid: RiskGrid) -> None:
     bounds = grid.bounds
     row, rate = np.divmod(np.arange(grid.probability.size), len(grid.rates))
     left, right = bounds[rate], bounds[rate + 1]
@@ -98,44 +98,43 @@ def _draw_cells(pen: Pen, grid: RiskGrid) -> None:
     )
     columns = {"name": np.array(grid.architectures)[row], "rate": grid.rates[rate], "words": words}
     tips = [("", "@name"), ("learning rate", "@rate"), ("risk", "@words")][not any(grid.architectures) :]
-    colors = looks.probability_colors(probability)
-    pen.boxes(left, -row - 0.46, right, -row + 0.46, colors=colors, columns=columns, tips=tips)
+    colors = outcome_colors.probability_colors(probability)
+    draw.boxes(left, -row - 0.46, right, -row + 0.46, colors=colors, columns=columns, tips=tips)
     # A few strokes side by side from the lower left to the upper right of each.
     cell = np.repeat(np.flatnonzero(~is_familiar), _N_STROKES)
     place = np.tile(np.arange(_N_STROKES), len(cell) // _N_STROKES) / _N_STROKES
     width = np.log(right[cell] / left[cell])
     start, stop = left[cell] * np.exp(width * place), left[cell] * np.exp(width * (place + 1 / _N_STROKES))
-    pen.bars(start, -row[cell] - 0.46, stop, -row[cell] + 0.46, color="#6f6f6f", width=1)
+    draw.bars(start, -row[cell] - 0.46, stop, -row[cell] + 0.46, color="#6f6f6f", width=1)
 
 
-def _draw_edges(pen: Pen, grid: RiskGrid) -> None:
+def _draw_edges(draw: Primitives, grid: RiskGrid) -> None:
     left, right = grid.bounds[[0, -1]]
     for row, (edge, low, high) in enumerate(grid.edges.T):
         if low <= right and high >= left:
             ends = np.clip([low, high], left, right)
-            for color, width in ((looks.MARK_GROUND, 4.5), (looks.MARK, 2)):
-                pen.bars(ends[0], -row, ends[1], -row, color=color, width=width)
+            for color, width in ((outcome_colors.MARK_GROUND, 4.5), (outcome_colors.MARK, 2)):
+                draw.bars(ends[0], -row, ends[1], -row, color=color, width=width)
         if left <= edge <= right:
-            for color, width in ((looks.MARK_GROUND, 6.5), (looks.MARK, 3.5)):
-                pen.bars(edge, -row - 0.42, edge, -row + 0.42, color=color, width=width)
+            for color, width in ((outcome_colors.MARK_GROUND, 6.5), (outcome_colors.MARK, 3.5)):
+                draw.bars(edge, -row - 0.42, edge, -row + 0.42, color=color, width=width)
 
 
-def _draw_runs(pen: Pen, runs: Runs) -> None:
+def _draw_runs(draw: Primitives, runs: Runs) -> None:
     y = -runs.row + 0.34 * runs.spots
     for has_diverged in (False, True):
         is_it = runs.has_diverged == has_diverged
         if is_it.any():
-            face = looks.MARK if has_diverged else looks.MARK_GROUND
+            face = outcome_colors.MARK if has_diverged else outcome_colors.MARK_GROUND
             tips = [("", "diverged" if has_diverged else "survived"), ("learning rate", "$x")]
-            pen.dots(runs.rate[is_it], y[is_it], color=face, edge=looks.MARK, size=6, tips=tips)
+            draw.dots(runs.rate[is_it], y[is_it], color=face, edge=outcome_colors.MARK, size=6, tips=tips)
 
 
 def _in_words(probability: float, low: float, high: float, is_familiar: bool) -> str:
     unlike = "" if is_familiar else "unlike the runs that the model has seen"
     if np.isnan(probability):
         return f"not predicted: {unlike}" if unlike else "not predicted"
-    interval = "" if np.isnan([low, high]).any() else f" [{low:.0%}, {high:.0%}]"
-    return f"{probability:.0%}{interval}" + (f", {unlike}" if unlike else "")
+    return with_interval(probability, low, high, write=percent) + (f", {unlike}" if unlike else "")
 
 
 def _note(grid: RiskGrid, runs: Runs) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.plots import style
 from workbench.plots.dataset_columns import by_name, columns_of
-from workbench.plots.primitives import Pen, laid_out
+from workbench.plots.primitives import Primitives, laid_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,13 +50,13 @@ def roc(
     lines = lines_of(curves)
     order = style.model_places([line.name for line in lines], places)
     with style.drawing(backend) as hv:
-        pen = Pen(hv, backend, "false-positive rate", "true-positive rate")
-        pen.line([0, 1], [0, 1], color=style.NEUTRAL, dash="dashed", width=1)
+        draw = Primitives(hv, backend, "false-positive rate", "true-positive rate")
+        draw.line([0, 1], [0, 1], color=style.NEUTRAL, dash="dashed", width=1)
         for line, place in zip(lines, order, strict=True):
             look, columns = style.model_style(place), line.columns
             x, y = columns["false_positive_rate"], columns["true_positive_rate"]
-            pen.line(x, y, color=look["color"], dash=look["dash"], width=2, label=line.label)
-            if pen.is_bokeh:  # unseen, for the pointer
+            draw.line(x, y, color=look["color"], dash=look["dash"], width=2, label=line.label)
+            if draw.is_bokeh:  # unseen, for the pointer
                 shown = {"threshold": np.array([f"{at:.3g}" for at in columns["threshold"]])}
                 tips = [
                     ("", line.name),
@@ -64,8 +64,8 @@ def roc(
                     ("caught", "$y{0 %}"),
                     ("false alarms", "$x{0 %}"),
                 ]
-                pen.dots(x, y, color=look["color"], marker=look["marker"], size=9, alpha=0, columns=shown, tips=tips)
-        panel = pen.panel(
+                draw.dots(x, y, color=look["color"], marker=look["marker"], size=9, alpha=0, columns=shown, tips=tips)
+        panel = draw.panel(
             title="Diverging runs caught against false alarms",
             note=_note(lines),
             view=((-0.02, 1.02), (-0.02, 1.02)),
@@ -117,7 +117,7 @@ def lines_of(curves: xr.Dataset | Mapping[str, xr.Dataset]) -> list[RocLine]:
             raise SchemaError(f"The ROC curve '{name}' has rates outside 0 to 1; make it with {_SOURCE}.")
         if "auroc" not in data.attrs:
             raise SchemaError(f"The ROC curve '{name}' lacks the attribute auroc; make it with {_SOURCE}.")
-        interval = tuple(float(data.attrs.get(end, np.nan)) for end in ("low", "high"))
+        interval = (float(data.attrs.get("low", np.nan)), float(data.attrs.get("high", np.nan)))
         counts = tuple(int(data.attrs[key]) for key in ("n_runs", "n_diverged") if key in data.attrs)
         lines.append(RocLine(name, columns, float(data.attrs["auroc"]), interval, counts))
     return lines

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
-from workbench.plots import outcome_colors as looks
-from workbench.plots import style
+from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import by_name
-from workbench.plots.primitives import Pen, decades, flowed, laid_out
+from workbench.plots.primitives import Primitives, decades, flowed, laid_out
 from workbench.schema.statuses import CoordinateState
 
 if TYPE_CHECKING:
@@ -190,16 +189,16 @@ def _trend_panel(
     hv: Any, backend: str, ladders: list[Ladder], order: list[int], quantity: str, along: str, note: str
 ) -> Any:
     title = _TITLES.get(quantity, quantity.replace("_", " "))
-    pen = Pen(hv, backend, along, title)
+    draw = Primitives(hv, backend, along, title)
     is_log = all(ladder.is_log for ladder in ladders)
     for ladder, place in zip(ladders, order, strict=True):
-        _draw_ladder(pen, ladder, style.model_style(place), is_named=len(ladders) > 1)
+        _draw_ladder(draw, ladder, style.model_style(place), is_named=len(ladders) > 1)
     sizes = np.concatenate([[*ladder.size, ladder.goal] for ladder in ladders])
     values = np.concatenate([_extent(ladder) for ladder in ladders])
     values = values[np.isfinite(values) & ((values > 0) | (not is_log))]
     view_x = (sizes.min() / 1.25, sizes.max() * 1.25)
     view_y = _view(values, is_log)
-    panel = pen.panel(
+    panel = draw.panel(
         title=f"{title[0].upper()}{title[1:]} and {along}",
         note=[note],
         view=(view_x, view_y),
@@ -209,33 +208,33 @@ def _trend_panel(
         is_log=(True, is_log),
         legend=True,
     )
-    return panel.opts(legend_limit=_MOST_GLYPHS, backend="bokeh") if pen.is_bokeh else panel
+    return panel.opts(legend_limit=_MOST_GLYPHS, backend="bokeh") if draw.is_bokeh else panel
 
 
-def _draw_ladder(pen: Pen, ladder: Ladder, look: Mapping[str, str], *, is_named: bool) -> None:
+def _draw_ladder(draw: Primitives, ladder: Ladder, look: Mapping[str, str], *, is_named: bool) -> None:
     color, marker = look["color"], look["marker"]
-    pen.band(ladder.curve_size, ladder.curve[1], ladder.curve[2], color=color, alpha=0.14)
+    draw.band(ladder.curve_size, ladder.curve[1], ladder.curve[2], color=color, alpha=0.14)
     label = ladder.name if is_named or ladder.name else "trend"
     has_line = bool(np.isfinite(ladder.curve[0]).any())
     if has_line:
-        pen.line(ladder.curve_size, ladder.curve[0], color=color, dash=look["dash"], width=2.0, label=label)
+        draw.line(ladder.curve_size, ladder.curve[0], color=color, dash=look["dash"], width=2.0, label=label)
     is_there = np.isfinite(ladder.value) & (ladder.value > 0 if ladder.is_log else True)
     tips = [("", ladder.name), ("size", "$x"), ("value", "$y")]
-    pen.dots(ladder.size[is_there], ladder.value[is_there], color=color, size=6, alpha=0.75, tips=tips)
+    draw.dots(ladder.size[is_there], ladder.value[is_there], color=color, size=6, alpha=0.75, tips=tips)
     value, low, high = ladder.at_target
     if np.isfinite(value):
-        pen.bars(ladder.goal, low, ladder.goal, high, color=color, width=2)
-        tips = [("", ladder.name), ("foretold", "$y"), ("interval", f"{low:.3g} to {high:.3g}")]
-        look = {"edge": looks.MARK_GROUND} if ladder.is_supported else {"is_hollow": True}
+        draw.bars(ladder.goal, low, ladder.goal, high, color=color, width=2)
+        tips = [("", ladder.name), ("extrapolated", "$y"), ("interval", f"{low:.3g} to {high:.3g}")]
+        goal: dict[str, Any] = {"edge": outcome_colors.MARK_GROUND} if ladder.is_supported else {"is_hollow": True}
         label = "" if has_line else label
-        pen.dots([ladder.goal], [value], color=color, marker=marker, size=13, tips=tips, label=label, **look)
+        draw.dots([ladder.goal], [value], color=color, marker=marker, size=13, tips=tips, label=label, **goal)
     value, low, high = ladder.measured_at_target
     if np.isfinite(value):
         place = ladder.goal * 1.06  # beside the value foretold, or they hide each other
-        pen.bars(place, low, place, high, color=color, width=1.2, dash="dashed")
+        draw.bars(place, low, place, high, color=color, width=1.2, dash="dashed")
         tips = [("", ladder.name), ("measured", "$y"), ("between", f"{low:.3g} and {high:.3g}")]
-        pen.dots([place], [value], color=color, size=9, is_hollow=True, alpha=0.0, tips=tips)  # for the pointer
-        pen.words(place, value, "×", color=color, align="center", size=17, is_bold=True)
+        draw.dots([place], [value], color=color, size=9, is_hollow=True, alpha=0.0, tips=tips)  # for the pointer
+        draw.words(place, value, "×", color=color, align="center", size=17, is_bold=True)
 
 
 def _extent(ladder: Ladder) -> np.ndarray:
@@ -295,22 +294,22 @@ def _check_panel(hv: Any, backend: str, data: xr.Dataset, note: str) -> Any:
     is_there = np.isfinite(exponent)
     groups, exponent, low, high = groups[is_there], exponent[is_there], low[is_there], high[is_there]
     rows = np.arange(len(groups))[::-1].astype(float)
-    pen = Pen(hv, backend, "power of the width", "layer group")
+    draw = Primitives(hv, backend, "power of the width", "layer group")
     least, most = (float(data["coordinate_exponent"].attrs[f"{name}_healthy"]) for name in ("smallest", "largest"))
     left = min(least, max(np.nanmin(low), exponent.min() - 1)) - 0.1  # an interval may leave the view where it is wide
     right = max(most, min(np.nanmax(high), exponent.max() + 1)) + 0.1
-    pen.boxes(least, -0.7, most, len(groups) - 0.3, colors=style.NEUTRAL, alpha=0.15)
-    pen.bars(0, -0.7, 0, len(groups) - 0.3, color=style.NEUTRAL, width=1, dash="dashed")
-    for is_off, color in ((False, looks.SURVIVED), (True, looks.DIVERGED)):
+    draw.boxes(least, -0.7, most, len(groups) - 0.3, colors=style.NEUTRAL, alpha=0.15)
+    draw.bars(0, -0.7, 0, len(groups) - 0.3, color=style.NEUTRAL, width=1, dash="dashed")
+    for is_off, color in ((False, outcome_colors.SURVIVED), (True, outcome_colors.DIVERGED)):
         chosen = ((low > most) | (high < least)) == is_off
         if chosen.any():
             ends = np.clip(low[chosen], left, right), np.clip(high[chosen], left, right)
-            pen.bars(ends[0], rows[chosen], ends[1], rows[chosen], color=color, width=1.4)
+            draw.bars(ends[0], rows[chosen], ends[1], rows[chosen], color=color, width=1.4)
             columns = {"group": groups[chosen].astype(object)}
             tips = [("", "@group"), ("power", "$x")]
-            pen.dots(exponent[chosen], rows[chosen], color=color, size=7, columns=columns, tips=tips)
+            draw.dots(exponent[chosen], rows[chosen], color=color, size=7, columns=columns, tips=tips)
     state = str(data["coordinate_state"].values)
-    return pen.panel(
+    return draw.panel(
         title=f"Coordinate check: {_STATES.get(state, state)}",
         note=[note],
         view=((left, right), (-0.7, len(groups) - 0.3)),

@@ -45,7 +45,7 @@ def named_spectra(
     for name, data in spectra.items():
         if not isinstance(data, xr.Dataset | xr.DataTree):
             raise SchemaError(f"'{name}' is {_described(data)}, expected a dataset of wb.profile().")
-        model = spectra_of(named_runs({name: data})[str(name)]) if isinstance(data, xr.DataTree) else data
+        model = spectra_of(named_runs({str(name): data})[str(name)]) if isinstance(data, xr.DataTree) else data
         validate_spectra(model)
         label = str(name)
         if step is not None:

@@ -61,7 +61,7 @@ def stability_edge(
 
 
 @dataclass(frozen=True)
-class Edge:
+class EdgeCurve:
     """One control of the figure.
 
     Attributes:
@@ -88,7 +88,7 @@ class Edge:
         return f"{self.control}: stable {'at least ' if self.is_lower_bound else ''}to {stable:g}"
 
 
-def edges_of(outcomes: xr.Dataset, *, below: float = 0.20) -> list[Edge]:
+def edges_of(outcomes: xr.Dataset, *, below: float = 0.20) -> list[EdgeCurve]:
     """The controls of a table of outcomes, as `stability_edge` draws them.
 
     Raises:
@@ -107,7 +107,9 @@ def edges_of(outcomes: xr.Dataset, *, below: float = 0.20) -> list[Edge]:
         found = np.flatnonzero(columns["learning_rate"] == float(stable))
         missing = tuple(of_control["learning_rate"].values[~has_runs].tolist())
         edges.append(
-            Edge(str(control), columns, int(found[0]) if len(found) else None, bool(stable["is_lower_bound"]), missing)
+            EdgeCurve(
+                str(control), columns, int(found[0]) if len(found) else None, bool(stable["is_lower_bound"]), missing
+            )
         )
     return edges
 
@@ -131,7 +133,7 @@ def dodged(rates: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [of_control * np.exp(shift) for of_control, shift in zip(rates, shifts, strict=True)]
 
 
-def _note(edges: Sequence[Edge]) -> str:
+def _note(edges: Sequence[EdgeCurve]) -> str:
     counts = np.concatenate([edge.columns["n_runs"] for edge in edges])
     n_runs = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
     remarks = [f"{n_runs} runs a point, 95 % Wilson intervals"]
@@ -141,7 +143,7 @@ def _note(edges: Sequence[Edge]) -> str:
     return "; ".join(remarks)
 
 
-def _view(edges: Sequence[Edge]) -> tuple[list[float], float, tuple[float, float]]:
+def _view(edges: Sequence[EdgeCurve]) -> tuple[list[float], float, tuple[float, float]]:
     """The rates, the place of the labels and the range of the axis, which has room for them."""
     rates = sorted({float(x) for edge in edges for x in edge.columns["learning_rate"]})
     width = np.log(rates[-1] / rates[0]) or 1.0
@@ -149,7 +151,7 @@ def _view(edges: Sequence[Edge]) -> tuple[list[float], float, tuple[float, float
     return rates, start, (left, start * np.exp(width * _LABEL_SHARE / (1 - _LABEL_SHARE)))
 
 
-def _elements(hv: Any, edges: Sequence[Edge], start: float) -> list[tuple[Any, Any, Any, Any, Any]]:
+def _elements(hv: Any, edges: Sequence[EdgeCurve], start: float) -> list[tuple[Any, Any, Any, Any, Any]]:
     """Intervals, line, markers, the marker of the largest stable rate (or None) and label of each control."""
     x, y = hv.Dimension("place", label="learning rate"), hv.Dimension("share", label="runs that diverged")
     heights = spread([edge.columns["share"][-1] for edge in edges], _LABEL_GAP)
@@ -175,7 +177,7 @@ def _elements(hv: Any, edges: Sequence[Edge], start: float) -> list[tuple[Any, A
     return elements
 
 
-def _draw_bokeh(hv: Any, edges: Sequence[Edge], places: Sequence[int], below: float) -> Any:
+def _draw_bokeh(hv: Any, edges: Sequence[EdgeCurve], places: Sequence[int], below: float) -> Any:
     rates, start, span = _view(edges)
     rule = hv.HLine(below).opts(color=style.NEUTRAL, line_width=1, line_dash="dashed", backend="bokeh")
     lines = [rule]
@@ -216,7 +218,7 @@ def _draw_bokeh(hv: Any, edges: Sequence[Edge], places: Sequence[int], below: fl
     )
 
 
-def _draw_matplotlib(hv: Any, edges: Sequence[Edge], places: Sequence[int], below: float) -> Any:
+def _draw_matplotlib(hv: Any, edges: Sequence[EdgeCurve], places: Sequence[int], below: float) -> Any:
     rates, start, span = _view(edges)
     rule = hv.HLine(below).opts(color=style.NEUTRAL, linewidth=0.8, linestyle="dashed", backend="matplotlib")
     lines = [rule]

@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import ThresholdError
 from workbench.io.run_access import at_step, divergence_step, last_step, named_runs, recorded_steps, spectra_of
 from workbench.plots import style
-from workbench.plots.complex_plane import Look, Scale, panel_bokeh, panel_matplotlib
+from workbench.plots.complex_plane import PlaneStyle, Scale, panel_bokeh, panel_matplotlib
 from workbench.plots.mode_columns import headline, key, mode_columns, view_of
 from workbench.plots.spectra_inputs import select_layers
 
@@ -69,7 +69,7 @@ def step_grid(
         mode_columns(cell.spectra.isel(layer=[]) if cell.word else cell.spectra, n_layers=depths[i // len(columns)])
         for i, cell in enumerate(cells)
     ]
-    view = view_of(dict(enumerate(modes)), limit, center)
+    view = view_of({str(i): columns for i, columns in enumerate(modes)}, limit, center)
     scale = Scale(max(depths), is_shared=len(set(depths)) == 1)
     keys = _keys(trees, cells)
     n = len(columns)
@@ -78,7 +78,7 @@ def step_grid(
         for index, cell in enumerate(cells):
             row, column = divmod(index, n)
             is_last_row = row == len(trees) - 1
-            look = Look(
+            look = PlaneStyle(
                 title=cell.title,
                 note=_note(cell, modes[index], view),
                 key=keys if is_last_row and column == 0 else "",
@@ -100,7 +100,7 @@ def step_grid(
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridCell:
     """One panel of the grid.
 
     Attributes:
@@ -116,7 +116,7 @@ class Cell:
 
 def cell_of(
     run: xr.DataTree, step: int, *, name: str, layers: Iterable[int] | None = None, is_first: bool = True
-) -> Cell:
+) -> GridCell:
     """What a run shows in the column of one step.
 
     Args:
@@ -129,19 +129,19 @@ def cell_of(
     spectra = select_layers(spectra_of(run), layers)
     steps = recorded_steps(spectra)
     if not len(steps):
-        return Cell("no step named", at_step(spectra, "last", name=name), "" if is_first else "no step named")
+        return GridCell("no step named", at_step(spectra, "last", name=name), "" if is_first else "no step named")
     if step < steps[0]:
-        return Cell(f"step {step}", at_step(spectra, "first", name=name), f"recorded from step {steps[0]}")
+        return GridCell(f"step {step}", at_step(spectra, "first", name=name), f"recorded from step {steps[0]}")
     diverged, last = divergence_step(run), last_step(run)
-    if step > last:
+    if last is not None and step > last:
         why = f"recorded to step {last}" if diverged is None else f"diverged at step {diverged}"
-        return Cell(f"step {step}", at_step(spectra, "last", name=name), why)
+        return GridCell(f"step {step}", at_step(spectra, "last", name=name), why)
     chosen = at_step(spectra, step, name=name)
     title = f"step {int(chosen['step'])}"
     if diverged is not None and diverged <= int(chosen["step"]):
         title += f", diverged at {diverged}"
     has_modes = chosen.sizes["layer"] == 0 or bool(np.isfinite(chosen["eigenvalue"]).any())
-    return Cell(title, chosen, "" if has_modes else "no modes")
+    return GridCell(title, chosen, "" if has_modes else "no modes")
 
 
 def _columns(runs: Mapping[str, xr.DataTree], steps: Iterable[int] | None) -> list[int]:
@@ -159,7 +159,7 @@ def _columns(runs: Mapping[str, xr.DataTree], steps: Iterable[int] | None) -> li
     return steps
 
 
-def _note(cell: Cell, columns: Mapping[str, np.ndarray], view: View) -> str:
+def _note(cell: GridCell, columns: Mapping[str, np.ndarray], view: View) -> str:
     if cell.word:
         return " "
     if cell.spectra.sizes["layer"] and not cell.spectra["is_informative"].any():
@@ -167,7 +167,7 @@ def _note(cell: Cell, columns: Mapping[str, np.ndarray], view: View) -> str:
     return headline(cell.spectra, columns, view, template="M {:.2f}   ρ {:.3g}")
 
 
-def _keys(runs: Mapping[str, xr.DataTree], cells: list[Cell]) -> str:
+def _keys(runs: Mapping[str, xr.DataTree], cells: list[GridCell]) -> str:
     """What the markers and the shading mean; every kind of key once."""
     lines = {"M: mean over layers   ρ: largest": None}
     lines |= dict.fromkeys(key(spectra_of(run)) for run in runs.values())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import ThresholdError
+from workbench.errors import ThresholdError, require_lab
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -93,9 +93,11 @@ def drawing(backend: str) -> Iterator[Any]:
 
     Raises:
         ThresholdError: If there is no such backend.
+        MissingPackageError: If its packages are not installed.
     """
     if backend not in BACKENDS:
         raise ThresholdError(f"The backend is '{backend}', expected one of {', '.join(BACKENDS)}.")
+    require_lab("Figures", "holoviews", backend)
     import holoviews as hv
     import pandas  # noqa: F401  (holoviews imports it lazily, which fails when two threads draw first)
 
@@ -258,7 +260,7 @@ def legend_matplotlib(labels: Mapping[str, int], *, has_markers: bool = True) ->
         handles = []
         for label, place in labels.items():
             look = model_style(place)
-            line = {"color": look["color"], "linestyle": look["dash"], "label": label}
+            line: dict[str, Any] = {"color": look["color"], "linestyle": look["dash"], "label": label}
             if has_markers:
                 line |= {"marker": MATPLOTLIB_MARKERS[look["marker"]], "markersize": 5}
             handles.append(Line2D([], [], **line))

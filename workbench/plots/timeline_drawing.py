@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.formatting import clipped
 from workbench.plots import style
 from workbench.studies.signals import decimate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from workbench.plots.timeline_events import Event
+    from workbench.plots.timeline_events import TimelineEvent
     from workbench.plots.timeline_panels import SignalPanel, Story
     from workbench.plots.traces_figure import Trace
 
@@ -63,7 +64,10 @@ class Drawing:
             parts += self._marks(story, row, color, dims)
         for index, story in enumerate(self.stories):  # on top of all
             parts += self._lead(story, n - 1 - index, dims)
-        ticks = [(n - 1 - index, _short(story.run)) for index, story in enumerate(self.stories)]
+        ticks = [
+            (n - 1 - index, clipped(story.run, _LONGEST_NAME, keep_end=True))
+            for index, story in enumerate(self.stories)
+        ]
         note = "\n".join(filter(None, [_marks_in_words(self.stories), band]))
         has_lead = any(story.lead is not None for story in self.stories)
         view = (-0.45, n - 0.15 if has_lead else n - 0.55)
@@ -99,8 +103,8 @@ class Drawing:
         for line, onset, story in zip(panel.lines, signal.onsets, self.stories, strict=True):
             if onset is not None:
                 event, value = onset
-                columns = _columns([event]) | {"value": [value]}
-                parts.append(self._alarm(columns, dims, style.model_style(story.place)["color"], event.is_established))
+                marked = _columns([event]) | {"value": [value]}
+                parts.append(self._alarm(marked, dims, style.model_style(story.place)["color"], event.is_established))
             if line.cross is not None:
                 step, value = line.cross
                 parts.append(self._cross(step, float(np.clip(value, *panel.limits)), story, dims))
@@ -166,10 +170,16 @@ class Drawing:
         width = self.span[1] - self.span[0]
         x = float(np.clip((start + stop) / 2, self.span[0] + 0.22 * width, self.span[1] - 0.22 * width))
         label = hv.Labels({("step", "row"): [(x, height + 0.08)], "text": [lead_in_words(lead)]}, dims, "text")
+        text: dict[str, Any]
         if self.is_bokeh:
             text = {"text_align": "center", "text_baseline": "bottom", "text_color": ink, "text_font_size": "9pt"}
         else:
-            text = {"horizontalalignment": "center", "verticalalignment": "bottom", "color": ink, "size": 8}
+            text = {
+                "horizontalalignment": "center",
+                "verticalalignment": "bottom",
+                "color": ink,
+                "size": 8,
+            }
         return [*parts, self._opts(label, **text)]
 
     def _alarm(self, columns: dict[str, Any], dims: list[Any], color: str, is_established: bool) -> Any:
@@ -274,7 +284,7 @@ def lead_in_words(lead: Any) -> str:
     return f"{first}, {n:,} step{'s' if n > 1 else ''} {'before' if lead.n_steps > 0 else 'after'} {then}"
 
 
-def _columns(events: Sequence[Event]) -> dict[str, list[Any]]:
+def _columns(events: Sequence[TimelineEvent]) -> dict[str, list[Any]]:
     return {
         "step": [event.step for event in events],
         "what": [", ".join(filter(None, [f"{event.kind} {event.source}", event.place])) for event in events],
@@ -283,7 +293,7 @@ def _columns(events: Sequence[Event]) -> dict[str, list[Any]]:
     }
 
 
-def _landmarks(story: Story) -> list[tuple[Event, str]]:
+def _landmarks(story: Story) -> list[tuple[TimelineEvent, str]]:
     """Upright lines through all panels: where the lead begins and ends; or the first alarm and the divergence."""
     if story.lead is not None:
         return [(story.lead.first, "dashed"), (story.lead.then, "dotted")]
@@ -304,10 +314,6 @@ def _marks_in_words(stories: Sequence[Story]) -> str:
         "× divergence": any(story.diverged is not None for story in stories),
     }
     return "   ".join(word for word, occurs in words.items() if occurs) or "no alarms, faults or actions recorded"
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]}…{name[1 - _LONGEST_NAME // 2 :]}"
 
 
 def _plain_ticks_bokeh(plot: Any, element: Any) -> None:

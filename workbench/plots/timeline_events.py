@@ -19,7 +19,7 @@ MARKED = ("alarm", "action", "divergence", "gap", "resumed")
 
 
 @dataclass(frozen=True)
-class Event:
+class TimelineEvent:
     """Something that happened.
 
     Attributes:
@@ -68,7 +68,7 @@ class FaultSpan:
 
 
 @dataclass(frozen=True)
-class LeadTime:
+class AlarmLead:
     """From the first alarm of a mechanism to the first sign that anyone would have seen.
 
     Attributes:
@@ -76,8 +76,8 @@ class LeadTime:
         then: The first alarm of loss, gradient norm or spike score, or the divergence.
     """
 
-    first: Event
-    then: Event
+    first: TimelineEvent
+    then: TimelineEvent
 
     @property
     def n_steps(self) -> int:
@@ -85,17 +85,17 @@ class LeadTime:
         return self.then.step - self.first.step
 
 
-def events_of(run: xr.DataTree) -> list[Event]:
+def events_of(run: xr.DataTree) -> list[TimelineEvent]:
     """The events of a run by rising step; none if it has none. Runs of earlier versions name no layer and head."""
     if "events" not in run.children:
         return []
-    data = run["events"].to_dataset(inherit=False)
+    data = run.children["events"].to_dataset(inherit=False)
     if "step" not in data.variables:
         return []
     n = data["step"].size
     columns = {name: data[name].values.tolist() if name in data.variables else [None] * n for name in _COLUMNS}
     found = [
-        Event(
+        TimelineEvent(
             int(step),
             str(kind),
             str(source or ""),
@@ -109,25 +109,25 @@ def events_of(run: xr.DataTree) -> list[Event]:
     return sorted(found, key=lambda event: event.step)
 
 
-def alarms_of(events: Iterable[Event]) -> list[Event]:
+def alarms_of(events: Iterable[TimelineEvent]) -> list[TimelineEvent]:
     """The alarms among events."""
     return [event for event in events if event.kind == "alarm"]
 
 
-def onsets_of(events: Iterable[Event]) -> list[Event]:
+def onsets_of(events: Iterable[TimelineEvent]) -> list[TimelineEvent]:
     """The first alarm of each signal."""
-    first: dict[str, Event] = {}
+    first: dict[str, TimelineEvent] = {}
     for event in alarms_of(events):
         first.setdefault(event.source, event)
     return list(first.values())
 
 
-def divergence_of(events: Iterable[Event]) -> Event | None:
+def divergence_of(events: Iterable[TimelineEvent]) -> TimelineEvent | None:
     """The first event that is a divergence."""
     return next((event for event in events if event.kind == "divergence"), None)
 
 
-def fault_spans(events: Iterable[Event]) -> list[FaultSpan]:
+def fault_spans(events: Iterable[TimelineEvent]) -> list[FaultSpan]:
     """The stretches with a fault on: each event of a fault switches it; a first one whose message says off does not."""
     spans: list[FaultSpan] = []
     since: dict[str, int] = {}
@@ -142,7 +142,7 @@ def fault_spans(events: Iterable[Event]) -> list[FaultSpan]:
     return sorted(spans, key=lambda span: span.start)
 
 
-def lead_time(events: Sequence[Event]) -> LeadTime | None:
+def lead_time(events: Sequence[TimelineEvent]) -> AlarmLead | None:
     """How long before loss, gradient norm and spike score the first mechanism alarmed; None unless both happened.
 
     Where a fault was switched on, alarms before it are not counted: they are false alarms, not warnings.
@@ -154,10 +154,10 @@ def lead_time(events: Sequence[Event]) -> LeadTime | None:
     if (diverged := divergence_of(events)) is not None and diverged.step >= since:
         signs.append(diverged)
     then = min(signs, key=lambda event: event.step, default=None)
-    return None if first is None or then is None else LeadTime(first, then)
+    return None if first is None or then is None else AlarmLead(first, then)
 
 
-def signal_of(event: Event, names: Iterable[str]) -> str | None:
+def signal_of(event: TimelineEvent, names: Iterable[str]) -> str | None:
     """The signal that an alarm is about: its source, or the first signal of the variable that the source names."""
     names = list(names)
     if event.source in names:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.formatting import counted, percent_range
 from workbench.io.run_access import named_runs
 from workbench.plots import style
 from workbench.plots.timeline_drawing import Drawing
@@ -125,7 +126,7 @@ def healthy_runs(healthy: xr.DataTree | Mapping[str, xr.DataTree] | int | None) 
         if healthy < 2:
             raise ThresholdError(f"healthy is {healthy}, expected at least 2 steps, or healthy runs.")
         return {}
-    return named_runs(healthy, needs_spectra=False)
+    return named_runs(cast("Any", healthy), needs_spectra=False)
 
 
 def _line(run: xr.DataTree, name: str, story: Story, reduce: str | None) -> Trace:
@@ -146,7 +147,7 @@ def _bands(
     name: str,
     reduce: str | None,
     quantiles: tuple[float, float],
-) -> list[tuple[int | None, sig.Band]]:
+) -> list[tuple[int | None, sig.HealthyBand]]:
     if references:
         found = [sig.read(run, name, reduce=reduce) for run in references.values() if name in sig.catalogue(run)]
         return [(None, sig.healthy_band([(line.step, line.value) for line in found], quantiles=quantiles))]
@@ -158,20 +159,19 @@ def _bands(
     ]
 
 
-def own_band(step: np.ndarray, value: np.ndarray, before: int, quantiles: tuple[float, float]) -> sig.Band:
+def own_band(step: np.ndarray, value: np.ndarray, before: int, quantiles: tuple[float, float]) -> sig.HealthyBand:
     """The range of a line's own values before a step, held over all its steps."""
     start = value[(step < before) & np.isfinite(value)]
     if not len(start):
-        return sig.Band(np.zeros(0), np.zeros(0), np.zeros(0))
+        return sig.HealthyBand(np.zeros(0), np.zeros(0), np.zeros(0))
     lower, upper = np.quantile(start, quantiles)
-    return sig.Band(step[[0, -1]].astype(float), np.repeat(lower, 2), np.repeat(upper, 2))
+    return sig.HealthyBand(step[[0, -1]].astype(float), np.repeat(lower, 2), np.repeat(upper, 2))
 
 
 def _band_in_words(references: Mapping[str, Any], healthy: Any, quantiles: tuple[float, float]) -> str:
-    share = " to ".join(f"{100 * q:g}" for q in quantiles) + " %"
+    share = percent_range(*quantiles)
     if references:
-        n = len(references)
-        return f"grey band: {share} of {n} healthy run{'s' if n > 1 else ''}"
+        return f"grey band: {share} of {counted(len(references), 'healthy run')}"
     return "" if healthy is None else f"band: {share} of a run's own values before step {healthy}"
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.plots.timeline_events import (
-    Event,
+    AlarmLead,
     FaultSpan,
-    LeadTime,
+    TimelineEvent,
     divergence_of,
     events_of,
     fault_spans,
@@ -19,7 +19,7 @@ from workbench.plots.timeline_events import (
     signal_of,
 )
 from workbench.plots.traces_figure import _WIDE as WIDE
-from workbench.plots.traces_figure import BOUNDED, UNBOUNDED, Panel, Trace
+from workbench.plots.traces_figure import BOUNDED, UNBOUNDED, Trace, TracesPanel
 from workbench.studies import signals as sig
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ class Story:
 
     run: str
     place: int
-    events: list[Event] = field(default_factory=list)
+    events: list[TimelineEvent] = field(default_factory=list)
     faults: list[FaultSpan] = field(default_factory=list)
-    lead: LeadTime | None = None
-    diverged: Event | None = None
+    lead: AlarmLead | None = None
+    diverged: TimelineEvent | None = None
     first_step: int = 0
     last_step: int = 0
 
@@ -60,13 +60,14 @@ class Story:
     def of(cls, name: str, run: xr.DataTree, place: int) -> Story:
         """Of a run, with or without events."""
         events = events_of(run)
-        found = [run[part]["step"].values for part in run.children if "step" in run[part].to_dataset().variables]
+        parts = [node.to_dataset() for node in run.children.values()]
+        found = [part["step"].values for part in parts if "step" in part.variables]
         steps = np.concatenate([np.atleast_1d(step) for step in found] or [np.zeros(0)])
         first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
         return cls(name, place, events, fault_spans(events), lead_time(events), divergence_of(events), first, last)
 
     @property
-    def onsets(self) -> list[Event]:
+    def onsets(self) -> list[TimelineEvent]:
         """The first alarm of each signal."""
         return onsets_of(self.events)
 
@@ -83,8 +84,8 @@ class SignalPanel:
     """
 
     name: str
-    panel: Panel
-    onsets: list[tuple[Event, float] | None]
+    panel: TracesPanel
+    onsets: list[tuple[TimelineEvent, float] | None]
     bands: list[tuple[int | None, dict[str, np.ndarray]]]
 
     @classmethod
@@ -93,13 +94,13 @@ class SignalPanel:
         name: str,
         lines: list[Trace],
         stories: Sequence[Story],
-        bands: list[tuple[int | None, sig.Band]],
+        bands: list[tuple[int | None, sig.HealthyBand]],
         *,
         shows_all: bool = False,
     ) -> SignalPanel:
         """Choose the axis, and put the alarms on their lines."""
         panel = panel_of(lines, shows_all=shows_all)
-        onsets = []
+        onsets: list[tuple[TimelineEvent, float] | None] = []
         for line, story in zip(lines, stories, strict=True):
             own = [event for event in story.onsets if signal_of(event, [name]) == name]
             columns = line.columns
@@ -117,7 +118,7 @@ class SignalPanel:
 
 
 @dataclass(frozen=True)
-class Axis:
+class PanelAxis:
     """The axis of a signal.
 
     Attributes:
@@ -131,7 +132,7 @@ class Axis:
     is_logarithmic: bool
 
     @classmethod
-    def of(cls, variable: str, values: np.ndarray, *, shows_all: bool = False) -> Axis:
+    def of(cls, variable: str, values: np.ndarray, *, shows_all: bool = False) -> PanelAxis:
         """Logarithmic as in `traces`, but with the explosion in view: it is what a timeline is looked at for.
 
         Args:
@@ -151,13 +152,15 @@ class Axis:
         return cls(low, high, is_logarithmic)
 
 
-def panel_of(lines: list[Trace], *, shows_all: bool = False) -> Panel:
+def panel_of(lines: list[Trace], *, shows_all: bool = False) -> TracesPanel:
     """The lines of one signal on the axis of the timeline, and what is not drawn of them."""
-    axis = Axis.of(lines[0].variable, np.concatenate([line.columns["value"] for line in lines]), shows_all=shows_all)
-    note = Panel.of(lines, shows_all=True).note
+    axis = PanelAxis.of(
+        lines[0].variable, np.concatenate([line.columns["value"] for line in lines]), shows_all=shows_all
+    )
+    note = TracesPanel.of(lines, shows_all=True).note
     beyond = [
         (f"{line.run} " if len(lines) > 1 else "") + f"up to {top:.3g}, above the view"
         for line in lines
         if (top := line.columns["value"].max(initial=-np.inf)) > axis.high
     ]
-    return Panel(lines, (axis.low, axis.high), axis.is_logarithmic, "; ".join(filter(None, [note, *beyond])))
+    return TracesPanel(lines, (axis.low, axis.high), axis.is_logarithmic, "; ".join(filter(None, [note, *beyond])))

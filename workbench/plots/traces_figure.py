@@ -81,7 +81,7 @@ def traces(
     if not variables:
         raise SchemaError(f"No variable was named; choose from {', '.join(known)}.")
     panels = [
-        Panel.of(
+        TracesPanel.of(
             [trace_of(run, variable, owner, statistic=statistic) for owner, run in trees.items()], shows_all=shows_all
         )
         for variable in variables
@@ -141,7 +141,9 @@ class Trace:
     def cross(self) -> tuple[int, float] | None:
         """Step of divergence and the last finite value up to it; None if there is no such value."""
         columns = self.columns
-        before = columns["value"][columns["step"] <= self.diverged] if self.diverged is not None else []
+        if self.diverged is None:
+            return None
+        before = columns["value"][columns["step"] <= self.diverged]
         return (self.diverged, float(before[-1])) if len(before) else None
 
     @property
@@ -185,7 +187,7 @@ def trace_of(run: xr.DataTree, variable: str, name: str, *, statistic: str = "me
 
 
 @dataclass(frozen=True)
-class Panel:
+class TracesPanel:
     """The lines of one variable and the axis they share.
 
     Attributes:
@@ -201,7 +203,7 @@ class Panel:
     note: str
 
     @classmethod
-    def of(cls, lines: list[Trace], *, shows_all: bool = False) -> Panel:
+    def of(cls, lines: list[Trace], *, shows_all: bool = False) -> TracesPanel:
         """Choose the axis; see `traces`."""
         variable = lines[0].variable
         values = np.concatenate([line.columns["value"] for line in lines])
@@ -237,7 +239,7 @@ class Panel:
 def _known(runs: Mapping[str, xr.DataTree]) -> list[str]:
     """Variables over steps that at least one run has."""
     monitors = [run["monitors"].to_dataset() for run in runs.values() if "monitors" in run.children]
-    names = dict.fromkeys(name for data in monitors for name in data.data_vars if _is_trace(data, name))
+    names = dict.fromkeys(str(name) for data in monitors for name in data.data_vars if _is_trace(data, str(name)))
     if any("spectra" in run.children and "step" in run["spectra"].dims for run in runs.values()):
         names |= dict.fromkeys(name for name, rule in SPECTRA.items() if rule.dims == ("layer",) and rule.kind != "b")
     return list(names)
@@ -264,7 +266,7 @@ def _padded(
     return lowest - space, highest + space
 
 
-def _elements(hv: Any, panel: Panel, places: Sequence[int]) -> list[tuple[int, Trace, Any, Any, Any]]:
+def _elements(hv: Any, panel: TracesPanel, places: Sequence[int]) -> list[tuple[int, Trace, Any, Any, Any]]:
     """Place, trace, line, markers (or None) and cross (or None) of each run."""
     elements = []
     for place, line in zip(places, panel.lines, strict=True):
@@ -281,7 +283,7 @@ def _elements(hv: Any, panel: Panel, places: Sequence[int]) -> list[tuple[int, T
 
 
 def _draw_bokeh(
-    hv: Any, panel: Panel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
+    hv: Any, panel: TracesPanel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
 ) -> Any:
     parts = []
     for place, line, curve, dots, cross in _elements(hv, panel, places):
@@ -319,7 +321,7 @@ def _draw_bokeh(
 
 
 def _draw_matplotlib(
-    hv: Any, panel: Panel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
+    hv: Any, panel: TracesPanel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
 ) -> Any:
     parts = []
     for place, _, curve, dots, cross in _elements(hv, panel, places):

@@ -1,4 +1,4 @@
-"""Many words of a panel at once: one element, where `Pen.words` makes one each, which takes long for tens of them."""
+"""Many words of a panel at once, as one element: `Primitives.words` makes one each, which is slow for tens of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from workbench.plots import style
 
 if TYPE_CHECKING:
-    from workbench.plots.primitives import Pen
+    from workbench.plots.primitives import Primitives
 
 _SIZE = style.TICK_SIZE - 0.5
 
 
-def column_of_words(pen: Pen, x: Any, y: Any, texts: Sequence[str], *, align: str = "left") -> None:
+def column_of_words(draw: Primitives, x: Any, y: Any, texts: Sequence[str], *, align: str = "left") -> None:
     """Texts whose ``align`` edge stands at the points; nothing if there are none.
 
     Args:
-        pen: Of the panel.
+        draw: Of the panel.
         x: Horizontal places, or one for all.
         y: Vertical places.
         texts: As many as places.
@@ -28,10 +28,16 @@ def column_of_words(pen: Pen, x: Any, y: Any, texts: Sequence[str], *, align: st
     if not len(texts):
         return
     x, y = np.broadcast_arrays(np.asarray(x, dtype=float), np.asarray(y, dtype=float))
-    data = {str(pen.x): x, str(pen.y): y, "text": np.asarray(texts)}
-    words = pen.hv.Labels(data, [pen.x, pen.y], "text")
-    if pen.is_bokeh:
-        look = {"text_align": align, "text_baseline": "middle", "text_color": pen.ink, "text_font_size": f"{_SIZE}pt"}
+    data = {str(draw.x): x, str(draw.y): y, "text": np.asarray(texts)}
+    words = draw.hv.Labels(data, [draw.x, draw.y], "text")
+    look: dict[str, Any]
+    if draw.is_bokeh:
+        look = {
+            "text_align": align,
+            "text_baseline": "middle",
+            "text_color": draw.ink,
+            "text_font_size": f"{_SIZE}pt",
+        }
     else:
-        look = {"horizontalalignment": align, "verticalalignment": "center", "color": pen.ink, "size": _SIZE}
-    pen.parts.append(words.opts(**look, backend=pen.backend))
+        look = {"horizontalalignment": align, "verticalalignment": "center", "color": draw.ink, "size": _SIZE}
+    draw.parts.append(words.opts(**look, backend=draw.backend))

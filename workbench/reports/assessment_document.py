@@ -5,10 +5,22 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from workbench.formatting import capitalized, clause, listed, lowered, title_of
 from workbench.reports import effect_space
-from workbench.reports.document import Document, Fact, Heading, Item, Items, Lead, Paragraph, Section, Sentence, say
+from workbench.reports.document import (
+    Block,
+    Document,
+    Fact,
+    Heading,
+    Item,
+    Items,
+    Lead,
+    Paragraph,
+    ReportSection,
+    Sentence,
+    say,
+)
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.reports.wording import capitalized, clause, listed, lowered, title_of
 from workbench.schema.statuses import BAD_STATES, WORST_FIRST, CriterionState, DecisionKind, Verdict
 
 if TYPE_CHECKING:
@@ -63,7 +75,7 @@ def assessment_document(tree: xr.DataTree) -> Document:
     )
 
 
-def observed(numbers: Numbers) -> Section:
+def observed(numbers: Numbers) -> ReportSection:
     """V1: the numbers outside their bands, the risk, and what could not be measured."""
     size = say(
         "{subject} has {weights} weights in {depth} blocks of width {width}; it was looked at before training, and "
@@ -75,7 +87,7 @@ def observed(numbers: Numbers) -> Section:
         seed=numbers.attribute("seed"),
     )
     sizes = (size, _what_stood_in(numbers)) if is_stand_in(numbers) else (size,)
-    blocks = [Lead("What was seen, before any cause is named."), Paragraph((*sizes, _tally(numbers)))]
+    blocks: list[Block] = [Lead("What was seen, before any cause is named."), Paragraph((*sizes, _tally(numbers)))]
     if risk := risk_sentences(numbers):
         blocks += [Heading("Will it diverge?"), Paragraph(tuple(risk))]
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
@@ -85,12 +97,12 @@ def observed(numbers: Numbers) -> Section:
             blocks += [Heading(heading), Items(tuple(items))]
     if missing := _missing(numbers):
         blocks += [Heading("Not measured, or not judged"), Items(tuple(missing))]
-    return Section("v1", "Observed phenomenon", tuple(blocks))
+    return ReportSection("v1", "Observed phenomenon", tuple(blocks))
 
 
-def cause(numbers: Numbers) -> Section:
+def cause(numbers: Numbers) -> ReportSection:
     """V2: the failure modes that the numbers add up to, each with its evidence, and those ruled out."""
-    blocks = [Lead("What the numbers add up to: the ways to fail, each with the evidence for it.")]
+    blocks: list[Block] = [Lead("What the numbers add up to: the ways to fail, each with the evidence for it.")]
     modes = numbers.names("failure_modes", "failure_mode")
     states = numbers.texts("failure_modes", "state")
     headings: dict[str, str] = {
@@ -103,12 +115,12 @@ def cause(numbers: Numbers) -> Section:
         items = [_mode(numbers, row, mode, state) for row, mode in enumerate(modes) if states[row] == state]
         if items:
             blocks += [Heading(headings[state]), Items(tuple(items))]
-    return Section("v2", "Structural cause", tuple(blocks))
+    return ReportSection("v2", "Structural cause", tuple(blocks))
 
 
-def decisions(numbers: Numbers) -> Section:
+def decisions(numbers: Numbers) -> ReportSection:
     """V4: what to do, by kind, in the order of the tree."""
-    blocks = [Lead("What to do, in this order. Each step names the number that it rests on.")]
+    blocks: list[Block] = [Lead("What to do, in this order. Each step names the number that it rests on.")]
     kinds = numbers.texts("decisions", "kind")
     for kind in dict.fromkeys([*_KINDS, *kinds]):
         items = [_decision(numbers, row) for row, its in enumerate(kinds) if its == kind]
@@ -117,7 +129,7 @@ def decisions(numbers: Numbers) -> Section:
                 Heading(_KINDS.get(kind, capitalized(kind))),
                 Items(tuple(items), is_ordered=kind == DecisionKind.CHANGE),
             ]
-    return Section("v4", "Decisions", tuple(blocks))
+    return ReportSection("v4", "Decisions", tuple(blocks))
 
 
 def actions(numbers: Numbers) -> tuple[Sentence, ...]:
@@ -191,7 +203,7 @@ def risk_sentences(numbers: Numbers) -> list[Sentence]:
         return []
     if not knows_risk(numbers):
         return [*_why_no_risk(numbers), *_trials(numbers)]
-    names = list(numbers.node("risk").data_vars)
+    names = [str(name) for name in numbers.node("risk").data_vars]
     of = {name: _risk(numbers, name) for name in names}
     planned, said = _planned_rate(numbers), []
     tried = "tried_" if "tried_probability" in of else ""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from workbench.errors import SchemaError
+from workbench.formatting import listed
 from workbench.reports import assessment_document as assessment
 from workbench.reports import effect_space, pictures
 from workbench.reports.document import (
     Block,
-    Cell,
     Document,
     Fact,
     Heading,
@@ -19,14 +19,14 @@ from workbench.reports.document import (
     Items,
     Lead,
     Paragraph,
-    Section,
+    ReportSection,
+    ReportTable,
     Sentence,
-    Table,
+    TableCell,
     say,
     unique,
 )
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.reports.wording import listed
 from workbench.schema.statuses import CriterionState, Verdict
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def comparison_document(tree: xr.DataTree) -> Document:
     )
 
 
-def _observed(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -> Section:
+def _observed(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -> ReportSection:
     items = []
     for row, name in enumerate(names):
         verdict = _verdict(numbers, names, name)
@@ -96,12 +96,13 @@ def _observed(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -
             Item(name, tuple(sentences), assessment.VERDICT_STATE.get(verdict.text, CriterionState.NOT_MEASURED))
         )
     lead = Lead("What was seen of each design under the same plan.")
-    return Section("v1", "Observed phenomenon", (lead, Items(tuple(items))))
+    return ReportSection("v1", "Observed phenomenon", (lead, Items(tuple(items))))
 
 
-def _causes(designs: dict[str, Numbers]) -> Section:
+def _causes(designs: dict[str, Numbers]) -> ReportSection:
     """The criteria whose state differs, and those that fail everywhere."""
-    apart, shared = [], []
+    apart: list[Any] = []
+    shared: list[Any] = []
     common = [
         criterion
         for criterion in next(iter(designs.values())).names("criteria", "criterion")
@@ -129,16 +130,16 @@ def _causes(designs: dict[str, Numbers]) -> Section:
         }
         told = listed(f"{name} ({{n{place}}} healthy criteria)" for place, name in enumerate(designs))
         blocks.append(Paragraph((say(f"No criterion sets the designs apart: {told}.", **counts),)))
-    return Section("v2", "Structural cause", tuple(blocks))
+    return ReportSection("v2", "Structural cause", tuple(blocks))
 
 
-def _decisions(numbers: Numbers, designs: dict[str, Numbers], names: list[str], ranked: list[str]) -> Section:
+def _decisions(numbers: Numbers, designs: dict[str, Numbers], names: list[str], ranked: list[str]) -> ReportSection:
     blocks: list[Block] = [Lead("Which design to take, and what each of them would still need.")]
     blocks.append(Paragraph(tuple(_choice(numbers, designs, names, ranked))))
     for name in ranked:
         items = tuple(Item("", (sentence,)) for sentence in assessment.actions(designs[name])[:_N_DECISIONS])
         blocks += [Heading(name), Items(items, is_ordered=True)]
-    return Section("v4", "Decisions", tuple(blocks))
+    return ReportSection("v4", "Decisions", tuple(blocks))
 
 
 _STARTS: dict[str, str] = {
@@ -152,7 +153,7 @@ def _choice(numbers: Numbers, designs: dict[str, Numbers], names: list[str], ran
     starts = (_STARTS.get(_verdict(numbers, names, ranked[0]).text, "Take"), "Next comes")
     said = []
     for start, name in zip(starts, ranked, strict=False):
-        slots = {"name": name, "verdict": _verdict(numbers, names, name)}
+        slots: dict[str, str | Quantity] = {"name": name, "verdict": _verdict(numbers, names, name)}
         text = f"{start} {{name}}: verdict {{verdict}}, "
         if assessment.knows_risk(designs[name]):
             risk = _of(numbers, names.index(name), name, "probability")
@@ -162,7 +163,9 @@ def _choice(numbers: Numbers, designs: dict[str, Numbers], names: list[str], ran
     return said
 
 
-def _effect_space(numbers: Numbers, designs: dict[str, Numbers], names: list[str], cited: list[Quantity]) -> Section:
+def _effect_space(
+    numbers: Numbers, designs: dict[str, Numbers], names: list[str], cited: list[Quantity]
+) -> ReportSection:
     cited = unique(cited)
     blocks: list[Block] = [Lead(_LEAD), Heading("Designs"), *_designs_tables(numbers, names)]
     blocks += pictures.of_designs(numbers.tree, names)
@@ -173,10 +176,10 @@ def _effect_space(numbers: Numbers, designs: dict[str, Numbers], names: list[str
         known = {quantity.anchor for quantity in judged}
         mine = [q for q in cited if q.anchor not in known and (q.path == f"/{name}" or q.path.startswith(f"/{name}/"))]
         blocks += effect_space.part_blocks(of, mine, leave_out=effect_space.TOLD_APART, of=name)
-    return Section("v3", "Effect space", tuple(blocks))
+    return ReportSection("v3", "Effect space", tuple(blocks))
 
 
-def _designs_tables(numbers: Numbers, names: list[str]) -> list[Table]:
+def _designs_tables(numbers: Numbers, names: list[str]) -> list[ReportTable]:
     """All variables of all designs, a few columns a table; every cell is a place to link to."""
     data = numbers.node("designs")
     columns = [str(key) for key in data.data_vars if data[key].dims == ("design",)]
@@ -187,10 +190,13 @@ def _designs_tables(numbers: Numbers, names: list[str]) -> list[Table]:
         for row, name in enumerate(names):
             cells = [_of(numbers, row, name, key) for key in part]
             rows.append(
-                (Cell(name), *(Cell(q.text, quantity=q, is_number=not isinstance(q.value, str)) for q in cells))
+                (
+                    TableCell(name),
+                    *(TableCell(q.text, quantity=q, is_number=not isinstance(q.value, str)) for q in cells),
+                )
             )
         titles = [effect_space.name_of(data[key]) for key in part]
-        tables.append(Table(f"Designs: {', '.join(titles)}", ("design", *titles), tuple(rows)))
+        tables.append(ReportTable(f"Designs: {', '.join(titles)}", ("design", *titles), tuple(rows)))
     return tables
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from workbench.formatting import capitalized, clause, listed, lowered, title_of, units_in_words
 from workbench.reports import effect_space, pictures
 from workbench.reports.document import (
     Block,
-    Cell,
     Document,
     Fact,
     Heading,
@@ -18,15 +18,15 @@ from workbench.reports.document import (
     Items,
     Lead,
     Paragraph,
-    Section,
+    ReportSection,
+    ReportTable,
     Sentence,
-    Table,
+    TableCell,
     numbers_table,
     say,
     unique,
 )
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.reports.wording import capitalized, clause, listed, lowered, title_of, units_in_words
 from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
     )
 
 
-def observed(numbers: Numbers) -> Section:
+def observed(numbers: Numbers) -> ReportSection:
     """V1: when it failed, and what was seen, each sign once."""
     blocks: list[Block] = [Lead("What the record of the run shows, before any cause is named.")]
     if _has_step(numbers):
@@ -86,7 +86,7 @@ def observed(numbers: Numbers) -> Section:
         blocks += [Heading("Signs"), Items(tuple(Item("", (_sign(numbers, row),)) for row in signs))]
     if n_signs > len(signs):
         blocks.append(Lead("The table of evidence in V3 has the other signs, which weigh less."))
-    return Section("v1", "Observed phenomenon", tuple(blocks))
+    return ReportSection("v1", "Observed phenomenon", tuple(blocks))
 
 
 def _strongest(numbers: Numbers) -> tuple[list[int], int]:
@@ -99,7 +99,7 @@ def _strongest(numbers: Numbers) -> tuple[list[int], int]:
     return list(rows.values())[:_N_TOLD], len(rows)
 
 
-def cause(numbers: Numbers) -> Section:
+def cause(numbers: Numbers) -> ReportSection:
     """V2: the causes by falling probability, with what speaks for and against each."""
     ids = numbers.names("causes", "cause")
     owners = numbers.texts("evidence", "cause")
@@ -128,10 +128,10 @@ def cause(numbers: Numbers) -> Section:
         slots = {f"p{place}": probability for place, (_, probability) in enumerate(unlikely)}
         told = listed(f"{lowered(title)} ({{p{place}}})" for place, (title, _) in enumerate(unlikely))
         blocks += [Heading("Unlikely"), Paragraph((say(f"Little speaks for {told}.", **slots),))]
-    return Section("v2", "Structural cause", tuple(blocks))
+    return ReportSection("v2", "Structural cause", tuple(blocks))
 
 
-def decisions(numbers: Numbers) -> Section:
+def decisions(numbers: Numbers) -> ReportSection:
     """V4: the experiments that would make sure, cheapest first as the tree orders them, and what came of those done."""
     lead = "What to do, in this order. Each step names the numbers that it rests on."
     if not _has_failed(numbers):
@@ -142,7 +142,7 @@ def decisions(numbers: Numbers) -> Section:
         blocks += [Heading("Experiments that tell the causes apart"), Items(items, is_ordered=True)]
     else:
         blocks.append(Paragraph((_change_of_the_cause(numbers),)))
-    return Section("v4", "Decisions", tuple(blocks))
+    return ReportSection("v4", "Decisions", tuple(blocks))
 
 
 def _first_actions(numbers: Numbers) -> tuple[Sentence, ...]:
@@ -167,7 +167,7 @@ def _change_of_the_cause(numbers: Numbers) -> Sentence:
     return say("Change what is at fault: {title} ({probability}).", title=title, probability=_probability(numbers, 0))
 
 
-def _effect_space(numbers: Numbers, cited: list[Quantity]) -> Section:
+def _effect_space(numbers: Numbers, cited: list[Quantity]) -> ReportSection:
     cited = unique(cited)
     told = {"/causes", "/evidence", "/experiments"}
     blocks: list[Block] = [Lead(_LEAD), Heading("Causes"), *pictures.causes(), _causes_table(numbers)]
@@ -178,33 +178,34 @@ def _effect_space(numbers: Numbers, cited: list[Quantity]) -> Section:
         blocks += effect_space.whole_part(numbers.node("experiments"), "Experiments")
     rest = [quantity for quantity in cited if quantity.path not in told]
     leave_out = tuple(path.strip("/") for path in told)
-    return Section("v3", "Effect space", (*blocks, *effect_space.part_blocks(numbers, rest, leave_out=leave_out)))
+    return ReportSection("v3", "Effect space", (*blocks, *effect_space.part_blocks(numbers, rest, leave_out=leave_out)))
 
 
-def _causes_table(numbers: Numbers) -> Table:
+def _causes_table(numbers: Numbers) -> ReportTable:
     rows = []
     for row, _ in enumerate(numbers.names("causes", "cause")):
         layer = int(numbers.value("causes", "layer", cause=row).value)
         probability = _probability(numbers, row)
         rows.append(
             (
-                Cell(capitalized(numbers.text("causes", "title", cause=row))),
-                Cell(numbers.text("causes", "kind", cause=row)),
-                Cell(probability.text, quantity=probability, is_number=True),
-                Cell(f"block {layer}" if layer >= 0 else ""),
-                Cell(probability.where),
+                TableCell(capitalized(numbers.text("causes", "title", cause=row))),
+                TableCell(numbers.text("causes", "kind", cause=row)),
+                TableCell(probability.text, quantity=probability, is_number=True),
+                TableCell(f"block {layer}" if layer >= 0 else ""),
+                TableCell(probability.where),
             )
         )
-    return Table(
+    return ReportTable(
         "Causes by probability", ("cause", "kind", "probability", "where at fault", "where in the tree"), tuple(rows)
     )
 
 
-def _evidence_tables(numbers: Numbers, cited: list[Quantity]) -> list[Table]:
+def _evidence_tables(numbers: Numbers, cited: list[Quantity]) -> list[ReportTable]:
     """What is cited or weighs much, and the rest, folded."""
     titles = _titles(numbers)
     anchors = {quantity.anchor for quantity in cited}
-    shown, weak = [], []
+    shown: list[Any] = []
+    weak: list[Any] = []
     for row, owner in enumerate(numbers.texts("evidence", "cause")):
         value = _value(numbers, row)
         weight = numbers.value("evidence", "weight", evidence=row, meaning=_about(numbers, row))
@@ -214,22 +215,24 @@ def _evidence_tables(numbers: Numbers, cited: list[Quantity]) -> list[Table]:
         is_shown = abs(weight.value) >= _WEAK or not anchors.isdisjoint((value.anchor, weight.anchor))
         (shown if is_shown else weak).append(
             (
-                Cell(value.meaning),
-                Cell(value.text, quantity=value, is_number=True),
-                Cell(value.units),
-                Cell("" if math.isnan(reference.value) else reference.text, is_number=True),
-                Cell(step.text if has_step else "", is_number=True),
-                Cell(titles[owner]),
-                Cell(weight.text, quantity=weight, is_number=True),
-                Cell(value.where),
+                TableCell(value.meaning),
+                TableCell(value.text, quantity=value, is_number=True),
+                TableCell(value.units),
+                TableCell("" if math.isnan(reference.value) else reference.text, is_number=True),
+                TableCell(step.text if has_step else "", is_number=True),
+                TableCell(titles[owner]),
+                TableCell(weight.text, quantity=weight, is_number=True),
+                TableCell(value.where),
             )
         )
     columns = ("sign", "value", "unit", "usual", "step", "speaks of", "log-odds", "where in the tree")
-    tables = [Table("Evidence; positive log-odds speak for the cause, negative against it", columns, tuple(shown))]
+    tables = [
+        ReportTable("Evidence; positive log-odds speak for the cause, negative against it", columns, tuple(shown))
+    ]
     if weak:
         caption = f"{len(weak)} more signs, each of which changes the odds of its cause by less than half"
         elsewhere = f'they stand with the others in tree["evidence"], where the weight is below {_WEAK}'
-        tables.append(Table(caption, columns, tuple(weak), is_folded=True, elsewhere=elsewhere))
+        tables.append(ReportTable(caption, columns, tuple(weak), is_folded=True, elsewhere=elsewhere))
     return tables
 
 

@@ -91,7 +91,7 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """Of a table; with a quantity it is the place that sentences link to."""
 
     text: str
@@ -102,7 +102,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Rows under a caption; the first cell of each row names it.
 
     Attributes:
@@ -116,7 +116,7 @@ class Table:
 
     caption: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[TableCell, ...], ...]
     is_folded: bool = False
     elsewhere: str = ""
 
@@ -142,11 +142,11 @@ class Picture:
     has_many_marks: bool = False
 
 
-Block = Lead | Heading | Paragraph | Items | Table | Picture
+Block = Lead | Heading | Paragraph | Items | ReportTable | Picture
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """One of the four parts."""
 
     key: str
@@ -209,7 +209,7 @@ class Document:
     summary: str
     facts: tuple[Fact, ...]
     actions: tuple[Sentence, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[ReportSection, ...]
     about: tuple[tuple[str, str], ...] = field(default=())
 
     @property
@@ -223,7 +223,7 @@ class Document:
         anchors = [
             cell.quantity.anchor
             for section in self.sections
-            for table in section.each(Table)
+            for table in section.each(ReportTable)
             for row in table.rows
             for cell in row
             if cell.quantity
@@ -236,22 +236,24 @@ def unique(quantities: Iterable[Quantity]) -> list[Quantity]:
     return list({quantity.anchor: quantity for quantity in reversed(list(quantities))}.values())[::-1]
 
 
-def numbers_table(caption: str, quantities: Sequence[Quantity]) -> Table:
+def numbers_table(caption: str, quantities: Sequence[Quantity]) -> ReportTable:
     """Value, unit and place of each quantity: where the links of sentences lead."""
     rows = tuple(
         (
-            Cell(quantity.meaning),
-            Cell(quantity.text, quantity=quantity, is_number=True),
-            Cell(quantity.units),
-            Cell(quantity.band),
-            Cell(quantity.where),
+            TableCell(quantity.meaning),
+            TableCell(quantity.text, quantity=quantity, is_number=True),
+            TableCell(quantity.units),
+            TableCell(quantity.band),
+            TableCell(quantity.where),
         )
         for quantity in quantities
     )
-    return without_empty_columns(Table(caption, ("number", "value", "unit", "healthy band", "where in the tree"), rows))
+    return without_empty_columns(
+        ReportTable(caption, ("number", "value", "unit", "healthy band", "where in the tree"), rows)
+    )
 
 
-def without_empty_columns(table: Table) -> Table:
+def without_empty_columns(table: ReportTable) -> ReportTable:
     """The same table without the columns in which nothing stands."""
     kept = [place for place in range(len(table.columns)) if any(row[place].text for row in table.rows)]
     rows = tuple(tuple(row[place] for place in kept) for row in table.rows)

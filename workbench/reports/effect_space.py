@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.formatting import NO_BAND, lowered, number_in_words, title_of
 from workbench.reports import pictures
 from workbench.reports.document import (
     Block,
-    Cell,
     Heading,
     Lead,
-    Section,
-    Table,
+    ReportSection,
+    ReportTable,
+    TableCell,
     numbers_table,
     unique,
     without_empty_columns,
 )
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.reports.wording import NO_BAND, lowered, number_in_words, title_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -61,7 +61,7 @@ _TITLES = {
 TOLD_APART = ("criteria", "failure_modes", "decisions")
 
 
-def assessment_section(numbers: Numbers, cited: Iterable[Quantity]) -> Section:
+def assessment_section(numbers: Numbers, cited: Iterable[Quantity]) -> ReportSection:
     """V3 of an assessment."""
     cited = unique(cited)
     criteria = numbers.names("criteria", "criterion")
@@ -71,26 +71,26 @@ def assessment_section(numbers: Numbers, cited: Iterable[Quantity]) -> Section:
     blocks: list[Block] = [Lead(_LEAD), Heading("Criteria and their healthy bands"), pictures.criteria()]
     blocks.append(criteria_table(numbers, judged))
     blocks += part_blocks(numbers, rest, leave_out=TOLD_APART)
-    return Section("v3", "Effect space", tuple(blocks))
+    return ReportSection("v3", "Effect space", tuple(blocks))
 
 
-def criteria_table(numbers: Numbers, judged: list[Quantity], *, of: str = "") -> Table:
+def criteria_table(numbers: Numbers, judged: list[Quantity], *, of: str = "") -> ReportTable:
     """Every criterion, with the band that it is held against and where its number stands."""
     n_reference = [numbers.value("criteria", "n_reference", criterion=row) for row in range(len(judged))]
     rows = tuple(
         (
-            Cell(quantity.meaning),
-            Cell(quantity.text, quantity=quantity, is_number=True),
-            Cell(quantity.units),
-            Cell(quantity.band),
-            Cell(n.text if n.value > 0 else "a rule" if quantity.band != NO_BAND else "", is_number=n.value > 0),
-            Cell(quantity.state, state=quantity.state),
-            Cell(quantity.where),
+            TableCell(quantity.meaning),
+            TableCell(quantity.text, quantity=quantity, is_number=True),
+            TableCell(quantity.units),
+            TableCell(quantity.band),
+            TableCell(n.text if n.value > 0 else "a rule" if quantity.band != NO_BAND else "", is_number=n.value > 0),
+            TableCell(quantity.state, state=quantity.state),
+            TableCell(quantity.where),
         )
         for quantity, n in zip(judged, n_reference, strict=True)
     )
     columns = ("criterion", "value", "unit", "healthy band", "healthy runs behind it", "state", "where in the tree")
-    return without_empty_columns(Table(f"Criteria{of and f' of {of}'}", columns, rows))
+    return without_empty_columns(ReportTable(f"Criteria{of and f' of {of}'}", columns, rows))
 
 
 def part_blocks(
@@ -120,7 +120,7 @@ def part_blocks(
     return blocks
 
 
-def whole_part(data: xr.Dataset, title: str) -> list[Table]:
+def whole_part(data: xr.Dataset, title: str) -> list[ReportTable]:
     """Every variable of a dataset in folded tables: single values, one table a dimension, and extremes of the rest."""
     by_dims: dict[tuple[str, ...], list[str]] = {}
     for name, variable in data.data_vars.items():
@@ -147,7 +147,7 @@ def about(tree: xr.DataTree) -> tuple[tuple[str, str], ...]:
     return tuple((title_of(name), _told(name, tree.attrs[name])) for name in shown if name in tree.attrs)
 
 
-def _told(name: str, value: object) -> str:
+def _told(name: str, value: Any) -> str:
     if name == "duration":
         return f"{number_in_words(float(value))} s"
     text = number_in_words(_plain(value))
@@ -168,29 +168,29 @@ def name_of(variable: xr.DataArray) -> str:
     return f"{name} [{units}]" if units not in ("", "1") else name
 
 
-def _singles(data: xr.Dataset, names: list[str], caption: str) -> Table:
+def _singles(data: xr.Dataset, names: list[str], caption: str) -> ReportTable:
     rows = tuple(
         (
-            Cell(str(data[name].attrs.get("long_name") or title_of(name))),
+            TableCell(str(data[name].attrs.get("long_name") or title_of(name))),
             _cell(data[name].values.reshape(())),
-            Cell(_units(data[name])),
-            Cell(str(data[name].attrs.get("meaning", ""))),
+            TableCell(_units(data[name])),
+            TableCell(str(data[name].attrs.get("meaning", ""))),
         )
         for name in names
     )
-    return without_empty_columns(Table(caption, ("quantity", "value", "unit", "meaning"), rows, is_folded=True))
+    return without_empty_columns(ReportTable(caption, ("quantity", "value", "unit", "meaning"), rows, is_folded=True))
 
 
-def _along(data: xr.Dataset, dim: str, names: list[str], caption: str) -> Table:
+def _along(data: xr.Dataset, dim: str, names: list[str], caption: str) -> ReportTable:
     labels = data[dim].values if dim in data.coords else np.arange(data.sizes[dim])
     rows = tuple(
-        (Cell(number_in_words(_plain(label))), *(_cell(data[name].values[index]) for name in names))
+        (TableCell(number_in_words(_plain(label))), *(_cell(data[name].values[index]) for name in names))
         for index, label in enumerate(labels)
     )
-    return Table(caption, (title_of(dim), *(name_of(data[name]) for name in names)), rows, is_folded=True)
+    return ReportTable(caption, (title_of(dim), *(name_of(data[name]) for name in names)), rows, is_folded=True)
 
 
-def _extremes(data: xr.Dataset, names: list[str], caption: str) -> Table:
+def _extremes(data: xr.Dataset, names: list[str], caption: str) -> ReportTable:
     columns = ("quantity", "runs over", "smallest", "median", "largest", "of them not measured")
     rows = []
     for name in names:
@@ -203,17 +203,26 @@ def _extremes(data: xr.Dataset, names: list[str], caption: str) -> Table:
         if values.dtype.kind in "fiub":
             known = values[~np.isnan(values)] if values.dtype.kind == "f" else values.astype(float)
             ends = [known.min(), np.median(known), known.max()] if known.size else [np.nan] * 3
-            told = [Cell(number_in_words(float(end)), is_number=True) for end in ends]
-            rows.append((Cell(label), Cell(over), *told, _cell(values.size - known.size)))
+            told = [TableCell(number_in_words(float(end)), is_number=True) for end in ends]
+            rows.append((TableCell(label), TableCell(over), *told, _cell(values.size - known.size)))
         else:
             n = len({str(value) for value in values.ravel()})
-            rows.append((Cell(label), Cell(over), Cell(f"{n} different texts"), Cell(""), Cell(""), Cell("")))
-    return Table(caption, columns, tuple(rows), is_folded=True)
+            rows.append(
+                (
+                    TableCell(label),
+                    TableCell(over),
+                    TableCell(f"{n} different texts"),
+                    TableCell(""),
+                    TableCell(""),
+                    TableCell(""),
+                )
+            )
+    return ReportTable(caption, columns, tuple(rows), is_folded=True)
 
 
-def _cell(value: object) -> Cell:
+def _cell(value: object) -> TableCell:
     value = _plain(value)
-    return Cell(number_in_words(value), is_number=isinstance(value, int | float | complex))
+    return TableCell(number_in_words(value), is_number=isinstance(value, int | float | complex))
 
 
 def _units(variable: xr.DataArray) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from workbench.formatting import capitalized
 from workbench.reports.document import Document, Picture
 from workbench.reports.pictures import as_address, image
-from workbench.reports.wording import capitalized
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from workbench.errors import SchemaError, StoreError
+from workbench.errors import SchemaError, StoreError, require_lab
 from workbench.io.atomic import check_free, replacing
 from workbench.reports.assessment_document import assessment_document
 from workbench.reports.comparison_document import comparison_document
@@ -46,14 +46,17 @@ def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool =
     Raises:
         SchemaError: If it is no such tree, or it lacks what its report rests on.
         StoreError: If the ending is another, a file is there already, or the place cannot be written.
+        MissingPackageError: If the packages that draw its pictures are not installed.
     """
     path = Path(path)
     beside = check_target(path, overwrite=overwrite)
     tree = alone(tree)
     document = document_of(tree)
-    {".html": _write_html, ".md": _write_markdown, ".ipynb": _write_notebook}[path.suffix.lower()](
-        document, tree, path, beside
-    )
+    if path.suffix.lower() == ".html":
+        _write_html(document, tree, path)
+    elif beside is not None:
+        write = _write_markdown if path.suffix.lower() == ".md" else _write_notebook
+        write(document, tree, path, beside)
     return path
 
 
@@ -62,11 +65,13 @@ def check_target(path: Path, *, overwrite: bool = False) -> Path | None:
 
     Raises:
         StoreError: If the ending is none of a report, or something is there.
+        MissingPackageError: If the packages that draw its pictures are not installed.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise StoreError(
             f"'{path.name}' ends in '{path.suffix}', a report in one of {', '.join(SUFFIXES)}; choose one."
         )
+    require_lab("The pictures of a report", "holoviews", "matplotlib", "PIL")
     beside = {".md": path.with_name(f"{path.stem}_pictures"), ".ipynb": path.with_suffix(".nc")}.get(
         path.suffix.lower()
     )
@@ -99,7 +104,7 @@ def document_of(tree: xr.DataTree) -> Document:
     return _DOCUMENTS[kind](tree)
 
 
-def _write_html(document: Document, tree: xr.DataTree, path: Path, beside: None) -> None:
+def _write_html(document: Document, tree: xr.DataTree, path: Path) -> None:
     from workbench.reports.html import html
 
     content = html(document, tree)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from workbench.formatting import capitalized
 from workbench.reports.document import (
-    Cell,
     Document,
     Heading,
     Item,
@@ -14,12 +14,12 @@ from workbench.reports.document import (
     Lead,
     Paragraph,
     Picture,
-    Section,
+    ReportSection,
+    ReportTable,
     Sentence,
-    Table,
+    TableCell,
 )
 from workbench.reports.quantity import Quantity
-from workbench.reports.wording import capitalized
 from workbench.schema.statuses import CriterionState
 
 #: Signs beside the words, so that states can be told apart at a glance.
@@ -70,7 +70,7 @@ def foot(document: Document) -> str:
     return f"---\n\n{about}\n\nWritten by the Stability Workbench. Each linked number leads to its row in V3."
 
 
-def section_lines(section: Section, show: Callable[[Picture], str]) -> list[str]:
+def section_lines(section: ReportSection, show: Callable[[Picture], str]) -> list[str]:
     """One section, block by block."""
     lines = [f'<span id="{section.key}"></span>\n\n## {section.key.upper()} {plain(section.title)}']
     for block in section.blocks:
@@ -87,7 +87,7 @@ def section_lines(section: Section, show: Callable[[Picture], str]) -> list[str]
                 )
             case Picture():
                 lines.append(f"{show(block)}\n\n*{plain(block.title)}. {plain(block.caption)}*")
-            case Table():
+            case ReportTable():
                 written = table(block)
                 if block.elsewhere:
                     written = f"*{plain(block.caption)}: left out here; {plain(block.elsewhere)}*"
@@ -110,7 +110,7 @@ def number(quantity: Quantity) -> str:
     return f"[{plain(quantity.text)}](#{quantity.anchor}){units}"
 
 
-def table(block: Table) -> str:
+def table(block: ReportTable) -> str:
     """Rows with the anchors that links lead to."""
     rows = [" | ".join(map(plain, block.columns)), " | ".join("---" for _ in block.columns)]
     rows += [" | ".join(_cell(cell) for cell in row) for row in block.rows]
@@ -124,7 +124,7 @@ def plain(text: str) -> str:
     return re.sub(r"([\\`*_\[\]|#$~])", r"\\\1", text)
 
 
-def _cell(cell: Cell) -> str:
+def _cell(cell: TableCell) -> str:
     if cell.quantity:
         return f'<span id="{cell.quantity.anchor}"></span>{plain(cell.text)}'
     if cell.link:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING, Any
 
-from workbench.reports.document import Document, Picture, Section
+from workbench.reports.document import Document, Picture, ReportSection
 from workbench.reports.markdown import foot, head, section_lines
 from workbench.reports.pictures import image
 
@@ -41,7 +41,7 @@ def notebook(document: Document, tree: xr.DataTree, data_name: str) -> dict[str,
     return v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
 
 
-def _section_cells(section: Section, tree: xr.DataTree) -> list[Any]:
+def _section_cells(section: ReportSection, tree: xr.DataTree) -> list[Any]:
     from nbformat import v4
 
     found: list[Picture] = []

@@ -66,7 +66,7 @@ def evidence(evidence: xr.Dataset) -> list[Block]:
     """What speaks for and against the causes, and when it was seen."""
     if not evidence.sizes.get("evidence", 0):
         return []
-    found = [
+    found: list[Block] = [
         _picture(
             "evidence_bars",
             "evidence",
@@ -115,7 +115,7 @@ def risks_of_designs(tree: xr.DataTree) -> xr.Dataset:
     """The risk of each design of a comparison over the rates, as `workbench.plots.risk_curve` reads it."""
     import xarray as xr
 
-    names = [str(name) for name in tree["designs"]["design"].values]
+    names = [str(name) for name in tree.children["designs"].to_dataset()["design"].values]
     named = {name: tree[name] for name in names if "risk_over_rates" in tree[name].children}
     parts = [
         node["risk_over_rates"].to_dataset().isel(architecture=[0]).assign_coords(architecture=[name])

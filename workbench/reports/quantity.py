@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError
-from workbench.reports.wording import band_in_words, number_in_words, title_of, units_in_words
+from workbench.formatting import band_in_words, number_in_words, title_of, units_in_words
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -125,7 +125,7 @@ class Numbers:
 
     def text(self, path: str, variable: str, **selection: int) -> str:
         """One text."""
-        return str(self.value(path, variable, **selection).value)
+        return str(self.value(path, variable, meaning="", **selection).value)
 
     def value(self, path: str, variable: str, *, meaning: str = "", **selection: int) -> Quantity:
         """The value of a variable at an index of each of its dimensions; dimensions of length 1 need none.
@@ -254,7 +254,7 @@ class Numbers:
         shape = dict(array.sizes)
         if unknown := [dim for dim in chosen if dim not in shape]:
             raise SchemaError(
-                f"{where} {variable} has no dimension '{unknown[0]}'; it has {', '.join(shape) or 'none'}."
+                f"{where} {variable} has no dimension '{unknown[0]}'; it has {', '.join(map(str, shape)) or 'none'}."
             )
         for dim, index in chosen.items():
             if not -shape[dim] <= index < shape[dim]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from workbench.formatting import fixed, percent, with_interval
 from workbench.risk.features import FEATURES, OPTIMIZER
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _model(
         f"{spread[0]:.1f} within one; the edges of cells lie a factor {10 ** spread[1]:.2f} (one standard "
         "deviation) around what is predicted for them.",
         "",
-        f"| most telling | log-odds per standard deviation | {options['level']:.0%} interval |",
+        f"| most telling | log-odds per standard deviation | {percent(options['level'])} interval |",
         "|---|---|---|",
         *rows,
     ]
@@ -118,8 +118,8 @@ def _validation(figures: Mapping[str, Any]) -> list[str]:
         mass = figures["near_unit_mass"]
         lines += [
             f"| configuration, M alone | {mass['n_runs']} | | {_auroc(mass['auroc'])} | "
-            f"{_number(mass['auroc_within_architecture'])} | {_number(mass['auroc_within_cell'])} | "
-            f"{_number(mass['ece'])} ({_number(mass['ece_as_probability'])} as it stands) | |"
+            f"{fixed(mass['auroc_within_architecture'])} | {fixed(mass['auroc_within_cell'])} | "
+            f"{fixed(mass['ece'])} ({fixed(mass['ece_as_probability'])} as it stands) | |"
         ]
     for name, part in held_out.items():
         rates = part["all"].get("stable_rates")
@@ -135,18 +135,19 @@ def _row(name: str, part: Mapping[str, Any]) -> str:
         return f"| {name} | {part['n_runs']} | {part['n_diverged']} | | | | | |"
     return (
         f"| {name} | {part['n_runs']} | {part['n_diverged']} | {_auroc(part['auroc'])} | "
-        f"{_number(part['auroc_within_architecture'])} | {_number(part['auroc_within_cell'])} | "
-        f"{_number(part['ece'])} | {_number(part['brier'])} |"
+        f"{fixed(part['auroc_within_architecture'])} | {fixed(part['auroc_within_cell'])} | "
+        f"{fixed(part['ece'])} | {fixed(part['brier'])} |"
     )
 
 
 def _stable(name: str, below: float, rates: Mapping[str, Any]) -> str:
     found = (
-        f"Largest rate at which less than {below:.0%} diverge, {name} held out: expected over measured has the median "
-        f"{_number(rates['median_ratio'])} over {rates['n_measured']} cells; {_share(rates['share_within_1.5'])} lie "
-        f"within a factor of 1.5, {_share(rates['share_within_2'])} within 2, {_share(rates['share_in_interval'])} in "
-        f"their interval. The rate at which the risk is {below:.0%} is {_number(rates['median_cautious_ratio'])} times "
-        f"the measured one in the median, and stable in {_share(rates['share_cautious_is_stable'])} of the cells."
+        f"Largest rate at which less than {percent(below)} diverge, {name} held out: expected over measured has the "
+        f"median {fixed(rates['median_ratio'])} over {rates['n_measured']} cells; {percent(rates['share_within_1.5'])} "
+        f"lie within a factor of 1.5, {percent(rates['share_within_2'])} within 2, "
+        f"{percent(rates['share_in_interval'])} in their interval. The rate at which the risk is {percent(below)} is "
+        f"{fixed(rates['median_cautious_ratio'])} times the measured one in "
+        f"the median, and stable in {percent(rates['share_cautious_is_stable'])} of the cells."
     )
     if rates["n_bounds"]:
         found += f" The grid of {rates['n_bounds']} more gives a bound alone, which {rates['n_bounds_kept']} keep."
@@ -165,9 +166,9 @@ def _architectures(held_out: Mapping[str, Any]) -> list[str]:
     ]
     for name, row in part["architectures"].items():
         lines.append(
-            f"| {name} | {row['n_runs']} | {row['n_diverged']} | {_number(row['mean_probability'])} | "
-            f"{_number(row['auroc'])} | {_share(row['share_familiar'])} | "
-            f"{_number(row['stable_rates']['median_ratio'])} |"
+            f"| {name} | {row['n_runs']} | {row['n_diverged']} | {fixed(row['mean_probability'])} | "
+            f"{fixed(row['auroc'])} | {percent(row['share_familiar'])} | "
+            f"{fixed(row['stable_rates']['median_ratio'])} |"
         )
     return lines
 
@@ -213,13 +214,4 @@ def _sizes(sizes: Mapping[str, tuple[float, float]]) -> str:
 
 def _auroc(values: list[float | None]) -> str:
     value, low, high = values
-    bounds = "" if low is None or math.isnan(low) else f" [{low:.3f}, {high:.3f}]"
-    return f"{_number(value)}{bounds}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.3f}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.0%}"
+    return fixed(value) if value is None or low is None or high is None else with_interval(value, low, high)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -128,7 +128,7 @@ def compare_checked(
             read = [float(row[name]) if row is not None and name in row else np.nan for row in theirs.values()]
             values = np.stack([values, read], axis=1)
         variables[name] = (rule.dims, values, _attrs(rule))
-    coords = {"architecture": list(spectra), "source": list(SOURCES)}
+    coords: dict[str, Any] = {"architecture": list(spectra), "source": list(SOURCES)}
     coords |= {name: (_OURS, [ours[run][name] for run in ours], _attrs(rule)) for name, rule in _COORDS.items()}
     coords["published_as"] = (_OURS, list(rows.values()), {"long_name": "published as"})
     first = next(iter(spectra.values()))
@@ -174,7 +174,7 @@ def _plain(name: str) -> str:
 def _averages(spectra: xr.Dataset) -> dict[str, float | int | bool]:
     """The means over layers of one run at one step, and how many layers they rest on."""
     informative = spectra["is_informative"].values.astype(bool)
-    exists = np.isfinite(spectra["eigenvalue"]).transpose("layer", "mode").values
+    exists = np.isfinite(spectra["eigenvalue"].transpose("layer", "mode").values)
     reliable = spectra["is_reliable"].transpose("layer", "mode").values & exists
     share = reliable.sum(1) / np.where(exists.any(1), exists.sum(1), np.nan)
     spectral = {name: spectra[name].values.astype(float) for name in SPECTRAL} | {"reliable_fraction": share}

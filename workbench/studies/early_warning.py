@@ -15,6 +15,19 @@ from workbench.errors import SchemaError, ThresholdError
 if TYPE_CHECKING:
     import xarray as xr
 
+__all__ = [
+    "SIGNS",
+    "attributed_rightly",
+    "confusion",
+    "false_alarms",
+    "harmful",
+    "lead_times",
+    "saved",
+    "shown_at",
+    "warned_first",
+]
+
+
 #: What everybody watches, each with its alarm, and the end of the run.
 SIGNS = ("loss", "grad_norm", "spike_score", "divergence")
 _OUTCOMES = ("loss_step", "grad_norm_step", "spike_score_step")
@@ -183,3 +196,7 @@ def _need(runs: xr.Dataset, *names: str) -> None:
         raise SchemaError(
             f"This table of runs lacks {', '.join(missing)}; take samples.early_warning(), or one made like it."
         )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

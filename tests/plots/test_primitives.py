@@ -1,4 +1,4 @@
-"""The pen: what both backends make of the same description, and the words and ticks around it."""
+"""The primitives: what both backends make of the same description, and the words and ticks around it."""
 
 from itertools import pairwise
 
@@ -9,24 +9,24 @@ from hypothesis import strategies as st
 
 from tests.plots.panels import bokeh_panels, ends, legend, matplotlib_axes, note, places
 from workbench.plots import style
-from workbench.plots.primitives import Pen, decades, flowed, laid_out, stretches
+from workbench.plots.primitives import Primitives, decades, flowed, laid_out, stretches
 
 
 def drawn(backend, *, ticks=(None, None), **options):
-    """Two panels, the first with everything that a pen can do."""
+    """Two panels, the first with every primitive."""
     with style.drawing(backend) as hv:
-        pen = Pen(hv, backend, "x", "y")
-        pen.line([1, 2, 3], [1, np.nan, 3], color="#112233", dash="dashed", label="line")
-        pen.band([1, 2, 3, 4], [0, 0, np.nan, 1], [1, 2, 3, 2], color="#445566")
-        pen.bars([1, 2], [0, 0], [1, np.nan], [1, 1], color="#778899")
-        pen.boxes([1, 2], 0, [2, 3], [1, 2], colors=["#ff0000", "#00ff00"], columns={"name": ["a", "b"]})
-        pen.dots([1, 2], [3, 4], color="#aabbcc", marker="square", is_hollow=True, label="dots")
-        pen.words(2.5, 1.5, "here", is_bold=True)
-        other = Pen(hv, backend, "x", "z")
+        draw = Primitives(hv, backend, "x", "y")
+        draw.line([1, 2, 3], [1, np.nan, 3], color="#112233", dash="dashed", label="line")
+        draw.band([1, 2, 3, 4], [0, 0, np.nan, 1], [1, 2, 3, 2], color="#445566")
+        draw.bars([1, 2], [0, 0], [1, np.nan], [1, 1], color="#778899")
+        draw.boxes([1, 2], 0, [2, 3], [1, 2], colors=["#ff0000", "#00ff00"], columns={"name": ["a", "b"]})
+        draw.dots([1, 2], [3, 4], color="#aabbcc", marker="square", is_hollow=True, label="dots")
+        draw.words(2.5, 1.5, "here", is_bold=True)
+        other = Primitives(hv, backend, "x", "z")
         other.line([1, 2], [5, 6], color="#112233")
         look = {"view": ((1, 4), (0, 5)), "size": (300, 200), "names": ("across", "up"), "title": "Title"}
         panels = [
-            pen.panel(**look, ticks=ticks, note=["one", "two"], legend=True, at=(0, 120), **options),
+            draw.panel(**look, ticks=ticks, note=["one", "two"], legend=True, at=(0, 120), **options),
             other.panel(**look | {"size": (300, 90), "view": ((1, 4), (5, 6))}),
         ]
         return laid_out(hv, panels, backend)
@@ -79,11 +79,11 @@ def test_ticks_are_written_as_asked(backend):
     if backend == "bokeh":
         first = bokeh_panels(figure)[0]
         shown = [axis.major_label_overrides for axis in (first.xaxis[0], first.yaxis[0])]
-        assert shown == [{1.0: "100%", 3.0: "300%"}, {2.0: "two"}]
+        assert shown == [{1.0: "100 %", 3.0: "300 %"}, {2.0: "two"}]
     else:
         first = matplotlib_axes(figure)[0]
         shown = [[text.get_text() for text in axis.get_ticklabels()] for axis in (first.xaxis, first.yaxis)]
-        assert shown == [["100%", "300%"], ["two"]]
+        assert shown == [["100 %", "300 %"], ["two"]]
 
 
 @given(st.lists(st.booleans(), max_size=12))

@@ -1,4 +1,4 @@
-"""What the run under your hand has and its twin has not: KSS and faults switched on; both are watched alike."""
+"""Treatment and control of a live training: KSS and faults switched on, or never; both are monitored alike."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ WITH_KSS, WITHOUT_KSS = "with KSS", "without KSS"
 WITH_FAULTS, WITHOUT_FAULTS = "with faults", "without faults"
 
 
-class Twins:
+class PairedRuns:
     """The two runs of a room, but for model and data.
 
-    The twin has the same faults and the same KSS, never switched on, so that both compute alike to the bit until a hand
-    or a schedule switches something; it has a recorder and alarms of the same kind, and no actions.
+    The control has the same faults and the same KSS, never switched on, so that both compute alike to the bit until a
+    button or a schedule switches something; it has a recorder and alarms of the same kind, and no actions.
 
     Args:
-        kss: Of the run under the hand; None: the recommended one, switched off where there are faults.
-        faults: Of the run under the hand.
-        recorder: Of the run under the hand; None: none.
-        alarms: Of the run under the hand; None: none.
-        actions: Of the run under the hand; None: none.
+        kss: Of the treatment; None: the recommended one, switched off where there are faults.
+        faults: Of the treatment.
+        recorder: Of the treatment; None: none.
+        alarms: Of the treatment; None: none.
+        actions: Of the treatment; None: none.
 
     Attributes:
-        names: Of the run under the hand, and of its twin.
+        names: Of the treatment, and of its control.
 
     Raises:
         ThresholdError: If the faults do not go together, or alarms have no recorder, or actions no alarms.
@@ -77,7 +77,7 @@ class Twins:
 
         Args:
             resume: Whether the runs go on from a checkpoint. It has switches of its own; when the context ends, they
-                are where the hand had put them.
+                are where they had been put.
         """
         control, switches = self.kss.state_dict(), [fault.state_dict() for fault in self.faults]
         idle = KSS(enabled=False, options=self.kss.options, controller=self.kss.controller)

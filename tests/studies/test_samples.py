@@ -1,0 +1,84 @@
+"""Samples by name, which read text as bytes."""
+
+import doctest
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from workbench.errors import CheckpointError, SnapshotError
+from workbench.models import subject as subject_module
+from workbench.studies import samples
+
+TEXTS = ["A residual stream of bytes, long enough to be cut at the longest sequence that the model takes.", "Short é."]
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return wb.samples.load("pre_ln")
+
+
+def test_the_examples_hold():
+    for module in (samples, subject_module):
+        done = doctest.testmod(module)
+        assert done.attempted
+        assert not done.failed
+
+
+def test_every_shipped_model_is_opened_by_its_name():
+    assert wb.samples.names() == ["no_norm", "pre_ln", "smollm2"]
+    for name in ("no_norm", "pre_ln"):
+        subject = wb.samples.load(name)
+        assert subject.name == name
+        assert subject.folder == wb.samples.embedded(name)
+        assert isinstance(subject.tokenizer, wb.ByteTokenizer)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("pre-ln", "'pre_ln'"), ("smolm2", "'smollm2'")])
+def test_an_unknown_name_is_told_the_nearest(name, hint):
+    with pytest.raises(CheckpointError, match=f"did you mean {hint}.*there are no_norm, pre_ln, smollm2"):
+        wb.samples.load(name)
+    with pytest.raises(CheckpointError, match="No sample is called 'x'; there are"):
+        wb.samples.load("x")
+
+
+def test_texts_are_the_bytes_that_the_models_were_trained_on(sample):
+    found = sample.tokenize(TEXTS)
+    assert found["input_ids"].shape == (2, 64)
+    assert found["input_ids"][0].tolist() == list(TEXTS[0].encode()[:64])
+    short = list(TEXTS[1].encode())
+    assert found["input_ids"][1, : len(short)].tolist() == short
+    assert found["attention_mask"].sum(1).tolist() == [64, len(short)]
+    assert sample.tokenizer.decode(found["input_ids"][1, : len(short)]) == TEXTS[1]
+    with pytest.raises(SnapshotError, match="The texts are empty"):
+        sample.tokenize(["", ""])
+
+
+def test_a_profile_of_texts_is_the_profile_of_their_bytes(sample):
+    passages = wb.tasks.reference_passages(24, n_characters=64)
+    of_text = wb.profile(sample, passages, n_snapshots=None, progress=False)
+    of_bytes = wb.profile(
+        sample, torch.tensor([list(passage.encode()[:64]) for passage in passages]), n_snapshots=None, progress=False
+    )
+    np.testing.assert_array_equal(of_text.eigenvalue.values, of_bytes.eigenvalue.values)
+
+
+def test_padding_is_left_out(sample):
+    texts = [passage[:n] for n, passage in zip(range(20, 64, 2), wb.tasks.reference_passages(22), strict=True)]
+    n_bytes = sum(min(len(text.encode()), 64) for text in texts)
+    assert wb.profile(sample, texts, n_snapshots=None, progress=False).attrs["n_snapshots"] == n_bytes
+
+
+def test_the_note_on_bytes_is_saved_and_old_folders_have_none(sample, tmp_path):
+    again = wb.open_checkpoint(wb.save_checkpoint(sample, tmp_path / "again"))
+    assert again.tokenizer.model_max_length == 64
+    plain = wb.save_checkpoint(sample.model, tmp_path / "plain")
+    assert "tokenizer" not in json.loads((plain / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="comes without a tokenizer"):
+        wb.open_checkpoint(plain).tokenize("text")
+    config = json.loads((plain / "config.json").read_text()) | {"tokenizer": "words"}
+    (plain / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="names the tokenizer 'words', which this version does not know"):
+        wb.open_checkpoint(plain)

@@ -1,0 +1,90 @@
+"""The wheel holds all that the package needs, and works where there is nothing but it."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.subprocess
+
+#: Run from the unpacked wheel, in a folder of its own, without the tree that it was built from.
+_IN_A_FRESH_PYTHON = """
+import sys
+sys.path[:] = [{wheel!r}] + [path for path in sys.path if path and path != {root!r}]
+for name in ("holoviews", "bokeh", "matplotlib", "ipywidgets", "anywidget", "IPython"):
+    sys.modules[name] = None
+import workbench as wb
+assert wb.__file__.startswith({wheel!r}), wb.__file__
+for name in dir(wb):
+    getattr(wb, name)
+assert len(wb.samples.recorded_runs()) == 18
+assert wb.samples.divergence_sweep("norms").sizes["run"]
+assert wb.samples.failed_run("precision").exists()
+assert wb.risk.shipped().card()
+assert wb.Alarms(calibration=wb.alarms.Calibration.shipped()) is not None
+subject = wb.open_checkpoint(wb.samples.embedded("pre_ln"))
+spectra = wb.profile(subject, wb.tasks.text_bytes().probe(512), n_snapshots=200, progress=False)
+assert spectra.sizes["layer"] == 6
+for ask in (lambda: wb.plots.eigenvalue_map(spectra), lambda: __import__("workbench.widgets")):
+    try:
+        ask()
+    except wb.errors.MissingPackageError as error:
+        assert 'pip install "stability-workbench[lab]"' in str(error), error
+    else:
+        raise AssertionError("no error")
+print("fine")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy, for setuptools leaves folders in the tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("workbench", "widgets", "data"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--wheel-dir", folder, source], check=True, capture_output=True, timeout=300)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+def test_every_file_of_the_packages_is_in_the_wheel(wheel):
+    held = set(zipfile.ZipFile(wheel).namelist())
+    endings = {".py", ".pyi", ".js", ".css", ".json", ".jinja", ".typed", ".nc", ".safetensors", ".pt"}
+    expected = {
+        f"{package}/{file.relative_to(folder).as_posix()}"
+        for package, folder in (
+            ("workbench", ROOT / "workbench"),
+            ("workbench/widgets", ROOT / "widgets"),
+            ("workbench/data", ROOT / "data"),
+        )
+        for file in folder.rglob("*")
+        if file.is_file()
+        and not (file.suffix == ".py" and folder.name == "data")
+        and (file.suffix in endings or file.name == "py.typed")
+        and "parts" not in file.parts
+        and not {"widgets", "data"} & set(file.relative_to(folder).parts[:1])
+    }
+    assert len(expected) > 400
+    assert not expected - held
+    assert not [name for name in held if name.startswith("workbench/data/") and name.endswith(".py")]
+    assert wheel.stat().st_size < 20e6
+
+
+def test_it_works_headless_from_another_folder(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "unpacked")
+    code = _IN_A_FRESH_PYTHON.format(wheel=str(tmp_path / "unpacked"), root=str(ROOT))
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.stdout.endswith("fine\n"), done.stderr
