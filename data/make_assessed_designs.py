@@ -35,7 +35,7 @@ import xarray as xr
 
 import workbench as wb
 from workbench.assessment.assess import initialization
-from workbench.assessment.failure_modes import CRITERIA, Criterion, HealthyBand, Reading, band_of, judged
+from workbench.assessment.failure_modes import CRITERIA, Criterion, CriterionReading, HealthyBand, band_of, judged
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.flow_numbers import flow_numbers
 from workbench.assessment.pilot_run import N_TRIALS, N_UPDATES, pilot_run
@@ -162,7 +162,7 @@ def numbers_of(
     found = {}
     for criterion in CRITERIA:
         reading = criterion.reads(tree)
-        if isinstance(reading, Reading) and criterion.name not in _FROM_RULES:
+        if isinstance(reading, CriterionReading) and criterion.name not in _FROM_RULES:
             found[criterion.name] = reading.value
     return found
 

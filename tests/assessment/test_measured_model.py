@@ -150,7 +150,7 @@ def test_every_kind_of_small_design_is_assessed_to_the_end(kind, monkeypatch):
 
     monkeypatch.setitem(pilot_run.__kwdefaults__, "n_updates", 4)
     monkeypatch.setitem(pilot_run.__kwdefaults__, "n_trials", 1)
-    monkeypatch.setattr("workbench.sweeps.case_measures.rehearsed_rate", lambda *_: 0.1)
+    monkeypatch.setattr("workbench.sweeps.case_measures.pilot_rate", lambda *_: 0.1)
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = {
         "images": lambda: transformers.ViTConfig(**VIT, image_size=16),

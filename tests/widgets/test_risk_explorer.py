@@ -625,7 +625,7 @@ def test_wrong_arguments_are_refused_at_once(risk, sweep):
     with pytest.raises(ThresholdError, match="The task 'digits' does not fit the model; choose from random tokens"):
         RiskExplorer(torch.nn.Linear(2, 2), "digits", **given)
     with pytest.raises(
-        ThresholdError, match="risk is 'oracle', expected a risk model or one of forward, gradient, reh"
+        ThresholdError, match="risk is 'oracle', expected a risk model or one of forward, gradient, pilot"
     ):
         RiskExplorer(risk="oracle", sweep=sweep)
     with pytest.raises(SchemaError, match="The dataset is no sweep: it lacks has_diverged"):

@@ -241,7 +241,7 @@ def _out_of_reach(sizes: np.ndarray, target: tuple[int, int], largest_reach: flo
         reach = max(goal / known[-1], known[0] / goal)
         if reach > largest_reach * (1 + 1e-9) and largest_reach <= 1:
             return (
-                f"The target's {name} lies beyond the ladder, where trends of this quantity have not held; measure a "
+                f"The target's {name} lies beyond the ladder, where trends of this quantity have not held; look at a "
                 "fresh model of that size, which needs no training."
             )
         if reach > largest_reach * (1 + 1e-9):
