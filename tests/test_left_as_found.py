@@ -27,6 +27,7 @@ import workbench as wb
 from tests.model_state import differences, frozen, output_of, state_of, state_of_optimizer, state_of_process, structure
 from workbench.callbacks.kss import Shaper
 from workbench.diagnosis import check_fits
+from workbench.training.callback import Run
 from workbench.io.background_writer import RecordingWarning
 from workbench.koopman.spectra import RankWarning
 from workbench.scaling.coordinate_checks import layer_outputs
@@ -216,12 +217,14 @@ def penalized(of, _):
 def injected(of, _):
     faults = [wb.faults.low_precision_attention()] + [wb.faults.no_auxiliary_loss()] * (of.name == "moe")
     injection = wb.faults.Injection(faults)
+    optimizer = torch.optim.SGD(of.model.parameters(), lr=0.1)
+    injection.setup(Run(of.model, optimizer, lambda event: None, probe=lambda n_tokens: of.inputs, owns_loop=True))
     try:
-        injection.attach_to_model(of.model, of.inputs, lambda output: True)
+        injection.begin()
     except wb.errors.ThresholdError:  # not every model calls torch's attention
         assert of.name not in ("pre_ln", "none", "moe", "vit")
     finally:
-        injection.detach()
+        injection.end()
 
 
 def recomputed(of, _):
@@ -323,7 +326,7 @@ CALLS = {
     "recorder": Call(recorded, ("Recorder.attach", "Recorder.prepare")),
     "KSS": Call(shaped, ("KSS.attach",)),
     "penalties": Call(penalized, ("baselines.PenaltyTerms",)),
-    "faults": Call(injected, ("faults.Injection.attach_to_model",)),
+    "faults": Call(injected, ()),
     "recomputation": Call(recomputed, ("faults.FlashAttentionMode.reaches_recomputation",)),
     "diagnosis": Call(diagnosed, ("diagnose", "run_experiment"), frozenset({"none"})),
     "optimizers": Call(optimizers, ("TrainingPlan.optimizer_for", *MUP)),

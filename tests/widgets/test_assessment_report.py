@@ -279,7 +279,7 @@ def run_experiment(monkeypatch):
         return done
 
     fake.read = read
-    monkeypatch.setattr(workbench.diagnosis, "run_experiment", fake)
+    monkeypatch.setattr("workbench.diagnosis.experiment_runs.run_experiment", fake)
     return fake
 
 

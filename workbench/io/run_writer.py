@@ -158,8 +158,8 @@ class RunWriter:
         variables = {}
         for array in zarr.open_group(self.path / part, mode="r", use_consolidated=False).array_values():
             dims = _dims(array)
-            written_as = array.attrs.get("dtype")  # xarray writes truth values as integers
-            dtype = np.dtype(array.dtype if written_as is None else str(written_as))
+            stored: Any = array.attrs.get("dtype", array.dtype)  # xarray writes truth values as integers
+            dtype = np.dtype(stored)
             is_growing = dims[:1] == (self._parts[part].dim,)
             values = np.empty((0, *array.shape[1:]), dtype) if is_growing else array[...]
             variables[array.basename] = (dims, values)

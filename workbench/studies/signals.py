@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "REDUCTIONS",
     "Entry",
-    "HealthyBand",
+    "SignalBand",
     "Signal",
     "bad_direction",
     "catalogue",
@@ -275,7 +275,7 @@ def decimate(
 
 
 @dataclass(frozen=True)
-class HealthyBand:
+class SignalBand:
     """Where a signal of healthy runs lies.
 
     Attributes:
@@ -291,7 +291,7 @@ class HealthyBand:
 
 def healthy_band(
     lines: Sequence[tuple[np.ndarray, np.ndarray]], *, quantiles: tuple[float, float] = (0.05, 0.95), n: int = 100
-) -> HealthyBand:
+) -> SignalBand:
     """Running quantiles over healthy runs: of the values of all of them in each stretch of steps and its neighbours.
 
     Args:
@@ -310,7 +310,7 @@ def healthy_band(
     step = np.concatenate([np.zeros(0), *(line[0][is_there] for line, is_there in zip(lines, finite, strict=True))])
     value = np.concatenate([np.zeros(0), *(line[1][is_there] for line, is_there in zip(lines, finite, strict=True))])
     if not len(step):
-        return HealthyBand(np.zeros(0), np.zeros(0), np.zeros(0))
+        return SignalBand(np.zeros(0), np.zeros(0), np.zeros(0))
     order = np.argsort(step, kind="stable")
     step, value = step[order], value[order]
     n = int(np.clip(len(step) // 5, 1, n))
@@ -324,7 +324,7 @@ def healthy_band(
             found.append(np.quantile(nearby, quantiles))
     lower, upper = np.array(found).T
     middle[0], middle[-1] = edges[0], edges[-1]
-    return HealthyBand(np.array(middle), lower, upper)
+    return SignalBand(np.array(middle), lower, upper)
 
 
 def checked_quantiles(quantiles: tuple[float, float]) -> tuple[float, float]:
