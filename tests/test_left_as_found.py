@@ -27,10 +27,10 @@ import workbench as wb
 from tests.model_state import differences, frozen, output_of, state_of, state_of_optimizer, state_of_process, structure
 from workbench.callbacks.kss import Shaper
 from workbench.diagnosis import check_fits
-from workbench.training.callback import Run
 from workbench.io.background_writer import RecordingWarning
 from workbench.koopman.spectra import RankWarning
 from workbench.scaling.coordinate_checks import layer_outputs
+from workbench.training.callback import Run
 
 N_WORDS, N_ROWS, N_TOKENS = 32, 4, 8
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2}

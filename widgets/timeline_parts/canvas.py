@@ -130,7 +130,7 @@ class TimelineCanvas(LatestState):
         self.runs, self.wishes = runs, wishes
         self._healthy, self._quantiles, self._ask = healthy, quantiles, ask
         self._axes: dict[Any, bool] = {}
-        self._bands: dict[Any, sig.HealthyBand] = {}
+        self._bands: dict[Any, sig.SignalBand] = {}
         self._token, self._is_held = "", False
         super().__init__()
 
@@ -220,7 +220,7 @@ class TimelineCanvas(LatestState):
 
     def _bands_of(
         self, name: str, reduce: str | None, found: Sequence[tuple[FollowedRun, SignalLine]]
-    ) -> list[tuple[str | None, sig.HealthyBand]]:
+    ) -> list[tuple[str | None, sig.SignalBand]]:
         if self._healthy is None:
             return []
         if isinstance(self._healthy, int):

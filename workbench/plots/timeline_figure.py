@@ -147,7 +147,7 @@ def _bands(
     name: str,
     reduce: str | None,
     quantiles: tuple[float, float],
-) -> list[tuple[int | None, sig.HealthyBand]]:
+) -> list[tuple[int | None, sig.SignalBand]]:
     if references:
         found = [sig.read(run, name, reduce=reduce) for run in references.values() if name in sig.catalogue(run)]
         return [(None, sig.healthy_band([(line.step, line.value) for line in found], quantiles=quantiles))]
@@ -159,13 +159,13 @@ def _bands(
     ]
 
 
-def own_band(step: np.ndarray, value: np.ndarray, before: int, quantiles: tuple[float, float]) -> sig.HealthyBand:
+def own_band(step: np.ndarray, value: np.ndarray, before: int, quantiles: tuple[float, float]) -> sig.SignalBand:
     """The range of a line's own values before a step, held over all its steps."""
     start = value[(step < before) & np.isfinite(value)]
     if not len(start):
-        return sig.HealthyBand(np.zeros(0), np.zeros(0), np.zeros(0))
+        return sig.SignalBand(np.zeros(0), np.zeros(0), np.zeros(0))
     lower, upper = np.quantile(start, quantiles)
-    return sig.HealthyBand(step[[0, -1]].astype(float), np.repeat(lower, 2), np.repeat(upper, 2))
+    return sig.SignalBand(step[[0, -1]].astype(float), np.repeat(lower, 2), np.repeat(upper, 2))
 
 
 def _band_in_words(references: Mapping[str, Any], healthy: Any, quantiles: tuple[float, float]) -> str:

@@ -94,7 +94,7 @@ class SignalPanel:
         name: str,
         lines: list[Trace],
         stories: Sequence[Story],
-        bands: list[tuple[int | None, sig.HealthyBand]],
+        bands: list[tuple[int | None, sig.SignalBand]],
         *,
         shows_all: bool = False,
     ) -> SignalPanel:

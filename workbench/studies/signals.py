@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "REDUCTIONS",
     "Entry",
-    "SignalBand",
     "Signal",
+    "SignalBand",
     "bad_direction",
     "catalogue",
     "decimate",
