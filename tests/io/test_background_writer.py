@@ -494,6 +494,7 @@ def process(tmp_path_factory):
         process.stdin.close()
 
 
+@pytest.mark.subprocess
 @pytest.mark.parametrize("index", range(8))
 def test_a_killed_process_leaves_whole_rows_and_readers_never_see_less(process, path, index):
     process.stdin.write(f"{path}\n")
@@ -528,6 +529,7 @@ def in_new_process(code, *args, seconds=300):
     return subprocess.run(command, cwd=ROOT, timeout=seconds, capture_output=True, text=True, check=True)
 
 
+@pytest.mark.subprocess
 def test_writers_that_nobody_closes_are_closed_at_the_end(tmp_path):
     paths = [tmp_path / f"{name}.zarr" for name in "abc"]
     done = in_new_process(
@@ -543,6 +545,7 @@ def test_writers_that_nobody_closes_are_closed_at_the_end(tmp_path):
     assert wb.open_run(paths[0]).attrs["state"] == "left"
 
 
+@pytest.mark.subprocess
 def test_what_is_written_only_at_the_end_is_written(path):
     """Not one block before it: whatever writing imports, it imports while the interpreter ends."""
     done = in_new_process(
@@ -553,6 +556,7 @@ def test_what_is_written_only_at_the_end_is_written(path):
     check_rows(wb.open_run(path), range(60), range(0, 60, EVERY))
 
 
+@pytest.mark.subprocess
 def test_a_forked_child_leaves_the_run_to_its_parent(path):
     in_new_process(
         "writer = begin(Path(sys.argv[1]), rows_per_block=10)\n"

@@ -13,6 +13,8 @@ from workbench.plots import save, style
 from workbench.plots.scaling_trend_figure import scaling_trend
 from workbench.scaling import extrapolated
 
+pytestmark = pytest.mark.render
+
 EDGE, MASS = "stable_rate_edge", "near_unit_mass"
 
 

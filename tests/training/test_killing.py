@@ -15,6 +15,8 @@ from tests.small_training import same_weights
 from tests.training import killed_run
 from workbench.models.run_checkpoints import latest_checkpoint
 
+pytestmark = pytest.mark.subprocess
+
 N_KILLS = 20
 FLUSH, CHECKPOINT, SPECTRA = (killed_run.SETTINGS[f"{name}_every"] for name in ("flush", "checkpoint", "spectra"))
 
