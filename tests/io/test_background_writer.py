@@ -477,10 +477,11 @@ def write_on_failing_disk(path, monkeypatch, first, n_failing):
 
 
 @pytest.mark.filterwarnings("ignore::workbench.io.background_writer.RecordingWarning")
-def test_operations_that_fail_neither_break_the_store_nor_repeat_rows(tmp_path, monkeypatch):
+@pytest.mark.parametrize("n_trials", [4, pytest.param(16, marks=pytest.mark.slow)])
+def test_operations_that_fail_neither_break_the_store_nor_repeat_rows(tmp_path, monkeypatch, n_trials):
     n_operations = write_on_failing_disk(tmp_path / "well.zarr", monkeypatch, 0, 0)
     draw = random.Random(0)
-    for trial, first in enumerate(draw.sample(range(n_operations), 16)):
+    for trial, first in enumerate(draw.sample(range(n_operations), n_trials)):
         n_failing = draw.choice((1, 2, 10, n_operations))
         write_on_failing_disk(tmp_path / f"{trial}.zarr", monkeypatch, first, n_failing)
 
@@ -495,7 +496,7 @@ def process(tmp_path_factory):
 
 
 @pytest.mark.subprocess
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", [pytest.param(i, marks=() if i % 4 == 0 else pytest.mark.slow) for i in range(8)])
 def test_a_killed_process_leaves_whole_rows_and_readers_never_see_less(process, path, index):
     process.stdin.write(f"{path}\n")
     process.stdin.flush()

@@ -70,6 +70,7 @@ def test_a_killed_worker_changes_no_result(cluster, alone, tmp_path):
     xr.testing.assert_identical(without_seconds(result["sweep"]), without_seconds(alone))
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_a_sweep_whose_process_is_killed_goes_on(cluster, alone, tmp_path):
     path = tmp_path / "a.zarr"
