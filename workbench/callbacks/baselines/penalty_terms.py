@@ -17,7 +17,7 @@ from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import take_rows
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import on_device_of
-from workbench.models.wrapping import unwrap
+from workbench.models.wrapping import entrances, unwrap
 from workbench.training.callback import Callback, Run
 
 if TYPE_CHECKING:
@@ -101,9 +101,9 @@ class PenaltyTerms(Callback):
         return described
 
     def setup(self, run: Run) -> None:
-        """Act on the model of the run."""
+        """Act on the model of the run; of a shell around it that cannot be called, on what it holds."""
         super().setup(run)
-        self.model = unwrap(run.model)
+        self.model = next(unwrap(module) for module in entrances(run.model) if _has_forward(module))
 
     def begin(self) -> None:
         """Find the residual blocks, where there is something to run the model on; else in the first step.
@@ -202,3 +202,9 @@ class PenaltyTerms(Callback):
     def _random(self, number: int, step: int, device: torch.device) -> torch.Generator:
         words = np.random.SeedSequence((self.seed, number, step)).generate_state(2, np.uint32)
         return torch.Generator(device).manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: a LightningModule may leave that to the model it holds."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return owner.__name__ not in ("Module", "LightningModule")
