@@ -26,7 +26,7 @@ def assessed(monkeypatch):
 
     assess.verdict = "proceed"
     monkeypatch.setattr(importlib.import_module("workbench.assessment.assess"), "assess", assess)
-    room = importlib.import_module("workbench.reports")
+    room = importlib.import_module("workbench.reports.make_report")
     monkeypatch.setattr(room, "report", lambda tree, path, overwrite=False: path.write_text(tree.attrs["verdict"]))
     assess.calls = calls
     return assess

@@ -1,51 +1,5 @@
-"""The shape of the data: every dimension, coordinate, variable, unit and status."""
+"""The shape of the data: every dimension, coordinate, variable, unit and status; names load when first used."""
 
-from workbench.schema.runs import (
-    ACTIVATIONS,
-    ATTENTION,
-    CONCAT_DIMS,
-    CURVATURE,
-    EVENT_PLACES,
-    EVENTS,
-    MONITORS,
-    OPTIMIZER,
-    PARTS,
-    ROUTER,
-    SCHEMA_VERSION,
-    SPECTRA,
-    SPECTRA_ATTRS,
-    SPECTRA_COUNTS,
-    Variable,
-    check_version,
-    validate_events,
-    validate_monitors,
-    validate_part,
-    validate_spectra,
-)
+import lazy_loader
 
-__all__ = [
-    "ACTIVATIONS",
-    "ATTENTION",
-    "CONCAT_DIMS",
-    "CURVATURE",
-    "EVENTS",
-    "EVENT_PLACES",
-    "MONITORS",
-    "OPTIMIZER",
-    "PARTS",
-    "ROUTER",
-    "SCHEMA_VERSION",
-    "SPECTRA",
-    "SPECTRA_ATTRS",
-    "SPECTRA_COUNTS",
-    "Variable",
-    "check_version",
-    "validate_events",
-    "validate_monitors",
-    "validate_part",
-    "validate_spectra",
-]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
