@@ -342,7 +342,8 @@ class Pair:
         return values[place]
 
     def _read(self, watched: Watched) -> tuple[np.ndarray, np.ndarray]:
-        part = self._run.children.get(watched.part)
+        node = self._run.children.get(watched.part)
+        part = None if node is None else node.to_dataset(inherit=False)
         if part is None or watched.variable not in part:
             return np.zeros(0, int), np.zeros((0,))
         variable = part[watched.variable]
