@@ -182,7 +182,8 @@ def in_lightning(rank):
 
     trainer = lightning.Trainer(
         max_steps=3, accelerator="cpu", devices=N_RANKS, strategy="ddp", logger=False, use_distributed_sampler=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, callbacks=[callback, Observer()],
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        callbacks=[callback, Observer()],
     )  # fmt: skip
     trainer.fit(subject, DataLoader([own_rows(rank, i) for i in range(3)], batch_size=None))
     weights = [weight.detach().clone() for weight in subject.model.parameters()]
