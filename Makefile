@@ -32,10 +32,11 @@ test: venv sample  ## Everything: lint, unit, notebooks, browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser
 	$(MAKE) --no-print-directory notebooks browser
 
-lint: venv  ## Style, and which package imports which
+lint: venv  ## Style, types, and which package imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/mypy
 
 unit: venv  ## Unit tests alone
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser

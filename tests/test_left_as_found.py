@@ -30,7 +30,7 @@ from workbench.diagnosis import check_fits
 from workbench.io.background_writer import RecordingWarning
 from workbench.koopman.spectra import RankWarning
 from workbench.scaling.coordinate_checks import layer_outputs
-from workbench.training.callback import Run
+from workbench.training.callback import TrainingRun
 
 N_WORDS, N_ROWS, N_TOKENS = 32, 4, 8
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2}
@@ -218,7 +218,9 @@ def injected(of, _):
     faults = [wb.faults.low_precision_attention()] + [wb.faults.no_auxiliary_loss()] * (of.name == "moe")
     injection = wb.faults.Injection(faults)
     optimizer = torch.optim.SGD(of.model.parameters(), lr=0.1)
-    injection.setup(Run(of.model, optimizer, lambda event: None, probe=lambda n_tokens: of.inputs, owns_loop=True))
+    injection.setup(
+        TrainingRun(of.model, optimizer, lambda event: None, probe=lambda n_tokens: of.inputs, owns_loop=True)
+    )
     try:
         injection.begin()
     except wb.errors.ThresholdError:  # not every model calls torch's attention

@@ -176,13 +176,14 @@ def in_lightning(rank):
     subject, seen = Shell(), []
     callback = wb.lightning_callback(kss())
 
-    class Look(lightning.Callback):
+    class Observer(lightning.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            seen.append(callback.attachment.shaper.last)
+            seen.append(callback.attachment.callbacks[0].shaper.last)
 
     trainer = lightning.Trainer(
         max_steps=3, accelerator="cpu", devices=N_RANKS, strategy="ddp", logger=False, use_distributed_sampler=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, callbacks=[callback, Look()],
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        callbacks=[callback, Observer()],
     )  # fmt: skip
     trainer.fit(subject, DataLoader([own_rows(rank, i) for i in range(3)], batch_size=None))
     weights = [weight.detach().clone() for weight in subject.model.parameters()]

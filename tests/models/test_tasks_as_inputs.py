@@ -44,8 +44,8 @@ def test_what_reads_the_model(model, mixture):
 
 def test_a_look_at_the_model(mixture):
     anatomy = wb.read_anatomy(mixture, TASK)
-    found = wb.monitors.ProbeLook(mixture, anatomy, TASK).take()
-    expected = wb.monitors.ProbeLook(mixture, anatomy, TASK.probe(1024)).take()
+    found = wb.monitors.ModelProbe(mixture, anatomy, TASK).take()
+    expected = wb.monitors.ModelProbe(mixture, anatomy, TASK.probe(1024)).take()
     for part in expected:
         for name, values in expected[part].items():
             np.testing.assert_array_equal(found[part][name], values)

@@ -44,7 +44,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Request:
+class ActionRequest:
     """What an alarm asks the loop for; several kinds at a time, carried out in the order of ``KINDS``.
 
     Attributes:
@@ -65,7 +65,7 @@ class Actions:
     """What alarms may trigger; ``train(..., recorder=, alarms=, actions=Actions())``.
 
     Attributes:
-        policy: Cause -> kinds of action, of ``KINDS``; what it does not name gets ``otherwise``. None: `POLICY`.
+        policy: Cause -> kinds of action, of ``KINDS``; what it does not name gets ``otherwise``.
         otherwise: Against a cause that the policy does not name.
         cut_rate: Factor on the learning rate of each cut, below 1.
         lowest_rate: Share of the planned rate below which no cut goes.
@@ -77,14 +77,14 @@ class Actions:
         rest: Steps after an action in which no alarm sounds, while the run finds its way.
         n_most: Actions on alarms after which there are no more.
         reacts_to_outcome: Whether alarms of loss and gradient norm trigger too.
-        call: Called with each `Request` first; the kinds of action that it returns replace the policy's; None keeps
-            those.
+        call: Called with each `ActionRequest` first; the kinds of action that it returns replace the policy's; None
+            keeps those.
 
     Raises:
         ThresholdError: If a kind is unknown or a number out of range.
     """
 
-    policy: Mapping[str, Sequence[str]] | None = None
+    policy: Mapping[str, Sequence[str]] = field(default_factory=lambda: dict(POLICY))
     otherwise: Sequence[str] = OTHERWISE
     cut_rate: float = 0.1
     lowest_rate: float = 0.01
@@ -95,11 +95,11 @@ class Actions:
     rest: int = 60
     n_most: int = 5
     reacts_to_outcome: bool = True
-    call: Callable[[Request], Sequence[str] | None] | None = None
+    call: Callable[[ActionRequest], Sequence[str] | None] | None = None
     done: list[Action] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.policy = dict(POLICY if self.policy is None else self.policy)
+        self.policy = dict(self.policy)
         for kinds in (*self.policy.values(), self.otherwise):
             _check_kinds(kinds)
         for name in ("cut_rate", "lowest_rate"):
@@ -118,7 +118,7 @@ class Actions:
         """Every kind of action that may be asked for."""
         return {kind for kinds in (*self.policy.values(), self.otherwise) for kind in kinds}
 
-    def answer(self, alarm: Alarm, attribution: Attribution | None, onset: int) -> Request | None:
+    def answer(self, alarm: Alarm, attribution: Attribution | None, onset: int) -> ActionRequest | None:
         """What to do about an alarm; None: nothing.
 
         Raises:
@@ -128,10 +128,10 @@ class Actions:
             return None
         cause = "" if attribution is None else attribution.cause
         kinds = tuple(self.policy.get(cause, self.otherwise))
-        request = Request(kinds, alarm, attribution, onset)
+        request = ActionRequest(kinds, alarm, attribution, onset)
         if self.call is not None and (own := self.call(request)) is not None:
             _check_kinds(own)
-            request = Request(tuple(own), alarm, attribution, onset)
+            request = ActionRequest(tuple(own), alarm, attribution, onset)
         return request if request.kinds else None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from workbench.callbacks.gathering import gather
 from workbench.errors import MissingPackageError, StoreError, ThresholdError
 from workbench.models.wrapping import innermost
-from workbench.training.callback import Callback, Run
+from workbench.training.callback import Callback, TrainingRun
 from workbench.training.configuration import first_difference
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Callback as LightningCallback
     from torch.utils.hooks import RemovableHandle
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
     from workbench.schema.events import Event
 
@@ -44,7 +44,7 @@ class Attachment:
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = tuple(callbacks)
-        self.run: Run | None = None
+        self.run: TrainingRun | None = None
         self._handles: list[RemovableHandle] = []
         self._peaks: list[Any] = []
         self._state: dict[str, Any] = {}
@@ -60,7 +60,7 @@ class Attachment:
             StoreError: If the checkpoint was made with other options.
         """
         self.end()
-        self.run = Run(model, optimizer, self._take_event, step=step)
+        self.run = TrainingRun(model, optimizer, self._take_event, step=step)
         try:
             for callback in self.callbacks:
                 callback.setup(self.run)
@@ -119,7 +119,7 @@ class Attachment:
         step, self._open_step = self._open_step, None
         if self.run is None or step is None:
             return False
-        known = {name: value for name, value in numbers.items() if isinstance(value, Real)}
+        known = {name: float(value) for name, value in numbers.items() if isinstance(value, Real)}
         for callback in self.callbacks:
             known |= callback.end_step(step, known) or {}
         for callback in self.callbacks:
@@ -293,34 +293,44 @@ def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
             self.passes: _PassHooks | None = None
             weakref.finalize(self, self.attachment.end).atexit = False
 
-        def on_train_begin(self, args, state, control, *, model, optimizer, **others):  # noqa: ANN001, ANN003, ANN202
+        def on_train_begin(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+        ) -> None:
+            model, optimizer = others["model"], others["optimizer"]
             name = type(self).__name__
-            saved = state.stateful_callbacks.setdefault(name, {})
+            by_name: Any = state.stateful_callbacks  # transformers annotates a list; in a Trainer it is a dictionary
+            saved = by_name.setdefault(name, {})
             if isinstance(saved, list):
                 raise ThresholdError(
                     "A Trainer takes one callback of the workbench, not several; pass all to one wb.trainer_callback()."
                 )
-            resumed = _resumed(state.stateful_callbacks, saved) if state.global_step else None
+            resumed = _resumed(by_name, saved) if state.global_step else None
             self.attachment.begin(model, optimizer, step=state.global_step, state=resumed)
             if self.attachment.overrides("change_batch", "around_pass", "auxiliary_loss"):
                 self.passes = _PassHooks(self.attachment, model, args.gradient_accumulation_steps)
 
-        def on_step_begin(self, args, state, control, **others):  # noqa: ANN001, ANN003, ANN202
+        def on_step_begin(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+        ) -> None:
             self.attachment.begin_step(state.global_step)
 
-        def on_pre_optimizer_step(self, args, state, control, **others):  # noqa: ANN001, ANN003, ANN202
+        def on_pre_optimizer_step(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+        ) -> None:
             if self.passes is not None:
                 self.passes.close()
             self.attachment.before_update(state.global_step, {})
 
-        def on_step_end(self, args, state, control, **others):  # noqa: ANN001, ANN003, ANN202
+        def on_step_end(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+        ) -> None:
             self.attachment.updated(state.global_step - 1)
             logs_each = args.logging_strategy == "steps" and args.logging_steps == 1
             if not logs_each:  # otherwise the loss is the mean of several steps
                 control.should_training_stop |= self.attachment.end_step({})
 
-        def on_log(self, args, state, control, logs=None, **others):  # noqa: ANN001, ANN003, ANN202
-            logs = {} if logs is None else logs
+        def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+            logs = others.get("logs") or {}
             if "loss" not in logs:
                 return
             if args.logging_steps == 1:
@@ -331,7 +341,9 @@ def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
             logs.update(numbers)
             state.log_history[-1].update(numbers)
 
-        def on_train_end(self, args, state, control, **others):  # noqa: ANN001, ANN003, ANN202
+        def on_train_end(
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+        ) -> None:
             self.detach()
 
         def state(self) -> dict[str, Any]:
@@ -363,10 +375,10 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
         MissingPackageError: If Lightning is not installed.
         ThresholdError: If something is no callback. When training begins, if one needs the loop of `workbench.train`.
     """
-    lightning = _lightning()
+    base: Any = _lightning().Callback
     gathered = gather(callbacks, seed=seed)
 
-    class WorkbenchCallback(lightning.Callback):
+    class WorkbenchCallback(base):
         """Callbacks of the workbench at work in one Trainer."""
 
         def __init__(self) -> None:
@@ -380,7 +392,7 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
         def state_key(self) -> str:
             return "WorkbenchCallback"
 
-        def on_train_start(self, trainer, pl_module):  # noqa: ANN001, ANN202
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             n_optimizers = len(trainer.optimizers)
             needs_steps = any(callback.name != "guard" for callback in gathered)
             if n_optimizers != 1 or (needs_steps and not pl_module.automatic_optimization):
@@ -395,21 +407,21 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
             if self.attachment.overrides("change_batch", "around_pass", "auxiliary_loss"):
                 self.restore = _wrap_training_step(pl_module, self.attachment)
 
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):  # noqa: ANN001, ANN202
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: Any) -> None:
             self.attachment.begin_step(trainer.global_step)
 
-        def on_before_backward(self, trainer, pl_module, loss):  # noqa: ANN001, ANN202
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             scale = 1.0 if scaler is None else scaler.get_scale()
             n_shares = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             self.losses.append(loss.detach().double() * n_shares / scale)
 
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):  # noqa: ANN001, ANN202
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             losses, self.losses = self.losses, []
             numbers = {"loss": sum(losses) / len(losses)} if losses else {}
             self.attachment.before_update(trainer.global_step, numbers)
 
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):  # noqa: ANN001, ANN202
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: Any) -> None:
             if trainer.global_step > self.step:
                 self.attachment.updated(trainer.global_step - 1)
                 self.step = trainer.global_step
@@ -419,13 +431,13 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
             if numbers := self.attachment.to_log():
                 pl_module.log_dict(numbers, on_step=True, on_epoch=False)
 
-        def on_train_end(self, trainer, pl_module):  # noqa: ANN001, ANN202
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             self.detach()
 
-        def on_exception(self, trainer, pl_module, exception):  # noqa: ANN001, ANN202
+        def on_exception(self, trainer: Any, pl_module: Any, exception: Any) -> None:
             self.detach(is_broken=True)
 
-        def teardown(self, trainer, pl_module, stage):  # noqa: ANN001, ANN202
+        def teardown(self, trainer: Any, pl_module: Any, stage: Any) -> None:
             self.detach()
 
         def state_dict(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def gather(
     if isinstance(callbacks, Callback | KSS | Fault | Penalty | Recorder):
         raise ThresholdError(f"callbacks is one {type(callbacks).__name__}, expected a sequence; pass [it].")
     found: dict[type, list[Any]] = {kind: [] for kind in (KSS, Fault, Penalty, Recorder, Alarms, Actions)}
-    own = []
+    own: list[Callback] = []
     for callback in callbacks:
         kind = next((kind for kind in found if isinstance(callback, kind)), None)
         (own if kind is None else found[kind]).append(callback)

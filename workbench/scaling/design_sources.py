@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -94,12 +94,12 @@ class ZooSource(DesignSource):
     @property
     def width(self) -> int:
         """Of the residual stream."""
-        return cast(int, self.config.d_model)  # which the family says where the user does not
+        return self.config.d_model  # which the family says where the user does not
 
     @property
     def depth(self) -> int:
         """Residual blocks."""
-        return cast(int, self.config.n_layers)
+        return self.config.n_layers
 
     @property
     def width_per_head(self) -> int | None:
@@ -113,7 +113,7 @@ class ZooSource(DesignSource):
 
     def describe(self, width: int, depth: int) -> dict[str, Any]:
         """The family and its options."""
-        return self.at(width, depth, cast(int, self.config.seed), None).as_dict()
+        return self.at(width, depth, self.config.seed, None).as_dict()
 
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
         """See `DesignSource`; the zoo has generators of its own."""

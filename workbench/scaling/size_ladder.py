@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
@@ -162,11 +161,6 @@ class Workshop:
             return None
         of_task = getattr(self.task_of(0), "vocab_size", None)
         return of_task if of_task is not None and of_task < self.design.vocabulary else None
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive numbers; NaN where one is NaN or there is none."""
-    return math.exp(sum(math.log(value) for value in values) / len(values)) if len(values) else math.nan
 
 
 def require_seeds(seeds: Sequence[int]) -> tuple[int, ...]:

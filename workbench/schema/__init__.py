@@ -1,4 +1,4 @@
-"""The shape of the data: every dimension, coordinate, variable, unit and status."""
+"""The shape of the data: every dimension, coordinate, variable, unit and status; names load when first used."""
 
 import lazy_loader
 

@@ -1,45 +1,21 @@
-from .runs import (
-    ACTIVATIONS,
-    ATTENTION,
-    CONCAT_DIMS,
-    CURVATURE,
-    EVENT_PLACES,
-    EVENTS,
-    MONITORS,
-    OPTIMIZER,
-    PARTS,
-    ROUTER,
-    SCHEMA_VERSION,
-    SPECTRA,
-    SPECTRA_ATTRS,
-    SPECTRA_COUNTS,
-    Variable,
-    check_version,
-    validate_events,
-    validate_monitors,
-    validate_part,
-    validate_spectra,
-)
-
-__all__ = [
-    "ACTIVATIONS",
-    "ATTENTION",
-    "CONCAT_DIMS",
-    "CURVATURE",
-    "EVENTS",
-    "EVENT_PLACES",
-    "MONITORS",
-    "OPTIMIZER",
-    "PARTS",
-    "ROUTER",
-    "SCHEMA_VERSION",
-    "SPECTRA",
-    "SPECTRA_ATTRS",
-    "SPECTRA_COUNTS",
-    "Variable",
-    "check_version",
-    "validate_events",
-    "validate_monitors",
-    "validate_part",
-    "validate_spectra",
-]
+from .events import Event as Event
+from .runs import ACTIVATIONS as ACTIVATIONS
+from .runs import ATTENTION as ATTENTION
+from .runs import CONCAT_DIMS as CONCAT_DIMS
+from .runs import CURVATURE as CURVATURE
+from .runs import EVENT_PLACES as EVENT_PLACES
+from .runs import EVENTS as EVENTS
+from .runs import MONITORS as MONITORS
+from .runs import OPTIMIZER as OPTIMIZER
+from .runs import PARTS as PARTS
+from .runs import ROUTER as ROUTER
+from .runs import SCHEMA_VERSION as SCHEMA_VERSION
+from .runs import SPECTRA as SPECTRA
+from .runs import SPECTRA_ATTRS as SPECTRA_ATTRS
+from .runs import SPECTRA_COUNTS as SPECTRA_COUNTS
+from .runs import Variable as Variable
+from .runs import check_version as check_version
+from .runs import validate_events as validate_events
+from .runs import validate_monitors as validate_monitors
+from .runs import validate_part as validate_part
+from .runs import validate_spectra as validate_spectra

@@ -1,9 +1,10 @@
 """What acts during training: the one protocol for regularizers, faults, penalties, recorders, alarms, and your own.
 
 class LargeGradients(wb.Callback):
-def end_step(self, step, numbers):
-if numbers.get("grad_norm", 0) > 10:
-self.event(step, "large gradient", score=numbers["grad_norm"], message="The gradient norm is above 10.")
+    def end_step(self, step, numbers):
+        norm = numbers.get("grad_norm", 0)
+        if norm > 10:
+            self.event(step, "large gradient", score=norm, message="The gradient norm is above 10.")
 
 wb.train(model, task, n_steps=200, store="run.zarr", callbacks=[LargeGradients()])
 transformers.Trainer(..., callbacks=[wb.trainer_callback(LargeGradients(), recorder)])
@@ -14,22 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import ThresholdError
+from workbench.io.run_output import RunOutput
 from workbench.schema.events import Event
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from workbench.io.run_output import RunOutput
-
 
 @dataclass(frozen=True)
-class Pass:
+class PassResult:
     """What a forward and backward pass gave; its gradients are on the parameters.
 
     Attributes:
@@ -46,11 +46,11 @@ class Pass:
 
 
 #: One forward and backward pass over some examples: inputs and targets -> what it gave; it clears the gradients first.
-OnePass = Callable[[Any, Any], Pass]
+PassFunction = Callable[[Any, Any], PassResult]
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """The training that callbacks act on, whoever runs its loop.
 
     Attributes:
@@ -60,7 +60,7 @@ class Run:
         step: Updates done when it begins, above 0 where it is resumed.
         probe: From a number of tokens to inputs to measure the model on, on its device; None: the trainer has none.
         owns_loop: Whether the loop is `workbench.train`, which alone can repeat a pass or skip a batch.
-        output: Where the run is recorded, from its first step on; None: the trainer records nothing.
+        output: Where `workbench.train` records the run, from its first step on; in another trainer it writes nothing.
         checkpoints: Folder of the checkpoints of `workbench.train`; None: there are none.
         scaler: Of the gradients in float16; None: there is none, or the trainer keeps it.
         n_skipped: Batches left out so far.
@@ -73,7 +73,7 @@ class Run:
     step: int = 0
     probe: Callable[[int], Any] | None = None
     owns_loop: bool = False
-    output: RunOutput | None = None
+    output: RunOutput = field(default_factory=lambda: RunOutput(None))
     checkpoints: Path | None = None
     scaler: torch.amp.GradScaler | None = None
     n_skipped: int = 0
@@ -107,27 +107,45 @@ class Callback:
 
     Attributes:
         name: What checkpoints and configurations call it; one of a name in a run.
-        run: The training it acts on, from `setup` to `end`.
     """
 
     name: str = ""
-    run: Run | None = None
+    _run: TrainingRun | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.name = cls.__dict__.get("name") or cls.name or cls.__name__
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it acts on a training: from `setup` to `end`."""
+        return self._run is not None
+
+    @property
+    def run(self) -> TrainingRun:
+        """The training it acts on, from `setup` to `end`.
+
+        Raises:
+            ThresholdError: If there is none.
+        """
+        if self._run is None:
+            raise ThresholdError(
+                f"{type(self).__name__} acts on no training run now; pass it to wb.train(callbacks=), "
+                "wb.trainer_callback() or wb.lightning_callback(), and ask while that run lasts."
+            )
+        return self._run
+
     def describe(self) -> Mapping[str, Any]:
         """What decides the run's numbers, as plain values; a run is resumed only with the same."""
         return {}
 
-    def setup(self, run: Run) -> None:
+    def setup(self, run: TrainingRun) -> None:
         """Learn which training it will act on, and refuse one that it cannot; nothing of it is changed yet.
 
         Args:
             run: The training.
         """
-        self.run = run
+        self._run = run
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave, in a run that is resumed: after `setup`, before `begin`."""
@@ -151,7 +169,7 @@ class Callback:
         """The batch of this step as this callback leaves it."""
         return inputs, targets
 
-    def run_pass(self, one_pass: OnePass, inputs: Any, targets: Any) -> Pass:
+    def run_pass(self, one_pass: PassFunction, inputs: Any, targets: Any) -> PassResult:
         """Do the forward and backward pass; whoever overrides this may repeat it or change the gradients it leaves.
 
         Only `workbench.train` asks for it.
@@ -219,7 +237,7 @@ class Callback:
         Args:
             is_broken: Whether training ended by an error.
         """
-        self.run = None
+        self._run = None
 
     def event(self, step: int, kind: str, **what: Any) -> None:
         """Note something that happened; nothing is noted outside of a run.
@@ -229,8 +247,8 @@ class Callback:
             kind: What happened.
             **what: Further fields of `workbench.schema.Event`: ``source``, ``score``, ``message``, ``layer``, ``head``.
         """
-        if self.run is not None:
-            self.run.on_event(Event(step, kind, **what))
+        if self._run is not None:
+            self._run.on_event(Event(step, kind, **what))
 
 
 def checked(callbacks: list[Callback]) -> list[Callback]:

@@ -159,7 +159,7 @@ def _save_weights(model: nn.Module, folder: Path) -> None:
         save_checkpoint(model, folder)
         return
     save_file(_untied(model), folder / "model.safetensors")
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__]
@@ -170,7 +170,7 @@ def _untied(model: nn.Module) -> dict[str, Tensor]:
     """The state with each shared tensor once, under the name that Hugging Face loads it by."""
     hugging_face_drops = getattr(model, "_tied_weights_keys", None) or ()
     state = model.state_dict()
-    kept: dict[tuple[int, torch.Size], str] = {}
+    kept: dict[tuple[int, torch.Size] | str, str] = {}
     for name in sorted(state, key=lambda name: name in hugging_face_drops):
-        kept.setdefault((state[name].data_ptr(), state[name].shape) if state[name].numel() else (name,), name)
+        kept.setdefault((state[name].data_ptr(), state[name].shape) if state[name].numel() else name, name)
     return {name: state[name].contiguous() for name in kept.values()}

@@ -51,7 +51,7 @@ def describe_run(
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
     """A model's name, number of weights and configuration; without a configuration, a digest of its shapes."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     about: dict[str, Any] = {"name": type(model).__name__}
     if hasattr(config, "as_dict"):
         about["config"] = config.as_dict()
@@ -67,7 +67,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 def _parametrizations(model: nn.Module) -> dict[str, int]:
     """How many tensors of a model are computed by each parametrization, such as ``_SpectralNorm()``."""
-    tables = [module.parametrizations for module in model.modules() if parametrize.is_parametrized(module)]
+    tables: list[Any] = [module.parametrizations for module in model.modules() if parametrize.is_parametrized(module)]
     return dict(Counter(repr(item) for table in tables for chain in table.values() for item in chain))
 
 

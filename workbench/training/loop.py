@@ -25,7 +25,7 @@ from workbench.models.losses import accuracy_of, auxiliary_loss
 from workbench.models.run_checkpoints import latest_checkpoint, load_weights
 from workbench.schema.events import Event
 from workbench.tasks.random_stream import RandomStream
-from workbench.training.callback import Callback, OnePass, Pass, Run
+from workbench.training.callback import Callback, PassFunction, PassResult, TrainingRun
 from workbench.training.checkpoints import TrainingState, read_checkpoint, write_checkpoint
 from workbench.training.configuration import describe_run, first_difference
 from workbench.training.recording import (
@@ -95,13 +95,13 @@ class Training:
         self._writer: RunWriter | None = None
         self._output = RunOutput(None)
         self._lacks_checkpoint = False
-        self.run = Run(
+        self.run = TrainingRun(
             model,
             self.optimizer,
             lambda event: self._output.event(event),
             probe=self._probe,
             owns_loop=True,
-            checkpoints=recording.checkpoint_folder if recording.checkpoint_every else None,
+            checkpoints=recording.written_checkpoints,
             scaler=self.scaler,
         )
         for callback in self.callbacks:
@@ -160,7 +160,7 @@ class Training:
             raise
         try:
             if self._writer is not None:
-                self._say_resumed()
+                self._say_resumed(self._writer.path)
             batches = self.task.stream(self.step + self.run.n_skipped)
             while self.step < self.plan.n_steps:
                 spectra, is_due = self._due_spectra(taker)
@@ -185,7 +185,7 @@ class Training:
                 self.step += 1
                 if self.recording.checkpoint_every and self.step % self.recording.checkpoint_every == 0:
                     self._output.flush()  # first: a resumed run does not make the rows before its checkpoint again
-                    self._checkpoint()
+                    self._write_checkpoint()
                 self._after_step(batches)
                 if self.run.stop_reason:
                     state = "stopped"
@@ -208,8 +208,8 @@ class Training:
                 for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
                     group["lr"] = peak  # a ready optimizer goes back to its owner as it came
                 self._output.flush(state=state)
-                if self.recording.checkpoint_every and is_whole and state in ("stopped", "finished"):
-                    self._checkpoint(states)
+                if is_whole and state in ("stopped", "finished"):
+                    self._write_checkpoint(states)
             finally:
                 self._output.close()
 
@@ -222,12 +222,13 @@ class Training:
             self._output = RunOutput(BackgroundWriter(writer, rows_per_block=every + 1), wait_every=every)
         self.run.output = self._output
 
-    def _say_resumed(self) -> None:
+    def _say_resumed(self, store: Path) -> None:
         """That the run goes on, and which rows before that were never written."""
         self._say("resumed", message=f"Resumed from the checkpoint of step {self.step}.")
-        run = open_run(self.recording.store)
-        known = run["monitors"]["step"].values if "monitors" in run.children else ()
-        first = int(known[-1]) + 1 if len(known) else 0
+        run = open_run(store)
+        first = 0
+        if "monitors" in run.children and (known := run.children["monitors"].to_dataset()["step"].values).size:
+            first = int(known[-1]) + 1
         if first < self.step:  # the run ended while the disk was in trouble, but its checkpoint could be written
             n_rows = self.step - first
             message = Lost(first, self.step - 1, n_rows, "the run ended before they were written").message("monitors")
@@ -247,7 +248,7 @@ class Training:
             inputs, targets = callback.change_batch(inputs, targets)
         self.model.train()
         with self.random.active():
-            one_pass: OnePass = self._backward
+            one_pass: PassFunction = self._backward
             for callback in reversed(self.callbacks):
                 one_pass = partial(callback.run_pass, one_pass)
             given = one_pass(inputs, targets)
@@ -290,7 +291,7 @@ class Training:
         for _ in range(self.run.n_skipped - n_skipped):
             next(batches, None)
 
-    def _backward(self, inputs: Any, targets: Tensor) -> Pass:
+    def _backward(self, inputs: Any, targets: Tensor) -> PassResult:
         """Losses of some examples and, where they are finite, the gradients on the parameters."""
         with self._around_pass():
             task_loss, auxiliary, logits = self._losses(inputs, targets)
@@ -299,7 +300,7 @@ class Training:
             self.optimizer.zero_grad(set_to_none=True)
             if is_finite:
                 self.scaler.scale(total).backward()
-        return Pass(task_loss.item(), math.nan if auxiliary is None else auxiliary.item(), logits, is_finite)
+        return PassResult(task_loss.item(), math.nan if auxiliary is None else auxiliary.item(), logits, is_finite)
 
     def _around_pass(self) -> ExitStack:
         stack = ExitStack()
@@ -333,7 +334,9 @@ class Training:
             callback.before_update(self.step, {"loss": loss, "grad_norm": grad_norm})
         self._clip(grad_norm)
         if takes_several_passes(self.optimizer):
-            self.optimizer.step(lambda: self._closure(inputs, targets))
+            # Optimizers hand on what the closure gives, a tensor or a number.
+            closure: Callable[[], Any] = partial(self._closure, inputs, targets)
+            self.optimizer.step(closure)
             return
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -362,10 +365,11 @@ class Training:
 
     def _due_spectra(self, taker: SpectraTaker | None) -> tuple[xr.Dataset | None, bool]:
         """Spectra of the coming step, and whether they were due."""
-        if taker is None:
+        every = self.recording.spectra_every
+        if taker is None or every is None:
             return None, False
         is_last = self.step == self.plan.n_steps - 1
-        is_due = self.step % self.recording.spectra_every == 0 or is_last
+        is_due = self.step % every == 0 or is_last
         return (self._spectra(taker, self.step) if is_due else None), is_due
 
     def _spectra(self, taker: SpectraTaker, step: int) -> xr.Dataset | None:
@@ -392,8 +396,14 @@ class Training:
             for callback in self.callbacks:
                 stack.callback(callback.end, is_broken=is_broken)
 
-    def _checkpoint(self, callback_states: dict[str, dict[str, Any]] | None = None) -> None:
-        """Write a checkpoint; where none can be written, training goes on, and an event ``gap`` says so each time."""
+    def _write_checkpoint(self, callback_states: dict[str, dict[str, Any]] | None = None) -> None:
+        """Write a checkpoint, if checkpoints are on.
+
+        Where none can be written, training goes on, and an event ``gap`` says so each time.
+        """
+        folder = self.recording.written_checkpoints
+        if folder is None:
+            return
         state = TrainingState(
             step=self.step,
             configuration=self.configuration,
@@ -403,7 +413,7 @@ class Training:
             callbacks=self._callback_states() if callback_states is None else callback_states,
         )
         try:
-            write_checkpoint(self.model, state, Path(self.recording.checkpoint_folder))
+            write_checkpoint(self.model, state, folder)
         except StoreError as error:
             message = f"There is no checkpoint of step {state.step}: {error}"
             self._say("gap", source="checkpoint", message=message)

@@ -86,5 +86,5 @@ def _knows_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 numbers itself; of others than x86 it is taken to."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
-    known = getattr(torch.cpu, "get_capabilities", dict)()
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(known.get("avx512_bf16") or known.get("amx_bf16"))

@@ -69,6 +69,11 @@ class Recording:
             return Path(self.checkpoints)
         return Path(self.store).with_suffix(".checkpoints") if self.store is not None else None
 
+    @property
+    def written_checkpoints(self) -> Path | None:
+        """Where this run writes checkpoints; None if it writes none."""
+        return self.checkpoint_folder if self.checkpoint_every else None
+
 
 class SpectraTaker:
     """Takes spectra of one model on the same inputs again and again.
@@ -116,9 +121,10 @@ def check_places(recording: Recording, *, overwrite: bool) -> None:
     """
     if recording.store is not None:
         check_free(Path(recording.store), overwrite=overwrite)
-    if recording.checkpoint_every and not overwrite and latest_checkpoint(recording.checkpoint_folder) is not None:
+    folder = recording.written_checkpoints
+    if folder is not None and not overwrite and latest_checkpoint(folder) is not None:
         raise StoreError(
-            f"{recording.checkpoint_folder} holds checkpoints of an earlier run; pass resume=True to go on with it, "
+            f"{folder} holds checkpoints of an earlier run; pass resume=True to go on with it, "
             "overwrite=True to replace it, or another checkpoints=."
         )
 
@@ -129,9 +135,10 @@ def check_checkpoint_folder(recording: Recording) -> None:
     Raises:
         StoreError: If checkpoints are on and it cannot be written.
     """
-    if not recording.checkpoint_every:
+    folder = recording.written_checkpoints
+    if folder is None:
         return
-    place = recording.checkpoint_folder.absolute()
+    place = folder.absolute()
     try:
         while not place.exists():  # it is made with the first checkpoint
             place = place.parent
@@ -139,8 +146,7 @@ def check_checkpoint_folder(recording: Recording) -> None:
             pass
     except OSError as error:
         raise StoreError(
-            f"Checkpoints cannot be written to {recording.checkpoint_folder} ({error.strerror or error}); pass another "
-            "checkpoints=."
+            f"Checkpoints cannot be written to {folder} ({error.strerror or error}); pass another checkpoints=."
         ) from error
 
 
@@ -151,8 +157,9 @@ def open_writer(recording: Recording, configuration: Mapping[str, Any], *, overw
         StoreError: If the path is taken, or it or the folder of the checkpoints cannot be written.
     """
     check_checkpoint_folder(recording)
-    if recording.checkpoint_every and overwrite:
-        while (old := latest_checkpoint(recording.checkpoint_folder)) is not None:
+    folder = recording.written_checkpoints
+    if folder is not None and overwrite:
+        while (old := latest_checkpoint(folder)) is not None:
             shutil.rmtree(old)
     if recording.store is None:
         return None

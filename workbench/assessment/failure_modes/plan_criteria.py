@@ -69,12 +69,6 @@ def _rate_against_edge(tree: xr.DataTree) -> CriterionReading | str:
     return CriterionReading(float(data["rate_over_edge"]), float(data["rate_over_edge_error"]))
 
 
-def _coordinate_exponent(tree: xr.DataTree) -> CriterionReading | str:
-    if "/scaling" not in tree.groups or "coordinate_exponent" not in tree["/scaling"]:
-        return "updates were not compared over widths"
-    return worst_of(tree["/scaling"].to_dataset(), "coordinate_exponent", largest=True)
-
-
 PLAN = (
     Criterion(
         RISK, "divergence_risk", "probability of divergence under the plan", "1", "/risk",

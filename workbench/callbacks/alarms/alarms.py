@@ -26,6 +26,10 @@ _PLACES = ("layer", "head")
 _REARM = 0.5
 
 
+#: Signals of the part ``attention`` that compare queries and keys over a window of updates.
+_OVER_A_WINDOW = ("frobenius_norm", "stable_rank", "effective_rank", "spectral_entropy")
+
+
 @dataclass(frozen=True)
 class Alarm:
     """One signal that has left what healthy runs do.
@@ -292,8 +296,11 @@ def looks_at(
     part: str, values: Mapping[str, np.ndarray], coords: Mapping[str, Any]
 ) -> Iterable[tuple[Watched, np.ndarray, np.ndarray | None]]:
     """The watched signals in one look: the signal, its values by layer and head, and the layers' numbers."""
+    has_no_window = part == "attention" and _lacks_window(values)
     for watched in WATCHED:
         if watched.part != part or watched.variable not in values:
+            continue
+        if has_no_window and watched.variable in _OVER_A_WINDOW:
             continue
         found = np.asarray(values[watched.variable], dtype=np.float64)
         if watched.term:
@@ -303,6 +310,16 @@ def looks_at(
             found = found[..., terms.index(watched.term)]
         layers = np.asarray(coords["layer"]) if "layer" in coords and found.ndim else None
         yield watched, found, layers
+
+
+def _lacks_window(values: Mapping[str, np.ndarray]) -> bool:
+    """Whether updates of queries and keys are left out, as after a resume their window is not full yet.
+
+    Attention itself is measured then; where the parameters are not finite, its logits are not either.
+    """
+    spectra = [np.asarray(values[name], dtype=np.float64) for name in _OVER_A_WINDOW if name in values]
+    logits = np.asarray(values.get("attention_logit_max", np.nan), dtype=np.float64)
+    return bool(np.isfinite(logits).any()) and all(np.isnan(found).all() for found in spectra)
 
 
 class Pair:
@@ -325,7 +342,8 @@ class Pair:
         return values[place]
 
     def _read(self, watched: Watched) -> tuple[np.ndarray, np.ndarray]:
-        part = self._run.children.get(watched.part)
+        node = self._run.children.get(watched.part)
+        part = None if node is None else node.to_dataset(inherit=False)
         if part is None or watched.variable not in part:
             return np.zeros(0, int), np.zeros((0,))
         variable = part[watched.variable]

@@ -89,9 +89,9 @@ class Attributor:
         causes = sorted({cause for _, cause in examples})
         if len(causes) < 2:
             raise ThresholdError(f"The examples show {len(causes)} kinds of fault, expected at least 2.")
-        features = [w.name for w in WATCHED] + (list(SETTINGS) if uses_settings else [])
+        known = [w.name for w in WATCHED] + (list(SETTINGS) if uses_settings else [])
         seen = {name for scores, _ in examples for name in scores}
-        features = tuple(name for name in features if name in seen)
+        features = tuple(name for name in known if name in seen)
         table = np.array([_row(features, scores) for scores, _ in examples])
         model = LogisticRegression(C=1 / penalty, max_iter=5000, class_weight="balanced")
         model.fit(table, [cause for _, cause in examples])

@@ -76,7 +76,7 @@ def recorded_alarms(run: xr.DataTree) -> list[Alarm]:
     """The alarms among the events of a run that was trained with them."""
     if "events" not in run.children:
         return []
-    events = run["events"].to_dataset(inherit=False).load()
+    events = run.children["events"].to_dataset(inherit=False).load()
     found = []
     for i in np.flatnonzero(events["kind"].values == "alarm"):
         row = events.isel(event=int(i))

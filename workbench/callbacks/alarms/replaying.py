@@ -35,9 +35,9 @@ def observations(run: xr.DataTree) -> Iterator[Observation]:
     for place, name in enumerate(_PARTS):
         if name not in run.children:
             continue
-        part = run[name].to_dataset(inherit=False).load()
-        coords = {name: np.asarray(value.values) for name, value in part.coords.items() if "step" not in value.dims}
-        values = {name: v.values for name, v in part.data_vars.items() if v.dims[:1] == ("step",)}
+        part = run.children[name].to_dataset(inherit=False).load()
+        coords = {str(key): np.asarray(v.values) for key, v in part.coords.items() if "step" not in v.dims}
+        values = {str(key): v.values for key, v in part.data_vars.items() if v.dims[:1] == ("step",)}
         looks += [(int(step), place, row, name, values, coords) for row, step in enumerate(part["step"].values)]
     looks.sort(key=lambda look: look[:2])
     for step, _, row, name, values, coords in looks:

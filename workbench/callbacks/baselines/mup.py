@@ -14,7 +14,7 @@ multiplier m = width / base width:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -67,24 +67,25 @@ class MuP:
         Raises:
             ThresholdError: If it is another model, or parametrized already.
         """
-        model = module_of(model)
-        config = _config_of(model)
-        require_plain(model)
-        m = self.multiplier(model)
+        transformer = _checked(module_of(model))
+        config = transformer.config
+        require_plain(transformer)
+        m = config.d_model / self.base_width
         base_head_dim = self.base_width / (self.base_heads or config.n_heads)
         query_scale = math.sqrt(base_head_dim / config.head_dim)
         with torch.no_grad():
-            for weight in hidden_matrices(model):
+            for weight in hidden_matrices(transformer):
                 weight.div_(math.sqrt(m))
-        _scale(model.head, 1 / m)
-        for block in model.blocks:
+        _scale(transformer.head, 1 / m)
+        blocks: Iterable[Any] = transformer.blocks
+        for block in blocks:
             # Scaled queries are scaled attention logits; a norm of the queries would undo what comes before it.
             _scale(block.attention.query_norm if config.qk_norm else block.attention.query, query_scale)
-        return lambda: make_plain(model)
+        return lambda: make_plain(transformer)
 
     def multiplier(self, model: Subject | nn.Module) -> float:
         """m, the width over the base width."""
-        return _config_of(module_of(model)).d_model / self.base_width
+        return _checked(module_of(model)).config.d_model / self.base_width
 
     def optimizer(self, model: Subject | nn.Module, rate: float, name: str = "AdamW", **options: Any) -> MuPOptimizer:
         """For ``train(optimizer=)``, without ``learning_rate``, which would make the groups' rates equal.
@@ -138,7 +139,8 @@ class MuPOptimizer:
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The matrices in the blocks, whose both sides grow with the width."""
-    return [weight for weight in model.blocks.parameters() if weight.ndim == 2]
+    blocks: Any = model.blocks
+    return [weight for weight in blocks.parameters() if weight.ndim == 2]
 
 
 class Scaled(nn.Module):
@@ -164,7 +166,12 @@ def _scale(module: nn.Module, factor: float) -> None:
         parametrize.register_parametrization(module, name, Scaled(factor))
 
 
-def _config_of(model: nn.Module) -> Any:
+def _checked(model: nn.Module) -> Transformer:
+    """A model that muP is worked out for.
+
+    Raises:
+        ThresholdError: If it is another.
+    """
     if not isinstance(model, Transformer):
         raise ThresholdError(
             f"muP is worked out for wb.zoo.transformer(), but the model is a {type(model).__name__}; choose another "
@@ -177,4 +184,4 @@ def _config_of(model: nn.Module) -> Any:
         )
     if config.ties_embeddings:
         raise ThresholdError("muP treats embedding and output head differently; pass ties_embeddings=False.")
-    return config
+    return model

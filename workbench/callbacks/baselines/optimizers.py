@@ -117,8 +117,14 @@ class LAMB(OptimizerFactory):
 
         # adam_debias: otherwise the library divides the scaled step by 1 - beta1^t, which makes the first one ten times
         # as long as the paper's; the scaling has taken the bias out already.
-        options = {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay, "adam_debias": True}
-        return pytorch_optimizer.Lamb(weights, lr=DEFAULT_RATE, **options)
+        return pytorch_optimizer.Lamb(
+            weights,
+            lr=DEFAULT_RATE,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            adam_debias=True,
+        )
 
 
 def _check(betas: tuple[float, float], weight_decay: float) -> None:

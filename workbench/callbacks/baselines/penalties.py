@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -123,7 +124,8 @@ class LayerwisePenalty(Penalty):
 
     def value(self, stream: Stream, task_loss: Tensor, random: torch.Generator) -> Tensor:
         """See `Penalty.value`."""
-        n_layers, layers = stream.n_layers, range(stream.n_layers)
+        n_layers = stream.n_layers
+        layers: Sequence[int] = range(n_layers)
         if self.layers == "half":
             drawn = torch.randperm(n_layers, generator=random, device=random.device)[: max(1, n_layers // 2)]
             layers = sorted(drawn.tolist())

@@ -17,8 +17,8 @@ from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import take_rows
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import on_device_of
-from workbench.models.wrapping import unwrap
-from workbench.training.callback import Callback, Run
+from workbench.models.wrapping import entrances, unwrap
+from workbench.training.callback import Callback, TrainingRun
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,24 +86,27 @@ class PenaltyTerms(Callback):
             inputs: A batch as the model will get it; its first two rows are used.
 
         Raises:
-            AnatomyError: If the residual stream cannot be read with certainty.
+            AnatomyError: If the residual stream cannot be read with certainty, or there is no model yet.
         """
+        if self.model is None:
+            raise AnatomyError("The penalties have no model yet; pass PenaltyTerms(model=), or train with them.")
         inputs = on_device_of(self.model, take_rows(inputs, slice(0, 2)))
         self._anatomy = read_anatomy(self.model, inputs, stack=self.stack)
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """The penalties as plain values, by name; a second one of a kind is called ``<name> 2``."""
-        seen, described = Counter(), {}
+        seen: Counter[str] = Counter()
+        described = {}
         for penalty in self.penalties:
             name = type(penalty).__name__
             seen[name] += 1
             described[name if seen[name] == 1 else f"{name} {seen[name]}"] = penalty.describe()
         return described
 
-    def setup(self, run: Run) -> None:
-        """Act on the model of the run."""
+    def setup(self, run: TrainingRun) -> None:
+        """Act on the model of the run; of a shell around it that cannot be called, on what it holds."""
         super().setup(run)
-        self.model = unwrap(run.model)
+        self.model = next(unwrap(module) for module in entrances(run.model) if _has_forward(module))
 
     def begin(self) -> None:
         """Find the residual blocks, where there is something to run the model on; else in the first step.
@@ -111,8 +114,9 @@ class PenaltyTerms(Callback):
         Raises:
             AnatomyError: If the residual stream cannot be read with certainty.
         """
-        if self.are_on and self.run.probe is not None:
-            self.read_anatomy(self.run.probe(2))
+        probe = self.run.probe
+        if self.are_on and probe is not None:
+            self.read_anatomy(probe(2))
 
     def begin_step(self, step: int) -> None:
         """Note the step, which decides what is due."""
@@ -202,3 +206,9 @@ class PenaltyTerms(Callback):
     def _random(self, number: int, step: int, device: torch.device) -> torch.Generator:
         words = np.random.SeedSequence((self.seed, number, step)).generate_state(2, np.uint32)
         return torch.Generator(device).manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: a LightningModule may leave that to the model it holds."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return owner.__name__ not in ("Module", "LightningModule")

@@ -68,7 +68,8 @@ class DroppedBucket(Fault):
                 losers = [ranks[int(loser[b])]] if self.needs_ranks else ranks
                 for gradients in losers:
                     for i in bucket:
-                        gradients[i] = None if gradients[i] is None else torch.zeros_like(gradients[i])
+                        gradient = gradients[i]
+                        gradients[i] = None if gradient is None else torch.zeros_like(gradient)
 
 
 @dataclass(kw_only=True, eq=False)

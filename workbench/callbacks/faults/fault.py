@@ -37,7 +37,7 @@ class Fault:
                 require_whole(0, **{name: getattr(self, name)})
         if self.stop is not None and self.start is None:
             raise ThresholdError(f"stop is {self.stop} but start is not given; pass start= too, or switch by hand.")
-        if self.stop is not None and self.stop <= self.start:
+        if self.stop is not None and self.start is not None and self.stop <= self.start:
             raise ThresholdError(f"stop is {self.stop}, expected a step after start = {self.start}.")
         self._lock = threading.RLock()
         self._observers: list[Callable[[str, Any, Any], None]] = []

@@ -192,7 +192,9 @@ def attention_modules(model: nn.Module, inputs: Any) -> list[nn.Module]:
         model: Left as it was.
         inputs: A few rows, where the model is.
     """
-    mode, running, found = FlashAttentionMode(), [], {}
+    mode = FlashAttentionMode()
+    running: list[tuple[nn.Module, int]] = []
+    found: dict[nn.Module, None] = {}
 
     def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         running.append((module, mode.n_calls))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from workbench.models.losses import auxiliary_loss
 from workbench.models.probing import undisturbed
 from workbench.models.wrapping import unwrap
 from workbench.tasks.task import mixed_seed
-from workbench.training.callback import Callback, OnePass, Pass, Run
+from workbench.training.callback import Callback, PassFunction, PassResult, TrainingRun
 from workbench.training.loop import takes_several_passes
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _OF_GRADIENTS = (DroppedBucket, LowPrecisionReduction, StaleReduction)
+_AnyFault = TypeVar("_AnyFault", bound=Fault)
 
 
 class Injection(Callback):
@@ -69,7 +70,7 @@ class Injection(Callback):
             if type(fault) in self._faults:
                 raise ThresholdError(f"faults holds {fault.kind} twice, expected one of a kind; join or drop one.")
             self._faults[type(fault)] = fault
-        dropped, reduced = self._faults.get(DroppedBucket), self._faults.get(LowPrecisionReduction)
+        dropped, reduced = self._get(DroppedBucket), self._get(LowPrecisionReduction)
         if dropped and dropped.needs_ranks and reduced and dropped.n_ranks != reduced.n_ranks:
             raise ThresholdError(
                 f"dropped_bucket has n_ranks = {dropped.n_ranks} but low_precision_reduction {reduced.n_ranks}; "
@@ -88,7 +89,7 @@ class Injection(Callback):
         """The faults as plain values, by kind."""
         return {fault.kind: fault.describe() for fault in self._faults.values()}
 
-    def setup(self, run: Run) -> None:
+    def setup(self, run: TrainingRun) -> None:
         """Take note of the parameters whose gradients may be changed.
 
         Raises:
@@ -126,12 +127,13 @@ class Injection(Callback):
         Raises:
             ThresholdError: If it has no attention or no auxiliary loss that could be changed.
         """
-        if self.run.probe is None or not self._of(LowPrecisionAttention, NoAuxiliaryLoss):
+        run = self.run
+        if run.probe is None or not self._of(LowPrecisionAttention, NoAuxiliaryLoss):
             return
-        model, inputs = unwrap(self.run.model), self.run.probe(2)
+        model, inputs = unwrap(run.model), run.probe(2)
         if NoAuxiliaryLoss in self._faults:
             with undisturbed(model):
-                has_one = auxiliary_loss(self.run.model, call_model(model, inputs)) is not None
+                has_one = auxiliary_loss(run.model, call_model(model, inputs)) is not None
             if not has_one:
                 raise ThresholdError(
                     f"no_auxiliary_loss needs a model with an auxiliary loss, but {type(model).__name__} has none; "
@@ -204,13 +206,13 @@ class Injection(Callback):
         Raises:
             ThresholdError: If it has fewer rows than are to be kept, or nothing that could be corrupted.
         """
-        if (fault := self._on(CorruptedData)) is not None:
-            inputs, targets = fault.batch(inputs, targets, self._random(fault))
-        if (fault := self._on(SmallBatch)) is not None:
-            inputs, targets = fault.batch(inputs, targets)
+        if (corrupted := self._on(CorruptedData)) is not None:
+            inputs, targets = corrupted.batch(inputs, targets, self._random(corrupted))
+        if (small := self._on(SmallBatch)) is not None:
+            inputs, targets = small.batch(inputs, targets)
         return inputs, targets
 
-    def run_pass(self, one_pass: OnePass, inputs: Any, targets: Tensor) -> Pass:
+    def run_pass(self, one_pass: PassFunction, inputs: Any, targets: Tensor) -> PassResult:
         """Forward and backward over a batch, and the faults of its gradients.
 
         Returns:
@@ -233,7 +235,7 @@ class Injection(Callback):
 
     def before_update(self, step: int, numbers: Mapping[str, float]) -> None:
         """In another trainer, the faults of gradients of one rank; and whether there was any attention to change."""
-        if self.run is None or self.run.owns_loop:
+        if not self.is_running or self.run.owns_loop:
             return
         if any(type(fault) in self._on_since for fault in self._of(*_OF_GRADIENTS)):
             reduced = self._reduced([[weight.grad for weight in self._weights]])
@@ -267,8 +269,14 @@ class Injection(Callback):
     def _of(self, *kinds: type[Fault]) -> list[Fault]:
         return [self._faults[kind] for kind in kinds if kind in self._faults]
 
-    def _on(self, kind: type[Fault]) -> Any:
-        return self._faults[kind] if kind in self._on_since else None
+    def _get(self, kind: type[_AnyFault]) -> _AnyFault | None:
+        """The fault of a kind, on or off."""
+        fault = self._faults.get(kind)
+        return fault if isinstance(fault, kind) else None
+
+    def _on(self, kind: type[_AnyFault]) -> _AnyFault | None:
+        """The fault of a kind, if it is on in this step."""
+        return self._get(kind) if kind in self._on_since else None
 
     def _random(self, fault: Fault) -> torch.Generator:
         return torch.Generator().manual_seed(mixed_seed("fault", fault.kind, self.seed, self._step))
@@ -297,7 +305,7 @@ class Injection(Callback):
         gradients = ranks[0] if len(ranks) == 1 else _mean(ranks, reduced)
         if (stale := self._on(StaleReduction)) is None:
             return gradients
-        scaler = None if self.run is None else self.run.scaler
+        scaler = self.run.scaler if self.is_running else None
         scale = 1.0 if scaler is None else scaler.get_scale()  # of the gradients, in float16
         # Kept without the scale, which may be another one by the time; what overflowed stays infinite.
         self._kept = [*self._kept[-stale.delay :], [None if g is None else g / scale for g in gradients]]
@@ -318,26 +326,31 @@ def _no_attention(model: nn.Module) -> ThresholdError:
 
 def _mean(ranks: list[Gradients], reduced: LowPrecisionReduction | None) -> Gradients:
     """Mean over ranks, in a ring of low precision if there is such a fault."""
-    found = [i for i in range(len(ranks[0])) if any(rank[i] is not None for rank in ranks)]
-    shapes = {i: next(rank[i] for rank in ranks if rank[i] is not None) for i in found}
-    flat = [
-        torch.cat([(torch.zeros_like(shapes[i]) if rank[i] is None else rank[i]).flatten() for i in found])
-        for rank in ranks
-    ]
+    shapes: dict[int, Tensor] = {}  # of each weight that has a gradient on any rank
+    for i, of_ranks in enumerate(zip(*ranks, strict=True)):
+        first = next((gradient for gradient in of_ranks if gradient is not None), None)
+        if first is not None:
+            shapes[i] = first
+    flat = [torch.cat([_filled(rank[i], shape).flatten() for i, shape in shapes.items()]) for rank in ranks]
     total = torch.stack(flat).sum(0) if reduced is None else ring_sum(flat, reduced)
-    parts = (total / len(ranks)).split([shapes[i].numel() for i in found])
+    parts = (total / len(ranks)).split([shape.numel() for shape in shapes.values()])
     mean: Gradients = [None] * len(ranks[0])
-    for i, part in zip(found, parts, strict=True):
-        mean[i] = part.view_as(shapes[i]).to(shapes[i].dtype)
+    for (i, shape), part in zip(shapes.items(), parts, strict=True):
+        mean[i] = part.view_as(shape).to(shape.dtype)
     return mean
 
 
-def _joined(parts: list[Pass]) -> Pass:
+def _filled(gradient: Tensor | None, shape: Tensor) -> Tensor:
+    """A gradient; zeros shaped like another where there is none."""
+    return torch.zeros_like(shape) if gradient is None else gradient
+
+
+def _joined(parts: list[PassResult]) -> PassResult:
     """The passes of all ranks as one; every rank counts alike."""
     if len(parts) == 1:
         return parts[0]
     is_finite = all(part.is_finite for part in parts)
-    return Pass(
+    return PassResult(
         loss=math.fsum(part.loss for part in parts) / len(parts) if is_finite else math.nan,
         auxiliary_loss=math.fsum(part.auxiliary_loss for part in parts) / len(parts) if is_finite else math.nan,
         logits=torch.cat([part.logits for part in parts]),

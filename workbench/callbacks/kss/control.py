@@ -125,13 +125,50 @@ class KSSControls:
         }
         self._control = Control(**{name: _checked(name, value) for name, value in given.items()})
 
-    enabled: bool = property(lambda self: self._control.enabled, lambda self, value: self.set(enabled=value))
-    strength: float = property(lambda self: self._control.strength, lambda self, value: self.set(strength=value))
-    interval: int = property(lambda self: self._control.interval, lambda self, value: self.set(interval=value))
-    gamma: float = property(lambda self: self._control.gamma, lambda self, value: self.set(gamma=value))
-    layers: str | tuple[int, ...] = property(
-        lambda self: self._control.layers, lambda self, value: self.set(layers=value)
-    )
+    @property
+    def enabled(self) -> bool:
+        """Whether it acts."""
+        return self._control.enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self.set(enabled=value)
+
+    @property
+    def strength(self) -> float:
+        """alpha, the weight of the penalty."""
+        return self._control.strength
+
+    @strength.setter
+    def strength(self, value: float) -> None:
+        self.set(strength=value)
+
+    @property
+    def interval(self) -> int:
+        """Optimizer steps between two applications."""
+        return self._control.interval
+
+    @interval.setter
+    def interval(self, value: int) -> None:
+        self.set(interval=value)
+
+    @property
+    def gamma(self) -> float:
+        """Near-unit mass to aim at, in [0, 1]."""
+        return self._control.gamma
+
+    @gamma.setter
+    def gamma(self, value: float) -> None:
+        self.set(gamma=value)
+
+    @property
+    def layers(self) -> str | tuple[int, ...]:
+        """``"half"``, ``"all"``, or the numbers of the layers, rising."""
+        return self._control.layers
+
+    @layers.setter
+    def layers(self, value: str | Collection[int]) -> None:
+        self.set(layers=value)
 
     @property
     def control(self) -> Control:
@@ -257,10 +294,10 @@ def _checked(name: str, value: Any) -> Any:
             raise ThresholdError(f"interval is {value}, expected a whole number of steps, at least 1.")
         return int(value)
     highest = 1.0 if name == "gamma" else math.inf
-    if not (isinstance(value, Real) and 0 <= value <= highest and math.isfinite(value)):
-        expected = "a number of at least 0" if name == "strength" else "a share between 0 and 1"
-        raise ThresholdError(f"{name} is {value}, expected {expected}.")
-    return float(value)
+    if isinstance(value, Real) and math.isfinite(value) and 0 <= float(value) <= highest:
+        return float(value)
+    expected = "a number of at least 0" if name == "strength" else "a share between 0 and 1"
+    raise ThresholdError(f"{name} is {value}, expected {expected}.")
 
 
 def _checked_layers(value: Any) -> str | tuple[int, ...]:
@@ -273,5 +310,6 @@ def _checked_layers(value: Any) -> str | tuple[int, ...]:
 
 
 def _is_whole(value: Any, *, lowest: int) -> bool:
-    is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    return is_number and value == int(value) and value >= lowest
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+        return False
+    return float(value).is_integer() and float(value) >= lowest

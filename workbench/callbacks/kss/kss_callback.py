@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.kss.shaper import Shaper
-from workbench.errors import WorkbenchError
+from workbench.errors import ThresholdError, WorkbenchError
 from workbench.training.callback import Callback
 
 if TYPE_CHECKING:
@@ -28,9 +28,20 @@ class KSSCallback(Callback):
 
     def __init__(self, kss: KSSControls) -> None:
         self.kss = kss
-        self.shaper: Shaper | None = None
+        self._shaper: Shaper | None = None
         self._state: dict[str, Any] = {}
         self._measured: Shaping | None = None
+
+    @property
+    def shaper(self) -> Shaper:
+        """At work on the model of the run, from `begin` to `end`.
+
+        Raises:
+            ThresholdError: If there is none.
+        """
+        if self._shaper is None:
+            raise ThresholdError("KSS acts on no training run now; ask for its shaper while one lasts.")
+        return self._shaper
 
     def describe(self) -> Mapping[str, Any]:
         """What stays fixed of it."""
@@ -48,14 +59,15 @@ class KSSCallback(Callback):
             AnatomyError: If the residual stream cannot be read with certainty.
             ThresholdError: If it cannot act on the model or the optimizer.
         """
+        run = self.run
         self._measured = None
-        self.shaper = Shaper(self.kss, self.run.model, self.run.optimizer)
+        self._shaper = shaper = Shaper(self.kss, run.model, run.optimizer)
         try:
             if self._state:
-                self.shaper.load_state_dict({**self._state, "control": self.kss.state_dict()})
-            self.shaper.step = self.run.step
-            if self.run.probe is not None:
-                self.shaper.read_anatomy(self.run.probe(2))
+                shaper.load_state_dict({**self._state, "control": self.kss.state_dict()})
+            shaper.step = run.step
+            if run.probe is not None:
+                shaper.read_anatomy(run.probe(2))
         except WorkbenchError:
             self.end()
             raise
@@ -69,6 +81,8 @@ class KSSCallback(Callback):
         last = self.shaper.last
         for change in self.shaper.new_changes():
             self.event(step, "kss", source="kss", message=change)
+        if last is None:
+            return {}
         if last.layers:
             self._measured = last
         return last.monitors()
@@ -79,22 +93,22 @@ class KSSCallback(Callback):
 
     def to_log(self) -> dict[str, float]:
         """The controls of the last step, and what was measured last: few steps are logged, or measured."""
-        if self.shaper is None or self.shaper.last is None:
+        if self._shaper is None or self._shaper.last is None:
             return {}
-        latest = self.shaper.last.monitors()
+        latest = self._shaper.last.monitors()
         measured = latest if self._measured is None else self._measured.monitors() | {n: latest[n] for n in _CONTROLS}
         return {name: float(value) for name, value in measured.items() if not math.isnan(value)}
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint; what it was at the end, once the run is over."""
-        if self.shaper is not None:
-            self._state = self.shaper.state_dict()
+        if self._shaper is not None:
+            self._state = self._shaper.state_dict()
         return self._state
 
     def end(self, *, is_broken: bool = False) -> None:
         """Detach it."""
         super().end(is_broken=is_broken)
-        if self.shaper is not None:
-            self._state = self.shaper.state_dict()
-            self.shaper.detach()
-            self.shaper = None
+        if self._shaper is not None:
+            self._state = self._shaper.state_dict()
+            self._shaper.detach()
+            self._shaper = None

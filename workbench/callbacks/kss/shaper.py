@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -109,8 +110,8 @@ class Shaper:
             AnatomyError: If the residual stream cannot be read with certainty.
             ThresholdError: If KSS is to look at a layer that the model does not have.
         """
-        self._anatomy = read_anatomy(self.model, inputs)
-        self._draw_layers(self.kss.control, np.random.default_rng(0))
+        self._anatomy = anatomy = read_anatomy(self.model, inputs)
+        _draw_layers(self.kss.control, len(anatomy.sites), np.random.default_rng(0))
 
     def begin_step(self, step: int | None = None) -> None:
         """Read the controls for the coming step, on every rank those of rank 0.
@@ -118,16 +119,21 @@ class Shaper:
         A loop that counts its steps itself calls this.
         """
         self.step = self.step if step is None else step
+        self._read_controls()
+
+    def _read_controls(self) -> Control:
+        """The controls for the coming step; what others have changed is noted."""
         control = self.kss.control
         if self._is_shared and (first := control_of_first_rank(control)) != control:
             self.kss.set(**vars(first))
             control = first
         before, self._control = self._control_before, control
-        self.last = Shaping(self.step, self._control)
-        if before is not None and before != self._control:
-            pairs = ((name, getattr(before, name), value) for name, value in vars(self._control).items())
+        self.last = Shaping(self.step, control)
+        if before is not None and before != control:
+            pairs = ((name, getattr(before, name), value) for name, value in vars(control).items())
             self._changes += [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
-        self._control_before = self._control
+        self._control_before = control
+        return control
 
     def new_changes(self) -> list[str]:
         """What was changed by others since the last call, such as ``strength 5.0 -> 2.0``; the controller's own not."""
@@ -162,31 +168,30 @@ class Shaper:
     def _before_update(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
-        if self._control is None:
-            self.begin_step()
+        control = self._read_controls() if self._control is None else self._control
         if self.kss.options.coupling == "trust_region":
-            self._begin_update()
+            self._begin_update(control)
         if self.kss.options.coupling != "gradient":
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._act(self._control)
+            self._act(control)
             return None
         # The batch is yet to come: the optimizer will have the closure run it (Lightning).
         others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (optimizer, self._acting_after(closure), *args[2:]), others
+        return (optimizer, self._acting_after(closure, control), *args[2:]), others
 
-    def _acting_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _acting_after(self, closure: Callable[[], Any], control: Control) -> Callable[[], Any]:
         def closure_and_penalty() -> Any:
             loss = closure()
-            self._act(self._control)
+            self._act(control)
             return loss
 
         return closure_and_penalty
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._restore_rates()
-        if self.kss.options.coupling != "gradient":
+        if self.kss.options.coupling != "gradient" and self._control is not None:
             self._act(self._control)
         self._end_update()
         self.step += 1
@@ -215,22 +220,24 @@ class Shaper:
         if band is not None and self.kss.strength == strength:  # whoever turned it meanwhile knows better
             self.kss.strength = band.adjusted(strength, getattr(self.last, band.quantity))
             # What the controller does is in the strengths recorded, and no event.
-            self._control_before = replace(self._control_before, strength=self.kss.strength)
+            before = control if self._control_before is None else self._control_before
+            self._control_before = replace(before, strength=self.kss.strength)
 
     @torch.enable_grad()  # SAM takes its steps without
     def _shape(self, model: nn.Module, inputs: Any, control: Control) -> None:
         """Look at the layers that are due and let their penalty act."""
         parts = self._layer_penalties(model, inputs, control)
         trigger = self.kss.options.trigger
-        outside = {i: p for i, p in parts.items() if p.value is not None and p.spectral_radius > trigger}
-        acting = {i: part for i, part in outside.items() if part.value.requires_grad}
-        valued = [float(part.value.detach()) for part in parts.values() if part.value is not None]
+        values = {i: part.value for i, part in parts.items() if part.value is not None}
+        outside = {i: value for i, value in values.items() if parts[i].spectral_radius > trigger}
+        acting = {i: value for i, value in outside.items() if value.requires_grad}
+        valued = [float(value.detach()) for value in values.values()]
         skipped = {i: part.reason for i, part in parts.items() if part.reason}
         skipped |= dict.fromkeys(outside.keys() - acting.keys(), NO_GRADIENT)
         gradients = None
         if acting:
             # The mean over the layers looked at: a layer left out counts as zero, so that no other pulls harder for it.
-            total = sum(part.value for part in acting.values()) / len(parts)
+            total = reduce(torch.add, acting.values()) / len(parts)
             gradients = self._gradients(total)
             if gradients is None:
                 skipped |= dict.fromkeys(acting, GRADIENT_NOT_FINITE)
@@ -258,15 +265,15 @@ class Shaper:
         )
 
     @torch.no_grad()
-    def _begin_update(self) -> None:
+    def _begin_update(self, control: Control) -> None:
         """Cut the coming update, and remember the weights if it is to be looked at."""
         self._end_update()  # of an update that failed
-        if not (self._control.enabled and self._control.strength > 0):
+        if not (control.enabled and control.strength > 0):
             return
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * self._update_size
-        if self._control.is_due(self.step):
+        if control.is_due(self.step):
             weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
             # Into the same memory each time: fresh pages cost more than the copy.
             self._weights_before = {w: self._kept.setdefault(w, torch.empty_like(w)).copy_(w) for w in weights}
@@ -328,10 +335,9 @@ class Shaper:
         options = self.kss.options
         # Of the step alone: resuming needs no more, and ranks whose last batches differ draw the same layers.
         random = np.random.default_rng([options.seed, self.step])
-        if self._anatomy is None:
-            self._anatomy = read_anatomy(model, inputs)
-        layout = self._anatomy.layout
-        layers = self._draw_layers(control, random)
+        anatomy = self._anatomy = read_anatomy(model, inputs) if self._anatomy is None else self._anatomy
+        layout = anatomy.layout
+        layers = _draw_layers(control, len(anatomy.sites), random)
         if layout.can_split:
             axis = layout.inputs or 0
             inputs = take_rows(inputs, self._draw_rows(count_rows(inputs, axis), random), axis)
@@ -339,14 +345,14 @@ class Shaper:
         states: dict[int, tuple[Tensor, Tensor]] = {}
 
         def take(i: int, x: Tensor, y: Tensor) -> None:
-            if has_gradient and not y.requires_grad and is_trained(self._anatomy.sites[i].module):
+            if has_gradient and not y.requires_grad and is_trained(anatomy.sites[i].module):
                 raise recomputation_error(model)
             states[i] = (
                 x if options.side != "output" else x.detach(),
                 y if options.side != "input" else y.detach(),
             )
 
-        watcher = StreamWatcher(self._anatomy, selection, take, layers=layers)
+        watcher = StreamWatcher(anatomy, selection, take, layers=layers)
         selection.begin(Batches([inputs], True, layout))
         watcher.begin(inputs)
         device = next(self.model.parameters()).device.type
@@ -358,11 +364,11 @@ class Shaper:
         ):
             call_model(model, inputs)
         self._states_of_a_row = watcher.leading.numel() / count_rows(inputs, layout.inputs or 0)
-        return {i: self._moments(i, *states[i]) for i in layers}
+        return {i: self._moments(anatomy, i, *states[i]) for i in layers}
 
-    def _moments(self, layer: int, x: Tensor, y: Tensor) -> SnapshotMoments:
+    def _moments(self, anatomy: Anatomy, layer: int, x: Tensor, y: Tensor) -> SnapshotMoments:
         """Moments of the states of all ranks."""
-        moments = empty_moments(self._anatomy, layer, x)
+        moments = empty_moments(anatomy, layer, x)
         is_usable = len(x) > 0
         try:
             moments.update(x, y)
@@ -377,7 +383,7 @@ class Shaper:
         weights = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         try:
             with eval_mode(self.model):  # blocks that recompute their forward repeat that of the own pass
-                found = torch.autograd.grad(total, weights, allow_unused=True)
+                found: Sequence[Tensor | None] = torch.autograd.grad(total, weights, allow_unused=True)
         except RuntimeError as error:
             if "checkpoint" in str(error):
                 raise recomputation_error(self.model) from error
@@ -407,19 +413,21 @@ class Shaper:
             size = step if coupling == "projection" else float(rates[weight])
             weight.add_(gradient, alpha=-control.strength * size)
 
-    def _draw_layers(self, control: Control, random: np.random.Generator) -> list[int]:
-        n_layers = len(self._anatomy.sites)
-        if control.layers == "all":
-            return list(range(n_layers))
-        if control.layers == "half":
-            return sorted(random.choice(n_layers, size=max(1, n_layers // 2), replace=False).tolist())
-        if (highest := max(control.layers)) >= n_layers:
-            raise ThresholdError(f"KSS is to look at layer {highest}, but the model has layers 0 to {n_layers - 1}.")
-        return list(control.layers)
-
     def _draw_rows(self, n_rows: int, random: np.random.Generator) -> Tensor:
         """As many rows as the snapshots need; all of them the first time, to learn how many states a row has."""
         wanted = n_rows
         if self._states_per_row:
             wanted = min(n_rows, math.ceil(self.kss.options.n_snapshots / self._states_per_row))
         return torch.from_numpy(np.sort(random.choice(n_rows, size=wanted, replace=False)))
+
+
+def _draw_layers(control: Control, n_layers: int, random: np.random.Generator) -> list[int]:
+    """The layers that take part in a step."""
+    layers = control.layers
+    if isinstance(layers, str):
+        if layers == "all":
+            return list(range(n_layers))
+        return sorted(random.choice(n_layers, size=max(1, n_layers // 2), replace=False).tolist())
+    if (highest := max(layers)) >= n_layers:
+        raise ThresholdError(f"KSS is to look at layer {highest}, but the model has layers 0 to {n_layers - 1}.")
+    return list(layers)

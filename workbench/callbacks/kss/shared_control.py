@@ -16,9 +16,9 @@ _CODES = {"half": -1, "all": -2}
 
 def control_of_first_rank(control: Control) -> Control:
     """The controls of rank 0, on every rank; one message of five numbers, another if layers are given by number."""
-    named = _CODES.get(control.layers)
+    code = _CODES[control.layers] if isinstance(control.layers, str) else len(control.layers)
     message = torch.tensor(
-        [control.enabled, control.strength, control.interval, control.gamma, named or len(control.layers)],
+        [control.enabled, control.strength, control.interval, control.gamma, code],
         dtype=torch.float64,
         device=message_device(),
     )

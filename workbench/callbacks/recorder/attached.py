@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 
 from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.batch_watch import BatchWatch
-from workbench.callbacks.recorder.collectors import Looks, Reading
-from workbench.callbacks.recorder.full_parameters import Weights
-from workbench.callbacks.recorder.options import Options, is_due, plain
+from workbench.callbacks.recorder.collectors import Collectors, Reading
+from workbench.callbacks.recorder.full_parameters import OptimizedParameters
+from workbench.callbacks.recorder.options import RecorderOptions, is_due, plain
 from workbench.callbacks.recorder.ranks import of_all_ranks, of_first_rank
 from workbench.callbacks.recorder.updates import total_gradient_norm, was_skipped
 from workbench.errors import ThresholdError, WorkbenchError
@@ -44,7 +45,7 @@ NUMBERS = (
 #: What is lost with what is no part of its own.
 _WORDS = {
     "probe": "What the probe shows (activations, attention logits, routing)",
-    "looks": "What was not read yet",
+    "setup": "What was not read yet",
     "monitors": "The gradient norm",
 }
 
@@ -52,7 +53,7 @@ _WORDS = {
 class Owner(Protocol):
     """What an attached recorder asks of the `Recorder` that attached it."""
 
-    options: Options
+    options: RecorderOptions
     n_probe_tokens: int
 
     def keep_probe(self, probe: Any) -> str | None:
@@ -89,7 +90,7 @@ class AttachedRecorder:
         optimizer: torch.optim.Optimizer,
         output: RunOutput,
         *,
-        weights: Weights,
+        parameters: OptimizedParameters,
         probe: Any,
         step: int,
         spikes: SpikeScore,
@@ -98,13 +99,14 @@ class AttachedRecorder:
         is_hosted: bool = False,
     ) -> None:
         self.recorder, self.output, self.is_hosted = recorder, output, is_hosted
-        self.model, self.optimizer = bare(model), innermost(optimizer)
+        inner = innermost(optimizer)
         self.step = step
         self.numbers: dict[str, float] = {}
         self._every = recorder.options.every
         self._alarms = None if is_hosted else alarms
-        self._weights, self._reading = weights, reading
-        self._looks: Looks | None = None
+        self._parameters: OptimizedParameters | None = parameters
+        self._reading = reading
+        self._collectors: Collectors | None = None
         self._pending: dict[str, float | Tensor] = {}  # what was logged
         self._noted: dict[str, float | Tensor] = {}  # what the recorder found itself
         self._open_step: int | None = None
@@ -112,9 +114,9 @@ class AttachedRecorder:
         self._is_told_norm = False
         self._closure_loss: Any = None
         self._is_ready = False
-        if self._weights.are_coarse:
+        if parameters.are_coarse:
             say(
-                f"{type(self.model).__name__} is trained in low precision without a copy in float32; updates below "
+                f"{type(bare(model)).__name__} is trained in low precision without a copy in float32; updates below "
                 "2^-9 of a weight do not show in bfloat16, so take small changes of the monitors with care."
             )
         self.batches = BatchWatch(
@@ -122,11 +124,11 @@ class AttachedRecorder:
         )
         try:
             if probe is not None:
-                self._prepare()
+                self._prepare(inner)
             before, after = self._before_step, self._after_step
             self._handles = [
-                self.optimizer.register_step_pre_hook(before),
-                self.optimizer.register_step_post_hook(after),
+                inner.register_step_pre_hook(before),
+                inner.register_step_post_hook(after),
             ]
         except BaseException:
             self.batches.detach()
@@ -169,8 +171,7 @@ class AttachedRecorder:
             self._close_row()
         finally:
             self.batches.detach()
-            self._looks = self._weights = None
-            self.model = self.optimizer = None
+            self._collectors = self._parameters = None
             if not self.is_hosted:
                 word = "stopped" if is_broken else "finished"
                 self.event(word, message=f"{word.capitalize()} after {self.step} steps.")
@@ -204,10 +205,9 @@ class AttachedRecorder:
     def begin_window(self) -> None:
         """Compare queries and keys with what they are now: somebody else has changed the weights.
 
-        The look after that gives no spectra of updates, as its window is not full.
+        The measurement after that gives no spectra of updates, as its window is not full.
         """
-        if self._looks is not None:
-            self._guarded("attention", lambda: self._looks.begin_window(self.step))
+        self._guarded("attention", lambda collectors: collectors.begin_window(self.step))
 
     # Around the update
 
@@ -221,55 +221,56 @@ class AttachedRecorder:
     ) -> tuple[tuple, dict[str, Any]] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._before_update()
+            self._before_update(optimizer)
             return None
         # The batch is yet to come: the optimizer will have the closure run it (Lightning).
         others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (optimizer, self._looking_after(closure), *args[2:]), others
+        return (optimizer, self._measuring_after(closure, optimizer), *args[2:]), others
 
-    def _looking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _measuring_after(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
         n_calls = 0
 
-        def closure_and_look() -> Any:
+        def closure_and_measurement() -> Any:
             nonlocal n_calls
             loss = closure()
             n_calls += 1
             if n_calls == 1:  # LBFGS asks several times
                 self._closure_loss = loss
-                self._before_update()
+                self._before_update(optimizer)
             return loss
 
-        return closure_and_look
+        return closure_and_measurement
 
-    def _before_update(self) -> None:
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are there, weights are still the old ones."""
         if self._open_step is not None:  # no batch was seen since the last update
             self._close_row()
         with self.batches_paused():
             if not self._is_ready:
-                self._prepare()
-            self._guarded("monitors", self._note_update)
+                self._prepare(optimizer)
+            self._guarded("monitors", lambda collectors: self._note_update(optimizer))
             if self._every["spectra"] is not None and self.step % self._every["spectra"] == 0:
                 self._take_spectra()
             if is_due(self.step, self._every["optimizer"]):
-                self._guarded("optimizer", self._looks.begin_update)
+                self._guarded("optimizer", lambda collectors: collectors.begin_update())
 
-    def _note_update(self) -> None:
+    def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
         # Sharded gradients need every rank, and what has been logged need not be the same on all.
         if is_shared() or ("grad_norm" not in self._pending and not self._is_told_norm):
-            self._noted["grad_norm"] = total_gradient_norm(self.optimizer)
-        self._noted["learning_rate"] = max(float(group["lr"]) for group in self.optimizer.param_groups)
+            self._noted["grad_norm"] = total_gradient_norm(optimizer)
+        self._noted["learning_rate"] = max(float(group["lr"]) for group in optimizer.param_groups)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._looks is None:  # its closure was never called
+        collectors = self._collectors
+        if collectors is None:  # its closure was never called
             return
         if was_skipped(optimizer):
-            self._looks.forget_update()
+            collectors.forget_update()
             self._noted.clear()
             return
         self._open_row()
         with self.batches_paused():
-            self._look_at_parts()
+            self._measure_parts(collectors)
         self.step += 1
         if not self.batches.has_seen and not self.is_hosted:
             self._close_row()  # nothing will say when the next batch begins
@@ -284,7 +285,7 @@ class AttachedRecorder:
         loss, self._closure_loss = self._closure_loss, None
         if "loss" not in self._pending and isinstance(loss, Real | Tensor):
             self.log(loss=loss)
-        self._pending = of_all_ranks({name: float(value) for name, value in self._pending.items()})
+        self._pending = {**of_all_ranks({name: float(value) for name, value in self._pending.items()})}
         self._open_step = self.step
 
     def _close_row(self) -> None:
@@ -299,57 +300,60 @@ class AttachedRecorder:
         self.numbers = numbers
         self._tell(Observation(step, "monitors", plain(numbers)))
 
-    # Looks
+    # Measurements
 
-    def _prepare(self) -> None:
+    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Read the model, once there is a probe; a model that cannot be read has fewer parts."""
         probe, subjects = self.batches.settle_probe()
         probe = of_first_rank(probe)
         self._is_ready = True
         if (plain := self.recorder.keep_probe(probe)) is not None and not self.is_hosted:
             self.output.commit(probe=plain)
+        if self._parameters is None:
+            return
         with self.batches_paused():
-            self._looks = Looks(
+            self._collectors = Collectors(
                 self.recorder.options,
                 subjects,
-                self.optimizer,
-                self._weights,
+                optimizer,
+                self._parameters,
                 probe,
                 self.event,
                 self._reading,
             )
-            self._guarded("looks", lambda: self._looks.begin(self.step))
+            self._guarded("setup", lambda collectors: collectors.begin(self.step))
 
     def batches_paused(self) -> _Paused:
         """Forwards of the recorder's own do not count."""
         return _Paused(self.batches)
 
-    def _look_at_parts(self) -> None:
+    def _measure_parts(self, collectors: Collectors) -> None:
         """After the update of ``self.step``."""
-        looks = {part: look for part, look in self._looks.after_update.items() if is_due(self.step, self._every[part])}
-        probed = self._guarded("probe", lambda: self._looks.probed(looks)) or {}
-        for part, look in looks.items():
-            of_part = probed.get(part, {})
-            values = self._guarded(part, lambda look=look, of_part=of_part: look(self.step, of_part))
+        due = [part for part in collectors.after_update if is_due(self.step, self._every[part])]
+        probed = self._guarded("probe", lambda collectors: collectors.probed(due)) or {}
+        for part in due:
+            measure = partial(Collectors.measure, part=part, step=self.step, probed=probed.get(part, {}))
+            values = self._guarded(part, measure)
             if values is not None:
-                self._tell(Observation(self.step, part, plain(values), self._looks.coords(part)))
+                self._tell(Observation(self.step, part, plain(values), collectors.coords(part)))
 
     def _take_spectra(self) -> None:
-        spectra = self._guarded("spectra", lambda: self._looks.spectra(self.step))
+        spectra = self._guarded("spectra", lambda collectors: collectors.spectra(self.step))
         if spectra is not None:
             self.output.add_dataset("spectra", spectra)
             row = spectra.isel(step=0, drop=True)
             values, coords = ({name: v.values for name, v in part.items()} for part in (row.data_vars, row.coords))
             self.recorder.tell(Observation(self.step, "spectra", values, coords))
 
-    def _guarded(self, part: str, action: Callable[[], Any]) -> Any:
+    def _guarded(self, part: str, action: Callable[[Collectors], Any]) -> Any:
         """Do something that may fail, and never stop the training by it: the part is switched off then."""
-        if not self._looks.is_on(part):
+        collectors = self._collectors
+        if collectors is None or not collectors.is_on(part):
             return None
         try:
-            return action()
-        except Exception as error:  # noqa: BLE001  (whatever it is, the training goes on; it is told)
-            self._looks.switch_off(part)
+            return action(collectors)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the training goes on, with an event)
+            collectors.switch_off(part)
             reason = str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"
             message = f"{_WORDS.get(part, part)} cannot be recorded from step {self.step} on ({reason})."
             self.event("not recorded", source=part, message=message)
@@ -376,15 +380,15 @@ class AttachedRecorder:
         if not (self.is_hosted and observation.part == "monitors"):  # those are written by the owner of the store
             self.output.add(observation.part, observation.step, observation.values, observation.coords)
         if self._alarms is not None:
-            self._hear(observation)
+            self._raise_alarms(self._alarms, observation)
         self.recorder.tell(observation)
 
-    def _hear(self, observation: Observation) -> None:
+    def _raise_alarms(self, alarms: Alarms, observation: Observation) -> None:
         """What the alarms say of an observation, as events."""
-        fresh = self._alarms.observe(observation)
+        fresh = alarms.observe(observation)
         for alarm in fresh:
             self.event("alarm", step=alarm.step, **alarm.as_event())
-        if (found := self._alarms.new_attribution(fresh)) is not None:
+        if (found := alarms.new_attribution(fresh)) is not None:
             self.event("attribution", step=observation.step, **found.as_event())
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.callbacks.recorder.full_parameters import Weights, readable, reshard
+from workbench.callbacks.recorder.full_parameters import OptimizedParameters, readable, reshard
 from workbench.callbacks.recorder.query_keys import SPECTRA_OF_HEADS, TERMS, QueryKeyWindow
-from workbench.callbacks.recorder.updates import UpdateLook
+from workbench.callbacks.recorder.updates import UpdateCollector
 from workbench.errors import SnapshotError, ThresholdError, WorkbenchError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
@@ -32,7 +32,7 @@ from workbench.training.recording import SpectraTaker
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.callbacks.recorder.options import Options
+    from workbench.callbacks.recorder.options import RecorderOptions
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def read_model(model: nn.Module, inputs: Any) -> Reading:
     return Reading(anatomy, query_keys, routers, troubles)
 
 
-class Looks:
+class Collectors:
     """Everything a recorder looks at in one model.
 
     Args:
@@ -86,7 +86,7 @@ class Looks:
         subjects: Modules that the probe may be for, the outermost first, each with all weights: the first that can be
             read is the model.
         optimizer: Innermost.
-        weights: As the optimizer has them.
+        parameters: As the optimizer has them.
         probe: A few rows that stay the same; None: there are none, and only the updates can be looked at.
         event: Notes something: kind, and what `schema.EVENTS` has.
         reading: What was read of the model before it was sharded; None: it is read now.
@@ -94,15 +94,15 @@ class Looks:
 
     def __init__(
         self,
-        options: Options,
+        options: RecorderOptions,
         subjects: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
-        weights: Weights,
+        parameters: OptimizedParameters,
         probe: Any,
         event: Callable[..., None],
         reading: Reading | None = None,
     ) -> None:
-        self.options, self.optimizer, self.weights = options, optimizer, weights
+        self.options, self.optimizer, self.parameters = options, optimizer, parameters
         self.model = self._outermost = subjects[0]
         self._event = event
         self._off = {part for part, every in options.every.items() if every is None}
@@ -112,14 +112,15 @@ class Looks:
         self._had_attention: np.ndarray | None = None
         self.probe = None if probe is None else on_device_of(self.model, probe)
         self.reading = self._read(subjects) if reading is None else reading
-        reading, weights.model = self.reading, self.model
+        reading, parameters.model = self.reading, self.model
         self.names = [site.name for site in reading.anatomy.sites] if reading.anatomy is not None else []
         self.routers = [router for router in reading.routers if isinstance(router, Router)]
-        self.query_keys = QueryKeyWindow(reading.query_keys, weights, options.alpha)
-        self._update = UpdateLook(optimizer, weights, reading.anatomy)
+        self.query_keys = QueryKeyWindow(reading.query_keys, parameters, options.alpha)
+        self._update = UpdateCollector(optimizer, parameters, reading.anatomy)
         self._probe_look: ModelProbe | None = None
         self._taker: SpectraTaker | None = None
-        self.after_update: dict[str, Callable[[int, dict[str, np.ndarray]], dict[str, np.ndarray]]] = {
+        #: Parts that are measured after an update -> from the step and what the probe shows of them to their values.
+        self.after_update: dict[str, Callable[[int, dict[str, np.ndarray]], Mapping[str, Any]]] = {
             "attention": self.attention,
             "router": self.router,
             "optimizer": self.update,
@@ -130,7 +131,7 @@ class Looks:
     def begin(self, step: int) -> None:
         """Say what cannot be recorded, and take base points after ``step`` updates."""
         if (reason := self.reading.troubles.get("anatomy")) is not None:
-            if self.weights.are_elsewhere:
+            if self.parameters.are_elsewhere:
                 reason += " Sharded weights can be read before they are: recorder.prepare(model, inputs)."
             for part in ("attention", "router", "activations", "spectra"):  # sharpness needs no blocks
                 self._miss(part, f"The blocks of {type(self.model).__name__} cannot be read: {reason}")
@@ -152,10 +153,11 @@ class Looks:
 
     def _first_pass(self) -> dict[str, dict[str, np.ndarray]]:
         """What the probe shows at first; it says what it will ever show."""
-        if self.probe is None or not any(self.is_on(part) for part in PROBED):
+        anatomy = self.reading.anatomy
+        if self.probe is None or anatomy is None or not any(self.is_on(part) for part in PROBED):
             return {}
         try:
-            self._probe_look = ModelProbe(self.model, self.reading.anatomy, self.probe, routers=self.reading.routers)
+            self._probe_look = ModelProbe(self.model, anatomy, self.probe, routers=self.reading.routers)
             return self.probed(PROBED)
         except Exception as error:  # noqa: BLE001  (a foreign model may fail in any way; it is told)
             self._miss("activations", f"The probe does not pass through the model: {_reason(error)}")
@@ -196,9 +198,13 @@ class Looks:
         finally:
             reshard(self._outermost)
 
+    def measure(self, part: str, step: int, probed: dict[str, np.ndarray]) -> Mapping[str, Any]:
+        """The values of one part after the update of a step; ``probed`` as `probed` gave it for that part."""
+        return self.after_update[part](step, probed)
+
     def attention(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Query-key updates, and attention on the probe."""
-        values, broken = self.query_keys.look(self.n_heads)
+        values, broken = self.query_keys.measure(self.n_heads)
         for name in ("attention_logit_max", "attention_entropy", "attention_entropy_share"):
             values[name] = np.full((len(self.names), self.n_heads), np.nan)
             if name in probed:
@@ -223,7 +229,7 @@ class Looks:
         values["expert_load"] = np.full((len(self.routers), max(router.n_experts for router in self.routers)), np.nan)
         broken = {}
         for i, router in enumerate(self.routers):
-            weight = router.read(self.weights).weight.float()
+            weight = router.read(self.parameters.as_model).weight.float()
             values["router_similarity"][i] = float(router_similarity(weight))
             values["router_conditioning"][i] = float(router_conditioning(weight))
             if not bool(torch.isfinite(weight).all()):
@@ -257,12 +263,15 @@ class Looks:
     def curvature(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Sharpness of the loss on the probe, and as Adam scales it."""
         del step, probed
-        if self.weights.are_elsewhere:
+        loss_of = self.options.loss_of
+        if loss_of is None:
+            raise ThresholdError("curvature needs the loss as a function; pass Recorder(loss_of=).")
+        if self.parameters.are_elsewhere:
             raise SnapshotError("the optimizer does not move the model's own weights, or they are split over ranks")
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
 
         def loss(model: nn.Module) -> Tensor:
-            return self.options.loss_of(model, self.probe)
+            return loss_of(model, self.probe)
 
         with as_written():
             plain = sharpness(self.model, loss)

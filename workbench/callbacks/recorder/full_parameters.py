@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,11 +16,11 @@ from workbench.models.probing import undisturbed
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-class Weights:
-    """The weights of a model by name, read from what the optimizer moves.
+class OptimizedParameters:
+    """The parameters of a model by name, read from what the optimizer moves.
 
-    An optimizer may hold copies in float32 of weights that the model has in bfloat16. They are found by their values
-    and shapes, in the model's order where several would fit. Readers of recipes take this object in the model's place.
+    An optimizer may hold copies in float32 of parameters that the model has in bfloat16. They are found by their values
+    and shapes, in the model's order where several would fit.
 
     Args:
         model: Out of what wraps it.
@@ -47,6 +47,11 @@ class Weights:
                 f"The optimizer moves no weight of {type(model).__name__}, nor a copy of one; attach the recorder to "
                 "the model that it trains."
             )
+
+    @property
+    def as_model(self) -> Any:
+        """Itself, for readers of weights that ask a model for nothing but `get_parameter`."""
+        return self
 
     def get_parameter(self, name: str) -> Tensor:
         """A weight by its path in the model, whole, without gradient; computed if it is parametrized."""
@@ -109,8 +114,9 @@ def readable(model: nn.Module) -> Iterator[None]:
 def reshard(model: nn.Module) -> None:
     """Let go of gathered weights: FSDP would go on with them after the optimizer has moved the shards."""
     for module in model.modules():
-        if hasattr(module, "unshard") and hasattr(module, "reshard"):
-            module.reshard()
+        sharded: Any = module if hasattr(module, "unshard") else None
+        if hasattr(sharded, "reshard"):
+            sharded.reshard()
 
 
 @contextmanager
@@ -137,10 +143,12 @@ def _shard_groups(module: Any) -> list[Any]:
 
 @contextmanager
 def _without_parametrization(model: nn.Module, module: nn.Module) -> Iterator[None]:
-    names = list(module.parametrizations)
+    table: Any = module.parametrizations
+    names = list(table)
     with undisturbed(model):
         values = {name: getattr(module, name).detach().clone() for name in names}
-    parametrized, table = type(module), module._modules.pop("parametrizations")
+    parametrized = type(module)
+    del module._modules["parametrizations"]
     module.__class__ = parametrized.__bases__[0]
     for name, value in values.items():
         module._parameters[name] = nn.Parameter(value, requires_grad=False)
@@ -153,7 +161,7 @@ def _without_parametrization(model: nn.Module, module: nn.Module) -> Iterator[No
         module._modules["parametrizations"] = table
 
 
-def _matched(parameters: list[Tensor], masters: list[Tensor]) -> dict[int, Tensor]:
+def _matched(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> dict[int, Tensor]:
     """Id of each parameter that has a copy -> the copy."""
     pairs, free = {}, list(parameters)
     for master in masters:

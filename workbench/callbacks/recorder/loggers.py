@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from workbench.callbacks.observation import Observation
 
 #: Over layers, heads, experts or modules.
-_SUMMARIES = {"mean": np.nanmean, "min": np.nanmin, "max": np.nanmax}
+_SUMMARIES: dict[str, Callable[[np.ndarray], Any]] = {"mean": np.nanmean, "min": np.nanmin, "max": np.nanmax}
 
 
 def mirror_to(log: Any) -> Callable[[Observation], None]:
@@ -107,7 +107,7 @@ def _sender(log: Any) -> Callable[[dict[str, float], int], None]:
             "dictionary, such as wandb.log."
         )
     try:
-        parameters = inspect.signature(log).parameters.values()
+        parameters = list(inspect.signature(log).parameters.values())
     except (TypeError, ValueError):  # of a compiled function
         parameters = []
     if any(parameter.name == "step" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

@@ -71,8 +71,8 @@ def plain(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a recorder was told, as its looks need it."""
+class RecorderOptions:
+    """The settings of a recorder, as its collectors need them."""
 
     every: Mapping[str, int | None]
     alpha: float

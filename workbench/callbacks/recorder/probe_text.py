@@ -36,8 +36,8 @@ def _plain(value: Any) -> tuple[Any, int]:
     if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
         return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}, value.numel()
     if isinstance(value, Mapping):
-        parts = {name: _plain(part) for name, part in value.items()}
-        return {"mapping": {name: part for name, (part, _) in parts.items()}}, sum(n for _, n in parts.values())
+        named = {name: _plain(part) for name, part in value.items()}
+        return {"mapping": {name: part for name, (part, _) in named.items()}}, sum(n for _, n in named.values())
     if isinstance(value, tuple | list):
         parts = [_plain(part) for part in value]
         return {"tuple": [part for part, _ in parts]}, sum(n for _, n in parts)

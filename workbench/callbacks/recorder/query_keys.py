@@ -14,7 +14,7 @@ from workbench.monitors.attention_health import qk_update_spectrum
 from workbench.monitors.matrices import effective_rank, frobenius_norm, spectral_entropy, stable_rank
 
 if TYPE_CHECKING:
-    from workbench.callbacks.recorder.full_parameters import Weights
+    from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 
 TERMS = ("D2", "D3", "dWq", "dWk", "W")
 #: What is said of each of them.
@@ -30,13 +30,15 @@ class QueryKeyWindow:
 
     Args:
         readings: One per layer.
-        weights: Where to read them.
+        parameters: Where to read them.
         alpha: Power of the singular values in effective rank and entropy.
     """
 
-    def __init__(self, readings: Sequence[QueryKey | Unreadable], weights: Weights, alpha: float) -> None:
+    def __init__(
+        self, readings: Sequence[QueryKey | Unreadable], parameters: OptimizedParameters, alpha: float
+    ) -> None:
         self.n_layers = len(readings)
-        self.weights, self.alpha = weights, alpha
+        self.parameters, self.alpha = parameters, alpha
         self._groups = _by_shape([reading for reading in readings if isinstance(reading, QueryKey)])
         self.n_heads = max((group[0].query.shape[0] for group in self._groups), default=0)
         self._base: list[tuple[Tensor, Tensor]] = []
@@ -45,7 +47,7 @@ class QueryKeyWindow:
         """Take the present weights as the base point."""
         self._base = [self._read(group) for group in self._groups]
 
-    def look(self, n_heads: int) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+    def measure(self, n_heads: int) -> tuple[dict[str, np.ndarray], dict[int, str]]:
         """What happened since the base point; the present weights are the next one.
 
         Args:
@@ -82,8 +84,8 @@ class QueryKeyWindow:
 
     def _read(self, group: Sequence[QueryKey]) -> tuple[Tensor, Tensor]:
         """Query and key weights, shape (layer, head, feature, head_dim), in float32 at least."""
-        queries = [reading.query_recipe.read(self.weights)[0] for reading in group]
-        keys = [reading.key_recipe.read(self.weights)[0] for reading in group]
+        queries = [reading.query_recipe.read(self.parameters.as_model)[0] for reading in group]
+        keys = [reading.key_recipe.read(self.parameters.as_model)[0] for reading in group]
         return torch.stack([_wide(q) for q in queries]), torch.stack([_wide(k) for k in keys])
 
 

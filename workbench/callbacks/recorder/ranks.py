@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,6 @@ def of_first_rank(value: Any) -> Any:
     """What rank 0 has, on every rank; tensors on the host."""
     if not is_shared():
         return value
-    box: Sequence[Any] = [value]
+    box: list[Any] = [value]
     distributed.broadcast_object_list(box, src=0, device=message_device())
     return box[0]

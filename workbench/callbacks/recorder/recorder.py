@@ -15,9 +15,9 @@ from workbench.callbacks.alarms.replaying import replay
 from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.callbacks.recorder.collectors import Reading, read_model
-from workbench.callbacks.recorder.full_parameters import Weights
+from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.loggers import mirror_to
-from workbench.callbacks.recorder.options import CADENCE, Options, checked_cadence
+from workbench.callbacks.recorder.options import CADENCE, RecorderOptions, checked_cadence
 from workbench.callbacks.recorder.probe_text import of_plain, to_plain
 from workbench.callbacks.recorder.ranks import is_first, of_first_rank
 from workbench.errors import AnatomyError, StoreError, ThresholdError
@@ -114,7 +114,7 @@ class Recorder:
         self.path = None if path is None else Path(path)
         self.alarms = alarms
         self.probe, self.n_probe_tokens = probe, n_probe_tokens
-        self.options = Options(self.every, float(alpha), loss_of, dict(profile_options or {}))
+        self.options = RecorderOptions(self.every, float(alpha), loss_of, dict(profile_options or {}))
         self._mirrors = [] if log is None else [mirror_to(each) for each in (log if isinstance(log, list) else [log])]
         self._rows_per_block, self._overwrite, self._resumes = rows_per_block, overwrite, resume
         self._observers: list[Callable[[Observation], None]] = []
@@ -159,7 +159,7 @@ class Recorder:
         if self._attached is not None and self._attached.is_attached:
             raise ThresholdError("The recorder is attached already; detach it first, or use another one.")
         model = module_of(model)
-        weights = Weights(bare(model), innermost(optimizer))
+        parameters = OptimizedParameters(bare(model), innermost(optimizer))
         goes_on = self._is_loaded or (self._last_model is not None and self._last_model() is bare(model))
         if not goes_on:
             self._step, self._kept_probe = 0, None
@@ -176,7 +176,7 @@ class Recorder:
             model,
             optimizer,
             output,
-            weights=weights,
+            parameters=parameters,
             probe=probe,
             step=step,
             spikes=_spikes_before(step, output.path),
@@ -283,12 +283,13 @@ class Recorder:
 
     def _output(self, model: nn.Module, step: int, *, goes_on: bool) -> RunOutput:
         """The recorder's own store; on rank 0 alone, and what it raises on every rank."""
-        if self.path is None:
+        path = self.path
+        if path is None:
             return RunOutput(None)
         writer, problem = None, ""
         if is_first():
             try:
-                writer = self._writer(bare(model), step, goes_on=goes_on)
+                writer = self._writer(path, bare(model), step, goes_on=goes_on)
             except StoreError as error:
                 problem = str(error)
         if problem := of_first_rank(problem):
@@ -298,22 +299,22 @@ class Recorder:
         output.event(Event(step, word, message=f"{word.capitalize()} at step {step}."))
         return output
 
-    def _writer(self, model: nn.Module, step: int, *, goes_on: bool) -> BackgroundWriter:
+    def _writer(self, path: Path, model: nn.Module, step: int, *, goes_on: bool) -> BackgroundWriter:
         configuration = json.loads(
             json.dumps({"model": describe_model(model), "recorder": self.describe()}, default=str)
         )
-        if goes_on and self.path.exists():
-            recorded = recorded_configuration(self.path)
+        if goes_on and path.exists():
+            recorded = recorded_configuration(path)
             if (difference := first_difference(recorded, configuration)) is not None:
                 name, before, now = difference
                 raise StoreError(
-                    f"The run at {self.path} was recorded with {name} = {before}, this recorder says {now}; go on with "
+                    f"The run at {path} was recorded with {name} = {before}, this recorder says {now}; go on with "
                     "the same, or record into another run."
                 )
-            writer = RunWriter.reopen(self.path, before_step=step)
+            writer = RunWriter.reopen(path, before_step=step)
             writer.commit(state="running")
-            if self._kept_probe is None and "probe" in (attrs := open_run(self.path).attrs):
-                self._kept_probe = of_plain(json.loads(attrs["probe"]))
+            if self._kept_probe is None and "probe" in (kept := open_run(path).attrs):
+                self._kept_probe = of_plain(json.loads(kept["probe"]))
         else:
             attrs = {
                 "subject": configuration["model"]["name"],
@@ -322,7 +323,7 @@ class Recorder:
                 "versions": versions(),
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
             }
-            writer = RunWriter(self.path, attrs, overwrite=self._overwrite)
+            writer = RunWriter(path, attrs, overwrite=self._overwrite)
         return BackgroundWriter(writer, rows_per_block=self._rows_per_block)
 
 
@@ -331,8 +332,8 @@ def _spikes_before(step: int, path: Path | None) -> SpikeScore:
     spikes = SpikeScore()
     if step and path is not None:
         run = open_run(path)
-        if "monitors" in run and "loss" in run["monitors"]:
-            of_steps = run["monitors"]["loss"]
+        if "monitors" in run.children and "loss" in run.children["monitors"]:
+            of_steps = run.children["monitors"].to_dataset()["loss"]
             for loss in of_steps.values[of_steps["step"].values < step]:
                 spikes.update(loss)
     return spikes

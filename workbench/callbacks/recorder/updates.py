@@ -4,47 +4,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from workbench.callbacks.recorder.full_parameters import Weights, own_part
+from workbench.callbacks.recorder.full_parameters import OptimizedParameters, own_part
 from workbench.callbacks.recorder.ranks import added_up
 from workbench.monitors.optimizer_health import adam_staleness, gradient_rms
 
 if TYPE_CHECKING:
-    from workbench.models.anatomy import Anatomy
+    from workbench.models.anatomy import Anatomy, Site
 
 #: What is summed of each module, as a sum of squares and a count.
 _GRADIENT, _WEIGHT, _CHANGE, _STALENESS = range(4)
 
 
-class UpdateLook:
-    """Looks at an update from both of its sides.
+class UpdateCollector:
+    """Measures an update right before and right after it.
 
     Sums of squares are taken tensor by tensor and added up over ranks that hold shards, so that no weight is gathered.
 
     Args:
         optimizer: Innermost.
-        weights: Which tensors of the optimizer stand for which of the model.
+        parameters: Which tensors of the optimizer stand for which of the model.
         anatomy: The blocks; None: unknown, all weights are "outside".
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, weights: Weights, anatomy: Anatomy | None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: OptimizedParameters, anatomy: Anatomy | None
+    ) -> None:
         self.optimizer = optimizer
         sites = () if anatomy is None else anatomy.sites
-        blocks = {}
+        blocks: dict[int, tuple[int, Site]] = {}
         for layer, site in enumerate(sites):
             blocks.setdefault(id(site.module), (layer, site))
         self.module_names = [*(site.name for _, site in blocks.values()), "outside"]
         self.layers = [*(layer for layer, _ in blocks.values()), -1]
-        place = {}
+        place: dict[str, int] = {}
         for i, (_, site) in enumerate(blocks.values()):
             place |= {f"{site.name.split('#')[0]}.{name}": i for name, _ in site.module.named_parameters()}
         outside = len(self.module_names) - 1
-        self._module = {key: place.get(name, outside) for key, name in weights.moved_names().items()}
+        self._module = {key: place.get(name, outside) for key, name in parameters.moved_names().items()}
         self._before: list[Tensor] = []
         self._sums = np.zeros(0)
 
@@ -155,11 +157,11 @@ def _unscaled(optimizer: torch.optim.Optimizer, gradient: Tensor) -> Tensor:
     return gradient if scale is None else gradient / scale
 
 
-def _is_sharded(weight: Tensor) -> bool:
+def _is_sharded(weight: Any) -> bool:
     return hasattr(weight, "to_local") and distributed.is_initialized()
 
 
-def _share(weight: Tensor) -> float:
+def _share(weight: Any) -> float:
     """1 over how many ranks hold the same part of a weight, for sums over all ranks."""
     if not _is_sharded(weight):
         return 1.0

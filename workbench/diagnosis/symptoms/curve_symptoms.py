@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record, finite_log10
-from workbench.diagnosis.failure import Failure, running_median
+from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.symptoms.symptom import Symptom, fold, in_steps, ramp
 from workbench.formatting import short
 from workbench.schema.statuses import FailureKind, SymptomKind
@@ -289,16 +289,6 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Symptom]:
         selection={"step": int(steps[int(np.nanargmax(rate))])},
         **place,
     )
-
-
-def level_change(values: np.ndarray, window: int = 15) -> tuple[int, float]:
-    """Row and size of the largest change between the medians of the ``window`` values before and after it."""
-    if len(values) < 2 * window:
-        return 0, 0.0
-    smooth = running_median(values, window)
-    change = smooth[window:] - smooth[:-window]
-    at = int(np.nanargmax(np.abs(change)))
-    return at + window // 2, float(change[at])
 
 
 def _distance(n: int) -> str:

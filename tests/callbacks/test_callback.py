@@ -1,0 +1,302 @@
+"""One protocol for everything that acts during training, in three trainers."""
+
+import dataclasses
+import inspect
+import json
+import logging
+import warnings
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from tests.callbacks.test_kss_integrations import fit, lightning, lightning_module, trainer, without_dropout  # noqa: F401
+from tests.callbacks.test_kss_loops import gpt2
+from tests.small_training import same_weights
+from workbench.errors import ThresholdError
+from workbench.training.recording import Recording
+from workbench.training.training_plan import TrainingPlan
+
+FIRST_FORMAT = Path(__file__).parents[1] / "training" / "first_format"
+
+
+class LargeGradients(wb.Callback):
+    """Ten lines of a user's own: an event wherever the gradient is larger than it was at first."""
+
+    def __init__(self):
+        self.seen = []
+
+    def end_step(self, step, numbers):
+        self.seen.append((step, numbers.get("loss")))
+        if numbers.get("loss", 0.0) > 0:
+            self.event(step, "loss seen", score=numbers["loss"], message="The loss is known.")
+        return {"n_seen": float(len(self.seen))}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def events_of(path, kind):
+    events = wb.open_run(path)["events"].to_dataset()
+    return events["step"].values[events["kind"].values == kind].tolist()
+
+
+class TestOneOfYourOwn:
+    def test_in_train(self, make_model, task, tmp_path):
+        mine = LargeGradients()
+        records = list(wb.train(make_model(), task, n_steps=4, store=tmp_path / "run.zarr", callbacks=[mine]))
+        assert mine.seen == [(record.step, record.loss) for record in records]
+        assert events_of(tmp_path / "run.zarr", "loss seen") == [0, 1, 2, 3]
+        np.testing.assert_array_equal(wb.open_run(tmp_path / "run.zarr")["monitors"]["n_seen"], [1, 2, 3, 4])
+        assert [record.numbers["n_seen"] for record in records] == [1, 2, 3, 4]
+
+    def test_in_a_hugging_face_trainer(self, tmp_path):
+        mine, recorder = LargeGradients(), wb.Recorder(tmp_path / "run.zarr", every=None)
+        subject = trainer(without_dropout(gpt2), tmp_path, wb.trainer_callback(mine, recorder), max_steps=4)
+        subject.train()
+        logged = [row["loss"] for row in subject.state.log_history if "loss" in row]
+        assert mine.seen == list(enumerate(logged))
+        assert events_of(tmp_path / "run.zarr", "loss seen") == [0, 1, 2, 3]
+
+    def test_in_lightning(self, lightning, task, tmp_path):  # noqa: F811
+        mine, recorder = LargeGradients(), wb.Recorder(tmp_path / "run.zarr", every=None)
+        module = lightning_module(lightning, without_dropout(gpt2))
+        fit(lightning, module, wb.lightning_callback(mine, recorder), task=task)
+        assert [step for step, _ in mine.seen] == [0, 1, 2, 3]
+        run = wb.open_run(tmp_path / "run.zarr")
+        np.testing.assert_allclose([loss for _, loss in mine.seen], run["monitors"]["loss"], rtol=1e-6)
+        assert events_of(tmp_path / "run.zarr", "loss seen") == [0, 1, 2, 3]
+
+    def test_its_state_goes_with_the_checkpoints(self, make_model, task, tmp_path):
+        class Counter(wb.Callback):
+            n = 0
+
+            def end_step(self, step, numbers):
+                self.n += 1
+
+            def state_dict(self):
+                return {"n": self.n}
+
+            def load_state_dict(self, state):
+                self.n = state["n"]
+
+        settings = {"n_steps": 6, "store": tmp_path / "run.zarr", "checkpoint_every": 2}
+        run = wb.train(make_model(), task, callbacks=[Counter()], **settings)
+        for record in run:
+            if record.step == 3:
+                break
+        run.close()
+        resumed = Counter()
+        list(wb.train(make_model(), task, callbacks=[resumed], resume=True, **settings))
+        assert resumed.n == 6
+
+
+class Everywhere(wb.Callback):
+    """Has every method of the protocol, and changes nothing."""
+
+    calls = ()
+
+    def __init__(self):
+        self.calls = []
+
+    def setup(self, run):
+        super().setup(run)
+        self.calls.append("setup")
+
+    def begin(self):
+        self.calls.append("begin")
+
+    def begin_step(self, step):
+        self.calls.append("begin_step")
+
+    def change_batch(self, inputs, targets):
+        self.calls.append("change_batch")
+        return inputs, targets
+
+    def run_pass(self, one_pass, inputs, targets):
+        self.calls.append("run_pass")
+        return one_pass(inputs, targets)
+
+    def auxiliary_loss(self, task_loss, auxiliary):
+        self.calls.append("auxiliary_loss")
+        return auxiliary
+
+    def before_update(self, step, numbers):
+        self.calls.append("before_update")
+
+    def end_step(self, step, numbers):
+        self.calls.append("end_step")
+
+    def after_step(self, step):
+        self.calls.append("after_step")
+
+    def end(self, *, is_broken=False):
+        super().end(is_broken=is_broken)
+        self.calls.append("end")
+
+
+class TestTheProtocol:
+    def test_the_order_of_its_calls(self, make_model, task):
+        callback = Everywhere()
+        list(wb.train(make_model(), task, n_steps=2, callbacks=[callback]))
+        of_step = [
+            "begin_step", "change_batch", "run_pass", "auxiliary_loss", "before_update", "end_step", "after_step",
+        ]  # fmt: skip
+        assert callback.calls == ["setup", "begin", *of_step, *of_step, "end"]
+
+    def test_one_that_changes_nothing_leaves_the_training_as_it_is(self, make_model, task):
+        alone, watched = make_model(), make_model()
+        plain = [record.loss for record in wb.train(alone, task, n_steps=4)]
+        seen = [
+            record.loss for record in wb.train(watched, task, n_steps=4, callbacks=[Everywhere(), LargeGradients()])
+        ]
+        assert plain == seen
+        assert same_weights(alone, watched)
+
+    def test_a_term_of_the_loss_and_a_rate_of_its_own(self, make_model, task):
+        class Decay(wb.Callback):
+            rate_factor = 0.5
+
+            def auxiliary_loss(self, task_loss, auxiliary):
+                return 0.0 * task_loss + 1.0 if auxiliary is None else auxiliary
+
+        records = list(wb.train(make_model(), task, n_steps=2, learning_rate=1e-2, callbacks=[Decay()]))
+        assert [record.auxiliary_loss for record in records] == [1.0, 1.0]
+        assert [record.learning_rate for record in records] == [5e-3, 5e-3]
+
+    def test_whatever_the_keywords_take_may_be_among_the_callbacks(self, make_model, task):
+        parts = [wb.KSS(interval=2), wb.faults.large_rate(start=1), wb.baselines.RandomL2(0.1), wb.Recorder(every=None)]
+        kss, fault, penalty, recorder = parts
+        one, other = make_model(), make_model()
+        first = list(wb.train(one, task, n_steps=3, callbacks=parts))
+        keywords = {"kss": kss, "faults": [fault], "penalties": [penalty], "recorder": recorder}
+        second = list(wb.train(other, task, n_steps=3, **keywords))
+        assert same_weights(one, other)
+        assert [record.monitors() for record in first][1:] == [record.monitors() for record in second][1:]
+
+    @pytest.mark.parametrize(
+        ("callbacks", "sentence"),
+        [
+            (lambda: [print], "callbacks holds a builtin_function_or_method, expected a wb.Callback"),
+            (lambda: [LargeGradients(), LargeGradients()], "Two callbacks are called 'LargeGradients'"),
+            (lambda: [wb.KSS(), wb.KSS()], "There are 2 KSS, expected one in a run"),
+            (lambda: wb.KSS(), r"callbacks is one KSS, expected a sequence; pass \[it\]"),
+        ],
+    )
+    def test_what_is_none_is_refused(self, make_model, task, callbacks, sentence):
+        with pytest.raises(ThresholdError, match=sentence):
+            wb.train(make_model(), task, n_steps=1, callbacks=callbacks())
+
+    def test_a_callback_that_fails_leaves_no_hook(self, make_model, task):
+        class Fails(wb.Callback):
+            def end_step(self, step, numbers):
+                raise KeyError(step)
+
+        model = make_model()
+        with pytest.raises(KeyError):
+            list(wb.train(model, task, n_steps=3, kss=wb.KSS(), callbacks=[Fails()]))
+        assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
+
+
+class TestInOtherTrainers:
+    """Faults and penalties act by hooks there, as they do in the loop."""
+
+    @pytest.mark.parametrize("name", ["large_rate", "corrupted_data", "small_batch", "low_precision_attention"])
+    def test_faults_act_in_a_hugging_face_trainer(self, tmp_path, name):
+        fault = getattr(wb.faults, name)
+        plain, same, faulty = (without_dropout(gpt2) for _ in range(3))
+        trainer(plain, tmp_path, max_steps=3).train()
+        trainer(same, tmp_path, wb.trainer_callback(fault()), max_steps=3).train()
+        trainer(faulty, tmp_path, wb.trainer_callback(fault(start=1)), max_steps=3).train()
+        close = [torch.allclose(a, b, atol=1e-6) for a, b in zip(plain.parameters(), same.parameters(), strict=True)]
+        assert all(close)
+        assert not same_weights(plain, faulty)
+
+    def test_penalties_add_to_the_loss_of_a_hugging_face_trainer(self, tmp_path):
+        plain, penalized = without_dropout(gpt2), without_dropout(gpt2)
+        first, second = trainer(plain, tmp_path, max_steps=2), None
+        first.train()
+        second = trainer(penalized, tmp_path, wb.trainer_callback(wb.baselines.RandomL2(5.0)), max_steps=2)
+        second.train()
+        losses = [[row["loss"] for row in t.state.log_history if "loss" in row] for t in (first, second)]
+        assert all(with_penalty > without for without, with_penalty in zip(*losses, strict=True))
+        assert not same_weights(plain, penalized)
+
+    def test_penalties_and_faults_act_in_lightning(self, lightning, task):  # noqa: F811
+        models = [without_dropout(gpt2) for _ in range(3)]
+        fit(lightning, lightning_module(lightning, models[0]), task=task)
+        callback = wb.lightning_callback(wb.faults.large_rate(start=1), wb.faults.corrupted_data())
+        fit(lightning, lightning_module(lightning, models[1]), callback, task=task)
+        fit(
+            lightning,
+            lightning_module(lightning, models[2]),
+            wb.lightning_callback(wb.baselines.RandomL2(5.0)),
+            task=task,
+        )
+        assert not same_weights(models[0], models[1])
+        assert not same_weights(models[0], models[2])
+
+    @pytest.mark.parametrize("name", ["no_auxiliary_loss", "low_precision_reduction"])
+    def test_what_needs_the_loop_is_refused_in_one_sentence(self, tmp_path, name):
+        fault = getattr(wb.faults, name)(start=0)
+        with pytest.raises(ThresholdError, match=f"{name} changes the loss or splits the batch, which only wb.train"):
+            trainer(gpt2(), tmp_path, wb.trainer_callback(fault)).train()
+
+    def test_a_cut_of_the_rate_is_taken_back_after_each_update(self, tmp_path):
+        class Half(wb.Callback):
+            rate_factor = 0.5
+
+        one, other = without_dropout(gpt2), without_dropout(gpt2)
+        options = {"optim": "sgd", "lr_scheduler_type": "constant", "max_steps": 2}
+        subject = trainer(one, tmp_path, wb.trainer_callback(Half()), learning_rate=0.1, **options)
+        subject.train()
+        trainer(other, tmp_path, learning_rate=0.05, **options).train()
+        assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+        assert subject.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_the_signature_of_train_is_that_of_its_settings():
+    parameters = inspect.signature(wb.train).parameters
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
+    for settings in (TrainingPlan, Recording):
+        for field in dataclasses.fields(settings):
+            given = parameters[field.name].default
+            if field.default_factory is not dataclasses.MISSING:
+                assert dict(given) == field.default_factory()
+            elif field.default is dataclasses.MISSING:
+                assert given is inspect.Parameter.empty
+            else:
+                assert given == field.default, field.name
+
+
+def test_a_run_from_before_callbacks_had_names_is_resumed(tmp_path):
+    """Store and checkpoint of the first format: a run with KSS, a fault, a penalty, a recorder, alarms and actions."""
+    with zipfile.ZipFile(FIRST_FORMAT / "run.zip") as file:
+        file.extractall(tmp_path)
+    expected = json.loads((FIRST_FORMAT / "losses.json").read_text())
+    model = wb.zoo.transformer("pre_ln", n_heads=2, max_length=16, d_model=16, n_layers=2, vocab_size=32, seed=1)
+    task = wb.tasks.associative_recall(length=12, vocab_size=32, n_pairs=2, batch_size=8, seed=3)
+    kss = wb.KSS(strength=7.0, interval=5)
+    records = list(
+        wb.train(
+            model, task, n_steps=12, store=tmp_path / "run.zarr", checkpoint_every=5, resume=True, kss=kss,
+            faults=[wb.faults.large_rate(start=4, stop=8)], penalties=[wb.baselines.RandomL2(0.2)],
+            recorder=wb.Recorder(every=5), alarms=wb.Alarms(), actions=wb.Actions(),
+        )
+    )  # fmt: skip
+    assert (kss.strength, kss.interval) == (1.0, 2)
+    assert [record.step for record in records] == list(range(7, 12))
+    np.testing.assert_allclose([record.loss for record in records], expected[7:], rtol=1e-5)
+    assert records[0].active_faults == ("large_rate",)
+    run = wb.open_run(tmp_path / "run.zarr")
+    np.testing.assert_allclose(run["monitors"]["loss"], expected, rtol=1e-5)
+    assert isinstance(model, nn.Module)

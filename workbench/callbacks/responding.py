@@ -1,0 +1,151 @@
+"""How a run responds to its alarms: which action they ask for, and how it is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from workbench.callbacks.actions import KINDS, Action, ActionRequest, Actions
+from workbench.callbacks.faults import NoAuxiliaryLoss
+from workbench.models.run_checkpoints import list_checkpoints, load_weights
+from workbench.training.checkpoints import read_checkpoint
+
+if TYPE_CHECKING:
+    from workbench.callbacks.alarms import Alarm, Alarms
+    from workbench.callbacks.faults import Injection
+    from workbench.training.callback import TrainingRun
+
+#: An alarm this many times its threshold does not wait for more evidence.
+_CLEAR = 10.0
+
+
+@dataclass
+class ResponseState:
+    """What earlier actions have left behind; it goes into checkpoints.
+
+    Attributes:
+        rate_factor: Share of the planned learning rate that cuts have left.
+        n_answered: Requests that were carried out.
+        unsound: Steps of the checkpoints that were written after the onset of an alarm.
+    """
+
+    rate_factor: float = 1.0
+    n_answered: int = 0
+    unsound: set[int] = field(default_factory=set)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"rate_factor": self.rate_factor, "n_answered": self.n_answered, "unsound": sorted(self.unsound)}
+
+    def load(self, values: Mapping[str, Any]) -> None:
+        """Take up what `as_dict` gave."""
+        self.rate_factor, self.n_answered = values["rate_factor"], values["n_answered"]
+        self.unsound = set(values["unsound"])
+
+
+class Response:
+    """Answers the alarms of one run by actions.
+
+    Args:
+        alarms: Say what has changed, and since when.
+        actions: What they may trigger.
+        faults: Of the run, among which the auxiliary loss may have been switched off; None: there are none.
+        state: What earlier actions have left behind.
+    """
+
+    def __init__(self, alarms: Alarms, actions: Actions, faults: Injection | None, state: ResponseState) -> None:
+        self.alarms, self.actions, self.faults, self.state = alarms, actions, faults, state
+        self._waiting: Alarm | None = None
+
+    def answer(self, alarms: Sequence[Alarm], run: TrainingRun, step: int) -> list[Action]:
+        """Carry out what the alarms of a step ask for; afterwards they rest for a while.
+
+        Args:
+            alarms: Raised in the step.
+            run: The training to act on.
+            step: Updates done, the one of the step included.
+
+        Returns:
+            What was done, and what could not be done and why; empty if nothing was asked for.
+        """
+        request = self._request(step - 1, alarms)
+        if request is None:
+            return []
+        ways: dict[str, Callable[[], str]] = {
+            "roll_back": lambda: self._roll_back(request, run),
+            "auxiliary_loss": self._restore_auxiliary_loss,
+            "kss": self._turn_up_kss,
+            "cut_rate": self._cut_rate,
+            "stop": lambda: _stop(run),
+        }
+        done = [Action(kind, step, ways[kind]()) for kind in KINDS if kind in request.kinds]
+        self.state.n_answered += 1
+        self.actions.done += done
+        self.alarms.rest(step, n_steps=self.actions.rest)
+        return done
+
+    def _request(self, step: int, alarms: Sequence[Alarm]) -> ActionRequest | None:
+        """What is to be done now; the first alarm may wait until it is clear what is wrong."""
+        if self.state.n_answered >= self.actions.n_most:
+            return None
+        for alarm in alarms:
+            if self._waiting is None and (not alarm.is_outcome or self.actions.reacts_to_outcome):
+                self._waiting = alarm
+        first = self._waiting
+        if first is None:
+            return None
+        is_clear = any(alarm.is_outcome or alarm.score >= _CLEAR for alarm in alarms)
+        if step - first.step < self.actions.wait and not is_clear:
+            return None
+        self._waiting = None
+        onset = self.alarms.onset(first.signal)
+        return self.actions.answer(first, self.alarms.attribute(), first.step if onset is None else onset)
+
+    def _roll_back(self, request: ActionRequest, run: TrainingRun) -> str:
+        signal, state = request.alarm.signal, self.state
+        found = {} if run.checkpoints is None else list_checkpoints(run.checkpoints)
+        sound = [at for at in found if at <= request.onset and at not in state.unsound]
+        state.unsound |= {at for at in found if at > request.onset}
+        if not sound:
+            return f"There is no checkpoint from before step {request.onset}, where {signal} changed."
+        kept = read_checkpoint(found[max(sound)])
+        load_weights(run.model, found[max(sound)])
+        run.optimizer.load_state_dict(kept.optimizer)
+        if run.scaler is not None:
+            run.scaler.load_state_dict(kept.scaler)
+        run.skip_batches(self.actions.skip)
+        words = f", and {self.actions.skip} batches are skipped" if self.actions.skip else ""
+        return (
+            f"Weights and optimizer are those of step {max(sound)} again, before {signal} changed at step "
+            f"{request.onset}{words}."
+        )
+
+    def _restore_auxiliary_loss(self) -> str:
+        """Whoever has switched it off."""
+        if self.faults is None or self.faults.keeps_auxiliary_loss:
+            return "The auxiliary loss is on already."
+        self.faults.switch_off(NoAuxiliaryLoss)
+        return "The auxiliary loss is on again."
+
+    def _turn_up_kss(self) -> str:
+        kss = self.actions.kss
+        if kss is None:
+            return "There is no KSS to turn up; pass Actions(kss=), the one that the run has."
+        if not kss.enabled:
+            kss.enabled = True
+            return f"KSS is on, strength {kss.strength:g}."
+        kss.strength = kss.strength * self.actions.kss_factor
+        return f"KSS has strength {kss.strength:g} now."
+
+    def _cut_rate(self) -> str:
+        state, lowest = self.state, self.actions.lowest_rate
+        if state.rate_factor <= lowest:
+            return f"The learning rate stays at {state.rate_factor:g} of the plan, the lowest allowed."
+        state.rate_factor = max(state.rate_factor * self.actions.cut_rate, lowest)
+        return f"The learning rate is {state.rate_factor:g} of the plan from here on."
+
+
+def _stop(run: TrainingRun) -> str:
+    run.stop("by an alarm")
+    return "The run is stopped."
