@@ -1,10 +1,14 @@
 """Fixtures for the whole suite."""
 
 import os
+import sys
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# nbformat loads jsonschema, which would then compile a grammar of addresses for 5 seconds; no notebook holds any.
+sys.modules.setdefault("rfc3987_syntax", None)
 
 # How long an example takes says something about the machine and about what is loaded in it, not about the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -106,7 +106,14 @@ def test_every_architecture_has_a_healthy_and_a_diverged_run(make_runs):
             assert (rate == make_runs.RATES[0]) == (state == "finished")
 
 
-@pytest.mark.parametrize("name", ["Pre-LN", "No-Norm", "MoE top-2", "Mamba", "KAN B=4", "ViT Pre-LN"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Pre-LN",
+        "MoE top-2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("No-Norm", "Mamba", "KAN B=4", "ViT Pre-LN")),
+    ],
+)
 def test_the_beginning_of_a_re_run_is_the_recorded_one(make_runs, tmp_path, name, one_thread):
     make_runs.record_run(name, make_runs.RATES[0], tmp_path / "run.zarr", n_steps=4)
     again, recorded = wb.open_run(tmp_path / "run.zarr"), wb.samples.recorded_runs("healthy")[name]

@@ -124,7 +124,10 @@ def test_a_button_in_another_thread_acts_from_the_next_step_on(make_model, task)
 
 @pytest.mark.parametrize(
     ("coupling", "stop_at"),
-    [("gradient", 4), ("gradient", 5), ("decoupled", 5), ("projection", 5), ("trust_region", 5)],
+    [
+        *((coupling, 5) for coupling in ("gradient", "decoupled", "projection", "trust_region")),
+        pytest.param("gradient", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_resuming_gives_the_bits_of_running_through(make_model, task, tmp_path, coupling, stop_at):
     """With controls that were turned before, at and after the place, and a controller that turns one of them."""

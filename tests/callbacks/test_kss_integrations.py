@@ -158,6 +158,7 @@ class TestHuggingFace:
         callback.detach()
         assert all(not module._forward_pre_hooks for module in model.modules())
 
+    @pytest.mark.slow
     def test_a_compiled_trainer(self, tmp_path):
         torch._dynamo.reset()
         model = without_dropout(gpt2)

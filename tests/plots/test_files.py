@@ -50,7 +50,11 @@ RUN_FIGURES = {
 }
 
 
-@pytest.fixture(params=RUN_FIGURES)
+#: Figures that another line draws too, of other data.
+AGAIN = ("radar, overlaid", "layer_profile of runs", "eigenvalue_map of runs")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in AGAIN else ()) for name in RUN_FIGURES])
 def draw_runs(request, runs, comparison):
     """A figure of training runs, as a function of the backend."""
     draw, given, options = RUN_FIGURES[request.param]

@@ -78,7 +78,7 @@ def test_models_side_by_side_share_their_scales(calm):
     assert frames[0].frame_width == frames[1].frame_width
 
 
-@pytest.mark.parametrize(("n", "n_columns"), [(4, 4), (5, 3)])
+@pytest.mark.parametrize(("n", "n_columns"), [pytest.param(4, 4, marks=pytest.mark.slow), (5, 3)])
 def test_a_figure_of_bokeh_is_never_wider_than_1200_pixels(calm, n, n_columns):
     flows = {f"design {i} with a name that is long": calm for i in range(n)}
     figure = flow_map(flows)
@@ -134,7 +134,7 @@ def test_equal_states_have_an_axis_too():
     assert frame.y_range.end > 1.4
 
 
-@pytest.mark.parametrize("n_layers", [1, 24])
+@pytest.mark.parametrize("n_layers", [1, pytest.param(24, marks=pytest.mark.slow)])
 def test_both_backends_draw_any_depth(n_layers, tmp_path, recwarn):
     gains = np.exp(np.random.default_rng(0).normal(size=(n_layers, 2)))
     flows = {"one": made_flow(gains, 1 / gains), "other": made_flow(gains**2, gains)}

@@ -57,8 +57,17 @@ def matplotlib_looks(figure):
 LOOKS = {"bokeh": bokeh_looks, "matplotlib": matplotlib_looks}
 
 
-@pytest.mark.parametrize("backend", LOOKS)
-@pytest.mark.parametrize("draw", [profiles, losses, charts])
+@pytest.mark.parametrize(
+    ("draw", "backend"),
+    [
+        (profiles, "bokeh"),
+        (losses, "matplotlib"),
+        pytest.param(profiles, "matplotlib", marks=pytest.mark.slow),
+        pytest.param(losses, "bokeh", marks=pytest.mark.slow),
+        pytest.param(charts, "bokeh", marks=pytest.mark.slow),
+        pytest.param(charts, "matplotlib", marks=pytest.mark.slow),
+    ],
+)
 def test_looks_stay_where_models_are_left_out(runs, draw, backend):
     whole = LOOKS[backend](draw(runs, backend=backend))
     some = {name: runs[name] for name in ("none", "bare")}

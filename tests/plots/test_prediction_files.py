@@ -78,7 +78,9 @@ FIGURES = {
 }
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "," in name else ()) for name in FIGURES]
+)
 def test_both_backends_draw_it_without_a_warning(name, tmp_path, recwarn):
     from matplotlib import pyplot as plt
 

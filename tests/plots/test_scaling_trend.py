@@ -95,6 +95,7 @@ def test_several_studies_share_one_panel_and_keep_their_looks():
     assert len(elements(panels(scaling_trend(together))[0], "Curve")) == 2
 
 
+@pytest.mark.slow
 def test_many_studies_have_a_legend_and_no_line_of_the_note_is_longer_than_the_frame():
     studies = {f"design number {i}": study_of(seed=i, target=(1024 + 512 * i, 4 + i)) for i in range(8)}
     (shown,) = bokeh_panels(scaling_trend(studies))

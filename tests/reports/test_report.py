@@ -6,7 +6,6 @@ import re
 import sys
 from html.parser import HTMLParser
 
-import nbformat
 import numpy as np
 import pytest
 import xarray as xr
@@ -176,6 +175,8 @@ def test_markdown_says_the_same_with_the_same_links(kind, tmp_path, without_pict
 
 
 def test_the_notebook_stands_alone_beside_its_data(tmp_path, without_pictures):
+    import nbformat
+
     tree = made_trees.assessment()
     path = report(tree, tmp_path / "report.ipynb")
     notebook = nbformat.read(path, as_version=4)
@@ -193,6 +194,7 @@ def test_the_notebook_stands_alone_beside_its_data(tmp_path, without_pictures):
 def test_the_cells_of_the_notebook_draw_what_they_show(tmp_path, monkeypatch, without_pictures):
     """Each cell is run, with a display that keeps what it is given."""
     import holoviews as hv
+    import nbformat
 
     tree = made_trees.assessment()
     notebook = nbformat.read(report(tree, tmp_path / "report.ipynb"), as_version=4)

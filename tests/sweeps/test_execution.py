@@ -87,10 +87,9 @@ def test_a_sweep_whose_process_is_killed_goes_on(cluster, alone, tmp_path):
     xr.testing.assert_identical(without_seconds(sweep), without_seconds(alone))
 
 
-@pytest.mark.subprocess
-def test_a_finished_sweep_starts_no_process(cluster, alone, tmp_path, monkeypatch):
+def test_a_finished_sweep_starts_no_process(tmp_path, monkeypatch):
     runs = small_grid(seed=[0])
-    first = wb.sweeps.run(runs, tmp_path / "a.zarr", scheduler=cluster.scheduler_address, progress=False)
+    first = made_alone(runs, tmp_path / "a.zarr")
     monkeypatch.setattr("distributed.LocalCluster.__init__", lambda *_, **__: pytest.fail("a cluster was started"))
     again = wb.sweeps.run(runs, tmp_path / "a.zarr")
     xr.testing.assert_identical(first, again)

@@ -24,7 +24,9 @@ from workbench.models.run_checkpoints import list_checkpoints
 from workbench.training import loop
 
 SETTINGS = {"n_steps": 24, "learning_rate": 1e-2, "seed": 5, "flush_every": 4}
-recorders = pytest.mark.parametrize("has_recorder", [False, True], ids=["alone", "with a recorder"])
+recorders = pytest.mark.parametrize(
+    "has_recorder", [pytest.param(False, marks=pytest.mark.slow), True], ids=["alone", "with a recorder"]
+)
 
 
 def watched(has_recorder):

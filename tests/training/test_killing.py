@@ -18,6 +18,8 @@ from workbench.models.run_checkpoints import latest_checkpoint
 pytestmark = pytest.mark.subprocess
 
 N_KILLS = 20
+#: Of the runs that nobody kills, more than any killed one comes to.
+N_STEPS = 45
 #: Those that are made before every change; the others before a release.
 KILLS = [pytest.param(index, marks=() if index in (0, 7, 13, 19) else pytest.mark.slow) for index in range(N_KILLS)]
 FLUSH, CHECKPOINT, SPECTRA = (killed_run.SETTINGS[f"{name}_every"] for name in ("flush", "checkpoint", "spectra"))
@@ -29,7 +31,7 @@ def reference(tmp_path_factory):
     store = tmp_path_factory.mktemp("reference") / "run.zarr"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    list(wb.train(killed_run.model(), killed_run.task(), store=store, **{**killed_run.SETTINGS, "n_steps": 60}))
+    list(wb.train(killed_run.model(), killed_run.task(), store=store, **{**killed_run.SETTINGS, "n_steps": N_STEPS}))
     torch.set_num_threads(threads)
     return wb.open_run(store).load()
 
@@ -102,7 +104,7 @@ def test_a_killed_run_is_resumed_as_if_nothing_had_happened(trainer, reference, 
     assert latest_checkpoint(tmp_path / "run.checkpoints") is not None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    model, settings = killed_run.model(), {**killed_run.SETTINGS, "n_steps": 60}
+    model, settings = killed_run.model(), {**killed_run.SETTINGS, "n_steps": N_STEPS}
     list(wb.train(model, killed_run.task(), store=store, resume=True, **settings))
     torch.set_num_threads(threads)
     run = wb.open_run(store)

@@ -29,8 +29,17 @@ def loader_task():
     return DataLoader(TensorDataset(tokens, tokens.roll(-1, 1)), batch_size=8, shuffle=True)
 
 
-@pytest.mark.parametrize("stop_at", [0, 4, 5, 9])
-@pytest.mark.parametrize("source", ["task", "loader"])
+@pytest.mark.parametrize(
+    ("source", "stop_at"),
+    [
+        ("task", 5),
+        ("task", 9),
+        ("loader", 0),
+        ("loader", 4),
+        *(pytest.param("task", stop_at, marks=pytest.mark.slow) for stop_at in (0, 4)),
+        *(pytest.param("loader", stop_at, marks=pytest.mark.slow) for stop_at in (5, 9)),
+    ],
+)
 def test_stopping_and_resuming_gives_the_bits_of_running_through(task, tmp_path, stop_at, source):
     data = (lambda: task) if source == "task" else loader_task
     through = dropout_model()

@@ -76,6 +76,7 @@ def test_maps_show_the_step_in_place_and_in_one_message(open_comparison, runs):
     assert view.panels.sources == sources
 
 
+@pytest.mark.slow
 def test_titles_say_what_is_not_of_this_step(open_comparison, runs):
     comparison = open_comparison(
         {name: runs[name] for name in ("slow", "wild")} | {"late": run_of([10, 30])}, view="table"
@@ -166,6 +167,7 @@ def test_long_names_are_shortened_to_their_ends(name, width):
         assert abs(len(start) - len(end)) <= 2
 
 
+@pytest.mark.slow
 def test_the_panels_of_many_models_have_short_titles_and_the_tags_whole_names(open_comparison):
     names = [f"transformer with RMSNorm, seed {place}" for place in range(7)]
     spectra = spectra_of(0.9, n_layers=2, width=4)
@@ -242,6 +244,7 @@ def test_traces_have_a_line_at_the_step_and_a_cross_at_the_divergence(open_compa
     assert list(view.panels.panels) == ["loss", "grad_norm", "accuracy", "near_unit_mass"]
 
 
+@pytest.mark.slow
 def test_the_axis_of_a_trace_is_that_of_the_runs_shown(open_comparison, runs):
     wide = run_of([0, 10, 20, 30])
     wide["monitors"]["loss"][-1] = 1e-6
@@ -290,7 +293,7 @@ def test_the_table_has_our_numbers_and_the_published_ones(open_comparison, runs)
     assert "All at rank 12." in table.value
 
 
-@pytest.mark.parametrize("view", ["table", "radar"])
+@pytest.mark.parametrize("view", ["table", pytest.param("radar", marks=pytest.mark.slow)])
 def test_a_move_of_the_slider_does_not_check_the_runs_again(open_comparison, runs, view, monkeypatch):
     comparison = open_comparison({name: runs[name] for name in ("Pre-LN", "slow", "bare")}, view=view)
 
@@ -309,6 +312,7 @@ def test_names_of_runs_are_text_not_markup(open_comparison, runs):
     assert "<b>" not in comparison.views["table"].table.value
 
 
+@pytest.mark.slow
 def test_radar_charts_are_written_in_place(open_comparison, runs):
     shown = {name: runs[name] for name in ("Pre-LN", "wild")}
     comparison = open_comparison(shown, view="radar")
@@ -384,6 +388,7 @@ def test_at_the_end_the_step_follows_a_run_that_grows(open_comparison):
     assert (view.canvas, view.panels, comparison.error) == (canvas, panels, "")
 
 
+@pytest.mark.slow
 def test_a_growing_run_moves_its_traces_in_place(open_comparison):
     comparison = open_comparison({"a": run_of([0, 10]), "b": run_of([0, 10], seed=5)}, view="training")
     panel = comparison.views["training"].panels.panels["loss"]

@@ -381,6 +381,7 @@ def test_the_tree_is_written_and_nothing_is_replaced_unasked(make, assessment, t
     assert report.error == ""
 
 
+@pytest.mark.slow
 def test_the_report_is_written_in_every_kind(make, tmp_path, monkeypatch):
     report = make(made_trees.diagnosis())
     written = report.save("notebook", tmp_path / "run")  # whose pictures are drawn when it runs

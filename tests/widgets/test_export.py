@@ -109,6 +109,7 @@ def test_netcdf_holds_the_models_shown_alone(comparison, tmp_path):
     assert list(wb.open_run(comparison.export("netcdf", tmp_path / "one.nc")).children) == ["bare"]
 
 
+@pytest.mark.slow
 def test_figures_to_keep_show_what_the_widget_shows(comparison, tmp_path):
     comparison.models = ["Pre-LN", "wild/1"]
     comparison.layers = (1, 1)
@@ -126,7 +127,9 @@ def test_figures_to_keep_show_what_the_widget_shows(comparison, tmp_path):
     assert comparison.export("png", tmp_path / "layers").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("view", ["layers", "training", "radar"])
+@pytest.mark.parametrize(
+    "view", [pytest.param("layers", marks=pytest.mark.slow), "training", pytest.param("radar", marks=pytest.mark.slow)]
+)
 def test_files_have_the_looks_of_the_screen(comparison, view):
     comparison.models = ["wild/1", "bare"]
     comparison.step = 20

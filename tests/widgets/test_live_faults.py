@@ -159,6 +159,7 @@ def test_notes_beside_the_picture_name_what_is_on(make):
     assert live.setup.compare.description == "compare: without faults"
 
 
+@pytest.mark.slow
 def test_alarms_are_told_in_words_with_what_they_point_to_and_what_was_done(make):
     fault = wb.faults.large_rate(factor=20, start=12)
     actions = wb.Actions(policy={"large_rate": ("cut_rate",)}, otherwise=("cut_rate",))
@@ -200,6 +201,7 @@ def test_lines_are_the_newest_numbered_on_and_a_cause_is_told_once():
     said.close()
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_the_switches_where_the_hand_put_them_and_the_lines_of_the_record(make):
     fault = wb.faults.large_rate(factor=20)
     live = make(fault, recorder=wb.Recorder(every=10), alarms=alarms_on_the_rate(), n_steps=16)

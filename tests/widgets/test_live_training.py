@@ -155,6 +155,7 @@ def test_a_restart_from_an_older_checkpoint_is_a_new_branch_and_goes_on_to_the_b
     assert {saved.start for saved in live.checkpoints} == {1, 2}
 
 
+@pytest.mark.slow
 def test_the_switch_stays_where_the_hand_has_put_it_when_a_checkpoint_says_otherwise(make):
     live = make(n_steps=8, checkpoint_every=4, kss=wb.KSS(strength=1, interval=1, enabled=False))
     live.start()
@@ -167,6 +168,7 @@ def test_the_switch_stays_where_the_hand_has_put_it_when_a_checkpoint_says_other
     assert not monitors(live, WITHOUT)["kss_enabled"].values.any()
 
 
+@pytest.mark.slow
 def test_a_restart_with_other_settings_is_refused_and_leaves_nothing_behind(make, tmp_path):
     live = make(n_steps=4, checkpoint_every=2)
     with pytest.raises(StoreError, match="There is no checkpoint yet"):
@@ -185,6 +187,7 @@ def test_a_restart_with_other_settings_is_refused_and_leaves_nothing_behind(make
     assert live.status == "over · step 6 of 6"
 
 
+@pytest.mark.slow
 def test_a_restart_while_it_trains_stops_the_present_runs_first(make):
     live = make(n_steps=10**6, checkpoint_every=2)
     start_and_hold(live, 5)
@@ -197,6 +200,7 @@ def test_a_restart_while_it_trains_stops_the_present_runs_first(make):
     assert live.error == ""
 
 
+@pytest.mark.slow
 def test_a_chosen_checkpoint_stays_chosen_and_the_newest_stays_the_newest(make):
     live = make(n_steps=10**6, checkpoint_every=3)
     start_and_hold(live, 6)
@@ -215,6 +219,7 @@ def test_a_chosen_checkpoint_stays_chosen_and_the_newest_stays_the_newest(make):
     assert live._choice.value.step == 18
 
 
+@pytest.mark.slow
 def test_a_diverged_run_is_said_in_a_sentence_and_the_other_goes_on(make):
     live = make(learning_rate=1e3, n_steps=40, warmup=0, kss=wb.KSS(enabled=False))
     live.start()

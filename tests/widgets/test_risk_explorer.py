@@ -146,6 +146,7 @@ def test_a_plan_moved_back_is_the_measured_case_again(make):
     assert explorer.case.identical(first)
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_measured_anew_where_the_trial_update_counts(make, sweep, n_measured):
     finite = sweep.assign({name: ("run", _rates(sweep)) for name in ("overshoot_rate", "breaking_rate")})
     explorer = make(risk=planted_model(finite, more=("overshoot_rate",)), sweep=finite)
@@ -210,6 +211,7 @@ def test_what_is_unlike_everything_recorded_is_withheld(make):
     assert np.isfinite(probability(explorer))
 
 
+@pytest.mark.slow
 def test_a_model_of_a_size_that_nobody_recorded_is_refused(n_measured):
     """The default is inside of what was recorded; 128 wide or 8 deep is not, whatever its features say."""
     explorer = RiskExplorer(risk="forward")
@@ -490,6 +492,7 @@ def test_a_closed_widget_drops_what_is_being_measured(make, monkeypatch):
     explorer.close()
 
 
+@pytest.mark.slow
 def test_a_measurement_ends_where_it_is_stopped_or_another_one_is_asked_for(make, monkeypatch):
     explorer = make(risk="pilot")
     n_looks, begun, go = [0], threading.Event(), threading.Event()

@@ -95,6 +95,7 @@ def test_the_view_shows_the_circle_or_everything(explorer, spectra):
     assert explorer._axes.x_range.end == 1.5
 
 
+@pytest.mark.slow
 def test_the_figure_to_keep_shows_what_the_widget_shows(explorer, tmp_path):
     explorer.layers.value = (1, 2)
     explorer.reliable_only.value = True

@@ -381,6 +381,7 @@ def test_a_silent_run_is_said_to_be_silent(faulted, tmp_path, monkeypatch):
     assert run.state_in_words == "running, silent for 10 min, to step 59"
 
 
+@pytest.mark.slow
 def test_the_widget_follows_by_itself_and_close_ends_it(faulted, tmp_path):
     growing = GrowingRun(faulted, tmp_path / "a.zarr").grow(50)
     timeline = Timeline({"a": tmp_path / "a.zarr"}, signals=["loss"], poll_every=0.05)

@@ -19,13 +19,17 @@ MEASURED_M = {
 }
 
 
-@pytest.fixture(scope="module")
-def found_m():
-    """M of each norm at initialization, mean over layers and three seeds."""
+@pytest.fixture(
+    scope="module",
+    params=[(42,), pytest.param((42, 123, 456), marks=pytest.mark.slow)],
+    ids=["one seed", "three seeds"],
+)
+def found_m(request):
+    """M of each norm at initialization, mean over layers and seeds."""
     found = {}
     for norm in wb.zoo.NORMS:
         values = []
-        for seed in (42, 123, 456):
+        for seed in request.param:
             model = wb.zoo.transformer(norm, d_model=128, n_layers=4, seed=seed)
             tokens, _ = wb.tasks.associative_recall(seed=seed).batch(0)
             spectra = wb.profile(model, tokens, progress=False)
