@@ -1,5 +1,3 @@
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -51,25 +49,6 @@ def test_streaming_in_batches_changes_nothing(model, tokens):
     whole = wb.profile(model, tokens, progress=False)
     parts = wb.profile(model, (tokens[i : i + 3] for i in range(0, 20, 3)), n_snapshots=None, progress=False)
     np.testing.assert_allclose(np.abs(parts.eigenvalue), np.abs(whole.eigenvalue), rtol=1e-6)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_model_and_random_states_are_left_as_they_were(tokens, training):
-    model = nn.Sequential(
-        nn.Embedding(256, 8), *(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3))
-    )
-    model.train(training)
-    model[2].train(not training)
-    torch.manual_seed(0)
-    flags, weights = [m.training for m in model.modules()], {k: v.clone() for k, v in model.state_dict().items()}
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
-    wb.profile(model, tokens, progress=False)
-    assert [m.training for m in model.modules()] == flags
-    assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert np.array_equal(np.random.get_state()[1], states[2])  # noqa: NPY002
-    assert not any(hooks_of(model))
 
 
 def test_dropout_is_off_while_profiling(tokens):
