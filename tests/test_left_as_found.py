@@ -382,6 +382,7 @@ CASES = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "was_run", "call"), CASES)
 def test_a_model_is_left_as_found(name, was_run, call, tmp_path, shared):
     """Bit for bit and object for object; then again where the model breaks half way or at the end."""
@@ -480,6 +481,7 @@ def trained_alone(name):
     return trained(name, {})
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["moe", "gpt2"])  # gpt2 draws random numbers as it trains
 @pytest.mark.parametrize("observers", [*OBSERVERS, "everything"])
 def test_training_is_the_same_to_the_bit_whoever_watches(observers, name, tmp_path):

@@ -20,6 +20,8 @@ from workbench.reports.quantity import Numbers
 from workbench.scaling.width_matching import WIDTH_ERROR
 from workbench.schema.statuses import DecisionKind, Verdict
 
+pytestmark = pytest.mark.medium
+
 #: As small as the smallest of the recorded models.
 SIZE = {"d_model": 24, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16}
 #: Smaller than any of them.

@@ -143,6 +143,7 @@ def test_a_model_that_does_not_run_on_a_task_is_said_to():
         planned_task(Broken(), PLAN, seed=0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["images", "encoder and decoder", "state space"])
 def test_every_kind_of_small_design_is_assessed_to_the_end(kind, monkeypatch):
     """With as little as an assessment can do: what is trained on trial is trained for a few updates."""

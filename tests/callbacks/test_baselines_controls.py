@@ -26,6 +26,7 @@ def test_a_small_model_without_norms_trains_under_every_control(make_model, task
     assert records[-1].learning_rate == pytest.approx(5e-3)
 
 
+@pytest.mark.medium
 def test_every_control_trains_in_its_own_way(make_model, task):
     ends = {}
     for name, control in controls().items():

@@ -106,6 +106,7 @@ def test_lamb_is_its_algorithm(task):
     assert close(model, plain)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("optimizer", ALL, ids=str)
 def test_they_learn(make_model, optimizer):
     task = wb.tasks.associative_recall(length=5, vocab_size=12, n_pairs=2, batch_size=32)
@@ -116,6 +117,7 @@ def test_they_learn(make_model, optimizer):
     assert np.mean([record.loss for record in records[-10:]]) < 0.9 * records[0].loss
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("optimizer", ALL, ids=str)
 def test_stopping_and_resuming_gives_the_bits_of_running_through(task, tmp_path, optimizer):
     settings = {"n_steps": 7, "optimizer": optimizer, "checkpoint_every": 2, "seed": 5, "warmup": 3}

@@ -72,6 +72,7 @@ def test_directions_of_a_basis_add_up_to_the_whole_jacobian(make_model):
     assert squares.sum().item() == pytest.approx(float(dense.square().sum()), rel=1e-6)
 
 
+@pytest.mark.medium
 def test_the_jacobian_penalty_estimates_the_dense_norm_without_bias(make_model, batch):
     model = make_model("none", d_model=6, n_heads=2, init_std=0.5)
     tokens, targets = batch[0][:2], batch[1][:2]
@@ -101,6 +102,7 @@ def test_the_variance_is_that_of_numpy(make_model, batch):
     assert value.item() == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.medium
 def test_random_l2_of_everything_is_the_mean_square_and_of_a_part_close_to_it(make_model, batch):
     model = make_model("none", init_std=0.3)
     _, stream = heard(model, batch[0])
@@ -113,6 +115,7 @@ def test_random_l2_of_everything_is_the_mean_square_and_of_a_part_close_to_it(ma
     assert np.mean(draws) == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.medium
 def test_half_of_the_layers_are_drawn_and_each_has_its_turn(make_model, batch):
     model = make_model("none", n_layers=4, init_std=0.3)
     _, stream = heard(model, batch[0])
@@ -146,6 +149,7 @@ def test_the_gradient_of_the_penalty_is_its_slope(make_model, batch, penalty):
     assert (values[0] - values[1]) / (2 * size) == pytest.approx(square, rel=1e-4)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("penalty", ALL, ids=name_of)
 def test_training_under_a_strong_penalty_lowers_it(make_model, task, penalty):
     strong = type(penalty)(100.0)
@@ -205,6 +209,7 @@ def test_penalties_join_the_model_s_own_auxiliary_loss(task):
     assert both == pytest.approx(own + value_of(penalty, model, task.batch(0)).item(), rel=1e-4)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("optimizer", ["AdamW", "LBFGS"])
 def test_stopping_and_resuming_gives_the_bits_of_running_through(task, tmp_path, optimizer):
     penalties = [baselines.RandomL2(0.5), baselines.JacobianPenalty(0.1), baselines.GradientPenalty(interval=2)]
@@ -217,6 +222,7 @@ def test_stopping_and_resuming_gives_the_bits_of_running_through(task, tmp_path,
     assert same_weights(resumed, through)
 
 
+@pytest.mark.medium
 def test_the_closure_of_lbfgs_sees_the_penalty(make_model, task):
     settings = {"n_steps": 3, "optimizer": "LBFGS", "learning_rate": 0.1}
     with_it, without = make_model("none", init_std=0.2), make_model("none", init_std=0.2)

@@ -24,6 +24,7 @@ def norms_of(model):
     return [float(torch.linalg.matrix_norm(weight.detach(), ord=2)) for weight in block_matrices(model.eval())]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rate", [1e-2, 5e-2])
 def test_spectral_norm_bounds_every_linear_map_of_the_blocks_while_it_trains(make_model, task, rate):
     model, free = make_model("none", d_model=32), make_model("none", d_model=32)
@@ -131,6 +132,7 @@ def test_taking_it_off_keeps_training_mode(make_model):
     assert [module.training for module in model.modules()] == modes
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("parametrization", BOTH, ids=name_of)
 def test_stopping_and_resuming_gives_the_bits_of_running_through(make_model, task, tmp_path, parametrization):
     def made():

@@ -24,6 +24,7 @@ def plain_departure(steps, values, options):
     return latest - np.median(start, axis=0), change
 
 
+@pytest.mark.medium
 @settings(max_examples=25, deadline=None)
 @given(
     every=st.integers(1, 12), n=st.integers(60, 300), seed=st.integers(0, 99), units=st.sampled_from([(), (3,), (2, 4)])
@@ -70,6 +71,7 @@ def test_a_step_shows_at_once_in_both_and_a_slow_rise_only_against_the_start():
     assert of_step.change == 0  # the past has caught up with it
 
 
+@pytest.mark.medium
 def test_memory_is_bounded():
     detector = Detector(OPTIONS)
     for step in range(20_000):

@@ -318,6 +318,7 @@ def test_it_goes_with_penalties_that_take_second_derivatives(make_model, task):
     assert on[1:] != off[1:]
 
 
+@pytest.mark.medium
 @pytest.mark.slow
 def test_compiled_models_lose_the_same_bits(make_model, task):
     def found(start, *, is_compiled):

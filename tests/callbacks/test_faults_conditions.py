@@ -82,6 +82,7 @@ def test_a_batch_that_is_smaller_is_said_when_it_is_met(make_model):
         next(run)
 
 
+@pytest.mark.medium
 def test_without_the_auxiliary_loss_the_rest_is_what_is_trained(task):
     without, faulted, whole = moe(balance_coefficient=0.0, z_coefficient=0.0), moe(), moe()
     options = {"balance_coefficient": 0.5}

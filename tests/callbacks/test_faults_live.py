@@ -107,6 +107,7 @@ def test_observers_hear_every_switch_once_whoever_made_it():
     assert heard == [("enabled", False, True), ("enabled", True, False)]
 
 
+@pytest.mark.medium
 def test_it_may_be_turned_from_other_threads(make_model, task, tmp_path):
     fault, is_over = wb.faults.large_rate(factor=2), threading.Event()
 
@@ -130,6 +131,7 @@ def test_it_may_be_turned_from_other_threads(make_model, task, tmp_path):
     assert [step for step, _, _ in fault_events(tmp_path / "a.zarr")] == switches
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", MAKE)
 def test_a_resumed_run_has_the_bits_of_one_that_ran_through(name, make_model, task, tmp_path):
     through, resumed = model_for(name, make_model), model_for(name, make_model)
@@ -143,6 +145,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_ran_through(name, make_model, ta
     assert [step for step, _, _ in fault_events(tmp_path / "run.zarr")] == [2, 10]
 
 
+@pytest.mark.medium
 def test_all_faults_at_once_resume_too(task, tmp_path):
     def faults():
         return [make_fault(name, start=2) for name in MAKE]

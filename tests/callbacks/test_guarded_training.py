@@ -11,6 +11,8 @@ from workbench.callbacks.actions import Actions
 from workbench.callbacks.alarms import WATCHED, Alarms, Attributor, Calibration, DetectorOptions, recorded_alarms
 from workbench.callbacks.alarms.replaying import replay
 
+pytestmark = pytest.mark.medium
+
 OPTIONS = DetectorOptions(settle=4, start=8, smooth=4, smooth_attention=4, lag=4, past=20)
 SETTINGS = {"n_steps": 40, "learning_rate": 1e-3, "warmup": 2, "seed": 0}
 

@@ -71,6 +71,7 @@ def test_loss_and_gradient_norm_stay_the_task_s(make_model, task):
     assert not same_weights(model, plain)
 
 
+@pytest.mark.medium
 def test_what_the_run_records(make_model, task, tmp_path):
     kss = kss_with(strength=0.5, interval=3)
     records = train(
@@ -122,6 +123,7 @@ def test_a_button_in_another_thread_acts_from_the_next_step_on(make_model, task)
     assert states == [True] * 4 + [False] * 3
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("coupling", "stop_at"),
     [
@@ -160,6 +162,7 @@ def test_resuming_gives_the_bits_of_running_through(make_model, task, tmp_path, 
     assert len(turned(one)) == 5
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -234,6 +237,7 @@ def radius_of(model, task):
     return float(spectra["spectral_radius"].max())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("coupling", "strength", "shape"),
     [

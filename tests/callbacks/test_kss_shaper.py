@@ -145,6 +145,7 @@ def test_some_rows_and_tokens_are_enough(unstable, task):
     assert (second, third, fourth) == (2, 2, 2)  # of 8, with 12 tokens each
 
 
+@pytest.mark.medium
 def test_half_the_layers_are_drawn_anew_each_time(make_model, task):
     def drawn(seed):
         found, model = [], make_model(n_layers=4)
@@ -445,6 +446,7 @@ class Growing(Stack):
         return x
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("strength", [0.1, 20.0], ids=["too weak", "too strong"])
 def test_a_controller_holds_the_radius_in_its_band(strength):
     """The task pulls the radius to 2; the strength to hold it at 1.5 is found from either side."""

@@ -321,6 +321,7 @@ class TestNobodyNotices:
         assert torch.equal(torch.get_rng_state(), state)
         assert same_weights(plain, recorded)
 
+    @pytest.mark.medium
     def test_hooks_and_the_model_are_let_go(self, task):
         model, recorder = dense(), recorder_with()
         optimizer = adam(model)
@@ -352,6 +353,7 @@ class TestNobodyNotices:
 
 
 class TestTrouble:
+    @pytest.mark.medium
     def test_a_layer_that_turns_nan_is_told_once_and_training_goes_on(self, task, tmp_path):
         model, recorder = dense("none"), recorder_with(tmp_path / "run.zarr")
 
@@ -389,6 +391,7 @@ class TestTrouble:
         (o,) = of_part(recorder, "optimizer")
         assert o.coords["module_name"].tolist() == ["outside"]
 
+    @pytest.mark.medium
     def test_one_layer_that_cannot_be_read(self, task, tmp_path):
         model = dense()
         attention = model.blocks[1].attention
@@ -408,6 +411,7 @@ class TestTrouble:
         assert of_part(recorder, "router") == []
         assert len(of_part(recorder, "attention")) == 1
 
+    @pytest.mark.medium
     def test_a_look_that_fails_is_switched_off_and_told(self, task, tmp_path, monkeypatch):
         monkeypatch.setattr("workbench.callbacks.recorder.collectors.router_similarity", lambda weight: 1 / 0)
         recorder = recorder_with(tmp_path / "run.zarr")

@@ -7,6 +7,8 @@ import torch
 import workbench as wb
 from workbench.callbacks.alarms import WATCHED, Alarms, Attributor, Calibration, DetectorOptions, recorded_alarms
 
+pytestmark = pytest.mark.medium
+
 OPTIONS = DetectorOptions(settle=4, start=8, smooth=4, smooth_attention=4, lag=4, past=20)
 EVERY = {"attention": None, "optimizer": 2, "router": None, "activations": None}
 

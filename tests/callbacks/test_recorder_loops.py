@@ -110,6 +110,7 @@ class TestGradients:
         recorder = heard_by(loop, gpt2(), every=None)
         assert [float(o.values["n_tokens"]) for o in recorder.heard] == [64.0] * 3
 
+    @pytest.mark.medium
     def test_closures(self, task, plain):  # noqa: F811
         """The batch is run from inside the optimizer's step."""
 
@@ -230,6 +231,7 @@ class TestModels:
         yield
         torch._dynamo.reset()
 
+    @pytest.mark.medium
     @pytest.mark.usefixtures("compiled_afresh")
     @pytest.mark.parametrize("way", ["whole", "in place", "used before"])
     def test_compiled(self, task, plain, way):  # noqa: F811
@@ -252,6 +254,7 @@ class TestModels:
         assert_same(found, heard_by(plain, dense()), 1e-4)
         assert n_graphs == [1]
 
+    @pytest.mark.medium
     @pytest.mark.parametrize("control", ["SpectralNorm", "WeightNorm"])
     def test_parametrized_weights_are_read_as_they_act(self, task, control):  # noqa: F811
         model = dense()
@@ -294,6 +297,7 @@ class TestModels:
         found = heard_by(accumulating, model, optimizer, probe=probe)
         assert_same(found, heard_by(plain, dense(), probe=probe), 1e-3)
 
+    @pytest.mark.medium
     def test_the_probe_is_the_start_of_the_first_batch(self, task, plain):  # noqa: F811
         """Cut to so many tokens, and the same in every look."""
         expected = heard_by(plain, dense(), probe=(task.batch(0)[0][:2],))

@@ -23,6 +23,8 @@ from workbench.errors import StoreError, ThresholdError
 from workbench.io.background_writer import BackgroundWriter, RecordingWarning
 from workbench.io.run_writer import RunWriter
 
+pytestmark = pytest.mark.medium
+
 
 def same_rows(one, other):
     """Whether two runs hold the same rows in every part, events aside."""

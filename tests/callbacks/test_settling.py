@@ -81,6 +81,7 @@ def heard(alarms, looks):
     return [alarm for look in looks for alarm in alarms.observe(look)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_drifts_during_the_warm_up_is_no_alarm_and_a_fault_after_it_is(make_alarms, name):
     schedule, settled = SCHEDULES[name]
@@ -139,6 +140,7 @@ def test_a_run_resumed_in_its_warm_up_is_heard_as_if_it_had_run_through(make_ala
     assert heard(resumed, (look for look in looks if look.step >= cut)) == through != []
 
 
+@pytest.mark.medium
 def test_settling_is_causal_and_ends_before_anything_is_compared(make_alarms):
     for schedule, settled in SCHEDULES.values():
         ends, alarms = [], make_alarms()
@@ -173,6 +175,7 @@ def test_departures_are_those_of_a_run_that_begins_later(name, has_pair):
     assert {"loss", "grad_norm", "effective_rank D2"} <= found.keys()
 
 
+@pytest.mark.medium
 def test_calibrations_of_runs_that_warm_up_hold_nothing_of_it():
     runs = [as_run(drift(linear, 160)) for _ in range(5)]
     without = [as_run(drift(lambda step: None, 160)) for _ in range(5)]

@@ -26,6 +26,7 @@ def settled_at(alarms, store):
     return alarms.settled_at
 
 
+@pytest.mark.medium
 def test_in_train(parts, tmp_path):  # noqa: F811
     alarms, store = alarms_on("update_ratio"), tmp_path / "run.zarr"
     list(
@@ -36,6 +37,7 @@ def test_in_train(parts, tmp_path):  # noqa: F811
     assert settled_at(alarms, store) == WARM_UP
 
 
+@pytest.mark.medium
 def test_in_train_resumed_within_the_warm_up(parts, tmp_path):  # noqa: F811
     settings = {**SETTLES, "store": tmp_path / "run.zarr", "checkpoint_every": 7}
     run = wb.train(
@@ -59,6 +61,7 @@ def from_zero(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / WARM_UP))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("resumed_at", [None, 6])
 def test_in_a_loop_of_ones_own(parts, tmp_path, resumed_at):  # noqa: F811
     """With a scheduler that begins at zero: the rate is full at step WARM_UP, one later."""

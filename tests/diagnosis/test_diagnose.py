@@ -12,6 +12,8 @@ from workbench.diagnosis.experiment_runs import run_experiment
 from workbench.errors import CheckpointError, SchemaError, StoreError, ThresholdError
 from workbench.models.checkpoint import save_checkpoint
 
+pytestmark = pytest.mark.medium
+
 SIZES = {"d_model": 16, "n_layers": 3, "n_heads": 2, "vocab_size": 10, "max_length": 5}
 N_STEPS, JUMP = 90, 55
 

@@ -26,16 +26,19 @@ def gains(scale, n_rows=256, **options):
     return np.sqrt(np.mean(np.square(found), axis=(0, 2)))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("scale", [0.7, 1.0, 1.6])
 def test_a_linear_layer_multiplies_signal_and_gradient_by_its_scale(scale):
     np.testing.assert_allclose(gains(scale), scale, rtol=0.02)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("scale", [1.0, math.sqrt(2), 2.0])
 def test_a_rectified_layer_multiplies_by_its_scale_over_root_two(scale):
     np.testing.assert_allclose(gains(scale, is_rectified=True), scale / math.sqrt(2), rtol=0.02)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("scale", [0.5, 1.0])
 def test_a_residual_layer_adds_the_squares(scale):
     np.testing.assert_allclose(gains(scale, is_residual=True), math.sqrt(1 + scale**2), rtol=0.02)
@@ -46,6 +49,7 @@ def test_a_residual_layer_adds_the_squares(scale):
     np.testing.assert_allclose(flow["sublayer_gradient_gain"].values[:, 0], flow["gradient_gain"], rtol=1e-6)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("cosine", [0.0, 0.5, 0.9])
 def test_rectified_layers_turn_tokens_towards_each_other_as_the_arc_cosine_kernel_says(cosine):
     x = pairs(32, 1024, cosine)

@@ -29,6 +29,7 @@ ZOO = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ZOO)
 def test_blocks_and_the_whole_against_dense_autograd(name):
     model = unsettled(ZOO[name]()).double()
@@ -49,6 +50,7 @@ def test_blocks_and_the_whole_against_dense_autograd(name):
     assert float(flow["end_to_end_singular_mean"]) == pytest.approx(np.sqrt(np.mean(expected**2)), rel=1e-6)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 def test_hugging_face_models_against_dense_autograd(name):
     model = build(BY_NAME[name])

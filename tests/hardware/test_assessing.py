@@ -113,6 +113,7 @@ def test_a_planted_fault_fails_and_names_its_remedy() -> None:
     assert str(row["state"].values) == "healthy"
 
 
+@pytest.mark.medium
 def test_the_model_and_all_random_states_are_left_as_they_were() -> None:
     model = wb.zoo.transformer(n_heads=2, **TINY)
     model.train()

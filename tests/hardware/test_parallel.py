@@ -62,6 +62,7 @@ def test_whole_numbers_are_cut_exactly_and_halves_of_the_last_bit_are_not() -> N
     assert model["block"](torch.ones(1, 4)).tolist() == [[10.0, 256.0]]
 
 
+@pytest.mark.medium
 def test_more_devices_add_up_with_more_error() -> None:
     model = wb.zoo.transformer(**TINY)
     plans = [{"training": {"precision": "bf16"}, "hardware": {"tensor_parallel": n}} for n in (2, 16)]

@@ -76,6 +76,7 @@ def path(tmp_path):
     return tmp_path / "run.zarr"
 
 
+@pytest.mark.medium
 @settings(max_examples=12, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),

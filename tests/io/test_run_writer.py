@@ -36,6 +36,7 @@ def writer(tmp_path):
     return RunWriter(tmp_path / "run.zarr", {"subject": "planted"})
 
 
+@pytest.mark.medium
 @settings(max_examples=15, deadline=None)
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6))
 def test_blocks_of_any_size_read_back_as_one(tmp_path_factory, sizes):

@@ -49,6 +49,7 @@ def test_missing_modes_come_back_as_nan(tmp_path):
         assert found.equals(both)
 
 
+@pytest.mark.medium
 def test_store_to_netcdf_and_back_again(tmp_path, run):
     opened = wb.open_run(wb.save(run, tmp_path / "a.zarr"))
     there = wb.open_run(wb.export_netcdf(opened, tmp_path / "a.nc"))

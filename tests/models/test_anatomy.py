@@ -390,6 +390,7 @@ def test_groups_of_blocks_and_blocks_of_parts(vectors, parts_differ, stack, n_bl
     assert len(read_anatomy(model, vectors).sites) == 9 - n_blocks
 
 
+@pytest.mark.medium
 def test_compiled_model_is_read_through_its_wrapper(vectors):
     model = torch.compile(NanoGpt())
     assert read_anatomy(model, torch.arange(14).view(2, 7)).stack == "transformer.h"

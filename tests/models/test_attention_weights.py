@@ -193,6 +193,7 @@ def test_family(family):
             assert reading.query.shape[0] % reading.key.shape[0] == 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "qwen3", "bert"])
 def test_both_kinds_of_attention_read_the_same(name, implementation):
@@ -220,6 +221,7 @@ def test_reading_follows_the_weights_without_a_forward():
     assert not torch.equal(after.key, before.key)
 
 
+@pytest.mark.medium
 def test_notes_say_what_the_weights_are_up_to():
     def notes(name):
         family = BY_NAME[name]
@@ -436,6 +438,7 @@ def test_centring_spans_what_the_norm_spans():
     assert across.mean(2).abs().max() > 1e-3
 
 
+@pytest.mark.medium
 def test_gain_of_one_and_gain_plus_one_are_told_apart():
     """Fresh norms have constant gains, which fit both conventions up to a factor."""
     for name, offset in (("qwen3", 0), ("gemma3_text", 1)):

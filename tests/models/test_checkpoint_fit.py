@@ -189,6 +189,7 @@ def test_weights_that_do_not_fit_are_refused(case, copy_of, capfd):
     assert "LOAD REPORT" not in capfd.readouterr().err
 
 
+@pytest.mark.medium
 def test_what_fits_is_opened_where_that_is_asked_for(copy_of):
     model, folder = copy_of("llama")
     lost = "model.layers.1.mlp.up_proj.weight"
@@ -365,6 +366,7 @@ def test_tables_that_are_computed_are_not_missed(copy_of):
     assert subject.unloaded == ""
 
 
+@pytest.mark.medium
 def test_tensors_of_another_head_do_no_harm(tmp_path):
     from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
@@ -461,6 +463,7 @@ def test_a_class_that_is_certain_is_found(named, copy_of):
     assert_same_weights(opened, model)
 
 
+@pytest.mark.medium
 def test_the_class_is_found_by_its_head(tmp_path):
     from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 

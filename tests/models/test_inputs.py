@@ -57,6 +57,7 @@ def test_the_same_tokens_in_any_form_give_the_same_spectra(llama, inputs):
     np.testing.assert_allclose(radius(llama, inputs), radius(llama, TOKENS), rtol=1e-5)
 
 
+@pytest.mark.medium
 def test_ids_of_one_sequence_are_a_batch_of_one(llama, gpt2):
     for model in (llama, gpt2):
         expected = radius(model, TOKENS[:1])

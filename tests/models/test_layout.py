@@ -101,6 +101,7 @@ def test_pytorch_s_own_layers_say_it_themselves():
     assert spectra(encoder, inputs).attrs["n_snapshots"] == int((~hidden).sum())
 
 
+@pytest.mark.medium
 def test_one_sequence_of_vectors_is_not_split():
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0)
     encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()

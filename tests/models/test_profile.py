@@ -138,6 +138,7 @@ def test_low_precision_weights_are_profiled_in_float64(model, tokens):
     assert spectra.eigenvalue.dtype == np.complex128
 
 
+@pytest.mark.medium
 def test_a_compiled_model_is_profiled_like_the_model_itself(model, tokens):
     plain = wb.profile(model, tokens, progress=False)
     compiled = torch.compile(model, backend="eager")

@@ -58,6 +58,7 @@ def test_the_largest_eigenvalue(dense):
     assert sharpness(tiny(torch.float32), cross_entropy) == pytest.approx(wanted[-1].item(), rel=1e-3)
 
 
+@pytest.mark.medium
 def test_preconditioned_by_adam():
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-6)

@@ -12,6 +12,8 @@ from workbench.errors import SchemaError, StoreError, ThresholdError
 from workbench.risk import model_file
 from workbench.risk.probability_calibration import edge_spread
 
+pytestmark = pytest.mark.medium
+
 FORWARD = PLANTED
 
 

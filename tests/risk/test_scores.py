@@ -38,6 +38,7 @@ def test_auroc_is_that_of_sklearn(seed, n):
     assert auroc(-score, label, n_bootstrap=0).value == pytest.approx(1 - found.value)
 
 
+@pytest.mark.medium
 def test_each_resample_is_the_auroc_of_the_runs_that_were_drawn():
     random = np.random.default_rng(1)
     groups = np.repeat(np.arange(12), 5)

@@ -13,6 +13,8 @@ from workbench.formatting import percent
 from workbench.risk.probability_calibration import group_folds, platt
 from workbench.studies.outcomes import predictor_table
 
+pytestmark = pytest.mark.medium
+
 OPTIONS = {
     "features": ["near_unit_mass mean", "spectral_radius mean", "d_model", "warmup", "optimizer"], "penalty": 1.0,
 }  # fmt: skip

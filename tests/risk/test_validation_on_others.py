@@ -1,10 +1,12 @@
 """Runs of another sweep, predicted by models that have not seen their group."""
 
+import pytest
 import numpy as np
 
 import workbench as wb
 
 
+@pytest.mark.medium
 def test_new_groups_get_the_model_of_everything():
     runs, others = wb.samples.divergence_sweep("fit"), wb.samples.divergence_sweep("held out")
     options = {"features": ["rehearsed_rate"], "method": "logistic", "n_bootstrap": 0, "penalty": 1.0}
@@ -14,6 +16,7 @@ def test_new_groups_get_the_model_of_everything():
     assert found.attrs["n_folds"] == 1
 
 
+@pytest.mark.medium
 def test_known_groups_are_predicted_without_their_own_runs():
     runs, others = wb.samples.divergence_sweep("fit"), wb.samples.divergence_sweep("held out")
     few = others.isel(run=np.isin(others["architecture"].values, ["No-Norm", "ViT"]))

@@ -13,6 +13,8 @@ from workbench.scaling import Rung, Workshop
 from workbench.scaling.coordinate_checks import LARGEST_EXPONENT, coordinate_check, coordinate_sizes, layer_outputs
 from workbench.scaling.designs import design
 
+pytestmark = pytest.mark.medium
+
 OPTIONS = {"d_model": 128, "n_heads": 8, "n_layers": 2, "vocab_size": 64, "max_length": 16}
 RUNGS = [Rung(width, 2) for width in (16, 32, 64)]
 RATE, SEEDS = 3e-3, (1, 2)

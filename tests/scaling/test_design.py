@@ -63,6 +63,7 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.medium
 def test_every_known_design_has_its_published_number_of_weights():
     assert set(PUBLISHED) == set(KNOWN)
     assert {name: design(name).n_weights() for name in KNOWN} == PUBLISHED
@@ -93,6 +94,7 @@ def test_a_thin_build_runs_and_has_the_size_asked_for(name):
     assert not same(model, of.build(width, 3, seed=2, vocabulary=32))
 
 
+@pytest.mark.medium
 def test_a_thin_build_keeps_heads_ratios_and_experts():
     config = design("mixtral-8x7b").build(512, 2, vocabulary=16).config  # heads of 128, one key-value head for four
     assert (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == (4, 1, 1792)
@@ -210,6 +212,7 @@ def test_a_function_may_use_the_global_random_state_which_is_put_back():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.medium
 def test_a_target_size_may_be_chosen():
     of = design("gpt2", width=256, depth=6, name="small one")
     assert (of.name, of.width, of.depth) == ("small one", 256, 6)

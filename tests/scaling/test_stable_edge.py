@@ -47,6 +47,7 @@ def workshop():
     return Workshop(of, task, {"optimizer_options": {"fused": True}})
 
 
+@pytest.mark.medium
 def test_a_run_just_below_the_edge_goes_well_and_one_just_above_does_not(workshop):
     rung = Rung(16, 2)
     edge = stable_edge(workshop, rung, 3, n_steps=20)
@@ -59,6 +60,7 @@ def test_a_run_just_below_the_edge_goes_well_and_one_just_above_does_not(worksho
         assert last.diverged == diverges
 
 
+@pytest.mark.medium
 def test_warm_up_moves_the_trained_edge_alone(workshop):
     rung = Rung(16, 2)
     warm = Workshop(workshop.design, workshop.task, {**workshop.training, "warmup": 20})

@@ -15,6 +15,8 @@ from workbench.scaling.ladder_study import scaling_study
 from workbench.scaling.size_ladder import rungs_of
 from workbench.scaling.stable_edges import stable_edge
 
+pytestmark = pytest.mark.medium
+
 OPTIONS = {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 256, "max_length": 16}
 SETTINGS = {"n_steps": 3, "n_coordinate_steps": 2, "n_snapshots": 64, "seeds": (1, 2)}
 

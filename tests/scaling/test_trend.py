@@ -55,6 +55,7 @@ def test_the_prediction_interval_is_the_textbook_one():
     )
 
 
+@pytest.mark.medium
 def test_intervals_hold_what_they_promise():
     inside = 0
     for seed in range(400):

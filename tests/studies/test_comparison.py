@@ -150,6 +150,7 @@ def test_a_stored_run_compares_the_same(runs, tmp_path):
 ROWS = wb.published.architectures().architecture.values.tolist()
 
 
+@pytest.mark.medium
 @given(st.sampled_from(ROWS), st.lists(st.sampled_from("-_ .=()"), max_size=4), st.integers(0, 2**30), st.randoms())
 def test_published_rows_are_found_whatever_case_and_punctuation(row, signs, cases, random):
     letters = [letter for letter in row if letter.isalnum()]

@@ -80,6 +80,7 @@ def test_rates_apart_and_cells_without_runs():
     np.testing.assert_allclose(rates["accuracy"].sel(learning_rate=0.002, control=["none", "KSS"]), [0.6, 0.3])
 
 
+@pytest.mark.medium
 @given(n_runs=st.integers(1, 200), share=st.floats(0, 1), level=st.sampled_from([0.5, 0.9, 0.95]))
 def test_the_interval_is_wilson_s(n_runs, share, level):
     n_diverged = round(share * n_runs)

@@ -121,6 +121,7 @@ def test_runs_that_fail_do_not_take_the_others_with_them(cluster, tmp_path):
     assert wb.open_sweep(path)["architecture"].values.tolist() == ["Pre-LN", "Pre-LN", "mine"]
 
 
+@pytest.mark.medium
 def test_a_scheduler_that_does_not_answer_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("workbench.sweeps.execution._SECONDS_TO_CONNECT", 1)
     with pytest.raises(SweepError, match=r"No dask scheduler answers at tcp://127\.0\.0\.1:9; start one"):

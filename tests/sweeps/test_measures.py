@@ -27,6 +27,7 @@ def model(norm="pre_ln", **changes):
     return wb.zoo.transformer(norm, **{**SIZE, **changes})
 
 
+@pytest.mark.medium
 def test_a_case_holds_all_settings_and_measures():
     case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, **PLAN)
     assert set(case.coords) == set(SETTINGS)
@@ -40,6 +41,7 @@ def test_a_case_holds_all_settings_and_measures():
     assert case["mean_rate_share"].item() == pytest.approx((0.2 + 0.4 + 0.6 + 0.8 + 16) / 20)
 
 
+@pytest.mark.medium
 def test_its_spectra_are_those_of_profile():
     fresh = model()
     case = wb.sweeps.measure_case(fresh, task(), n_snapshots=64, **PLAN)
@@ -164,6 +166,7 @@ def test_where_the_output_begins_at_zero_the_stream_answers():
     assert case["scale_response"].item() == pytest.approx(1)
 
 
+@pytest.mark.medium
 def test_replanning_is_measuring_under_the_other_plan():
     case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, **PLAN)
     other = {"n_steps": 30, "learning_rate": 0.5, "warmup": 2, "schedule": "cosine"}
@@ -176,6 +179,7 @@ def test_replanning_is_measuring_under_the_other_plan():
     assert (again["schedule"].item(), again["n_steps"].item(), again["learning_rate"].item()) == ("cosine", 30, 0.2)
 
 
+@pytest.mark.medium
 def test_replanning_with_another_optimizer_forgets_the_trial_update():
     case = wb.sweeps.replan(wb.sweeps.measure_case(model(), task(), n_snapshots=64, **PLAN), optimizer="SGD")
     assert case["optimizer"].item() == "SGD"

@@ -11,6 +11,8 @@ from tests.sweeps.small_sweeps import small_grid
 from workbench.schema.sweeps import MEASURES, OUTCOMES, SETTINGS
 from workbench.sweeps.one_run import outcome
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture(scope="module")
 def rows():

@@ -10,6 +10,8 @@ from tests.sweeps.small_sweeps import made_alone, small_grid
 from workbench.errors import SchemaError, StoreError
 from workbench.schema.sweeps import MEASURES, OUTCOMES, SETTINGS
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture(scope="module")
 def runs():

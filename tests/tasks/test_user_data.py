@@ -212,6 +212,7 @@ def test_samplers_are_told_the_epoch():
     assert epochs[:3] != epochs[3:]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_workers_draw_the_same_again(persistent_workers):
     """What workers draw, and streams that take turns, also with workers that live on from epoch to epoch."""
@@ -226,6 +227,7 @@ def test_workers_draw_the_same_again(persistent_workers):
     assert random_states() == before
 
 
+@pytest.mark.medium
 def test_the_order_is_the_same_with_and_without_workers():
     loaders = [DataLoader(DATA, 8, shuffle=True, num_workers=n) for n in (0, 2)]
     assert first(wb.tasks.as_task(loaders[0]), 7) == first(wb.tasks.as_task(loaders[1]), 7)

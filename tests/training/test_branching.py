@@ -22,6 +22,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.medium
 def test_a_branch_goes_on_from_an_older_checkpoint_to_the_same_bits(store, make_model, task, tmp_path):
     before = contents(tmp_path)
     assert list(list_checkpoints(store.with_suffix(".checkpoints"))) == [4, 8, 10]

@@ -23,6 +23,8 @@ from workbench.io.run_writer import RunWriter
 from workbench.models.run_checkpoints import list_checkpoints
 from workbench.training import loop
 
+pytestmark = pytest.mark.medium
+
 SETTINGS = {"n_steps": 24, "learning_rate": 1e-2, "seed": 5, "flush_every": 4}
 recorders = pytest.mark.parametrize(
     "has_recorder", [pytest.param(False, marks=pytest.mark.slow), True], ids=["alone", "with a recorder"]

@@ -45,6 +45,7 @@ def test_accuracy_is_the_share_of_right_answers(make_model, task):
     assert record.accuracy == pytest.approx(float((guess == targets[:, -1]).float().mean()))
 
 
+@pytest.mark.medium
 def test_training_learns(make_model):
     task = wb.tasks.associative_recall(length=5, vocab_size=12, n_pairs=2, batch_size=64)
     records = list(wb.train(make_model(vocab_size=12, d_model=32), task, n_steps=120, learning_rate=1e-2, warmup=20))
@@ -225,6 +226,7 @@ def test_a_run_may_go_on_after_its_divergence(task):
     assert causes == [""] * 3 + ["loss"] * 5
 
 
+@pytest.mark.medium
 def test_no_norm_diverges_and_pre_ln_does_not(task, make_model):
     causes = {}
     for norm in ("none", "pre_ln"):

@@ -29,6 +29,7 @@ def loader_task():
     return DataLoader(TensorDataset(tokens, tokens.roll(-1, 1)), batch_size=8, shuffle=True)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("source", "stop_at"),
     [
@@ -60,6 +61,7 @@ def test_stopping_and_resuming_gives_the_bits_of_running_through(task, tmp_path,
     assert kinds == ["resumed", "finished"] or kinds == ["stopped", "resumed", "finished"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("optimizer", ["SGD", "Adafactor", "LBFGS", "NAdam"])
 def test_every_kind_of_optimizer_state_comes_back(make_model, task, tmp_path, optimizer):
     settings = {"n_steps": 6, "optimizer": optimizer, "checkpoint_every": 2}

@@ -57,6 +57,7 @@ def test_bases_add_up_to_one_on_the_grid_and_are_never_negative(share, n_grid, o
     assert (bases > 0).sum() <= order + 1
 
 
+@pytest.mark.medium
 def test_derivatives_are_right_to_the_second_order():
     x = torch.linspace(-4.03, 4.01, 13, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda v: b_spline_bases(v, n_grid=5, order=3, half_range=3.0), x)

@@ -104,6 +104,7 @@ def random_tokens(n_rows):
     return torch.randint(256, (n_rows, 64), generator=torch.Generator().manual_seed(42))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("norm", "published_m", "published_radius"), [("pre_ln", 0.16, 2.29), ("none", 0.79, 1.11)])
 def test_the_published_dense_architectures_repeat_on_random_tokens(norm, published_m, published_radius):
     """RKSP's comparison of architectures: d = 256, L = 6, random tokens."""
@@ -113,6 +114,7 @@ def test_the_published_dense_architectures_repeat_on_random_tokens(norm, publish
     assert float(spectra.spectral_radius.mean()) == pytest.approx(published_radius, rel=0.1)
 
 
+@pytest.mark.medium
 def test_fewer_experts_make_blocks_less_linear():
     """The published order of eta (.68, .55, .48 for one, two and four of eight experts), not its level."""
     ratios = []
