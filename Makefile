@@ -34,7 +34,7 @@ UNIT   := $(PYTEST) -p no:nbval -p no:zarr -n 2 --dist worksteal tests --ignore 
 # Two notebooks at a time, each kernel on one core: together they are done in two thirds of the time.
 NBVAL  := $(PYTEST) -n 2 --dist loadfile --nbval-lax --nbval-cell-timeout 300 -p no:cacheprovider
 
-quick: venv  ## Within 3 minutes: style, and the unit tests of half a second
+quick: venv  ## Within 3 minutes: style, and the unit tests that draw nothing, start nothing and take no half second
 	$(MAKE) --no-print-directory style
 	$(UNIT) -m "not (slow or medium or render or subprocess or recorded or framework or smollm2)"
 

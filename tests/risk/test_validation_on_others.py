@@ -1,7 +1,7 @@
 """Runs of another sweep, predicted by models that have not seen their group."""
 
-import pytest
 import numpy as np
+import pytest
 
 import workbench as wb
 
