@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.linear_model  # noqa: F401  (sklearn and the next two add filters of warnings when they are loaded)
+import sklearn.linear_model  # noqa: F401  (sklearn, the next two and zarr add filters of warnings when they are loaded)
 import torch
 import transformers
 import xarray as xr
+import zarr  # noqa: F401
 from torch import nn
 from torch.nn.functional import cross_entropy
 

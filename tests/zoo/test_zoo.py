@@ -79,6 +79,7 @@ def test_weights_are_drawn_in_a_fixed_order():
 def test_configurations_saved_by_the_first_version_still_open():
     old = json.loads((wb.samples.embedded("pre_ln") / "config.json").read_text())
     assert old.pop("workbench_architecture") == "transformer"
+    assert old.pop("tokenizer") == "bytes"  # added since
     assert sorted(old) == sorted(
         ["norm", "d_model", "n_layers", "n_heads", "vocab_size", "max_length", "mlp_ratio", "init_std", "seed"]
     )
