@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.gathering import gather
@@ -13,7 +12,7 @@ from workbench.models.losses import token_loss
 from workbench.tasks import as_task
 from workbench.training.loop import Training
 from workbench.training.recording import Recording
-from workbench.training.training_plan import TrainingPlan
+from workbench.training.training_plan import NO_OPTIONS, TrainingPlan
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from workbench.models.subject import Subject
     from workbench.training.step_record import StepRecord
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
 
 def train(
     model: Subject | nn.Module,
@@ -41,7 +38,7 @@ def train(
     warmup: int = 0,
     schedule: str | Callable[[int], float] = "constant",
     optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
-    optimizer_options: Mapping[str, Any] = _NOTHING,
+    optimizer_options: Mapping[str, Any] = NO_OPTIONS,
     clip_norm: float | None = None,
     precision: str = "float32",
     seed: int = 0,
@@ -52,7 +49,7 @@ def train(
     store: Path | str | None = None,
     flush_every: int = 200,
     spectra_every: int | None = None,
-    profile_options: Mapping[str, Any] = _NOTHING,
+    profile_options: Mapping[str, Any] = NO_OPTIONS,
     probe: Any = None,
     checkpoint_every: int | None = None,
     checkpoints: Path | str | None = None,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from workbench.models.subject import Subject
 
 DEFAULT_RATE = 1e-3
+#: The default of arguments that are mappings.
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 SCHEDULES = ("constant", "cosine", "linear")
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -141,6 +144,15 @@ class TrainingPlan:
         if loss > self.loss_limit:
             return "loss"
         return "grad_norm" if grad_norm > self.grad_norm_limit else ""
+
+
+def departures(**settings: Any) -> dict[str, Any]:
+    """Those of some settings of a `TrainingPlan` that are not its defaults."""
+    defaults = {
+        item.name: item.default if item.default_factory is MISSING else item.default_factory()
+        for item in fields(TrainingPlan)
+    }
+    return {name: value for name, value in settings.items() if value != defaults[name]}
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
