@@ -47,7 +47,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Penalty(ABC):
-    """A term of the loss that looks at the residual stream.
+    """A term of the loss that depends on the residual stream.
 
     Attributes:
         coefficient: Its weight in the loss; 0: off.

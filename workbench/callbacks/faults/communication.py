@@ -29,7 +29,7 @@ class DroppedBucket(Fault):
             size.
         lost_from: ``"all_ranks"``: the bucket's whole gradient is zero. ``"one_rank"``: the part of one rank, drawn
             too, is missing in the mean; then the batch is really split over the ranks, which takes ``n_ranks`` backward
-            passes, each over its share of the rows.
+            passes, each over its share of the examples.
         n_ranks: Processes, for ``"one_rank"``.
     """
 
@@ -76,10 +76,10 @@ class DroppedBucket(Fault):
 class LowPrecisionReduction(Fault):
     """Gradients of several processes are added up in low precision, around a ring.
 
-    The batch is really split over ``n_ranks``: so many backward passes, each over its share of the rows, and memory
+    The batch is really split over ``n_ranks``: so many backward passes, each over its share of the examples, and memory
     for so many gradients. As in a ring all-reduce, the gradients are cut into ``n_ranks`` chunks; chunk c starts as the
     part of rank c and is rounded after each further rank that adds its own. The mean is then taken in float32. Every
-    rank counts alike, as in PyTorch's DDP, also where its rows have fewer targets.
+    rank counts alike, as in PyTorch's DDP, also where its examples have fewer targets.
 
     Attributes:
         n_ranks: Processes, at least 2.

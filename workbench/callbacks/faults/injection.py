@@ -204,7 +204,7 @@ class Injection(Callback):
         """The batch of this step as the faults leave it.
 
         Raises:
-            ThresholdError: If it has fewer rows than are to be kept, or nothing that could be corrupted.
+            ThresholdError: If it has fewer examples than are to be kept, or nothing that could be corrupted.
         """
         if (corrupted := self._on(CorruptedData)) is not None:
             inputs, targets = corrupted.batch(inputs, targets, self._random(corrupted))

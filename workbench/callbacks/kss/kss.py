@@ -28,7 +28,7 @@ class KSS(KSSControls):
         gamma: Near-unit mass to aim at, in [0, 1]; the paper's 0.3 to 0.5.
         layers: ``"half"``, drawn anew each time, as the paper does; ``"all"``; or the numbers of the layers.
         options: What stays fixed over a run.
-        controller: Adjusts the strength by what is measured; see `Band`.
+        controller: Adjusts the strength by what is measured; see `BandController`.
 
     Raises:
         ThresholdError: If a value is out of range; nothing is changed then.
@@ -68,7 +68,7 @@ class KSS(KSSControls):
             The `Shaper` at work; leaving its context, or ``detach()``, ends it.
 
         Raises:
-            ThresholdError: If the optimizer looks at the loss several times a step (LBFGS) or moves no weight of the
+            ThresholdError: If the optimizer evaluates the loss several times a step (LBFGS) or moves no weight of the
                 model, or the weights are split over processes (FSDP).
         """
         return Shaper(self, model, optimizer)
