@@ -176,7 +176,7 @@ class PenaltyTerms(Callback):
 
         def enter(call: BlockCall) -> None:
             state = call.state_in
-            if not state.requires_grad:  # before the first weight that is trained
+            if not state.requires_grad:  # before the first parameter that is trained
                 state.requires_grad_()
             entering[call.layer] = state
 

@@ -26,7 +26,7 @@ def check_attachable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Whether it has weights that learn."""
+    """Whether any of its parameters is trained."""
     return any(p.requires_grad for p in module.parameters())
 
 

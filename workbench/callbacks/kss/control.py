@@ -28,8 +28,8 @@ class KSSOptions:
         side: Which states carry the gradient. The operator maps what enters a block to what leaves it; ``"both"`` is
             the derivative of the penalty as it stands. ``"output"`` asks each block to change what it writes, given
             what it reads; ``"input"`` the blocks before it to change what it reads.
-        coupling: How the gradient reaches the weights. ``"gradient"`` adds strength times it to the task's, as adding
-            the penalty to the loss does, except that clipping does not see it; an adaptive optimizer then divides both
+        coupling: How the gradient reaches the parameters. ``"gradient"`` adds strength times it to the task's, as
+            adding the penalty to the loss does, except that clipping does not see it; an adaptive optimizer then divides both
             by the same running size. ``"decoupled"`` subtracts learning rate times strength times it after the update,
             as AdamW decouples weight decay. ``"projection"`` steps, after the update, to where the penalty would be
             zero if it were linear: strength times P/|grad P|^2 times its gradient (Polyak 1987), strength 1 the whole

@@ -46,7 +46,7 @@ class Shaper:
     """KSS attached to a model and an optimizer; made by `KSS.attach`.
 
     The model's inputs are remembered by a hook. When a step is due, hooks on the optimizer run a few examples of them
-    through the model once more, in eval mode, and let the gradient of the penalty act on the weights. A pass of its own
+    through the model once more, in eval mode, and let the gradient of the penalty act on the parameters. Its own pass
     makes KSS independent of how the loss is scaled, accumulated, recomputed or reduced; the task's loss and gradient
     norm stay what they are without it.
 
@@ -266,7 +266,7 @@ class Shaper:
 
     @torch.no_grad()
     def _begin_update(self, control: ControlValues) -> None:
-        """Cut the coming update, and remember the weights if it is to be measured."""
+        """Cut the coming update, and remember the parameters if it is to be measured."""
         self._end_update()  # of an update that failed
         if not (control.enabled and control.strength > 0):
             return
@@ -379,7 +379,7 @@ class Shaper:
         return moments.all_reduce() if self._is_shared else moments
 
     def _gradients(self, total: Tensor) -> dict[nn.Parameter, Tensor] | None:
-        """Of the penalty in the weights that the optimizer moves; None if it is not finite."""
+        """Of the penalty in the parameters that the optimizer moves; None if it is not finite."""
         weights = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         try:
             with eval_mode(self.model):  # blocks that recompute their forward repeat that of the own pass

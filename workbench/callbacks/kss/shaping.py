@@ -23,7 +23,7 @@ class Shaping:
         spectral_radius: Largest over the layers measured; NaN if there is no spectrum, or none was taken.
         near_unit_mass: Mean over the layers measured; NaN likewise.
         skipped: Why layers were left out although they were due: layer -> reason.
-        n_acting: Layers whose gradient reached the weights, or for whose sake the update was taken back.
+        n_acting: Layers whose gradient reached the parameters, or for whose sake the update was taken back.
         update_size: Share of the optimizer's own update that was tried; below 1 only in a trust region.
     """
 

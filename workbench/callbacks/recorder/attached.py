@@ -203,7 +203,7 @@ class AttachedRecorder:
         return self.numbers
 
     def begin_window(self) -> None:
-        """Compare queries and keys with what they are now: somebody else has changed the weights.
+        """Compare queries and keys with what they are now: somebody else has changed the parameters.
 
         The measurement after that gives no spectra of updates, as its window is not full.
         """
@@ -242,7 +242,7 @@ class AttachedRecorder:
         return closure_and_measurement
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients are there, weights are still the old ones."""
+        """Gradients are there, parameters are still the old ones."""
         if self._open_step is not None:  # no batch was seen since the last update
             self._close_row()
         with self.batches_paused():

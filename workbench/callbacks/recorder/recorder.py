@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Watches any training run: what its weights, updates and activations do, and its loss beside them.
+    """Watches any training run: what its parameters, updates and activations do, and its loss beside them.
 
     One line attaches it to a loop; it removes itself at the end:
 
@@ -143,7 +143,7 @@ class Recorder:
 
         Args:
             model: The module that the loop calls, or its subject; it may be wrapped by DDP, FSDP2 or ``torch.compile``.
-            optimizer: Over its weights, or over copies of them in float32; it may be wrapped too.
+            optimizer: Over its parameters, or over copies of them in float32; it may be wrapped too.
             host: Of another's store, where the parts go beside the numbers of each update, which its owner writes; the
                 owner hands everything to the alarms then.
             probe: Instead of the recorder's own.
@@ -154,7 +154,7 @@ class Recorder:
             The recorder at work; leaving its context, or ``detach()``, ends it.
 
         Raises:
-            ThresholdError: If the optimizer moves no weight of the model, or the recorder is attached already.
+            ThresholdError: If the optimizer moves no parameter of the model, or the recorder is attached already.
             StoreError: If the store cannot be written, or holds another run.
         """
         if self._attached is not None and self._attached.is_attached:
@@ -191,7 +191,7 @@ class Recorder:
         """Read blocks, queries, keys and routers now, from a model that cannot be read later because it is sharded.
 
         Args:
-            model: As it is before ``fully_shard``; names of its weights stay.
+            model: As it is before ``fully_shard``; names of its parameters stay.
             inputs: A few examples.
 
         Raises:
