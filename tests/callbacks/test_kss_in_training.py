@@ -9,7 +9,7 @@ import workbench as wb
 from tests.callbacks.test_kss_shaper import hooks_of, kss_with
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
-from workbench.callbacks.kss import Band, KSSOptions, PenaltyShape
+from workbench.callbacks.kss import BandController, KSSOptions, PenaltyShape
 from workbench.errors import AnatomyError, StoreError, ThresholdError
 
 SETTINGS = {"n_steps": 12, "learning_rate": 1e-2, "warmup": 3, "seed": 5, "flush_every": 6}
@@ -130,7 +130,9 @@ def test_resuming_gives_the_bits_of_running_through(make_model, task, tmp_path, 
     """With controls that were turned before, at and after the place, and a controller that turns one of them."""
 
     def fresh():
-        return make_model("none"), small_kss(coupling=coupling, controller=Band(low=0.0, high=1.0, factor=1.1))
+        return make_model("none"), small_kss(
+            coupling=coupling, controller=BandController(low=0.0, high=1.0, factor=1.1)
+        )
 
     through, kss = fresh()
     settings = {**SETTINGS, "turns": TURNS, "checkpoint_every": 5}
@@ -162,7 +164,7 @@ def test_resuming_gives_the_bits_of_running_through(make_model, task, tmp_path, 
     [
         ({"coupling": "decoupled"}, "kss.coupling = gradient, this call says decoupled"),
         ({"penalty": PenaltyShape(rank=None, beta=2.0)}, "kss.penalty.beta = 1.0, this call says 2.0"),
-        ({"controller": Band(high=3.0)}, "kss.controller.quantity = nothing, this call says spectral_radius"),
+        ({"controller": BandController(high=3.0)}, "kss.controller.quantity = nothing, this call says spectral_radius"),
         ({"n_snapshots": 100}, "kss.n_snapshots = 48, this call says 100"),
     ],
 )

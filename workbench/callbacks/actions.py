@@ -51,7 +51,7 @@ class ActionRequest:
         kinds: Some of ``KINDS``.
         alarm: The alarm that asked.
         attribution: What it was put down to; None where nothing can be said.
-        onset: The last step before the signal changed, as far as it can be told.
+        onset: The last step before the signal changed, as far as it is known.
     """
 
     kinds: tuple[str, ...]
@@ -72,7 +72,7 @@ class Actions:
         kss: For ``"kss"``: switched on, or made stronger where it is on. It must be the run's own.
         kss_factor: By which its strength grows where it is on.
         skip: Batches left out after a roll-back, so that the data of the bad stretch are not met again.
-        wait: Steps from the first alarm to the action, so that it can be told what is wrong; an alarm of the loss or
+        wait: Steps from the first alarm to the action, so that it is clearer what is wrong; an alarm of the loss or
             the gradients, or one at ten times its threshold, does not wait.
         rest: Steps after an action in which no alarm sounds, while the run finds its way.
         n_most: Actions on alarms after which there are no more.

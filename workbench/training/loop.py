@@ -179,7 +179,7 @@ class Training:
                     self._say("divergence", **_evidence(record, self.plan))
                 if record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite"):
                     state = "diverged"
-                    self._output.flush(state=state)  # at once: whoever gets the record may look at the store
+                    self._output.flush(state=state)  # at once: who gets the record may read the store
                     yield record
                     return
                 self.step += 1
@@ -426,7 +426,7 @@ class Training:
 
 
 def _is_two_pass(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it takes a second gradient elsewhere, as SAM and its kin do: ``step(closure)`` after a first backward."""
+    """Whether it takes a second gradient elsewhere, as SAM does: ``step(closure)`` after a first backward."""
     return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
 
 

@@ -34,8 +34,8 @@ class TrainingPlan:
         warmup: Steps over which the rate rises linearly to its peak.
         schedule: What follows the warm-up: ``"constant"``, or ``"cosine"`` or ``"linear"`` down to 0 at ``n_steps``; or
             a function from the step, counted from 0, to the share of the peak rate.
-        optimizer: Name of a class in ``torch.optim``, in any spelling of case; a function from the weights to an
-            optimizer; or a ready optimizer over the model's weights.
+        optimizer: Name of a class in ``torch.optim``, in any spelling of case; a function from the parameters to an
+            optimizer; or a ready optimizer over the model's parameters.
         optimizer_options: Further arguments of a named one, such as ``{"weight_decay": 0.1, "betas": (0.9, 0.95)}``.
         clip_norm: Largest norm of all gradients together; larger ones are scaled down. None: no clipping.
         precision: ``"float32"``, or ``"bfloat16"`` or ``"float16"`` for automatic mixed precision.
@@ -100,10 +100,10 @@ class TrainingPlan:
         return factor * (0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress)
 
     def optimizer_for(self, model: Subject | nn.Module) -> torch.optim.Optimizer:
-        """A fresh optimizer over the model's trainable weights, or the ready one.
+        """A fresh optimizer over the model's trainable parameters, or the ready one.
 
         Raises:
-            ThresholdError: If nothing is trainable, a ready optimizer holds other weights, or a named one does not
+            ThresholdError: If nothing is trainable, a ready optimizer holds other parameters, or a named one does not
                 take these options.
         """
         weights = [parameter for parameter in module_of(model).parameters() if parameter.requires_grad]

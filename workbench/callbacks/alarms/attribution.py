@@ -73,10 +73,10 @@ class Attributor:
     def fit(
         cls, examples: Iterable[tuple[Mapping[str, float], str]], *, uses_settings: bool = True, penalty: float = 1.0
     ) -> Attributor:
-        """From looks at faulted runs.
+        """From measurements of faulted runs.
 
         Args:
-            examples: Scores of a look (signals and settings, by name), and the fault that was there.
+            examples: Scores of a measurement (signals and settings, by name), and the fault that was there.
             uses_settings: Whether settings may be evidence; without them the mechanism alone decides.
             penalty: Strength of the quadratic penalty of the weights.
 

@@ -62,7 +62,7 @@ class MuP:
             model: A transformer of the zoo with normal initialization and an output head of its own.
 
         Returns:
-            A function that takes the multipliers off; the weights stay as they act.
+            A function that takes the multipliers off; the parameters stay as they act.
 
         Raises:
             ThresholdError: If it is another model, or parametrized already.
@@ -115,7 +115,7 @@ class MuPOptimizer:
         multiplier: m; the second group's rate is ``rate / m``.
         name: Class in ``torch.optim``.
         options: Its further arguments.
-        model: Whose weights it will be given.
+        model: Whose parameters it will be given.
     """
 
     rate: float
@@ -125,7 +125,7 @@ class MuPOptimizer:
     model: nn.Module = field(repr=False)
 
     def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over these weights."""
+        """The optimizer over these parameters."""
         hidden = {id(weight) for weight in hidden_matrices(self.model)}
         groups = [
             {"params": [weight for weight in weights if id(weight) not in hidden], "lr": self.rate},

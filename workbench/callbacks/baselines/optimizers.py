@@ -1,4 +1,4 @@
-"""Optimizers that torch lacks, for ``train(optimizer=)``: functions of the weights that can say what they make.
+"""Optimizers that torch lacks, for ``train(optimizer=)``: functions of the parameters that can say what they make.
 
 They come from the package pytorch-optimizer. Weight decay is decoupled and .01 in all of them, as in torch's AdamW, so
 that they differ in their update alone.
@@ -23,11 +23,11 @@ WEIGHT_DECAY = 0.01
 
 @dataclass(frozen=True)
 class OptimizerFactory(ABC):
-    """Makes an optimizer over given weights; ``train(learning_rate=)`` sets its rate."""
+    """Makes an optimizer over given parameters; ``train(learning_rate=)`` sets its rate."""
 
     @abstractmethod
     def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """A fresh optimizer over the weights, or groups of them."""
+        """A fresh optimizer over the parameters, or groups of them."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SAM(OptimizerFactory):
     first pass; clipping applies to both.
 
     Attributes:
-        rho: Radius, in the norm of all weights together; the paper's .05.
+        rho: Radius, in the norm of all parameters together; the paper's .05.
         base: Class in ``torch.optim`` that makes the update.
         options: Further arguments of it.
     """
@@ -59,7 +59,7 @@ class SAM(OptimizerFactory):
             )
 
     def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer; its ``base_optimizer`` moves the weights."""
+        """The optimizer; its ``base_optimizer`` moves the parameters."""
         import pytorch_optimizer
 
         base = getattr(torch.optim, self.base)

@@ -47,7 +47,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Penalty(ABC):
-    """A term of the loss that looks at the residual stream.
+    """A term of the loss that depends on the residual stream.
 
     Attributes:
         coefficient: Its weight in the loss; 0: off.
@@ -76,7 +76,7 @@ class Penalty(ABC):
             random: To draw from; on the device of the states.
 
         Returns:
-            A 0-dim tensor, at least 0, with a gradient in the weights.
+            A 0-dim tensor, at least 0, with a gradient in the parameters.
         """
 
     def describe(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class GradientPenalty(Penalty):
     The paper gives .1 and no definition. Tokens are discrete, so the nearest thing to the input gradient of double
     backpropagation (Drucker and LeCun 1992) and of gradient regularization (Ross and Doshi-Velez 2018,
     arXiv:1711.09404) is the gradient in their embeddings; it passes every block, and needs one more backward pass
-    through activations alone, which a gradient in the weights would not spare.
+    through activations alone, which a gradient in the parameters would not spare.
 
     Of a loss that is a mean over B sequences, B times the squared norm of the batch's gradient is the mean over
     sequences of the squared norm of each one's own, where the sequences do not see each other. The state's first
@@ -211,7 +211,7 @@ class ActivationVariance(LayerwisePenalty):
 
 
 def pulled_back_square(entering: Tensor, leaving: Tensor, direction: Tensor) -> Tensor:
-    """|J^T v|^2 of a block, 0-dim, with a gradient in the weights.
+    """|J^T v|^2 of a block, 0-dim, with a gradient in the parameters.
 
     Args:
         entering: State x entering the block, part of the graph.

@@ -83,7 +83,7 @@ class PenaltyTerms(Callback):
         """Find the residual blocks; `watch` needs it done once.
 
         Args:
-            inputs: A batch as the model will get it; its first two rows are used.
+            inputs: A batch as the model will get it; its first two examples are used.
 
         Raises:
             AnatomyError: If the residual stream cannot be read with certainty, or there is no model yet.
@@ -176,7 +176,7 @@ class PenaltyTerms(Callback):
 
         def enter(call: BlockCall) -> None:
             state = call.state_in
-            if not state.requires_grad:  # before the first weight that is trained
+            if not state.requires_grad:  # before the first parameter that is trained
                 state.requires_grad_()
             entering[call.layer] = state
 

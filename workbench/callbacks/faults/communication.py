@@ -15,7 +15,7 @@ from workbench.errors import ThresholdError
 from workbench.tasks.task import require_whole
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: Gradients of one rank, one for each weight; None where a weight got none.
+#: Gradients of one rank, one for each parameter; None where a parameter got none.
 Gradients = list[Tensor | None]
 
 
@@ -25,11 +25,11 @@ class DroppedBucket(Fault):
 
     Attributes:
         share: Of the buckets, on average; above 0, at most 1.
-        n_buckets: The weights from the last to the first, as PyTorch's DDP takes them, in so many parts of about one
+        n_buckets: The parameters from the last to the first, as PyTorch's DDP takes them, in so many parts of about one
             size.
         lost_from: ``"all_ranks"``: the bucket's whole gradient is zero. ``"one_rank"``: the part of one rank, drawn
             too, is missing in the mean; then the batch is really split over the ranks, which takes ``n_ranks`` backward
-            passes, each over its share of the rows.
+            passes, each over its share of the examples.
         n_ranks: Processes, for ``"one_rank"``.
     """
 
@@ -76,10 +76,10 @@ class DroppedBucket(Fault):
 class LowPrecisionReduction(Fault):
     """Gradients of several processes are added up in low precision, around a ring.
 
-    The batch is really split over ``n_ranks``: so many backward passes, each over its share of the rows, and memory
+    The batch is really split over ``n_ranks``: so many backward passes, each over its share of the examples, and memory
     for so many gradients. As in a ring all-reduce, the gradients are cut into ``n_ranks`` chunks; chunk c starts as the
     part of rank c and is rounded after each further rank that adds its own. The mean is then taken in float32. Every
-    rank counts alike, as in PyTorch's DDP, also where its rows have fewer targets.
+    rank counts alike, as in PyTorch's DDP, also where its examples have fewer targets.
 
     Attributes:
         n_ranks: Processes, at least 2.
@@ -176,14 +176,14 @@ class StaleReduction(Fault):
 
 
 def in_buckets(sizes: Sequence[int], n_buckets: int) -> list[list[int]]:
-    """Weights in buckets of about one size, the last weight first.
+    """Parameters in buckets of about one size, the last parameter first.
 
     Args:
-        sizes: Elements of each weight.
-        n_buckets: How many; at most as many as there are weights.
+        sizes: Elements of each parameter.
+        n_buckets: How many; at most as many as there are parameters.
 
     Returns:
-        Numbers of the weights in each bucket; none is empty.
+        Numbers of the parameters in each bucket; none is empty.
     """
     buckets: list[list[int]] = [[]]
     n_left, n_taken = sum(sizes), 0

@@ -111,7 +111,7 @@ class Fault:
         self._turn(_by_hand=state["by_hand"])
 
     def _turn(self, **change: bool | None) -> bool:
-        """Change who says what about the switch, tell observers, and return where it stands."""
+        """Change who says what about the switch, notify observers, and return where it stands."""
         with self._lock:
             before = self.enabled
             vars(self).update(change)

@@ -204,7 +204,7 @@ class Injection(Callback):
         """The batch of this step as the faults leave it.
 
         Raises:
-            ThresholdError: If it has fewer rows than are to be kept, or nothing that could be corrupted.
+            ThresholdError: If it has fewer examples than are to be kept, or nothing that could be corrupted.
         """
         if (corrupted := self._on(CorruptedData)) is not None:
             inputs, targets = corrupted.batch(inputs, targets, self._random(corrupted))
@@ -326,7 +326,7 @@ def _no_attention(model: nn.Module) -> ThresholdError:
 
 def _mean(ranks: list[Gradients], reduced: LowPrecisionReduction | None) -> Gradients:
     """Mean over ranks, in a ring of low precision if there is such a fault."""
-    shapes: dict[int, Tensor] = {}  # of each weight that has a gradient on any rank
+    shapes: dict[int, Tensor] = {}  # of each parameter that has a gradient on any rank
     for i, of_ranks in enumerate(zip(*ranks, strict=True)):
         first = next((gradient for gradient in of_ranks if gradient is not None), None)
         if first is not None:

@@ -17,7 +17,7 @@ def check_attachable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """
     name = type(model).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ThresholdError("KSS cannot act inside LBFGS, which looks at the loss several times a step; use Adam.")
+        raise ThresholdError("KSS cannot act inside LBFGS, which evaluates the loss several times a step; use Adam.")
     if is_split(model):
         raise ThresholdError(f"The weights of {name} are split over processes, which KSS cannot read; train with DDP.")
     weights = {id(p) for p in model.parameters() if p.requires_grad}
@@ -26,12 +26,12 @@ def check_attachable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Whether it has weights that learn."""
+    """Whether any of its parameters is trained."""
     return any(p.requires_grad for p in module.parameters())
 
 
 def recomputation_error(model: nn.Module) -> SnapshotError:
-    """Says that activation checkpointing hides the states from whoever looks."""
+    """Says that activation checkpointing hides the states from hooks."""
     return SnapshotError(
         f"{type(model).__name__} recomputes its activations even in eval mode, which hides them from KSS; use "
         "torch.utils.checkpoint only while module.training is True."

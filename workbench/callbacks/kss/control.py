@@ -23,23 +23,24 @@ class KSSOptions:
 
     Attributes:
         penalty: The penalty as a function of the spectrum.
-        n_snapshots: Token states per layer and time. They come from as many rows of the batch as are needed, in a pass
-            of their own: 512 states of 64 features are eight for each feature.
+        n_snapshots: Token states per layer and time. They come from as many examples of the batch as are needed, in a
+            pass of their own: 512 states of 64 features are eight for each feature.
         side: Which states carry the gradient. The operator maps what enters a block to what leaves it; ``"both"`` is
             the derivative of the penalty as it stands. ``"output"`` asks each block to change what it writes, given
             what it reads; ``"input"`` the blocks before it to change what it reads.
-        coupling: How the gradient reaches the weights. ``"gradient"`` adds strength times it to the task's, as adding
-            the penalty to the loss does, except that clipping does not see it; an adaptive optimizer then divides both
-            by the same running size. ``"decoupled"`` subtracts learning rate times strength times it after the update,
-            as AdamW decouples weight decay. ``"projection"`` steps, after the update, to where the penalty would be
-            zero if it were linear: strength times P/|grad P|^2 times its gradient (Polyak 1987), strength 1 the whole
-            way; only a penalty that can be zero (``unstable_term="log"``, ``beta=0``) suits it. ``"trust_region"`` uses
-            no gradient: it takes back updates that throw a layer out of its band; see ``trust_region``.
+        coupling: How the gradient reaches the parameters. ``"gradient"`` adds strength times it to the task's, as
+            adding the penalty to the loss does, except that clipping does not see it; an adaptive optimizer then
+            divides both by the same running size. ``"decoupled"`` subtracts learning rate times strength times it after
+            the update, as AdamW decouples weight decay. ``"projection"`` steps, after the update, to where the penalty
+            would be zero if it were linear: strength times P/|grad P|^2 times its gradient (Polyak 1987), strength 1
+            the whole way; only a penalty that can be zero (``unstable_term="log"``, ``beta=0``) suits it.
+            ``"trust_region"`` uses no gradient: it takes back updates that throw a layer out of its band; see
+            ``trust_region``.
         trust_region: The band, for that coupling.
         trigger: Spectral radius above which a layer takes part; 0: always. A run inside its band then pays for the
             forward pass alone.
         skip_first: Leading tokens of each sequence to leave out.
-        seed: Of the choice of layers, rows and tokens.
+        seed: Of the choice of layers, examples and tokens.
     """
 
     penalty: PenaltyShape = field(default_factory=PenaltyShape)
@@ -64,7 +65,7 @@ class KSSOptions:
 
 
 @dataclass(frozen=True)
-class Control:
+class ControlValues:
     """What KSS does in one step; names as in `KSS`."""
 
     enabled: bool
@@ -82,7 +83,7 @@ class Control:
         return {**vars(self), "layers": self.layers if isinstance(self.layers, str) else [*self.layers]}
 
     @classmethod
-    def of_dict(cls, values: Mapping[str, Any]) -> Control:
+    def of_dict(cls, values: Mapping[str, Any]) -> ControlValues:
         """What `as_dict` gave.
 
         Raises:
@@ -99,7 +100,7 @@ class KSSControls:
     """
 
     #: The controls, in the order in which they are recorded.
-    CONTROLS = tuple(item.name for item in fields(Control))
+    CONTROLS = tuple(item.name for item in fields(ControlValues))
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class KSSControls:
         gamma: float = 0.4,
         layers: str | Collection[int] = "half",
         options: KSSOptions | None = None,
-        controller: Band | None = None,
+        controller: BandController | None = None,
     ) -> None:
         self.options = options or KSSOptions()
         self.controller = controller
@@ -123,7 +124,7 @@ class KSSControls:
             "gamma": gamma,
             "layers": layers,
         }
-        self._control = Control(**{name: _checked(name, value) for name, value in given.items()})
+        self._control = ControlValues(**{name: _checked(name, value) for name, value in given.items()})
 
     @property
     def enabled(self) -> bool:
@@ -171,7 +172,7 @@ class KSSControls:
         self.set(layers=value)
 
     @property
-    def control(self) -> Control:
+    def control(self) -> ControlValues:
         """All controls as they are at this moment."""
         return self._control
 
@@ -187,7 +188,7 @@ class KSSControls:
         checked = {name: _checked(name, value) for name, value in controls.items()}
         with self._lock:
             before = self._control
-            self._control = Control(**{**vars(before), **checked})
+            self._control = ControlValues(**{**vars(before), **checked})
             changes = [(n, getattr(before, n), v) for n, v in checked.items() if getattr(before, n) != v]
             observers = list(self._observers)
         for change in changes:
@@ -233,7 +234,7 @@ class KSSControls:
 
 
 @dataclass(frozen=True)
-class Band:
+class BandController:
     """Holds a measure of the spectrum in a band by turning the strength of KSS.
 
     After each application the strength is multiplied by ``factor`` if the measure lies above the band, divided by it
@@ -241,7 +242,7 @@ class Band:
     model of how the measure answers.
 
     Attributes:
-        quantity: ``"spectral_radius"``, the largest of the layers looked at, or ``"near_unit_mass"``, their mean.
+        quantity: ``"spectral_radius"``, the largest of the layers measured, or ``"near_unit_mass"``, their mean.
         low: Lower edge of the band.
         high: Upper edge of the band.
         factor: Above 1.

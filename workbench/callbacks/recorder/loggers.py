@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 _SUMMARIES: dict[str, Callable[[np.ndarray], Any]] = {"mean": np.nanmean, "min": np.nanmin, "max": np.nanmax}
 
 
-def mirror_to(log: Any) -> Callable[[Observation], None]:
+def logging_observer(log: Any) -> Callable[[Observation], None]:
     """A listener for `Recorder.observe` that passes numbers on to another logger.
 
-    An exception of the logger does not stop the training: the first is told as a `RecordingWarning`.
+    An exception of the logger does not stop the training: the first is a `RecordingWarning`.
 
     Args:
         log: An object with ``add_scalar(tag, value, step)``, such as ``torch.utils.tensorboard.SummaryWriter``; or a
@@ -39,7 +39,7 @@ def mirror_to(log: Any) -> Callable[[Observation], None]:
     send = _sender(log)
     has_warned = False
 
-    def mirror(observation: Observation) -> None:
+    def send_on(observation: Observation) -> None:
         nonlocal has_warned
         try:
             send(numbers(observation), int(observation.step))
@@ -53,7 +53,7 @@ def mirror_to(log: Any) -> Callable[[Observation], None]:
                     stacklevel=2,
                 )
 
-    return mirror
+    return send_on
 
 
 def numbers(observation: Observation) -> dict[str, float]:

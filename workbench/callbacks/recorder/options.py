@@ -1,4 +1,4 @@
-"""What a recorder looks at and how often, and what it tells those who listen."""
+"""What a recorder measures and how often."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: Steps between two looks at each part, unless told otherwise; None: never.
+#: Steps between two measurements of each part, unless `Recorder(every=)` says otherwise; None: never.
 CADENCE: dict[str, int | None] = {
     "attention": 10,
     "router": 10,
@@ -29,10 +29,10 @@ _SHORTEST_WINDOW = 10
 
 
 def checked_cadence(every: Mapping[str, int | None] | int | None) -> dict[str, int | None]:
-    """Steps between two looks at each part.
+    """Steps between two measurements of each part.
 
     Args:
-        every: One number for all parts that are on by default; by part, the others as by default; None: no looks.
+        every: One number for all parts that are on by default; by part, the others as by default; None: never.
 
     Raises:
         ThresholdError: If a part is unknown or a number is none.
@@ -61,7 +61,7 @@ def checked_cadence(every: Mapping[str, int | None] | int | None) -> dict[str, i
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Whether a part is looked at after the update of a step: after every so many updates, counted from the first."""
+    """Whether a part is measured after the update of a step: after every so many updates, counted from the first."""
     return every is not None and (step + 1) % every == 0
 
 
