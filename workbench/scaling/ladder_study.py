@@ -57,7 +57,7 @@ def scaling_study(
     progress: bool | Callable[[str], None] = False,
     warmup: int = 0,
     schedule: str | Callable[[int], float] = "constant",
-    optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
+    optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
     optimizer_options: Mapping[str, Any] = NO_OPTIONS,
     clip_norm: float | None = None,
     precision: str = "float32",
