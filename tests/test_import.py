@@ -1,12 +1,11 @@
 import ast
+import json
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-
-pytestmark = pytest.mark.subprocess
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,62 +16,133 @@ def class_names(file):
     return [node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+#: All that needs an interpreter in which nothing has been imported, in one. The order matters: each import draws
+#: or loads something for the first time, and the last question takes packages away.
+_IN_A_FRESH_PYTHON = """
+import json, random, sys, types
+import numpy, torch
 
+found = {}
 
-def test_workbench_stays_headless_also_after_computing():
-    code = f"""
-import sys, workbench as wb, numpy as np
-wb.koopman, wb.plots, wb.zoo, wb.tasks, wb.schema, wb.open_checkpoint, wb.profile, wb.save, wb.read_anatomy
-rng = np.random.default_rng(0)
+def states():
+    return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+def loaded(*names):
+    return [name for name in names if name in sys.modules]
+
+before, n_threads = states(), torch.get_num_threads()
+import workbench as wb
+import workbench.plots
+found["drawing after importing plots"] = loaded(
+    "holoviews", "bokeh", "matplotlib", "pandas", "ipywidgets", "IPython"
+)
+try:
+    wb.nothing
+except AttributeError as error:
+    found["unknown name"] = str(error)
+wb.KSS()
+import workbench.callbacks.adapters
+found["frameworks before they are asked for"] = loaded("transformers", "lightning", "pytorch_lightning")
+for name in dir(wb):
+    getattr(wb, name)
+found["import leaves the states"] = before == states() and n_threads == torch.get_num_threads()
+modules = [wb, *(getattr(wb, name) for name in dir(wb) if isinstance(getattr(wb, name), types.ModuleType))]
+found["modules"] = len(modules)
+for module in modules:
+    assert dir(module) == sorted(set(module.__all__)), module.__name__
+    for name in dir(module):
+        assert not name.startswith("_"), f"{module.__name__}.{name}"
+        getattr(module, name)
+found["drawing after every name"] = loaded(*FORBIDDEN)
+
 model, task = wb.zoo.transformer(n_layers=2, d_model=16), wb.tasks.text_bytes()
-wb.summarize(wb.profile(model, task.batch(0)[0], progress=False))
-for record in wb.train(model, task, n_steps=1, spectra_every=1): wb.compare({{"one": record.spectra}})
-print([name for name in {FORBIDDEN!r} if name in sys.modules])
-"""
-    assert run(code).strip() == "[]"
+spectra = wb.profile(model, task.batch(0)[0], n_snapshots=64, progress=False)
+wb.summarize(spectra)
+for record in wb.train(model, task, n_steps=1, spectra_every=1):
+    wb.compare({"one": record.spectra})
+found["drawing after computing"] = loaded(*FORBIDDEN)
 
+found["optimizers before they are made"] = (wb.baselines.controls(), loaded("pytorch_optimizer"))[1]
+before = states()
+wb.baselines.Lion()(list(model.parameters()))
+found["optimizers leave the states"] = before == states() and bool(loaded("pytorch_optimizer"))
+found["digits before they are asked for"] = loaded("sklearn.datasets")
+before = states()
+wb.tasks.digits().batch(0)
+found["digits leave the states"] = before == states() and bool(loaded("sklearn.datasets"))
 
-def test_import_has_no_side_effects():
-    code = """
-import random, numpy, torch, warnings
-states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-threads, filters = torch.get_num_threads(), list(warnings.filters)
-import workbench as wb
-for name in dir(wb): getattr(wb, name)
-assert states == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-assert threads == torch.get_num_threads()
-print("same")
-"""
-    assert run(code).strip() == "same"
-
-
-def test_unknown_names_say_so():
-    assert "No workbench attribute nothing" in run(
-        "import workbench\ntry: workbench.nothing\nexcept AttributeError as e: print(e)"
-    )
-
-
-def test_what_needs_the_lab_says_how_to_install_it():
-    code = """
-import sys
-for name in ("holoviews", "matplotlib", "anywidget"): sys.modules[name] = None
-import workbench as wb
-spectra = wb.profile(wb.zoo.transformer(n_layers=2, d_model=16), wb.tasks.text_bytes(), n_snapshots=64, progress=False)
+for name in ("holoviews", "matplotlib", "anywidget"):
+    sys.modules[name] = None
+found["without the lab"] = []
 tree = wb.samples.assessments()
-for ask in (lambda: wb.plots.eigenvalue_map(spectra), lambda: wb.plots.save(None, "x.html"),
-            lambda: wb.report(tree, "x.md"), lambda: __import__("workbench.widgets")):
+for ask in (
+    lambda: wb.plots.eigenvalue_map(spectra),
+    lambda: wb.plots.save(None, "x.html"),
+    lambda: wb.report(tree, "x.md"),
+    lambda: __import__("workbench.widgets"),
+):
     try:
         ask()
     except wb.errors.MissingPackageError as error:
-        print(error)
+        found["without the lab"].append(str(error))
+print(json.dumps(found))
 """
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What a fresh interpreter says."""
+    code = f"FORBIDDEN = {FORBIDDEN!r}\n{_IN_A_FRESH_PYTHON}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.subprocess
+def test_workbench_stays_headless_also_after_computing(found):
+    assert found["drawing after every name"] == found["drawing after computing"] == []
+
+
+@pytest.mark.subprocess
+def test_import_has_no_side_effects(found):
+    assert found["import leaves the states"]
+
+
+@pytest.mark.subprocess
+def test_importing_plots_loads_no_drawing_library(found):
+    assert found["drawing after importing plots"] == []
+
+
+@pytest.mark.subprocess
+def test_no_framework_is_imported_before_it_is_asked_for(found):
+    assert found["frameworks before they are asked for"] == []
+
+
+@pytest.mark.subprocess
+def test_the_optimizer_package_is_loaded_when_one_of_its_optimizers_is_made(found):
+    assert found["optimizers before they are made"] == []
+    assert found["optimizers leave the states"]
+
+
+@pytest.mark.subprocess
+def test_importing_scikit_learn_leaves_the_random_numbers_alone(found):
+    """The first import is the one that draws."""
+    assert found["digits before they are asked for"] == []
+    assert found["digits leave the states"]
+
+
+@pytest.mark.subprocess
+def test_unknown_names_say_so(found):
+    assert "No workbench attribute nothing" in found["unknown name"]
+
+
+@pytest.mark.subprocess
+def test_what_needs_the_lab_says_how_to_install_it(found):
     head, tail = (
         "need packages that are not installed (",
         '); install them with: pip install "stability-workbench[lab]"',
     )
-    assert run(code).splitlines() == [
+    assert found["without the lab"] == [
         f"Figures {head}holoviews{tail}",
         f"Figures {head}holoviews{tail}",
         f"The pictures of a report {head}holoviews, matplotlib{tail}",
@@ -80,20 +150,9 @@ for ask in (lambda: wb.plots.eigenvalue_map(spectra), lambda: wb.plots.save(None
     ]
 
 
-def test_every_listing_shows_public_names_alone():
-    code = """
-import types
-import workbench as wb
-modules = [wb, *(getattr(wb, name) for name in dir(wb) if isinstance(getattr(wb, name), types.ModuleType))]
-assert len(modules) > 20
-for module in modules:
-    assert dir(module) == sorted(set(module.__all__)), module.__name__
-    for name in dir(module):
-        assert not name.startswith("_"), f"{module.__name__}.{name}"
-        getattr(module, name)
-print("public")
-"""
-    assert run(code).strip() == "public"
+@pytest.mark.subprocess
+def test_every_listing_shows_public_names_alone(found):
+    assert found["modules"] > 20
 
 
 def test_class_names_are_unique_in_what_people_see():

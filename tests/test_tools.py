@@ -42,6 +42,7 @@ def test_a_screen_without_browser_prints_the_address(lab, monkeypatch):
     assert "--no-browser" in lab.command("notebooks/00_start.ipynb", [])
 
 
+@pytest.mark.subprocess
 def test_an_unknown_notebook_is_named():
     found = subprocess.run([sys.executable, LAB, "notebooks/99.ipynb"], capture_output=True, text=True, check=False)
     assert found.returncode == 1

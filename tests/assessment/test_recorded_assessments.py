@@ -14,6 +14,8 @@ from workbench.assessment.design_comparison import dominated
 from workbench.assessment.plan_risk import plan_risk
 from workbench.reports.make_report import document_of
 
+pytestmark = pytest.mark.recorded
+
 PLAN = Path(__file__).parents[2] / "notebooks" / "plan.toml"
 NAMES = ("gpt2", "llama-2-7b", "mixtral-8x7b", "mamba-130m")
 

@@ -7,7 +7,7 @@ import workbench as wb
 from tests.browser.driver import ask_kernel, colored, open_and_run, pixels, text_contrast, wait, write_notebook
 from tests.widgets.recorded_runs import run_of
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 NOTEBOOK = "notebooks/comparison.ipynb"
 STEPS = [0, 10, 20, 30, 40]
 

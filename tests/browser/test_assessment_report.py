@@ -9,7 +9,7 @@ from tests.browser.driver import ask_kernel, open_and_run, pixels, wait, write_n
 from tests.reports import made_trees
 from workbench.io.store import export_netcdf
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 NOTEBOOK = "notebooks/assessment.ipynb"
 CELLS = [
     "import workbench as wb\nfrom widgets import AssessmentReport",

@@ -6,6 +6,8 @@ from tests.browser.conftest import CHROMIUM, CHROMIUM_FLAGS
 from tests.reports import made_trees
 from workbench.reports.make_report import report
 
+pytestmark = pytest.mark.slow
+
 #: Not even this machine's own names resolve.
 OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND"
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.browser.driver import ask_kernel, open_and_run, pixels, wait, write_notebook
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 NOTEBOOK = "notebooks/risk.ipynb"
 CELLS = ["from widgets import RiskExplorer", "explorer = RiskExplorer()\nexplorer"]
 #: Of the line of risk.

@@ -10,7 +10,7 @@ import pytest
 
 from tests.browser.driver import ask_kernel, colored, pixels, run_all, wait, write_notebook
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = "notebooks/timeline.ipynb"
 #: Of the second run, in figures and on the page.

@@ -5,7 +5,7 @@ import pytest
 
 from tests.browser.driver import ask_kernel, colored, pixels, start_all, wait, wait_until_done
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 NOTEBOOK = "notebooks/03_watch_training.ipynb"
 IS_TRAINING = """() => jupyterapp.shell.currentWidget.content.widgets.some((cell) =>
   cell.model.type === 'code' && cell.model.executionState === 'running' &&

@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -60,22 +57,6 @@ def test_bad_options_are_refused(make_model):
         controls(rate_factors={"Lion": 0})
     with pytest.raises(ThresholdError, match="base_width is 0, expected"):
         controls(base_width=0)
-
-
-def test_the_optimizer_package_is_loaded_when_one_of_its_optimizers_is_made():
-    code = """
-import sys, workbench as wb
-wb.baselines.controls()
-assert "pytorch_optimizer" not in sys.modules
-model = wb.zoo.transformer(d_model=16, n_layers=2)
-import random, numpy, torch
-states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-wb.baselines.Lion()(list(model.parameters()))
-assert states == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-print("same")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "same", done.stderr
 
 
 @pytest.mark.parametrize("name", ["spectral norm", "Jacobian penalty", "SAM 0.05", "LAMB", "muP"])

@@ -13,6 +13,8 @@ from workbench.callbacks.kss.penalty import NOT_FINITE
 from workbench.errors import ThresholdError
 from workbench.koopman.moments import SnapshotMoments
 
+pytestmark = pytest.mark.subprocess
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):

@@ -16,6 +16,8 @@ from tests.callbacks.test_recorder_store import same_rows
 from tests.small_training import same_weights
 from workbench.errors import MissingPackageError, ThresholdError
 
+pytestmark = pytest.mark.framework
+
 
 @pytest.fixture(autouse=True)
 def quiet():

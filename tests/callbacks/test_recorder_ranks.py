@@ -10,6 +10,8 @@ import torch
 import workbench as wb
 from tests.callbacks import ranked_recording
 
+pytestmark = pytest.mark.subprocess
+
 #: By what weights differ in the end that were trained on the same rows in another order of summation.
 TOLERANCE = 1e-5
 

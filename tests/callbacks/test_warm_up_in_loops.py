@@ -88,6 +88,7 @@ def quiet():
         yield
 
 
+@pytest.mark.framework
 @pytest.mark.usefixtures("quiet")
 def test_in_a_trainer(tmp_path):
     alarms, store = alarms_on("update_ratio"), tmp_path / "run.zarr"
@@ -97,6 +98,7 @@ def test_in_a_trainer(tmp_path):
     assert settled_at(alarms, store) == WARM_UP + 1
 
 
+@pytest.mark.framework
 @pytest.mark.usefixtures("quiet")
 def test_in_lightning(lightning, parts, tmp_path):  # noqa: F811
     alarms, store = alarms_on("update_ratio"), tmp_path / "run.zarr"
@@ -119,6 +121,8 @@ def test_in_lightning(lightning, parts, tmp_path):  # noqa: F811
     assert settled_at(alarms, store) == WARM_UP + 1
 
 
+@pytest.mark.slow
+@pytest.mark.recorded
 def test_a_healthy_run_with_a_warm_up_of_200_steps_is_left_alone():
     """A run of the recorded study but for its warm-up; its updates were too large at step 204, compared with steps 100
     to 200, in which the learning rate had still been rising."""

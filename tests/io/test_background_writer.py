@@ -477,10 +477,11 @@ def write_on_failing_disk(path, monkeypatch, first, n_failing):
 
 
 @pytest.mark.filterwarnings("ignore::workbench.io.background_writer.RecordingWarning")
-def test_operations_that_fail_neither_break_the_store_nor_repeat_rows(tmp_path, monkeypatch):
+@pytest.mark.parametrize("n_trials", [4, pytest.param(16, marks=pytest.mark.slow)])
+def test_operations_that_fail_neither_break_the_store_nor_repeat_rows(tmp_path, monkeypatch, n_trials):
     n_operations = write_on_failing_disk(tmp_path / "well.zarr", monkeypatch, 0, 0)
     draw = random.Random(0)
-    for trial, first in enumerate(draw.sample(range(n_operations), 16)):
+    for trial, first in enumerate(draw.sample(range(n_operations), n_trials)):
         n_failing = draw.choice((1, 2, 10, n_operations))
         write_on_failing_disk(tmp_path / f"{trial}.zarr", monkeypatch, first, n_failing)
 
@@ -494,7 +495,8 @@ def process(tmp_path_factory):
         process.stdin.close()
 
 
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.subprocess
+@pytest.mark.parametrize("index", [pytest.param(i, marks=() if i % 4 == 0 else pytest.mark.slow) for i in range(8)])
 def test_a_killed_process_leaves_whole_rows_and_readers_never_see_less(process, path, index):
     process.stdin.write(f"{path}\n")
     process.stdin.flush()
@@ -528,6 +530,7 @@ def in_new_process(code, *args, seconds=300):
     return subprocess.run(command, cwd=ROOT, timeout=seconds, capture_output=True, text=True, check=True)
 
 
+@pytest.mark.subprocess
 def test_writers_that_nobody_closes_are_closed_at_the_end(tmp_path):
     paths = [tmp_path / f"{name}.zarr" for name in "abc"]
     done = in_new_process(
@@ -543,6 +546,7 @@ def test_writers_that_nobody_closes_are_closed_at_the_end(tmp_path):
     assert wb.open_run(paths[0]).attrs["state"] == "left"
 
 
+@pytest.mark.subprocess
 def test_what_is_written_only_at_the_end_is_written(path):
     """Not one block before it: whatever writing imports, it imports while the interpreter ends."""
     done = in_new_process(
@@ -553,6 +557,7 @@ def test_what_is_written_only_at_the_end_is_written(path):
     check_rows(wb.open_run(path), range(60), range(0, 60, EVERY))
 
 
+@pytest.mark.subprocess
 def test_a_forked_child_leaves_the_run_to_its_parent(path):
     in_new_process(
         "writer = begin(Path(sys.argv[1]), rows_per_block=10)\n"

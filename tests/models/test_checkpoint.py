@@ -270,6 +270,7 @@ def test_broken_configs_are_refused(tmp_path):
         wb.open_checkpoint(tmp_path)
 
 
+@pytest.mark.subprocess
 def test_a_damaged_gguf_leaves_nothing_in_the_cache(tmp_path):
     folder = tmp_path / "cache"
     code = """
@@ -284,6 +285,7 @@ except wb.WorkbenchError as error: print(type(error).__name__)
     assert not folder.exists()
 
 
+@pytest.mark.subprocess
 def test_a_hub_name_in_the_local_cache_opens_offline(llama_folder, tmp_path):
     repository = tmp_path / "models--somebody--tiny"
     snapshot = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"

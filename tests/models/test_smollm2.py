@@ -30,6 +30,7 @@ def test_second_opening_takes_the_converted_weights(subject):
     assert again.folder == subject.folder
 
 
+@pytest.mark.slow
 def test_profile_of_a_real_model(subject):
     passages = wb.tasks.reference_passages(24, n_characters=300)
     with pytest.warns(wb.koopman.RankWarning, match=r"in layer 0 \(model.layers.0\)"):
@@ -46,6 +47,7 @@ def test_profile_of_a_real_model(subject):
     assert float(thirds.near_unit_mass.sel(third="late")) > float(thirds.near_unit_mass.sel(third="early"))
 
 
+@pytest.mark.slow
 def test_first_token_is_massive(subject):
     passages = wb.tasks.reference_passages(8)
     kept, dropped = (

@@ -12,6 +12,8 @@ from tests.plots.panels import bokeh_panels, elements, matplotlib_axes, words
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots.criteria_bands_figure import criteria_bands, place_in_band
 
+pytestmark = pytest.mark.render
+
 NAN = math.nan
 
 

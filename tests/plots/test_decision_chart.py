@@ -13,6 +13,8 @@ from workbench.plots.decision_chart_figure import KINDS, decision_chart
 from workbench.plots.label_places import Box, place_labels
 from workbench.plots.outcome_colors import DIVERGED, SURVIVED
 
+pytestmark = pytest.mark.render
+
 NAN = np.nan
 
 

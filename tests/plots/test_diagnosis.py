@@ -9,6 +9,8 @@ from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import save
 from workbench.plots.diagnosis_figures import cause_bars, evidence_bars, evidence_timeline
 
+pytestmark = pytest.mark.render
+
 
 @pytest.fixture(scope="module")
 def tree():

@@ -13,6 +13,8 @@ from workbench.plots.drivers_figure import Bars, drivers
 from workbench.plots.outcome_colors import DIVERGED, SURVIVED
 from workbench.risk.features import FEATURES
 
+pytestmark = pytest.mark.render
+
 FEATURE = next(iter(FEATURES))
 
 

@@ -12,6 +12,8 @@ from workbench.plots import eigenvalue_map
 from workbench.plots.eigenvalue_map_figure import headline, mode_columns, silent_layers, view_of
 from workbench.plots.figure_files import bokeh_plot
 
+pytestmark = pytest.mark.render
+
 
 def panels_of(figure):
     return [panel.state for panel in bokeh_plot(figure).traverse(lambda part: part, [is_panel])]

@@ -1,8 +1,6 @@
 """Figures as files: really drawn, complete or not there at all, and no state of the libraries left changed."""
 
 import io
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +11,8 @@ from workbench.errors import StoreError
 from workbench.plots import dose_response, eigenvalue_map, layer_profile, save, stability_edge, step_grid
 from workbench.plots.radar_figure import radar
 from workbench.plots.traces_figure import traces
+
+pytestmark = pytest.mark.render
 
 
 @pytest.mark.parametrize(("draw", "options"), [(eigenvalue_map, {}), (layer_profile, {"measures": ["rank"]})])
@@ -103,9 +103,3 @@ def test_ending_and_folder_are_checked_first(calm, tmp_path):
     with pytest.raises(StoreError, match="does not exist"):
         save(figure, tmp_path / "nowhere" / "figure.html")
     assert not list(tmp_path.iterdir())
-
-
-def test_importing_plots_loads_no_drawing_library():
-    heavy = "{'holoviews', 'bokeh', 'matplotlib', 'pandas', 'ipywidgets', 'IPython'}"
-    code = f"import sys, workbench.plots; print(sorted({heavy} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -9,6 +9,8 @@ from workbench.errors import SchemaError, ThresholdError
 from workbench.plots.figure_files import save
 from workbench.plots.flow_map_figure import AMPLIFIED, ATTENUATED, flow_map, paths_of
 
+pytestmark = pytest.mark.render
+
 
 def made_flow(signal, gradient, *, subject="made"):
     """A flow whose sub-layers have the given gains, shape (layer, sublayer)."""

@@ -7,6 +7,8 @@ from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import layer_profile
 from workbench.plots.layer_profile_figure import DEFAULT_MEASURES, measure_columns, remark
 
+pytestmark = pytest.mark.render
+
 
 def test_each_panel_holds_the_measure_of_each_model(calm, wild):
     figure = layer_profile({"calm": calm, "wild": wild})

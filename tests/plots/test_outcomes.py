@@ -12,6 +12,8 @@ from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.stability_edge_figure import dodged, edges_of, spread
 from workbench.plots.style import MODEL_COLORS
 
+pytestmark = pytest.mark.render
+
 SHARES = {"none": (0.0, 0.5, 1.0), "clip 1.0": (None, 0.1, 0.9), "KSS, best": (0.0, 0.0, 0.1), "worse": (1.0, 1.0, 1.0)}
 
 

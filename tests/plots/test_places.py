@@ -9,6 +9,8 @@ from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.radar_figure import radar
 from workbench.plots.traces_figure import traces
 
+pytestmark = pytest.mark.render
+
 PLACES = {"Pre-LN": 0, "none": 1, "bare": 2}
 
 

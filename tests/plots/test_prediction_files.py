@@ -17,6 +17,8 @@ from workbench.plots.risk_curve_figure import risk_curve
 from workbench.plots.risk_map_figure import risk_map
 from workbench.plots.roc_figure import roc
 
+pytestmark = pytest.mark.render
+
 RATES = [1e-3, 1e-2, 1e-1]
 RISK = xr.Dataset(
     {

@@ -8,6 +8,8 @@ from tests.plots.panels import bokeh_panels, elements, ends, note, places, words
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import predictor_frame, predictor_table
 
+pytestmark = pytest.mark.render
+
 NAN = np.nan
 
 

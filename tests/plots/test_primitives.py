@@ -11,6 +11,8 @@ from tests.plots.panels import bokeh_panels, ends, legend, matplotlib_axes, note
 from workbench.plots import style
 from workbench.plots.primitives import Primitives, decades, flowed, laid_out, stretches
 
+pytestmark = pytest.mark.render
+
 
 def drawn(backend, *, ticks=(None, None), **options):
     """Two panels, the first with every primitive."""

@@ -12,6 +12,8 @@ from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.radar_axes import LOGARITHMIC, RadarAxis, RadarChart, Texts, axes_of, outline
 from workbench.plots.radar_figure import radar
 
+pytestmark = pytest.mark.render
+
 
 def panels_of(figure):
     plot = bokeh_plot(figure)

@@ -9,6 +9,8 @@ from workbench.errors import SchemaError, ThresholdError
 from workbench.plots.reliability_figure import bins_of, reliability
 from workbench.plots.style import MODEL_COLORS
 
+pytestmark = pytest.mark.render
+
 NAMES = ("mean_probability", "rate", "low", "high", "n_runs")
 
 

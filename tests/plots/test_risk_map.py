@@ -11,6 +11,8 @@ from workbench.plots.risk_curve_figure import risk_curve
 from workbench.plots.risk_grid import RiskGrid, Runs
 from workbench.plots.risk_map_figure import risk_map
 
+pytestmark = pytest.mark.render
+
 RATES = np.array([1e-3, 1e-2, 1e-1])
 GRID = ("architecture", "learning_rate")
 NAN = np.nan

@@ -9,6 +9,8 @@ from workbench.errors import SchemaError, ThresholdError
 from workbench.plots.roc_figure import lines_of, roc
 from workbench.plots.style import MODEL_COLORS
 
+pytestmark = pytest.mark.render
+
 
 def curve_of(rows, **attrs):
     """Each row is a false-positive rate, a true-positive rate and a threshold."""

@@ -11,7 +11,9 @@ from tests.plots.panels import bokeh_panels, elements, ends, legend, note, place
 from workbench.errors import SchemaError, ThresholdError
 from workbench.plots import save, style
 from workbench.plots.scaling_trend_figure import scaling_trend
-from workbench.scaling import foretold
+from workbench.scaling import extrapolated
+
+pytestmark = pytest.mark.render
 
 EDGE, MASS = "stable_rate_edge", "near_unit_mass"
 
@@ -32,7 +34,7 @@ def study_of(*, exponent=-0.5, target=(256, 4), seed=0, measured=True, checked=T
         },
         attrs={"subject": "planted", "target_width": target[0], "target_depth": target[1]},
     )
-    study = study.merge(foretold(study, target))
+    study = study.merge(extrapolated(study, target))
     if measured:
         study["measured_at_target"] = ("quantity", [0.05, 0.5])
         study["measured_at_target_of_seed"] = (("quantity", "seed"), [[0.04, 0.05, 0.06], [0.4, 0.5, 0.6]])
@@ -128,8 +130,8 @@ def test_what_a_ladder_does_not_support_is_hollow_and_said():
 def test_values_outside_of_what_was_tried_are_named():
     study = study_of()
     study["measured"].values[0, 0, 0] = np.inf
-    study = study.drop_vars(list(foretold(study, (256, 4)).data_vars)).drop_dims("curve_point")
-    study = study.merge(foretold(study, (256, 4)))
+    study = study.drop_vars(list(extrapolated(study, (256, 4)).data_vars)).drop_dims("curve_point")
+    study = study.merge(extrapolated(study, (256, 4)))
     assert "1 values outside of what was tried are not shown." in note(bokeh_panels(scaling_trend(study))[0])
 
 

@@ -11,6 +11,8 @@ from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.mode_columns import mode_columns
 from workbench.plots.step_grid_figure import cell_of
 
+pytestmark = pytest.mark.render
+
 
 def panels_of(figure):
     plot = bokeh_plot(figure)

@@ -26,6 +26,8 @@ from workbench.plots.timeline_events import (
 from workbench.plots.timeline_figure import timeline
 from workbench.plots.timeline_panels import PanelAxis, Story
 
+pytestmark = pytest.mark.render
+
 
 @pytest.fixture(scope="module")
 def pair():

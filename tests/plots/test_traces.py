@@ -9,6 +9,8 @@ from workbench.io.run_access import named_runs
 from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.traces_figure import TracesPanel, trace_of, traces
 
+pytestmark = pytest.mark.render
+
 
 def panels_of(figure):
     plot = bokeh_plot(figure)

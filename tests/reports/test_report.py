@@ -20,6 +20,8 @@ from workbench.reports.document import Lead, Paragraph, Picture, ReportTable, sa
 from workbench.reports.make_report import document_of, report
 from workbench.schema.statuses import Verdict
 
+pytestmark = pytest.mark.render
+
 
 class Reader(HTMLParser):
     """What a page says: sentences of V1, V2 and V4 with their links, and what stands at each anchor."""

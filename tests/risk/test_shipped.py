@@ -10,6 +10,8 @@ import workbench as wb
 from tests.data_scripts import load_script
 from workbench.errors import SchemaError, ThresholdError
 
+pytestmark = pytest.mark.recorded
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,6 +25,7 @@ def held_out():
     return wb.samples.divergence_sweep("held out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", ["forward", "gradient", "pilot"])
 def test_fitting_again_gives_the_shipped_model(script, features):
     shipped, again = wb.risk.shipped(features), script.fitted(features, n_bootstrap=0)

@@ -120,6 +120,7 @@ def test_random_numbers_and_the_own_width_are_left_alone():
         matched_width(of, 64)
 
 
+@pytest.mark.recorded
 def test_recorded_gains_of_matched_models_are_those_of_the_real_width():
     recorded = wb.samples.matched_width()
 
@@ -131,6 +132,8 @@ def test_recorded_gains_of_matched_models_are_those_of_the_real_width():
     assert np.sqrt(np.nanmean(thin**2)) > 5 * WIDTH_ERROR
 
 
+@pytest.mark.slow
+@pytest.mark.recorded
 def test_a_re_run_gives_the_recorded_gains():
     make_matched_width = load_script("make_matched_width")
     recorded = wb.samples.matched_width().sel(design="gpt2")

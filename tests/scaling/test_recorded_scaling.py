@@ -11,6 +11,8 @@ from tests.data_scripts import load_script
 from workbench.scaling import Rung, Workshop, extrapolated
 from workbench.scaling.designs import design
 
+pytestmark = pytest.mark.recorded
+
 FILE = Path(__file__).parents[2] / "data" / "scaling.nc"
 #: Two values apart by less are taken to be the same: the edges of single seeds scatter by as much.
 SAME = 1.25
@@ -115,6 +117,7 @@ def test_edges_do_not_contradict_the_runs_of_the_seeds(record):
     np.testing.assert_allclose(record["edge_high"], high.max("seed"))
 
 
+@pytest.mark.slow
 def test_the_smallest_rung_comes_out_again(record, script):
     seed = script.SEEDS[0]
     again = script.study("Pre-LN", widths=(16,), seeds=(seed,), measures_target=False, n_coordinate_steps=2)
@@ -128,6 +131,7 @@ def test_the_smallest_rung_comes_out_again(record, script):
     np.testing.assert_allclose(again["update_size_of_seed"][0, 0], expected, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_run_of_another_rung_ends_as_recorded(record, script):
     name, seed = "No-Norm", script.SEEDS[1]
     model, _ = script.STUDIES[name]

@@ -12,6 +12,8 @@ from workbench.assessment.failure_modes import CRITERIA, healthy_bands
 from workbench.assessment.pilot_run import N_TRIALS, N_UPDATES
 from workbench.schema.statuses import Verdict
 
+pytestmark = pytest.mark.recorded
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -75,6 +77,7 @@ def test_a_verdict_follows_from_the_recorded_numbers(designs, script):
         assert float(found) == pytest.approx(float(row["tried_probability"]), rel=1e-4, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_one_trial_made_anew_is_as_recorded(designs, script):
     narrow = [
         i

@@ -14,6 +14,8 @@ from workbench.diagnosis import CAUSES, Rules, find_failure, read_record, read_s
 from workbench.diagnosis.diagnose import diagnose
 from workbench.diagnosis.experiment_runs import run_experiment
 
+pytestmark = pytest.mark.recorded
+
 DATA = Path(__file__).parents[2] / "data"
 KIND = np.vectorize(lambda cause: CAUSES[cause].kind)
 
@@ -114,6 +116,7 @@ def test_the_thin_records_say_what_was_recorded(runs):
         assert next(iter(found)) == str(recorded["ranked_cause"].values[recorded.values.argmax()])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_re_run_is_told_as_recorded(script, runs, tmp_path):
     """A run that fails at once, and one that fails within some tens of steps, again from their seeds."""
@@ -135,6 +138,7 @@ def test_a_re_run_is_told_as_recorded(script, runs, tmp_path):
         np.testing.assert_allclose(again[:5], row["loss"].values[: len(again)][:5], rtol=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "cause", "block"),

@@ -10,6 +10,8 @@ import workbench as wb
 from tests.data_scripts import load_script
 from workbench.schema.sweeps import MEASURES, OUTCOMES, SETTINGS
 
+pytestmark = pytest.mark.recorded
+
 ROOT = Path(__file__).parents[2]
 LADDERS = ("fit", "held out")
 
@@ -89,6 +91,7 @@ def test_a_larger_rate_diverges_more_often_in_every_study(runs):
             assert rates[diverged].mean() > rates[~diverged].mean(), cell
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["survives", "diverges"])
 def test_a_re_run_ends_as_recorded(runs, which):
     wanted = runs["has_diverged"].values if which == "diverges" else ~runs["has_diverged"].values

@@ -10,6 +10,8 @@ import workbench as wb
 from tests.data_scripts import load_script
 from workbench.callbacks.alarms import WATCHED, Attributor, Calibration
 
+pytestmark = pytest.mark.recorded
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -63,6 +65,7 @@ def test_what_ships_was_fitted_to_the_runs_with_tuning_seeds(script):
     assert set(Attributor.shipped().causes) <= set(wb.faults.catalog())
 
 
+@pytest.mark.slow
 def test_a_re_run_warns_as_recorded(script, runs, tmp_path):
     """The run that diverged soonest, again from its seed: two faults, a warning 31 steps ahead."""
     import torch

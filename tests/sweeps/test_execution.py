@@ -49,6 +49,7 @@ def wait_for_a_row(path, process=None, seconds=300):
     pytest.fail("no row was finished", pytrace=False)
 
 
+@pytest.mark.subprocess
 def test_a_killed_worker_changes_no_result(cluster, alone, tmp_path):
     from distributed import Client
 
@@ -69,6 +70,8 @@ def test_a_killed_worker_changes_no_result(cluster, alone, tmp_path):
     xr.testing.assert_identical(without_seconds(result["sweep"]), without_seconds(alone))
 
 
+@pytest.mark.slow
+@pytest.mark.subprocess
 def test_a_sweep_whose_process_is_killed_goes_on(cluster, alone, tmp_path):
     path = tmp_path / "a.zarr"
     place = Path(__file__).with_name("interrupted_sweep.py")
@@ -84,6 +87,7 @@ def test_a_sweep_whose_process_is_killed_goes_on(cluster, alone, tmp_path):
     xr.testing.assert_identical(without_seconds(sweep), without_seconds(alone))
 
 
+@pytest.mark.subprocess
 def test_a_finished_sweep_starts_no_process(cluster, alone, tmp_path, monkeypatch):
     runs = small_grid(seed=[0])
     first = wb.sweeps.run(runs, tmp_path / "a.zarr", scheduler=cluster.scheduler_address, progress=False)
@@ -92,6 +96,7 @@ def test_a_finished_sweep_starts_no_process(cluster, alone, tmp_path, monkeypatc
     xr.testing.assert_identical(first, again)
 
 
+@pytest.mark.subprocess
 def test_progress_and_dashboard_are_shown(cluster, tmp_path, capsys):
     from distributed import Client
 
@@ -103,6 +108,7 @@ def test_progress_and_dashboard_are_shown(cluster, tmp_path, capsys):
     assert "1/1" in said.err
 
 
+@pytest.mark.subprocess
 def test_runs_that_fail_do_not_take_the_others_with_them(cluster, tmp_path):
     runs = small_grid(seed=[0])
     models = {

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import random
-import subprocess
-import sys
 from itertools import islice
 
 import numpy as np
@@ -287,20 +285,6 @@ def test_random_tokens_are_uniform_and_independent():
 
 
 # Digits
-
-
-def test_importing_scikit_learn_leaves_the_random_numbers_alone():
-    """In a fresh interpreter, since the first import is the one that draws."""
-    code = """
-import random, numpy, torch
-before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-import workbench as wb
-wb.tasks.digits().batch(0)
-assert before == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-print("same")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "same"
 
 
 def test_digits_are_scikit_learns():

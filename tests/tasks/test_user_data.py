@@ -231,6 +231,7 @@ def test_the_order_is_the_same_with_and_without_workers():
     assert first(wb.tasks.as_task(loaders[0]), 7) == first(wb.tasks.as_task(loaders[1]), 7)
 
 
+@pytest.mark.subprocess
 def test_another_process_goes_on_where_this_one_stopped():
     code = textwrap.dedent("""
         import workbench as wb

@@ -195,14 +195,22 @@ class Plain(nn.Module):
         return self.table[tokens]
 
 
-@pytest.mark.parametrize("kind", ["zoo", "own"])
-@pytest.mark.parametrize("which", ["weights", "the rest"])
-@recorders
+@pytest.mark.parametrize(
+    ("kind", "which", "has_recorder"),
+    [
+        ("zoo", "weights", True),
+        ("own", "the rest", False),
+        pytest.param("zoo", "the rest", True, marks=pytest.mark.slow),
+        pytest.param("own", "weights", False, marks=pytest.mark.slow),
+        pytest.param("zoo", "weights", False, marks=pytest.mark.slow),
+        pytest.param("zoo", "the rest", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_without_room_is_an_event_and_the_last_one_stays(
     make_model, task, tmp_path, kind, which, has_recorder
 ):
     make = make_model if kind == "zoo" else Plain
-    options = watched(has_recorder and kind == "zoo")
+    options = watched(has_recorder)
     settings = {"checkpoint_every": 5, "checkpoints": tmp_path / "checkpoints", "flush_every": 100}
     through = make()
     train(through, task)

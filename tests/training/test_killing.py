@@ -15,7 +15,11 @@ from tests.small_training import same_weights
 from tests.training import killed_run
 from workbench.models.run_checkpoints import latest_checkpoint
 
+pytestmark = pytest.mark.subprocess
+
 N_KILLS = 20
+#: Those that are made before every change; the others before a release.
+KILLS = [pytest.param(index, marks=() if index in (0, 7, 13, 19) else pytest.mark.slow) for index in range(N_KILLS)]
 FLUSH, CHECKPOINT, SPECTRA = (killed_run.SETTINGS[f"{name}_every"] for name in ("flush", "checkpoint", "spectra"))
 
 
@@ -69,7 +73,7 @@ def n_flushed(last_step):
     return flushed
 
 
-@pytest.mark.parametrize("index", range(N_KILLS))
+@pytest.mark.parametrize("index", KILLS)
 def test_a_killed_run_opens_and_has_all_that_was_flushed(trainer, reference, tmp_path, index):
     draw = random.Random(index)
     at_step, delay = draw.randrange(-1, 24), draw.random() * 0.05

@@ -18,6 +18,8 @@ from workbench.widgets import ArchitectureComparison
 from workbench.widgets.comparison.recorded_run import RecordedRun
 from workbench.widgets.eigenvalue_panels import shortened
 
+pytestmark = pytest.mark.render
+
 
 @pytest.fixture(scope="module")
 def runs():

@@ -19,6 +19,8 @@ from workbench.widgets.assessment_report import AssessmentReport
 from workbench.widgets.report.experiment_list import WatchedTask
 from workbench.widgets.report.measuring import MeasuringProgress
 
+pytestmark = pytest.mark.render
+
 
 @pytest.fixture(scope="module")
 def assessment():

@@ -13,6 +13,8 @@ from workbench.plots.style import INK, NEUTRAL, drawing
 from workbench.widgets import ArchitectureComparison
 from workbench.widgets.export import ExportBar, export_path, export_runs
 
+pytestmark = pytest.mark.render
+
 
 @pytest.fixture(scope="module")
 def runs():

@@ -11,6 +11,8 @@ from workbench import plots
 from workbench.widgets import show
 from workbench.widgets.figure import Figure
 
+pytestmark = pytest.mark.render
+
 
 @pytest.fixture
 def figure(spectra):

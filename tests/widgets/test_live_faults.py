@@ -18,6 +18,8 @@ from workbench.widgets.live.fault_panel import FaultPanel
 from workbench.widgets.live.history import RunHistory
 from workbench.widgets.live.paired_runs import WITH_FAULTS, WITHOUT_FAULTS
 
+pytestmark = pytest.mark.render
+
 SMALL = wb.zoo.ArchitectureConfig(
     family="transformer", norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=12
 )

@@ -22,6 +22,8 @@ from workbench.io.background_writer import RecordingWarning
 from workbench.widgets import LiveTraining
 from workbench.widgets.live_training import WITH, WITHOUT
 
+pytestmark = pytest.mark.render
+
 SMALL = wb.zoo.ArchitectureConfig(
     family="transformer", norm="none", d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=12
 )
@@ -363,10 +365,12 @@ def test_close_ends_the_thread_and_the_stores_and_leaves_nothing(task, tmp_path)
     assert forgotten() is None
 
 
+@pytest.mark.subprocess
+@pytest.mark.slow
 def test_a_kernel_that_ends_while_it_trains_leaves_stopped_stores(tmp_path):
     code = f"""
 import time, workbench as wb
-from widgets import LiveTraining
+from workbench.widgets import LiveTraining
 live = LiveTraining(n_steps=10**6, folder={str(tmp_path)!r}, kss=wb.KSS(), spectra_every=1000)
 live.start()
 while live.canvas.histories["without KSS"].n_done < 3:

@@ -23,6 +23,8 @@ from workbench.widgets.risk.forecast import rates_around
 from workbench.widgets.risk.model_choice import title
 from workbench.widgets.risk.risk_verdict import verdict_of
 
+pytestmark = pytest.mark.render
+
 SMALL = wb.zoo.ArchitectureConfig(d_model=16, n_layers=2)
 
 

@@ -10,6 +10,8 @@ from workbench.errors import SchemaError
 from workbench.koopman.measures import remeasure
 from workbench.widgets import SpectrumExplorer
 
+pytestmark = pytest.mark.render
+
 
 @pytest.fixture
 def explorer(spectra):

@@ -17,6 +17,8 @@ from workbench.studies import signals
 from workbench.widgets import Timeline
 from workbench.widgets.timeline_parts.followed_run import FollowedRun
 
+pytestmark = pytest.mark.render
+
 
 @pytest.fixture(scope="module")
 def faulted():
