@@ -144,7 +144,9 @@ class TestLightning:
     def test_several_optimizers_are_refused(self, lightning, task):  # noqa: F811
         module = lightning_module(lightning, gpt2(), optimizers=2)
         module.automatic_optimization = False
-        with pytest.raises(ThresholdError, match="Shell has 2 optimizers, this callback takes one"):
+        with pytest.raises(
+            ThresholdError, match="Shell has 2 optimizers or steps them itself, and this callback takes one"
+        ):
             fit(lightning, module, wb.lightning_callback(recorder_with()), task=task)
 
     def test_without_lightning(self, monkeypatch):

@@ -21,6 +21,7 @@ from tests.callbacks.test_recorder import (
 )
 from workbench.errors import StoreError, ThresholdError
 from workbench.io.background_writer import BackgroundWriter, RecordingWarning
+from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter
 
 
@@ -165,10 +166,10 @@ def test_an_error_in_training_keeps_what_there_is(task, tmp_path):  # noqa: F811
 
 def test_a_hosts_store_gets_the_parts_alone(task, tmp_path):  # noqa: F811
     """The numbers of each update are the host's, who also closes it."""
-    writer = BackgroundWriter(RunWriter(tmp_path / "run.zarr", {"subject": "x"}))
+    host = RunOutput(BackgroundWriter(RunWriter(tmp_path / "run.zarr", {"subject": "x"})))
     recorder = recorder_with()
-    run(dense(), task, 3, recorder, writer=writer, probe=task.probe(50))
-    writer.close()
+    run(dense(), task, 3, recorder, host=host, probe=task.probe(50))
+    host.close()
     stored = wb.open_run(tmp_path / "run.zarr")
     assert set(stored.children) == {"attention", "optimizer", "activations"}
     assert "state" not in stored.attrs

@@ -385,6 +385,7 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
             self.attachment = Attachment(gathered)
             self.loaded: dict[str, Any] | None = None
             self.losses: list[Tensor] = []
+            self.numbers: dict[str, float] = {}
             self.step = 0
             self.restore: Callable[[], None] | None = None
 
@@ -418,16 +419,14 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             losses, self.losses = self.losses, []
-            numbers = {"loss": sum(losses) / len(losses)} if losses else {}
-            self.attachment.before_update(trainer.global_step, numbers)
+            self.numbers = {"loss": float(sum(losses) / len(losses))} if losses else {}
+            self.attachment.before_update(trainer.global_step, self.numbers)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: Any) -> None:
             if trainer.global_step > self.step:
                 self.attachment.updated(trainer.global_step - 1)
                 self.step = trainer.global_step
-                loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-                numbers = {"loss": float(loss)} if isinstance(loss, Tensor) else {}
-                trainer.should_stop |= self.attachment.end_step(numbers)
+                trainer.should_stop |= self.attachment.end_step(self.numbers)
             if numbers := self.attachment.to_log():
                 pl_module.log_dict(numbers, on_step=True, on_epoch=False)
 

@@ -68,6 +68,7 @@ class Guard(Callback):
         self._fresh: list[Alarm] = []
         self._n_heard = 0
         self._raised: tuple[Alarm, ...] = ()
+        self._logged: frozenset[str] = frozenset()
         self._state: dict[str, Any] = {}
 
     def setup(self, run: TrainingRun) -> None:
@@ -124,6 +125,7 @@ class Guard(Callback):
     def before_update(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log what another trainer knows before the update: over several ranks it is averaged then."""
         if self._attached is not None and not self.run.owns_loop:
+            self._logged = frozenset(numbers)
             self._attached.log(**numbers)
 
     def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, float]:
@@ -135,7 +137,8 @@ class Guard(Callback):
         if self._attached is None:
             return {}
         if not self.run.owns_loop:
-            given = {name: value for name, value in numbers.items() if name in ("loss", "grad_norm")}
+            wanted = {"loss", "grad_norm"} - self._logged  # what was logged before the update is a mean over ranks now
+            given = {name: value for name, value in numbers.items() if name in wanted}
             if not math.isfinite(float(self._attached.pending.get("loss", 0.0))):
                 given.pop("loss", None)  # a Trainer may put another number in the place of a loss that is not finite
             self._attached.log(**given)
