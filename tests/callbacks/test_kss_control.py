@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from workbench.callbacks.kss import BandController, ControlValues, KSSOptions, PenaltyShape
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 
 @pytest.mark.parametrize(
@@ -35,20 +35,20 @@ from workbench.errors import ThresholdError
     ],
 )
 def test_a_control_out_of_range_is_refused_everywhere_and_changes_nothing(name, value, sentence):
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         wb.KSS(**{name: value})
     kss = wb.KSS(strength=3.0, interval=4, gamma=0.3, layers=(1, 2))
     before = kss.control
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         setattr(kss, name, value)
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         kss.set(enabled=False, **{name: value})
     assert kss.control == before
 
 
 def test_an_unknown_control_is_named():
     kss = wb.KSS()
-    with pytest.raises(ThresholdError, match="KSS has no control 'power'; choose from enabled, strength, interval"):
+    with pytest.raises(OptionError, match="KSS has no control 'power'; choose from enabled, strength, interval"):
         kss.set(enabled=False, power=3)
     assert kss.enabled
 
@@ -71,7 +71,7 @@ def test_an_unknown_control_is_named():
     ],
 )
 def test_impossible_options_are_refused(make, sentence):
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         make()
 
 

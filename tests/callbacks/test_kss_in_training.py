@@ -10,7 +10,7 @@ from tests.callbacks.test_kss_shaper import hooks_of, kss_with
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from workbench.callbacks.kss import BandController, KSSOptions, PenaltyShape
-from workbench.errors import AnatomyError, StoreError, ThresholdError
+from workbench.errors import AnatomyError, OptionError, StoreError
 
 SETTINGS = {"n_steps": 12, "learning_rate": 1e-2, "warmup": 3, "seed": 5, "flush_every": 6}
 MONITORS = (
@@ -217,8 +217,8 @@ def test_what_kss_cannot_read_is_refused_before_the_store_is_made(make_model, ta
 
     for model, kss, error, sentence in (
         (Shrinking(), kss_with(), AnatomyError, "Shrinking"),
-        (make_model(), kss_with(layers=(5,)), ThresholdError, "layer 5, but the model has layers 0 to 1"),
-        (make_model(), kss_with(), ThresholdError, "KSS cannot act inside LBFGS"),
+        (make_model(), kss_with(layers=(5,)), OptionError, "layer 5, but the model has layers 0 to 1"),
+        (make_model(), kss_with(), OptionError, "KSS cannot act inside LBFGS"),
     ):
         options = {"optimizer": "LBFGS"} if "LBFGS" in sentence else {}
         with pytest.raises(error, match=sentence):

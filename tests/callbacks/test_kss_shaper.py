@@ -16,7 +16,7 @@ from workbench.callbacks.kss import BandController, KSSOptions, PenaltyShape, Tr
 from workbench.callbacks.kss.control import COUPLINGS
 from workbench.callbacks.kss.penalty import ILL_DEFINED, NOT_FINITE
 from workbench.callbacks.kss.shaper import GRADIENT_NOT_FINITE, NO_GRADIENT
-from workbench.errors import SnapshotError, ThresholdError
+from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.moments import SnapshotMoments
 
 #: Every state of a batch is used, so that a test knows which; the spectrum is whole.
@@ -529,11 +529,11 @@ def test_a_wrapped_optimizer_is_acted_on_at_its_core(unstable, task):
 def test_what_cannot_be_attached_is_refused(unstable, task):
     model, other = unstable(), unstable()
     before = hooks_of(model, sgd(model))
-    with pytest.raises(ThresholdError, match="KSS cannot act inside LBFGS, which evaluates the loss several times"):
+    with pytest.raises(OptionError, match="KSS cannot act inside LBFGS, which evaluates the loss several times"):
         wb.KSS().attach(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ThresholdError, match="The optimizer moves no weight of .*; attach KSS to the model that it"):
+    with pytest.raises(OptionError, match="The optimizer moves no weight of .*; attach KSS to the model that it"):
         wb.KSS().attach(model, sgd(other))
-    with pytest.raises(ThresholdError, match="The optimizer moves no weight of"):
+    with pytest.raises(OptionError, match="The optimizer moves no weight of"):
         wb.KSS().attach(model.requires_grad_(False), sgd(model))
     assert hooks_of(model, sgd(model)) == before
 
@@ -551,7 +551,7 @@ def test_a_model_that_does_not_run_is_said(unstable, task):
         loss_of(model, task.batch(0)).backward()
         with pytest.raises(SnapshotError, match=sentence):
             optimizer.step()
-    with pytest.raises(ThresholdError, match="KSS is to act on layer 7, but the model has layers 0 to 1"):
+    with pytest.raises(OptionError, match="KSS is to act on layer 7, but the model has layers 0 to 1"):
         run(model.train(), optimizer, task, 1, kss_with(layers=(0, 7)))
 
 

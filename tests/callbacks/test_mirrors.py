@@ -5,7 +5,7 @@ import pytest
 
 from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.loggers import logging_observer, numbers
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.io.background_writer import RecordingWarning
 
 TERMS = ["D2", "D3"]
@@ -133,5 +133,5 @@ def test_a_logger_that_fails_is_told_once_and_asked_again():
 
 
 def test_what_cannot_log_is_refused():
-    with pytest.raises(ThresholdError, match="log is a str, expected an object with add_scalar.*or a function"):
+    with pytest.raises(OptionError, match="log is a str, expected an object with add_scalar.*or a function"):
         logging_observer("wandb")

@@ -19,7 +19,7 @@ from tests.callbacks.test_recorder import (
     run,
     task,  # noqa: F401
 )
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 from workbench.io.background_writer import BackgroundWriter, RecordingWarning
 from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter
@@ -215,5 +215,5 @@ def test_events_of_the_caller(task, tmp_path):  # noqa: F811
         recorder.event("alarm", source="effective_rank D2", score=3.0, message="It falls.", layer=1, head=0)
     (told,) = [e for e in events_of(tmp_path / "run.zarr") if e["kind"] == "alarm"]
     assert (told["layer"], told["head"], told["score"], told["step"]) == (1, 0, 3.0, 0)
-    with pytest.raises(ThresholdError, match=r"event\(\) needs a run"):
+    with pytest.raises(OptionError, match=r"event\(\) needs a run"):
         recorder.event("alarm")

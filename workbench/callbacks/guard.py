@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.alarms.replaying import replay
 from workbench.callbacks.responding import Response, ResponseState
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.io.store import open_run
 from workbench.training.callback import Callback, TrainingRun
 
@@ -38,7 +38,7 @@ class Guard(Callback):
         faults: Of the run, among which the auxiliary loss may have been switched off.
 
     Raises:
-        ThresholdError: If alarms have no recorder, or actions no alarms.
+        OptionError: If alarms have no recorder, or actions no alarms.
     """
 
     name = "guard"
@@ -52,12 +52,12 @@ class Guard(Callback):
     ) -> None:
         if recorder is not None and recorder.alarms is not None:
             if alarms is not None:
-                raise ThresholdError("The recorder has alarms already; leave out alarms=, or give the recorder none.")
+                raise OptionError("The recorder has alarms already; leave out alarms=, or give the recorder none.")
             alarms = recorder.alarms
         if alarms is not None and recorder is None:
-            raise ThresholdError("alarms= listen to a recorder; pass recorder=wb.Recorder() too.")
+            raise OptionError("alarms= listen to a recorder; pass recorder=wb.Recorder() too.")
         if actions is not None and alarms is None:
-            raise ThresholdError("actions= need alarms to act on; pass alarms=wb.Alarms() too.")
+            raise OptionError("actions= need alarms to act on; pass alarms=wb.Alarms() too.")
         self.recorder, self.alarms = recorder, alarms
         self._answered = ResponseState()
         self._response: Response | None = None
@@ -75,19 +75,19 @@ class Guard(Callback):
         """Refuse what does not go together.
 
         Raises:
-            ThresholdError: If the recorder has a store of its own in `workbench.train`, or an action needs checkpoints
+            OptionError: If the recorder has a store of its own in `workbench.train`, or an action needs checkpoints
                 and there are none.
         """
         super().setup(run)
         if run.owns_loop and self.recorder is not None and self.recorder.path is not None:
-            raise ThresholdError(
+            raise OptionError(
                 "In train() a recorder writes into the run's own store; make it without a path, and pass store= to "
                 "train()."
             )
         kinds = set() if self._response is None else self._response.actions.kinds
         if "roll_back" in kinds and run.checkpoints is None:
             remedy = "pass checkpoint_every= too" if run.owns_loop else "give Actions a policy without 'roll_back'"
-            raise ThresholdError(f"Rolling back needs checkpoints of wb.train() to go back to; {remedy}.")
+            raise OptionError(f"Rolling back needs checkpoints of wb.train() to go back to; {remedy}.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.gathering import gather
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.losses import token_loss
 from workbench.tasks import as_task
 from workbench.training.loop import Training
@@ -116,7 +116,7 @@ def train(
         A generator of `StepRecord`. Closing it writes what was gathered and, where checkpoints are on, one more.
 
     Raises:
-        ThresholdError: If a setting is impossible; nothing is done then. When it begins, if a fault cannot act on this
+        OptionError: If a setting is impossible; nothing is done then. When it begins, if a fault cannot act on this
             model, or when a batch is met that it cannot act on.
         AnatomyError: When it begins, if spectra or penalties are asked for and the model's blocks cannot be found.
         StoreError: If the store is taken, or holds a run of another configuration; when it begins, if it or the folder
@@ -158,7 +158,7 @@ def train(
         stack=profile_options.get("stack"),
     )
     if spectra_every and any(_takes_spectra(callback) for callback in gathered):
-        raise ThresholdError("Both spectra_every= and the recorder would write the run's spectra; ask one of them.")
+        raise OptionError("Both spectra_every= and the recorder would write the run's spectra; ask one of them.")
     training = Training(
         module_of(model), as_task(task), plan, recording, loss, gathered, resume=resume, overwrite=overwrite
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from workbench import flow
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.io.progress import progress_bar
 from workbench.io.provenance import versions
 from workbench.koopman.spectra import RankWarning
@@ -117,7 +117,7 @@ def scaling_study(
         `coordinate_check`. NaN: not measured.
 
     Raises:
-        ThresholdError: If a setting is unknown or impossible, or a size cannot be built; nothing is done then.
+        OptionError: If a setting is unknown or impossible, or a size cannot be built; nothing is done then.
         AnatomyError: If the residual stream cannot be read.
     """
     import xarray as xr
@@ -128,7 +128,7 @@ def scaling_study(
     rungs = rungs_of(of, list(widths), [target.depth] if depths is None else list(depths))
     seeds = require_seeds(seeds)
     if edge not in EDGES:
-        raise ThresholdError(f"edge is {edge!r}, expected one of {', '.join(EDGES)}.")
+        raise OptionError(f"edge is {edge!r}, expected one of {', '.join(EDGES)}.")
     training = departures(
         warmup=warmup,
         schedule=schedule,
@@ -205,7 +205,7 @@ def _design_of(
         width = max(widths, default=None) if width is None else width
         depth = max(depths, default=None) if depth is None and depths is not None else depth
         if depth is None:
-            raise ThresholdError("A function has no depth of its own; pass depths= or target_depth=.")
+            raise OptionError("A function has no depth of its own; pass depths= or target_depth=.")
     return design(make_model, width=width, depth=depth)
 
 

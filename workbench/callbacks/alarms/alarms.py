@@ -82,7 +82,7 @@ class Alarms:
         on_alarm: Called with each `Alarm` as it is raised; what it raises goes through to the training loop.
 
     Raises:
-        ThresholdError: If the budget is out of range.
+        OptionError: If the budget is out of range.
         SchemaError: If the paired run has no monitors.
     """
 

@@ -36,7 +36,7 @@ def calibrate(
         about: Where they come from, for people.
 
     Raises:
-        ThresholdError: If there are fewer than five runs.
+        OptionError: If there are fewer than five runs.
         SchemaError: If one has no monitors.
     """
     options = options or DetectorOptions()
@@ -54,7 +54,7 @@ def calibrate_paired(
         about: Where they come from, for people.
 
     Raises:
-        ThresholdError: If there are fewer than five pairs.
+        OptionError: If there are fewer than five pairs.
         SchemaError: If a run has no monitors.
     """
     options = options or DetectorOptions()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DetectorOptions:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < (0 if name in ("settle", "lag") else 1):
-                raise ThresholdError(f"{name} is {value} steps, expected a positive number.")
+                raise OptionError(f"{name} is {value} steps, expected a positive number.")
 
     def smooth_of(self, part: str) -> int:
         """Steps over which the latest values of a part of the run are averaged."""

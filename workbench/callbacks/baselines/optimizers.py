@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.training.training_plan import DEFAULT_RATE
 
 WEIGHT_DECAY = 0.01
@@ -50,11 +50,11 @@ class SAM(OptimizerFactory):
 
     def __post_init__(self) -> None:
         if isinstance(self.rho, str) or not 0 < self.rho < math.inf:
-            raise ThresholdError(f"rho is {self.rho}, expected a positive radius.")
+            raise OptionError(f"rho is {self.rho}, expected a positive radius.")
         base = getattr(torch.optim, self.base, None)
         is_optimizer = isinstance(base, type) and issubclass(base, torch.optim.Optimizer)
         if not is_optimizer or base in (torch.optim.Optimizer, torch.optim.LBFGS):
-            raise ThresholdError(
+            raise OptionError(
                 f"base is '{self.base}', expected a class of torch.optim that makes one update a step, such as 'AdamW'."
             )
 
@@ -109,7 +109,7 @@ class LAMB(OptimizerFactory):
     def __post_init__(self) -> None:
         _check(self.betas, self.weight_decay)
         if isinstance(self.eps, str) or not 0 < self.eps < math.inf:
-            raise ThresholdError(f"eps is {self.eps}, expected a positive number.")
+            raise OptionError(f"eps is {self.eps}, expected a positive number.")
 
     def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer."""
@@ -129,6 +129,6 @@ class LAMB(OptimizerFactory):
 
 def _check(betas: tuple[float, float], weight_decay: float) -> None:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ThresholdError(f"betas is {betas}, expected two numbers of at least 0 and below 1.")
+        raise OptionError(f"betas is {betas}, expected two numbers of at least 0 and below 1.")
     if isinstance(weight_decay, str) or not 0 <= weight_decay < math.inf:
-        raise ThresholdError(f"weight_decay is {weight_decay}, expected a number of at least 0.")
+        raise OptionError(f"weight_decay is {weight_decay}, expected a number of at least 0.")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,9 +62,9 @@ class Penalty(ABC):
 
     def __post_init__(self) -> None:
         if isinstance(self.coefficient, str) or not 0 <= self.coefficient < math.inf:
-            raise ThresholdError(f"coefficient is {self.coefficient}, expected a number of at least 0.")
+            raise OptionError(f"coefficient is {self.coefficient}, expected a number of at least 0.")
         if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
-            raise ThresholdError(f"interval is {self.interval}, expected a whole number of steps, at least 1.")
+            raise OptionError(f"interval is {self.interval}, expected a whole number of steps, at least 1.")
 
     @abstractmethod
     def value(self, stream: Stream, task_loss: Tensor, random: torch.Generator) -> Tensor:
@@ -120,7 +120,7 @@ class LayerwisePenalty(Penalty):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers not in LAYERS:
-            raise ThresholdError(f"layers is {self.layers!r}, expected one of {', '.join(LAYERS)}.")
+            raise OptionError(f"layers is {self.layers!r}, expected one of {', '.join(LAYERS)}.")
 
     def value(self, stream: Stream, task_loss: Tensor, random: torch.Generator) -> Tensor:
         """See `Penalty.value`."""
@@ -155,7 +155,7 @@ class RandomL2(LayerwisePenalty):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.token_share, str) or not 0 < self.token_share <= 1:
-            raise ThresholdError(f"token_share is {self.token_share}, expected a share above 0 and up to 1.")
+            raise OptionError(f"token_share is {self.token_share}, expected a share above 0 and up to 1.")
 
     def of_layer(self, entering: Tensor, leaving: Tensor, random: torch.Generator) -> Tensor:
         """Mean square of the entries of what leaves the block."""
@@ -186,7 +186,7 @@ class JacobianPenalty(LayerwisePenalty):
         super().__post_init__()
         n = self.n_projections
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ThresholdError(f"n_projections is {n}, expected a whole number of at least 1.")
+            raise OptionError(f"n_projections is {n}, expected a whole number of at least 1.")
 
     def of_layer(self, entering: Tensor, leaving: Tensor, random: torch.Generator) -> Tensor:
         """The estimate, unit 1."""

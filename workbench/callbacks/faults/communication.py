@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workbench.callbacks.faults.fault import Fault, require_share
 from workbench.callbacks.faults.flash_attention_mode import cut_low_bits
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.tasks.task import require_whole
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,7 +45,7 @@ class DroppedBucket(Fault):
         require_whole(1, n_buckets=self.n_buckets)
         require_whole(2, n_ranks=self.n_ranks)
         if self.lost_from not in ("all_ranks", "one_rank"):
-            raise ThresholdError(f"lost_from is '{self.lost_from}', expected 'all_ranks' or 'one_rank'.")
+            raise OptionError(f"lost_from is '{self.lost_from}', expected 'all_ranks' or 'one_rank'.")
         super().__post_init__()
 
     @property
@@ -97,11 +97,11 @@ class LowPrecisionReduction(Fault):
         require_whole(2, n_ranks=self.n_ranks)
         require_whole(0, n_bits=self.n_bits)
         if self.dtype not in _DTYPES:
-            raise ThresholdError(f"dtype is '{self.dtype}', expected one of {', '.join(_DTYPES)}.")
+            raise OptionError(f"dtype is '{self.dtype}', expected one of {', '.join(_DTYPES)}.")
         if self.n_bits > 8:
-            raise ThresholdError(f"n_bits is {self.n_bits}, expected 0 to 8: seven bits of mantissa, one of exponent.")
+            raise OptionError(f"n_bits is {self.n_bits}, expected 0 to 8: seven bits of mantissa, one of exponent.")
         if self.n_bits and self.dtype != "bfloat16":
-            raise ThresholdError(f"n_bits cuts bits of bfloat16, but dtype is '{self.dtype}'; leave one of them out.")
+            raise OptionError(f"n_bits cuts bits of bfloat16, but dtype is '{self.dtype}'; leave one of them out.")
         super().__post_init__()
 
     @property

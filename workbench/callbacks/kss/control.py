@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.callbacks.kss.penalty import PenaltyShape
 from workbench.callbacks.kss.trust_region import TrustRegion
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
 SIDES = ("both", "output", "input")
@@ -54,14 +54,14 @@ class KSSOptions:
 
     def __post_init__(self) -> None:
         if self.n_snapshots < 3:
-            raise ThresholdError(f"n_snapshots is {self.n_snapshots}, expected at least 3.")
+            raise OptionError(f"n_snapshots is {self.n_snapshots}, expected at least 3.")
         for name, known in (("side", SIDES), ("coupling", COUPLINGS)):
             if getattr(self, name) not in known:
-                raise ThresholdError(f"{name} is '{getattr(self, name)}', expected one of {', '.join(known)}.")
+                raise OptionError(f"{name} is '{getattr(self, name)}', expected one of {', '.join(known)}.")
         if not 0 <= self.trigger < math.inf:
-            raise ThresholdError(f"trigger is {self.trigger}, expected a spectral radius of at least 0.")
+            raise OptionError(f"trigger is {self.trigger}, expected a spectral radius of at least 0.")
         if self.skip_first < 0:
-            raise ThresholdError(f"skip_first is {self.skip_first}, expected at least 0.")
+            raise OptionError(f"skip_first is {self.skip_first}, expected at least 0.")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class ControlValues:
         """What `as_dict` gave.
 
         Raises:
-            ThresholdError: If a value is out of range.
+            OptionError: If a value is out of range.
         """
         return cls(**{name: _checked(name, value) for name, value in values.items()})
 
@@ -180,11 +180,11 @@ class KSSControls:
         """Change several controls at once, between two steps.
 
         Raises:
-            ThresholdError: If a name is unknown or a value is out of range; nothing is changed then.
+            OptionError: If a name is unknown or a value is out of range; nothing is changed then.
         """
         unknown = [name for name in controls if name not in self.CONTROLS]
         if unknown:
-            raise ThresholdError(f"KSS has no control '{unknown[0]}'; choose from {', '.join(self.CONTROLS)}.")
+            raise OptionError(f"KSS has no control '{unknown[0]}'; choose from {', '.join(self.CONTROLS)}.")
         checked = {name: _checked(name, value) for name, value in controls.items()}
         with self._lock:
             before = self._control
@@ -259,13 +259,13 @@ class BandController:
 
     def __post_init__(self) -> None:
         if self.quantity not in ("spectral_radius", "near_unit_mass"):
-            raise ThresholdError(f"quantity is '{self.quantity}', expected 'spectral_radius' or 'near_unit_mass'.")
+            raise OptionError(f"quantity is '{self.quantity}', expected 'spectral_radius' or 'near_unit_mass'.")
         if not 0 <= self.low <= self.high < math.inf:
-            raise ThresholdError(f"The band is {self.low} to {self.high}, expected 0 <= low <= high.")
+            raise OptionError(f"The band is {self.low} to {self.high}, expected 0 <= low <= high.")
         if not 1 < self.factor < math.inf:
-            raise ThresholdError(f"factor is {self.factor}, expected more than 1.")
+            raise OptionError(f"factor is {self.factor}, expected more than 1.")
         if not 0 < self.weakest <= self.strongest < math.inf:
-            raise ThresholdError(
+            raise OptionError(
                 f"The strength may run from {self.weakest} to {self.strongest}, expected 0 < weakest <= strongest."
             )
 
@@ -284,7 +284,7 @@ def _checked(name: str, value: Any) -> Any:
     """A control's value in its own type.
 
     Raises:
-        ThresholdError: If it is none.
+        OptionError: If it is none.
     """
     if name == "enabled":
         return bool(value)
@@ -292,13 +292,13 @@ def _checked(name: str, value: Any) -> Any:
         return _checked_layers(value)
     if name == "interval":
         if not _is_whole(value, lowest=1):
-            raise ThresholdError(f"interval is {value}, expected a whole number of steps, at least 1.")
+            raise OptionError(f"interval is {value}, expected a whole number of steps, at least 1.")
         return int(value)
     highest = 1.0 if name == "gamma" else math.inf
     if isinstance(value, Real) and math.isfinite(value) and 0 <= float(value) <= highest:
         return float(value)
     expected = "a number of at least 0" if name == "strength" else "a share between 0 and 1"
-    raise ThresholdError(f"{name} is {value}, expected {expected}.")
+    raise OptionError(f"{name} is {value}, expected {expected}.")
 
 
 def _checked_layers(value: Any) -> str | tuple[int, ...]:
@@ -306,7 +306,7 @@ def _checked_layers(value: Any) -> str | tuple[int, ...]:
         return value
     is_many = isinstance(value, Collection) and not isinstance(value, str | bytes) and len(value) > 0
     if not (is_many and all(_is_whole(i, lowest=0) for i in value)):
-        raise ThresholdError(f"layers is {value!r}, expected 'half', 'all', or numbers of layers counted from 0.")
+        raise OptionError(f"layers is {value!r}, expected 'half', 'all', or numbers of layers counted from 0.")
     return tuple(sorted({int(i) for i in value}))
 
 

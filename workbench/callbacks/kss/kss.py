@@ -31,7 +31,7 @@ class KSS(KSSControls):
         controller: Adjusts the strength by what is measured; see `BandController`.
 
     Raises:
-        ThresholdError: If a value is out of range; nothing is changed then.
+        OptionError: If a value is out of range; nothing is changed then.
     """
 
     @classmethod
@@ -68,7 +68,7 @@ class KSS(KSSControls):
             The `Shaper` at work; leaving its context, or ``detach()``, ends it.
 
         Raises:
-            ThresholdError: If the optimizer evaluates the loss several times a step (LBFGS) or moves no parameter of
+            OptionError: If the optimizer evaluates the loss several times a step (LBFGS) or moves no parameter of
                 the model, or the parameters are split over processes (FSDP).
         """
         return Shaper(self, model, optimizer)

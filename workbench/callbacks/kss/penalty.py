@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import softplus
 
-from workbench.errors import SnapshotError, ThresholdError
+from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.dmd import DmdOptions, koopman_matrix
 
 if TYPE_CHECKING:
@@ -61,17 +61,15 @@ class PenaltyShape:
 
     def __post_init__(self) -> None:
         if not 0 < self.lower < self.upper < math.inf:
-            raise ThresholdError(f"The bounds are {self.lower} and {self.upper}, expected 0 < lower < upper.")
+            raise OptionError(f"The bounds are {self.lower} and {self.upper}, expected 0 < lower < upper.")
         for name in ("sharpness", "largest_condition"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ThresholdError(f"{name} is {getattr(self, name)}, expected a positive number.")
+                raise OptionError(f"{name} is {getattr(self, name)}, expected a positive number.")
         for name in ("unstable", "beta"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ThresholdError(f"{name} is {getattr(self, name)}, expected a number of at least 0.")
+                raise OptionError(f"{name} is {getattr(self, name)}, expected a number of at least 0.")
         if self.unstable_term not in UNSTABLE_TERMS:
-            raise ThresholdError(
-                f"unstable_term is '{self.unstable_term}', expected one of {', '.join(UNSTABLE_TERMS)}."
-            )
+            raise OptionError(f"unstable_term is '{self.unstable_term}', expected one of {', '.join(UNSTABLE_TERMS)}.")
         DmdOptions(ridge=self.ridge, rank=self.rank)
 
     def of_moduli(self, modulus: Tensor, gamma: float) -> Tensor:

@@ -19,7 +19,7 @@ from workbench.callbacks.kss.penalty import LayerPenalty, layer_penalty
 from workbench.callbacks.kss.shaping import Shaping
 from workbench.callbacks.kss.shared_control import control_of_first_rank, summed
 from workbench.callbacks.kss.trust_region import energy_gain
-from workbench.errors import SnapshotError, ThresholdError
+from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.moments import SnapshotMoments
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import Batches, TokenSelection, count_rows, take_rows
@@ -108,7 +108,7 @@ class Shaper:
 
         Raises:
             AnatomyError: If the residual stream cannot be read with certainty.
-            ThresholdError: If KSS is to act on a layer that the model does not have.
+            OptionError: If KSS is to act on a layer that the model does not have.
         """
         self._anatomy = anatomy = read_anatomy(self.model, inputs)
         _draw_layers(self.kss.control, len(anatomy.sites), np.random.default_rng(0))
@@ -429,5 +429,5 @@ def _draw_layers(control: ControlValues, n_layers: int, random: np.random.Genera
             return list(range(n_layers))
         return sorted(random.choice(n_layers, size=max(1, n_layers // 2), replace=False).tolist())
     if (highest := max(layers)) >= n_layers:
-        raise ThresholdError(f"KSS is to act on layer {highest}, but the model has layers 0 to {n_layers - 1}.")
+        raise OptionError(f"KSS is to act on layer {highest}, but the model has layers 0 to {n_layers - 1}.")
     return list(layers)

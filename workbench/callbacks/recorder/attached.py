@@ -20,7 +20,7 @@ from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.options import RecorderOptions, is_due, plain
 from workbench.callbacks.recorder.ranks import of_all_ranks, of_first_rank
 from workbench.callbacks.recorder.updates import total_gradient_norm, was_skipped
-from workbench.errors import ThresholdError, WorkbenchError
+from workbench.errors import OptionError, WorkbenchError
 from workbench.io.run_output import say
 from workbench.models.process_group import is_shared
 from workbench.models.wrapping import bare, innermost
@@ -182,7 +182,7 @@ class AttachedRecorder:
         """Numbers of an update, such as ``loss`` and ``accuracy``; see the class for which.
 
         Raises:
-            ThresholdError: If one is no number.
+            OptionError: If one is no number.
         """
         for name, value in numbers.items():
             self._pending[name] = _as_number(name, value)
@@ -414,7 +414,7 @@ def _as_number(name: str, value: Any) -> float | Tensor:
     if isinstance(value, Real):
         return float(value)
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-    raise ThresholdError(
+    raise OptionError(
         f"log() got {name} as a {type(value).__name__}{shape}, expected one number; pass its mean or another number."
     )
 

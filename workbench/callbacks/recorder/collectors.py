@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters, readable, reshard
 from workbench.callbacks.recorder.query_keys import SPECTRA_OF_HEADS, TERMS, QueryKeyWindow
 from workbench.callbacks.recorder.updates import UpdateCollector
-from workbench.errors import SnapshotError, ThresholdError, WorkbenchError
+from workbench.errors import OptionError, SnapshotError, WorkbenchError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
 from workbench.models.batches import take_rows
@@ -265,7 +265,7 @@ class Collectors:
         del step, probed
         loss_of = self.options.loss_of
         if loss_of is None:
-            raise ThresholdError("curvature needs the loss as a function; pass Recorder(loss_of=).")
+            raise OptionError("curvature needs the loss as a function; pass Recorder(loss_of=).")
         if self.parameters.are_elsewhere:
             raise SnapshotError("the optimizer does not move the model's own weights, or they are split over ranks")
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
@@ -277,7 +277,7 @@ class Collectors:
             plain = sharpness(self.model, loss)
             try:
                 scaled = preconditioned_sharpness(self.model, loss, self.optimizer)
-            except ThresholdError:  # no second moments
+            except OptionError:  # no second moments
                 scaled = math.nan
         return {
             "sharpness": plain,

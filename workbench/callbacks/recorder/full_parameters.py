@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.probing import undisturbed
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ class OptimizedParameters:
         optimizer: Innermost.
 
     Raises:
-        ThresholdError: If the optimizer moves no parameter of the model, nor a copy of one.
+        OptionError: If the optimizer moves no parameter of the model, nor a copy of one.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -43,7 +43,7 @@ class OptimizedParameters:
             self._master = _matched(free, foreign)
         self._is_moved = is_moved
         if not self._master and not (own.keys() & is_moved):
-            raise ThresholdError(
+            raise OptionError(
                 f"The optimizer moves no weight of {type(model).__name__}, nor a copy of one; attach the recorder to "
                 "the model that it trains."
             )

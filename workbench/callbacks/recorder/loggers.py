@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.io.background_writer import RecordingWarning
 from workbench.schema.runs import PARTS
 
@@ -34,7 +34,7 @@ def logging_observer(log: Any) -> Callable[[Observation], None]:
         A function of an observation. See `numbers` for the names.
 
     Raises:
-        ThresholdError: If ``log`` is neither.
+        OptionError: If ``log`` is neither.
     """
     send = _sender(log)
     has_warned = False
@@ -102,7 +102,7 @@ def _sender(log: Any) -> Callable[[dict[str, float], int], None]:
 
         return send_each
     if not callable(log):
-        raise ThresholdError(
+        raise OptionError(
             f"log is a {type(log).__name__}, expected an object with add_scalar(tag, value, step) or a function of a "
             "dictionary, such as wandb.log."
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.io.run_output import say
 
 if TYPE_CHECKING:
@@ -35,22 +35,20 @@ def checked_cadence(every: Mapping[str, int | None] | int | None) -> dict[str, i
         every: One number for all parts that are on by default; by part, the others as by default; None: never.
 
     Raises:
-        ThresholdError: If a part is unknown or a number is none.
+        OptionError: If a part is unknown or a number is none.
     """
     if every is None:
         return dict.fromkeys(CADENCE)
     if isinstance(every, Mapping):
         unknown = [name for name in every if name not in CADENCE]
         if unknown:
-            raise ThresholdError(f"A recorder has no part '{unknown[0]}'; choose from {', '.join(CADENCE)}.")
+            raise OptionError(f"A recorder has no part '{unknown[0]}'; choose from {', '.join(CADENCE)}.")
         given = dict(every)
     else:
         given = {name: every for name, default in CADENCE.items() if default is not None}
     for name, value in given.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ThresholdError(
-                f"every['{name}'] is {value!r}, expected a whole number of steps, at least 1, or None."
-            )
+            raise OptionError(f"every['{name}'] is {value!r}, expected a whole number of steps, at least 1, or None.")
     cadence = CADENCE | given
     if cadence["attention"] is not None and cadence["attention"] < _SHORTEST_WINDOW:
         say(

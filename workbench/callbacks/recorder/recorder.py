@@ -20,7 +20,7 @@ from workbench.callbacks.recorder.loggers import logging_observer
 from workbench.callbacks.recorder.options import CADENCE, RecorderOptions, checked_cadence
 from workbench.callbacks.recorder.probe_text import of_plain, to_plain
 from workbench.callbacks.recorder.ranks import is_first, of_first_rank
-from workbench.errors import AnatomyError, StoreError, ThresholdError
+from workbench.errors import AnatomyError, OptionError, StoreError
 from workbench.io.atomic import check_free
 from workbench.io.background_writer import BackgroundWriter
 from workbench.io.provenance import versions
@@ -81,7 +81,7 @@ class Recorder:
             there is none it begins.
 
     Raises:
-        ThresholdError: If an option is out of range.
+        OptionError: If an option is out of range.
         StoreError: If the path is taken.
     """
 
@@ -102,15 +102,13 @@ class Recorder:
         resume: bool = False,
     ) -> None:
         if not 0 < alpha < math.inf:
-            raise ThresholdError(f"alpha is {alpha}, expected a positive number such as 2.")
+            raise OptionError(f"alpha is {alpha}, expected a positive number such as 2.")
         for name, value in (("n_probe_tokens", n_probe_tokens), ("rows_per_block", rows_per_block)):
             if value < 1:
-                raise ThresholdError(f"{name} is {value}, expected at least 1.")
+                raise OptionError(f"{name} is {value}, expected at least 1.")
         self.every = checked_cadence(every)
         if self.every["curvature"] is not None and loss_of is None:
-            raise ThresholdError(
-                "curvature needs the loss as a function; pass loss_of=, from model and probe to a loss."
-            )
+            raise OptionError("curvature needs the loss as a function; pass loss_of=, from model and probe to a loss.")
         self.path = None if path is None else Path(path)
         self.alarms = alarms
         self.probe, self.n_probe_tokens = probe, n_probe_tokens
@@ -154,11 +152,11 @@ class Recorder:
             The recorder at work; leaving its context, or ``detach()``, ends it.
 
         Raises:
-            ThresholdError: If the optimizer moves no parameter of the model, or the recorder is attached already.
+            OptionError: If the optimizer moves no parameter of the model, or the recorder is attached already.
             StoreError: If the store cannot be written, or holds another run.
         """
         if self._attached is not None and self._attached.is_attached:
-            raise ThresholdError("The recorder is attached already; detach it first, or use another one.")
+            raise OptionError("The recorder is attached already; detach it first, or use another one.")
         model = module_of(model)
         parameters = OptimizedParameters(bare(model), innermost(optimizer))
         goes_on = self._is_loaded or (self._last_model is not None and self._last_model() is bare(model))
@@ -210,7 +208,7 @@ class Recorder:
         after it still does. With several ranks the usual ones are averaged, if they come before the update.
 
         Raises:
-            ThresholdError: If the recorder is not attached, or one is no number.
+            OptionError: If the recorder is not attached, or one is no number.
         """
         self._at_work("log()").log(**numbers)
 
@@ -218,7 +216,7 @@ class Recorder:
         """Note something that happened: ``source``, ``score``, ``message``, ``layer``, ``head``; see ``schema.EVENTS``.
 
         Raises:
-            ThresholdError: If the recorder is not attached.
+            OptionError: If the recorder is not attached.
         """
         self._at_work("event()").event(kind, **what)
 
@@ -260,10 +258,10 @@ class Recorder:
         """Go on from what `state_dict` gave: with the next `attach`, in the same store if it is there.
 
         Raises:
-            ThresholdError: If the recorder is attached.
+            OptionError: If the recorder is attached.
         """
         if self._attached is not None and self._attached.is_attached:
-            raise ThresholdError("The recorder is attached already; load its state before that.")
+            raise OptionError("The recorder is attached already; load its state before that.")
         self._step, self._is_loaded = state["step"], True
         if (probe := of_plain(state["probe"])) is not None:
             self._kept_probe = probe
@@ -279,7 +277,7 @@ class Recorder:
 
     def _at_work(self, what: str) -> AttachedRecorder:
         if self._attached is None or not self._attached.is_attached:
-            raise ThresholdError(f"{what} needs a run; attach the recorder first: recorder.attach(model, optimizer).")
+            raise OptionError(f"{what} needs a run; attach the recorder first: recorder.attach(model, optimizer).")
         return self._attached
 
     def _output(self, model: nn.Module, step: int, *, goes_on: bool) -> RunOutput:
