@@ -9,7 +9,7 @@ import pytest
 import workbench as wb
 from tests.reports import made_trees
 from workbench import cli
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.schema.statuses import ExitStatus, Verdict
 
 
@@ -106,7 +106,7 @@ def test_wrong_words_are_not_taken_for_a_verdict(words, capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(RuntimeError("x"), 5), (KeyboardInterrupt(), 130), (ThresholdError("bad"), 3)]
+    ("error", "status"), [(RuntimeError("x"), 5), (KeyboardInterrupt(), 130), (OptionError("bad"), 3)]
 )
 def test_what_breaks_is_not_taken_for_a_verdict(error, status, assessed, monkeypatch):
     def fail(*_, **__):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 import numpy as np
 
-from workbench.errors import SchemaError, StoreError, ThresholdError
+from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.io.atomic import check_free
 from workbench.widgets.base import WorkbenchWidget
 from workbench.widgets.comparison.eigenvalues import EigenvalueView
@@ -62,7 +62,7 @@ class ArchitectureComparison(WorkbenchWidget):
     Raises:
         SchemaError: If there is no run, or one has no spectra.
         StoreError: If there is no run at a path.
-        ThresholdError: If there is no such view.
+        OptionError: If there is no such view.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ArchitectureComparison(WorkbenchWidget):
             )
         self.views: dict[str, ComparisonView] = {name: kind(self.turn) for name, kind in _VIEWS.items()}
         if view not in self.views:
-            raise ThresholdError(f"There is no view '{view}'; choose from {', '.join(self.views)}.")
+            raise OptionError(f"There is no view '{view}'; choose from {', '.join(self.views)}.")
         self._is_writing = False
         self._make_controls(view)
         self.export_bar = ExportBar(self, lambda kind, path, overwrite: self.export(kind, path, overwrite=overwrite))
@@ -110,7 +110,7 @@ class ArchitectureComparison(WorkbenchWidget):
         if step not in self.steps:
             place = int(np.searchsorted(self.steps, step))
             near = ", ".join(map(str, self.steps[max(0, place - 2) : place + 2]))
-            raise ThresholdError(f"No run recorded spectra at step {step}; the steps there are {near}.")
+            raise OptionError(f"No run recorded spectra at step {step}; the steps there are {near}.")
         self._slider.value = self._steps.index(step)
 
     @property
@@ -152,7 +152,7 @@ class ArchitectureComparison(WorkbenchWidget):
     def layers(self, layers: tuple[int, int]) -> None:
         first, last = min(layers), max(layers)
         if not 0 <= first <= last <= self._n_layers - 1:
-            raise ThresholdError(
+            raise OptionError(
                 f"There are no layers {first} to {last}; choose first and last from 0 to {self._n_layers - 1}."
             )
         self._layers.value = (first, last)
@@ -165,7 +165,7 @@ class ArchitectureComparison(WorkbenchWidget):
     @view.setter
     def view(self, name: str) -> None:
         if name not in self.views:
-            raise ThresholdError(f"There is no view '{name}'; choose from {', '.join(self.views)}.")
+            raise OptionError(f"There is no view '{name}'; choose from {', '.join(self.views)}.")
         self._view.value = name
 
     @property
@@ -173,10 +173,10 @@ class ArchitectureComparison(WorkbenchWidget):
         """What the controls say.
 
         Raises:
-            ThresholdError: If no model is shown.
+            OptionError: If no model is shown.
         """
         if not self._models.value:
-            raise ThresholdError("No model is shown; switch on at least one.")
+            raise OptionError("No model is shown; switch on at least one.")
         return Scene(self.runs, tuple(self._models.value), self.step, self.layers, self.published)
 
     def update(self, name: str, run: Run) -> None:
@@ -217,11 +217,11 @@ class ArchitectureComparison(WorkbenchWidget):
         """The present view as a figure of its own, to keep or to write with ``workbench.plots.save()``.
 
         Raises:
-            ThresholdError: If the view has none, as the table.
+            OptionError: If the view has none, as the table.
         """
         view = self.views[self.view]
         if "png" in view.refused_kinds:
-            raise ThresholdError(view.refused_kinds["png"])
+            raise OptionError(view.refused_kinds["png"])
         return view.figure(self.scene, backend)
 
     def export(self, kind: str, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> Path:
@@ -237,7 +237,7 @@ class ArchitectureComparison(WorkbenchWidget):
             The path of the file.
 
         Raises:
-            ThresholdError: If there is no such kind.
+            OptionError: If there is no such kind.
             StoreError: If the file is there, the view cannot be written so, or the disk is full.
         """
         with self.turn:

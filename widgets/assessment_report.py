@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.reports.make_report import alone
 from workbench.widgets.base import known
 from workbench.widgets.export import ExportBar
@@ -52,7 +52,7 @@ class AssessmentReport(MeasuringWidget):
         save_bar: The buttons and fields for files.
 
     Raises:
-        ThresholdError: If it is not either a tree or a subject that is given.
+        OptionError: If it is not either a tree or a subject that is given.
         SchemaError: If the tree is none of these, or lacks what its report rests on.
     """
 
@@ -70,11 +70,9 @@ class AssessmentReport(MeasuringWidget):
         super().__init__()
         if (tree is None) == (subject is None):
             what = "neither a tree nor a subject" if tree is None else "both a tree and a subject"
-            raise ThresholdError(
-                f"AssessmentReport() has {what}; pass one: AssessmentReport(wb.assess(...)) or subject=."
-            )
+            raise OptionError(f"AssessmentReport() has {what}; pass one: AssessmentReport(wb.assess(...)) or subject=.")
         if subject is None and plan is not None:
-            raise ThresholdError("A plan goes with subject=; the plan of a tree is the one that it was made with.")
+            raise OptionError("A plan goes with subject=; the plan of a tree is the one that it was made with.")
         self._tree: xr.DataTree | None = None
         self._subject, self._plan, self._task, self._seed = subject, plan, task, seed
         self._model, self._replay = model, dict(replay or {})
@@ -116,19 +114,17 @@ class AssessmentReport(MeasuringWidget):
     @view.setter
     def view(self, name: str) -> None:
         if name not in self._view.options:
-            raise ThresholdError(f"There is no view '{name}'; choose from {', '.join(self._view.options)}.")
+            raise OptionError(f"There is no view '{name}'; choose from {', '.join(self._view.options)}.")
         self._view.value = name
 
     def measure(self) -> None:
         """Assess the subject, beside the page; what goes on is dropped.
 
         Raises:
-            ThresholdError: If there is no subject.
+            OptionError: If there is no subject.
         """
         if self._subject is None:
-            raise ThresholdError(
-                "There is nothing to measure: this report was made of a tree; pass subject= for another."
-            )
+            raise OptionError("There is nothing to measure: this report was made of a tree; pass subject= for another.")
         subject, task, plan, seed = self._subject, self._task, self._plan, self._seed
 
         def job(check: Callable[[], None], tell: Callable[[str], None]) -> xr.DataTree:
@@ -149,12 +145,12 @@ class AssessmentReport(MeasuringWidget):
             experiment: Place in the tree's ``experiments``, or the cause that it is about.
 
         Raises:
-            ThresholdError: If it is no diagnosis, or model or task was not given.
+            OptionError: If it is no diagnosis, or model or task was not given.
         """
         if self._tree is None or self._tree.attrs.get("kind") != "diagnosis":
-            raise ThresholdError("Only a diagnosis has experiments; pass a tree from wb.diagnose().")
+            raise OptionError("Only a diagnosis has experiments; pass a tree from wb.diagnose().")
         if self._model is None or self._task is None:
-            raise ThresholdError("An experiment needs the run's model and task; pass model= and task= beside the tree.")
+            raise OptionError("An experiment needs the run's model and task; pass model= and task= beside the tree.")
         tree, model, task, replay = self._tree, self._model, self._task, self._replay
 
         def job(check: Callable[[], None], tell: Callable[[str], None]) -> xr.DataTree:
@@ -190,12 +186,12 @@ class AssessmentReport(MeasuringWidget):
             The path of the file.
 
         Raises:
-            ThresholdError: If there is no such kind, or nothing has been measured.
+            OptionError: If there is no such kind, or nothing has been measured.
             StoreError: If the file is there, or the disk is full.
         """
         with self.turn:
             if self._tree is None:
-                raise ThresholdError("Nothing has been measured yet; wait for it, or call measure().")
+                raise OptionError("Nothing has been measured yet; wait for it, or call measure().")
             return save_tree(self._tree, kind, self.save_bar.path.value if path is None else path, overwrite=overwrite)
 
     def close(self) -> None:

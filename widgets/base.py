@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ipywidgets
 
-from workbench.errors import ThresholdError, WorkbenchError
+from workbench.errors import OptionError, WorkbenchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -123,8 +123,8 @@ def known(value: T | None, sentence: str = "Nothing is shown yet; call tell() fi
     """A value that must be there by now.
 
     Raises:
-        ThresholdError: With the sentence, where it is not.
+        OptionError: With the sentence, where it is not.
     """
     if value is None:
-        raise ThresholdError(sentence)
+        raise OptionError(sentence)
     return value

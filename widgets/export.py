@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 from workbench.formatting import file_size
 from workbench.io.store import export_netcdf
 
@@ -107,11 +107,11 @@ def export_path(kind: str, path: str | os.PathLike[str], *, kinds: Mapping[str, 
     """The path with the ending of its kind, one of those that `ExportBar` has.
 
     Raises:
-        ThresholdError: If there is no such kind.
+        OptionError: If there is no such kind.
         StoreError: If the path is empty.
     """
     if kind not in kinds:
-        raise ThresholdError(f"The kind of file is '{kind}', expected one of {', '.join(kinds)}.")
+        raise OptionError(f"The kind of file is '{kind}', expected one of {', '.join(kinds)}.")
     ending = kinds[kind][0]
     path = Path(str(path).strip()).expanduser()
     if not path.name:

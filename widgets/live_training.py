@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from workbench.callbacks.train import train
-from workbench.errors import StoreError, ThresholdError, WorkbenchError
+from workbench.errors import OptionError, StoreError, WorkbenchError
 from workbench.io.store import open_run
 from workbench.training.recording import Recording
 from workbench.training.training_plan import TrainingPlan
@@ -91,7 +91,7 @@ class LiveTraining(WorkbenchWidget):
         alarm_list: What the alarms said last.
 
     Raises:
-        ThresholdError: If a setting is unknown or impossible.
+        OptionError: If a setting is unknown or impossible.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class LiveTraining(WorkbenchWidget):
         known = [f.name for cls in (TrainingPlan, Recording) for f in fields(cls) if f.name not in _TAKEN]
         known += ["loss", "penalties"]
         if unknown := [name for name in settings if name not in known]:
-            raise ThresholdError(
+            raise OptionError(
                 f"LiveTraining knows no setting '{unknown[0]}'; beside its own it takes {', '.join(known)}."
             )
         self._pair = PairedRuns(kss, faults, recorder, alarms, actions)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from workbench import plots
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.risk.neighbours import Neighbours
 from workbench.schema.sweeps import require
 from workbench.widgets.base import known
@@ -67,7 +67,7 @@ class RiskExplorer(MeasuringWidget):
         risk: The risk model.
 
     Raises:
-        ThresholdError: If the model, the task or the risk model is none of these.
+        OptionError: If the model, the task or the risk model is none of these.
         SchemaError: If the sweep is none.
     """
 
@@ -76,7 +76,7 @@ class RiskExplorer(MeasuringWidget):
     ) -> None:
         super().__init__()
         if isinstance(risk, str) and risk not in _LOOKS.values():
-            raise ThresholdError(f"risk is '{risk}', expected a risk model or one of {', '.join(_LOOKS.values())}.")
+            raise OptionError(f"risk is '{risk}', expected a risk model or one of {', '.join(_LOOKS.values())}.")
         self.setup = ModelChoice(model, task)
         self.plan = PlanControls()
         first = risk if isinstance(risk, str) else _FIRST_LOOK
@@ -130,7 +130,7 @@ class RiskExplorer(MeasuringWidget):
         """Measure the model that the controls describe, beside the page; a measurement that goes on is dropped.
 
         Raises:
-            ThresholdError: If the controls ask for something impossible.
+            OptionError: If the controls ask for something impossible.
         """
         with self.turn:
             self._worker.drop()
@@ -149,11 +149,11 @@ class RiskExplorer(MeasuringWidget):
             backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
         Raises:
-            ThresholdError: If there is no such figure, nothing has been measured, or nothing is known of what drives
+            OptionError: If there is no such figure, nothing has been measured, or nothing is known of what drives
                 the risk of such a model.
         """
         if self._forecast is None:
-            raise ThresholdError("Nothing has been measured yet; wait for it, or call measure().")
+            raise OptionError("Nothing has been measured yet; wait for it, or call measure().")
         if kind == "curve":
             name = str(self._forecast.case["architecture"].values[0])
             curve = self._forecast.curve.assign_coords(architecture=[name])
@@ -161,12 +161,12 @@ class RiskExplorer(MeasuringWidget):
             return plots.risk_curve(curve, runs=runs, backend=backend)
         if kind == "drivers":
             if not self._forecast.is_familiar:
-                raise ThresholdError(
+                raise OptionError(
                     "The case is unlike the recorded runs, so nothing is known of what drives its risk; choose another "
                     "model or plan."
                 )
             return plots.drivers(self._forecast.drivers, backend=backend)
-        raise ThresholdError(f"There is no figure '{kind}', expected 'curve' or 'drivers'.")
+        raise OptionError(f"There is no figure '{kind}', expected 'curve' or 'drivers'.")
 
     def close(self) -> None:
         """Remove the widget and everything that belongs to it; what is still being measured is dropped."""

@@ -77,7 +77,7 @@ class SpectrumExplorer(WorkbenchWidget):
         """Draw what the controls say.
 
         Raises:
-            ThresholdError: If the thresholds contradict each other; then nothing has changed.
+            OptionError: If the thresholds contradict each other; then nothing has changed.
         """
         reliable_only = bool(self.reliable_only.value)
         measured = {

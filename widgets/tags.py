@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.plots.style import model_style
 
 if TYPE_CHECKING:
@@ -118,13 +118,13 @@ class Tags(anywidget.AnyWidget):
         """Switch these names on and the others off.
 
         Raises:
-            ThresholdError: If one of them does not exist, or there is none.
+            OptionError: If one of them does not exist, or there is none.
         """
         names = [names] if isinstance(names, str) else list(names)
         unknown = [name for name in names if name not in self.names]
         if unknown or not names:
             wrong = f"There is nothing called '{unknown[0]}' among the {self.label}" if unknown else "Nothing is chosen"
-            raise ThresholdError(f"{wrong}; choose from {', '.join(self.names)}.")
+            raise OptionError(f"{wrong}; choose from {', '.join(self.names)}.")
         self.value = [name for name in self.names if name in names]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import named_runs
 from workbench.plots.timeline_events import TimelineEvent, signal_of
 from workbench.plots.timeline_figure import chosen_signals, healthy_runs, timeline
@@ -55,7 +55,7 @@ class Timeline(WorkbenchWidget):
     Raises:
         SchemaError: If there is no run, or no run has one of the signals.
         StoreError: If there is no run at a path.
-        ThresholdError: If an option is out of range.
+        OptionError: If an option is out of range.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Timeline(WorkbenchWidget):
         self._thread: threading.Thread | None = None
         self._is_closed = threading.Event()
         if not poll_every > 0:
-            raise ThresholdError(f"poll_every is {poll_every}, expected a positive number of seconds.")
+            raise OptionError(f"poll_every is {poll_every}, expected a positive number of seconds.")
         quantiles = sig.checked_quantiles(band)
         self.runs = _followed(runs)
         references: list[FollowedRun] | int | None
@@ -124,7 +124,7 @@ class Timeline(WorkbenchWidget):
     def reduce(self, reduce: str) -> None:
         choice = ("worst", *sig.REDUCTIONS)
         if reduce not in choice:
-            raise ThresholdError(f"The reduction is '{reduce}', expected one of {', '.join(choice)}.")
+            raise OptionError(f"The reduction is '{reduce}', expected one of {', '.join(choice)}.")
         self._wishes.reduce = None if reduce == "worst" else reduce
         self._refresh()
 
@@ -150,7 +150,7 @@ class Timeline(WorkbenchWidget):
         if view is not None:
             start, stop = (float(end) for end in view)
             if not (np.isfinite([start, stop]).all() and start < stop):
-                raise ThresholdError(f"The view is {view!r}, expected a first and a later last step, or None for all.")
+                raise OptionError(f"The view is {view!r}, expected a first and a later last step, or None for all.")
             view = (start, stop)
         self._wishes.view = view
         self._refresh()

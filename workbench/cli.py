@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from workbench.errors import CheckpointError, StoreError, ThresholdError, WorkbenchError
+from workbench.errors import CheckpointError, OptionError, StoreError, WorkbenchError
 from workbench.io.atomic import check_free
 from workbench.schema.statuses import ExitStatus, Verdict
 
@@ -136,12 +136,12 @@ def _subject(model: str, *, own_weights: bool) -> Any:
         try:
             return wb.design(tomllib.loads(path.read_text(encoding="utf-8")), name=path.stem)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ThresholdError(f"{path} is no TOML ({error}); write options of wb.zoo, one a line.") from error
+            raise OptionError(f"{path} is no TOML ({error}); write options of wb.zoo, one a line.") from error
     if path.is_file() and path.suffix == ".json" and path.name != "config.json":
         try:
             options = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ThresholdError(f"{path} is no JSON ({error}); write options of wb.zoo or a config.json.") from error
+            raise OptionError(f"{path} is no JSON ({error}); write options of wb.zoo or a config.json.") from error
         # A configuration of transformers under another name says which model it is of.
         is_of_transformers = isinstance(options, dict) and "model_type" in options
         return wb.design(path if is_of_transformers else options, name=path.stem)

@@ -9,11 +9,11 @@ __all__ = [
     "AnatomyError",
     "CheckpointError",
     "MissingPackageError",
+    "OptionError",
     "SchemaError",
     "SnapshotError",
     "StoreError",
     "SweepError",
-    "ThresholdError",
     "WorkbenchError",
 ]
 
@@ -34,8 +34,8 @@ class SnapshotError(WorkbenchError):
     """Snapshots cannot be analysed: too few, constant, or not finite."""
 
 
-class ThresholdError(WorkbenchError, ValueError):
-    """An option lies outside its range, or two thresholds contradict each other."""
+class OptionError(WorkbenchError, ValueError):
+    """A setting or argument is impossible."""
 
 
 class SchemaError(WorkbenchError):

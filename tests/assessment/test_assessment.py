@@ -13,7 +13,7 @@ from workbench.assessment.affordable_ladder import affordable_widths, ladder
 from workbench.assessment.conclusion import conclude
 from workbench.assessment.design_comparison import dominated
 from workbench.assessment.plan_changes import possible_changes
-from workbench.errors import CheckpointError, ThresholdError
+from workbench.errors import CheckpointError, OptionError
 from workbench.reports.assessment_document import most_important
 from workbench.reports.make_report import document_of
 from workbench.reports.quantity import Numbers
@@ -247,7 +247,7 @@ def test_an_assessment_is_saved_and_read_back(calm, tmp_path):
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_before_anything_is_measured(plan, sentence, model):
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         wb.assess(model, plan=plan, progress=lambda text: pytest.fail("something was measured"))
 
 
@@ -294,9 +294,9 @@ def test_a_design_is_dominated_where_another_is_nowhere_worse():
 
 
 def test_a_comparison_needs_two_designs_with_usable_names(model):
-    with pytest.raises(ThresholdError, match="at least two"):
+    with pytest.raises(OptionError, match="at least two"):
         wb.compare_designs({"one": model})
-    with pytest.raises(ThresholdError, match="choose a name"):
+    with pytest.raises(OptionError, match="choose a name"):
         wb.compare_designs({"a/b": model, "c": model})
 
 

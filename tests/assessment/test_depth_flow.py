@@ -10,7 +10,7 @@ import xarray as xr
 import workbench as wb
 from workbench.assessment.depth_flow import _extrapolated, depth_flow, depths_below
 from workbench.assessment.flow_numbers import LOGARITHMIC, NUMBERS, flow_numbers
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 
 def test_depths_to_extrapolate_from_reach_half_of_the_target():
@@ -99,5 +99,5 @@ def test_a_chain_that_doubles_is_foretold_and_built():
 
 
 def test_no_depth_is_refused():
-    with pytest.raises(ThresholdError, match="expected at least 1 block"):
+    with pytest.raises(OptionError, match="expected at least 1 block"):
         depth_flow(lambda depth, seed: wb.zoo.transformer(), 0, None, None)

@@ -8,7 +8,7 @@ import torch
 import workbench as wb
 from workbench.assessment.measured_model import LENGTH, LENGTH_OF_SCANS, THIN_WIDTH, measured_model, planned_task
 from workbench.assessment.pilot_run import pilot_run
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16}
 
@@ -130,7 +130,7 @@ def two_classes():
 )
 def test_what_no_task_is_known_for_is_said_before_anything_is_measured(make, says):
     found = measured_model(make())
-    with pytest.raises(ThresholdError, match=says):
+    with pytest.raises(OptionError, match=says):
         planned_task(found.model, PLAN, seed=0)
 
 
@@ -139,7 +139,7 @@ def test_a_model_that_does_not_run_on_a_task_is_said_to():
         def forward(self, tokens):
             raise RuntimeError("strides should be multiples\nof 16")
 
-    with pytest.raises(ThresholdError, match=r"Broken does not run on batches of synthetic_lm \(RuntimeError: strides"):
+    with pytest.raises(OptionError, match=r"Broken does not run on batches of synthetic_lm \(RuntimeError: strides"):
         planned_task(Broken(), PLAN, seed=0)
 
 

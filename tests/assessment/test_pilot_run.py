@@ -9,7 +9,7 @@ import torch
 import workbench as wb
 from workbench.assessment.pilot_run import LOOK_EVERY, pilot_run
 from workbench.assessment.plan_changes import possible_changes, try_changes
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 16, "max_length": 8}
 
@@ -83,7 +83,7 @@ def test_routing_is_watched(task):
 
 def test_a_ready_optimizer_is_refused(model, task):
     ready = plan(None, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ThresholdError, match="cannot be tried on a copy"):
+    with pytest.raises(OptionError, match="cannot be tried on a copy"):
         pilot_run(model, task, ready)
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import workbench as wb
-from workbench.callbacks.kss import Band, KSSOptions, PenaltyShape, TrustRegion
+from workbench.callbacks.kss import BandController, KSSOptions, PenaltyShape, TrustRegion
 from workbench.koopman.moments import SnapshotMoments
 
 N_RANKS = 2
@@ -137,7 +137,7 @@ def turned(rank):
 
 def uneven(rank):
     """Ranks whose last batches differ in size draw the same layers; a controller turns all alike."""
-    subject, shaping = model(), kss(layers="half", controller=Band(low=0.0, high=0.5))
+    subject, shaping = model(), kss(layers="half", controller=BandController(low=0.0, high=0.5))
     batches = [tuple(part[: 4 - rank * (i % 2)] for part in own_rows(rank, i)) for i in range(6)]
     result = train(subject, shaping, batches, called=DistributedDataParallel(subject))
     return result | {"end": shaping.state_dict()}

@@ -6,7 +6,7 @@ from workbench.callbacks.alarms import WATCHED, Alarms, Attributor, Calibration,
 from workbench.callbacks.alarms.lead_times import lead_time
 from workbench.callbacks.alarms.replaying import replay
 from workbench.callbacks.recorder import Observation
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 
 TERMS = np.array(["D2", "D3", "dWq", "dWk", "W"])
 OPTIONS = DetectorOptions(settle=20, start=30, smooth=10, smooth_attention=10, lag=10, past=40)
@@ -91,9 +91,9 @@ def test_the_budget_is_the_knob(calibration, attributor):
     assert counts[0] >= counts[1] >= counts[2]
     alarms.budget = 0.5
     assert alarms.budget == 0.5
-    with pytest.raises(ThresholdError, match="budget is 2"):
+    with pytest.raises(OptionError, match="budget is 2"):
         alarms.budget = 2
-    with pytest.raises(ThresholdError, match="budget is 0"):
+    with pytest.raises(OptionError, match="budget is 0"):
         Alarms(budget=0, calibration=calibration, attributor=attributor)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from workbench.callbacks.alarms import Attributor
 from workbench.callbacks.alarms.onset import onset
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 
 RANK, RATIO, LOAD = "effective_rank D2", "update_ratio", "max_violation"
 
@@ -72,7 +72,7 @@ def test_two_faults_are_enough_and_one_is_not():
     attributor = Attributor.fit(two)
     assert attributor.attribute({RANK: 2.0}).cause == "low_precision_attention"
     assert attributor.attribute({LOAD: 2.0}).cause == "no_auxiliary_loss"
-    with pytest.raises(ThresholdError, match="The examples show 1 kinds of fault, expected at least 2"):
+    with pytest.raises(OptionError, match="The examples show 1 kinds of fault, expected at least 2"):
         Attributor.fit([(scores, "one") for scores, _ in two])
 
 

@@ -3,7 +3,7 @@ import pytest
 
 import workbench as wb
 from tests.small_training import same_weights
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 controls = wb.baselines.controls
 NAMES = [
@@ -52,11 +52,11 @@ def test_rates_may_be_a_share_of_the_nominal_one(make_model, task):
 
 
 def test_bad_options_are_refused(make_model):
-    with pytest.raises(ThresholdError, match="There is no control 'lion'; choose from none, clip 0.5"):
+    with pytest.raises(OptionError, match="There is no control 'lion'; choose from none, clip 0.5"):
         controls(rate_factors={"lion": 0.1})
-    with pytest.raises(ThresholdError, match="The rate factor of Lion is 0, expected a positive number"):
+    with pytest.raises(OptionError, match="The rate factor of Lion is 0, expected a positive number"):
         controls(rate_factors={"Lion": 0})
-    with pytest.raises(ThresholdError, match="base_width is 0, expected"):
+    with pytest.raises(OptionError, match="base_width is 0, expected"):
         controls(base_width=0)
 
 

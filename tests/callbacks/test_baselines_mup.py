@@ -9,7 +9,7 @@ import workbench as wb
 from tests.small_training import same_weights
 from tests.training.test_resuming import run_to
 from workbench.callbacks.baselines.mup import hidden_matrices
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 MuP = wb.baselines.MuP
 WIDTHS = (32, 64, 128, 256)
@@ -159,21 +159,21 @@ def test_taking_it_off_leaves_the_model_as_it_acts(make_model, task, tmp_path):
 def test_models_that_do_not_fit_are_refused(make, sentence):
     model = make()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         MuP().apply(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_bad_options_are_refused(make_model):
-    with pytest.raises(ThresholdError, match="base_width is 0, expected a whole number of at least 1"):
+    with pytest.raises(OptionError, match="base_width is 0, expected a whole number of at least 1"):
         MuP(0)
-    with pytest.raises(ThresholdError, match="base_heads is 0, expected a whole number of at least 1"):
+    with pytest.raises(OptionError, match="base_heads is 0, expected a whole number of at least 1"):
         MuP(16, base_heads=0)
-    with pytest.raises(ThresholdError, match="muP's rates are those of Adam, AdamW, not of 'SGD'"):
+    with pytest.raises(OptionError, match="muP's rates are those of Adam, AdamW, not of 'SGD'"):
         MuP(16).optimizer(make_model(), 1e-2, "SGD")
-    with pytest.raises(ThresholdError, match="The learning rate is -1, expected a positive number"):
+    with pytest.raises(OptionError, match="The learning rate is -1, expected a positive number"):
         MuP(16).optimizer(make_model(), -1)
     model = make_model(d_model=32)
     MuP(16).apply(model)
-    with pytest.raises(ThresholdError, match="parametrized already"):
+    with pytest.raises(OptionError, match="parametrized already"):
         MuP(16).apply(model)

@@ -8,7 +8,7 @@ import workbench as wb
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from tests.training.test_resuming import run_to
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 
 baselines = wb.baselines
 ALL = [baselines.SAM(0.05), baselines.SAM(0.1, "SGD", {"momentum": 0.9}), baselines.Lion(), baselines.LAMB()]
@@ -187,13 +187,13 @@ def test_the_update_is_reachable_by_hooks(make_model, task, optimizer):
     ],
 )
 def test_bad_options_are_refused(make, sentence):
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         make()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_float16_and_sam_are_refused_and_penalties_train_on_cuda(make_model, task):
-    with pytest.raises(ThresholdError, match="float16 scales one gradient a step, but SAM takes two"):
+    with pytest.raises(OptionError, match="float16 scales one gradient a step, but SAM takes two"):
         wb.train(make_model().cuda(), task, n_steps=1, optimizer=baselines.SAM(), precision="float16")
     penalties = [baselines.GradientPenalty(), baselines.JacobianPenalty(), baselines.RandomL2()]
     for optimizer in ALL:

@@ -12,7 +12,7 @@ from tests.training.test_loop import dropout_model
 from tests.training.test_resuming import run_to
 from workbench.callbacks.baselines.penalties import pulled_back_square
 from workbench.callbacks.baselines.penalty_terms import PenaltyTerms
-from workbench.errors import AnatomyError, StoreError, ThresholdError
+from workbench.errors import AnatomyError, OptionError, StoreError
 
 baselines = wb.baselines
 ALL = [baselines.GradientPenalty(), baselines.RandomL2(), baselines.JacobianPenalty(), baselines.ActivationVariance()]
@@ -322,12 +322,12 @@ def test_blocks_that_do_not_run_are_said(make_model, task):
     ],
 )
 def test_bad_options_are_refused(make, sentence):
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         make()
 
 
 def test_what_is_no_penalty_is_refused_at_the_call(make_model, task):
-    with pytest.raises(ThresholdError, match=r"penalties is one RandomL2, expected a sequence"):
+    with pytest.raises(OptionError, match=r"penalties is one RandomL2, expected a sequence"):
         wb.train(make_model(), task, n_steps=1, penalties=baselines.RandomL2())
-    with pytest.raises(ThresholdError, match="penalties holds a float, expected penalties such as"):
+    with pytest.raises(OptionError, match="penalties holds a float, expected penalties such as"):
         wb.train(make_model(), task, n_steps=1, penalties=[0.1])

@@ -6,7 +6,7 @@ import workbench as wb
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from tests.training.test_resuming import run_to
-from workbench.errors import CheckpointError, StoreError, ThresholdError
+from workbench.errors import CheckpointError, OptionError, StoreError
 
 baselines = wb.baselines
 BOTH = [baselines.SpectralNorm(), baselines.WeightNorm()]
@@ -183,7 +183,7 @@ def test_spectra_are_those_of_the_weights_as_they_act(make_model, task, parametr
 @pytest.mark.parametrize("parametrization", BOTH, ids=name_of)
 def test_models_of_transformers_take_them(task, parametrization):
     model = dropout_model()
-    with pytest.raises(ThresholdError, match=r"GPT2LMHeadModel is not of the zoo; pass inputs= to find its blocks"):
+    with pytest.raises(OptionError, match=r"GPT2LMHeadModel is not of the zoo; pass inputs= to find its blocks"):
         parametrization.apply(model)
     parametrization.apply(model, task.batch(0)[0])
     assert len(list(wb.train(model, task, n_steps=3))) == 3
@@ -192,11 +192,11 @@ def test_models_of_transformers_take_them(task, parametrization):
 def test_what_cannot_be_parametrized_is_refused(make_model):
     model = make_model()
     baselines.WeightNorm().apply(model)
-    with pytest.raises(ThresholdError, match=r"weights of blocks\.0\.\S+ are parametrized already; take that off"):
+    with pytest.raises(OptionError, match=r"weights of blocks\.0\.\S+ are parametrized already; take that off"):
         baselines.SpectralNorm().apply(model)
     zero = wb.zoo.transformer("none", d_model=16, n_heads=2, n_layers=2, initialization="fixup")
-    with pytest.raises(ThresholdError, match=r"The weight of blocks\.0\.attention\.out is zero, which no factor"):
+    with pytest.raises(OptionError, match=r"The weight of blocks\.0\.attention\.out is zero, which no factor"):
         baselines.SpectralNorm().apply(zero)
     assert not any(parametrize.is_parametrized(m) for m in zero.modules())
-    with pytest.raises(ThresholdError, match="n_iterations is 0, expected a whole number"):
+    with pytest.raises(OptionError, match="n_iterations is 0, expected a whole number"):
         baselines.SpectralNorm(0)

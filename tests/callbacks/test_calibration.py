@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from workbench.callbacks.alarms import Calibration, DetectorOptions
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 
 GROUPS = {"a": "mechanism", "b": "mechanism", "loss": "outcome"}
 
@@ -68,11 +68,11 @@ def test_it_is_read_as_it_was_written(tmp_path):
 
 
 def test_bad_input_is_refused_in_one_sentence(tmp_path):
-    with pytest.raises(ThresholdError, match="There are 3 healthy runs to calibrate with, expected at least 5"):
+    with pytest.raises(OptionError, match="There are 3 healthy runs to calibrate with, expected at least 5"):
         Calibration.of(healthy(3), DetectorOptions(), groups=GROUPS)
     calibration = Calibration.of(healthy(6), DetectorOptions(), groups=GROUPS)
     for budget in (0, 1, -0.1, math.nan):
-        with pytest.raises(ThresholdError, match="budget is"):
+        with pytest.raises(OptionError, match="budget is"):
             calibration.threshold(budget)
     with pytest.raises(StoreError, match="is no calibration of alarms"):
         Calibration.open(tmp_path / "absent.json")

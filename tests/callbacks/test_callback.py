@@ -17,7 +17,7 @@ import workbench as wb
 from tests.callbacks.test_kss_integrations import fit, lightning, lightning_module, trainer, without_dropout  # noqa: F401
 from tests.callbacks.test_kss_loops import gpt2
 from tests.small_training import same_weights
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.training.recording import Recording
 from workbench.training.training_plan import TrainingPlan
 
@@ -193,7 +193,7 @@ class TestTheProtocol:
         ],
     )
     def test_what_is_none_is_refused(self, make_model, task, callbacks, sentence):
-        with pytest.raises(ThresholdError, match=sentence):
+        with pytest.raises(OptionError, match=sentence):
             wb.train(make_model(), task, n_steps=1, callbacks=callbacks())
 
     def test_a_callback_that_fails_leaves_no_hook(self, make_model, task):
@@ -248,7 +248,7 @@ class TestInOtherTrainers:
     @pytest.mark.parametrize("name", ["no_auxiliary_loss", "low_precision_reduction"])
     def test_what_needs_the_loop_is_refused_in_one_sentence(self, tmp_path, name):
         fault = getattr(wb.faults, name)(start=0)
-        with pytest.raises(ThresholdError, match=f"{name} changes the loss or splits the batch, which only wb.train"):
+        with pytest.raises(OptionError, match=f"{name} changes the loss or splits the batch, which only wb.train"):
             trainer(gpt2(), tmp_path, wb.trainer_callback(fault)).train()
 
     def test_a_cut_of_the_rate_is_taken_back_after_each_update(self, tmp_path):

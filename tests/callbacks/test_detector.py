@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.callbacks.alarms import Detector, DetectorOptions, Watched
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 OPTIONS = DetectorOptions(settle=20, start=30, smooth=5, smooth_attention=20, lag=10, past=40)
 
@@ -99,7 +99,7 @@ def test_a_paired_run_is_compared_from_the_first_look_after_the_warm_up():
 @pytest.mark.parametrize("options", [{"settle": -1}, {"start": 0}, {"smooth": 0}, {"past": 0}])
 def test_impossible_options_are_refused(options):
     (name,) = options
-    with pytest.raises(ThresholdError, match=f"{name} is"):
+    with pytest.raises(OptionError, match=f"{name} is"):
         DetectorOptions(**options)
 
 

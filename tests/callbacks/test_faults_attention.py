@@ -13,7 +13,7 @@ import workbench as wb
 from tests.training.test_loop import dropout_model
 from workbench.callbacks.faults import Cut, FlashAttentionMode, cut_low_bits
 from workbench.callbacks.faults.flash_attention_mode import flash_attention
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 
 def draw(*shape, seed=0, dtype=torch.float64):
@@ -301,7 +301,7 @@ def test_a_model_without_torchs_attention_is_refused(task, tmp_path):
     before = [weight.detach().clone() for weight in eager.parameters()]
     for model in (eager, wb.zoo.mamba(d_model=16, n_layers=1, vocab_size=32)):
         run = wb.train(model, task, n_steps=2, store=tmp_path / "a.zarr", faults=[wb.faults.low_precision_attention()])
-        with pytest.raises(ThresholdError, match=r"but \w+ does not; load a Hugging Face model with attn_impl.*'sdpa'"):
+        with pytest.raises(OptionError, match=r"but \w+ does not; load a Hugging Face model with attn_impl.*'sdpa'"):
             next(run)
         assert not (tmp_path / "a.zarr").exists()
     assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), before, strict=True))
@@ -344,7 +344,7 @@ def test_compiled_models_lose_the_same_bits(make_model, task):
     ],
 )
 def test_bad_options_are_refused(options, sentence):
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         wb.faults.low_precision_attention(**options)
 
 
@@ -365,5 +365,5 @@ def test_attention_inside_of_torchs_own_module_is_refused(task):
             return self.head(states + mixed)
 
     assert np.isfinite(losses(Model(), task)).all()
-    with pytest.raises(ThresholdError, match="calls torch's scaled_dot_product_attention itself, but Model does not"):
+    with pytest.raises(OptionError, match="calls torch's scaled_dot_product_attention itself, but Model does not"):
         losses(Model(), task, wb.faults.low_precision_attention(start=0))

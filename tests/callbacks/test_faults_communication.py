@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.small_training import same_weights
 from workbench.callbacks.faults.communication import in_buckets, ring_sum
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 SETTINGS = {"n_steps": 6, "learning_rate": 0.1, "optimizer": "SGD"}
 
@@ -211,7 +211,7 @@ def test_faults_of_communication_go_together(make_model, task):
 
 def test_a_batch_that_cannot_be_split_is_said_when_it_is_met(make_model, task):
     faults = [wb.faults.small_batch(n_rows=2, start=0), wb.faults.low_precision_reduction(n_ranks=4, start=0)]
-    with pytest.raises(ThresholdError, match="splits a batch over n_ranks = 4, but one has only 2 rows; take fewer"):
+    with pytest.raises(OptionError, match="splits a batch over n_ranks = 4, but one has only 2 rows; take fewer"):
         train(make_model(), task, *faults)
 
 
@@ -230,17 +230,15 @@ def test_a_rank_that_diverges_ends_the_run(make_model, task):
 @pytest.mark.parametrize("optimizer", ["LBFGS", "SAM"])
 def test_optimizers_that_look_twice_are_refused_by_name(make_model, task, make, optimizer):
     chosen = optimizer if optimizer == "LBFGS" else wb.baselines.SAM(0.05)
-    with pytest.raises(
-        ThresholdError, match=f"{make.kind} changes the gradients of one .* but {optimizer} takes several"
-    ):
+    with pytest.raises(OptionError, match=f"{make.kind} changes the gradients of one .* but {optimizer} takes several"):
         train(make_model(), task, make(), optimizer=chosen)
 
 
 def test_contradictions_are_refused_before_anything_begins(make_model, task):
     one_rank = wb.faults.dropped_bucket(lost_from="one_rank", n_ranks=2)
-    with pytest.raises(ThresholdError, match="dropped_bucket has n_ranks = 2 but low_precision_reduction 4; give both"):
+    with pytest.raises(OptionError, match="dropped_bucket has n_ranks = 2 but low_precision_reduction 4; give both"):
         wb.train(make_model(), task, n_steps=1, faults=[one_rank, wb.faults.low_precision_reduction(n_ranks=4)])
-    with pytest.raises(ThresholdError, match=r"n_buckets = 500, but only \d+ weight tensors are trained; take fewer"):
+    with pytest.raises(OptionError, match=r"n_buckets = 500, but only \d+ weight tensors are trained; take fewer"):
         wb.train(make_model(), task, n_steps=1, faults=[wb.faults.stale_reduction(n_buckets=500)])
 
 
@@ -264,5 +262,5 @@ def test_contradictions_are_refused_before_anything_begins(make_model, task):
     ],
 )
 def test_bad_options_are_refused(make, options, sentence):
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         getattr(wb.faults, make)(**options)

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
 from tests.small_training import same_weights
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 SETTINGS = {"n_steps": 8, "learning_rate": 1e-2}
 
@@ -78,7 +78,7 @@ def test_a_batch_that_is_smaller_is_said_when_it_is_met(make_model):
     loader = DataLoader(TensorDataset(tokens, tokens), batch_size=8)  # the second batch has two rows
     run = wb.train(make_model(), loader, n_steps=4, faults=[wb.faults.small_batch(n_rows=4, start=0)])
     assert next(run).active_faults == ("small_batch",)
-    with pytest.raises(ThresholdError, match="keeps n_rows = 4 rows, but a batch has 2; keep fewer"):
+    with pytest.raises(OptionError, match="keeps n_rows = 4 rows, but a batch has 2; keep fewer"):
         next(run)
 
 
@@ -119,7 +119,7 @@ def test_hugging_face_routers_lose_theirs_too(task):
 )
 def test_a_model_without_auxiliary_loss_is_refused(make, task, tmp_path):
     run = wb.train(make(), task, n_steps=2, store=tmp_path / "a.zarr", faults=[wb.faults.no_auxiliary_loss()])
-    with pytest.raises(ThresholdError, match="needs a model with an auxiliary loss, but .* has none; take a mixture"):
+    with pytest.raises(OptionError, match="needs a model with an auxiliary loss, but .* has none; take a mixture"):
         next(run)
     assert not (tmp_path / "a.zarr").exists()
 
@@ -168,9 +168,9 @@ def test_a_burst_repeats_with_the_seed_and_leaves_the_rest(make_model, task):
 
 def test_what_cannot_be_corrupted_is_said_when_it_is_met():
     pixels, labels = torch.rand(4, 1, 8, 8), torch.rand(4)
-    with pytest.raises(ThresholdError, match="finds no token ids in these inputs; corrupt 'labels' instead"):
+    with pytest.raises(OptionError, match="finds no token ids in these inputs; corrupt 'labels' instead"):
         wb.faults.corrupted_data(what="tokens").batch(pixels, labels, generator())
-    with pytest.raises(ThresholdError, match="these targets are not whole numbers"):
+    with pytest.raises(OptionError, match="these targets are not whole numbers"):
         wb.faults.corrupted_data().batch(pixels, labels, generator())
 
 
@@ -200,5 +200,5 @@ def test_images_are_corrupted_by_their_labels():
     ],
 )
 def test_bad_options_are_refused(make, options, sentence):
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         getattr(wb.faults, make)(**options)

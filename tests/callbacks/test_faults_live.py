@@ -8,7 +8,7 @@ import workbench as wb
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from tests.training.test_resuming import run_to
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 
 SETTINGS = {"n_steps": 12, "learning_rate": 1e-2, "seed": 5}
 MAKE = {name: entry.make for name, entry in wb.faults.catalog().items()}
@@ -269,13 +269,13 @@ def test_schedules_that_make_no_sense_are_refused(name):
         ({"start": -1}, "start is -1, expected at least 0"),
         ({"start": 0.5}, "start is 0.5, expected a whole number"),
     ):
-        with pytest.raises(ThresholdError, match=sentence):
+        with pytest.raises(OptionError, match=sentence):
             MAKE[name](**options)
 
 
 def test_only_the_switch_may_be_turned():
     fault = wb.faults.large_rate(factor=3)
-    with pytest.raises(ThresholdError, match="factor of large_rate cannot be changed, only enabled can; make a new"):
+    with pytest.raises(OptionError, match="factor of large_rate cannot be changed, only enabled can; make a new"):
         fault.factor = 5
     assert fault.factor == 3
 
@@ -286,5 +286,5 @@ def test_lists_that_make_no_sense_are_refused(make_model, task):
         (["large_rate"], r"faults holds a str, expected faults such as wb.faults.large_rate\(\)"),
         (wb.faults.large_rate(), r"faults is one large_rate, expected a sequence; pass \[it\]"),
     ):
-        with pytest.raises(ThresholdError, match=sentence):
+        with pytest.raises(OptionError, match=sentence):
             wb.train(make_model(), task, n_steps=1, faults=faults)

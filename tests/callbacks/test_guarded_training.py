@@ -213,19 +213,19 @@ def test_a_resumed_run_knows_what_was_done(tmp_path):
 def test_what_belongs_together_is_asked_for(options, sentence):
     given = {"alarms": lambda: alarms_on("loss"), "recorder": recorder, "actions": Actions}
     model, task = model_and_task()
-    with pytest.raises(wb.errors.ThresholdError, match=sentence):
+    with pytest.raises(wb.errors.OptionError, match=sentence):
         wb.train(model, task, n_steps=2, **{name: given[name]() for name in options})
 
 
 def test_two_that_would_write_spectra_are_refused():
     model, task = model_and_task()
-    with pytest.raises(wb.errors.ThresholdError, match="Both spectra_every= and the recorder would write"):
+    with pytest.raises(wb.errors.OptionError, match="Both spectra_every= and the recorder would write"):
         wb.train(model, task, n_steps=2, spectra_every=1, recorder=wb.Recorder(every={"spectra": 1}))
 
 
 def test_a_recorder_with_a_store_of_its_own_is_refused(tmp_path):
     model, task = model_and_task()
-    with pytest.raises(wb.errors.ThresholdError, match="writes into the run's own store"):
+    with pytest.raises(wb.errors.OptionError, match="writes into the run's own store"):
         wb.train(model, task, n_steps=2, recorder=wb.Recorder(tmp_path / "b.zarr"))
 
 
@@ -242,5 +242,5 @@ def test_a_recorder_with_a_store_of_its_own_is_refused(tmp_path):
     ],
 )
 def test_impossible_actions_are_refused(options, sentence):
-    with pytest.raises(wb.errors.ThresholdError, match=sentence):
+    with pytest.raises(wb.errors.OptionError, match=sentence):
         Actions(**options)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.callbacks.kss import Band, Control, KSSOptions, PenaltyShape
-from workbench.errors import ThresholdError
+from workbench.callbacks.kss import BandController, ControlValues, KSSOptions, PenaltyShape
+from workbench.errors import OptionError
 
 
 @pytest.mark.parametrize(
@@ -35,20 +35,20 @@ from workbench.errors import ThresholdError
     ],
 )
 def test_a_control_out_of_range_is_refused_everywhere_and_changes_nothing(name, value, sentence):
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         wb.KSS(**{name: value})
     kss = wb.KSS(strength=3.0, interval=4, gamma=0.3, layers=(1, 2))
     before = kss.control
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         setattr(kss, name, value)
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         kss.set(enabled=False, **{name: value})
     assert kss.control == before
 
 
 def test_an_unknown_control_is_named():
     kss = wb.KSS()
-    with pytest.raises(ThresholdError, match="KSS has no control 'power'; choose from enabled, strength, interval"):
+    with pytest.raises(OptionError, match="KSS has no control 'power'; choose from enabled, strength, interval"):
         kss.set(enabled=False, power=3)
     assert kss.enabled
 
@@ -61,27 +61,30 @@ def test_an_unknown_control_is_named():
         (lambda: KSSOptions(coupling="loose"), "coupling is 'loose', expected one of gradient, decoupled, projection"),
         (lambda: KSSOptions(trigger=-1.0), "trigger is -1.0, expected a spectral radius of at least 0"),
         (lambda: KSSOptions(skip_first=-1), "skip_first is -1, expected at least 0"),
-        (lambda: Band(quantity="loss"), "quantity is 'loss', expected 'spectral_radius' or 'near_unit_mass'"),
-        (lambda: Band(low=2.0, high=1.0), "The band is 2.0 to 1.0, expected 0 <= low <= high"),
-        (lambda: Band(factor=1.0), "factor is 1.0, expected more than 1"),
-        (lambda: Band(weakest=0.0), "The strength may run from 0.0 to 1000.0, expected 0 < weakest <= strongest"),
+        (lambda: BandController(quantity="loss"), "quantity is 'loss', expected 'spectral_radius' or 'near_unit_mass'"),
+        (lambda: BandController(low=2.0, high=1.0), "The band is 2.0 to 1.0, expected 0 <= low <= high"),
+        (lambda: BandController(factor=1.0), "factor is 1.0, expected more than 1"),
+        (
+            lambda: BandController(weakest=0.0),
+            "The strength may run from 0.0 to 1000.0, expected 0 < weakest <= strongest",
+        ),
     ],
 )
 def test_impossible_options_are_refused(make, sentence):
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         make()
 
 
 def test_values_come_in_the_type_of_the_control():
     kss = wb.KSS(strength=3, interval=2.0, enabled=1, layers=[2, 0, 2])
-    assert kss.control == Control(True, 3.0, 2, 0.4, (0, 2))
+    assert kss.control == ControlValues(True, 3.0, 2, 0.4, (0, 2))
     assert isinstance(kss.strength, float)
     assert isinstance(kss.interval, int)
     assert repr(kss) == "KSS(enabled=True, strength=3.0, interval=2, gamma=0.4, layers=(0, 2))"
 
 
 def test_published_settings():
-    assert wb.KSS.published().control == Control(True, 0.15, 10, 0.4, "half")
+    assert wb.KSS.published().control == ControlValues(True, 0.15, 10, 0.4, "half")
     assert wb.KSS.published().options.penalty == PenaltyShape(
         upper=1.05, lower=0.9, sharpness=20, unstable_term="softplus", rank=32
     )
@@ -177,12 +180,12 @@ def test_the_state_survives_json(layers):
     other = wb.KSS()
     other.load_state_dict(state)
     assert other.control == kss.control
-    assert Control.of_dict(state) == kss.control
+    assert ControlValues.of_dict(state) == kss.control
 
 
 def test_what_stays_fixed_is_described_in_plain_values():
     options = KSSOptions(penalty=PenaltyShape(rank=None, beta=0.0), coupling="projection")
-    described = wb.KSS(options=options, controller=Band(high=1.3)).describe()
+    described = wb.KSS(options=options, controller=BandController(high=1.3)).describe()
     assert json.loads(json.dumps(described)) == described
     assert described["penalty"]["beta"] == 0.0
     assert described["coupling"] == "projection"
@@ -197,7 +200,7 @@ def test_what_stays_fixed_is_described_in_plain_values():
 )
 @settings(max_examples=100)
 def test_a_band_turns_the_strength_the_right_way_within_its_limits(strength, measure, edges):
-    band = Band(low=edges[0], high=edges[1])
+    band = BandController(low=edges[0], high=edges[1])
     after = band.adjusted(strength, measure)
     if band.low <= measure <= band.high:
         assert after == strength
@@ -208,4 +211,4 @@ def test_a_band_turns_the_strength_the_right_way_within_its_limits(strength, mea
 
 
 def test_a_band_leaves_the_strength_alone_where_nothing_was_measured():
-    assert Band().adjusted(2.0, math.nan) == 2.0
+    assert BandController().adjusted(2.0, math.nan) == 2.0

@@ -9,8 +9,8 @@ import workbench as wb
 from tests.callbacks.test_kss_shaper import hooks_of, kss_with
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
-from workbench.callbacks.kss import Band, KSSOptions, PenaltyShape
-from workbench.errors import AnatomyError, StoreError, ThresholdError
+from workbench.callbacks.kss import BandController, KSSOptions, PenaltyShape
+from workbench.errors import AnatomyError, OptionError, StoreError
 
 SETTINGS = {"n_steps": 12, "learning_rate": 1e-2, "warmup": 3, "seed": 5, "flush_every": 6}
 MONITORS = (
@@ -135,7 +135,9 @@ def test_resuming_gives_the_bits_of_running_through(make_model, task, tmp_path, 
     """With controls that were turned before, at and after the place, and a controller that turns one of them."""
 
     def fresh():
-        return make_model("none"), small_kss(coupling=coupling, controller=Band(low=0.0, high=1.0, factor=1.1))
+        return make_model("none"), small_kss(
+            coupling=coupling, controller=BandController(low=0.0, high=1.0, factor=1.1)
+        )
 
     through, kss = fresh()
     settings = {**SETTINGS, "turns": TURNS, "checkpoint_every": 5}
@@ -168,7 +170,7 @@ def test_resuming_gives_the_bits_of_running_through(make_model, task, tmp_path, 
     [
         ({"coupling": "decoupled"}, "kss.coupling = gradient, this call says decoupled"),
         ({"penalty": PenaltyShape(rank=None, beta=2.0)}, "kss.penalty.beta = 1.0, this call says 2.0"),
-        ({"controller": Band(high=3.0)}, "kss.controller.quantity = nothing, this call says spectral_radius"),
+        ({"controller": BandController(high=3.0)}, "kss.controller.quantity = nothing, this call says spectral_radius"),
         ({"n_snapshots": 100}, "kss.n_snapshots = 48, this call says 100"),
     ],
 )
@@ -221,8 +223,8 @@ def test_what_kss_cannot_read_is_refused_before_the_store_is_made(make_model, ta
 
     for model, kss, error, sentence in (
         (Shrinking(), kss_with(), AnatomyError, "Shrinking"),
-        (make_model(), kss_with(layers=(5,)), ThresholdError, "layer 5, but the model has layers 0 to 1"),
-        (make_model(), kss_with(), ThresholdError, "KSS cannot act inside LBFGS"),
+        (make_model(), kss_with(layers=(5,)), OptionError, "layer 5, but the model has layers 0 to 1"),
+        (make_model(), kss_with(), OptionError, "KSS cannot act inside LBFGS"),
     ):
         options = {"optimizer": "LBFGS"} if "LBFGS" in sentence else {}
         with pytest.raises(error, match=sentence):

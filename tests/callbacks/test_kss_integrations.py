@@ -13,7 +13,7 @@ import workbench as wb
 from tests.callbacks.test_kss_loops import gpt2, llama
 from tests.callbacks.test_kss_shaper import hooks_of, kss_with, loss_of, sgd, step
 from tests.small_training import same_weights
-from workbench.errors import MissingPackageError, StoreError, ThresholdError
+from workbench.errors import MissingPackageError, OptionError, StoreError
 
 pytestmark = pytest.mark.framework
 
@@ -175,7 +175,7 @@ class TestHuggingFace:
 
     def test_one_is_enough(self, tmp_path):
         subject = trainer(gpt2(), tmp_path, wb.trainer_callback(kss_with()), wb.trainer_callback(kss_with()))
-        with pytest.raises(ThresholdError, match="A Trainer takes one callback of the workbench, not several"):
+        with pytest.raises(OptionError, match="A Trainer takes one callback of the workbench, not several"):
             subject.train()
 
 
@@ -316,7 +316,7 @@ class TestLightning:
     def test_several_optimizers_are_refused(self, lightning, task):
         module = lightning_module(lightning, gpt2(), optimizers=2)
         module.automatic_optimization = False
-        with pytest.raises(ThresholdError, match="Shell has 2 optimizers or steps them itself, .*; attach by"):
+        with pytest.raises(OptionError, match="Shell has 2 optimizers or steps them itself, .*; attach by"):
             fit(lightning, module, wb.lightning_callback(kss_with()), task=task)
 
     def test_a_module_that_is_its_own_model(self, lightning, task):

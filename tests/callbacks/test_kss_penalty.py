@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.oracle import kss_penalty, kss_penalty_precisely
 from workbench.callbacks.kss import PenaltyShape, layer_penalty
 from workbench.callbacks.kss.penalty import ILL_DEFINED, NOT_FINITE
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.koopman.moments import SnapshotMoments
 
 #: Shape and target.
@@ -273,5 +273,5 @@ def test_more_features_than_snapshots(rank):
     ],
 )
 def test_impossible_shapes_are_refused(options, sentence):
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         PenaltyShape(**options)

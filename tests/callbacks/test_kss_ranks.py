@@ -10,7 +10,7 @@ from torch import nn
 import workbench as wb
 from tests.callbacks import ddp_shaping
 from workbench.callbacks.kss.penalty import NOT_FINITE
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.koopman.moments import SnapshotMoments
 
 pytestmark = pytest.mark.subprocess
@@ -129,5 +129,5 @@ def test_weights_split_over_processes_are_refused(make_model):
 
     model = make_model()
     model.head.weight = Split(model.head.weight.detach())
-    with pytest.raises(ThresholdError, match="are split over processes, which KSS cannot read; train with DDP"):
+    with pytest.raises(OptionError, match="are split over processes, which KSS cannot read; train with DDP"):
         wb.KSS().attach(model, torch.optim.SGD(model.parameters()))

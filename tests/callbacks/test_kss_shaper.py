@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 import workbench as wb
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
-from workbench.callbacks.kss import Band, KSSOptions, PenaltyShape, TrustRegion, layer_penalty
+from workbench.callbacks.kss import BandController, KSSOptions, PenaltyShape, TrustRegion, layer_penalty
 from workbench.callbacks.kss.control import COUPLINGS
 from workbench.callbacks.kss.penalty import ILL_DEFINED, NOT_FINITE
 from workbench.callbacks.kss.shaper import GRADIENT_NOT_FINITE, NO_GRADIENT
-from workbench.errors import SnapshotError, ThresholdError
+from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.moments import SnapshotMoments
 
 #: Every state of a batch is used, so that a test knows which; the spectrum is whole.
@@ -407,7 +407,7 @@ def test_steps_are_counted_by_updates(unstable, task):
 @pytest.mark.parametrize(("low", "high", "way"), [(0.1, 0.2, 1), (50.0, 60.0, -1), (0.1, 60.0, 0)])
 def test_a_controller_turns_the_strength_after_each_application(unstable, task, low, high, way):
     model = unstable()
-    kss = kss_with(strength=1e-3, interval=2, controller=Band(low=low, high=high, factor=2.0, weakest=1e-6))
+    kss = kss_with(strength=1e-3, interval=2, controller=BandController(low=low, high=high, factor=2.0, weakest=1e-6))
     strengths, changes = [], []
 
     def note(shaper):
@@ -421,7 +421,7 @@ def test_a_controller_turns_the_strength_after_each_application(unstable, task, 
 
 def test_a_hand_on_the_button_is_stronger_than_the_controller(unstable, task):
     model = unstable()
-    kss = kss_with(strength=1.0, controller=Band(low=0.0, high=0.1))
+    kss = kss_with(strength=1.0, controller=BandController(low=0.0, high=0.1))
     shaper = kss.attach(model, optimizer := sgd(model))
     shaper.read_anatomy(task.batch(0)[0])
     handle = model.blocks[1].register_forward_pre_hook(
@@ -451,7 +451,7 @@ class Growing(Stack):
 def test_a_controller_holds_the_radius_in_its_band(strength):
     """The task pulls the radius to 2; the strength to hold it at 1.5 is found from either side."""
     ends = {}
-    for band in (None, Band(low=1.4, high=1.6, factor=1.1)):
+    for band in (None, BandController(low=1.4, high=1.6, factor=1.1)):
         model, generator, radii = Growing(), torch.Generator().manual_seed(1), []
         optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.05)
         kss = kss_with(strength=strength, controller=band, penalty=PenaltyShape(rank=None, beta=0.0))
@@ -531,11 +531,11 @@ def test_a_wrapped_optimizer_is_acted_on_at_its_core(unstable, task):
 def test_what_cannot_be_attached_is_refused(unstable, task):
     model, other = unstable(), unstable()
     before = hooks_of(model, sgd(model))
-    with pytest.raises(ThresholdError, match="KSS cannot act inside LBFGS, which looks at the loss several times"):
+    with pytest.raises(OptionError, match="KSS cannot act inside LBFGS, which evaluates the loss several times"):
         wb.KSS().attach(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ThresholdError, match="The optimizer moves no weight of .*; attach KSS to the model that it"):
+    with pytest.raises(OptionError, match="The optimizer moves no weight of .*; attach KSS to the model that it"):
         wb.KSS().attach(model, sgd(other))
-    with pytest.raises(ThresholdError, match="The optimizer moves no weight of"):
+    with pytest.raises(OptionError, match="The optimizer moves no weight of"):
         wb.KSS().attach(model.requires_grad_(False), sgd(model))
     assert hooks_of(model, sgd(model)) == before
 
@@ -553,7 +553,7 @@ def test_a_model_that_does_not_run_is_said(unstable, task):
         loss_of(model, task.batch(0)).backward()
         with pytest.raises(SnapshotError, match=sentence):
             optimizer.step()
-    with pytest.raises(ThresholdError, match="KSS is to look at layer 7, but the model has layers 0 to 1"):
+    with pytest.raises(OptionError, match="KSS is to act on layer 7, but the model has layers 0 to 1"):
         run(model.train(), optimizer, task, 1, kss_with(layers=(0, 7)))
 
 
@@ -573,7 +573,7 @@ def test_a_shell_around_the_model_will_do(unstable, task):
 def test_resuming_goes_on_alike(unstable, task):
     def make():
         model = unstable()
-        kss = kss_with(layers="half", n_snapshots=24, interval=2, controller=Band(low=0.0, high=0.1))
+        kss = kss_with(layers="half", n_snapshots=24, interval=2, controller=BandController(low=0.0, high=0.1))
         return model, torch.optim.AdamW(model.parameters(), lr=0.01), kss
 
     through, optimizer, kss = make()

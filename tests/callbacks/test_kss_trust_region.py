@@ -7,7 +7,7 @@ import workbench as wb
 from tests.small_training import same_weights
 from workbench.callbacks.kss import TrustRegion
 from workbench.callbacks.kss.trust_region import energy_gain
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.koopman.moments import SnapshotMoments
 from workbench.models.losses import token_loss
 
@@ -88,7 +88,7 @@ def test_the_size_falls_at_once_and_recovers_step_by_step():
     ],
 )
 def test_impossible_regions_are_refused(options, message):
-    with pytest.raises(ThresholdError) as error:
+    with pytest.raises(OptionError) as error:
         TrustRegion(**options)
     assert str(error.value) == message
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from workbench.callbacks.observation import Observation
-from workbench.callbacks.recorder.loggers import mirror_to, numbers
-from workbench.errors import ThresholdError
+from workbench.callbacks.recorder.loggers import logging_observer, numbers
+from workbench.errors import OptionError
 from workbench.io.background_writer import RecordingWarning
 
 TERMS = ["D2", "D3"]
@@ -67,7 +67,7 @@ def test_a_function_that_takes_a_step_gets_it():
     def log(data, step=None, commit=None):
         got.append((data, step))
 
-    mirror = mirror_to(log)
+    mirror = logging_observer(log)
     mirror(attention(30))
     mirror(monitors(31))
     assert got == [(EXPECTED, 30), ({"monitors/loss": 0.5, "monitors/n_tokens": 64.0}, 31)]
@@ -75,13 +75,13 @@ def test_a_function_that_takes_a_step_gets_it():
 
 def test_a_function_of_any_keywords_gets_the_step():
     got = []
-    mirror_to(lambda data, **options: got.append(options))(monitors(4))
+    logging_observer(lambda data, **options: got.append(options))(monitors(4))
     assert got == [{"step": 4}]
 
 
 def test_a_plain_function_gets_the_step_among_the_numbers():
     got = []
-    mirror_to(got.append)(monitors(4))
+    logging_observer(got.append)(monitors(4))
     assert got == [{"step": 4, "monitors/loss": 0.5, "monitors/n_tokens": 64.0}]
 
 
@@ -94,7 +94,7 @@ def test_an_object_with_add_scalar_gets_each_number():
             self.got.append((tag, value, step))
 
     writer = Writer()
-    mirror_to(writer)(attention(20))
+    logging_observer(writer)(attention(20))
     assert writer.got == [(tag, value, 20) for tag, value in EXPECTED.items()]
 
 
@@ -103,7 +103,7 @@ def test_tensorboard_reads_back_what_was_sent(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(tmp_path) as writer:
-        mirror = mirror_to(writer)
+        mirror = logging_observer(writer)
         for step in range(3):
             mirror(monitors(step, loss=1.0 / (1 + step)))
         mirror(attention(2))
@@ -122,7 +122,7 @@ def test_a_logger_that_fails_is_told_once_and_asked_again():
         if step < 3:
             raise ConnectionError("no network")
 
-    mirror = mirror_to(log)
+    mirror = logging_observer(log)
     with pytest.warns(RecordingWarning, match="failed at step 0 .ConnectionError: no network.; training goes on"):
         mirror(monitors(0))
     with warnings.catch_warnings():
@@ -133,5 +133,5 @@ def test_a_logger_that_fails_is_told_once_and_asked_again():
 
 
 def test_what_cannot_log_is_refused():
-    with pytest.raises(ThresholdError, match="log is a str, expected an object with add_scalar.*or a function"):
-        mirror_to("wandb")
+    with pytest.raises(OptionError, match="log is a str, expected an object with add_scalar.*or a function"):
+        logging_observer("wandb")

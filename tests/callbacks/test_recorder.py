@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import workbench as wb
 from tests.small_training import same_weights
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 from workbench.io.background_writer import RecordingWarning
 from workbench.models.probing import undisturbed
 
@@ -470,7 +470,7 @@ class TestWrongUse:
         ids=str,
     )
     def test_options_out_of_range(self, options, sentence):
-        with pytest.raises(ThresholdError, match=sentence):
+        with pytest.raises(OptionError, match=sentence):
             wb.Recorder(**options)
 
     def test_a_short_window_is_warned_of(self):
@@ -483,17 +483,17 @@ class TestWrongUse:
             wb.Recorder(tmp_path / "run.zarr")
 
     def test_another_models_optimizer(self, tmp_path):
-        with pytest.raises(ThresholdError, match="The optimizer moves no weight of Transformer, nor a copy of one"):
+        with pytest.raises(OptionError, match="The optimizer moves no weight of Transformer, nor a copy of one"):
             wb.Recorder(tmp_path / "run.zarr").attach(dense(), adam(nn.Linear(3, 3)))
         assert not (tmp_path / "run.zarr").exists()
 
     def test_attaching_twice_at_a_time(self):
         model, recorder = dense(), wb.Recorder()
-        with recorder.attach(model, adam(model)), pytest.raises(ThresholdError, match="is attached already; detach it"):
+        with recorder.attach(model, adam(model)), pytest.raises(OptionError, match="is attached already; detach it"):
             recorder.attach(model, adam(model))
 
     def test_logging_without_a_run(self):
-        with pytest.raises(ThresholdError, match=r"log\(\) needs a run; attach the recorder first"):
+        with pytest.raises(OptionError, match=r"log\(\) needs a run; attach the recorder first"):
             wb.Recorder().log(loss=1.0)
 
     @pytest.mark.parametrize("value", [torch.zeros(3), "low", None])
@@ -501,7 +501,7 @@ class TestWrongUse:
         model, recorder = dense(), wb.Recorder()
         with (
             recorder.attach(model, adam(model)),
-            pytest.raises(ThresholdError, match=r"log\(\) got loss as a .*one number"),
+            pytest.raises(OptionError, match=r"log\(\) got loss as a .*one number"),
         ):
             recorder.log(loss=value)
 

@@ -85,5 +85,5 @@ def test_train_hears_the_alarms_of_its_recorder_once(parts):
     records = list(wb.train(parts["model"], parts["task"], recorder=recorder, **settings))
     assert [alarm for record in records for alarm in record.alarms] == alarms.raised
     assert len(alarms.raised) == 1
-    with pytest.raises(wb.errors.ThresholdError, match="The recorder has alarms already"):
+    with pytest.raises(wb.errors.OptionError, match="The recorder has alarms already"):
         wb.train(parts["model"], parts["task"], recorder=recorder, alarms=alarms_on("loss"), **settings)

@@ -14,7 +14,7 @@ from tests.callbacks.test_recorder import dense, events_of, of_part, recorder_wi
 from tests.callbacks.test_recorder_loops import assert_same
 from tests.callbacks.test_recorder_store import same_rows
 from tests.small_training import same_weights
-from workbench.errors import MissingPackageError, ThresholdError
+from workbench.errors import MissingPackageError, OptionError
 
 pytestmark = pytest.mark.framework
 
@@ -89,7 +89,7 @@ class TestHuggingFace:
 
     def test_one_is_enough(self, tmp_path):
         callbacks = [wb.trainer_callback(recorder_with()) for _ in range(2)]
-        with pytest.raises(ThresholdError, match="A Trainer takes one callback of the workbench"):
+        with pytest.raises(OptionError, match="A Trainer takes one callback of the workbench"):
             trainer(gpt2(), tmp_path, *callbacks).train()
 
 
@@ -144,7 +144,9 @@ class TestLightning:
     def test_several_optimizers_are_refused(self, lightning, task):  # noqa: F811
         module = lightning_module(lightning, gpt2(), optimizers=2)
         module.automatic_optimization = False
-        with pytest.raises(ThresholdError, match="Shell has 2 optimizers, this callback takes one"):
+        with pytest.raises(
+            OptionError, match="Shell has 2 optimizers or steps them itself, and this callback takes one"
+        ):
             fit(lightning, module, wb.lightning_callback(recorder_with()), task=task)
 
     def test_without_lightning(self, monkeypatch):

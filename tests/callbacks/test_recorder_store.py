@@ -19,8 +19,9 @@ from tests.callbacks.test_recorder import (
     run,
     task,  # noqa: F401
 )
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 from workbench.io.background_writer import BackgroundWriter, RecordingWarning
+from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter
 
 pytestmark = pytest.mark.medium
@@ -167,10 +168,10 @@ def test_an_error_in_training_keeps_what_there_is(task, tmp_path):  # noqa: F811
 
 def test_a_hosts_store_gets_the_parts_alone(task, tmp_path):  # noqa: F811
     """The numbers of each update are the host's, who also closes it."""
-    writer = BackgroundWriter(RunWriter(tmp_path / "run.zarr", {"subject": "x"}))
+    host = RunOutput(BackgroundWriter(RunWriter(tmp_path / "run.zarr", {"subject": "x"})))
     recorder = recorder_with()
-    run(dense(), task, 3, recorder, writer=writer, probe=task.probe(50))
-    writer.close()
+    run(dense(), task, 3, recorder, host=host, probe=task.probe(50))
+    host.close()
     stored = wb.open_run(tmp_path / "run.zarr")
     assert set(stored.children) == {"attention", "optimizer", "activations"}
     assert "state" not in stored.attrs
@@ -216,5 +217,5 @@ def test_events_of_the_caller(task, tmp_path):  # noqa: F811
         recorder.event("alarm", source="effective_rank D2", score=3.0, message="It falls.", layer=1, head=0)
     (told,) = [e for e in events_of(tmp_path / "run.zarr") if e["kind"] == "alarm"]
     assert (told["layer"], told["head"], told["score"], told["step"]) == (1, 0, 3.0, 0)
-    with pytest.raises(ThresholdError, match=r"event\(\) needs a run"):
+    with pytest.raises(OptionError, match=r"event\(\) needs a run"):
         recorder.event("alarm")

@@ -9,7 +9,7 @@ import workbench as wb
 from workbench.diagnosis import CAUSES
 from workbench.diagnosis.diagnose import diagnose
 from workbench.diagnosis.experiment_runs import run_experiment
-from workbench.errors import CheckpointError, SchemaError, StoreError, ThresholdError
+from workbench.errors import CheckpointError, OptionError, SchemaError, StoreError
 from workbench.models.checkpoint import save_checkpoint
 
 pytestmark = pytest.mark.medium
@@ -197,7 +197,7 @@ def test_a_replay_from_the_start_needs_the_weights_of_the_start(store, tree, tmp
     model, task = fresh()
     assert run_experiment(tree, model=model, task=task)["experiments"]["is_done"].item()
     later = wb.open_checkpoint(store.with_suffix(".checkpoints") / "step-00000040").model
-    with pytest.raises(ThresholdError, match="replay from step 0 begins with a loss of .*, the run began with"):
+    with pytest.raises(OptionError, match="replay from step 0 begins with a loss of .*, the run began with"):
         run_experiment(tree, model=later, task=task)
     save_checkpoint(model, tmp_path / "step-00000000")
     assert run_experiment(tree, model=model, task=task, checkpoints=tmp_path)["experiments"]["is_done"].item()
@@ -211,15 +211,15 @@ def test_a_replay_from_the_start_needs_the_weights_of_the_start(store, tree, tmp
 
 def test_impossible_experiments_are_refused(store, tree, tmp_path):
     model, task = fresh()
-    with pytest.raises(ThresholdError, match="No experiment is about 'weather'; there are"):
+    with pytest.raises(OptionError, match="No experiment is about 'weather'; there are"):
         run_experiment(tree, "weather", model=model, task=task)
-    with pytest.raises(ThresholdError, match="n_steps is 0, expected at least 1"):
+    with pytest.raises(OptionError, match="n_steps is 0, expected at least 1"):
         run_experiment(tree, "schedule", model=model, task=task, n_steps=0)
     with pytest.raises(CheckpointError, match="has the shape .* but the model says"):
         run_experiment(tree, "schedule", model=wb.zoo.transformer(norm="none", **{**SIZES, "d_model": 24}), task=task)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         run_experiment(tree, "schedule", model=model, task=task, checkpoints=tmp_path)
-    with pytest.raises(ThresholdError, match="knows no setting 'speed'"):
+    with pytest.raises(OptionError, match="knows no setting 'speed'"):
         run_experiment(tree, "schedule", model=model, task=task, speed=3)
 
 
@@ -232,5 +232,5 @@ def test_what_cannot_be_diagnosed_is_refused(tmp_path):
         diagnose(xr.Dataset({"loss": ("step", [1.0, 0.9])}, coords={"step": [0, 1]}))
     with pytest.raises(StoreError, match="not a list; pass one of them"):
         diagnose([1, 2])
-    with pytest.raises(ThresholdError, match="'weather' is no kind of symptom"):
+    with pytest.raises(OptionError, match="'weather' is no kind of symptom"):
         diagnose(tmp_path, uses=("weather",))

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.diagnosis import CAUSES, Rules
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 
 SIGNS = ("a", "b", "c")
 
@@ -65,7 +65,7 @@ def test_saved_rules_say_the_same(tmp_path):
 
 
 def test_one_cause_is_not_enough():
-    with pytest.raises(ThresholdError, match="show 1 causes, expected at least 2"):
+    with pytest.raises(OptionError, match="show 1 causes, expected at least 2"):
         Rules.fit([({"a": 1.0}, "data")])
 
 

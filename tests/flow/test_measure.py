@@ -11,7 +11,7 @@ import workbench as wb
 from tests.flow.nets import deep_net
 from tests.models.model_families import BY_NAME, build, make_inputs
 from tests.zoo.zoo_models import MAKERS, TEXT, inputs_for
-from workbench.errors import AnatomyError, SnapshotError, ThresholdError
+from workbench.errors import AnatomyError, OptionError, SnapshotError
 from workbench.flow import FLOW
 from workbench.flow.batch_slicing import first_rows, one_sequence
 from workbench.flow.flow_measurement import measure
@@ -150,7 +150,7 @@ def test_tokens_that_are_all_alike_have_collapsed(model):
     ],
 )
 def test_options_out_of_range_are_refused(model, options, words):
-    with pytest.raises(ThresholdError, match=words):
+    with pytest.raises(OptionError, match=words):
         measure(model, inputs_for(model), **options)
 
 

@@ -11,7 +11,7 @@ import xarray as xr
 
 import workbench as wb
 from tests.hardware.planted import Known, batches, summed
-from workbench.errors import SnapshotError, ThresholdError
+from workbench.errors import OptionError, SnapshotError
 from workbench.hardware import HAZARDS, assess_hardware, read_plan
 from workbench.schema.statuses import CriterionState
 
@@ -159,15 +159,15 @@ def test_batches_may_be_a_task_or_a_list() -> None:
 
 
 def test_bad_input_is_refused_in_one_sentence() -> None:
-    with pytest.raises(ThresholdError, match="'allreduce' is no hazard; the nearest is 'allreduce_error'"):
+    with pytest.raises(OptionError, match="'allreduce' is no hazard; the nearest is 'allreduce_error'"):
         assess_hardware(Known(), batches(), hazards=["allreduce"], loss=summed)
-    with pytest.raises(ThresholdError, match="knows no key 'acumulation'; the nearest is 'accumulation'"):
+    with pytest.raises(OptionError, match="knows no key 'acumulation'; the nearest is 'accumulation'"):
         assess_hardware(Known(), batches(), {"hardware": {"acumulation": 2}})
-    with pytest.raises(ThresholdError, match="The batches hold 1 sequence, expected at least two"):
+    with pytest.raises(OptionError, match="The batches hold 1 sequence, expected at least two"):
         assess_hardware(Known(), batches(1, 1), loss=summed)
-    with pytest.raises(ThresholdError, match="n_batches is 0"):
+    with pytest.raises(OptionError, match="n_batches is 0"):
         assess_hardware(Known(), batches(), n_batches=0)
-    with pytest.raises(ThresholdError, match="no trainable weights"):
+    with pytest.raises(OptionError, match="no trainable weights"):
         assess_hardware(Known().requires_grad_(False), batches())
     with pytest.raises(SnapshotError, match="gradients of the model are not finite"):
         assess_hardware(Known(scale=float("nan")), batches(), {"hardware": {"data_parallel": 2}}, loss=summed)

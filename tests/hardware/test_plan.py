@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.hardware import AssessmentPlan, model_sizes, read_plan
 from workbench.hardware.plan_sections import DTYPES, ORDERS, SECTIONS
 from workbench.tasks import Digits, RandomTokens, SyntheticLM
@@ -111,22 +111,22 @@ def test_the_training_plan_has_the_settings() -> None:
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_what_is_nearest(sections: dict, sentence: str) -> None:
-    with pytest.raises(ThresholdError) as error:
+    with pytest.raises(OptionError) as error:
         read_plan(sections)
     assert sentence in str(error.value)
 
 
 def test_files_that_are_no_plans(tmp_path: Path) -> None:
-    with pytest.raises(ThresholdError, match="There is no plan at"):
+    with pytest.raises(OptionError, match="There is no plan at"):
         read_plan(tmp_path / "none.toml")
     path = tmp_path / "plan.toml"
     path.write_text("[hardware]\n\ndata_parallel = \n")
-    with pytest.raises(ThresholdError, match=r"plan.toml is no valid TOML: .*line 3"):
+    with pytest.raises(OptionError, match=r"plan.toml is no valid TOML: .*line 3"):
         read_plan(path)
     path.write_text("[hardware]\ndata_paralell = 2\n")
-    with pytest.raises(ThresholdError, match=r"^plan.toml: \[hardware\] knows no key 'data_paralell'"):
+    with pytest.raises(OptionError, match=r"^plan.toml: \[hardware\] knows no key 'data_paralell'"):
         read_plan(path)
-    with pytest.raises(ThresholdError, match="The plan is a int"):
+    with pytest.raises(OptionError, match="The plan is a int"):
         read_plan(3)
 
 
@@ -149,7 +149,7 @@ CONFIG = wb.zoo.ArchitectureConfig(d_model=48, n_heads=6, n_kv_heads=3, n_layers
 def test_sizes_that_a_model_cannot_have(sections: dict, sentence: str) -> None:
     plan = read_plan(sections)
     for source in (CONFIG, wb.zoo.build(CONFIG)):
-        with pytest.raises(ThresholdError) as error:
+        with pytest.raises(OptionError) as error:
             plan.check_against(source)
         assert sentence in str(error.value)
 
@@ -186,9 +186,9 @@ def test_the_target_decides_over_the_design() -> None:
 
     source = design("gpt2")
     read_plan({"hardware": {"tensor_parallel": 16}, "target": {"width": 1024}}).check_against(source)
-    with pytest.raises(ThresholdError, match="the 12 attention heads; the nearest is 12"):
+    with pytest.raises(OptionError, match="the 12 attention heads; the nearest is 12"):
         read_plan({"hardware": {"tensor_parallel": 16}}).check_against(source)
-    with pytest.raises(ThresholdError, match="has 6 blocks; the nearest is 6"):
+    with pytest.raises(OptionError, match="has 6 blocks; the nearest is 6"):
         read_plan({"hardware": {"pipeline_parallel": 8}, "target": {"depth": 6}}).check_against(source)
 
 

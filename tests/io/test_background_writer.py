@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.io.killed_writer import EVERY, PARTS, attention, monitors
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 from workbench.io.background_writer import BackgroundWriter, Part, RecordingWarning
 from workbench.io.run_writer import RunWriter
 from workbench.schema.events import Event
@@ -281,7 +281,7 @@ def test_rows_unlike_those_declared_are_refused(path):
     with pytest.raises(StoreError, match="is closed; add rows before close"):
         writer.add("monitors", 9, monitors(9))
     assert writer.close()
-    with pytest.raises(ThresholdError, match="rows_per_block is 0, expected a number above 0"):
+    with pytest.raises(OptionError, match="rows_per_block is 0, expected a number above 0"):
         BackgroundWriter(RunWriter(path, {}, overwrite=True), rows_per_block=0)
 
 

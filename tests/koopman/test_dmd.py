@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.koopman.snapshots import snapshots
 from tests.oracle import oracle
-from workbench.errors import SnapshotError, ThresholdError
+from workbench.errors import OptionError, SnapshotError
 from workbench.koopman import DmdOptions, RankWarning, SnapshotMoments, eigenmodes, whitened_dmd, whitened_operator
 
 MEASURES = ("spectral_radius", "eigenvector_condition", "nonlinearity_ratio", "update_norm", "energy_gain")
@@ -256,5 +256,5 @@ def test_refuses_values_that_are_not_finite_without_touching_lapack(bad):
     ],
 )
 def test_refuses_impossible_options(options, message):
-    with pytest.raises(ThresholdError, match=message):
+    with pytest.raises(OptionError, match=message):
         DmdOptions(**options)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from tests.oracle import kreiss_grid
-from workbench.errors import SnapshotError, ThresholdError
+from workbench.errors import OptionError, SnapshotError
 from workbench.koopman import kreiss_constant
 
 
@@ -58,5 +58,5 @@ def test_refuses_bad_operators():
         kreiss_constant(np.ones((2, 3)))
     with pytest.raises(SnapshotError, match="finite"):
         kreiss_constant(np.array([[np.nan]]))
-    with pytest.raises(ThresholdError, match="tolerance is 0"):
+    with pytest.raises(OptionError, match="tolerance is 0"):
         kreiss_constant(np.eye(2), tolerance=0)

@@ -6,7 +6,7 @@ from hypothesis.extra.numpy import arrays
 
 from tests.koopman.snapshots import snapshots
 from tests.oracle import masses
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.koopman import Thresholds, mass_fractions, near_unit_mass, remeasure, summarize, whitened_dmd
 from workbench.koopman.measures import MASSES
 from workbench.schema.runs import validate_spectra
@@ -36,7 +36,7 @@ def test_near_unit_mass_takes_other_bounds():
     modulus = np.array([0.5, 0.95, 1.0, 1.2])
     assert near_unit_mass(modulus) == 0.5
     assert near_unit_mass(modulus, lower=0.4, upper=1.3) == 1.0
-    with pytest.raises(ThresholdError, match="near_unit_lower"):
+    with pytest.raises(OptionError, match="near_unit_lower"):
         near_unit_mass(modulus, lower=1.2, upper=1.1)
 
 
@@ -53,7 +53,7 @@ def test_near_unit_mass_takes_other_bounds():
     ],
 )
 def test_contradicting_thresholds_are_refused(options, message):
-    with pytest.raises(ThresholdError, match=message):
+    with pytest.raises(OptionError, match=message):
         Thresholds(**options)
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from workbench.errors import SnapshotError, ThresholdError
+from workbench.errors import OptionError, SnapshotError
 from workbench.models.batches import Batches, TokenSelection
 
 TOKENS = torch.arange(200 * 64).reshape(200, 64)
@@ -87,7 +87,7 @@ def test_fewer_states_than_asked_takes_all_there_are():
 def test_impossible_selections_are_refused():
     with pytest.raises(SnapshotError, match="n_snapshots is 2, expected at least 3"):
         TokenSelection(2)
-    with pytest.raises(ThresholdError, match="skip_first is -1, expected at least 0"):
+    with pytest.raises(OptionError, match="skip_first is -1, expected at least 0"):
         TokenSelection(10, skip_first=-1)
 
 

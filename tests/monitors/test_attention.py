@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import oracle
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.monitors import attention_health as attention
 from workbench.monitors.attention_health import (
     attention_entropy,
@@ -136,12 +136,12 @@ def test_a_head_that_is_not_finite_is_unknown_and_the_others_are_not(bad):
 )
 def test_shapes_that_do_not_fit(shapes, sentence):
     wq, wk = torch.ones(shapes[0]), torch.ones(shapes[1])
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         qk_update_spectrum(wq, wk, wq, wk)
 
 
 def test_other_heads_than_before():
-    with pytest.raises(ThresholdError, match="pass the same heads twice"):
+    with pytest.raises(OptionError, match="pass the same heads twice"):
         qk_update_spectrum(torch.ones(4, 8, 3), torch.ones(4, 8, 3), torch.ones(2, 8, 3), torch.ones(4, 8, 3))
 
 
@@ -246,5 +246,5 @@ def test_the_short_forms():
 
 
 def test_heads_that_do_not_fit():
-    with pytest.raises(ThresholdError, match="4 query heads cannot be shared out among 3 key heads"):
+    with pytest.raises(OptionError, match="4 query heads cannot be shared out among 3 key heads"):
         measure_attention(draw(1, 4, 2, 3), draw(1, 3, 2, 3))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import workbench as wb
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.monitors.curvature import preconditioned_sharpness, sharpness
 
 TOKENS = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -171,13 +171,13 @@ def test_refusals():
         ({"n_vectors": 2}, "n_vectors is 2, expected at least 3"),
         ({"n_products": 0}, "n_products is 0, expected at least 1"),
     ):
-        with pytest.raises(ThresholdError, match=sentence):
+        with pytest.raises(OptionError, match=sentence):
             sharpness(model, loss_of, **options)
-    with pytest.raises(ThresholdError, match="loss_of must return the loss as a 0-dim tensor with a graph"):
+    with pytest.raises(OptionError, match="loss_of must return the loss as a 0-dim tensor with a graph"):
         sharpness(model, lambda m: m.weight.square())
-    with pytest.raises(ThresholdError, match="loss_of must return the loss as a 0-dim tensor with a graph"):
+    with pytest.raises(OptionError, match="loss_of must return the loss as a 0-dim tensor with a graph"):
         sharpness(model, lambda m: loss_of(m).detach())
-    with pytest.raises(ThresholdError, match="SGD holds no second moment of a weight of shape"):
+    with pytest.raises(OptionError, match="SGD holds no second moment of a weight of shape"):
         preconditioned_sharpness(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ThresholdError, match="The model has no weights to train"):
+    with pytest.raises(OptionError, match="The model has no weights to train"):
         sharpness(nn.Identity(), loss_of)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import oracle
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.monitors.matrices import (
     effective_rank,
     frobenius_norm,
@@ -109,9 +109,9 @@ def test_rounding_is_no_rank():
 
 
 def test_refusals():
-    with pytest.raises(ThresholdError, match=r"alpha is 0, expected a positive number such as 2."):
+    with pytest.raises(OptionError, match=r"alpha is 0, expected a positive number such as 2."):
         effective_rank(torch.ones(3), alpha=0)
-    with pytest.raises(ThresholdError, match=r"alpha is nan"):
+    with pytest.raises(OptionError, match=r"alpha is nan"):
         spectral_entropy(torch.ones(3), alpha=math.nan)
-    with pytest.raises(ThresholdError, match=r"shape \(4, 3\) and \(4, 2\) have no product a b'"):
+    with pytest.raises(OptionError, match=r"shape \(4, 3\) and \(4, 2\) have no product a b'"):
         product_singular_values(torch.ones(4, 3), torch.ones(4, 2))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.monitors.optimizer_health import adam_staleness, gradient_rms, update_ratio
 
 
@@ -70,9 +70,9 @@ def test_staleness_is_one_after_the_first_step_and_jumps_with_the_gradients():
 
 
 def test_refusals():
-    with pytest.raises(ThresholdError, match=r"Weights before and after have shapes \[\(2,\)\] and \[\(3,\)\]"):
+    with pytest.raises(OptionError, match=r"Weights before and after have shapes \[\(2,\)\] and \[\(3,\)\]"):
         update_ratio(torch.ones(2), torch.ones(3))
-    with pytest.raises(ThresholdError, match="Gradients and second moments have shapes"):
+    with pytest.raises(OptionError, match="Gradients and second moments have shapes"):
         adam_staleness([torch.ones(2)], [])
-    with pytest.raises(ThresholdError, match="eps is -1, expected a number of at least 0"):
+    with pytest.raises(OptionError, match="eps is -1, expected a number of at least 0"):
         adam_staleness(torch.ones(2), torch.ones(2), eps=-1)

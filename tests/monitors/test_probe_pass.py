@@ -14,7 +14,7 @@ import workbench as wb
 from tests import oracle
 from tests.models.model_families import BY_NAME, build, make_inputs
 from tests.zoo.zoo_models import MAKERS, inputs_for, unsettled
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
 from workbench.monitors.probe_pass import ModelProbe
 from workbench.zoo.attention import rotate
@@ -397,9 +397,7 @@ def test_a_layer_that_is_not_finite_leaves_the_others(name):
 def test_an_unknown_part():
     model = MAKERS["moe"](0)
     look = look_at(model, inputs_for(model))
-    with pytest.raises(
-        ThresholdError, match="There is no part 'routers' to measure; expected some of attention, router"
-    ):
+    with pytest.raises(OptionError, match="There is no part 'routers' to measure; expected some of attention, router"):
         look.take(["routers"])
 
 

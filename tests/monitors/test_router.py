@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import oracle
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.monitors.router_health import (
     dead_experts,
     expert_load,
@@ -98,7 +98,7 @@ def test_change_counts_what_is_new_whatever_the_order(seed):
 
 
 def test_refusals():
-    with pytest.raises(ThresholdError, match="Choices range from 0 to 4, expected indices of 4 experts"):
+    with pytest.raises(OptionError, match="Choices range from 0 to 4, expected indices of 4 experts"):
         expert_load(torch.tensor([[0], [4]]), 4)
-    with pytest.raises(ThresholdError, match=r"shape \(2, 1\) and \(3, 1\) cannot be compared; pass the same tokens"):
+    with pytest.raises(OptionError, match=r"shape \(2, 1\) and \(3, 1\) cannot be compared; pass the same tokens"):
         routing_change(torch.zeros(2, 1), torch.zeros(3, 1))

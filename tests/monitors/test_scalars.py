@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import oracle
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.monitors.scalars import SpikeScore, log_z, spike_score
 
 values = st.lists(st.one_of(st.floats(-3, 3), st.sampled_from([100.0, math.nan, math.inf, -math.inf])), max_size=40)
@@ -59,9 +59,9 @@ def test_log_z():
 
 
 def test_refusals():
-    with pytest.raises(ThresholdError, match="n_least is 1, expected 2 or more and at most the window, 1000"):
+    with pytest.raises(OptionError, match="n_least is 1, expected 2 or more and at most the window, 1000"):
         spike_score([], n_least=1)
-    with pytest.raises(ThresholdError, match="n_least is 100, expected 2 or more and at most the window, 50"):
+    with pytest.raises(OptionError, match="n_least is 100, expected 2 or more and at most the window, 50"):
         SpikeScore(window=50)
-    with pytest.raises(ThresholdError, match="n_sigma is 0, expected a positive number"):
+    with pytest.raises(OptionError, match="n_sigma is 0, expected a positive number"):
         SpikeScore(n_sigma=0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots import comparison_table
 
 
@@ -43,5 +43,5 @@ def test_wrong_input_says_what_to_do(comparison, calm):
         comparison_table(calm)
     with pytest.raises(SchemaError, match="has no measure 'loss'"):
         comparison_table(comparison, measures=["loss"])
-    with pytest.raises(ThresholdError, match="digits is 0, expected at least 1"):
+    with pytest.raises(OptionError, match="digits is 0, expected at least 1"):
         comparison_table(comparison, digits=0)

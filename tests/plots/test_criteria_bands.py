@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plots.panels import bokeh_panels, elements, matplotlib_axes, words
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots.criteria_bands_figure import criteria_bands, place_in_band
 
 pytestmark = pytest.mark.render
@@ -115,5 +115,5 @@ def test_what_is_larger_stands_further_right(a, b, limit):
 def test_what_is_no_table_or_backend_is_refused(criteria):
     with pytest.raises(SchemaError, match=r"is no table of criteria: it lacks state; make it with wb.assess\(\)"):
         criteria_bands(criteria.drop_vars("state"))
-    with pytest.raises(ThresholdError, match="The backend is 'paint'"):
+    with pytest.raises(OptionError, match="The backend is 'paint'"):
         criteria_bands(criteria, backend="paint")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots.decision_chart_figure import KINDS, decision_chart
 from workbench.plots.label_places import Box, place_labels
 from workbench.plots.outcome_colors import DIVERGED, SURVIVED
@@ -205,7 +205,7 @@ def test_a_lonely_label_stands_to_the_right_and_at_the_edge_to_the_left():
     [
         (
             lambda m, p: decision_chart(m, kind="mine"),
-            ThresholdError,
+            OptionError,
             "chart is 'mine', expected one of published, risk",
         ),
         (
@@ -229,10 +229,10 @@ def test_a_lonely_label_stands_to_the_right_and_at_the_edge_to_the_left():
         ),
         (
             lambda m, p: decision_chart(p, kind="risk", proceed_below=0.9),
-            ThresholdError,
+            OptionError,
             "proceed_below is 0.9 and stop",
         ),
-        (lambda m, p: decision_chart(m, backend="plotly"), ThresholdError, "plotly"),
+        (lambda m, p: decision_chart(m, backend="plotly"), OptionError, "plotly"),
     ],
 )
 def test_wrong_input_says_what_to_do(models, plans, call, error, sentence):

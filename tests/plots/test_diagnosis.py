@@ -5,7 +5,7 @@ import pytest
 
 from tests.plots.panels import elements, ends
 from tests.reports import made_trees
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots import save
 from workbench.plots.diagnosis_figures import cause_bars, evidence_bars, evidence_timeline
 
@@ -45,7 +45,7 @@ def test_what_has_no_bar_of_its_own_is_summed_up(tree):
     bars = np.concatenate([ends(boxes)[:, 2] for boxes in elements(panel, "Rectangles")])
     np.testing.assert_allclose(bars.sum(), evidence["weight"].values.sum())
     assert len(bars) == 4  # of the learning rate its strongest sign and the two others together
-    with pytest.raises(ThresholdError, match="n is 0, expected a whole number of at least 1"):
+    with pytest.raises(OptionError, match="n is 0, expected a whole number of at least 1"):
         evidence_bars(evidence, n=0)
 
 

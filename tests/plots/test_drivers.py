@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.plots.panels import bokeh_panels, elements, ends, note, words
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots.drivers_figure import Bars, drivers
 from workbench.plots.outcome_colors import DIVERGED, SURVIVED
 from workbench.risk.features import FEATURES
@@ -82,8 +82,8 @@ def test_features_have_the_names_that_come_with_them(contributions):
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (lambda data: drivers(data, n=0), ThresholdError, "n is 0, expected a whole number of at least 1"),
-        (lambda data: drivers(data, n=1.5), ThresholdError, "n is 1.5"),
+        (lambda data: drivers(data, n=0), OptionError, "n is 0, expected a whole number of at least 1"),
+        (lambda data: drivers(data, n=1.5), OptionError, "n is 1.5"),
         (lambda data: drivers(data.to_dataset(name="a")), SchemaError, "The drivers are of Dataset, expected an array"),
         (lambda data: drivers(data.rename(feature="f")), SchemaError, "are of dims f, expected an array by feature"),
         (
@@ -93,7 +93,7 @@ def test_features_have_the_names_that_come_with_them(contributions):
         ),
         (lambda data: drivers(data.isel(feature=[])), SchemaError, "1 runs and 0 features"),
         (lambda data: drivers(data * np.inf), SchemaError, "A driver is not finite"),
-        (lambda data: drivers(data, backend="plotly"), ThresholdError, "plotly"),
+        (lambda data: drivers(data, backend="plotly"), OptionError, "plotly"),
     ],
 )
 def test_wrong_input_says_what_to_do(contributions, call, error, sentence):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots import eigenvalue_map
 from workbench.plots.eigenvalue_map_figure import headline, mode_columns, silent_layers, view_of
 from workbench.plots.figure_files import bokeh_plot
@@ -57,7 +57,7 @@ def test_layers_are_selected_and_keep_their_depth(calm):
     points = points_of(eigenvalue_map(calm, layers=[1, 3]))
     assert set(points["layer"]) == {1, 3}
     np.testing.assert_allclose(np.unique(points["depth"]), [1 / 3, 1])
-    with pytest.raises(ThresholdError, match="choose from 0 to 3"):
+    with pytest.raises(OptionError, match="choose from 0 to 3"):
         eigenvalue_map(calm, layers=[7])
 
 
@@ -77,7 +77,7 @@ def test_a_view_around_one_holds_most_modes():
     assert 0.05 < view.limit < 0.3
     assert np.mean(view.reach(columns) <= view.limit) == pytest.approx(2 / 3, abs=0.01)
     assert view_of({"a": columns}, 0.5, 1.0).real == (0.5, 1.5)
-    with pytest.raises(ThresholdError, match="The center is nan, expected a finite number"):
+    with pytest.raises(OptionError, match="The center is nan, expected a finite number"):
         view_of({"a": columns}, center=float("nan"))
 
 
@@ -89,7 +89,7 @@ def test_a_wild_model_does_not_shrink_the_unit_circle(calm, wild):
     n_outside = int((np.maximum(abs(modes["wild"]["real"]), abs(modes["wild"]["imag"])) > 1.5).sum())
     assert f"   {n_outside} outside" in headline(wild, modes["wild"], view_of(modes))
     for wrong in (0, np.nan, "wide"):
-        with pytest.raises(ThresholdError):
+        with pytest.raises(OptionError):
             view_of(modes, wrong)
 
 
@@ -142,7 +142,7 @@ def test_a_run_is_shown_at_the_step_asked_for(runs):
     assert panels_of(eigenvalue_map({"b": runs["bare"]}, step="last"))[0].title.text == "b"
     with pytest.raises(SchemaError, match="'a' runs over step and .* or draw with step='last'"):
         eigenvalue_map({"a": run})
-    with pytest.raises(ThresholdError, match="'a' has no spectra at or before step -3; its first are at step 0"):
+    with pytest.raises(OptionError, match="'a' has no spectra at or before step -3; its first are at step 0"):
         eigenvalue_map({"a": run}, step=-3)
 
 
@@ -159,5 +159,5 @@ def test_wrong_input_says_what_to_do(calm):
         eigenvalue_map({"a": 1})
     with pytest.raises(SchemaError, match="isel"):
         eigenvalue_map(calm.expand_dims(step=[1, 2]))
-    with pytest.raises(ThresholdError, match="plotly"):
+    with pytest.raises(OptionError, match="plotly"):
         eigenvalue_map(calm, backend="plotly")

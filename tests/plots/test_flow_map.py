@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 
 from tests.plots.panels import bokeh_panels, elements, ends, legend, matplotlib_axes, note, places
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots.figure_files import save
 from workbench.plots.flow_map_figure import AMPLIFIED, ATTENUATED, flow_map, paths_of
 
@@ -152,5 +152,5 @@ def test_what_cannot_be_drawn_is_refused(calm):
         flow_map({str(i): calm for i in range(7)})
     with pytest.raises(SchemaError, match="an empty dict"):
         flow_map({})
-    with pytest.raises(ThresholdError, match="expected one of bokeh, matplotlib"):
+    with pytest.raises(OptionError, match="expected one of bokeh, matplotlib"):
         flow_map(calm, backend="plotly")

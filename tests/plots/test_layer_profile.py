@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots import layer_profile
 from workbench.plots.layer_profile_figure import DEFAULT_MEASURES, measure_columns, remark
 
@@ -54,5 +54,5 @@ def test_one_layer_is_enough(calm):
 def test_wrong_input_says_what_to_do(calm):
     with pytest.raises(SchemaError, match="choose from near_unit_mass"):
         layer_profile(calm, measures=["loss"])
-    with pytest.raises(ThresholdError, match="'index' or 'fraction'"):
+    with pytest.raises(OptionError, match="'index' or 'fraction'"):
         layer_profile(calm, depth="metres")

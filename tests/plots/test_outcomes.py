@@ -5,7 +5,7 @@ import pytest
 
 import workbench as wb
 from tests.studies.test_outcomes import PLANTED, grid_of, outcomes_of
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots import dose_response, stability_edge
 from workbench.plots.dose_response_figure import Responses
 from workbench.plots.figure_files import bokeh_plot
@@ -86,7 +86,7 @@ def test_looks_of_the_edge_follow_places(sweep):
         part.glyph.line_color for part in figure.renderers if type(getattr(part, "glyph", None)).__name__ == "Line"
     ]
     assert lines == [MODEL_COLORS[i] for i in (0, 2)]
-    with pytest.raises(ThresholdError, match="The places lack the model 'none'"):
+    with pytest.raises(OptionError, match="The places lack the model 'none'"):
         stability_edge(some, places={"KSS, best": 2})
 
 
@@ -142,12 +142,12 @@ def test_without_the_paper_and_without_a_reference(sweep):
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (lambda data: stability_edge(data, backend="plotly"), ThresholdError, "plotly"),
-        (lambda data: stability_edge(data, below=2), ThresholdError, "below is 2"),
+        (lambda data: stability_edge(data, backend="plotly"), OptionError, "plotly"),
+        (lambda data: stability_edge(data, below=2), OptionError, "below is 2"),
         (lambda data: stability_edge(data.isel(run=[])), SchemaError, "has no run"),
         (lambda data: dose_response(data, measures="loss"), SchemaError, "no measure 'loss' of outcomes"),
         (lambda data: dose_response(data, measures=[]), SchemaError, "No measure was named"),
-        (lambda data: dose_response(data, backend="plotly"), ThresholdError, "plotly"),
+        (lambda data: dose_response(data, backend="plotly"), OptionError, "plotly"),
     ],
 )
 def test_wrong_input_says_what_to_do(sweep, call, error, sentence):

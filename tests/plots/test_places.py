@@ -3,7 +3,7 @@
 import pytest
 
 import workbench as wb
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.plots import layer_profile, style
 from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.radar_figure import radar
@@ -86,8 +86,8 @@ def test_one_model_is_found_by_its_subject(runs):
 def test_places_that_say_nothing_are_refused(runs):
     assert style.model_places(["a", "b"]) == [0, 1]
     assert style.model_places(["b"], {"a": 0, "b": 7}) == [7]
-    with pytest.raises(ThresholdError, match="The places lack the model 'bare'; they are for Pre-LN, none."):
+    with pytest.raises(OptionError, match="The places lack the model 'bare'; they are for Pre-LN, none."):
         losses(runs, places={"Pre-LN": 0, "none": 1})
     for place in (-1, 1.5, True, None):
-        with pytest.raises(ThresholdError, match=f"The place of 'bare' is {place}, expected a whole number from 0."):
+        with pytest.raises(OptionError, match=f"The place of 'bare' is {place}, expected a whole number from 0."):
             charts(runs, places=PLACES | {"bare": place})

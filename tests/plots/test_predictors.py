@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 
 from tests.plots.panels import bokeh_panels, elements, ends, note, places, words
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots import predictor_frame, predictor_table
 
 pytestmark = pytest.mark.render
@@ -89,8 +89,8 @@ def test_the_frame_holds_the_same_numbers(table):
         (lambda data: predictor_table(data.drop_vars("auroc")), SchemaError, "no table of predictors: it lacks auroc"),
         (lambda data: predictor_table(data.isel(predictor=[2])), SchemaError, "has no AUROC; it needs runs"),
         (lambda data: predictor_table(data.to_array()), SchemaError, "is of type DataArray"),
-        (lambda data: predictor_table(data, backend="plotly"), ThresholdError, "plotly"),
-        (lambda data: predictor_frame(data, digits=0), ThresholdError, "digits is 0, expected at least 1"),
+        (lambda data: predictor_table(data, backend="plotly"), OptionError, "plotly"),
+        (lambda data: predictor_frame(data, digits=0), OptionError, "digits is 0, expected at least 1"),
     ],
 )
 def test_wrong_input_says_what_to_do(table, call, error, sentence):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.radar_axes import LOGARITHMIC, RadarAxis, RadarChart, Texts, axes_of, outline
 from workbench.plots.radar_figure import radar
@@ -116,7 +116,7 @@ def test_wrong_input_says_what_to_do(comparison, calm):
         radar(calm)
     with pytest.raises(SchemaError, match="The comparison has no measure 'loss'; choose from near_unit_mass"):
         radar(comparison, measures=["loss", "near_unit_mass", "expansive_mass"])
-    with pytest.raises(ThresholdError, match="needs at least 3 measures, these are 2"):
+    with pytest.raises(OptionError, match="needs at least 3 measures, these are 2"):
         radar(comparison, measures=["near_unit_mass", "expansive_mass"])
-    with pytest.raises(ThresholdError, match="plotly"):
+    with pytest.raises(OptionError, match="plotly"):
         radar(comparison, backend="plotly")

@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots.reliability_figure import bins_of, reliability
 from workbench.plots.style import MODEL_COLORS
 
@@ -70,7 +70,7 @@ def test_bins_are_put_in_order():
         (lambda: reliability(ONE.drop_vars("rate")), SchemaError, "is no reliability table: it lacks rate; make it"),
         (lambda: reliability({"a": ONE.isel(bin=[1])}), SchemaError, "No bin of the reliability table 'a' holds a run"),
         (lambda: reliability({"a": ONE.drop_attrs()}), SchemaError, "'a' lacks the attribute ece"),
-        (lambda: reliability(ONE, backend="plotly"), ThresholdError, "plotly"),
+        (lambda: reliability(ONE, backend="plotly"), OptionError, "plotly"),
     ],
 )
 def test_wrong_input_says_what_to_do(call, error, sentence):

@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots.outcome_colors import UNKNOWN, probability_colors
 from workbench.plots.risk_curve_figure import risk_curve
 from workbench.plots.risk_grid import RiskGrid, Runs
@@ -253,5 +253,5 @@ def test_wrong_risk_says_what_to_do(risk, draw, change, error, sentence):
 def test_wrong_runs_and_options_say_what_to_do(risk, runs, draw):
     with pytest.raises(SchemaError, match="no table of runs: it lacks architecture; make it with wb.sweeps.run"):
         draw(risk, runs=runs.drop_vars("architecture"))
-    with pytest.raises(ThresholdError, match="plotly"):
+    with pytest.raises(OptionError, match="plotly"):
         draw(risk, backend="plotly")

@@ -5,7 +5,7 @@ import pytest
 import xarray as xr
 
 from tests.plots.panels import bokeh_panels, elements, legend, note, places
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots.roc_figure import lines_of, roc
 from workbench.plots.style import MODEL_COLORS
 
@@ -81,8 +81,8 @@ def test_looks_follow_places(curves):
         (lambda: roc(GOOD.isel(point=[])), SchemaError, "has no point"),
         (lambda: roc(GOOD * 2), SchemaError, "rates outside 0 to 1"),
         (lambda: roc({"M": GOOD.drop_attrs()}), SchemaError, "'M' lacks the attribute auroc"),
-        (lambda: roc(GOOD, backend="plotly"), ThresholdError, "plotly"),
-        (lambda: roc({"M": GOOD}, places={"a": 0}), ThresholdError, "The places lack the model 'M'"),
+        (lambda: roc(GOOD, backend="plotly"), OptionError, "plotly"),
+        (lambda: roc({"M": GOOD}, places={"a": 0}), OptionError, "The places lack the model 'M'"),
     ],
 )
 def test_wrong_input_says_what_to_do(call, error, sentence):

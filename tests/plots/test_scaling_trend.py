@@ -8,7 +8,7 @@ import xarray as xr
 from PIL import Image
 
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots import save, style
 from workbench.plots.scaling_trend_figure import scaling_trend
 from workbench.scaling import extrapolated
@@ -146,10 +146,10 @@ def test_a_share_has_a_plain_axis():
     ("given", "options", "error", "says"),
     [
         (study_of(), {"quantity": "height"}, SchemaError, "'planted' has no height, expected one of stable_rate_edge"),
-        (study_of(), {"along": "height"}, ThresholdError, "along is 'height', expected 'width' or 'depth'"),
+        (study_of(), {"along": "height"}, OptionError, "along is 'height', expected 'width' or 'depth'"),
         (xr.Dataset(), {}, SchemaError, "is no scaling study: it lacks measured"),
         ({}, {}, SchemaError, "The scaling study is an empty dict, expected a dataset of wb.scaling_study"),
-        (study_of(), {"backend": "paper"}, ThresholdError, "paper"),
+        (study_of(), {"backend": "paper"}, OptionError, "paper"),
     ],
 )
 def test_bad_input_is_refused(given, options, error, says):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.plots.conftest import run_of
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import named_runs
 from workbench.plots import step_grid
 from workbench.plots.figure_files import bokeh_plot
@@ -109,11 +109,11 @@ def test_layers_and_view_are_those_of_the_eigenvalue_map(runs):
 def test_wrong_input_says_what_to_do(runs):
     with pytest.raises(SchemaError, match="empty dict"):
         step_grid({})
-    with pytest.raises(ThresholdError, match="No run has spectra for step 21; choose from 0 to 20"):
+    with pytest.raises(OptionError, match="No run has spectra for step 21; choose from 0 to 20"):
         step_grid(runs, steps=[0, 21])
-    with pytest.raises(ThresholdError, match="No step was named"):
+    with pytest.raises(OptionError, match="No step was named"):
         step_grid(runs, steps=[])
-    with pytest.raises(ThresholdError, match="None of the layers \\[9\\] exists; choose from 0 to 2"):
+    with pytest.raises(OptionError, match="None of the layers \\[9\\] exists; choose from 0 to 2"):
         step_grid(runs, layers=[9])
-    with pytest.raises(ThresholdError, match="plotly"):
+    with pytest.raises(OptionError, match="plotly"):
         step_grid(runs, backend="plotly")

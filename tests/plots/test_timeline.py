@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests.monitored_runs import HEAD, LAYER, events_dataset, monitored_run
 from tests.plots.conftest import run_of
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots import save
 from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.timeline_drawing import lead_in_words
@@ -280,13 +280,13 @@ def test_wrong_input_says_what_to_do(pair):
         timeline({"a": xr.DataTree()})
     with pytest.raises(SchemaError, match="empty dict"):
         timeline({})
-    with pytest.raises(ThresholdError, match="The reduction is 'median', expected one of min, max, mean"):
+    with pytest.raises(OptionError, match="The reduction is 'median', expected one of min, max, mean"):
         timeline(pair, reduce="median")
-    with pytest.raises(ThresholdError, match="The band is 0.9, expected two rising quantiles"):
+    with pytest.raises(OptionError, match="The band is 0.9, expected two rising quantiles"):
         timeline(pair, band=0.9)
-    with pytest.raises(ThresholdError, match="healthy is 1, expected at least 2 steps, or healthy runs"):
+    with pytest.raises(OptionError, match="healthy is 1, expected at least 2 steps, or healthy runs"):
         timeline(pair, healthy=1)
-    with pytest.raises(ThresholdError, match="plotly"):
+    with pytest.raises(OptionError, match="plotly"):
         timeline(pair, backend="plotly")
-    with pytest.raises(ThresholdError, match="The places lack the model 'faulted'"):
+    with pytest.raises(OptionError, match="The places lack the model 'faulted'"):
         timeline(pair, places={"twin": 0})

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import named_runs
 from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.traces_figure import TracesPanel, trace_of, traces
@@ -151,7 +151,7 @@ def test_wrong_input_says_what_to_do(runs, trained):
         traces({"bare": runs["bare"]})
     with pytest.raises(SchemaError, match="No variable was named; choose from loss"):
         traces(trained, variables=[])
-    with pytest.raises(ThresholdError, match="The statistic is 'median', expected one of mean, max, min"):
+    with pytest.raises(OptionError, match="The statistic is 'median', expected one of mean, max, min"):
         traces(trained, statistic="median")
-    with pytest.raises(ThresholdError, match="plotly"):
+    with pytest.raises(OptionError, match="plotly"):
         traces(trained, backend="plotly")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.risk.made_sweep import PLANTED, made_sweep
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.risk.feature_map import FeatureMap, read
 from workbench.risk.features import FEATURE_SETS, FEATURES, OPTIMIZER, counts_as_diverged, features_of
 
@@ -92,7 +92,7 @@ def test_no_feature_of_a_set_looks_at_what_training_shows(sweep):
 @pytest.mark.parametrize(("rate", "said"), [(0.0, "0"), (-1e-3, "-0.001"), (np.nan, "nan"), (np.inf, "inf")])
 def test_an_impossible_learning_rate_is_refused_before_anything_else(rate, said):
     nothing_else = xr.Dataset(coords={"learning_rate": ("run", [0.1, rate])})
-    with pytest.raises(ThresholdError, match=f"^The learning rate is {said}, expected a positive number.$"):
+    with pytest.raises(OptionError, match=f"^The learning rate is {said}, expected a positive number.$"):
         wb.risk.feature_table(nothing_else, ["d_model"])
 
 
@@ -127,12 +127,12 @@ def test_complete_cases_are_found(sweep):
 
 def test_names_of_features_are_checked():
     with pytest.raises(
-        ThresholdError, match="features is 'backward', expected forward, gradient, pilot, or a list of names"
+        OptionError, match="features is 'backward', expected forward, gradient, pilot, or a list of names"
     ):
         features_of("backward")
-    with pytest.raises(ThresholdError, match="'colour' is no feature; choose from wb.risk.FEATURES"):
+    with pytest.raises(OptionError, match="'colour' is no feature; choose from wb.risk.FEATURES"):
         features_of(["colour"])
-    with pytest.raises(ThresholdError, match="The feature 'd_model' is there twice"):
+    with pytest.raises(OptionError, match="The feature 'd_model' is there twice"):
         features_of(["d_model", "d_model"])
 
 
@@ -159,7 +159,7 @@ def test_columns_have_mean_0_and_deviation_1_over_the_training_runs(sweep):
     squared = (z**2 - np.mean(z**2)) / np.std(z**2)
     np.testing.assert_allclose(columns[:, 5], squared, atol=1e-6)
     assert design.sources[5] == "d_model"
-    with pytest.raises(ThresholdError, match="There is no column 'warmup' to square or multiply"):
+    with pytest.raises(OptionError, match="There is no column 'warmup' to square or multiply"):
         FeatureMap.of(sweep, names, squares=["warmup"])
 
 
@@ -170,7 +170,7 @@ def test_infinite_rates_count_as_the_largest_one_tried(sweep):
     columns = design.matrix(design.read(sweep))[:, 0]
     largest = columns[np.argmax(np.where(np.isinf(rates), -1, rates))]
     np.testing.assert_allclose(columns[np.isinf(rates)], largest)
-    with pytest.raises(ThresholdError, match="'breaking_rate' is infinite in every run; fit a model without it."):
+    with pytest.raises(OptionError, match="'breaking_rate' is infinite in every run; fit a model without it."):
         FeatureMap.of(sweep.isel(run=[1, 3]), ["breaking_rate"])
 
 

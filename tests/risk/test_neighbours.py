@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.risk.made_sweep import made_sweep
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.risk.applicability import Applicability
 from workbench.risk.feature_map import FeatureMap
 from workbench.risk.neighbours import Neighbours, nearest_runs
@@ -113,5 +113,5 @@ def test_what_it_cannot_use_is_refused_in_one_sentence(model, sweep):
     with pytest.raises(SchemaError, match="lack d_model"):
         nearest_runs(model, case.drop_vars("d_model"), sweep)
     for n in (0, -3, 1.5, True):
-        with pytest.raises(ThresholdError, match=f"n is {n!r}, expected a whole number of at least 1"):
+        with pytest.raises(OptionError, match=f"n is {n!r}, expected a whole number of at least 1"):
             nearest_runs(model, case, sweep, n=n)

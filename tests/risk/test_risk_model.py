@@ -8,7 +8,7 @@ from scipy.special import expit
 
 import workbench as wb
 from tests.risk.made_sweep import PLANTED, SLOPE, made_sweep
-from workbench.errors import SchemaError, StoreError, ThresholdError
+from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.risk import model_file
 from workbench.risk.probability_calibration import edge_spread
 
@@ -345,14 +345,14 @@ def test_one_case_needs_no_dimension(model, planted):
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (lambda s: wb.risk.fit(s, method="forest"), ThresholdError, "method is 'forest', expected logistic or edge."),
-        (lambda s: wb.risk.fit(s, penalty=0), ThresholdError, "penalty is 0, expected a positive number."),
-        (lambda s: wb.risk.fit(s, n_bootstrap=-1), ThresholdError, "n_bootstrap is -1, expected at least 0."),
-        (lambda s: wb.risk.fit(s, n_folds=1), ThresholdError, "n_folds is 1, expected at least 2."),
-        (lambda s: wb.risk.fit(s, level=0), ThresholdError, "level is 0, expected a share between 0 and 1."),
+        (lambda s: wb.risk.fit(s, method="forest"), OptionError, "method is 'forest', expected logistic or edge."),
+        (lambda s: wb.risk.fit(s, penalty=0), OptionError, "penalty is 0, expected a positive number."),
+        (lambda s: wb.risk.fit(s, n_bootstrap=-1), OptionError, "n_bootstrap is -1, expected at least 0."),
+        (lambda s: wb.risk.fit(s, n_folds=1), OptionError, "n_folds is 1, expected at least 2."),
+        (lambda s: wb.risk.fit(s, level=0), OptionError, "level is 0, expected a share between 0 and 1."),
         (
             lambda s: wb.risk.fit(s, features="all"),
-            ThresholdError,
+            OptionError,
             "features is 'all', expected forward, gradient, pilot, or a list",
         ),
         (lambda s: wb.risk.fit(s.drop_vars("cell")), SchemaError, "The sweep has no cell; take one from wb.open_sweep"),
@@ -381,10 +381,10 @@ def test_what_cannot_be_learnt_from_is_refused_in_one_sentence(planted, call, er
 
 def test_impossible_questions_are_refused_in_one_sentence(model, planted):
     case = planted[0].isel(run=[0])
-    with pytest.raises(ThresholdError, match="below is 1, expected a probability between 0 and 1."):
+    with pytest.raises(OptionError, match="below is 1, expected a probability between 0 and 1."):
         model.largest_stable_rate(case, below=1)
     for ask in (model.predict, model.largest_stable_rate, model.drivers):
-        with pytest.raises(ThresholdError, match="^The learning rate is -1, expected a positive number.$"):
+        with pytest.raises(OptionError, match="^The learning rate is -1, expected a positive number.$"):
             ask(at(case, learning_rate=-1.0).drop_vars("optimizer"))
     rates = model.largest_stable_rate(case, below=1e-12)
     assert np.isnan(rates.largest_stable_rate.item())
@@ -479,7 +479,7 @@ def test_shipped_models_are_found_by_their_features(model, planted, tmp_path, mo
     assert wb.risk.shipped().predict(case).identical(model.predict(case))
     with pytest.raises(StoreError, match="risk_gradient.json; install the workbench again, or fit a model"):
         wb.risk.shipped("gradient")
-    with pytest.raises(ThresholdError, match="features is 'all', expected forward"):
+    with pytest.raises(OptionError, match="features is 'all', expected forward"):
         wb.risk.shipped("all")
     with pytest.raises(StoreError, match="is no risk model"):
         wb.risk.load(tmp_path / "nothing.json")

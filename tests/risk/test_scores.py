@@ -6,7 +6,7 @@ from scipy.stats import binomtest
 from sklearn.metrics import brier_score_loss, roc_auc_score
 from sklearn.metrics import log_loss as log_loss_of_sklearn
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.risk.scores import auroc, auroc_within, brier, calibration_error, log_loss, reliability, resamples
 
 runs_of_both_kinds = st.lists(
@@ -96,15 +96,15 @@ def test_a_perfect_score_has_an_interval_of_no_width():
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (lambda: auroc([0.1, np.nan], [True, False]), ThresholdError, "1 scores are NaN; leave those runs out."),
-        (lambda: auroc([0.1], [True, False]), ThresholdError, "There are 1 scores for 2 runs"),
+        (lambda: auroc([0.1, np.nan], [True, False]), OptionError, "1 scores are NaN; leave those runs out."),
+        (lambda: auroc([0.1], [True, False]), OptionError, "There are 1 scores for 2 runs"),
         (lambda: auroc([0.1, 0.2], [True, True]), SchemaError, "All runs ended alike, so no AUROC says anything"),
-        (lambda: auroc([0.1, 0.2], [True, False], groups=["a"]), ThresholdError, "There are 1 groups for 2 runs"),
-        (lambda: auroc([0.1, 0.2], [True, False], level=1), ThresholdError, "level lies between 0 and 1"),
-        (lambda: reliability([0.1, 1.2], [True, False]), ThresholdError, "A probability is 1.2, expected 0 to 1."),
+        (lambda: auroc([0.1, 0.2], [True, False], groups=["a"]), OptionError, "There are 1 groups for 2 runs"),
+        (lambda: auroc([0.1, 0.2], [True, False], level=1), OptionError, "level lies between 0 and 1"),
+        (lambda: reliability([0.1, 1.2], [True, False]), OptionError, "A probability is 1.2, expected 0 to 1."),
         (lambda: reliability([np.nan], [True]), SchemaError, "No run has a probability"),
-        (lambda: reliability([0.1], [True], n_bins=0), ThresholdError, "n_bins must be at least 1"),
-        (lambda: brier([np.nan], [True]), ThresholdError, "1 scores are NaN"),
+        (lambda: reliability([0.1], [True], n_bins=0), OptionError, "n_bins must be at least 1"),
+        (lambda: brier([np.nan], [True]), OptionError, "1 scores are NaN"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(call, error, sentence):

@@ -8,7 +8,7 @@ import pytest
 
 import workbench as wb
 from tests.data_scripts import load_script
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 
 pytestmark = pytest.mark.recorded
 
@@ -99,7 +99,7 @@ def test_risk_over_rates_is_the_risk_at_each_of_them(held_out):
     assert (found["probability"].diff("learning_rate") >= 0).all()
     with pytest.raises(SchemaError, match="2 cases need as many different names"):
         wb.risk.over_rates(model, cases, rates, names=["a", "a"])
-    with pytest.raises(ThresholdError, match="There is no learning rate"):
+    with pytest.raises(OptionError, match="There is no learning rate"):
         wb.risk.over_rates(model, cases, [], names=["a", "b"])
-    with pytest.raises(ThresholdError, match="learning rate is 0"):
+    with pytest.raises(OptionError, match="learning rate is 0"):
         wb.risk.over_rates(model, cases, [0.0], names=["a", "b"])

@@ -8,7 +8,7 @@ from sklearn.metrics import roc_auc_score
 
 import workbench as wb
 from tests.risk.made_sweep import made_sweep
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.formatting import percent
 from workbench.risk.probability_calibration import group_folds, platt
 from workbench.studies.outcomes import predictor_table
@@ -258,7 +258,7 @@ def test_runs_without_a_score_are_left_out_and_counted(sweep):
     ("call", "error", "sentence"),
     [
         (lambda s: wb.risk.cross_validate(s, by="colour"), SchemaError, "The sweep has no colour; take one from"),
-        (lambda s: wb.risk.cross_validate(s, n_folds=1), ThresholdError, "n_folds is 1, expected at least 2."),
+        (lambda s: wb.risk.cross_validate(s, n_folds=1), OptionError, "n_folds is 1, expected at least 2."),
         (
             lambda s: wb.risk.cross_validate(s.isel(run=slice(14))),
             SchemaError,
@@ -268,14 +268,14 @@ def test_runs_without_a_score_are_left_out_and_counted(sweep):
         (lambda s: predictor_table(s.isel(run=s.has_diverged.values)), SchemaError, "ended alike, so no AUROC"),
         (
             lambda s: wb.risk.stable_rates(s, below=0),
-            ThresholdError,
+            OptionError,
             "below is 0, expected a share above 0, at most 1.",
         ),
         (lambda s: wb.risk.stable_rates(s.drop_vars("cell")), SchemaError, "The sweep has no cell; take one from"),
         (lambda s: wb.risk.stable_rates(s.isel(run=[])), SchemaError, "The sweep has no run; take one from"),
         (
             lambda s: wb.risk.share_within(xr.DataArray([1.0]), 0.9),
-            ThresholdError,
+            OptionError,
             "factor is 0.9, expected a number of",
         ),
     ],

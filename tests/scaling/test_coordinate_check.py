@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
 from workbench.scaling import Rung, Workshop
 from workbench.scaling.coordinate_checks import LARGEST_EXPONENT, coordinate_check, coordinate_sizes, layer_outputs
@@ -140,7 +140,7 @@ def test_too_few_widths_decide_nothing():
 
 
 def test_widths_of_several_depths_and_no_steps_are_refused():
-    with pytest.raises(ThresholdError, match="compares widths at one depth"):
+    with pytest.raises(OptionError, match="compares widths at one depth"):
         coordinate_check(workshop(), [Rung(16, 2), Rung(32, 3)], (1,), learning_rate=RATE)
-    with pytest.raises(ThresholdError, match="n_coordinate_steps is 0, expected a whole number of at least 1"):
+    with pytest.raises(OptionError, match="n_coordinate_steps is 0, expected a whole number of at least 1"):
         coordinate_check(workshop(), RUNGS, (1,), learning_rate=RATE, n_steps=0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.errors import CheckpointError, ThresholdError
+from workbench.errors import CheckpointError, OptionError
 from workbench.models.anatomy import read_anatomy
 from workbench.scaling.designs import design
 from workbench.scaling.known_designs import ALIASES, KNOWN
@@ -126,9 +126,7 @@ def test_below_one_head_there_is_one_narrower_head():
     of = design({"d_model": 256, "n_heads": 4})
     assert [of.nearest_width(w) for w in (1, 8, 30, 64, 96, 97, 200)] == [8, 8, 32, 64, 64, 128, 192]
     assert of.build(32, 1).config.n_heads == 1
-    with pytest.raises(
-        ThresholdError, match="transformer cannot be 100 wide, for each of its heads takes 64; choose 128"
-    ):
+    with pytest.raises(OptionError, match="transformer cannot be 100 wide, for each of its heads takes 64; choose 128"):
         of.build(100)
 
 
@@ -197,7 +195,7 @@ def test_a_function_is_a_design_of_the_size_given():
     assert of.build(16, 1).config.n_layers == 1
     assert of.n_weights() == sum(p.numel() for p in make(64, 2, 0).parameters())
     assert of.nearest_width(17) == 17
-    with pytest.raises(ThresholdError, match="pass the target's width= and depth="):
+    with pytest.raises(OptionError, match="pass the target's width= and depth="):
         design(make)
 
 
@@ -229,10 +227,10 @@ def test_a_target_size_may_be_chosen():
             CheckpointError,
             "'gpt2-xxl' is neither a file here nor a design known by name; the nearest name is 'gpt2-xl'",
         ),
-        ({"family": "transformer", "n_head": 4}, ThresholdError, "'n_head' is no option of an architecture"),
-        ({"model_type": "no such"}, ThresholdError, "transformers has no architecture 'no such'"),
-        (3, ThresholdError, "A int describes no architecture"),
-        (torch.nn.Linear(2, 2), ThresholdError, "Linear has no configuration that says how to build it"),
+        ({"family": "transformer", "n_head": 4}, OptionError, "'n_head' is no option of an architecture"),
+        ({"model_type": "no such"}, OptionError, "transformers has no architecture 'no such'"),
+        (3, OptionError, "A int describes no architecture"),
+        (torch.nn.Linear(2, 2), OptionError, "Linear has no configuration that says how to build it"),
     ],
 )
 def test_what_is_no_design_is_refused(source, error, says):
@@ -257,12 +255,12 @@ def test_damaged_files_and_empty_folders_are_refused(tmp_path):
     ],
 )
 def test_impossible_sizes_are_refused(size, says):
-    with pytest.raises(ThresholdError, match=says):
+    with pytest.raises(OptionError, match=says):
         design("gpt2").build(**{"width": 64, "depth": 1, **size})
 
 
 def test_a_function_that_returns_no_module_is_refused():
-    with pytest.raises(ThresholdError, match="The function returned a int, expected a torch module of width 4"):
+    with pytest.raises(OptionError, match="The function returned a int, expected a torch module of width 4"):
         design(lambda width, depth, seed: 3, width=4, depth=1).build()
 
 

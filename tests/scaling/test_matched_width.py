@@ -10,7 +10,7 @@ from torch import nn
 import workbench as wb
 from tests.data_scripts import load_script
 from workbench.assessment.flow_numbers import LOGARITHMIC, flow_numbers
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.scaling.width_matching import WIDTH_ERROR, matched_width
 
 TINY = {"vocab_size": 32, "max_position_embeddings": 32}
@@ -116,7 +116,7 @@ def test_random_numbers_and_the_own_width_are_left_alone():
     assert torch.equal(state, torch.get_rng_state())
     for weight, other in zip(same.parameters(), of.build(seed=5).parameters(), strict=True):
         assert torch.equal(weight, other)
-    with pytest.raises(ThresholdError, match="at most that of the design"):
+    with pytest.raises(OptionError, match="at most that of the design"):
         matched_width(of, 64)
 
 

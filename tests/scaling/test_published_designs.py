@@ -7,7 +7,7 @@ import torch
 
 import workbench as wb
 from tests.models.model_families import BY_NAME, FAMILIES
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.scaling.built_sizes import misfit
 from workbench.scaling.designs import design
 from workbench.scaling.resizing import LARGEST_CHUNK, resized
@@ -190,11 +190,11 @@ def test_images_are_classified_into_as_many_classes_as_are_asked_for():
 def test_parts_and_stages_are_named():
     import transformers
 
-    with pytest.raises(ThresholdError, match=r"several parts \(vision_config, text_config\).*such as its text_config"):
+    with pytest.raises(OptionError, match=r"several parts \(vision_config, text_config\).*such as its text_config"):
         design(transformers.CLIPConfig())
-    with pytest.raises(ThresholdError, match="SwinConfig describes blocks of several widths"):
+    with pytest.raises(OptionError, match="SwinConfig describes blocks of several widths"):
         design(transformers.SwinConfig())
-    with pytest.raises(ThresholdError, match="ResNetConfig has no hidden_size"):
+    with pytest.raises(OptionError, match="ResNetConfig has no hidden_size"):
         design(transformers.ResNetConfig())
     assert design(transformers.CLIPConfig().text_config.__class__(vocab_size=32)).width == 512
 
@@ -203,10 +203,10 @@ def test_what_transformers_cannot_build_is_said_in_one_sentence():
     import transformers
 
     broken = transformers.LlamaConfig(vocab_size=32, rope_parameters={"rope_type": "no such", "rope_theta": 1e4})
-    with pytest.raises(ThresholdError, match="LlamaConfig cannot be built 128 wide and 2 deep: KeyError: 'no such'"):
+    with pytest.raises(OptionError, match="LlamaConfig cannot be built 128 wide and 2 deep: KeyError: 'no such'"):
         design(broken).build(128, 2)
     funnel = transformers.FunnelConfig(vocab_size=32)
-    with pytest.raises(ThresholdError, match="does not support the setting of `num_hidden_layers`"):
+    with pytest.raises(OptionError, match="does not support the setting of `num_hidden_layers`"):
         design(funnel).build(64, 4)
 
 
@@ -225,7 +225,7 @@ def test_what_transformers_cannot_build_is_said_in_one_sentence():
     ],
 )
 def test_options_that_transformers_refuses_are_refused_in_one_sentence(options, says):
-    with pytest.raises(ThresholdError, match=says) as error:
+    with pytest.raises(OptionError, match=says) as error:
         design(options)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400

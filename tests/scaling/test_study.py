@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.scaling import Design, Rung, Workshop, extrapolated, fit_trend, pilot_edge
 from workbench.scaling.designs import design
 from workbench.scaling.ladder_study import scaling_study
@@ -181,7 +181,7 @@ def test_a_parametrization_is_on_every_model_and_in_every_optimizer():
 def test_what_cannot_be_studied_is_refused_before_anything_is_built(changes, says, monkeypatch):
     monkeypatch.setattr(Design, "build", lambda *_, **__: pytest.fail("something was built"))
     arguments = {"make_model": OPTIONS, "widths": (8, 16), "task": task, **SETTINGS, **changes}
-    with pytest.raises(ThresholdError, match=says):
+    with pytest.raises(OptionError, match=says):
         scaling_study(**arguments)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.plots.conftest import run_of, runs, spectra_of
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import at_step, last_step, named_runs
 from workbench.koopman.moments import SnapshotMoments
 from workbench.koopman.spectra import as_dataset, layer_spectrum
@@ -189,18 +189,18 @@ def test_wrong_input_says_what_to_do(runs):
         wb.compare({"a": lame})
     with pytest.raises(SchemaError, match="'a' is no run: This dataset is no spectra dataset"):
         wb.compare({"a": xr.Dataset({"x": 1})})
-    with pytest.raises(ThresholdError, match="'Pre-LN' has no spectra at or before step -1; its first are at step 0"):
+    with pytest.raises(OptionError, match="'Pre-LN' has no spectra at or before step -1; its first are at step 0"):
         wb.compare({"Pre-LN": runs["Pre-LN"]}, at=-1)
-    with pytest.raises(ThresholdError, match="'bare' names no steps, so step 5 is not to be found"):
+    with pytest.raises(OptionError, match="'bare' names no steps, so step 5 is not to be found"):
         wb.compare({"bare": runs["bare"]}, at=5)
     for wrong in ("middle", 2.5, True):
-        with pytest.raises(ThresholdError, match="expected 'first', 'last' or a whole number"):
+        with pytest.raises(OptionError, match="expected 'first', 'last' or a whole number"):
             wb.compare(runs, at=wrong)
     with pytest.raises(SchemaError, match="Nothing is published under the name 'GPT'; choose from Pre-LN, Post-LN"):
         wb.compare(runs, published={"bare": "GPT"})
     with pytest.raises(SchemaError, match="published names the run 'other', which is not there"):
         wb.compare(runs, published={"other": "KAN"})
-    with pytest.raises(ThresholdError, match="'a' was measured with near_unit_upper 1.05 and 'b' with 1.2; apply"):
+    with pytest.raises(OptionError, match="'a' was measured with near_unit_upper 1.05 and 'b' with 1.2; apply"):
         wb.compare({"a": runs["bare"], "b": wb.remeasure(runs["bare"], near_unit_upper=1.2)})
     with pytest.raises(SchemaError, match="'a' runs over run; select one"):
         wb.compare({"a": runs["bare"].expand_dims(run=2)})

@@ -3,7 +3,7 @@ import pytest
 import xarray as xr
 
 import workbench as wb
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.studies import early_warning
 
 NAN = np.nan
@@ -33,7 +33,7 @@ def runs():
 def test_harm_is_divergence_or_lost_accuracy(runs):
     assert early_warning.harmful(runs).values.tolist() == [False, False, True, True, True, False]
     assert early_warning.harmful(runs, margin=0.01).values[-1]
-    with pytest.raises(ThresholdError, match="margin is -1"):
+    with pytest.raises(OptionError, match="margin is -1"):
         early_warning.harmful(runs, margin=-1)
 
 
@@ -42,7 +42,7 @@ def test_lead_times_count_to_whatever_shows_first(runs):
     np.testing.assert_array_equal(early_warning.lead_times(runs), [NAN, np.inf, 10, -10, NAN, np.inf])
     np.testing.assert_array_equal(early_warning.shown_at(runs, signs=["divergence"]), [NAN, NAN, 80, NAN, NAN, NAN])
     assert early_warning.lead_times(runs, signs=["divergence"]).values[2] == 30
-    with pytest.raises(ThresholdError, match="There is no sign 'acc'"):
+    with pytest.raises(OptionError, match="There is no sign 'acc'"):
         early_warning.shown_at(runs, signs=["acc"])
     assert early_warning.warned_first(runs).values.tolist() == [False, True, True, False, False, True]
 

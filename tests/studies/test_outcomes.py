@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.studies.outcomes import (
     accuracy_where_both_converge,
     divergence_rates,
@@ -173,18 +173,18 @@ def test_the_largest_stable_rate_and_all_below_it_are_stable():
             SchemaError,
             "The run 'none' at rate 0.001, seed 1 is there twice; take each study once",
         ),
-        (lambda: divergence_rates(outcomes_of(PLANTED), level=1), ThresholdError, "level is 1, expected a share"),
+        (lambda: divergence_rates(outcomes_of(PLANTED), level=1), OptionError, "level is 1, expected a share"),
         (
             lambda: accuracy_where_both_converge(outcomes_of(PLANTED), "SAM", "none"),
-            ThresholdError,
+            OptionError,
             "No run has the control 'SAM'; choose from none; KSS",
         ),
         (
             lambda: divergence_where_both_ran(outcomes_of(PLANTED), "KSS", "SAM"),
-            ThresholdError,
+            OptionError,
             "No run has the control 'SAM'",
         ),
-        (lambda: largest_stable_rate(outcomes_of(PLANTED), below=0), ThresholdError, "below is 0, expected a share"),
+        (lambda: largest_stable_rate(outcomes_of(PLANTED), below=0), OptionError, "below is 0, expected a share"),
     ],
 )
 def test_wrong_input_says_what_to_do(call, error, sentence):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.schema.runs import SPECTRA
 
 
@@ -162,5 +162,5 @@ def test_decision_zones(mass, condition, by_mass_alone, by_both):
     ],
 )
 def test_impossible_limits_of_kappa_are_refused(options, sentence):
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         wb.published.decision_chart(**options)

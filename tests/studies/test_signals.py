@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.monitored_runs import HEAD, LAYER, monitored_run
 from tests.plots.conftest import run_of
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.studies import signals
 
 
@@ -128,15 +128,15 @@ def test_wrong_input_says_what_to_do(run):
         signals.read(run, "effective_rank")
     with pytest.raises(SchemaError, match="no signal 'loss'; it holds nothing that has steps"):
         signals.read(xr.DataTree(), "loss")
-    with pytest.raises(ThresholdError, match="The reduction is 'median', expected one of min, max, mean"):
+    with pytest.raises(OptionError, match="The reduction is 'median', expected one of min, max, mean"):
         signals.read(run, "loss", reduce="median")
-    with pytest.raises(ThresholdError, match="'effective_rank D2' has no layer 9; choose from 0, 1, 2"):
+    with pytest.raises(OptionError, match="'effective_rank D2' has no layer 9; choose from 0, 1, 2"):
         signals.read(run, "effective_rank D2", layer=9)
-    with pytest.raises(ThresholdError, match="'routing_entropy' has no heads; leave head= out"):
+    with pytest.raises(OptionError, match="'routing_entropy' has no heads; leave head= out"):
         signals.read(run, "routing_entropy", head=0)
-    with pytest.raises(ThresholdError, match="n is 0, expected at least 1 bucket"):
+    with pytest.raises(OptionError, match="n is 0, expected at least 1 bucket"):
         signals.decimate(np.arange(3), np.zeros(3), 0)
-    with pytest.raises(ThresholdError, match=r"The band is \(0.9, 0.1\), expected two rising quantiles"):
+    with pytest.raises(OptionError, match=r"The band is \(0.9, 0.1\), expected two rising quantiles"):
         signals.healthy_band([], quantiles=(0.9, 0.1))
 
 

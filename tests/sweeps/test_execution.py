@@ -14,7 +14,7 @@ import zarr
 
 import workbench as wb
 from tests.sweeps.small_sweeps import TASK, made_alone, small_grid, without_seconds
-from workbench.errors import SweepError, ThresholdError
+from workbench.errors import OptionError, SweepError
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +141,6 @@ def test_a_scheduler_that_does_not_answer_is_named(tmp_path, monkeypatch):
     ],
 )
 def test_calls_that_make_no_sense_touch_nothing(runs, options, said, tmp_path):
-    with pytest.raises(ThresholdError, match=said):
+    with pytest.raises(OptionError, match=said):
         wb.sweeps.run(runs, tmp_path / "a.zarr", **options)
     assert not (tmp_path / "a.zarr").exists()

@@ -10,7 +10,7 @@ from torch import nn
 
 import workbench as wb
 from tests.sweeps.small_sweeps import SIZE, TASK, my_model
-from workbench.errors import AnatomyError, ThresholdError
+from workbench.errors import AnatomyError, OptionError
 from workbench.schema.sweeps import MEASURES, SETTINGS
 from workbench.sweeps.planned_runs import ShortRunOptions, TrainingOptions
 from workbench.sweeps.trial_updates import pilot_rate
@@ -198,10 +198,10 @@ def test_replanning_with_another_optimizer_forgets_the_trial_update():
     ],
 )
 def test_impossible_plans_are_refused(changes, said):
-    with pytest.raises(ThresholdError, match=said):
+    with pytest.raises(OptionError, match=said):
         wb.sweeps.measure_case(model(), task(), **{**PLAN, **changes})
     case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, takes_gradients=False, **PLAN)
-    with pytest.raises(ThresholdError, match=said):
+    with pytest.raises(OptionError, match=said):
         wb.sweeps.replan(case, **changes)
 
 
@@ -221,7 +221,7 @@ def test_the_settings_of_a_case_are_those_of_a_training_plan():
 
 def test_a_setting_that_there_is_not_is_refused():
     case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, takes_gradients=False, **PLAN)
-    with pytest.raises(ThresholdError, match="'speed' is no setting of a training run"):
+    with pytest.raises(OptionError, match="'speed' is no setting of a training run"):
         wb.sweeps.replan(case, speed=3)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 import workbench as wb
 from tests.sweeps.small_sweeps import SIZE, TASK, small_grid
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 
 def settings(**changes):
@@ -76,7 +76,7 @@ def test_a_grid_goes_through_every_combination_in_order():
     ],
 )
 def test_impossible_designs_are_refused(changes, said):
-    with pytest.raises(ThresholdError, match=said):
+    with pytest.raises(OptionError, match=said):
         small_grid(**changes)
 
 
@@ -93,5 +93,5 @@ def test_impossible_designs_are_refused(changes, said):
     ],
 )
 def test_impossible_settings_are_refused(changes, said):
-    with pytest.raises(ThresholdError, match=said):
+    with pytest.raises(OptionError, match=said):
         settings(**changes)

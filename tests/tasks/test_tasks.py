@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.tasks.images import split_rows
 from workbench.tasks.task import mixed_seed, shuffled_rows
 from workbench.tasks.text import split_text
@@ -153,16 +153,16 @@ def test_batches_go_to_a_device(make):
     ],
 )
 def test_impossible_options_are_refused(make, options, message):
-    with pytest.raises(ThresholdError) as caught:
+    with pytest.raises(OptionError) as caught:
         make(**options)
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_impossible_requests_are_refused(make):
-    with pytest.raises(ThresholdError, match="start is -1, expected at least 0"):
+    with pytest.raises(OptionError, match="start is -1, expected at least 0"):
         make().stream(-1)
-    with pytest.raises(ThresholdError, match="n_tokens is 0, expected at least 1"):
+    with pytest.raises(OptionError, match="n_tokens is 0, expected at least 1"):
         make().probe(0)
 
 
@@ -189,7 +189,7 @@ def test_impossible_requests_are_refused(make):
     ],
 )
 def test_impossible_tasks_are_refused(make, message):
-    with pytest.raises(ThresholdError, match=message):
+    with pytest.raises(OptionError, match=message):
         make()
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import workbench as wb
 from tests.tasks.test_user_data import DATA, ROWS, NoisyRows, disturb, first, hugging_face, random_states
-from workbench.errors import ThresholdError, WorkbenchError
+from workbench.errors import OptionError, WorkbenchError
 
 # Sources that can be read once
 
@@ -126,13 +126,13 @@ def test_an_error_within_the_source_leaves_the_random_numbers_alone():
     ],
 )
 def test_impossible_options_are_refused(options, message):
-    with pytest.raises(ThresholdError, match=message):
+    with pytest.raises(OptionError, match=message):
         wb.tasks.as_task(ROWS, **options)
 
 
 def test_impossible_requests_are_refused():
     for task in (wb.tasks.as_task(ROWS), wb.tasks.as_task(iter(ROWS.split(5)))):
-        with pytest.raises(ThresholdError, match="start is -1, expected at least 0"):
+        with pytest.raises(OptionError, match="start is -1, expected at least 0"):
             task.stream(-1)
-        with pytest.raises(ThresholdError, match="n_tokens is 0, expected at least 1"):
+        with pytest.raises(OptionError, match="n_tokens is 0, expected at least 1"):
             task.probe(0)

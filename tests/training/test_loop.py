@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
 from tests.small_training import same_weights
-from workbench.errors import AnatomyError, SnapshotError, StoreError, ThresholdError
+from workbench.errors import AnatomyError, OptionError, SnapshotError, StoreError
 from workbench.koopman.spectra import RankWarning
 
 
@@ -372,10 +372,10 @@ def test_training_mode_is_put_back(make_model, task):
     [
         ({}, TypeError, "n_steps"),
         ({"n_steps": 3, "lr": 0.1}, TypeError, "unexpected keyword argument 'lr'"),
-        ({"n_steps": 3, "flush_every": 0}, ThresholdError, "flush_every is 0, expected at least 1 step"),
-        ({"n_steps": 3, "checkpoint_every": 2}, ThresholdError, "checkpoint_every needs a place; pass store="),
-        ({"n_steps": 3, "precision": "float16"}, ThresholdError, "float16 needs a CUDA device"),
-        ({"n_steps": 3, "resume": True}, ThresholdError, "resume=True needs to know where from"),
+        ({"n_steps": 3, "flush_every": 0}, OptionError, "flush_every is 0, expected at least 1 step"),
+        ({"n_steps": 3, "checkpoint_every": 2}, OptionError, "checkpoint_every needs a place; pass store="),
+        ({"n_steps": 3, "precision": "float16"}, OptionError, "float16 needs a CUDA device"),
+        ({"n_steps": 3, "resume": True}, OptionError, "resume=True needs to know where from"),
     ],
 )
 def test_bad_settings_are_refused_at_the_call(make_model, task, settings, error, sentence):

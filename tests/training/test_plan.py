@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.training.training_plan import TrainingPlan
 
 
@@ -75,7 +75,7 @@ def test_frozen_weights_are_left_to_themselves():
     (group,) = TrainingPlan(n_steps=1).optimizer_for(model).param_groups
     assert group["params"] == list(model[1].parameters())
     model[1].requires_grad_(False)
-    with pytest.raises(ThresholdError, match="no trainable weights"):
+    with pytest.raises(OptionError, match="no trainable weights"):
         TrainingPlan(n_steps=1).optimizer_for(model)
 
 
@@ -102,13 +102,13 @@ def test_frozen_weights_are_left_to_themselves():
     ],
 )
 def test_impossible_settings_are_refused(settings, sentence):
-    with pytest.raises(ThresholdError, match=sentence):
+    with pytest.raises(OptionError, match=sentence):
         TrainingPlan(**{"n_steps": 10, **settings})
 
 
 def test_optimizers_that_do_not_fit_are_refused():
-    with pytest.raises(ThresholdError, match=r"AdamW does not take .*momentum"):
+    with pytest.raises(OptionError, match=r"AdamW does not take .*momentum"):
         TrainingPlan(n_steps=1, optimizer_options={"momentum": 0.9}).optimizer_for(nn.Linear(2, 2))
     ready = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(ThresholdError, match="weights that are not the model's"):
+    with pytest.raises(OptionError, match="weights that are not the model's"):
         TrainingPlan(n_steps=1, optimizer=ready).optimizer_for(nn.Linear(2, 2))

@@ -11,7 +11,7 @@ from matplotlib.textpath import TextPath
 import workbench as wb
 from tests.plots.conftest import spectra_of
 from tests.widgets.recorded_runs import run_of, spectra_over
-from workbench.errors import SchemaError, StoreError, ThresholdError
+from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.plots.radar_figure import axes_of, outline
 from workbench.plots.style import model_style
 from workbench.widgets import ArchitectureComparison
@@ -507,10 +507,10 @@ def test_names_and_numbers_that_do_not_exist_are_refused_in_one_sentence(open_co
         ("layers", (0, 9), "There are no layers 0 to 9; choose first and last from 0 to 3."),
         ("view", "pie", "There is no view 'pie'; choose from eigenvalues, layers, training, table, radar."),
     ):
-        with pytest.raises(ThresholdError) as caught:
+        with pytest.raises(OptionError) as caught:
             setattr(comparison, attribute, value)
         assert str(caught.value).startswith(sentence)
-    with pytest.raises(ThresholdError, match="There is no view 'pie'"):
+    with pytest.raises(OptionError, match="There is no view 'pie'"):
         ArchitectureComparison({"a": runs["bare"]}, view="pie")
     with pytest.raises(SchemaError, match="published names the run 'b', which is not there; the runs are a."):
         ArchitectureComparison({"a": runs["bare"]}, published={"b": "Mamba"})

@@ -12,7 +12,7 @@ import workbench.diagnosis
 import workbench.widgets.report.page
 import workbench.widgets.report.saving
 from tests.reports import made_trees
-from workbench.errors import SchemaError, StoreError, ThresholdError
+from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.reports.quantity import Numbers
 from workbench.tasks import as_task
 from workbench.widgets.assessment_report import AssessmentReport
@@ -186,7 +186,7 @@ def assess(monkeypatch, assessment):
     def fake(subject, task=None, *, plan=None, seed=0, progress=False):
         calls.append({"subject": subject, "task": task, "plan": plan, "seed": seed, "parts": []})
         if subject == "broken":
-            raise ThresholdError("There is no design 'broken'; choose gpt2.")
+            raise OptionError("There is no design 'broken'; choose gpt2.")
         for part in ("spectra", "risk", "hardware"):
             progress(part)
             calls[-1]["parts"].append(part)
@@ -208,7 +208,7 @@ def test_a_subject_is_measured_beside_the_page_part_by_part(make, assess, assess
     assert report.tree is None
     assert "✓ spectra" in report._status.value
     assert "risk …" in report._status.value
-    with pytest.raises(ThresholdError, match="Nothing has been measured yet"):
+    with pytest.raises(OptionError, match="Nothing has been measured yet"):
         report.save("html", "x")
     assess.goes_on.set()
     report.wait(60)
@@ -322,7 +322,7 @@ def test_without_model_and_task_experiments_are_shown_but_not_run(make):
     report = make(made_trees.diagnosis())
     assert report.experiments.button.disabled
     assert "model=..., task=..." in report.experiments.words.value
-    with pytest.raises(ThresholdError, match="pass model= and task="):
+    with pytest.raises(OptionError, match="pass model= and task="):
         report.run_experiment(0)
 
 
@@ -397,7 +397,7 @@ def test_the_report_is_written_in_every_kind(make, tmp_path, monkeypatch):
     assert asked == [(tmp_path / "run.html", False), (tmp_path / "run.md", True)]
     with pytest.raises(StoreError, match="There is no file name"):
         report.save("html", " ")
-    with pytest.raises(ThresholdError, match="The kind of file is 'pdf'"):
+    with pytest.raises(OptionError, match="The kind of file is 'pdf'"):
         report.save("pdf", tmp_path / "run")
 
 
@@ -405,11 +405,11 @@ def test_the_report_is_written_in_every_kind(make, tmp_path, monkeypatch):
 
 
 def test_it_takes_either_a_tree_or_a_subject(assessment):
-    with pytest.raises(ThresholdError, match="neither a tree nor a subject"):
+    with pytest.raises(OptionError, match="neither a tree nor a subject"):
         AssessmentReport()
-    with pytest.raises(ThresholdError, match="both a tree and a subject"):
+    with pytest.raises(OptionError, match="both a tree and a subject"):
         AssessmentReport(assessment, subject="gpt2")
-    with pytest.raises(ThresholdError, match="A plan goes with subject="):
+    with pytest.raises(OptionError, match="A plan goes with subject="):
         AssessmentReport(assessment, plan={})
     with pytest.raises(SchemaError, match="kind"):
         AssessmentReport(xr.DataTree())
@@ -417,11 +417,11 @@ def test_it_takes_either_a_tree_or_a_subject(assessment):
 
 def test_only_a_diagnosis_has_experiments_and_only_a_subject_is_measured(make, assessment):
     report = make(assessment)
-    with pytest.raises(ThresholdError, match="Only a diagnosis has experiments"):
+    with pytest.raises(OptionError, match="Only a diagnosis has experiments"):
         report.run_experiment(0)
-    with pytest.raises(ThresholdError, match="There is nothing to measure"):
+    with pytest.raises(OptionError, match="There is nothing to measure"):
         report.measure()
-    with pytest.raises(ThresholdError, match="There is no view 'experiments'"):
+    with pytest.raises(OptionError, match="There is no view 'experiments'"):
         report.view = "experiments"
 
 

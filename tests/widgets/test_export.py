@@ -8,7 +8,7 @@ import xarray as xr
 import workbench as wb
 from tests.plots.conftest import spectra_of
 from tests.widgets.recorded_runs import run_of
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 from workbench.plots.style import INK, NEUTRAL, drawing
 from workbench.widgets import ArchitectureComparison
 from workbench.widgets.export import ExportBar, export_path, export_runs
@@ -83,7 +83,7 @@ def test_the_table_is_a_page_and_no_picture(comparison, tmp_path):
     assert [kind for kind, button in bar.buttons.items() if button.disabled] == ["png", "svg"]
     with pytest.raises(StoreError, match="The table is text; choose HTML or netCDF"):
         comparison.export("png")
-    with pytest.raises(ThresholdError, match="The table is text"):
+    with pytest.raises(OptionError, match="The table is text"):
         comparison.figure()
     path = comparison.export("html", tmp_path / "deep" / "table")
     assert comparison.views["table"].table.value in path.read_text()
@@ -147,7 +147,7 @@ def test_files_have_the_looks_of_the_screen(comparison, view):
 
 
 def test_a_wrong_kind_and_a_folder_that_cannot_be_made(comparison, tmp_path):
-    with pytest.raises(ThresholdError, match="The kind of file is 'gif', expected one of png, svg, html, netcdf."):
+    with pytest.raises(OptionError, match="The kind of file is 'gif', expected one of png, svg, html, netcdf."):
         comparison.export("gif")
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="The folder file cannot be made"):
@@ -189,5 +189,5 @@ def test_a_bar_has_the_kinds_that_it_is_given(comparison):
     assert asked == [("text", "mine", False)]
     assert comparison.error == "The disk is full."
     assert export_path("text", "mine", kinds=kinds).name == "mine.txt"
-    with pytest.raises(ThresholdError, match="The kind of file is 'png', expected one of text, netcdf."):
+    with pytest.raises(OptionError, match="The kind of file is 'png', expected one of text, netcdf."):
         export_path("png", "mine", kinds=kinds)

@@ -10,7 +10,7 @@ import pytest
 import workbench as wb
 from workbench.callbacks.actions import Action
 from workbench.callbacks.alarms import WATCHED, Alarm, Alarms, Attributor, Calibration, DetectorOptions
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.training.step_record import StepRecord
 from workbench.widgets import LiveTraining
 from workbench.widgets.live.alarm_list import AlarmList
@@ -234,7 +234,7 @@ def test_what_does_not_go_together_is_refused_at_once():
         ({"alarms": alarms_on_the_rate()}, "alarms= listen to a recorder"),
         ({"recorder": wb.Recorder(), "actions": wb.Actions()}, "actions= need alarms to act on"),
     ):
-        with pytest.raises(ThresholdError, match=sentence):
+        with pytest.raises(OptionError, match=sentence):
             LiveTraining(SMALL, TASK, **options)
 
 

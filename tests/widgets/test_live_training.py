@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 from workbench.io.background_writer import RecordingWarning
 from workbench.widgets import LiveTraining
 from workbench.widgets.live_training import WITH, WITHOUT
@@ -319,7 +319,7 @@ def test_impossible_settings_are_refused_at_once(make, task):
         ({"task": "chess"}, "There is no task 'chess'; choose from associative recall"),
         ({"architecture": "gpt"}, "The architecture is a str, expected a wb.zoo.ArchitectureConfig or a model."),
     ):
-        with pytest.raises(ThresholdError, match=sentence):
+        with pytest.raises(OptionError, match=sentence):
             LiveTraining(kss=wb.KSS(), **options)
     live = make(data=iter([task.batch(0)]))
     live._start.click()

@@ -13,7 +13,7 @@ import workbench.widgets.risk.measurement
 import workbench.widgets.risk_explorer
 from tests.risk.made_sweep import made_sweep
 from tests.widgets.planted_risk import planted_model, planted_probability
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.formatting import percent
 from workbench.models.losses import token_loss
 from workbench.risk.neighbours import Neighbours
@@ -204,7 +204,7 @@ def test_what_is_unlike_everything_recorded_is_withheld(make):
     assert "Withheld" in explorer._bars.value
     assert len(explorer._curve.runs["diverged"].data["rate"]) > 0
     assert not hasattr(explorer, "extrapolate")
-    with pytest.raises(ThresholdError, match="nothing is known of what drives its risk"):
+    with pytest.raises(OptionError, match="nothing is known of what drives its risk"):
         explorer.figure("drivers")
     explorer.plan.optimizer.value = "AdamW"
     assert explorer._banner.layout.display == "none"
@@ -537,7 +537,7 @@ def test_a_module_is_measured_when_asked_and_left_as_it_was(make, n_measured):
     assert explorer.prediction is None
     assert explorer.nearest is None
     assert "press Measure" in explorer._status.value
-    with pytest.raises(ThresholdError, match="Nothing has been measured yet"):
+    with pytest.raises(OptionError, match="Nothing has been measured yet"):
         explorer.figure()
     explorer._button.click()
     explorer.wait(60)
@@ -591,7 +591,7 @@ def test_the_figures_to_keep_show_what_the_widget_shows(make, backend, tmp_path)
         ending = "html" if backend == "bokeh" else "png"
         path = wb.plots.save(explorer.figure(kind, backend), tmp_path / f"{kind}.{ending}")
         assert path.stat().st_size > 10_000
-    with pytest.raises(ThresholdError, match="There is no figure 'map', expected 'curve' or 'drivers'"):
+    with pytest.raises(OptionError, match="There is no figure 'map', expected 'curve' or 'drivers'"):
         explorer.figure("map")
 
 
@@ -623,15 +623,13 @@ def test_the_best_one_is_the_first_and_the_list_is_hidden_where_a_model_is_passe
 
 def test_wrong_arguments_are_refused_at_once(risk, sweep):
     given = {"risk": risk, "sweep": sweep}
-    with pytest.raises(ThresholdError, match="The model is a int, expected a wb.zoo.ArchitectureConfig, a path"):
+    with pytest.raises(OptionError, match="The model is a int, expected a wb.zoo.ArchitectureConfig, a path"):
         RiskExplorer(3, **given)
-    with pytest.raises(ThresholdError, match="There is no task 'chess'; choose from associative recall"):
+    with pytest.raises(OptionError, match="There is no task 'chess'; choose from associative recall"):
         RiskExplorer(task="chess", **given)
-    with pytest.raises(ThresholdError, match="The task 'digits' does not fit the model; choose from random tokens"):
+    with pytest.raises(OptionError, match="The task 'digits' does not fit the model; choose from random tokens"):
         RiskExplorer(torch.nn.Linear(2, 2), "digits", **given)
-    with pytest.raises(
-        ThresholdError, match="risk is 'oracle', expected a risk model or one of forward, gradient, pilot"
-    ):
+    with pytest.raises(OptionError, match="risk is 'oracle', expected a risk model or one of forward, gradient, pilot"):
         RiskExplorer(risk="oracle", sweep=sweep)
     with pytest.raises(SchemaError, match="The dataset is no sweep: it lacks has_diverged"):
         RiskExplorer(risk=risk, sweep=sweep.drop_vars("has_diverged"))

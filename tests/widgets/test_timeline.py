@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 
 from tests.monitored_runs import HEAD, LAYER, GrowingRun, monitored_run
-from workbench.errors import SchemaError, StoreError, ThresholdError
+from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.io.run_writer import RunWriter
 from workbench.studies import signals
 from workbench.widgets import Timeline
@@ -216,17 +216,17 @@ def test_impossible_wishes_are_refused_and_said(make, pair, tmp_path):
     page = Page(timeline.canvas)
     for act, kind, sentence in (
         (lambda: setattr(timeline, "signals", ["los"]), SchemaError, "No run has a signal 'los'; choose from loss"),
-        (lambda: setattr(timeline, "reduce", "median"), ThresholdError, "expected one of worst, min, max, mean"),
-        (lambda: setattr(timeline, "view", (3, 3)), ThresholdError, "expected a first and a later last step"),
+        (lambda: setattr(timeline, "reduce", "median"), OptionError, "expected one of worst, min, max, mean"),
+        (lambda: setattr(timeline, "view", (3, 3)), OptionError, "expected a first and a later last step"),
         (lambda: setattr(timeline, "shown", ["x"]), SchemaError, "There is no run 'x'; choose from twin, faulted"),
         (lambda: timeline.select(1, signal="x"), SchemaError, "No run has a signal 'x'"),
         (lambda: timeline.select(1, run="x"), SchemaError, "There is no run 'x'"),
         (lambda: make({}), SchemaError, "The runs are an empty dict, expected a run, the path of one"),
         (lambda: make(tmp_path / "no.zarr"), StoreError, "There is no run at"),
         (lambda: make(pair, signals=["x"]), SchemaError, "No run has a signal 'x'"),
-        (lambda: make(pair, poll_every=0), ThresholdError, "poll_every is 0, expected a positive number"),
-        (lambda: make(pair, band=(1, 0)), ThresholdError, "expected two rising quantiles"),
-        (lambda: make(pair, healthy=0), ThresholdError, "healthy is 0, expected at least 2 steps"),
+        (lambda: make(pair, poll_every=0), OptionError, "poll_every is 0, expected a positive number"),
+        (lambda: make(pair, band=(1, 0)), OptionError, "expected two rising quantiles"),
+        (lambda: make(pair, healthy=0), OptionError, "healthy is 0, expected at least 2 steps"),
     ):
         with pytest.raises(kind, match=sentence):
             act()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 Config = wb.zoo.ArchitectureConfig
 #: For every option, a value that differs from the default and goes with all other defaults.
@@ -48,7 +48,7 @@ def test_options_of_other_families_are_refused(family):
     foreign = [name for name in names if name not in wb.zoo.defaults(family)]
     assert foreign
     for name in foreign:
-        with pytest.raises(ThresholdError) as caught:
+        with pytest.raises(OptionError) as caught:
             Config(family=family, **{name: given_options[name]})
         assert str(caught.value) == f"{name} is no option of the family '{family}'; leave it out."
 
@@ -140,16 +140,14 @@ def test_every_option_belongs_to_a_family():
     ],
 )  # fmt: skip
 def test_impossible_configurations_are_refused_in_one_sentence(options, message):
-    with pytest.raises(ThresholdError) as caught:
+    with pytest.raises(OptionError) as caught:
         Config(**options)
     assert str(caught.value) == message
 
 
 def test_unknown_options_are_refused_everywhere():
     for make in (wb.zoo.transformer, wb.zoo.moe, wb.zoo.mamba, wb.zoo.kan, wb.zoo.vit, wb.zoo.llama_style):
-        with pytest.raises(
-            ThresholdError, match="'n_head' is no option of an architecture, expected one of family, d_"
-        ):
+        with pytest.raises(OptionError, match="'n_head' is no option of an architecture, expected one of family, d_"):
             make(n_head=4)
 
 

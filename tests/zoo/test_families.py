@@ -9,7 +9,7 @@ import torch
 
 import workbench as wb
 from tests.zoo.zoo_models import IMAGE, MAKERS, TEXT, inputs_for, unsettled
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 every_model = pytest.mark.parametrize("name", MAKERS)
 every_text_model = pytest.mark.parametrize("name", [name for name in MAKERS if not name.startswith("vit")])
@@ -115,7 +115,7 @@ def test_every_family_learns(family):
 @pytest.mark.parametrize("family", ["transformer", "moe", "mamba", "kan"])
 def test_sequences_beyond_the_longest_are_refused(family):
     model = wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, **TEXT))
-    with pytest.raises(ThresholdError) as caught:
+    with pytest.raises(OptionError) as caught:
         model(torch.zeros(1, 25, dtype=torch.int64))
     assert str(caught.value) == (
         "The sequences have 25 tokens, but max_length is 24; cut them, or build the model with a larger max_length."
@@ -153,6 +153,6 @@ def test_without_positions_the_order_of_the_patches_does_not_matter():
 
 
 def test_images_of_another_shape_are_refused():
-    with pytest.raises(ThresholdError) as caught:
+    with pytest.raises(OptionError) as caught:
         wb.zoo.vit(**IMAGE)(torch.zeros(3, 1, 8, 8))
     assert str(caught.value) == "The images have shape (3, 1, 8, 8), expected (batch, 2, 8, 8)."

@@ -7,7 +7,7 @@ import typing
 import pytest
 
 import workbench as wb
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.zoo import ArchitectureConfig
 
 LLAMA = {"norm": "rms_norm", "norm_eps": 1e-5, "position": "rotary", "mlp": "swiglu", "has_bias": False}
@@ -46,9 +46,9 @@ def test_without_options_it_is_the_configuration_of_its_defaults(name):
 
 
 def test_an_option_that_is_not_named_is_refused_in_one_sentence():
-    with pytest.raises(ThresholdError, match="n_experts is no option of the family 'transformer'; leave it out"):
+    with pytest.raises(OptionError, match="n_experts is no option of the family 'transformer'; leave it out"):
         wb.zoo.transformer(n_experts=4)
-    with pytest.raises(ThresholdError, match="'n_head' is no option of an architecture, expected one of family, d_"):
+    with pytest.raises(OptionError, match="'n_head' is no option of an architecture, expected one of family, d_"):
         wb.zoo.llama_style(n_head=4)
 
 

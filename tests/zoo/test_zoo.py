@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 #: The "ours, measured" column of M at d = 128, L = 4, 0.02 init; for deep_norm the paper's value, which its form gives.
 MEASURED_M = {
@@ -97,7 +97,7 @@ def test_configurations_saved_by_the_first_version_still_open():
     ],
 )
 def test_impossible_configurations_are_refused(options, message):
-    with pytest.raises(ThresholdError, match=message):
+    with pytest.raises(OptionError, match=message):
         wb.zoo.transformer(**options)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from bokeh.models import LogScale, Range1d
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.plots import layer_profile
 from workbench.plots.layer_profile_figure import DEFAULT_MEASURES, LOGARITHMIC, REFERENCE, measure_columns, remark
 from workbench.plots.spectra_inputs import select_layers
@@ -48,7 +48,7 @@ class LayerView(ComparisonView):
     def draw(self, scene: Scene) -> None:
         """Write the measures at this step into the panels; each is built for all runs, once."""
         if not self.measures.value:
-            raise ThresholdError("No measure is chosen; switch on at least one.")
+            raise OptionError("No measure is chosen; switch on at least one.")
         if self.panels is None or self.panels.names != list(scene.runs):
             self.panels = LayerPanels(list(scene.runs))
         everything = {name: run.near(scene.step) for name, run in scene.runs.items()}

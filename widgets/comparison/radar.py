@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 import numpy as np
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.radar_figure import DEFAULT_MEASURES, RadarChart, Texts, axes_of, outline, radar
 from workbench.widgets.comparison.scene import ComparisonView, Scene, muted
@@ -46,7 +46,7 @@ class RadarView(ComparisonView):
         comparison = comparison_of(scene)
         self._offer(comparison)
         if len(self.measures.value) < _FEWEST_MEASURES:
-            raise ThresholdError(f"A radar chart needs at least {_FEWEST_MEASURES} measures; switch on another.")
+            raise OptionError(f"A radar chart needs at least {_FEWEST_MEASURES} measures; switch on another.")
         measures, names = list(self.measures.value), list(scene.runs)
         notes = {name: scene.runs[name].remark(scene.step) or f"step {scene.step}" for name in scene.shown}
         charts = self.charts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from workbench import plots
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.plots.spectra_inputs import select_layers
 from workbench.widgets.base import close_tree
 from workbench.widgets.export import make_folder
@@ -80,11 +80,11 @@ class Scene:
         """The spectra by title instead of name, for a figure that stands alone.
 
         Raises:
-            ThresholdError: If no run shown has any yet.
+            OptionError: If no run shown has any yet.
         """
         spectra = {self.runs[name].title(self.step): data for name, data in self.spectra().items()}
         if not spectra:
-            raise ThresholdError(f"None of the models shown has spectra at or before step {self.step}; move the step.")
+            raise OptionError(f"None of the models shown has spectra at or before step {self.step}; move the step.")
         return spectra
 
 

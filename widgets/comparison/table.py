@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import ipywidgets
 import numpy as np
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.formatting import compact
 from workbench.io.atomic import check_free, replacing
 from workbench.studies.comparison import compare_checked
@@ -77,15 +77,13 @@ def comparison_of(scene: Scene) -> xr.Dataset:
     """The runs shown at this step and in these layers, as `workbench.compare` puts them beside each other.
 
     Raises:
-        ThresholdError: If none of them has spectra of these layers yet, or they were measured with different
+        OptionError: If none of them has spectra of these layers yet, or they were measured with different
             thresholds.
     """
     spectra = {name: scene.layers_of(name) for name in scene.shown}
     spectra = {name: data for name, data in spectra.items() if data.sizes["layer"]}
     if not spectra:
-        raise ThresholdError(
-            f"None of the models shown has spectra of these layers at step {scene.step}; move a slider."
-        )
+        raise OptionError(f"None of the models shown has spectra of these layers at step {scene.step}; move a slider.")
     runs = {name: scene.runs[name].tree for name in spectra}  # checked when they came in
     return compare_checked(runs, spectra, published=scene.published_of(spectra))
 

@@ -9,7 +9,7 @@ import ipywidgets
 import numpy as np
 from bokeh.models import Line, LogScale, Range1d, Span
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.plots.style import NEUTRAL, log_ticks_bokeh
 from workbench.plots.traces_figure import Trace, TracesPanel, trace_of, traces
 from workbench.schema.runs import MONITORS, SPECTRA
@@ -46,7 +46,7 @@ class TrainingView(ComparisonView):
             self.box.children = [ipywidgets.HTML(muted("No run has monitors, nor spectra of several steps."))]
             return
         if not self.variables.value:
-            raise ThresholdError("No trace is chosen; switch on at least one.")
+            raise OptionError("No trace is chosen; switch on at least one.")
         if self.panels.arrange(self.variables.value, scene.runs, scene.shown):
             self.put(self.variables, root=self.panels.root)
         with self.batch():

@@ -40,7 +40,7 @@ class PairedRuns:
         names: Of the treatment, and of its control.
 
     Raises:
-        ThresholdError: If the faults do not go together, or alarms have no recorder, or actions no alarms.
+        OptionError: If the faults do not go together, or alarms have no recorder, or actions no alarms.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import ipywidgets
 from torch import nn
 
 from workbench import tasks, zoo
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.tasks.user_data import OneShotTask
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Setup:
         box: All of them.
 
     Raises:
-        ThresholdError: If there is no such task, or a number is out of range.
+        OptionError: If there is no such task, or a number is out of range.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Setup:
         control: str = "without KSS",
     ) -> None:
         if architecture is not None and not isinstance(architecture, zoo.ArchitectureConfig | nn.Module):
-            raise ThresholdError(
+            raise OptionError(
                 f"The architecture is a {type(architecture).__name__}, expected a wb.zoo.ArchitectureConfig or a model."
             )
         if isinstance(task, str) and task not in _TASKS:
-            raise ThresholdError(f"There is no task '{task}'; choose from {', '.join(_TASKS)}, or pass a task.")
+            raise OptionError(f"There is no task '{task}'; choose from {', '.join(_TASKS)}, or pass a task.")
         if not learning_rate > 0:
-            raise ThresholdError(f"learning_rate is {learning_rate}, expected a positive number.")
+            raise OptionError(f"learning_rate is {learning_rate}, expected a positive number.")
         for name, value, lowest in (("n_steps", n_steps, 1), ("spectra_every", spectra_every, 1), ("seed", seed, 0)):
             if not isinstance(value, int) or value < lowest:
-                raise ThresholdError(f"{name} is {value!r}, expected a whole number of at least {lowest}.")
+                raise OptionError(f"{name} is {value!r}, expected a whole number of at least {lowest}.")
         self._config = architecture if isinstance(architecture, zoo.ArchitectureConfig) else _DEFAULT
         self._model = architecture if isinstance(architecture, nn.Module) else None
         self._task = None if task is None or isinstance(task, str) else tasks.as_task(task)
@@ -101,12 +101,12 @@ class Setup:
         """The task that the controls stand for.
 
         Raises:
-            ThresholdError: If its data can be read only once, and two runs need them.
+            OptionError: If its data can be read only once, and two runs need them.
         """
         if self._task is None:
             return _TASKS[self.task.value](self.seed.value)
         if self.compare.value and isinstance(self._task, OneShotTask):
-            raise ThresholdError(
+            raise OptionError(
                 "The data can be read only once, but two runs need them; pass a DataLoader or a list, or compare=False."
             )
         return self._task
@@ -115,7 +115,7 @@ class Setup:
         """A fresh model for a task, the same each time.
 
         Raises:
-            ThresholdError: If the architecture is impossible.
+            OptionError: If the architecture is impossible.
         """
         if self._model is not None:
             return copy.deepcopy(self._model)

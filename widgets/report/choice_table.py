@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -45,11 +45,11 @@ class ChoiceTable(anywidget.AnyWidget):
         """Choose a row.
 
         Raises:
-            ThresholdError: If it is not shown.
+            OptionError: If it is not shown.
         """
         names = [row["id"] for row in self.rows]
         if name not in names:
-            raise ThresholdError(f"There is no row '{name}' in the {self.label}; choose from {', '.join(names)}.")
+            raise OptionError(f"There is no row '{name}' in the {self.label}; choose from {', '.join(names)}.")
         self.value = name
 
 

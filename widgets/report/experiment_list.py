@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.formatting import clause, percent
 from workbench.reports.quantity import Numbers
 from workbench.tasks import as_task
@@ -55,10 +55,10 @@ class ExperimentsView:
         """Place of the chosen experiment in the tree.
 
         Raises:
-            ThresholdError: If there is none.
+            OptionError: If there is none.
         """
         if not self.table.value:
-            raise ThresholdError("No experiment is chosen; choose a row of the table.")
+            raise OptionError("No experiment is chosen; choose a row of the table.")
         return int(self.table.value)
 
     def tell(self, tree: xr.DataTree) -> None:

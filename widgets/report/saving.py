@@ -36,7 +36,7 @@ def save_tree(tree: xr.DataTree, kind: str, path: str | os.PathLike[str], *, ove
         The path, with the ending of its kind.
 
     Raises:
-        ThresholdError: If there is no such kind.
+        OptionError: If there is no such kind.
         StoreError: If the path is empty or taken, or the disk is full.
     """
     path = export_path(kind, path, kinds=KINDS)

@@ -10,7 +10,7 @@ import ipywidgets
 from torch import nn
 
 from workbench import tasks, zoo
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.checkpoint import open_checkpoint
 from workbench.models.subject import Subject
 
@@ -103,14 +103,14 @@ class Choice:
         vocab_size, longest = vocabulary_of(subject.model), longest_of(subject.model)
         length = min(self.length, longest or self.length)
         if vocab_size is None:
-            raise ThresholdError(f"{subject.name} does not say what it reads; pass its data as task=.")
+            raise OptionError(f"{subject.name} does not say what it reads; pass its data as task=.")
         if self.task == _ENGLISH:
             n_rows = max(4 * self.batch_size, 2048 // length)
             passages = tasks.reference_passages(n_rows, n_characters=_LETTERS_PER_TOKEN * length)
             rows = subject.tokenize(passages, max_length=length)["input_ids"]
             return tasks.as_task(rows, batch_size=self.batch_size, seed=self.seed)
         if self.task == _BYTES and vocab_size < 256:
-            raise ThresholdError(
+            raise OptionError(
                 f"{subject.name} knows {vocab_size} tokens, but bytes need 256; choose random tokens or pass task=."
             )
         return self._named_task(vocab_size, length)
@@ -131,20 +131,20 @@ class ModelChoice:
         shown: What to show, in order.
 
     Raises:
-        ThresholdError: If there is no such task, or the model is none of these.
+        OptionError: If there is no such task, or the model is none of these.
     """
 
     def __init__(self, model: Any, task: Any) -> None:
         if model is not None and not isinstance(
             model, zoo.ArchitectureConfig | nn.Module | Subject | str | os.PathLike
         ):
-            raise ThresholdError(
+            raise OptionError(
                 f"The model is a {type(model).__name__}, expected a wb.zoo.ArchitectureConfig, a path, a checkpoint "
                 "or a module."
             )
         known = (*_TASKS, _DIGITS, _ENGLISH)
         if isinstance(task, str) and task not in known:
-            raise ThresholdError(f"There is no task '{task}'; choose from {', '.join(known)}, or pass a task.")
+            raise OptionError(f"There is no task '{task}'; choose from {', '.join(known)}, or pass a task.")
         self._config = model if isinstance(model, zoo.ArchitectureConfig) else _DEFAULT
         self._given = model if isinstance(model, nn.Module | Subject) else None
         self._task = None if task is None or isinstance(task, str) else tasks.as_task(task)
@@ -157,7 +157,7 @@ class ModelChoice:
         if isinstance(task, str):
             offered = [name for name, _ in self.task.options]
             if task not in offered:
-                raise ThresholdError(f"The task '{task}' does not fit the model; choose from {', '.join(offered)}.")
+                raise OptionError(f"The task '{task}' does not fit the model; choose from {', '.join(offered)}.")
             self.task.value = task
 
     @property
@@ -182,7 +182,7 @@ class ModelChoice:
         """What the controls say.
 
         Raises:
-            ThresholdError: If the architecture is impossible, or there is no path.
+            OptionError: If the architecture is impossible, or there is no path.
         """
         task = self.task.value if self._task is None else self._task
         rest = (task, self.length.value, self.batch_size.value, self.seed.value)
@@ -190,11 +190,11 @@ class ModelChoice:
             return Choice(self._configured(), *rest)
         if self.source.value != CHECKPOINT:
             if self._given is None:
-                raise ThresholdError("No model is given; choose another source.")
+                raise OptionError("No model is given; choose another source.")
             return Choice(self._given, *rest)
         path = self.path.value.strip()
         if not path:
-            raise ThresholdError("There is no path; write that of a checkpoint, a folder or a file.")
+            raise OptionError("There is no path; write that of a checkpoint, a folder or a file.")
         return Choice(path, *rest)
 
     def _configured(self) -> zoo.ArchitectureConfig:

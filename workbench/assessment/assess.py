@@ -92,7 +92,7 @@ def assess(
         ``flow_at_depth``; where the plan may break ``changes``.
 
     Raises:
-        ThresholdError: If the plan has an unknown key or an impossible value, or does not fit the subject.
+        OptionError: If the plan has an unknown key or an impossible value, or does not fit the subject.
         CheckpointError: If there is no such design.
         AnatomyError: If the subject's residual stream cannot be read.
     """

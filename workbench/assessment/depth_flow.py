@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.assessment.flow_numbers import flow_numbers
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.flow.flow_measurement import measure
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ def depth_flow(
         where fewer than two smaller depths exist. And the flow of the target's first seed, as `measure` gives it.
 
     Raises:
-        ThresholdError: If the target is below one block.
+        OptionError: If the target is below one block.
     """
     import xarray as xr
 
     if target < 1:
-        raise ThresholdError(f"The target depth is {target}, expected at least 1 block.")
+        raise OptionError(f"The target depth is {target}, expected at least 1 block.")
     depths = [*depths_below(target), target]
     rows, seen = [], {}
     for depth in depths:

@@ -16,7 +16,7 @@ from workbench.assessment.assess import assess
 from workbench.assessment.compute_cost import flops_per_token
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
 from workbench.callbacks.train import train
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.hardware import AssessmentPlan, read_plan
 from workbench.io.provenance import versions
 from workbench.schema.runs import SCHEMA_VERSION
@@ -62,16 +62,16 @@ def compare_designs(
         work and loss on trial, and better in one; where a risk is not known none is).
 
     Raises:
-        ThresholdError: If there are fewer than two designs, a name cannot stand in a tree, or the plan does not fit.
+        OptionError: If there are fewer than two designs, a name cannot stand in a tree, or the plan does not fit.
     """
     import xarray as xr
 
     start = time.monotonic()
     if len(designs) < 2:
-        raise ThresholdError(f"A comparison needs at least two designs, this one has {len(designs)}; add another.")
+        raise OptionError(f"A comparison needs at least two designs, this one has {len(designs)}; add another.")
     for name in designs:
         if not name or "/" in name or name in _TAKEN:
-            raise ThresholdError(f"A design cannot be called '{name}'; choose a name without '/', not 'designs'.")
+            raise OptionError(f"A design cannot be called '{name}'; choose a name without '/', not 'designs'.")
     plan = read_plan(plan)
     size = {"width": plan.target.width, "depth": plan.target.depth}
     found = {name: measured_model(subject, seed=seed, **size) for name, subject in designs.items()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from workbench.errors import ThresholdError, WorkbenchError
+from workbench.errors import OptionError, WorkbenchError
 from workbench.models.batches import take_rows
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.losses import token_loss
@@ -123,7 +123,7 @@ def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, dep
         depth: Target depth; likewise.
 
     Raises:
-        ThresholdError: If nothing can be built from the subject, or not at this size.
+        OptionError: If nothing can be built from the subject, or not at this size.
         CheckpointError: If there is no such name or file.
     """
     if isinstance(subject, nn.Module | Subject):
@@ -156,7 +156,7 @@ def planned_task(model: nn.Module, plan: AssessmentPlan, *, seed: int) -> Task:
         seed: Added to the plan's.
 
     Raises:
-        ThresholdError: If there is no task for what the model reads, or the task does not fit it.
+        OptionError: If there is no task for what the model reads, or the task does not fit it.
     """
     sizes = model_sizes(model)
     if getattr(unwrap(model), "main_input_name", None) == "pixel_values":
@@ -182,7 +182,7 @@ def require_loss(model: nn.Module, task: Task) -> None:
     """Try a task on a model: two rows of the first batch, forward.
 
     Raises:
-        ThresholdError: If the model does not run on them, returns no logits, or its logits do not fit the targets.
+        OptionError: If the model does not run on them, returns no logits, or its logits do not fit the targets.
     """
     name, task_name = type(unwrap(model)).__name__, task.describe().get("task", "the task")
     inputs, targets = (on_device_of(model, take_rows(part, slice(0, 2))) for part in next(iter(task.stream(0))))
@@ -192,15 +192,15 @@ def require_loss(model: nn.Module, task: Task) -> None:
     except WorkbenchError:
         raise
     except Exception as error:  # of whatever kind: nothing is known of the model's code
-        raise ThresholdError(
+        raise OptionError(
             f"{name} does not run on batches of {task_name} ({cause_of(error)}); pass task= with batches that it reads."
         ) from error
     logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor):
-        raise ThresholdError(f"{name} returns no logits, so it has no loss; pass the model with its head.")
+        raise OptionError(f"{name} returns no logits, so it has no loss; pass the model with its head.")
     n_choices = logits.shape[-1] if logits.ndim else 0
     if logits.shape[:-1].numel() != targets.numel() or int(targets.max()) >= n_choices:
-        raise ThresholdError(
+        raise OptionError(
             f"{name} returns logits of shape {tuple(logits.shape)} for targets of shape {tuple(targets.shape)} below "
             f"{int(targets.max()) + 1} in {task_name}, expected logits for each target; pass task= with what the model "
             "predicts, or the model with another head."
@@ -215,13 +215,13 @@ def _require_readable(model: nn.Module, sizes: ModelSizes) -> None:
     if reads == "pixel_values":
         side = Digits.image_size
         if sizes.image_size is None or sizes.image_size % side or sizes.n_channels is None:
-            raise ThresholdError(
+            raise OptionError(
                 f"{name} reads images of {sizes.image_size or 'unknown'} pixels and {sizes.n_channels or 'unknown'} "
                 f"channels, expected a square with a side that is a multiple of {side}; pass task= with batches of "
                 "images and their classes."
             )
     elif reads not in (None, "input_ids"):
-        raise ThresholdError(
+        raise OptionError(
             f"{name} reads {reads}, for which there is no task, expected token ids or images; pass task= with batches "
             "of what it reads."
         )

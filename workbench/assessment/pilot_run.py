@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.callbacks.train import train
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
 from workbench.models.calling import on_device_of
 from workbench.models.losses import token_loss
@@ -84,14 +84,14 @@ def pilot_run(
         as tried.
 
     Raises:
-        ThresholdError: If the optimizer is a ready one, which belongs to the model itself, or a number is below 1.
+        OptionError: If the optimizer is a ready one, which belongs to the model itself, or a number is below 1.
     """
     import torch
     import xarray as xr
 
     require_whole(1, n_updates=n_updates, n_trials=n_trials)
     if isinstance(plan.optimizer, torch.optim.Optimizer):
-        raise ThresholdError(
+        raise OptionError(
             "A ready optimizer cannot be tried on a copy; name its class, or pass a function that makes it."
         )
     warmup = min(plan.warmup, n_updates // 2)

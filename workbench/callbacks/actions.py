@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarm, Attribution
@@ -51,7 +51,7 @@ class ActionRequest:
         kinds: Some of ``KINDS``.
         alarm: The alarm that asked.
         attribution: What it was put down to; None where nothing can be said.
-        onset: The last step before the signal changed, as far as it can be told.
+        onset: The last step before the signal changed, as far as it is known.
     """
 
     kinds: tuple[str, ...]
@@ -72,7 +72,7 @@ class Actions:
         kss: For ``"kss"``: switched on, or made stronger where it is on. It must be the run's own.
         kss_factor: By which its strength grows where it is on.
         skip: Batches left out after a roll-back, so that the data of the bad stretch are not met again.
-        wait: Steps from the first alarm to the action, so that it can be told what is wrong; an alarm of the loss or
+        wait: Steps from the first alarm to the action, so that it is clearer what is wrong; an alarm of the loss or
             the gradients, or one at ten times its threshold, does not wait.
         rest: Steps after an action in which no alarm sounds, while the run finds its way.
         n_most: Actions on alarms after which there are no more.
@@ -81,7 +81,7 @@ class Actions:
             keeps those.
 
     Raises:
-        ThresholdError: If a kind is unknown or a number out of range.
+        OptionError: If a kind is unknown or a number out of range.
     """
 
     policy: Mapping[str, Sequence[str]] = field(default_factory=lambda: dict(POLICY))
@@ -104,14 +104,14 @@ class Actions:
             _check_kinds(kinds)
         for name in ("cut_rate", "lowest_rate"):
             if not 0 < getattr(self, name) < 1:
-                raise ThresholdError(f"{name} is {getattr(self, name)}, expected a factor above 0 and below 1.")
+                raise OptionError(f"{name} is {getattr(self, name)}, expected a factor above 0 and below 1.")
         if not isinstance(self.kss_factor, Real) or self.kss_factor <= 1:
-            raise ThresholdError(f"kss_factor is {self.kss_factor}, expected more than 1.")
+            raise OptionError(f"kss_factor is {self.kss_factor}, expected more than 1.")
         for name, least in (("skip", 0), ("wait", 0), ("rest", 0), ("n_most", 1)):
             if getattr(self, name) < least:
-                raise ThresholdError(f"{name} is {getattr(self, name)}, expected at least {least}.")
+                raise OptionError(f"{name} is {getattr(self, name)}, expected at least {least}.")
         if "kss" in self.kinds and self.kss is None:
-            raise ThresholdError("The action 'kss' needs to know which KSS; pass kss=, the one that the run has.")
+            raise OptionError("The action 'kss' needs to know which KSS; pass kss=, the one that the run has.")
 
     @property
     def kinds(self) -> set[str]:
@@ -122,7 +122,7 @@ class Actions:
         """What to do about an alarm; None: nothing.
 
         Raises:
-            ThresholdError: If ``call`` returns an unknown kind.
+            OptionError: If ``call`` returns an unknown kind.
         """
         if alarm.is_outcome and not self.reacts_to_outcome:
             return None
@@ -138,4 +138,4 @@ class Actions:
 def _check_kinds(kinds: Sequence[str]) -> None:
     for kind in [kinds] if isinstance(kinds, str) else kinds:
         if kind not in KINDS:
-            raise ThresholdError(f"There is no action '{kind}', expected some of {', '.join(KINDS)}.")
+            raise OptionError(f"There is no action '{kind}', expected some of {', '.join(KINDS)}.")

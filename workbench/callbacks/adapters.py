@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.callbacks.gathering import gather
-from workbench.errors import MissingPackageError, StoreError, ThresholdError
+from workbench.errors import MissingPackageError, OptionError, StoreError
 from workbench.models.wrapping import innermost
 from workbench.training.callback import Callback, TrainingRun
 from workbench.training.configuration import first_difference
@@ -56,7 +56,7 @@ class Attachment:
         """Attach; go on from a checkpoint's state where there is one.
 
         Raises:
-            ThresholdError: If a callback cannot act here.
+            OptionError: If a callback cannot act here.
             StoreError: If the checkpoint was made with other options.
         """
         self.end()
@@ -148,7 +148,7 @@ class Attachment:
         """A batch as the callbacks leave it: a mapping with ``labels``, or inputs and targets.
 
         Raises:
-            ThresholdError: If it is neither.
+            OptionError: If it is neither.
         """
         if not self.overrides("change_batch"):
             return batch
@@ -157,7 +157,7 @@ class Attachment:
         elif isinstance(batch, tuple | list) and len(batch) == 2:
             inputs, targets = batch
         else:
-            raise ThresholdError(
+            raise OptionError(
                 f"A batch is a {type(batch).__name__}, expected inputs and targets or a mapping with 'labels', which "
                 "faults of the data and penalties need."
             )
@@ -254,7 +254,7 @@ class _PassHooks:
         if self._open is None or not self._attachment.overrides("auxiliary_loss"):
             return None
         if getattr(output, "loss", None) is None:
-            raise ThresholdError(
+            raise OptionError(
                 f"{type(module).__name__} gives no loss that penalties could be added to; pass labels with each batch."
             )
         output.loss = self._attachment.with_auxiliary(output.loss, self._share)
@@ -279,7 +279,7 @@ def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
         seed: Of what faults and penalties draw.
 
     Raises:
-        ThresholdError: If something is no callback. When training begins, if one needs the loop of `workbench.train`.
+        OptionError: If something is no callback. When training begins, if one needs the loop of `workbench.train`.
     """
     from transformers.trainer_callback import ExportableState, TrainerCallback
 
@@ -301,7 +301,7 @@ def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
             by_name: Any = state.stateful_callbacks  # transformers annotates a list; in a Trainer it is a dictionary
             saved = by_name.setdefault(name, {})
             if isinstance(saved, list):
-                raise ThresholdError(
+                raise OptionError(
                     "A Trainer takes one callback of the workbench, not several; pass all to one wb.trainer_callback()."
                 )
             resumed = _resumed(by_name, saved) if state.global_step else None
@@ -373,7 +373,7 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
 
     Raises:
         MissingPackageError: If Lightning is not installed.
-        ThresholdError: If something is no callback. When training begins, if one needs the loop of `workbench.train`.
+        OptionError: If something is no callback. When training begins, if one needs the loop of `workbench.train`.
     """
     base: Any = _lightning().Callback
     gathered = gather(callbacks, seed=seed)
@@ -385,6 +385,7 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
             self.attachment = Attachment(gathered)
             self.loaded: dict[str, Any] | None = None
             self.losses: list[Tensor] = []
+            self.numbers: dict[str, float] = {}
             self.step = 0
             self.restore: Callable[[], None] | None = None
 
@@ -396,7 +397,7 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
             n_optimizers = len(trainer.optimizers)
             needs_steps = any(callback.name != "guard" for callback in gathered)
             if n_optimizers != 1 or (needs_steps and not pl_module.automatic_optimization):
-                raise ThresholdError(
+                raise OptionError(
                     f"{type(pl_module).__name__} has {n_optimizers} optimizers or steps them itself, and this callback "
                     "takes one that Lightning steps; attach by kss.attach(model, optimizer) and "
                     "recorder.attach(model, optimizer)."
@@ -418,16 +419,14 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             losses, self.losses = self.losses, []
-            numbers = {"loss": sum(losses) / len(losses)} if losses else {}
-            self.attachment.before_update(trainer.global_step, numbers)
+            self.numbers = {"loss": float(sum(losses) / len(losses))} if losses else {}
+            self.attachment.before_update(trainer.global_step, self.numbers)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: Any) -> None:
             if trainer.global_step > self.step:
                 self.attachment.updated(trainer.global_step - 1)
                 self.step = trainer.global_step
-                loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-                numbers = {"loss": float(loss)} if isinstance(loss, Tensor) else {}
-                trainer.should_stop |= self.attachment.end_step(numbers)
+                trainer.should_stop |= self.attachment.end_step(self.numbers)
             if numbers := self.attachment.to_log():
                 pl_module.log_dict(numbers, on_step=True, on_epoch=False)
 

@@ -12,7 +12,7 @@ from workbench.callbacks.faults import Fault, Injection
 from workbench.callbacks.guard import Guard
 from workbench.callbacks.kss import KSS, KSSCallback
 from workbench.callbacks.recorder import Recorder
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.training.callback import Callback, checked
 
 
@@ -45,10 +45,10 @@ def gather(
         stack: Of the blocks that penalties see; see `workbench.read_anatomy`.
 
     Raises:
-        ThresholdError: If something is no callback, or two exclude each other.
+        OptionError: If something is no callback, or two exclude each other.
     """
     if isinstance(callbacks, Callback | KSS | Fault | Penalty | Recorder):
-        raise ThresholdError(f"callbacks is one {type(callbacks).__name__}, expected a sequence; pass [it].")
+        raise OptionError(f"callbacks is one {type(callbacks).__name__}, expected a sequence; pass [it].")
     found: dict[type, list[Any]] = {kind: [] for kind in (KSS, Fault, Penalty, Recorder, Alarms, Actions)}
     own: list[Callback] = []
     for callback in callbacks:
@@ -57,9 +57,7 @@ def gather(
     for kind, given in ((KSS, kss), (Recorder, recorder), (Alarms, alarms), (Actions, actions)):
         found[kind] = [*([] if given is None else [given]), *found[kind]]
         if len(found[kind]) > 1:
-            raise ThresholdError(
-                f"There are {len(found[kind])} {kind.__name__}, expected one in a run; drop the others."
-            )
+            raise OptionError(f"There are {len(found[kind])} {kind.__name__}, expected one in a run; drop the others.")
     kss, recorder, alarms, actions = (next(iter(found[kind]), None) for kind in (KSS, Recorder, Alarms, Actions))
     injection = Injection(faults if isinstance(faults, Fault) else [*faults, *found[Fault]], seed=seed)
     terms = PenaltyTerms(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.alarms.replaying import replay
 from workbench.callbacks.responding import Response, ResponseState
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.io.store import open_run
 from workbench.training.callback import Callback, TrainingRun
 
@@ -38,7 +38,7 @@ class Guard(Callback):
         faults: Of the run, among which the auxiliary loss may have been switched off.
 
     Raises:
-        ThresholdError: If alarms have no recorder, or actions no alarms.
+        OptionError: If alarms have no recorder, or actions no alarms.
     """
 
     name = "guard"
@@ -52,12 +52,12 @@ class Guard(Callback):
     ) -> None:
         if recorder is not None and recorder.alarms is not None:
             if alarms is not None:
-                raise ThresholdError("The recorder has alarms already; leave out alarms=, or give the recorder none.")
+                raise OptionError("The recorder has alarms already; leave out alarms=, or give the recorder none.")
             alarms = recorder.alarms
         if alarms is not None and recorder is None:
-            raise ThresholdError("alarms= listen to a recorder; pass recorder=wb.Recorder() too.")
+            raise OptionError("alarms= listen to a recorder; pass recorder=wb.Recorder() too.")
         if actions is not None and alarms is None:
-            raise ThresholdError("actions= need alarms to act on; pass alarms=wb.Alarms() too.")
+            raise OptionError("actions= need alarms to act on; pass alarms=wb.Alarms() too.")
         self.recorder, self.alarms = recorder, alarms
         self._answered = ResponseState()
         self._response: Response | None = None
@@ -68,25 +68,26 @@ class Guard(Callback):
         self._fresh: list[Alarm] = []
         self._n_heard = 0
         self._raised: tuple[Alarm, ...] = ()
+        self._logged: frozenset[str] = frozenset()
         self._state: dict[str, Any] = {}
 
     def setup(self, run: TrainingRun) -> None:
         """Refuse what does not go together.
 
         Raises:
-            ThresholdError: If the recorder has a store of its own in `workbench.train`, or an action needs checkpoints
+            OptionError: If the recorder has a store of its own in `workbench.train`, or an action needs checkpoints
                 and there are none.
         """
         super().setup(run)
         if run.owns_loop and self.recorder is not None and self.recorder.path is not None:
-            raise ThresholdError(
+            raise OptionError(
                 "In train() a recorder writes into the run's own store; make it without a path, and pass store= to "
                 "train()."
             )
         kinds = set() if self._response is None else self._response.actions.kinds
         if "roll_back" in kinds and run.checkpoints is None:
             remedy = "pass checkpoint_every= too" if run.owns_loop else "give Actions a policy without 'roll_back'"
-            raise ThresholdError(f"Rolling back needs checkpoints of wb.train() to go back to; {remedy}.")
+            raise OptionError(f"Rolling back needs checkpoints of wb.train() to go back to; {remedy}.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave."""
@@ -124,6 +125,7 @@ class Guard(Callback):
     def before_update(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log what another trainer knows before the update: over several ranks it is averaged then."""
         if self._attached is not None and not self.run.owns_loop:
+            self._logged = frozenset(numbers)
             self._attached.log(**numbers)
 
     def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, float]:
@@ -135,7 +137,8 @@ class Guard(Callback):
         if self._attached is None:
             return {}
         if not self.run.owns_loop:
-            given = {name: value for name, value in numbers.items() if name in ("loss", "grad_norm")}
+            wanted = {"loss", "grad_norm"} - self._logged  # what was logged before the update is a mean over ranks now
+            given = {name: value for name, value in numbers.items() if name in wanted}
             if not math.isfinite(float(self._attached.pending.get("loss", 0.0))):
                 given.pop("loss", None)  # a Trainer may put another number in the place of a loss that is not finite
             self._attached.log(**given)

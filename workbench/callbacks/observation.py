@@ -10,11 +10,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Observation:
-    """What one look at one part gave.
+    """What one measurement of one part gave.
 
     Attributes:
-        step: The update it belongs to, from 0; looks are taken right after it (spectra right before it).
-        part: ``"monitors"`` (the numbers of the update itself), or one of the parts looked at.
+        step: The update it belongs to, from 0; measurements are taken right after it (spectra right before it).
+        part: ``"monitors"`` (the numbers of the update itself), or one of the measured parts.
         values: Of each variable, without the dimension of the steps; dimensions as in `workbench.schema`.
         coords: Values along those dimensions: ``layer``, ``head``, ``term``, ``module``, ... and ``layer_name``.
     """

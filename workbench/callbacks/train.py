@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.gathering import gather
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.losses import token_loss
 from workbench.tasks import as_task
 from workbench.training.loop import Training
 from workbench.training.recording import Recording
-from workbench.training.training_plan import TrainingPlan
+from workbench.training.training_plan import NO_OPTIONS, TrainingPlan
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from workbench.models.subject import Subject
     from workbench.training.step_record import StepRecord
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
 
 def train(
     model: Subject | nn.Module,
@@ -41,7 +38,7 @@ def train(
     warmup: int = 0,
     schedule: str | Callable[[int], float] = "constant",
     optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
-    optimizer_options: Mapping[str, Any] = _NOTHING,
+    optimizer_options: Mapping[str, Any] = NO_OPTIONS,
     clip_norm: float | None = None,
     precision: str = "float32",
     seed: int = 0,
@@ -52,7 +49,7 @@ def train(
     store: Path | str | None = None,
     flush_every: int = 200,
     spectra_every: int | None = None,
-    profile_options: Mapping[str, Any] = _NOTHING,
+    profile_options: Mapping[str, Any] = NO_OPTIONS,
     probe: Any = None,
     checkpoint_every: int | None = None,
     checkpoints: Path | str | None = None,
@@ -119,7 +116,7 @@ def train(
         A generator of `StepRecord`. Closing it writes what was gathered and, where checkpoints are on, one more.
 
     Raises:
-        ThresholdError: If a setting is impossible; nothing is done then. When it begins, if a fault cannot act on this
+        OptionError: If a setting is impossible; nothing is done then. When it begins, if a fault cannot act on this
             model, or when a batch is met that it cannot act on.
         AnatomyError: When it begins, if spectra or penalties are asked for and the model's blocks cannot be found.
         StoreError: If the store is taken, or holds a run of another configuration; when it begins, if it or the folder
@@ -161,7 +158,7 @@ def train(
         stack=profile_options.get("stack"),
     )
     if spectra_every and any(_takes_spectra(callback) for callback in gathered):
-        raise ThresholdError("Both spectra_every= and the recorder would write the run's spectra; ask one of them.")
+        raise OptionError("Both spectra_every= and the recorder would write the run's spectra; ask one of them.")
     training = Training(
         module_of(model), as_task(task), plan, recording, loss, gathered, resume=resume, overwrite=overwrite
     )

@@ -18,7 +18,7 @@ from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import Failure, find_failure
 from workbench.diagnosis.ranking import Rules
 from workbench.diagnosis.symptoms import Symptom, read_symptoms
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.io.provenance import versions
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.schema.statuses import CauseKind, SymptomKind
@@ -85,11 +85,11 @@ def diagnose(
         StoreError: If there is no run at the path.
         SchemaError: If it has no monitors with a loss, or too few steps.
         CheckpointError: If a checkpoint does not fit the model or its own configuration.
-        ThresholdError: If ``uses`` names something else.
+        OptionError: If ``uses`` names something else.
     """
     for kind in uses:
         if kind not in list(SymptomKind):
-            raise ThresholdError(f"'{kind}' is no kind of symptom, expected some of {', '.join(SymptomKind)}.")
+            raise OptionError(f"'{kind}' is no kind of symptom, expected some of {', '.join(SymptomKind)}.")
     places = checkpoints_of(run, checkpoints)
     weights = None
     if places:
@@ -169,7 +169,7 @@ def _subject(record: Record) -> str:
         return record.subject
     try:
         known = ArchitectureConfig.from_dict(config)
-    except ThresholdError:  # of a version with other options
+    except OptionError:  # of a version with other options
         return record.subject
     return f"{known.title}, {known.n_layers} blocks of width {known.d_model}"
 

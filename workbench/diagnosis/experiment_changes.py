@@ -19,7 +19,7 @@ from workbench.callbacks.faults import (
     NoAuxiliaryLoss,
     SmallBatch,
 )
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
 from workbench.models.batches import count_rows
 from workbench.models.calling import on_device_of
@@ -126,7 +126,7 @@ def change_model(model: nn.Module, task: ShiftedTask, change: Mapping[str, Any])
     if setting == "architecture":
         anatomy = read_anatomy(model, on_device_of(model, task.probe(2)))
         if change["layer"] >= len(anatomy.sites):
-            raise ThresholdError(
+            raise OptionError(
                 f"Block {change['layer']} is to be changed, but the model has {len(anatomy.sites)}; pass the run's "
                 f"model."
             )
@@ -148,7 +148,7 @@ class Limit:
         """The block's output with what it adds held."""
         state = output[0] if isinstance(output, tuple) else output
         if not args or not isinstance(args[0], Tensor) or args[0].shape != state.shape:
-            raise ThresholdError(
+            raise OptionError(
                 f"{type(module).__name__} does not take the stream first, so it cannot be held; try another cause."
             )
         added = state - args[0]
@@ -164,7 +164,7 @@ def steady_routers(model: nn.Module, task: ShiftedTask, change: Mapping[str, Any
         router for router in router_weights(model, on_device_of(model, task.probe(2))) if isinstance(router, Router)
     ]
     if not found:
-        raise ThresholdError("The model has no routers that can be read; run the experiment of another cause.")
+        raise OptionError("The model has no routers that can be read; run the experiment of another cause.")
     with torch.no_grad():
         for name in dict.fromkeys(router.name for router in found):
             weight = model.get_parameter(name)

@@ -21,7 +21,7 @@ from workbench.diagnosis.checkpoint_evidence import check_fits, checkpoints_of
 from workbench.diagnosis.experiment_changes import ACT_ON, Course, ShiftedTask, change_model, shifted
 from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import running_median
-from workbench.errors import CheckpointError, ThresholdError
+from workbench.errors import CheckpointError, OptionError
 from workbench.models.run_checkpoints import load_weights
 from workbench.schema.statuses import FailureKind
 from workbench.tasks import Task, as_task
@@ -83,7 +83,7 @@ def run_experiment(
         diverged).
 
     Raises:
-        ThresholdError: If there is no such experiment, a setting is impossible, or a replay from step 0 begins with
+        OptionError: If there is no such experiment, a setting is impossible, or a replay from step 0 begins with
             another loss than the run.
         CheckpointError: If the checkpoint is not there or does not fit the model, or the model's weights are not those
             of step 0 where the replay begins there.
@@ -98,10 +98,10 @@ def run_experiment(
     from_step = int(row["from_step"].values)
     n_steps = int(row["n_steps"].values) if n_steps is None else n_steps
     if n_steps < 1:
-        raise ThresholdError(f"n_steps is {n_steps}, expected at least 1.")
+        raise OptionError(f"n_steps is {n_steps}, expected at least 1.")
     source = tree.attrs.get("run") if run is None else run
     if source is None or (isinstance(source, str) and not source):
-        raise ThresholdError("The diagnosis was not made from a store; pass run= with what it was made from.")
+        raise OptionError("The diagnosis was not made from a store; pass run= with what it was made from.")
     replay = _Replay(
         read_record(source), source, module_of(model), as_task(task), from_step, n_steps, faults, checkpoints, training
     )
@@ -142,10 +142,10 @@ def _place(table: xr.Dataset, experiment: str | int) -> int:
     causes = [str(cause) for cause in table["cause"].values] if "cause" in table else []
     if isinstance(experiment, str):
         if experiment not in causes:
-            raise ThresholdError(f"No experiment is about '{experiment}'; there are {', '.join(causes) or 'none'}.")
+            raise OptionError(f"No experiment is about '{experiment}'; there are {', '.join(causes) or 'none'}.")
         return causes.index(experiment)
     if not 0 <= experiment < len(causes):
-        raise ThresholdError(f"experiment is {experiment}, expected 0 to {len(causes) - 1} or the name of a cause.")
+        raise OptionError(f"experiment is {experiment}, expected 0 to {len(causes) - 1} or the name of a cause.")
     return experiment
 
 
@@ -190,7 +190,7 @@ class _Replay:
         self.plan.pop("stops_at_divergence", None)
         for name in training:
             if name not in settings:
-                raise ThresholdError(
+                raise OptionError(
                     f"run_experiment() knows no setting '{name}'; choose from {', '.join(sorted(settings))}."
                 )
         self.plan |= training
@@ -234,7 +234,7 @@ class _Replay:
         if self.from_step or self.has_first or self.record.steps[0] != 0 or not np.isfinite([loss, control[0]]).all():
             return
         if abs(control[0] - loss) > _FIRST_LOSS * abs(loss):
-            raise ThresholdError(
+            raise OptionError(
                 f"The replay from step 0 begins with a loss of {control[0]:.3g}, the run began with {loss:.3g}; pass "
                 "the model with the weights that training began with, and the run's own task, precision and faults."
             )
@@ -252,7 +252,7 @@ class _Replay:
             group["lr"] = peak
             if change.get("setting") == "optimizer_eps":
                 if "eps" not in group:
-                    raise ThresholdError(
+                    raise OptionError(
                         f"{type(optimizer).__name__} has no eps to change; run the experiment of another cause."
                     )
                 group["eps"] = change["value"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from workbench.diagnosis.causes import CAUSES
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 from workbench.io.atomic import check_free, replacing
 
 _SHIPPED = Path(__file__).parent / "shipped" / "rules.json"
@@ -66,7 +66,7 @@ class Rules:
             about: Where the runs come from, for people.
 
         Raises:
-            ThresholdError: If there are fewer than two causes among them.
+            OptionError: If there are fewer than two causes among them.
         """
         from sklearn.linear_model import LogisticRegression
 
@@ -74,7 +74,7 @@ class Rules:
         found = {cause for _, cause in examples}
         causes = tuple(name for name in CAUSES if name in found)
         if len(causes) < 2:
-            raise ThresholdError(
+            raise OptionError(
                 f"The examples show {len(causes)} causes, expected at least 2; add runs of another cause."
             )
         symptoms = tuple(sorted({name for strengths, _ in examples for name in strengths}))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.flow import assemble
 from workbench.flow.batch_slicing import first_rows, one_sequence
 from workbench.flow.gains import PLAIN, FlowPass
@@ -86,13 +86,13 @@ def measure(
     Raises:
         AnatomyError: If the residual stream cannot be read with certainty.
         SnapshotError: If the inputs do not reach every block, or there is no gradient.
-        ThresholdError: If an option is out of its range.
+        OptionError: If an option is out of its range.
     """
     for name, value in {"n_singular": n_singular, "n_tokens": n_tokens, "n_jacobian_tokens": n_jacobian_tokens}.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise ThresholdError(f"{name} is {value!r}, expected a whole number of at least 1.")
+            raise OptionError(f"{name} is {value!r}, expected a whole number of at least 1.")
     if dtype is not None and not dtype.is_floating_point:
-        raise ThresholdError(f"dtype is {dtype}, expected a floating-point type such as torch.float64.")
+        raise OptionError(f"dtype is {dtype}, expected a floating-point type such as torch.float64.")
     targets = next(iter(targets), None) if isinstance(targets, list | tuple) else targets
     subject = open_checkpoint(subject)
     model = unwrap(subject.model)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.errors import AnatomyError, ThresholdError
+from workbench.errors import AnatomyError, OptionError
 from workbench.formatting import fine_percent as percent
 from workbench.hardware.share_gradients import Batch, GradientLayout, Loss, ShareGradients, WorkingCopy
 from workbench.models.anatomy import Anatomy, read_anatomy
@@ -83,7 +83,7 @@ class Emulation:
         measured: Other things that several hazards need, by name.
 
     Raises:
-        ThresholdError: If the batches hold fewer than two sequences.
+        OptionError: If the batches hold fewer than two sequences.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Emulation:
         self.batches = list(batches)
         n_rows = sum(count_rows(inputs) for inputs, _ in self.batches)
         if n_rows < 2:
-            raise ThresholdError(
+            raise OptionError(
                 f"The batches hold {n_rows} {'sequence' if n_rows == 1 else 'sequences'}, expected at least two to see "
                 "their sampling noise; pass more."
             )

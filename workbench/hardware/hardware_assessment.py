@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.hardware.emulation import Emulation, Finding, NotMeasured
 from workbench.hardware.hazards import HAZARDS, Hazard
 from workbench.hardware.plan_files import AssessmentPlan, read_plan
@@ -84,7 +84,7 @@ def assess_hardware(
         apply or, then ``state`` says so, could not be emulated; or there is no such number.
 
     Raises:
-        ThresholdError: If the plan, a name or a number is impossible, the batches hold fewer than two sequences, or
+        OptionError: If the plan, a name or a number is impossible, the batches hold fewer than two sequences, or
             nothing is trainable.
         SnapshotError: If gradients of the model are not finite.
     """
@@ -94,7 +94,7 @@ def assess_hardware(
     chosen = _chosen(hazards)
     module = model.model if isinstance(model, Subject) else model
     if not any(weight.requires_grad for weight in module.parameters()):
-        raise ThresholdError("The model has no trainable weights; set requires_grad on some of them.")
+        raise OptionError("The model has no trainable weights; set requires_grad on some of them.")
     if batches_or_task is None:
         sizes = model_sizes(module)
         batches_or_task = plan.make_task(
@@ -143,7 +143,7 @@ def _chosen(names: Collection[str] | None) -> list[Hazard]:
     known = [hazard.id for hazard in HAZARDS]
     for name in names or ():
         if name not in known:
-            raise ThresholdError(
+            raise OptionError(
                 f"'{name}' is no hazard; the nearest is '{nearest(str(name), known)}', of {', '.join(known)}."
             )
     return [hazard for hazard in HAZARDS if names is None or hazard.id in names]

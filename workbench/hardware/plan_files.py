@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.hardware.plan_sections import (
     DTYPES,
     SECTIONS,
@@ -68,8 +68,8 @@ class AssessmentPlan:
             return
         try:
             self.training_plan().optimizer_for(nn.ParameterList([nn.Parameter(torch.zeros(1, 1))]))
-        except ThresholdError as error:
-            raise ThresholdError(f"[training] {error}") from error
+        except OptionError as error:
+            raise OptionError(f"[training] {error}") from error
 
     @property
     def batch_size(self) -> int:
@@ -101,7 +101,7 @@ class AssessmentPlan:
         """The settings of the run, as `workbench.train` knows them.
 
         Raises:
-            ThresholdError: If they contradict each other or there is no such optimizer.
+            OptionError: If they contradict each other or there is no such optimizer.
         """
         values = {
             item.name: getattr(self.training, item.name)
@@ -137,7 +137,7 @@ class AssessmentPlan:
             n_rows: Rows of a batch, instead of those above.
 
         Raises:
-            ThresholdError: If the task does not fit the model.
+            OptionError: If the task does not fit the model.
         """
         from workbench import tasks
 
@@ -158,11 +158,11 @@ class AssessmentPlan:
         reads = getattr(task, "vocab_size", None)
         if vocab_size is not None and reads is not None and reads > vocab_size:
             remedy = f"vocab_size = {vocab_size}" if "vocab_size" in known else "a task with fewer tokens"
-            raise ThresholdError(
+            raise OptionError(
                 f"[task] {name} has {reads} tokens, but the model knows only {vocab_size}; the nearest is {remedy}."
             )
         if max_length is not None and getattr(task, "length", 0) > max_length:
-            raise ThresholdError(
+            raise OptionError(
                 f"[task] {name} has sequences of {task.length} tokens, but the model reads at most {max_length}; the "
                 f"nearest is length = {max_length}."
             )
@@ -176,12 +176,12 @@ class AssessmentPlan:
                 None: check the plan alone. What it does not say is not checked.
 
         Raises:
-            ThresholdError: That names the key and the nearest value that is possible.
+            OptionError: That names the key and the nearest value that is possible.
         """
         n = self.n_shares
         if self.batch_size % n:
             near = max(n, round(self.batch_size / n) * n)
-            raise ThresholdError(
+            raise OptionError(
                 f"[training] batch_size is {self.batch_size}, which {self._shares()} do not divide; the nearest is "
                 f"{near}."
             )
@@ -194,18 +194,18 @@ class AssessmentPlan:
         if not sizes.bears_tensor_parallel(hardware.tensor_parallel):
             highest = max(size for size in (sizes.n_heads, sizes.width, sizes.inner_width) if size is not None)
             near = nearest_size(hardware.tensor_parallel, sizes.bears_tensor_parallel, highest=highest)
-            raise ThresholdError(
+            raise OptionError(
                 f"[hardware] tensor_parallel is {hardware.tensor_parallel}, which does not divide "
                 f"{_what_is_cut(sizes, hardware.tensor_parallel)}; the nearest is {near}."
             )
         if depth is not None and hardware.pipeline_parallel > depth:
-            raise ThresholdError(
+            raise OptionError(
                 f"[hardware] pipeline_parallel is {hardware.pipeline_parallel}, but the model has {depth} blocks; the "
                 f"nearest is {depth}."
             )
         length = self.training.sequence_length
         if length is not None and sizes.max_length is not None and length > sizes.max_length:
-            raise ThresholdError(
+            raise OptionError(
                 f"[training] sequence_length is {length}, but the model reads at most {sizes.max_length} tokens; the "
                 f"nearest is {sizes.max_length}."
             )
@@ -235,7 +235,7 @@ def read_plan(source: str | os.PathLike[str] | Mapping[str, Any] | AssessmentPla
             defaults.
 
     Raises:
-        ThresholdError: If the file cannot be read (with the line that is no TOML), or a section, key or value is
+        OptionError: If the file cannot be read (with the line that is no TOML), or a section, key or value is
             unknown or impossible; it names the key and the nearest one.
     """
     if isinstance(source, AssessmentPlan):
@@ -243,20 +243,20 @@ def read_plan(source: str | os.PathLike[str] | Mapping[str, Any] | AssessmentPla
     if source is None or isinstance(source, Mapping):
         return _from_mapping(source or {})
     if not isinstance(source, str | os.PathLike):
-        raise ThresholdError(
+        raise OptionError(
             f"The plan is a {type(source).__name__}, expected the path of a TOML file, a mapping or a plan."
         )
     path = Path(source).expanduser()
     if not path.is_file():
-        raise ThresholdError(f"There is no plan at {path}; pass the path of a TOML file.")
+        raise OptionError(f"There is no plan at {path}; pass the path of a TOML file.")
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ThresholdError(f"{path.name} is no valid TOML: {error}; correct it there.") from error
+        raise OptionError(f"{path.name} is no valid TOML: {error}; correct it there.") from error
     try:
         return _from_mapping(sections)
-    except ThresholdError as error:
-        raise ThresholdError(f"{path.name}: {error}") from error
+    except OptionError as error:
+        raise OptionError(f"{path.name}: {error}") from error
 
 
 def _from_mapping(sections: Mapping[str, Any]) -> AssessmentPlan:
@@ -264,8 +264,8 @@ def _from_mapping(sections: Mapping[str, Any]) -> AssessmentPlan:
     for title, keys in sections.items():
         if title not in SECTIONS:
             if not isinstance(keys, Mapping) and any(title in _keys(other) for other in SECTIONS):
-                raise ThresholdError(unknown_key(title, ""))
-            raise ThresholdError(
+                raise OptionError(unknown_key(title, ""))
+            raise OptionError(
                 f"The plan knows no section '{title}'; the nearest is '{nearest(str(title), SECTIONS)}', of "
                 f"{', '.join(SECTIONS)}."
             )

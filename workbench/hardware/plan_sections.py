@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.sweeps.run_settings import TASKS
 from workbench.training.training_plan import PRECISIONS, SCHEDULES
 
@@ -100,7 +100,7 @@ class PlanSection(BaseModel):
     """Keys of a plan and their values; None: not given.
 
     Raises:
-        ThresholdError: If a value is impossible; it names the key, and the nearest value where there is one.
+        OptionError: If a value is impossible; it names the key, and the nearest value where there is one.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -109,11 +109,11 @@ class PlanSection(BaseModel):
     def __init__(self, **keys: Any) -> None:
         for name in keys:
             if name not in type(self).model_fields:
-                raise ThresholdError(unknown_key(name, self.title))
+                raise OptionError(unknown_key(name, self.title))
         try:
             super().__init__(**keys)
         except ValidationError as error:
-            raise ThresholdError(f"[{self.title}] {_in_words(error)}.") from None
+            raise OptionError(f"[{self.title}] {_in_words(error)}.") from None
 
     def as_dict(self) -> dict[str, Any]:
         """The keys that have a value, as plain values that TOML and JSON know."""
@@ -273,11 +273,11 @@ def read_section(title: str, keys: Any) -> PlanSection:
     """A section from its keys.
 
     Raises:
-        ThresholdError: If it is no table, or a key is unknown or has an impossible value.
+        OptionError: If it is no table, or a key is unknown or has an impossible value.
     """
     cls = SECTIONS[title]
     if not isinstance(keys, Mapping):
-        raise ThresholdError(f"[{title}] is {keys!r}, expected a section with keys.")
+        raise OptionError(f"[{title}] is {keys!r}, expected a section with keys.")
     if cls is TaskSection:
         return _read_task(keys)
     return cls(**{str(name): value for name, value in keys.items()})
@@ -298,11 +298,11 @@ def _read_task(keys: Mapping[str, Any]) -> TaskSection:
     options = {name: value for name, value in keys.items() if name != "name"}
     section = TaskSection(name=keys.get("name"), options=options)
     if options and section.name is None:
-        raise ThresholdError(f"[task] has '{next(iter(options))}' but no name; add name = one of {', '.join(TASKS)}.")
+        raise OptionError(f"[task] has '{next(iter(options))}' but no name; add name = one of {', '.join(TASKS)}.")
     known = task_options(section.name) if section.name else ()
     for name in options:
         if name not in known:
-            raise ThresholdError(
+            raise OptionError(
                 f"[task] {section.name} knows no key '{name}'; the nearest is '{nearest(name, known)}', of "
                 f"{', '.join(known)}."
             )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 from workbench.io.run_parts import Lost, Part, RecordedRow, WaitingRows, check_layout, events_part
 from workbench.io.run_writer import RunWriter
 from workbench.schema.events import Event
@@ -58,7 +58,7 @@ class BackgroundWriter:
         max_bytes: What may wait in memory, beside the block that is being written; half of it is a block too.
 
     Raises:
-        ThresholdError: If a bound is not positive.
+        OptionError: If a bound is not positive.
         StoreError: If the store holds events of another kind.
     """
 
@@ -73,7 +73,7 @@ class BackgroundWriter:
         bounds = {"rows_per_block": rows_per_block, "seconds_per_block": seconds_per_block, "max_bytes": max_bytes}
         for name, value in bounds.items():
             if not value > 0:
-                raise ThresholdError(f"{name} is {value}, expected a number above 0.")
+                raise OptionError(f"{name} is {value}, expected a number above 0.")
         self.path = writer.path
         self._writer = writer
         self._rows_per_block = rows_per_block

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.io.store import as_run
 from workbench.schema.runs import CONCAT_DIMS
 
@@ -62,7 +62,7 @@ def at_step(spectra: xr.Dataset, at: int | str, *, name: str) -> xr.Dataset:
 
     Raises:
         SchemaError: If the spectra run over anything else, such as ``run``.
-        ThresholdError: If there is no such step.
+        OptionError: If there is no such step.
     """
     others = [dim for dim in spectra["eigenvalue"].dims if dim in CONCAT_DIMS and dim != "step"]
     if others:
@@ -72,12 +72,12 @@ def at_step(spectra: xr.Dataset, at: int | str, *, name: str) -> xr.Dataset:
     if at in ("first", "last"):
         return spectra.isel(step=0 if at == "first" else -1) if "step" in spectra.dims else spectra
     if isinstance(at, str | bool) or not isinstance(at, int | np.integer):
-        raise ThresholdError(f"The step is {at!r}, expected 'first', 'last' or a whole number.")
+        raise OptionError(f"The step is {at!r}, expected 'first', 'last' or a whole number.")
     steps = recorded_steps(spectra)
     if not len(steps):
-        raise ThresholdError(f"'{name}' names no steps, so step {at} is not to be found; use 'first' or 'last'.")
+        raise OptionError(f"'{name}' names no steps, so step {at} is not to be found; use 'first' or 'last'.")
     if at < steps[0]:
-        raise ThresholdError(f"'{name}' has no spectra at or before step {at}; its first are at step {steps[0]}.")
+        raise OptionError(f"'{name}' has no spectra at or before step {at}; its first are at step {steps[0]}.")
     return spectra.isel(step=np.searchsorted(steps, at, side="right") - 1) if "step" in spectra.dims else spectra
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from workbench.errors import SnapshotError, ThresholdError
+from workbench.errors import OptionError, SnapshotError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,13 +45,13 @@ class DmdOptions:
 
     def __post_init__(self) -> None:
         if not (np.isfinite(self.ridge) and self.ridge >= 0):
-            raise ThresholdError(f"ridge is {self.ridge}, expected a finite number of at least 0.")
+            raise OptionError(f"ridge is {self.ridge}, expected a finite number of at least 0.")
         if self.ridge_kind not in ("relative", "absolute"):
-            raise ThresholdError(f"ridge_kind is '{self.ridge_kind}', expected 'relative' or 'absolute'.")
+            raise OptionError(f"ridge_kind is '{self.ridge_kind}', expected 'relative' or 'absolute'.")
         if self.rank is not None and self.rank < 1:
-            raise ThresholdError(f"rank is {self.rank}, expected None or at least 1.")
+            raise OptionError(f"rank is {self.rank}, expected None or at least 1.")
         if not 0 < self.rank_tolerance < 1:
-            raise ThresholdError(f"rank_tolerance is {self.rank_tolerance}, expected a number between 0 and 1.")
+            raise OptionError(f"rank_tolerance is {self.rank_tolerance}, expected a number between 0 and 1.")
 
 
 @dataclass(frozen=True)

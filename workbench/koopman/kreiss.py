@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from workbench.errors import SnapshotError, ThresholdError
+from workbench.errors import OptionError, SnapshotError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ def kreiss_constant(operator: np.ndarray | Tensor, *, tolerance: float = 1e-6) -
 
     Raises:
         SnapshotError: If the operator is not a square, finite matrix.
-        ThresholdError: If the tolerance is not positive.
+        OptionError: If the tolerance is not positive.
     """
     A = torch.as_tensor(operator, dtype=torch.float64)
     if A.ndim != 2 or A.shape[0] != A.shape[1] or not bool(torch.isfinite(A).all()):
@@ -60,7 +60,7 @@ def kreiss_from_modes(operator: Tensor, modes: OperatorModes, *, tolerance: floa
 
 def _search(A: Tensor, eigenvalue: Tensor, right: Tensor, left: Tensor | None, tolerance: float) -> float:
     if not tolerance > 0:
-        raise ThresholdError(f"tolerance is {tolerance}, expected a positive number.")
+        raise OptionError(f"tolerance is {tolerance}, expected a positive number.")
     modulus = eigenvalue.abs().cpu().numpy()
     if modulus.max() > 1 + tolerance:
         return float("inf")

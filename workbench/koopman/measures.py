@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -40,14 +40,14 @@ class Thresholds:
         for field in fields(self):
             value = getattr(self, field.name)
             if not np.isfinite(value) or value < 0:
-                raise ThresholdError(f"Threshold {field.name} is {value}, expected a finite number of at least 0.")
+                raise OptionError(f"Threshold {field.name} is {value}, expected a finite number of at least 0.")
         if not self.near_unit_lower < self.near_unit_upper:
-            raise ThresholdError(
+            raise OptionError(
                 f"near_unit_lower ({self.near_unit_lower:g}) must lie below near_unit_upper "
                 f"({self.near_unit_upper:g}); move one of them."
             )
         if self.contractive_upper > self.near_unit_lower:
-            raise ThresholdError(
+            raise OptionError(
                 f"contractive_upper ({self.contractive_upper:g}) must not exceed near_unit_lower "
                 f"({self.near_unit_lower:g}), or a mode would be of both kinds; move one of them."
             )
@@ -98,7 +98,7 @@ def near_unit_mass(modulus: np.ndarray, *, lower: float = 0.90, upper: float = 1
         Fraction in [0, 1]; NaN if no mode is used.
 
     Raises:
-        ThresholdError: If ``lower`` is not below ``upper``.
+        OptionError: If ``lower`` is not below ``upper``.
     """
     thresholds = Thresholds(near_unit_lower=lower, near_unit_upper=upper, contractive_upper=min(0.8, lower))
     return float(mass_fractions(modulus, thresholds)["near_unit_mass"])
@@ -129,7 +129,7 @@ def remeasure(
         A new dataset with the masses, ``is_reliable``, ``is_informative`` and the threshold attributes replaced.
 
     Raises:
-        ThresholdError: If the thresholds contradict each other.
+        OptionError: If the thresholds contradict each other.
     """
     given = {
         "near_unit_lower": near_unit_lower,
@@ -192,13 +192,13 @@ def depth_thirds(spectra: xr.Dataset) -> xr.Dataset:
         multiple of three the first thirds get one more.
 
     Raises:
-        ThresholdError: If there are fewer than three layers.
+        OptionError: If there are fewer than three layers.
     """
     import xarray as xr
 
     n_layers = spectra.sizes["layer"]
     if n_layers < len(THIRDS):
-        raise ThresholdError(f"There are {n_layers} layers, expected at least 3 to speak of thirds.")
+        raise OptionError(f"There are {n_layers} layers, expected at least 3 to speak of thirds.")
     parts = np.array_split(np.arange(n_layers), len(THIRDS))
     means = [_per_layer(spectra).isel(layer=part).mean("layer", keep_attrs=True) for part in parts]
     return xr.concat(means, dim="third", combine_attrs="override").assign_coords(third=list(THIRDS))

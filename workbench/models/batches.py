@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.errors import SnapshotError, ThresholdError
+from workbench.errors import OptionError, SnapshotError
 from workbench.models.layout import BATCH_FIRST, BatchLayout, require
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ class TokenSelection:
         if self.n_snapshots is not None and self.n_snapshots < 3:
             raise SnapshotError(f"n_snapshots is {self.n_snapshots}, expected at least 3.")
         if self.skip_first < 0:
-            raise ThresholdError(f"skip_first is {self.skip_first}, expected at least 0.")
+            raise OptionError(f"skip_first is {self.skip_first}, expected at least 0.")
         self._generator.manual_seed(self.seed)
 
     def begin(self, batches: Batches) -> None:

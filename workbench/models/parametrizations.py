@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.utils import parametrizations, parametrize
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
 from workbench.models.batches import take_rows
 from workbench.models.calling import on_device_of
@@ -49,7 +49,7 @@ class LinearParametrization(ABC):
             A function that takes it off; the weights stay as they act. An optimizer made before that is of no more use.
 
         Raises:
-            ThresholdError: If the model's weights are parametrized already, its blocks hold no linear maps, they cannot
+            OptionError: If the model's weights are parametrized already, its blocks hold no linear maps, they cannot
                 be found without inputs, or one of them is zero where a norm is to be 1.
             AnatomyError: If the residual stream cannot be read with certainty.
         """
@@ -92,7 +92,7 @@ class SpectralNorm(LinearParametrization):
     def __post_init__(self) -> None:
         n = self.n_iterations
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ThresholdError(f"n_iterations is {n}, expected a whole number of at least 1.")
+            raise OptionError(f"n_iterations is {n}, expected a whole number of at least 1.")
 
     def _register(self, linear: nn.Module) -> None:
         parametrize.register_parametrization(
@@ -101,9 +101,7 @@ class SpectralNorm(LinearParametrization):
 
     def _require(self, name: str, linear: nn.Module) -> None:
         if not bool(linear.get_parameter("weight").detach().any()):
-            raise ThresholdError(
-                f"The weight of {name} is zero, which no factor gives norm 1; initialize it otherwise."
-            )
+            raise OptionError(f"The weight of {name} is zero, which no factor gives norm 1; initialize it otherwise.")
 
 
 @dataclass(frozen=True)
@@ -192,11 +190,11 @@ def require_plain(model: nn.Module) -> None:
     """Refuse a model that is parametrized already.
 
     Raises:
-        ThresholdError: If it is.
+        OptionError: If it is.
     """
     for name, module in model.named_modules():
         if parametrize.is_parametrized(module):
-            raise ThresholdError(f"The weights of {name} are parametrized already; take that off first, or start anew.")
+            raise OptionError(f"The weights of {name} are parametrized already; take that off first, or start anew.")
 
 
 @contextmanager
@@ -220,7 +218,7 @@ def _linear_maps(model: nn.Module, inputs: Any) -> Iterator[nn.Module]:
                 seen.add(id(module))
                 yield module
     if not seen:
-        raise ThresholdError(
+        raise OptionError(
             f"The blocks of {type(model).__name__} hold no linear maps as modules of their own, expected nn.Linear or "
             "Conv1D; choose another control for it."
         )
@@ -231,7 +229,7 @@ def _blocks(model: nn.Module, inputs: Any) -> list[nn.Module]:
     if isinstance(model, ZooModel):
         return list(model.blocks)
     if inputs is None:
-        raise ThresholdError(f"{type(model).__name__} is not of the zoo; pass inputs= to find its blocks with.")
+        raise OptionError(f"{type(model).__name__} is not of the zoo; pass inputs= to find its blocks with.")
     anatomy = read_anatomy(model, on_device_of(model, take_rows(inputs, slice(0, 2))))
     return [site.module for site in anatomy.sites]
 

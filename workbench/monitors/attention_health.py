@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.monitors.matrices import singular_values, upper_factor, widened, without_rounding
 
 #: Scores to hold at a time: on the host what its caches hold, elsewhere enough to keep the device busy.
@@ -44,7 +44,7 @@ def qk_update_spectrum(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> di
         norm 0 and effective rank NaN. NaN for a head of which a query or key weight is not finite.
 
     Raises:
-        ThresholdError: If shapes do not fit, or the query heads cannot be shared out among the key heads.
+        OptionError: If shapes do not fit, or the query heads cannot be shared out among the key heads.
     """
     _check_heads(wq0, wk0, wq1, wk1)
     n_shares = wq0.shape[-3] // wk0.shape[-3]
@@ -115,10 +115,10 @@ def measure_attention(
         One number per query head, over all rows of the batch; NaN where no token counts.
 
     Raises:
-        ThresholdError: If the query heads cannot be shared out among the key heads.
+        OptionError: If the query heads cannot be shared out among the key heads.
     """
     if q.shape[-3] % k.shape[-3]:
-        raise ThresholdError(
+        raise OptionError(
             f"{q.shape[-3]} query heads cannot be shared out among {k.shape[-3]} key heads; their number must be a "
             "multiple."
         )
@@ -278,17 +278,17 @@ def _spread(per_key_head: Tensor, n_shares: int) -> Tensor:
 
 def _check_heads(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> None:
     if wq0.shape != wq1.shape or wk0.shape != wk1.shape:
-        raise ThresholdError(
+        raise OptionError(
             f"The weights at the base point have shapes {tuple(wq0.shape)} and {tuple(wk0.shape)}, those now "
             f"{tuple(wq1.shape)} and {tuple(wk1.shape)}; pass the same heads twice."
         )
     if wq0.ndim < 3 or wq0.shape[-2:] != wk0.shape[-2:] or wq0.shape[:-3] != wk0.shape[:-3]:
-        raise ThresholdError(
+        raise OptionError(
             f"Query weights of shape {tuple(wq0.shape)} and key weights of shape {tuple(wk0.shape)} have no product; "
             "expected (..., head, feature, head_dim) with the same feature and head_dim."
         )
     if wk0.shape[-3] == 0 or wq0.shape[-3] % wk0.shape[-3]:
-        raise ThresholdError(
+        raise OptionError(
             f"{wq0.shape[-3]} query heads cannot be shared out among {wk0.shape[-3]} key heads; their number must be a "
             "multiple."
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.probing import undisturbed
 from workbench.models.wrapping import unwrap
 
@@ -52,7 +52,7 @@ def sharpness(
         or if it has not converged within ``n_products``.
 
     Raises:
-        ThresholdError: If an option is out of range, if no weight can be trained, or if the loss is no 0-dim tensor
+        OptionError: If an option is out of range, if no weight can be trained, or if the loss is no 0-dim tensor
             with a graph.
     """
     model = unwrap(model)
@@ -89,7 +89,7 @@ def preconditioned_sharpness(
         moment is not finite.
 
     Raises:
-        ThresholdError: As in `sharpness`, and if the optimizer has no second moments.
+        OptionError: As in `sharpness`, and if the optimizer has no second moments.
     """
     model = unwrap(model)
     weights, roots = [], []
@@ -104,7 +104,7 @@ def preconditioned_sharpness(
 def _root_of_preconditioner(optimizer: torch.optim.Optimizer, group: dict, weight: Tensor) -> Tensor:
     state = optimizer.state.get(weight, {})
     if "exp_avg_sq" not in state or "step" not in state or "betas" not in group:
-        raise ThresholdError(
+        raise OptionError(
             f"{type(optimizer).__name__} holds no second moment of a weight of shape {tuple(weight.shape)}; pass Adam "
             "or AdamW after a step with gradients for all weights."
         )
@@ -166,9 +166,7 @@ def _hessian_product(
     """The map v -> P^(-1/2) H P^(-1/2) v on flat vectors; None if the loss, a gradient or P is not finite."""
     loss = loss_of(model)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-        raise ThresholdError(
-            "loss_of must return the loss as a 0-dim tensor with a graph; compute it with gradients on."
-        )
+        raise OptionError("loss_of must return the loss as a 0-dim tensor with a graph; compute it with gradients on.")
     gradients = torch.autograd.grad(loss, weights, create_graph=True, materialize_grads=True)
     known = [loss, *gradients, *(roots or [])]
     if not all(bool(torch.isfinite(tensor).all()) for tensor in known):
@@ -200,10 +198,10 @@ def _split(flat: np.ndarray, weights: Sequence[Tensor]) -> list[Tensor]:
 
 def _check(n_weights: int, tolerance: float, n_vectors: int, n_products: int) -> None:
     if not n_weights:
-        raise ThresholdError("The model has no weights to train; sharpness is the curvature along such weights.")
+        raise OptionError("The model has no weights to train; sharpness is the curvature along such weights.")
     if not tolerance >= 0:
-        raise ThresholdError(f"tolerance is {tolerance}, expected a number of at least 0 such as 1e-3.")
+        raise OptionError(f"tolerance is {tolerance}, expected a number of at least 0 such as 1e-3.")
     if n_vectors < 3:
-        raise ThresholdError(f"n_vectors is {n_vectors}, expected at least 3.")
+        raise OptionError(f"n_vectors is {n_vectors}, expected at least 3.")
     if n_products < 1:
-        raise ThresholdError(f"n_products is {n_products}, expected at least 1.")
+        raise OptionError(f"n_products is {n_products}, expected at least 1.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 #: Above this condition number the Gram matrix has lost too many digits.
 _LARGEST_CONDITION = 1e3
@@ -46,7 +46,7 @@ def effective_rank(s: Tensor, *, alpha: float = 2.0) -> Tensor:
         Shape (...), a number; NaN for a zero matrix and where a singular value is NaN.
 
     Raises:
-        ThresholdError: If ``alpha`` is not a positive number.
+        OptionError: If ``alpha`` is not a positive number.
     """
     return spectral_entropy(s, alpha=alpha).exp()
 
@@ -62,10 +62,10 @@ def spectral_entropy(s: Tensor, *, alpha: float = 2.0) -> Tensor:
         Shape (...), in nat; NaN for a zero matrix and where a singular value is NaN.
 
     Raises:
-        ThresholdError: If ``alpha`` is not a positive number.
+        OptionError: If ``alpha`` is not a positive number.
     """
     if not 0 < alpha < float("inf"):
-        raise ThresholdError(f"alpha is {alpha}, expected a positive number such as 2.")
+        raise OptionError(f"alpha is {alpha}, expected a positive number such as 2.")
     weight = _scaled(s) ** alpha
     return torch.special.entr(weight / weight.sum(-1, keepdim=True)).sum(-1)
 
@@ -104,10 +104,10 @@ def product_singular_values(a: Tensor, b: Tensor) -> Tensor:
         0, as in `singular_values`.
 
     Raises:
-        ThresholdError: If the factors do not fit.
+        OptionError: If the factors do not fit.
     """
     if a.shape[-1] != b.shape[-1] or a.shape[:-2] != b.shape[:-2]:
-        raise ThresholdError(
+        raise OptionError(
             f"Factors of shape {tuple(a.shape)} and {tuple(b.shape)} have no product a b'; their last and their "
             "leading dimensions must be the same."
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.monitors.matrices import widened
 
 #: One tensor, or all those of a module.
@@ -42,7 +42,7 @@ def update_ratio(before: Tensors, after: Tensors) -> Tensor:
         entries, and where a weight is NaN.
 
     Raises:
-        ThresholdError: If the two do not have the same shapes.
+        OptionError: If the two do not have the same shapes.
     """
     before, after = _same_shapes(before, after, "Weights before and after")
     # The difference of neighbouring numbers is exact in float32, whatever the precision of the weights.
@@ -64,10 +64,10 @@ def adam_staleness(gradients: Tensors, second_moments: Tensors, eps: float = 1e-
         0-dim, a number; NaN for no entries, and where a gradient or moment is NaN.
 
     Raises:
-        ThresholdError: If the two do not have the same shapes, or ``eps`` is negative.
+        OptionError: If the two do not have the same shapes, or ``eps`` is negative.
     """
     if not eps >= 0:
-        raise ThresholdError(f"eps is {eps}, expected a number of at least 0 such as 1e-8.")
+        raise OptionError(f"eps is {eps}, expected a number of at least 0 such as 1e-8.")
     gradients, second_moments = _same_shapes(gradients, second_moments, "Gradients and second moments")
     pairs = zip(gradients, second_moments, strict=True)
     ratios = (widened(g) / widened(v).clamp_min(eps**2).sqrt() for g, v in pairs)
@@ -82,9 +82,7 @@ def _same_shapes(first: Tensors, second: Tensors, what: str) -> tuple[list[Tenso
     first, second = _listed(first), _listed(second)
     shapes = [tuple(t.shape) for t in first], [tuple(t.shape) for t in second]
     if shapes[0] != shapes[1]:
-        raise ThresholdError(
-            f"{what} have shapes {shapes[0]} and {shapes[1]}; pass the same tensors in the same order."
-        )
+        raise OptionError(f"{what} have shapes {shapes[0]} and {shapes[1]}; pass the same tensors in the same order.")
     return first, second
 
 

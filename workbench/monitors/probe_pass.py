@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.anatomy import Anatomy
 from workbench.models.attention_weights import Unreadable
 from workbench.models.batches import TokenSelection, inputs_of
@@ -109,11 +109,11 @@ class ModelProbe:
               tensor that it returns or that comes first.
 
         Raises:
-            ThresholdError: If a part is none of the three.
+            OptionError: If a part is none of the three.
             AnatomyError: If the stream is not where it was when the anatomy was read.
         """
         if unknown := [part for part in parts if part not in PARTS]:
-            raise ThresholdError(f"There is no part {unknown[0]!r} to measure; expected some of {', '.join(PARTS)}.")
+            raise OptionError(f"There is no part {unknown[0]!r} to measure; expected some of {', '.join(PARTS)}.")
         run = _Pass(self.model, self.anatomy, self._routers, self._inputs_here(), parts)
         taken = {}
         if "attention" in parts and (attention := self._attention(run)):

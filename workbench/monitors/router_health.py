@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.monitors.matrices import widened
 
 
@@ -84,10 +84,10 @@ def expert_load(choices: Tensor, n_experts: int) -> Tensor:
         Shape (..., expert), adding up to 1; NaN where there are no tokens.
 
     Raises:
-        ThresholdError: If an index is not one of the experts.
+        OptionError: If an index is not one of the experts.
     """
     if choices.numel() and not (int(choices.min()) >= 0 and int(choices.max()) < n_experts):
-        raise ThresholdError(
+        raise OptionError(
             f"Choices range from {int(choices.min())} to {int(choices.max())}, expected indices of {n_experts} experts."
         )
     flat = choices.flatten(-2).long()
@@ -133,10 +133,10 @@ def routing_change(before: Tensor, after: Tensor) -> Tensor:
         Shape (...), between 0 (every token goes where it went) and 1; NaN where there are no tokens.
 
     Raises:
-        ThresholdError: If the shapes differ.
+        OptionError: If the shapes differ.
     """
     if before.shape != after.shape:
-        raise ThresholdError(
+        raise OptionError(
             f"Choices of shape {tuple(before.shape)} and {tuple(after.shape)} cannot be compared; pass the same tokens."
         )
     is_kept = (after[..., :, None] == before[..., None, :]).any(-1)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.monitors.matrices import widened
 
 
@@ -42,14 +42,14 @@ class SpikeScore:
         n_judged: Values judged so far.
 
     Raises:
-        ThresholdError: If an option is out of range.
+        OptionError: If an option is out of range.
     """
 
     def __init__(self, *, window: int = 1000, n_sigma: float = 7.0, n_least: int = 100) -> None:
         if not 2 <= n_least <= window:
-            raise ThresholdError(f"n_least is {n_least}, expected 2 or more and at most the window, {window}.")
+            raise OptionError(f"n_least is {n_least}, expected 2 or more and at most the window, {window}.")
         if not n_sigma > 0:
-            raise ThresholdError(f"n_sigma is {n_sigma}, expected a positive number such as 7.")
+            raise OptionError(f"n_sigma is {n_sigma}, expected a positive number such as 7.")
         self.n_sigma, self.n_least = n_sigma, n_least
         self.n_spikes = self.n_judged = 0
         self._latest: deque[float] = deque(maxlen=window)
@@ -93,7 +93,7 @@ def spike_score(values: Iterable[float], *, window: int = 1000, n_sigma: float =
         Between 0 and 1; the paper gives it in percent. NaN if there were too few values to judge any.
 
     Raises:
-        ThresholdError: If an option is out of range.
+        OptionError: If an option is out of range.
     """
     tracker = SpikeScore(window=window, n_sigma=n_sigma, n_least=n_least)
     for value in values:

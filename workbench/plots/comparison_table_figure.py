@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots.radar_axes import DEFAULT_MEASURES
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def comparison_table(comparison: xr.Dataset, *, measures: Sequence[str] | None =
 
     Raises:
         SchemaError: If the dataset is no comparison, or has no such measure.
-        ThresholdError: If there are no digits.
+        OptionError: If there are no digits.
     """
     import pandas as pd
 
@@ -47,7 +47,7 @@ def comparison_table(comparison: xr.Dataset, *, measures: Sequence[str] | None =
         if measure not in known:
             raise SchemaError(f"The comparison has no measure '{measure}'; choose from {', '.join(map(str, known))}.")
     if digits < 1:
-        raise ThresholdError(f"digits is {digits}, expected at least 1.")
+        raise OptionError(f"digits is {digits}, expected at least 1.")
     columns = {
         (measure, source): comparison[measure].sel(source=source)
         for measure in measures

@@ -47,7 +47,7 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
 
     Raises:
         SchemaError: If a variable lacks.
-        ThresholdError: If the backend does not exist.
+        OptionError: If the backend does not exist.
     """
     needed = ["title", "value", "units", "low", "high", "state"]
     rows = columns_of(criteria, needed, what="table of criteria", source="wb.assess()", dim="criterion")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.formatting import percent, with_interval
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
@@ -70,12 +70,12 @@ def decision_chart(
 
     Raises:
         SchemaError: If the points lack a variable, or none has a place in the chart.
-        ThresholdError: If the kind or the backend does not exist, or the probabilities are none or out of order.
+        OptionError: If the kind or the backend does not exist, or the probabilities are none or out of order.
     """
     if kind not in KINDS:
-        raise ThresholdError(f"The kind of chart is '{kind}', expected one of {', '.join(KINDS)}.")
+        raise OptionError(f"The kind of chart is '{kind}', expected one of {', '.join(KINDS)}.")
     if not 0 < proceed_below < stop_above < 1:
-        raise ThresholdError(
+        raise OptionError(
             f"proceed_below is {proceed_below:g} and stop_above {stop_above:g}, expected 0 < the first < the other < 1."
         )
     if kind == "published":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.formatting import clipped, percent, title_of
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
@@ -35,7 +35,7 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
 
     Raises:
         SchemaError: If a variable lacks.
-        ThresholdError: If the backend does not exist.
+        OptionError: If the backend does not exist.
     """
     rows = columns_of(causes, ["title", "probability"], what="table of causes", source=_SOURCE, dim="cause")
     probability = rows["probability"].astype(float)
@@ -76,10 +76,10 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
 
     Raises:
         SchemaError: If a variable lacks.
-        ThresholdError: If ``n`` is not positive, or the backend does not exist.
+        OptionError: If ``n`` is not positive, or the backend does not exist.
     """
     if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
-        raise ThresholdError(f"n is {n!r}, expected a whole number of at least 1.")
+        raise OptionError(f"n is {n!r}, expected a whole number of at least 1.")
     cause, names, weight = _grouped(evidence, n)
     # One row for the name of each cause, then its signs.
     height, heads, up = np.zeros(len(weight)), {}, 0.0
@@ -128,7 +128,7 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
 
     Raises:
         SchemaError: If a variable lacks, or no sign has a step.
-        ThresholdError: If the backend does not exist.
+        OptionError: If the backend does not exist.
     """
     rows = columns_of(evidence, [_name_of(evidence), "step", "weight"], **_TABLE)
     step, weight = rows["step"].astype(float), np.abs(rows["weight"].astype(float))

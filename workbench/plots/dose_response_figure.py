@@ -50,7 +50,7 @@ def dose_response(
     Raises:
         SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice, or there is no such
             measure.
-        ThresholdError: If the backend does not exist.
+        OptionError: If the backend does not exist.
     """
     measures = [measures] if isinstance(measures, str) else list(measures)
     for measure in measures:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.formatting import percent
 from workbench.plots import outcome_colors, style
 from workbench.plots.primitives import Primitives, decades, laid_out
@@ -37,7 +37,7 @@ def drivers(drivers: xr.DataArray, *, n: int = 10, backend: str = "bokeh") -> An
 
     Raises:
         SchemaError: If it is no such array, a value is not finite, or it has too many runs.
-        ThresholdError: If ``n`` is not positive, or the backend does not exist.
+        OptionError: If ``n`` is not positive, or the backend does not exist.
     """
     bars = Bars.of(drivers, n=n)
     n_rows, n_runs = len(bars.features), len(bars.runs)
@@ -95,7 +95,7 @@ class Bars:
         import xarray as xr
 
         if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
-            raise ThresholdError(f"n is {n!r}, expected a whole number of at least 1.")
+            raise OptionError(f"n is {n!r}, expected a whole number of at least 1.")
         if (
             not isinstance(drivers, xr.DataArray)
             or "feature" not in drivers.dims

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.koopman.measures import remeasure
 from workbench.plots import style
 from workbench.plots.complex_plane import PlaneStyle, Scale, panel_bokeh, panel_matplotlib
@@ -55,7 +55,7 @@ def eigenvalue_map(
 
     Raises:
         SchemaError: If a dataset is no spectra dataset, or runs over runs, or over steps and none is named.
-        ThresholdError: If the backend, the limit, the step or all layers do not exist.
+        OptionError: If the backend, the limit, the step or all layers do not exist.
     """
     layers = None if layers is None else list(layers)
     models, depths = {}, {}
@@ -64,7 +64,7 @@ def eigenvalue_map(
         models[name] = select_layers(measured, layers)
         depths[name] = data.sizes["layer"]
     if not any(data.sizes["layer"] for data in models.values()):
-        raise ThresholdError(f"None of the layers {layers} exists; choose from 0 to {max(depths.values()) - 1}.")
+        raise OptionError(f"None of the layers {layers} exists; choose from 0 to {max(depths.values()) - 1}.")
     modes = {
         name: mode_columns(data, n_layers=depths[name], reliable_only=reliable_only) for name, data in models.items()
     }

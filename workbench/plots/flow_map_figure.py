@@ -59,7 +59,7 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
 
     Raises:
         SchemaError: If there is no flow, one lacks a variable or has several steps, or there are more than six.
-        ThresholdError: If the backend does not exist.
+        OptionError: If the backend does not exist.
     """
     paths = paths_of(flow)
     n_columns = len(paths) if len(paths) <= _MOST_COLUMNS else _WRAPPED_COLUMNS

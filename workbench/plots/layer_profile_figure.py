@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots import style
 from workbench.plots.spectra_inputs import given_name, named_spectra
 from workbench.schema.runs import SPECTRA
@@ -54,7 +54,7 @@ def layer_profile(
     Raises:
         SchemaError: If a dataset is no spectra dataset, holds several steps and none is named, or a measure is not in
             the schema.
-        ThresholdError: If the backend, the step, the kind of depth or a model's place does not exist.
+        OptionError: If the backend, the step, the kind of depth or a model's place does not exist.
     """
     models = named_spectra(spectra, step=step)
     measures = [measures] if isinstance(measures, str) else list(measures)
@@ -67,7 +67,7 @@ def layer_profile(
     if depth is None:
         depth = "index" if len({data.sizes["layer"] for data in models.values()}) == 1 else "fraction"
     if depth not in ("index", "fraction"):
-        raise ThresholdError(f"The depth is '{depth}', expected 'index' or 'fraction'.")
+        raise OptionError(f"The depth is '{depth}', expected 'index' or 'fraction'.")
     names = models if step is None else [given_name(label, data) for label, data in models.items()]
     order = dict(zip(models, style.model_places(names, places), strict=True))
     with style.drawing(backend) as hv:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,10 +84,10 @@ def view_of(
     """The view that all panels share; see `eigenvalue_map`.
 
     Raises:
-        ThresholdError: If the limit is neither None, ``"all"`` nor a positive number, or the centre is not finite.
+        OptionError: If the limit is neither None, ``"all"`` nor a positive number, or the centre is not finite.
     """
     if not np.isfinite(center):
-        raise ThresholdError(f"The center is {center!r}, expected a finite number.")
+        raise OptionError(f"The center is {center!r}, expected a finite number.")
     reach = np.concatenate([View(center, 0.0).reach(columns) for columns in modes.values()] or [np.zeros(0)])
     largest = 1.08 * float(reach.max(initial=0))
     if limit is None and center != 0:
@@ -98,7 +98,7 @@ def view_of(
     if limit == "all":
         return View(center, max(largest, NARROWEST_LIMIT))
     if isinstance(limit, str) or not (np.isfinite(limit) and limit > 0):
-        raise ThresholdError(f"The limit is {limit!r}, expected a positive number, 'all' or None.")
+        raise OptionError(f"The limit is {limit!r}, expected a positive number, 'all' or None.")
     return View(center, float(limit))
 
 

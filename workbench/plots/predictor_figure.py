@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.formatting import with_interval
 from workbench.plots import style
 from workbench.plots.dataset_columns import columns_of, names_along
@@ -45,7 +45,7 @@ def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
 
     Raises:
         SchemaError: If the dataset is no table of predictors, or has no row.
-        ThresholdError: If the backend does not exist.
+        OptionError: If the backend does not exist.
     """
     names, columns = _columns(table)
     row = -np.arange(len(names), dtype=float)
@@ -105,12 +105,12 @@ def predictor_frame(table: xr.Dataset, *, digits: int = 3) -> pd.DataFrame:
 
     Raises:
         SchemaError: If the dataset is no table of predictors, or has no row.
-        ThresholdError: If there are no digits.
+        OptionError: If there are no digits.
     """
     import pandas as pd
 
     if digits < 1:
-        raise ThresholdError(f"digits is {digits}, expected at least 1.")
+        raise OptionError(f"digits is {digits}, expected at least 1.")
     names, columns = _columns(table)
     words = {"auroc": "AUROC", "low": "low", "high": "high", "n_runs": "runs", "n_diverged": "diverged"}
     words |= {"auroc_within_architecture": "within architecture", "auroc_within_cell": "within cell"}

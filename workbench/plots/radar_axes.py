@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.formatting import three_digits
 from workbench.studies.comparison import SOURCES
 
@@ -78,7 +78,7 @@ def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> li
 
     Raises:
         SchemaError: If the dataset is no comparison, or has no such measure.
-        ThresholdError: If there are fewer than three measures.
+        OptionError: If there are fewer than three measures.
     """
     known = [name for name, v in comparison.data_vars.items() if v.dims == ("architecture", "source")]
     if not known:
@@ -88,7 +88,7 @@ def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> li
         if measure not in known:
             raise SchemaError(f"The comparison has no measure '{measure}'; choose from {', '.join(map(str, known))}.")
     if len(measures) < 3:
-        raise ThresholdError(f"A radar chart needs at least 3 measures, these are {len(measures)}.")
+        raise OptionError(f"A radar chart needs at least 3 measures, these are {len(measures)}.")
     axes = []
     for place, measure in enumerate(measures):
         values = comparison[measure].values.ravel()

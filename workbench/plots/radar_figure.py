@@ -55,7 +55,7 @@ def radar(
 
     Raises:
         SchemaError: If the dataset is no comparison, or has no such measure.
-        ThresholdError: If the backend or an architecture's place does not exist, or there are fewer than three
+        OptionError: If the backend or an architecture's place does not exist, or there are fewer than three
             measures.
     """
     axes = axes_of(comparison, measures)

@@ -48,7 +48,7 @@ def reliability(
 
     Raises:
         SchemaError: If there is no dataset, one lacks a variable, or every bin is empty.
-        ThresholdError: If the backend or a prediction's place does not exist.
+        OptionError: If the backend or a prediction's place does not exist.
     """
     series = bins_of(reliability)
     order = style.model_places([bins.name for bins in series], places)

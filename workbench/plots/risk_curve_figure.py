@@ -46,7 +46,7 @@ def risk_curve(
 
     Raises:
         SchemaError: If the risk or the runs lack a variable or dimension, or a probability or rate is none.
-        ThresholdError: If the backend or an architecture's place does not exist.
+        OptionError: If the backend or an architecture's place does not exist.
     """
     grid = RiskGrid.of(risk)
     measured = Runs.of(runs, grid)

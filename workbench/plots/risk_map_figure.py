@@ -41,7 +41,7 @@ def risk_map(risk: xr.Dataset, *, runs: xr.Dataset | None = None, backend: str =
 
     Raises:
         SchemaError: If the risk or the runs lack a variable or dimension, or a probability or rate is none.
-        ThresholdError: If the backend does not exist.
+        OptionError: If the backend does not exist.
     """
     grid = RiskGrid.of(risk)
     measured = Runs.of(runs, grid)

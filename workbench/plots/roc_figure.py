@@ -45,7 +45,7 @@ def roc(
 
     Raises:
         SchemaError: If there is no curve, or one lacks a variable or leaves the unit square.
-        ThresholdError: If the backend or a score's place does not exist.
+        OptionError: If the backend or a score's place does not exist.
     """
     lines = lines_of(curves)
     order = style.model_places([line.name for line in lines], places)

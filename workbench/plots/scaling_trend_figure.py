@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import by_name
 from workbench.plots.primitives import Primitives, decades, flowed, laid_out
@@ -70,11 +70,11 @@ def scaling_trend(
 
     Raises:
         SchemaError: If a dataset is no scaling study, or has no such quantity.
-        ThresholdError: If the backend, the direction or a place does not exist.
+        OptionError: If the backend, the direction or a place does not exist.
     """
     studies = _studies(study)
     if along not in (None, "width", "depth"):
-        raise ThresholdError(f"along is {along!r}, expected 'width' or 'depth'.")
+        raise OptionError(f"along is {along!r}, expected 'width' or 'depth'.")
     first = next(iter(studies.values()))
     along = along or ("width" if len(np.unique(first["width"])) > 1 else "depth")
     ladders = [Ladder.of(name, data, quantity, along) for name, data in studies.items()]

@@ -27,7 +27,7 @@ def named_spectra(
 
     Raises:
         SchemaError: If there is no dataset, one does not follow the schema, or one holds several steps or runs.
-        ThresholdError: If a run has no such step.
+        OptionError: If a run has no such step.
     """
     import xarray as xr
 

@@ -48,7 +48,7 @@ def stability_edge(
 
     Raises:
         SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice.
-        ThresholdError: If the backend or a control's place does not exist, or ``below`` is no share.
+        OptionError: If the backend or a control's place does not exist, or ``below`` is no share.
     """
     edges = edges_of(outcomes, below=below)
     order = style.model_places([edge.control for edge in edges], places)
@@ -93,7 +93,7 @@ def edges_of(outcomes: xr.Dataset, *, below: float = 0.20) -> list[EdgeCurve]:
 
     Raises:
         SchemaError: If it is none.
-        ThresholdError: If ``below`` is no share.
+        OptionError: If ``below`` is no share.
     """
     stable_rates = largest_stable_rate(outcomes, below=below)
     rates = divergence_rates(outcomes, by_rate=True).rename(divergence_rate="share")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.io.run_access import at_step, divergence_step, last_step, named_runs, recorded_steps, spectra_of
 from workbench.plots import style
 from workbench.plots.complex_plane import PlaneStyle, Scale, panel_bokeh, panel_matplotlib
@@ -52,7 +52,7 @@ def step_grid(
 
     Raises:
         SchemaError: If there is no run, or one has no spectra.
-        ThresholdError: If no run reaches a step, or the backend, the limit or all layers do not exist.
+        OptionError: If no run reaches a step, or the backend, the limit or all layers do not exist.
     """
     layers = None if layers is None else list(layers)
     trees = named_runs(runs)
@@ -64,7 +64,7 @@ def step_grid(
     ]
     depths = [tree["spectra"].sizes["layer"] for tree in trees.values()]
     if not any(cell.spectra.sizes["layer"] for cell in cells):
-        raise ThresholdError(f"None of the layers {layers} exists; choose from 0 to {max(depths) - 1}.")
+        raise OptionError(f"None of the layers {layers} exists; choose from 0 to {max(depths) - 1}.")
     modes = [
         mode_columns(cell.spectra.isel(layer=[]) if cell.word else cell.spectra, n_layers=depths[i // len(columns)])
         for i, cell in enumerate(cells)
@@ -153,9 +153,9 @@ def _columns(runs: Mapping[str, xr.DataTree], steps: Iterable[int] | None) -> li
     last = max(filter(None, (last_step(run) for run in runs.values())), default=recorded[-1])
     for step in steps:
         if not recorded[0] <= step <= last:
-            raise ThresholdError(f"No run has spectra for step {step}; choose from {recorded[0]} to {last}.")
+            raise OptionError(f"No run has spectra for step {step}; choose from {recorded[0]} to {last}.")
     if not steps:
-        raise ThresholdError(f"No step was named; choose from {recorded[0]} to {last}, or leave steps out.")
+        raise OptionError(f"No step was named; choose from {recorded[0]} to {last}, or leave steps out.")
     return steps
 
 

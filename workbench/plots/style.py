@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import ThresholdError, require_lab
+from workbench.errors import OptionError, require_lab
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -67,17 +67,17 @@ def model_places(names: Iterable[str], places: Mapping[str, int] | None = None) 
         places: By name, perhaps of other models too; None: the order given.
 
     Raises:
-        ThresholdError: If a model has no place, or one is not a whole number from 0.
+        OptionError: If a model has no place, or one is not a whole number from 0.
     """
     names = list(names)
     if places is None:
         return list(range(len(names)))
     for name in names:
         if name not in places:
-            raise ThresholdError(f"The places lack the model '{name}'; they are for {', '.join(map(str, places))}.")
+            raise OptionError(f"The places lack the model '{name}'; they are for {', '.join(map(str, places))}.")
         place = places[name]
         if isinstance(place, bool) or not isinstance(place, int | np.integer) or place < 0:
-            raise ThresholdError(f"The place of '{name}' is {place!r}, expected a whole number from 0.")
+            raise OptionError(f"The place of '{name}' is {place!r}, expected a whole number from 0.")
     return [int(places[name]) for name in names]
 
 
@@ -92,11 +92,11 @@ def drawing(backend: str) -> Iterator[Any]:
         The holoviews module, able to take options for that backend.
 
     Raises:
-        ThresholdError: If there is no such backend.
+        OptionError: If there is no such backend.
         MissingPackageError: If its packages are not installed.
     """
     if backend not in BACKENDS:
-        raise ThresholdError(f"The backend is '{backend}', expected one of {', '.join(BACKENDS)}.")
+        raise OptionError(f"The backend is '{backend}', expected one of {', '.join(BACKENDS)}.")
     require_lab("Figures", "holoviews", backend)
     import holoviews as hv
     import pandas  # noqa: F401  (holoviews imports it lazily, which fails when two threads draw first)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.formatting import counted, percent_range
 from workbench.io.run_access import named_runs
 from workbench.plots import style
@@ -62,13 +62,13 @@ def timeline(
 
     Raises:
         SchemaError: If there is no run, or no run has one of the signals.
-        ThresholdError: If the backend, the reduction, the band, or a run's place does not exist.
+        OptionError: If the backend, the reduction, the band, or a run's place does not exist.
     """
     trees = named_runs(runs, needs_spectra=False)
     order = style.model_places(trees, places)
     quantiles = sig.checked_quantiles(band)
     if reduce is not None and reduce not in sig.REDUCTIONS:
-        raise ThresholdError(f"The reduction is '{reduce}', expected one of {', '.join(sig.REDUCTIONS)}.")
+        raise OptionError(f"The reduction is '{reduce}', expected one of {', '.join(sig.REDUCTIONS)}.")
     references = healthy_runs(healthy)
     stories = [Story.of(name, run, place) for place, (name, run) in zip(order, trees.items(), strict=True)]
     chosen = chosen_signals(trees, stories, signals)
@@ -118,13 +118,13 @@ def healthy_runs(healthy: xr.DataTree | Mapping[str, xr.DataTree] | int | None) 
 
     Raises:
         SchemaError: If it is neither runs nor a number.
-        ThresholdError: If it is a number below 2.
+        OptionError: If it is a number below 2.
     """
     if healthy is None:
         return {}
     if isinstance(healthy, int | np.integer) and not isinstance(healthy, bool):
         if healthy < 2:
-            raise ThresholdError(f"healthy is {healthy}, expected at least 2 steps, or healthy runs.")
+            raise OptionError(f"healthy is {healthy}, expected at least 2 steps, or healthy runs.")
         return {}
     return named_runs(cast("Any", healthy), needs_spectra=False)
 

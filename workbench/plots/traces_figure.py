@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import divergence_step, named_runs, spectra_of
 from workbench.plots import style
 from workbench.plots.layer_profile_figure import LOGARITHMIC
@@ -66,13 +66,13 @@ def traces(
 
     Raises:
         SchemaError: If there is no run, or no run has one of the variables.
-        ThresholdError: If the backend, the statistic or a run's place does not exist.
+        OptionError: If the backend, the statistic or a run's place does not exist.
     """
     trees = named_runs(runs, needs_spectra=False)
     order = style.model_places(trees, places)
     variables = [variables] if isinstance(variables, str) else list(variables)
     if statistic not in STATISTICS:
-        raise ThresholdError(f"The statistic is '{statistic}', expected one of {', '.join(STATISTICS)}.")
+        raise OptionError(f"The statistic is '{statistic}', expected one of {', '.join(STATISTICS)}.")
     known = _known(trees)
     for variable in variables:
         if variable not in known:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.risk.features import FEATURES, OPTIMIZER, RATE, as_cases, column, feature_table
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class FeatureMap:
         """The one that training runs fix.
 
         Raises:
-            ThresholdError: If a name is no feature, or a square or product names no column.
+            OptionError: If a name is no feature, or a square or product names no column.
             SchemaError: If a run lacks a value.
         """
         numeric = tuple(name for name in features if name != OPTIMIZER)
@@ -76,7 +76,7 @@ class FeatureMap:
         is_finite = np.isfinite(known.table)
         for name, has_some in zip(numeric, is_finite.any(axis=0), strict=True):
             if not has_some:
-                raise ThresholdError(f"'{name}' is infinite in every run; fit a model without it.")
+                raise OptionError(f"'{name}' is infinite in every run; fit a model without it.")
         lowest = np.where(is_finite, known.table, np.inf).min(axis=0)
         highest = np.where(is_finite, known.table, -np.inf).max(axis=0)
         n_base = len(numeric) + len(optimizers)
@@ -88,9 +88,7 @@ class FeatureMap:
         names = blank.columns[:n_base]
         for name in (*squares, *(name for pair in interactions for name in pair)):
             if name not in names:
-                raise ThresholdError(
-                    f"There is no column '{name}' to square or multiply; there are {', '.join(names)}."
-                )
+                raise OptionError(f"There is no column '{name}' to square or multiply; there are {', '.join(names)}.")
         base = blank._base(known)
         center, scale = _moments(base)
         term_center, term_scale = _moments(blank._terms((base - center) / scale))
@@ -189,7 +187,7 @@ def read(cases: xr.Dataset, features: Sequence[str]) -> Known:
     """What is known of cases.
 
     Raises:
-        ThresholdError: If a learning rate is no positive number.
+        OptionError: If a learning rate is no positive number.
         SchemaError: If a case lacks a value.
     """
     cases = as_cases(cases)

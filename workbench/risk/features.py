@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.koopman.measures import STATISTICS
 from workbench.schema.runs import SPECTRA
 
@@ -87,7 +87,7 @@ def feature_table(cases: xr.Dataset, names: Sequence[str]) -> xr.DataArray:
         reaches; the model clips these at what its training runs show.
 
     Raises:
-        ThresholdError: If a learning rate is no positive number, or a name is no feature.
+        OptionError: If a learning rate is no positive number, or a name is no feature.
         SchemaError: If a variable is missing, or a run lacks a value.
     """
     import xarray as xr
@@ -111,7 +111,7 @@ def is_complete(cases: xr.Dataset, names: Sequence[str]) -> xr.DataArray:
         bool, dim ``run``.
 
     Raises:
-        ThresholdError: If a learning rate is no positive number, or a name is no feature.
+        OptionError: If a learning rate is no positive number, or a name is no feature.
         SchemaError: If a variable is missing altogether.
     """
     import xarray as xr
@@ -125,7 +125,7 @@ def as_cases(cases: xr.Dataset) -> xr.Dataset:
     """Cases with a dimension ``run``, and learning rates that can be ones.
 
     Raises:
-        ThresholdError: If a learning rate is no positive number.
+        OptionError: If a learning rate is no positive number.
         SchemaError: If there is none, or no case.
     """
     if RATE not in cases.variables:
@@ -135,7 +135,7 @@ def as_cases(cases: xr.Dataset) -> xr.Dataset:
     rates = np.atleast_1d(np.asarray(cases[RATE].values, dtype=float))
     if not (np.isfinite(rates) & (rates > 0)).all():
         wrong = rates[~(np.isfinite(rates) & (rates > 0))][0]
-        raise ThresholdError(f"The learning rate is {wrong:g}, expected a positive number.")
+        raise OptionError(f"The learning rate is {wrong:g}, expected a positive number.")
     if not cases.sizes["run"]:
         raise SchemaError("There is no case; select less narrowly.")
     return cases
@@ -186,7 +186,7 @@ def _values(cases: xr.Dataset, names: Sequence[str]) -> tuple[np.ndarray, np.nda
     """Values of shape (run, feature), and where there is none."""
     for name in names:
         if name not in FEATURES or name == OPTIMIZER:
-            raise ThresholdError(f"'{name}' is no feature; choose from wb.risk.FEATURES.")
+            raise OptionError(f"'{name}' is no feature; choose from wb.risk.FEATURES.")
     needs = {need for name in names for need in FEATURES[name].needs}
     if missing := sorted(need for need in needs if need not in cases.variables):
         raise SchemaError(
@@ -359,16 +359,16 @@ def features_of(features: str | Sequence[str]) -> tuple[str, ...]:
     """The names behind the name of a set, or the list itself.
 
     Raises:
-        ThresholdError: If there is no such set or feature, or one is there twice.
+        OptionError: If there is no such set or feature, or one is there twice.
     """
     if isinstance(features, str):
         if features not in FEATURE_SETS:
-            raise ThresholdError(f"features is '{features}', expected {', '.join(FEATURE_SETS)}, or a list of names.")
+            raise OptionError(f"features is '{features}', expected {', '.join(FEATURE_SETS)}, or a list of names.")
         return FEATURE_SETS[features]
     names = tuple(features)
     for name in names:
         if name not in FEATURES:
-            raise ThresholdError(f"'{name}' is no feature; choose from wb.risk.FEATURES.")
+            raise OptionError(f"'{name}' is no feature; choose from wb.risk.FEATURES.")
         if names.count(name) > 1:
-            raise ThresholdError(f"The feature '{name}' is there twice; name each once.")
+            raise OptionError(f"The feature '{name}' is there twice; name each once.")
     return names

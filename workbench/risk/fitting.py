@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.risk.applicability import Applicability, ranges_of
 from workbench.risk.feature_map import FeatureMap, rounded
 from workbench.risk.features import as_cases, counts_as_diverged, features_of
@@ -75,7 +75,7 @@ def fit(
         seed: Of folds and resamples.
 
     Raises:
-        ThresholdError: If an option is out of range or a name unknown.
+        OptionError: If an option is out of range or a name unknown.
         SchemaError: If the sweep lacks what is needed, all runs ended alike, there are fewer than four groups, or
             larger rates do not diverge more often.
     """
@@ -262,15 +262,15 @@ def _codes(names: np.ndarray) -> np.ndarray:
 
 def _check_options(method: str, penalty: float | None, n_bootstrap: int, n_folds: int, level: float) -> None:
     if method not in METHODS:
-        raise ThresholdError(f"method is '{method}', expected {' or '.join(METHODS)}.")
+        raise OptionError(f"method is '{method}', expected {' or '.join(METHODS)}.")
     if penalty is not None and not (np.isfinite(penalty) and penalty > 0):
-        raise ThresholdError(f"penalty is {penalty}, expected a positive number.")
+        raise OptionError(f"penalty is {penalty}, expected a positive number.")
     if n_bootstrap < 0:
-        raise ThresholdError(f"n_bootstrap is {n_bootstrap}, expected at least 0.")
+        raise OptionError(f"n_bootstrap is {n_bootstrap}, expected at least 0.")
     if n_folds < 2:
-        raise ThresholdError(f"n_folds is {n_folds}, expected at least 2.")
+        raise OptionError(f"n_folds is {n_folds}, expected at least 2.")
     if not 0 < level < 1:
-        raise ThresholdError(f"level is {level}, expected a share between 0 and 1.")
+        raise OptionError(f"level is {level}, expected a share between 0 and 1.")
 
 
 def _outcomes(sweep: xr.Dataset, by: str) -> xr.Dataset:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -29,13 +29,13 @@ def stable_rates(sweep: xr.Dataset, *, below: float = 0.20) -> xr.Dataset:
         unstable at the smallest rate already, ``is_upper_bound`` is true, ``last_stable`` NaN.
 
     Raises:
-        ThresholdError: If ``below`` is no share above 0.
+        OptionError: If ``below`` is no share above 0.
         SchemaError: If the sweep lacks what is needed, or has no run.
     """
     import xarray as xr
 
     if not 0 < below <= 1:
-        raise ThresholdError(f"below is {below}, expected a share above 0, at most 1.")
+        raise OptionError(f"below is {below}, expected a share above 0, at most 1.")
     missing = [name for name in ("cell", "learning_rate", "has_diverged") if name not in sweep.variables]
     if missing or not sweep.sizes.get("run"):
         raise SchemaError(f"The sweep has no {', '.join(missing) or 'run'}; take one from wb.open_sweep().")
@@ -86,7 +86,7 @@ def stable_rate_accuracy(sweep: xr.Dataset, predicted: xr.DataArray, *, below: f
         have nothing but a bound; true for others whose prediction lies between the two rates.
 
     Raises:
-        ThresholdError: As `stable_rates`.
+        OptionError: As `stable_rates`.
         SchemaError: As `stable_rates`.
     """
     found = stable_rates(sweep, below=below)
@@ -113,9 +113,9 @@ def share_within(ratio: xr.DataArray, factor: float = 1.5) -> float:
     """Share of cells whose predicted and measured stable rates differ by at most a factor; NaN cells are left out.
 
     Raises:
-        ThresholdError: If the factor is below 1.
+        OptionError: If the factor is below 1.
     """
     if not factor >= 1:
-        raise ThresholdError(f"factor is {factor}, expected a number of at least 1.")
+        raise OptionError(f"factor is {factor}, expected a number of at least 1.")
     values = np.abs(np.log(ratio.values[~np.isnan(ratio.values)]))
     return float(np.mean(values <= np.log(factor) + 1e-12)) if len(values) else np.nan

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 from workbench.risk.applicability import Applicability
 from workbench.risk.feature_map import FeatureMap
 from workbench.risk.features import FEATURE_SETS, FEATURES, SIZES
@@ -44,11 +44,11 @@ def shipped(features: str = "forward") -> RiskModel:
             (and ten updates on a copy, at a few rates).
 
     Raises:
-        ThresholdError: If there is no such set.
+        OptionError: If there is no such set.
         StoreError: If it is not there.
     """
     if features not in FEATURE_SETS:
-        raise ThresholdError(f"features is '{features}', expected {', '.join(FEATURE_SETS)}.")
+        raise OptionError(f"features is '{features}', expected {', '.join(FEATURE_SETS)}.")
     path = _SHIPPED / f"risk_{features}.json"
     if not path.exists():
         raise StoreError(f"There is no {path}; install the workbench again, or fit a model with wb.risk.fit(sweep).")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.risk.applicability import distances
 from workbench.risk.features import is_complete
 from workbench.schema.sweeps import require
@@ -42,7 +42,7 @@ def nearest_runs(model: RiskModel, case: xr.Dataset, sweep: xr.Dataset, n: int =
 
     Raises:
         SchemaError: If the case is not one run, a dataset lacks what the model needs, or no run of the sweep has it.
-        ThresholdError: If ``n`` is no whole number of at least 1.
+        OptionError: If ``n`` is no whole number of at least 1.
     """
     _require_count(n)
     return Neighbours(model, sweep).runs(case, n)
@@ -86,7 +86,7 @@ class Neighbours:
 
         Raises:
             SchemaError: If the case is not one run.
-            ThresholdError: If ``n`` is no whole number of at least 1.
+            OptionError: If ``n`` is no whole number of at least 1.
         """
         _require_count(n)
         distance = self._distances(case)
@@ -120,4 +120,4 @@ def _columns(model: RiskModel, cases: xr.Dataset) -> np.ndarray:
 
 def _require_count(n: int) -> None:
     if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
-        raise ThresholdError(f"n is {n!r}, expected a whole number of at least 1.")
+        raise OptionError(f"n is {n!r}, expected a whole number of at least 1.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -39,14 +39,14 @@ def over_rates(
         largest_stable_rate_high. NaN where a case is not familiar, as `RiskModel.predict` gives it.
 
     Raises:
-        ThresholdError: If a rate is no positive number, there is none, or ``below`` is no probability.
+        OptionError: If a rate is no positive number, there is none, or ``below`` is no probability.
         SchemaError: If two rows have one name, or a case lacks what the model needs.
     """
     import xarray as xr
 
     rates = np.asarray(learning_rate, dtype=float)
     if not rates.size:
-        raise ThresholdError("There is no learning rate; pass at least one.")
+        raise OptionError("There is no learning rate; pass at least one.")
     titles = [str(name) for name in (cases["architecture"].values if names is None else names)]
     if len(titles) != cases.sizes["run"] or len(set(titles)) != len(titles):
         raise SchemaError(f"{cases.sizes['run']} cases need as many different names; pass names=.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.risk.applicability import Applicability, CaseDistances
 from workbench.risk.feature_map import FeatureMap
 from workbench.risk.features import LIMITS, RATE, as_cases, counts_as_diverged
@@ -77,7 +77,7 @@ class RiskModel:
             within as many updates as were seen. The attribute ``note`` says so, and is empty otherwise.
 
         Raises:
-            ThresholdError: If a learning rate is no positive number.
+            OptionError: If a learning rate is no positive number.
             SchemaError: If a case lacks a value.
         """
         return self._risk(cases, withholds=True)
@@ -142,7 +142,7 @@ class RiskModel:
             otherwise.
 
         Raises:
-            ThresholdError: If ``below`` is no probability between 0 and 1, or a learning rate no positive number.
+            OptionError: If ``below`` is no probability between 0 and 1, or a learning rate no positive number.
             SchemaError: If a case lacks a value.
         """
         return self._rates(cases, below=below, withholds=True)
@@ -158,7 +158,7 @@ class RiskModel:
         from scipy.stats import norm
 
         if not 0 < below < 1:
-            raise ThresholdError(f"below is {below}, expected a probability between 0 and 1.")
+            raise OptionError(f"below is {below}, expected a probability between 0 and 1.")
         measured, columns = self._measure(cases)
         edge = self._edges(columns)
         cautious = edge + logit(below) / self.weights[:, :1]
@@ -202,7 +202,7 @@ class RiskModel:
             rates were seen. Rows of cases that are not familiar are NaN, as the coordinate ``is_familiar`` tells.
 
         Raises:
-            ThresholdError: As `predict`.
+            OptionError: As `predict`.
             SchemaError: As `predict`.
         """
         import xarray as xr

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -44,7 +44,7 @@ def auroc(
         [1, 1]: a bootstrap cannot see what did not happen.
 
     Raises:
-        ThresholdError: If a score is NaN, lengths differ, or an option is out of range.
+        OptionError: If a score is NaN, lengths differ, or an option is out of range.
         SchemaError: If all runs ended alike.
     """
     return auroc_within(
@@ -72,7 +72,7 @@ def roc_curve(
         ``n_runs``, ``n_diverged``.
 
     Raises:
-        ThresholdError: As in `auroc`.
+        OptionError: As in `auroc`.
         SchemaError: If all runs ended alike.
     """
     import xarray as xr
@@ -110,12 +110,12 @@ def auroc_within(
         level: As in `auroc`.
 
     Raises:
-        ThresholdError: As in `auroc`.
+        OptionError: As in `auroc`.
         SchemaError: If all runs ended alike wherever they may be compared.
     """
     scores, labels = _pair(score, label)
     if n_bootstrap < 0 or not 0 < level < 1:
-        raise ThresholdError("n_bootstrap must not be negative, and level lies between 0 and 1.")
+        raise OptionError("n_bootstrap must not be negative, and level lies between 0 and 1.")
     _, strata = np.unique(np.asarray(within), return_inverse=True)
     members = [np.flatnonzero(strata == i) for i in range(strata.max(initial=-1) + 1)]
     members = [of for of in members if 0 < labels[of].sum() < len(of)]
@@ -147,10 +147,10 @@ def resamples(
         Blocks of shape (resample, run).
 
     Raises:
-        ThresholdError: If there is not one group a run.
+        OptionError: If there is not one group a run.
     """
     if groups is not None and np.size(groups) != n_runs:
-        raise ThresholdError(f"There are {np.size(groups)} groups for {n_runs} runs, expected one a run.")
+        raise OptionError(f"There are {np.size(groups)} groups for {n_runs} runs, expected one a run.")
     _, index = np.unique(np.arange(n_runs) if groups is None else np.asarray(groups), return_inverse=True)
     n_groups = int(index.max()) + 1
     random = np.random.default_rng(seed)
@@ -176,7 +176,7 @@ def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, l
         ``n_left_out``, ``level``.
 
     Raises:
-        ThresholdError: If a probability is none, lengths differ, or an option is out of range.
+        OptionError: If a probability is none, lengths differ, or an option is out of range.
         SchemaError: If no run has a probability.
     """
     import xarray as xr
@@ -184,7 +184,7 @@ def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, l
 
     predicted, labels = _pair(probability, label, allows_nan=True)
     if n_bins < 1 or not 0 < level < 1:
-        raise ThresholdError("n_bins must be at least 1, and level lies between 0 and 1.")
+        raise OptionError("n_bins must be at least 1, and level lies between 0 and 1.")
     is_there = ~np.isnan(predicted)
     predicted, labels = predicted[is_there], labels[is_there]
     if not len(predicted):
@@ -226,7 +226,7 @@ def brier(probability: ArrayLike, label: ArrayLike) -> float:
     """Mean squared error of the probabilities (Brier 1950); lower is better, 0.25 is what 0.5 everywhere gets.
 
     Raises:
-        ThresholdError: If a probability is none, or lengths differ.
+        OptionError: If a probability is none, or lengths differ.
     """
     from sklearn.metrics import brier_score_loss
 
@@ -239,7 +239,7 @@ def log_loss(probability: ArrayLike, label: ArrayLike) -> float:
     """Mean negative log-likelihood in nats; probabilities of 0 and 1 count as 1e-12 away from them.
 
     Raises:
-        ThresholdError: If a probability is none, or lengths differ.
+        OptionError: If a probability is none, or lengths differ.
     """
     from sklearn import metrics
 
@@ -262,13 +262,13 @@ def _concordance(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> tu
 def _pair(score: ArrayLike, label: ArrayLike, *, allows_nan: bool = False) -> tuple[np.ndarray, np.ndarray]:
     scores, labels = np.asarray(score, dtype=float), np.asarray(label).astype(bool)
     if scores.shape != labels.shape or scores.ndim != 1:
-        raise ThresholdError(f"There are {scores.size} scores for {labels.size} runs, expected one a run.")
+        raise OptionError(f"There are {scores.size} scores for {labels.size} runs, expected one a run.")
     if not allows_nan and np.isnan(scores).any():
-        raise ThresholdError(f"{int(np.isnan(scores).sum())} scores are NaN; leave those runs out.")
+        raise OptionError(f"{int(np.isnan(scores).sum())} scores are NaN; leave those runs out.")
     return scores, labels
 
 
 def _require_probabilities(values: np.ndarray) -> None:
     farthest = values[np.argmax(np.abs(values - 0.5))]
     if not 0 <= farthest <= 1:
-        raise ThresholdError(f"A probability is {farthest:g}, expected 0 to 1.")
+        raise OptionError(f"A probability is {farthest:g}, expected 0 to 1.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.risk.features import as_cases
 from workbench.risk.fitting import fit
 from workbench.risk.measured_stable_rates import share_within, stable_rate_accuracy
@@ -54,7 +54,7 @@ def cross_validate(
         ``edge``; ``has_diverged``, ``group``, ``fold``.
 
     Raises:
-        ThresholdError: If an option is out of range.
+        OptionError: If an option is out of range.
         SchemaError: If the sweep has no such coordinate, or too few groups to learn from.
     """
     import xarray as xr
@@ -68,7 +68,7 @@ def cross_validate(
         raise SchemaError(f"The sweep has {n_groups} different values of {by}, expected at least 3 to hold some out.")
     n_folds = n_folds or (n_groups if by == "architecture" else 10)
     if n_folds < 2:
-        raise ThresholdError(f"n_folds is {n_folds}, expected at least 2.")
+        raise OptionError(f"n_folds is {n_folds}, expected at least 2.")
     target = sweep if test is None else as_cases(test)
     if test is None:
         folds = list(group_folds(group, min(n_folds, n_groups), seed))
@@ -159,7 +159,7 @@ def validate(
         probability and calibrated on other configurations.
 
     Raises:
-        ThresholdError: As `cross_validate`.
+        OptionError: As `cross_validate`.
         SchemaError: As `cross_validate`.
     """
     target = sweep if test is None else test

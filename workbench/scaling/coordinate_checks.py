@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import call_model, on_device_of
@@ -114,15 +114,15 @@ def coordinate_check(
         ``passes_coordinate_check`` and ``coordinate_reason``. NaN: from a divergence on, or where nothing moved.
 
     Raises:
-        ThresholdError: If the rungs are of several depths, or there are no steps.
+        OptionError: If the rungs are of several depths, or there are no steps.
         AnatomyError: If the residual stream cannot be read.
     """
     import xarray as xr
 
     if len({rung.depth for rung in rungs}) != 1:
-        raise ThresholdError("A coordinate check compares widths at one depth; pass rungs of one depth.")
+        raise OptionError("A coordinate check compares widths at one depth; pass rungs of one depth.")
     if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
-        raise ThresholdError(f"n_coordinate_steps is {n_steps!r}, expected a whole number of at least 1.")
+        raise OptionError(f"n_coordinate_steps is {n_steps!r}, expected a whole number of at least 1.")
     found = [
         [coordinate_sizes(workshop, rung, seed, learning_rate=learning_rate, n_steps=n_steps) for seed in seeds]
         for rung in rungs

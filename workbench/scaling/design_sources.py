@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.scaling.resizing import GRANULE, in_proportion, kv_heads
 from workbench.zoo import ArchitectureConfig, build, count_parameters
 
@@ -158,14 +158,14 @@ class FunctionSource(DesignSource):
         """See `DesignSource`.
 
         Raises:
-            ThresholdError: If the function returns no module.
+            OptionError: If the function returns no module.
         """
         torch.manual_seed(seed)
         takes_it = "vocabulary" in inspect.signature(self.function).parameters
         more = {"vocabulary": vocabulary} if vocabulary is not None and takes_it else {}
         model = self.function(width, depth, seed, **more)
         if not isinstance(model, nn.Module):
-            raise ThresholdError(
+            raise OptionError(
                 f"The function returned a {type(model).__name__}, expected a torch module of width {width} and depth "
                 f"{depth}; return the model."
             )

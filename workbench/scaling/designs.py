@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.errors import CheckpointError, ThresholdError
+from workbench.errors import CheckpointError, OptionError
 from workbench.models.checkpoint import ZOO_KEY
 from workbench.models.subject import Subject
 from workbench.scaling.design_sources import DesignSource, FunctionSource, ZooSource
@@ -69,7 +69,7 @@ class Design:
             The model in training mode, on the CPU, float32; the global random state is untouched.
 
         Raises:
-            ThresholdError: If there is no model of that size; it names the nearest width, or what stands against it.
+            OptionError: If there is no model of that size; it names the nearest width, or what stands against it.
         """
         width, depth = self._checked(width, depth, vocabulary)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -88,7 +88,7 @@ class Design:
         """The nearest width that a model can have; that of a function is taken to be any.
 
         Raises:
-            ThresholdError: If the width is no whole number of at least 1.
+            OptionError: If the width is no whole number of at least 1.
         """
         _require_size("width", width)
         return self.source.nearest_width(width)
@@ -114,7 +114,7 @@ class Design:
         if nearest != width:
             per_head = self.source.width_per_head
             why = "" if per_head is None else f", for each of its heads takes {per_head}"
-            raise ThresholdError(f"{self.name} cannot be {width} wide{why}; choose {nearest}.")
+            raise OptionError(f"{self.name} cannot be {width} wide{why}; choose {nearest}.")
         return width, depth
 
 
@@ -138,7 +138,7 @@ def design(
         name: For titles; made from the source if not given.
 
     Raises:
-        ThresholdError: If the source describes no architecture, or not one of the target size.
+        OptionError: If the source describes no architecture, or not one of the target size.
         CheckpointError: If there is no such name or file, or the file is damaged.
     """
     if isinstance(source, Design):
@@ -163,7 +163,7 @@ def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[Des
             return _from_object(config, width, depth)
         if _is_of_transformers(config):
             return _from_object(config, width, depth)[0], type(source).__name__
-        raise ThresholdError(
+        raise OptionError(
             f"{type(source).__name__} has no configuration that says how to build it at another size; pass a "
             "function(width, depth, seed) that builds it."
         )
@@ -173,11 +173,11 @@ def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[Des
         return TransformersSource(source), source.model_type
     if callable(source):
         if width is None or depth is None:
-            raise ThresholdError("A function has no size of its own; pass the target's width= and depth= with it.")
+            raise OptionError("A function has no size of its own; pass the target's width= and depth= with it.")
         _require_size("width", width)
         _require_size("depth", depth)
         return FunctionSource(source, width, depth), getattr(source, "__name__", type(source).__name__)
-    raise ThresholdError(
+    raise OptionError(
         f"A {type(source).__name__} describes no architecture, expected a name, a config.json, a configuration, "
         "options of the zoo or a function(width, depth, seed)."
     )
@@ -218,7 +218,7 @@ def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
     if ZOO_KEY in options:
         options["family"] = options.pop(ZOO_KEY)
     if "model_type" not in options and {"architectures", "transformers_version"} & options.keys():
-        raise ThresholdError(
+        raise OptionError(
             "The configuration of a transformers model says no model_type, expected one such as 'llama'; add it."
         )
     if "model_type" not in options:
@@ -230,7 +230,7 @@ def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
     try:
         config = transformers.AutoConfig.for_model(kind, **options)
     except Exception as error:  # of whatever kind: each configuration checks its options in its own way
-        raise ThresholdError(
+        raise OptionError(
             f"transformers has no architecture '{kind}' of these options ({cause_of(error)}); correct them."
         ) from error
     return TransformersSource(config), str(kind)
@@ -243,4 +243,4 @@ def _is_of_transformers(config: Any) -> bool:
 
 def _require_size(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ThresholdError(f"{name} is {value!r}, expected a whole number of at least 1.")
+        raise OptionError(f"{name} is {value!r}, expected a whole number of at least 1.")

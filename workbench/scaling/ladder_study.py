@@ -8,13 +8,13 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from workbench import flow
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.io.progress import progress_bar
 from workbench.io.provenance import versions
 from workbench.koopman.spectra import RankWarning
@@ -25,11 +25,12 @@ from workbench.scaling.outlook import extrapolated
 from workbench.scaling.quantities import ATTRS, EDGE, FLOW, SPECTRAL, rule_of
 from workbench.scaling.size_ladder import Parametrization, Rung, Workshop, require_seeds, rungs_of
 from workbench.scaling.stable_edges import StableEdge, pilot_edge, stable_edge
+from workbench.training.training_plan import NO_OPTIONS, departures
 
 if TYPE_CHECKING:
+    import torch
     import xarray as xr
-
-    from workbench.sweeps.planned_runs import ShortRunOptions
+    from torch import nn
 
 EDGES = ("trained", "pilot", "none")
 
@@ -54,7 +55,15 @@ def scaling_study(
     largest_reach: float = 4.0,
     level: float = 0.95,
     progress: bool | Callable[[str], None] = False,
-    **training: Unpack[ShortRunOptions],
+    warmup: int = 0,
+    schedule: str | Callable[[int], float] = "constant",
+    optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
+    optimizer_options: Mapping[str, Any] = NO_OPTIONS,
+    clip_norm: float | None = None,
+    precision: str = "float32",
+    loss_limit: float = 50.0,
+    grad_norm_limit: float = 500.0,
+    stops_at_divergence: bool = True,
 ) -> xr.Dataset:
     """Build an architecture at several sizes, measure each, and say what to expect at the size that is meant.
 
@@ -87,7 +96,15 @@ def scaling_study(
         largest_reach: See `extrapolated`; 4 is how far `data/make_scaling.py` has tried it.
         level: Of the intervals.
         progress: Show a bar; or a function that is told how many parts are done.
-        **training: Further fields of `TrainingPlan` (``optimizer``, ``warmup``, ``clip_norm``, ...) for the runs.
+        warmup: Of the short runs; this and what follows as in `workbench.train`.
+        schedule: Of their learning rate.
+        optimizer: Of theirs.
+        optimizer_options: Of that.
+        clip_norm: Largest norm of their gradients; None: no clipping.
+        precision: Of their arithmetic.
+        loss_limit: A loss above this is a divergence.
+        grad_norm_limit: A gradient norm above this is a divergence.
+        stops_at_divergence: Whether they end there.
 
     Returns:
         Dataset with dims ``rung`` (coords ``width``, ``depth``, ``n_weights``), ``seed`` and ``quantity``: ``measured``
@@ -100,7 +117,7 @@ def scaling_study(
         `coordinate_check`. NaN: not measured.
 
     Raises:
-        ThresholdError: If a setting is unknown or impossible, or a size cannot be built; nothing is done then.
+        OptionError: If a setting is unknown or impossible, or a size cannot be built; nothing is done then.
         AnatomyError: If the residual stream cannot be read.
     """
     import xarray as xr
@@ -111,7 +128,18 @@ def scaling_study(
     rungs = rungs_of(of, list(widths), [target.depth] if depths is None else list(depths))
     seeds = require_seeds(seeds)
     if edge not in EDGES:
-        raise ThresholdError(f"edge is {edge!r}, expected one of {', '.join(EDGES)}.")
+        raise OptionError(f"edge is {edge!r}, expected one of {', '.join(EDGES)}.")
+    training = departures(
+        warmup=warmup,
+        schedule=schedule,
+        optimizer=optimizer,
+        optimizer_options=dict(optimizer_options),
+        clip_norm=clip_norm,
+        precision=precision,
+        loss_limit=loss_limit,
+        grad_norm_limit=grad_norm_limit,
+        stops_at_divergence=stops_at_divergence,
+    )
     workshop = Workshop(of, task, training, parametrization, vocabulary)
     places = [*rungs, *([target] if measures_target else [])]
     n_parts = len(places) * len(seeds) * 2 + bool(n_coordinate_steps)
@@ -177,7 +205,7 @@ def _design_of(
         width = max(widths, default=None) if width is None else width
         depth = max(depths, default=None) if depth is None and depths is not None else depth
         if depth is None:
-            raise ThresholdError("A function has no depth of its own; pass depths= or target_depth=.")
+            raise OptionError("A function has no depth of its own; pass depths= or target_depth=.")
     return design(make_model, width=width, depth=depth)
 
 

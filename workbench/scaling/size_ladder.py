@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 from torch import nn
 
 from workbench.callbacks.train import train
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.scaling.designs import Design
 from workbench.tasks import Task, as_task
 from workbench.training.low_precision import quick_products
@@ -43,15 +43,15 @@ def rungs_of(design: Design, widths: Sequence[int], depths: Sequence[int]) -> li
     """The sizes of a ladder: every width at the smallest depth, and every further depth at the largest width.
 
     Raises:
-        ThresholdError: If there is none, one comes twice, or a model of that size cannot be built.
+        OptionError: If there is none, one comes twice, or a model of that size cannot be built.
     """
     for name, sizes in (("widths", widths), ("depths", depths)):
         if not len(sizes):
-            raise ThresholdError(f"{name} is empty, expected at least one.")
+            raise OptionError(f"{name} is empty, expected at least one.")
         if len(set(sizes)) != len(sizes):
-            raise ThresholdError(f"{name} holds a size twice ({list(sizes)}); name each once.")
+            raise OptionError(f"{name} holds a size twice ({list(sizes)}); name each once.")
     if min(depths) < SMALLEST_DEPTH:
-        raise ThresholdError(
+        raise OptionError(
             f"depths begins with {min(depths)}, expected at least {SMALLEST_DEPTH}: a single block cannot be told "
             "from other modules."
         )
@@ -76,7 +76,7 @@ class Workshop:
             those of the design. Of a design that reads images the same of classes, more or fewer.
 
     Raises:
-        ThresholdError: If a setting is unknown, or not this class's to take.
+        OptionError: If a setting is unknown, or not this class's to take.
     """
 
     design: Design
@@ -89,9 +89,9 @@ class Workshop:
         known = [item.name for item in fields(TrainingPlan) if item.name not in ("n_steps", "learning_rate", "seed")]
         for name in self.training:
             if name not in known:
-                raise ThresholdError(f"'{name}' is no setting of the short runs, expected one of {', '.join(known)}.")
+                raise OptionError(f"'{name}' is no setting of the short runs, expected one of {', '.join(known)}.")
         if self.parametrization is not None and not isinstance(self.training.get("optimizer", "AdamW"), str):
-            raise ThresholdError("A parametrization makes the optimizer itself; pass optimizer= by its name.")
+            raise OptionError("A parametrization makes the optimizer itself; pass optimizer= by its name.")
         TrainingPlan(n_steps=1, **self.training)
 
     def model(self, rung: Rung, seed: int) -> nn.Module:
@@ -167,9 +167,9 @@ def require_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
     """The seeds, if there are some and none comes twice.
 
     Raises:
-        ThresholdError: If not.
+        OptionError: If not.
     """
     seeds = tuple(int(seed) for seed in seeds)
     if not seeds or len(set(seeds)) != len(seeds):
-        raise ThresholdError(f"seeds is {list(seeds)}, expected at least one, each once.")
+        raise OptionError(f"seeds is {list(seeds)}, expected at least one, each once.")
     return seeds

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.errors import ThresholdError, WorkbenchError
+from workbench.errors import OptionError, WorkbenchError
 from workbench.scaling.built_sizes import Shapes, misfit, shapes_of
 from workbench.scaling.design_sources import DesignSource
 from workbench.scaling.resizing import GRANULE, depth_of, is_count, n_heads_of, resized, rotated_share
@@ -39,7 +39,7 @@ class TransformersSource(DesignSource):
     """A configuration of transformers.
 
     Raises:
-        ThresholdError: If it is not one stack of equal blocks whose width and depth it says.
+        OptionError: If it is not one stack of equal blocks whose width and depth it says.
     """
 
     config: Any
@@ -52,21 +52,21 @@ class TransformersSource(DesignSource):
             n_heads_of(self.config)
             getattr(self.config, "head_dim", None)
         except Exception as error:  # configurations of models whose blocks differ in size
-            raise ThresholdError(f"{name} describes {_NOT_EQUAL}") from error
+            raise OptionError(f"{name} describes {_NOT_EQUAL}") from error
         missing = next((option for option, size in sizes.items() if not is_count(size)), None)
         if missing and parts:
             part = "text_config" if "text_config" in parts else parts[0]
-            raise ThresholdError(
+            raise OptionError(
                 f"{name} describes a model of several parts ({', '.join(parts)}), expected one stack of equal blocks; "
                 f"pass one part alone, such as its {part}."
             )
         if missing:
-            raise ThresholdError(
+            raise OptionError(
                 f"{name} has no {missing}, expected a model of one stack of equal blocks; pass a function(width, "
                 "depth, seed) that builds it."
             )
         if isinstance(getattr(self.config, "depths", None), list | tuple):
-            raise ThresholdError(f"{name} describes {_NOT_EQUAL}")
+            raise OptionError(f"{name} describes {_NOT_EQUAL}")
 
     @property
     def width(self) -> int:
@@ -131,7 +131,7 @@ class TransformersSource(DesignSource):
         """The configuration at a size.
 
         Raises:
-            ThresholdError: If transformers has no such configuration.
+            OptionError: If transformers has no such configuration.
         """
         with self._told(width, depth):
             config = resized(self.config, width, depth, vocabulary, reads_images=self._reads_images)
@@ -185,8 +185,8 @@ class TransformersSource(DesignSource):
         except Exception as error:  # of whatever kind: nothing is known of the code that builds it
             raise self._refusal(width, depth, cause_of(error)) from error
 
-    def _refusal(self, width: int, depth: int, reason: str) -> ThresholdError:
-        return ThresholdError(
+    def _refusal(self, width: int, depth: int, reason: str) -> OptionError:
+        return OptionError(
             f"{type(self.config).__name__} cannot be built {width} wide and {depth} deep: {reason}; choose another "
             "size, or pass a function(width, depth, seed) that builds it."
         )
@@ -228,7 +228,7 @@ class TransformersSource(DesignSource):
             heads = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, *heads]
         found = next((cls for mapping in heads if (cls := _class_of(mapping, kind)) is not None), own or bare)
         if found is None:
-            raise ThresholdError(
+            raise OptionError(
                 f"transformers has no model for {kind.__name__}; pass a function(width, depth, seed) that builds it."
             )
         return found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.model_sizes import model_sizes
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def matched_width(
         zero are untouched, and of the target's width nothing is.
 
     Raises:
-        ThresholdError: If there is no model of that size, or it would be wider than the design.
+        OptionError: If there is no model of that size, or it would be wider than the design.
     """
     if width > design.width:
-        raise ThresholdError(f"width is {width}, expected at most that of the design; choose up to {design.width}.")
+        raise OptionError(f"width is {width}, expected at most that of the design; choose up to {design.width}.")
     model = design.build(width, depth, seed, vocabulary=vocabulary)
     if width == design.width:
         return model

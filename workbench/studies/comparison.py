@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import at_step, divergence_step, named_runs, spectra_of
 from workbench.koopman.measures import MASSES, Thresholds
 from workbench.schema.runs import SPECTRA, Variable
@@ -85,7 +85,7 @@ def compare(
     Raises:
         SchemaError: If there is no run, one has no spectra or does not follow the schema, or a published name is not
             known.
-        ThresholdError: If a run has no such step, or the runs were measured with different thresholds.
+        OptionError: If a run has no such step, or the runs were measured with different thresholds.
     """
     trees = named_runs(runs)
     spectra = {name: at_step(spectra_of(tree), at, name=name) for name, tree in trees.items()}
@@ -110,7 +110,7 @@ def compare_checked(
 
     Raises:
         SchemaError: If a published name is not known.
-        ThresholdError: If the runs were measured with different thresholds.
+        OptionError: If the runs were measured with different thresholds.
     """
     import xarray as xr
 
@@ -142,7 +142,7 @@ def _check_thresholds(spectra: Mapping[str, xr.Dataset]) -> None:
         here, there = _threshold_attrs(spectra[names[0]]), _threshold_attrs(spectra[name])
         for key, value in here.items():
             if there[key] != value:
-                raise ThresholdError(
+                raise OptionError(
                     f"'{names[0]}' was measured with {key} {value:g} and '{name}' with {there[key]:g}; "
                     "apply wb.remeasure() with the same thresholds first."
                 )

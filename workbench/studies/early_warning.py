@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -42,10 +42,10 @@ def harmful(runs: xr.Dataset, *, margin: float = 0.05) -> xr.DataArray:
 
     Raises:
         SchemaError: If the table lacks a column.
-        ThresholdError: If the margin is negative.
+        OptionError: If the margin is negative.
     """
     if margin < 0:
-        raise ThresholdError(f"margin is {margin}, expected a share of at least 0.")
+        raise OptionError(f"margin is {margin}, expected a share of at least 0.")
     _need(runs, "fault", "has_diverged", "accuracy", "healthy_accuracy")
     has_fault = runs["fault"] != ""
     return has_fault & (runs["has_diverged"] | (runs["accuracy"] < runs["healthy_accuracy"] - margin))
@@ -63,11 +63,11 @@ def shown_at(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArray:
 
     Raises:
         SchemaError: If the table lacks a column.
-        ThresholdError: If a sign is unknown.
+        OptionError: If a sign is unknown.
     """
     for sign in signs:
         if sign not in SIGNS:
-            raise ThresholdError(f"There is no sign '{sign}', expected some of {', '.join(SIGNS)}.")
+            raise OptionError(f"There is no sign '{sign}', expected some of {', '.join(SIGNS)}.")
     _need(runs, *_OUTCOMES, "has_diverged", "step")
     steps = {name.removesuffix("_step"): runs[name] for name in _OUTCOMES}
     steps["divergence"] = runs["step"].where(runs["has_diverged"])
@@ -183,7 +183,7 @@ def saved(runs: xr.Dataset, *, margin: float = 0.05) -> xr.DataArray:
 
     Raises:
         SchemaError: If the table lacks a column.
-        ThresholdError: If the margin is negative.
+        OptionError: If the margin is negative.
     """
     _need(runs, "acted_has_diverged", "acted_accuracy")
     is_well = ~runs["acted_has_diverged"] & (runs["acted_accuracy"] >= runs["healthy_accuracy"] - margin)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.risk.features import column
 from workbench.risk.predictors import predictor_scores
 from workbench.risk.scores import Auroc, auroc, auroc_within
@@ -59,14 +59,14 @@ def divergence_rates(outcomes: xr.Dataset, *, by_rate: bool = False, level: floa
 
     Raises:
         SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice.
-        ThresholdError: If the level is no share.
+        OptionError: If the level is no share.
     """
     import pandas as pd
     import xarray as xr
     from scipy.stats import binomtest
 
     if not 0 < level < 1:
-        raise ThresholdError(f"level is {level}, expected a share between 0 and 1.")
+        raise OptionError(f"level is {level}, expected a share between 0 and 1.")
     runs = _table(outcomes)
     keys = ["control", "learning_rate"] if by_rate else ["control"]
     labels = [runs["control"].unique(), np.sort(runs["learning_rate"].unique())][: len(keys)]
@@ -128,7 +128,7 @@ def accuracy_where_both_converge(outcomes: xr.Dataset, control: str, reference: 
 
     Raises:
         SchemaError: If the dataset is no table of outcomes.
-        ThresholdError: If it has no such control.
+        OptionError: If it has no such control.
     """
     import xarray as xr
 
@@ -158,7 +158,7 @@ def divergence_where_both_ran(outcomes: xr.Dataset, control: str, reference: str
 
     Raises:
         SchemaError: If the dataset is no table of outcomes.
-        ThresholdError: If it has no such control.
+        OptionError: If it has no such control.
     """
     import xarray as xr
     from scipy.stats import binomtest
@@ -186,12 +186,12 @@ def largest_stable_rate(outcomes: xr.Dataset, *, below: float = 0.20) -> xr.Data
 
     Raises:
         SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice.
-        ThresholdError: If ``below`` is no share above 0.
+        OptionError: If ``below`` is no share above 0.
     """
     import xarray as xr
 
     if not 0 < below <= 1:
-        raise ThresholdError(f"below is {below}, expected a share above 0, at most 1.")
+        raise OptionError(f"below is {below}, expected a share above 0, at most 1.")
     rates = divergence_rates(outcomes, by_rate=True)
     found, is_bound = [], []
     for control in rates["control"].values:
@@ -230,13 +230,13 @@ def _two_controls(outcomes: xr.Dataset, control: str, reference: str) -> tuple[p
 
     Raises:
         SchemaError: If it is no table of outcomes.
-        ThresholdError: If it has no such control.
+        OptionError: If it has no such control.
     """
     runs = _table(outcomes)
     known = runs["control"].unique()
     for name in (control, reference):
         if name not in known:
-            raise ThresholdError(f"No run has the control '{name}'; choose from {'; '.join(known)}.")
+            raise OptionError(f"No run has the control '{name}'; choose from {'; '.join(known)}.")
     ours, other = (runs[runs["control"] == name].set_index(_CELL) for name in (control, reference))
     cells = ours.index.intersection(other.index).sort_values()
     return ours.loc[cells], other.loc[cells]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.koopman.measures import THIRDS
 from workbench.schema.runs import SPECTRA
 
@@ -313,7 +313,7 @@ def decision_chart(*, modest_condition: float | None = None, large_condition: fl
         must lie to proceed and above which either is a high risk; NaN: no number.
 
     Raises:
-        ThresholdError: If a condition is less than 1, as none can be, or modest is more than large.
+        OptionError: If a condition is less than 1, as none can be, or modest is more than large.
     """
     import numpy as np
     import xarray as xr
@@ -321,9 +321,9 @@ def decision_chart(*, modest_condition: float | None = None, large_condition: fl
     condition = np.array([modest_condition, large_condition], dtype=float)
     for name, value in zip(("modest_condition", "large_condition"), condition, strict=True):
         if value < 1 or np.isinf(value):
-            raise ThresholdError(f"{name} is {value:g}, expected a finite number of at least 1.")
+            raise OptionError(f"{name} is {value:g}, expected a finite number of at least 1.")
     if condition[0] > condition[1]:
-        raise ThresholdError(
+        raise OptionError(
             f"modest_condition is {condition[0]:g}, expected at most large_condition, which is {condition[1]:g}."
         )
     variables = {

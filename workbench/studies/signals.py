@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import SchemaError, ThresholdError
+from workbench.errors import OptionError, SchemaError
 from workbench.formatting import listed
 from workbench.schema.runs import MONITORS, PARTS, SPECTRA
 from workbench.studies.comparison import SPECTRAL
@@ -186,10 +186,10 @@ def read(
 
     Raises:
         SchemaError: If the run has no such signal.
-        ThresholdError: If there is no such reduction, layer or head.
+        OptionError: If there is no such reduction, layer or head.
     """
     if reduce is not None and reduce not in REDUCTIONS:
-        raise ThresholdError(f"The reduction is '{reduce}', expected one of {', '.join(REDUCTIONS)}.")
+        raise OptionError(f"The reduction is '{reduce}', expected one of {', '.join(REDUCTIONS)}.")
     entry = _entry(run, name)
     values = _values(run, entry, slice(first_row, None))
     step = values["step"].values.astype(np.int64)
@@ -252,10 +252,10 @@ def decimate(
         Steps and values, rows of the input in their order; all rows in view if there are at most ``2 * n``.
 
     Raises:
-        ThresholdError: If ``n`` is below 1.
+        OptionError: If ``n`` is below 1.
     """
     if n < 1:
-        raise ThresholdError(f"n is {n}, expected at least 1 bucket.")
+        raise OptionError(f"n is {n}, expected at least 1 bucket.")
     is_finite = np.isfinite(value)
     if not is_finite.all():
         step, value = step[is_finite], value[is_finite]
@@ -303,7 +303,7 @@ def healthy_band(
         The band; empty if there are no values.
 
     Raises:
-        ThresholdError: If the quantiles are not two rising numbers from 0 to 1.
+        OptionError: If the quantiles are not two rising numbers from 0 to 1.
     """
     quantiles = checked_quantiles(quantiles)
     finite = [np.isfinite(value) for _, value in lines]
@@ -331,11 +331,11 @@ def checked_quantiles(quantiles: tuple[float, float]) -> tuple[float, float]:
     """Two quantiles, or a sentence that says what they should be.
 
     Raises:
-        ThresholdError: If they are not two rising numbers from 0 to 1.
+        OptionError: If they are not two rising numbers from 0 to 1.
     """
     pair = tuple(quantiles) if isinstance(quantiles, Sequence) and not isinstance(quantiles, str) else ()
     if len(pair) != 2 or not 0 <= pair[0] < pair[1] <= 1:
-        raise ThresholdError(f"The band is {quantiles!r}, expected two rising quantiles, such as (0.05, 0.95).")
+        raise OptionError(f"The band is {quantiles!r}, expected two rising quantiles, such as (0.05, 0.95).")
     return float(pair[0]), float(pair[1])
 
 
@@ -406,11 +406,11 @@ def _taken(
         # The modules of an optimizer are blocks: each knows its layer.
         along = "module" if dim == "layer" and dim in values.coords and dim not in values.dims else dim
         if along not in values.dims:
-            raise ThresholdError(f"'{entry.name}' has no {dim}s; leave {dim}= out.")
+            raise OptionError(f"'{entry.name}' has no {dim}s; leave {dim}= out.")
         labels = values[dim].values if dim in values.coords else np.arange(values.sizes[along])
         if chosen not in labels:
             choice = ", ".join(map(str, labels))
-            raise ThresholdError(f"'{entry.name}' has no {dim} {chosen}; choose from {choice}.")
+            raise OptionError(f"'{entry.name}' has no {dim} {chosen}; choose from {choice}.")
         values = values.isel({along: int(np.flatnonzero(labels == chosen)[0])})
         words.append(f"{dim} {chosen}")
     return values, words

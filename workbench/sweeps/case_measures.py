@@ -90,7 +90,7 @@ def measure_case(
         Dataset of one ``run`` (a sweep without outcomes; see `workbench.schema.sweeps`).
 
     Raises:
-        ThresholdError: If a setting is impossible.
+        OptionError: If a setting is impossible.
         AnatomyError: If the residual stream cannot be read.
         SnapshotError: If the stream holds NaN or infinite values.
     """

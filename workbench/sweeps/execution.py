@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import SweepError, ThresholdError
+from workbench.errors import OptionError, SweepError
 from workbench.io.progress import n_cores, progress_bar
 from workbench.sweeps.one_run import make_run
 from workbench.sweeps.run_settings import RunSettings
@@ -50,7 +50,7 @@ def run(
         As from `open_sweep`.
 
     Raises:
-        ThresholdError: If there is no run, one is there twice, or both a cluster and processes are asked for.
+        OptionError: If there is no run, one is there twice, or both a cluster and processes are asked for.
         StoreError: If the path holds something else, or a sweep of another design.
         SweepError: If the scheduler cannot be reached, or some runs fail by themselves; all others are made and kept.
     """
@@ -129,23 +129,21 @@ def _check(runs: list[RunSettings], scheduler: Any, n_workers: int | None) -> No
     """Refuse a call that makes no sense.
 
     Raises:
-        ThresholdError: Says why.
+        OptionError: Says why.
     """
     if not runs:
-        raise ThresholdError("The sweep has no run; make some with wb.sweeps.grid(...).")
+        raise OptionError("The sweep has no run; make some with wb.sweeps.grid(...).")
     for run in runs:
         if not isinstance(run, RunSettings):
-            raise ThresholdError(
+            raise OptionError(
                 f"A run of the sweep is a {type(run).__name__}, expected RunSettings; see wb.sweeps.grid."
             )
     if n_workers is not None and n_workers < 1:
-        raise ThresholdError(f"n_workers is {n_workers}, expected at least 1.")
+        raise OptionError(f"n_workers is {n_workers}, expected at least 1.")
     if n_workers is not None and scheduler is not None:
-        raise ThresholdError("A cluster has workers of its own; leave out n_workers= or scheduler=.")
+        raise OptionError("A cluster has workers of its own; leave out n_workers= or scheduler=.")
     seen: dict[str, int] = {}
     for i, run in enumerate(runs):
         if run.identity in seen:
-            raise ThresholdError(
-                f"Runs {seen[run.identity]} and {i} of the sweep are the same; give each its own seed."
-            )
+            raise OptionError(f"Runs {seen[run.identity]} and {i} of the sweep are the same; give each its own seed.")
         seen[run.identity] = i

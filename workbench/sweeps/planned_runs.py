@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.schema.sweeps import SETTINGS, dtype_of
 from workbench.training.training_plan import DEFAULT_RATE, SCHEDULES, TrainingPlan
 
@@ -51,14 +51,14 @@ def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
     """The plan that settings of a call describe.
 
     Raises:
-        ThresholdError: If one is unknown or impossible.
+        OptionError: If one is unknown or impossible.
     """
     known = [item.name for item in fields(TrainingPlan)]
     for name in training:
         if name not in known:
-            raise ThresholdError(f"'{name}' is no setting of a training run, expected one of {', '.join(known)}.")
+            raise OptionError(f"'{name}' is no setting of a training run, expected one of {', '.join(known)}.")
     if "n_steps" not in training:
-        raise ThresholdError("A planned run needs n_steps, the number of updates; pass n_steps=.")
+        raise OptionError("A planned run needs n_steps, the number of updates; pass n_steps=.")
     return TrainingPlan(**training)
 
 
@@ -107,7 +107,7 @@ def replan(case: xr.Dataset, **changes: Unpack[TrainingOptions]) -> xr.Dataset:
         ``breaking_rate`` and ``rehearsed_rate`` are NaN, for they were found with the old one.
 
     Raises:
-        ThresholdError: If a setting is unknown or impossible, or the case's own schedule is a function or its optimizer
+        OptionError: If a setting is unknown or impossible, or the case's own schedule is a function or its optimizer
             not one of torch's, which only its maker knows.
     """
     import xarray as xr
@@ -126,9 +126,7 @@ def replan(case: xr.Dataset, **changes: Unpack[TrainingOptions]) -> xr.Dataset:
         ):
             value = before.get(name, default)
             if name not in changes and value not in known:
-                raise ThresholdError(
-                    f"The {name} of the case is '{value}', which cannot be planned anew; pass {name}=."
-                )
+                raise OptionError(f"The {name} of the case is '{value}', which cannot be planned anew; pass {name}=.")
         plan = plan_of({**before, **changes})
         settings = describe_plan(plan, {})
         for name in ("family", "norm", "initialization", "init_std", "seed"):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.sweeps.planned_runs import describe_plan, plan_of
 from workbench.tasks.task import require_seed, require_whole
 from workbench.training.training_plan import TrainingPlan
@@ -42,7 +42,7 @@ class RunSettings:
         n_snapshots: Token states that the spectra of the fresh model are taken from.
 
     Raises:
-        ThresholdError: If the model, the task or the training is impossible.
+        OptionError: If the model, the task or the training is impossible.
     """
 
     architecture: str
@@ -59,14 +59,12 @@ class RunSettings:
         require_whole(3, n_snapshots=self.n_snapshots)
         for part in ("model", "task", "training"):
             if "seed" in getattr(self, part):
-                raise ThresholdError(
-                    f"{part} of '{self.architecture}' has a seed of its own; pass seed= for all three."
-                )
+                raise OptionError(f"{part} of '{self.architecture}' has a seed of its own; pass seed= for all three.")
         plain = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
         try:
             text = json.dumps(plain, sort_keys=True, allow_nan=False, default=_as_plain)
         except (TypeError, ValueError) as error:
-            raise ThresholdError(
+            raise OptionError(
                 f"The settings of '{self.architecture}' are no plain values ({error}); use numbers, texts and lists."
             ) from error
         object.__setattr__(self, "_plain", json.loads(text))
@@ -126,30 +124,30 @@ class RunSettings:
         """The task.
 
         Raises:
-            ThresholdError: If there is none of that name, or it does not take these options.
+            OptionError: If there is none of that name, or it does not take these options.
         """
         from workbench import tasks
 
         options = dict(self._plain["task"])
         name = options.pop("name", None)
         if name not in TASKS:
-            raise ThresholdError(f"The task is called {name!r}, expected one of {', '.join(TASKS)}.")
+            raise OptionError(f"The task is called {name!r}, expected one of {', '.join(TASKS)}.")
         make = getattr(tasks, name)
         known = [item for item in inspect.signature(make).parameters if item != "seed"]
         for option in options:
             if option not in known:
-                raise ThresholdError(f"'{option}' is no option of the task {name}, expected one of {', '.join(known)}.")
+                raise OptionError(f"'{option}' is no option of the task {name}, expected one of {', '.join(known)}.")
         return make(**options, seed=self.seed)
 
     def plan(self) -> TrainingPlan:
         """How it is trained.
 
         Raises:
-            ThresholdError: If a setting is unknown or impossible.
+            OptionError: If a setting is unknown or impossible.
         """
         training = self._plain["training"]
         if "learning_rate" not in training:
-            raise ThresholdError(
+            raise OptionError(
                 f"The training of '{self.architecture}' has no learning_rate; every run of a sweep needs one."
             )
         options = training.get("optimizer_options", {})
@@ -188,17 +186,17 @@ def grid(
         The runs: architectures outermost, then the axes in the order given, tasks, rates and seeds.
 
     Raises:
-        ThresholdError: If an axis is unknown or empty, an architecture says it too, or a combination is impossible.
+        OptionError: If an axis is unknown or empty, an architecture says it too, or a combination is impossible.
     """
     of_training = [item.name for item in fields(TrainingPlan)]
     of_model = [item.name for item in fields(ArchitectureConfig)]
     values = {name: value if isinstance(value, list | tuple | range) else [value] for name, value in axes.items()}
     for name in values:
         if name not in of_training and name not in of_model:
-            raise ThresholdError(f"'{name}' is no option of a model and no setting of a training run.")
+            raise OptionError(f"'{name}' is no option of a model and no setting of a training run.")
         for title, model in architectures.items():
             if name in model:
-                raise ThresholdError(f"'{title}' says its {name} itself; leave the axis {name} or that option out.")
+                raise OptionError(f"'{title}' says its {name} itself; leave the axis {name} or that option out.")
     last = {
         "task": [task] if isinstance(task, Mapping) else list(task),
         "rate": list(learning_rate),
@@ -206,7 +204,7 @@ def grid(
     }
     for name, choices in {"architectures": architectures, **values, **last}.items():
         if not len(choices):
-            raise ThresholdError(f"The sweep has no {name}; pass at least one.")
+            raise OptionError(f"The sweep has no {name}; pass at least one.")
     runs = []
     for title, *chosen in itertools.product(architectures, *values.values(), *last.values()):
         *chosen, job, rate, number = chosen
@@ -249,9 +247,9 @@ def _function(place: Any) -> Callable[..., nn.Module]:
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ThresholdError(
+        raise OptionError(
             f"There is no function at '{place}' ({error}); write package.module:function, importable by the workers."
         ) from error
     if not callable(function):
-        raise ThresholdError(f"'{place}' is a {type(function).__name__}, expected a function that returns a module.")
+        raise OptionError(f"'{place}' is a {type(function).__name__}, expected a function that returns a module.")
     return function

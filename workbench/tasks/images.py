@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.tasks.random_stream import RandomStream
 from workbench.tasks.task import (
     STATES_PER_IMAGE,
@@ -61,7 +61,7 @@ class Digits(SeededTask):
         require_seed(self.seed)
         require_split(self.split)
         if self.image_size % _SIDE:
-            raise ThresholdError(f"image_size is {self.image_size}, expected a multiple of {_SIDE}.")
+            raise OptionError(f"image_size is {self.image_size}, expected a multiple of {_SIDE}.")
 
     @property
     def states_per_row(self) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.tasks.task import SeededTask, batch_generator, require_seed, require_whole
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ class AssociativeRecall(SeededTask):
         )
         require_seed(self.seed)
         if self.length < 2 * self.n_pairs + 1:
-            raise ThresholdError(
+            raise OptionError(
                 f"length is {self.length}, expected at least {2 * self.n_pairs + 1}: {self.n_pairs} pairs and a query."
             )
         if self.vocab_size // 2 - 1 < self.n_pairs:
-            raise ThresholdError(
+            raise OptionError(
                 f"vocab_size is {self.vocab_size}, too small for {self.n_pairs} different keys; "
                 f"expected at least {2 * self.n_pairs + 2}."
             )

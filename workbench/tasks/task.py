@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 #: What a model is called with: a tensor, or a mapping of keyword arguments.
 Inputs: TypeAlias = Tensor | Mapping[str, Tensor]
@@ -71,7 +71,7 @@ class SeededTask(ABC):
         """Batches from number ``start`` on, without end.
 
         Raises:
-            ThresholdError: If ``start`` is negative.
+            OptionError: If ``start`` is negative.
         """
         require_whole(0, start=start)
         return (self.batch(index) for index in count(start))
@@ -89,7 +89,7 @@ class SeededTask(ABC):
             n_tokens: Token states wanted; where fewer can be held out, all of them are given.
 
         Raises:
-            ThresholdError: If ``n_tokens`` is below 1.
+            OptionError: If ``n_tokens`` is below 1.
         """
         require_whole(1, n_tokens=n_tokens)
         n_rows = -(-n_tokens // self.states_per_row)
@@ -144,31 +144,31 @@ def require_whole(lowest: int, **options: int) -> None:
     """Refuse options that are not whole numbers of at least ``lowest``.
 
     Raises:
-        ThresholdError: That names the option.
+        OptionError: That names the option.
     """
     for name, value in options.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
-            raise ThresholdError(f"{name} is {value!r}, expected a whole number.")
+            raise OptionError(f"{name} is {value!r}, expected a whole number.")
         if value < lowest:
-            raise ThresholdError(f"{name} is {value}, expected at least {lowest}.")
+            raise OptionError(f"{name} is {value}, expected at least {lowest}.")
 
 
 def require_split(split: str) -> None:
     """Refuse the name of a split that does not exist.
 
     Raises:
-        ThresholdError: That names those that do.
+        OptionError: That names those that do.
     """
     if split not in SPLITS:
-        raise ThresholdError(f"split is '{split}', expected 'train' or 'validation'.")
+        raise OptionError(f"split is '{split}', expected 'train' or 'validation'.")
 
 
 def require_seed(seed: int) -> None:
     """Refuse a seed that torch's generators do not take.
 
     Raises:
-        ThresholdError: That gives the range.
+        OptionError: That gives the range.
     """
     require_whole(-(2**32), seed=seed)
     if seed > 2**32:
-        raise ThresholdError(f"seed is {seed}, expected at most {2**32}.")
+        raise OptionError(f"seed is {seed}, expected at most {2**32}.")

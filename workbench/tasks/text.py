@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from workbench.errors import ThresholdError, WorkbenchError
+from workbench.errors import OptionError, WorkbenchError
 from workbench.tasks.task import SeededTask, batch_generator, require_seed, require_split, require_whole
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ class TextBytes(SeededTask):
         require_split(self.split)
         longest = len(split_text("validation")) - 2
         if self.length > longest:
-            raise ThresholdError(
-                f"length is {self.length}, expected at most {longest}, what the validation text allows."
-            )
+            raise OptionError(f"length is {self.length}, expected at most {longest}, what the validation text allows.")
 
     @property
     def states_per_row(self) -> int:
@@ -98,13 +96,13 @@ def reference_passages(n_passages: int, *, n_characters: int = 400) -> list[str]
         The passages, different from each other; the same on the same Python.
 
     Raises:
-        ThresholdError: If the text holds fewer.
+        OptionError: If the text holds fewer.
     """
     require_whole(1, n_passages=n_passages, n_characters=n_characters)
     text = _text_bytes().decode()
     stride = len(text) // n_passages
     if stride < n_characters:
-        raise ThresholdError(f"The text holds fewer than {n_passages} passages of {n_characters} characters.")
+        raise OptionError(f"The text holds fewer than {n_passages} passages of {n_characters} characters.")
     return [text[i * stride : i * stride + n_characters] for i in range(n_passages)]
 
 

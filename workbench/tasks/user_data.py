@@ -100,7 +100,7 @@ class DataTask:
         """Batches from number ``start`` on, epoch after epoch without end.
 
         Raises:
-            ThresholdError: If ``start`` is negative.
+            OptionError: If ``start`` is negative.
             WorkbenchError: From a batch of unknown form, or when the source gives nothing any more.
         """
         require_whole(0, start=start)
@@ -116,7 +116,7 @@ class DataTask:
             n_tokens: Token states wanted; where one pass over the source has fewer, all of them are given.
 
         Raises:
-            ThresholdError: If ``n_tokens`` is below 1.
+            OptionError: If ``n_tokens`` is below 1.
         """
         require_whole(1, n_tokens=n_tokens)
         if n_tokens not in self._probes:
@@ -198,7 +198,7 @@ class OneShotTask:
         """The first batches, read ahead if training has not begun; they are trained on too.
 
         Raises:
-            ThresholdError: If ``n_tokens`` is below 1.
+            OptionError: If ``n_tokens`` is below 1.
             WorkbenchError: If training has begun and too few batches were read before.
         """
         require_whole(1, n_tokens=n_tokens)

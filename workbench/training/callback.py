@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.io.run_output import RunOutput
 from workbench.schema.events import Event
 
@@ -91,10 +91,10 @@ class TrainingRun:
         """Leave out the next batches.
 
         Raises:
-            ThresholdError: If the trainer cannot.
+            OptionError: If the trainer cannot.
         """
         if n_batches and not self.owns_loop:
-            raise ThresholdError("Only wb.train() can skip batches; set skip=0 in this trainer.")
+            raise OptionError("Only wb.train() can skip batches; set skip=0 in this trainer.")
         self.n_skipped += n_batches
 
 
@@ -126,10 +126,10 @@ class Callback:
         """The training it acts on, from `setup` to `end`.
 
         Raises:
-            ThresholdError: If there is none.
+            OptionError: If there is none.
         """
         if self._run is None:
-            raise ThresholdError(
+            raise OptionError(
                 f"{type(self).__name__} acts on no training run now; pass it to wb.train(callbacks=), "
                 "wb.trainer_callback() or wb.lightning_callback(), and ask while that run lasts."
             )
@@ -255,16 +255,16 @@ def checked(callbacks: list[Callback]) -> list[Callback]:
     """The callbacks, each of its own name.
 
     Raises:
-        ThresholdError: If two have one name, or something is no callback.
+        OptionError: If two have one name, or something is no callback.
     """
     names: set[str] = set()
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise ThresholdError(
+            raise OptionError(
                 f"callbacks holds a {type(callback).__name__}, expected a wb.Callback, wb.KSS, wb.Recorder, a fault or "
                 "a penalty."
             )
         if callback.name in names:
-            raise ThresholdError(f"Two callbacks are called '{callback.name}', expected one of a name; rename one.")
+            raise OptionError(f"Two callbacks are called '{callback.name}', expected one of a name; rename one.")
         names.add(callback.name)
     return callbacks

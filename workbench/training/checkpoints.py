@@ -1,4 +1,4 @@
-"""Checkpoints of a run in training: weights as safetensors, and beside them everything that resuming exactly needs."""
+"""Checkpoints of a run in training: parameters as safetensors, and beside them all that resuming exactly needs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from workbench.models.run_checkpoints import list_checkpoints
 _NAME = re.compile(r"step-(\d{8})")
 _STATE = "training.pt"
 _FIRST_CALLBACKS = ("kss", "faults", "guard")
-#: Weights of a parametrized model as they are trained; model.safetensors has them as they act.
+#: Parameters of a parametrized model as they are trained; model.safetensors has them as they act.
 PARAMETRIZED = "parametrized.safetensors"
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a run needs beside the weights to go on as if it had never stopped.
+    """What a run needs beside the parameters to go on as if it had never stopped.
 
     Attributes:
         step: Updates done.
@@ -53,10 +53,10 @@ class TrainingState:
 def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Path:
     """Write one checkpoint, whole or not at all, as ``folder/step-00000500``.
 
-    The weights of a zoo model or a Hugging Face model can be opened with `open_checkpoint`.
+    The parameters of a zoo model or a Hugging Face model can be opened with `open_checkpoint`.
 
     Args:
-        model: Whose weights to keep.
+        model: Whose parameters to keep.
         state: The rest.
         folder: Of all checkpoints of the run; one for the same step is replaced.
 

@@ -50,7 +50,7 @@ def describe_run(
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """A model's name, number of weights and configuration; without a configuration, a digest of its shapes."""
+    """A model's name, number of parameters and configuration; without a configuration, a digest of its shapes."""
     config: Any = getattr(model, "config", None)
     about: dict[str, Any] = {"name": type(model).__name__}
     if hasattr(config, "as_dict"):

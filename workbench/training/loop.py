@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workbench.errors import CheckpointError, SnapshotError, StoreError, ThresholdError
+from workbench.errors import CheckpointError, OptionError, SnapshotError, StoreError
 from workbench.io.background_writer import BackgroundWriter, RecordingWarning
 from workbench.io.run_output import RunOutput
 from workbench.io.run_parts import Lost
@@ -60,7 +60,7 @@ class Training:
         overwrite: Replace the run at the store.
 
     Raises:
-        ThresholdError: If a setting is impossible, or a callback cannot act on this run.
+        OptionError: If a setting is impossible, or a callback cannot act on this run.
         StoreError: If the store is taken, or holds a run of another configuration.
         CheckpointError: If there is nothing to resume from, or it is damaged.
     """
@@ -81,12 +81,10 @@ class Training:
         self.callbacks = tuple(callbacks)
         self.device = _device_of(model)
         if plan.precision == "float16" and self.device.type != "cuda":
-            raise ThresholdError("float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.")
+            raise OptionError("float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.")
         self.optimizer = plan.optimizer_for(model)
         if plan.precision == "float16" and _is_two_pass(self.optimizer):
-            raise ThresholdError(
-                "float16 scales one gradient a step, but SAM takes two; choose 'bfloat16' or 'float32'."
-            )
+            raise OptionError("float16 scales one gradient a step, but SAM takes two; choose 'bfloat16' or 'float32'.")
         self.peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.random = RandomStream(plan.seed, device=self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.precision == "float16")
@@ -116,7 +114,7 @@ class Training:
         """Take up the last checkpoint, if it is of this very configuration."""
         folder = self.recording.checkpoint_folder
         if folder is None:
-            raise ThresholdError("resume=True needs to know where from; pass store= or checkpoints=.")
+            raise OptionError("resume=True needs to know where from; pass store= or checkpoints=.")
         place = latest_checkpoint(folder)
         if place is None:
             raise CheckpointError(
@@ -179,7 +177,7 @@ class Training:
                     self._say("divergence", **_evidence(record, self.plan))
                 if record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite"):
                     state = "diverged"
-                    self._output.flush(state=state)  # at once: whoever gets the record may look at the store
+                    self._output.flush(state=state)  # at once: who gets the record may read the store
                     yield record
                     return
                 self.step += 1
@@ -426,7 +424,7 @@ class Training:
 
 
 def _is_two_pass(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it takes a second gradient elsewhere, as SAM and its kin do: ``step(closure)`` after a first backward."""
+    """Whether it takes a second gradient elsewhere, as SAM does: ``step(closure)`` after a first backward."""
     return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
 
 

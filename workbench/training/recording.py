@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 from workbench.io.atomic import check_free
 from workbench.io.provenance import versions
 from workbench.io.run_writer import RunWriter
@@ -58,9 +58,9 @@ class Recording:
         for name in ("flush_every", "spectra_every", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ThresholdError(f"{name} is {value}, expected at least 1 step.")
+                raise OptionError(f"{name} is {value}, expected at least 1 step.")
         if self.checkpoint_every and self.checkpoint_folder is None:
-            raise ThresholdError("checkpoint_every needs a place; pass store= or checkpoints=.")
+            raise OptionError("checkpoint_every needs a place; pass store= or checkpoints=.")
 
     @property
     def checkpoint_folder(self) -> Path | None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
 
 DEFAULT_RATE = 1e-3
+#: The default of arguments that are mappings.
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 SCHEDULES = ("constant", "cosine", "linear")
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,8 +34,8 @@ class TrainingPlan:
         warmup: Steps over which the rate rises linearly to its peak.
         schedule: What follows the warm-up: ``"constant"``, or ``"cosine"`` or ``"linear"`` down to 0 at ``n_steps``; or
             a function from the step, counted from 0, to the share of the peak rate.
-        optimizer: Name of a class in ``torch.optim``, in any spelling of case; a function from the weights to an
-            optimizer; or a ready optimizer over the model's weights.
+        optimizer: Name of a class in ``torch.optim``, in any spelling of case; a function from the parameters to an
+            optimizer; or a ready optimizer over the model's parameters.
         optimizer_options: Further arguments of a named one, such as ``{"weight_decay": 0.1, "betas": (0.9, 0.95)}``.
         clip_norm: Largest norm of all gradients together; larger ones are scaled down. None: no clipping.
         precision: ``"float32"``, or ``"bfloat16"`` or ``"float16"`` for automatic mixed precision.
@@ -58,24 +61,22 @@ class TrainingPlan:
     def __post_init__(self) -> None:
         for name, lowest in (("n_steps", 1), ("warmup", 0)):
             if getattr(self, name) < lowest:
-                raise ThresholdError(f"{name} is {getattr(self, name)}, expected at least {lowest}.")
+                raise OptionError(f"{name} is {getattr(self, name)}, expected at least {lowest}.")
         for name in ("learning_rate", "clip_norm", "loss_limit", "grad_norm_limit"):
             value = getattr(self, name)
             is_open_ended = name.endswith("_limit") and value == math.inf
             if value is not None and not is_open_ended and not (value > 0 and math.isfinite(value)):
-                raise ThresholdError(f"{name} is {value}, expected a positive number.")
+                raise OptionError(f"{name} is {value}, expected a positive number.")
         if not callable(self.schedule) and self.schedule not in SCHEDULES:
-            raise ThresholdError(
-                f"schedule is '{self.schedule}', expected one of {', '.join(SCHEDULES)} or a function."
-            )
+            raise OptionError(f"schedule is '{self.schedule}', expected one of {', '.join(SCHEDULES)} or a function.")
         if self.precision not in PRECISIONS:
-            raise ThresholdError(f"precision is '{self.precision}', expected one of {', '.join(PRECISIONS)}.")
+            raise OptionError(f"precision is '{self.precision}', expected one of {', '.join(PRECISIONS)}.")
         if isinstance(self.optimizer, str):
             _optimizer_class(self.optimizer)
         elif self.optimizer_options:
-            raise ThresholdError("optimizer_options belong to an optimizer given by name; build them into yours.")
+            raise OptionError("optimizer_options belong to an optimizer given by name; build them into yours.")
         if isinstance(self.optimizer, torch.optim.Optimizer) and self.learning_rate is not None:
-            raise ThresholdError("A ready optimizer has a rate of its own; leave out learning_rate.")
+            raise OptionError("A ready optimizer has a rate of its own; leave out learning_rate.")
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, for a JSON text; functions and optimizers by their names and defaults."""
@@ -97,28 +98,26 @@ class TrainingPlan:
         return factor * (0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress)
 
     def optimizer_for(self, model: Subject | nn.Module) -> torch.optim.Optimizer:
-        """A fresh optimizer over the model's trainable weights, or the ready one.
+        """A fresh optimizer over the model's trainable parameters, or the ready one.
 
         Raises:
-            ThresholdError: If nothing is trainable, a ready optimizer holds other weights, or a named one does not
+            OptionError: If nothing is trainable, a ready optimizer holds other parameters, or a named one does not
                 take these options.
         """
         weights = [parameter for parameter in module_of(model).parameters() if parameter.requires_grad]
         if not weights:
-            raise ThresholdError("The model has no trainable weights; set requires_grad on some of them.")
+            raise OptionError("The model has no trainable weights; set requires_grad on some of them.")
         rate = DEFAULT_RATE if self.learning_rate is None else self.learning_rate
         if isinstance(self.optimizer, str):
             cls = _optimizer_class(self.optimizer)
             try:
                 return cls(weights, **{"lr": rate, **self.optimizer_options})
             except (TypeError, ValueError) as error:
-                raise ThresholdError(
-                    f"{cls.__name__} does not take {dict(self.optimizer_options)}: {error}."
-                ) from error
+                raise OptionError(f"{cls.__name__} does not take {dict(self.optimizer_options)}: {error}.") from error
         ready = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(weights)
         own = {id(weight) for weight in weights}
         if any(id(weight) not in own for group in ready.param_groups for weight in group["params"]):
-            raise ThresholdError("The optimizer holds weights that are not the model's; build it from this very model.")
+            raise OptionError("The optimizer holds weights that are not the model's; build it from this very model.")
         if self.learning_rate is not None:
             highest = max(float(group["lr"]) for group in ready.param_groups)
             for group in ready.param_groups:  # which may differ, and keep their ratio
@@ -143,6 +142,15 @@ class TrainingPlan:
         return "grad_norm" if grad_norm > self.grad_norm_limit else ""
 
 
+def departures(**settings: Any) -> dict[str, Any]:
+    """Those of some settings of a `TrainingPlan` that are not its defaults."""
+    defaults = {
+        item.name: item.default if item.default_factory is MISSING else item.default_factory()
+        for item in fields(TrainingPlan)
+    }
+    return {name: value for name, value in settings.items() if value != defaults[name]}
+
+
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     known = {
         key.lower(): value
@@ -150,7 +158,7 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
     if name.lower() not in known:
-        raise ThresholdError(
+        raise OptionError(
             f"optimizer is '{name}', expected one of {', '.join(sorted(c.__name__ for c in known.values()))}; "
             "pass any other as optimizer=your_optimizer."
         )

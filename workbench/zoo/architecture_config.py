@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Generic, Literal, Optional, TypeVar, get_args
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 Family = Literal["transformer", "moe", "mamba", "kan", "vit"]
 Norm = Literal["pre_ln", "post_ln", "rms_norm", "deep_norm", "deep_norm_post", "sub_ln", "none"]
@@ -140,7 +140,7 @@ class ArchitectureConfig:
         seed: Of the initial weights.
 
     Raises:
-        ThresholdError: If the configuration is impossible, or an option does not apply to the family.
+        OptionError: If the configuration is impossible, or an option does not apply to the family.
     """
 
     family: Family = "transformer"
@@ -190,7 +190,7 @@ class ArchitectureConfig:
             if name == "family":
                 continue
             if name not in options and value is not None:
-                raise ThresholdError(f"{name} is no option of the family '{self.family}'; leave it out.")
+                raise OptionError(f"{name} is no option of the family '{self.family}'; leave it out.")
             if value is None:
                 value = options.get(name)
             object.__setattr__(self, name, value if value is None else _checked(name, value))
@@ -202,12 +202,12 @@ class ArchitectureConfig:
         """The configuration that `as_dict` wrote, or any part of it.
 
         Raises:
-            ThresholdError: If it is impossible, or an option unknown.
+            OptionError: If it is impossible, or an option unknown.
         """
         known = [field.name for field in fields(cls)]
         unknown = [name for name in options if name not in known]
         if unknown:
-            raise ThresholdError(f"'{unknown[0]}' is no option of an architecture, expected one of {', '.join(known)}.")
+            raise OptionError(f"'{unknown[0]}' is no option of an architecture, expected one of {', '.join(known)}.")
         return cls(**options)
 
     def as_dict(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class ArchitectureConfig:
         if self.mlp_width is not None:
             return self.mlp_width
         if self.mlp_ratio is None:
-            raise ThresholdError(f"The family '{self.family}' has no MLP, so no hidden width.")
+            raise OptionError(f"The family '{self.family}' has no MLP, so no hidden width.")
         width = self.mlp_ratio * self.d_model
         return int(width) if float(width).is_integer() else 8 * math.ceil(width / 8)
 
@@ -244,7 +244,7 @@ class ArchitectureConfig:
     def _fill_in(self) -> None:
         """The defaults that depend on other options."""
         if self.mlp_ratio is not None and self.mlp_width is not None:
-            raise ThresholdError("Both mlp_ratio and mlp_width are given; pass one of them.")
+            raise OptionError("Both mlp_ratio and mlp_width are given; pass one of them.")
         if "mlp_ratio" in defaults(self.family) and self.mlp_ratio is None and self.mlp_width is None:
             ratio = 1 if self.family == "kan" else 8 / 3 if self.mlp == "swiglu" else 4
             object.__setattr__(self, "mlp_ratio", ratio)
@@ -257,16 +257,16 @@ class ArchitectureConfig:
 
     def _check_combination(self) -> None:
         if self.family == "mamba" and self.norm != "rms_norm":
-            raise ThresholdError(f"norm is '{self.norm}', but the family '{self.family}' knows only 'rms_norm'.")
+            raise OptionError(f"norm is '{self.norm}', but the family '{self.family}' knows only 'rms_norm'.")
         if self.n_heads is not None:
             self._check_attention()
         if self.top_k is not None and self.top_k > self.n_experts:
-            raise ThresholdError(
+            raise OptionError(
                 f"top_k ({self.top_k}) is larger than n_experts ({self.n_experts}); a token cannot go to more experts "
                 "than there are."
             )
         if self.patch_size is not None and self.image_size % self.patch_size:
-            raise ThresholdError(
+            raise OptionError(
                 f"patch_size ({self.patch_size}) does not divide image_size ({self.image_size}); choose a divisor of "
                 "the image."
             )
@@ -275,29 +275,29 @@ class ArchitectureConfig:
 
     def _check_attention(self) -> None:
         if self.d_model % self.n_heads:
-            raise ThresholdError(
+            raise OptionError(
                 f"n_heads ({self.n_heads}) does not divide d_model ({self.d_model}); choose a divisor of the width."
             )
         if self.n_heads % self.n_key_value_heads:
-            raise ThresholdError(
+            raise OptionError(
                 f"n_kv_heads ({self.n_kv_heads}) does not divide n_heads ({self.n_heads}); choose a divisor of the "
                 "query heads."
             )
         if self.position != "rotary" and self.rotary_base is not None:
-            raise ThresholdError(
+            raise OptionError(
                 f"rotary_base belongs to position='rotary', but position is '{self.position}'; leave it out."
             )
         if self.position == "rotary" and self.family == "vit":
-            raise ThresholdError("position is 'rotary', but the family 'vit' knows only 'learned' and 'none'.")
+            raise OptionError("position is 'rotary', but the family 'vit' knows only 'learned' and 'none'.")
         if self.position == "rotary" and self.head_dim % 2:
-            raise ThresholdError(
+            raise OptionError(
                 f"Rotary positions turn pairs of features, but d_model / n_heads is {self.head_dim}; choose an even "
                 "width of the heads."
             )
 
     def _check_identity_initialization(self) -> None:
         if self.norm != "none":
-            raise ThresholdError(
+            raise OptionError(
                 f"initialization '{self.initialization}' takes the place of the normalization, but norm is "
                 f"'{self.norm}'; pass norm='none'."
             )
@@ -305,21 +305,21 @@ class ArchitectureConfig:
             return
         if self.family in ("moe", "kan") or self.mlp == "swiglu":
             kind = f"the family '{self.family}'" if self.family in ("moe", "kan") else "mlp 'swiglu'"
-            raise ThresholdError(f"Fixup is not defined for {kind}; choose initialization='rezero'.")
+            raise OptionError(f"Fixup is not defined for {kind}; choose initialization='rezero'.")
         if self.ties_embeddings:
-            raise ThresholdError("Fixup begins with an output head of zero, which cannot be tied to the embedding.")
+            raise OptionError("Fixup begins with an output head of zero, which cannot be tied to the embedding.")
         if self.scales_residual_init:
-            raise ThresholdError("Fixup begins with last matrices of zero, so scales_residual_init must be False.")
+            raise OptionError("Fixup begins with last matrices of zero, so scales_residual_init must be False.")
 
 
 def defaults(family: Family) -> dict[str, Any]:
     """The options of a family and their defaults; None where the default depends on others, or means "off".
 
     Raises:
-        ThresholdError: If there is no such family.
+        OptionError: If there is no such family.
     """
     if not isinstance(family, str) or family not in _DEFAULTS:
-        raise ThresholdError(f"family is {family!r}, expected one of {', '.join(FAMILIES)}.")
+        raise OptionError(f"family is {family!r}, expected one of {', '.join(FAMILIES)}.")
     return dict(_DEFAULTS[family])
 
 
@@ -327,22 +327,22 @@ def _checked(name: str, value: Any) -> Any:
     """The value as a plain int, float, bool or str."""
     if name in _CHOICES:
         if value not in _CHOICES[name]:
-            raise ThresholdError(f"{name} is {value!r}, expected one of {', '.join(_CHOICES[name])}.")
+            raise OptionError(f"{name} is {value!r}, expected one of {', '.join(_CHOICES[name])}.")
         return str(value)
     if name in _FLAGS:
         if not isinstance(value, bool):
-            raise ThresholdError(f"{name} is {value!r}, expected True or False.")
+            raise OptionError(f"{name} is {value!r}, expected True or False.")
         return value
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if name in (*_COUNTS, "seed"):
         least = 0 if name == "seed" else 1
         if not is_number or not isinstance(value, Integral):
-            raise ThresholdError(f"{name} is {value!r}, expected a whole number.")
+            raise OptionError(f"{name} is {value!r}, expected a whole number.")
         if value < least:
-            raise ThresholdError(f"{name} is {value}, expected at least {least}.")
+            raise OptionError(f"{name} is {value}, expected at least {least}.")
         return int(value)
     is_allowed_zero = name in _NOT_NEGATIVE and is_number and value == 0
     if not is_number or not (0 < value < math.inf or is_allowed_zero):
         kind = "a number of at least 0" if name in _NOT_NEGATIVE else "a positive number"
-        raise ThresholdError(f"{name} is {value!r}, expected {kind}.")
+        raise OptionError(f"{name} is {value!r}, expected {kind}.")
     return int(value) if isinstance(value, Integral) else float(value)

@@ -111,7 +111,7 @@ def transformer(
         As from `build`.
 
     Raises:
-        ThresholdError: If the configuration is impossible; nothing is allocated then.
+        OptionError: If the configuration is impossible; nothing is allocated then.
     """
     return _build("transformer", locals())
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.zoo.blocks import Block, ResidualBlock, ZooModel, final_norm
 from workbench.zoo.mlps import KanMlp, dense_mlp
 
@@ -38,7 +38,7 @@ class Decoder(ZooModel):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the next token, shape (batch, token, vocabulary), from token ids (batch, token)."""
         if tokens.shape[-1] > self.config.max_length:
-            raise ThresholdError(
+            raise OptionError(
                 f"The sequences have {tokens.shape[-1]} tokens, but max_length is {self.config.max_length}; cut them, "
                 "or build the model with a larger max_length."
             )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.zoo.blocks import Block, ZooModel, final_norm
 from workbench.zoo.mlps import dense_mlp
 
@@ -51,7 +51,7 @@ class VisionTransformer(ZooModel):
         config = self.config
         expected = (config.n_channels, config.image_size, config.image_size)
         if tuple(images.shape[1:]) != expected:
-            raise ThresholdError(
+            raise OptionError(
                 f"The images have shape {tuple(images.shape)}, expected (batch, {', '.join(map(str, expected))})."
             )
         size = config.patch_size

@@ -82,7 +82,7 @@ class Alarms:
         on_alarm: Called with each `Alarm` as it is raised; what it raises goes through to the training loop.
 
     Raises:
-        ThresholdError: If the budget is out of range.
+        OptionError: If the budget is out of range.
         SchemaError: If the paired run has no monitors.
     """
 
@@ -124,7 +124,7 @@ class Alarms:
         self._settling = Settling(self.options)
         self._settings = SettingsFollower(self._settling)
         self._silent_until = -1
-        self._told = ""
+        self._reported = ""
         self.raised: list[Alarm] = []
 
     @property
@@ -139,7 +139,7 @@ class Alarms:
 
     def rest(self, step: int, *, n_steps: int) -> None:
         """Raise nothing for a while and forget the recent past, but not the healthy start: after an action."""
-        self._silent_until, self._told = step + n_steps, ""
+        self._silent_until, self._reported = step + n_steps, ""
         for follow in self._follows.values():
             follow.forget_past()
 
@@ -150,13 +150,13 @@ class Alarms:
             observation: A `workbench.monitors.Observation`.
 
         Returns:
-            Alarms that this look raises; most looks raise none.
+            Alarms that this measurement raises; most raise none.
         """
         fresh = []
         if observation.part == "monitors":
             self._settling.update(observation.step - self._from, observation.values)
             self._settings.update(observation.step - self._from, observation.values)
-        for watched, values, layers in looks_at(observation.part, observation.values, observation.coords):
+        for watched, values, layers in watched_values(observation.part, observation.values, observation.coords):
             follow = self._follows.get(watched.name)
             if follow is None:
                 follow = self._follows[watched.name] = _Follow(
@@ -189,9 +189,9 @@ class Alarms:
 
     def new_attribution(self, fresh: Sequence[Alarm]) -> Attribution | None:
         """What the signals point to, where alarms are fresh and it is another fault than was said last."""
-        if not fresh or (found := self.attribute()).cause == self._told:
+        if not fresh or (found := self.attribute()).cause == self._reported:
             return None
-        self._told = found.cause
+        self._reported = found.cause
         return found
 
     def features(self) -> dict[str, float]:
@@ -292,10 +292,10 @@ class _Follow:
         return f"{self.watched.name} is too {way} ({self.value:.4g}){where}: {self.watched.points_to}."
 
 
-def looks_at(
+def watched_values(
     part: str, values: Mapping[str, np.ndarray], coords: Mapping[str, Any]
 ) -> Iterable[tuple[Watched, np.ndarray, np.ndarray | None]]:
-    """The watched signals in one look: the signal, its values by layer and head, and the layers' numbers."""
+    """The watched signals in one measurement: the signal, its values by layer and head, and the layers' numbers."""
     has_no_window = part == "attention" and _lacks_window(values)
     for watched in WATCHED:
         if watched.part != part or watched.variable not in values:
@@ -332,7 +332,7 @@ class Pair:
         self._known: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def badness(self, watched: Watched, step: int, shape: tuple[int, ...]) -> np.ndarray:
-        """Of the paired run's latest look up to this step; NaN where it has none."""
+        """Of the paired run's latest measurement up to this step; NaN where it has none."""
         if watched.name not in self._known:
             self._known[watched.name] = self._read(watched)
         steps, values = self._known[watched.name]

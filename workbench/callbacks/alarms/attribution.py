@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from workbench.callbacks.alarms.watched import WATCHED
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 from workbench.io.atomic import check_free, replacing
 
 _SHIPPED = Path(__file__).parent / "shipped" / "attribution.json"
@@ -73,22 +73,22 @@ class Attributor:
     def fit(
         cls, examples: Iterable[tuple[Mapping[str, float], str]], *, uses_settings: bool = True, penalty: float = 1.0
     ) -> Attributor:
-        """From looks at faulted runs.
+        """From measurements of faulted runs.
 
         Args:
-            examples: Scores of a look (signals and settings, by name), and the fault that was there.
+            examples: Scores of a measurement (signals and settings, by name), and the fault that was there.
             uses_settings: Whether settings may be evidence; without them the mechanism alone decides.
             penalty: Strength of the quadratic penalty of the weights.
 
         Raises:
-            ThresholdError: If there are fewer than two faults among the examples.
+            OptionError: If there are fewer than two faults among the examples.
         """
         from sklearn.linear_model import LogisticRegression
 
         examples = list(examples)
         causes = sorted({cause for _, cause in examples})
         if len(causes) < 2:
-            raise ThresholdError(f"The examples show {len(causes)} kinds of fault, expected at least 2.")
+            raise OptionError(f"The examples show {len(causes)} kinds of fault, expected at least 2.")
         known = [w.name for w in WATCHED] + (list(SETTINGS) if uses_settings else [])
         seen = {name for scores, _ in examples for name in scores}
         features = tuple(name for name in known if name in seen)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.callbacks.alarms.alarms import Pair, looks_at
+from workbench.callbacks.alarms.alarms import Pair, watched_values
 from workbench.callbacks.alarms.calibration import KINDS, Calibration
 from workbench.callbacks.alarms.detector import Detector
 from workbench.callbacks.alarms.detector_options import DetectorOptions
@@ -36,7 +36,7 @@ def calibrate(
         about: Where they come from, for people.
 
     Raises:
-        ThresholdError: If there are fewer than five runs.
+        OptionError: If there are fewer than five runs.
         SchemaError: If one has no monitors.
     """
     options = options or DetectorOptions()
@@ -54,7 +54,7 @@ def calibrate_paired(
         about: Where they come from, for people.
 
     Raises:
-        ThresholdError: If there are fewer than five pairs.
+        OptionError: If there are fewer than five pairs.
         SchemaError: If a run has no monitors.
     """
     options = options or DetectorOptions()
@@ -82,18 +82,18 @@ def departures(
     settling = Settling(options)
     compared_with = None if pair is None else Pair(pair)
     largest: dict[str, dict[str, float]] = {}
-    for look in observations(run):
-        if look.part == "monitors":
-            settling.update(look.step, look.values)
-        for watched, values, _ in looks_at(look.part, look.values, look.coords):
+    for observation in observations(run):
+        if observation.part == "monitors":
+            settling.update(observation.step, observation.values)
+        for watched, values, _ in watched_values(observation.part, observation.values, observation.coords):
             if watched.name not in detectors:
                 detectors[watched.name] = Detector(
                     options, part=watched.part, has_pair=pair is not None, settling=settling
                 )
             compared = watched.badness(values)
             if compared_with is not None:
-                compared = compared - compared_with.badness(watched, look.step, compared.shape)
-            departure = detectors[watched.name].update(look.step, compared)
+                compared = compared - compared_with.badness(watched, observation.step, compared.shape)
+            departure = detectors[watched.name].update(observation.step, compared)
             if departure is None:
                 continue
             found = largest.setdefault(watched.name, {})

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from workbench.callbacks.alarms.detector_options import DetectorOptions
-from workbench.errors import StoreError, ThresholdError
+from workbench.errors import OptionError, StoreError
 from workbench.io.atomic import check_free, replacing
 
 _SHIPPED = Path(__file__).parent / "shipped"
@@ -54,11 +54,11 @@ class Calibration:
             about: For people.
 
         Raises:
-            ThresholdError: If there are fewer than five runs.
+            OptionError: If there are fewer than five runs.
         """
         runs = list(runs)
         if len(runs) < 5:
-            raise ThresholdError(f"There are {len(runs)} healthy runs to calibrate with, expected at least 5.")
+            raise OptionError(f"There are {len(runs)} healthy runs to calibrate with, expected at least 5.")
         highest: dict[str, list[float]] = {"mechanism": [], "outcome": []}
         for i, run in enumerate(runs):
             others = _scales(runs[:i] + runs[i + 1 :])
@@ -85,10 +85,10 @@ class Calibration:
             group: ``"mechanism"`` or ``"outcome"``.
 
         Raises:
-            ThresholdError: If the budget is out of range.
+            OptionError: If the budget is out of range.
         """
         if not 0 < budget < 1:
-            raise ThresholdError(f"budget is {budget}, expected a share of healthy runs above 0 and below 1.")
+            raise OptionError(f"budget is {budget}, expected a share of healthy runs above 0 and below 1.")
         values = self.highest[group]
         rank = math.ceil((len(values) + 1) * (1 - budget))
         if rank <= len(values):

@@ -1,4 +1,4 @@
-"""Is a signal still what it was? One number per look, causal, for every layer and head of a signal at once."""
+"""Is a signal still what it was? One number per measurement, causal, for every layer and head of a signal at once."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class Detector:
         self._first = self._end = 0
 
     def update(self, step: int, values: np.ndarray) -> Departure | None:
-        """Take in the values of one look.
+        """Take in the values of one measurement.
 
         Args:
-            step: Of the look; rising.
+            step: Of the measurement; rising.
             values: From `Watched.badness`, any shape, the same every time.
 
         Returns:
@@ -89,7 +89,7 @@ class Detector:
         return Departure(level, change)
 
     def past(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps, shape (look,), and values, shape (look, ...), of the looks that are remembered."""
+        """Steps, shape (measurement,), and values, shape (measurement, ...), as far as they are remembered."""
         return self._steps[self._first : self._end], self._values[self._first : self._end]
 
     def forget_past(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 
 @dataclass(frozen=True)
@@ -12,11 +12,11 @@ class DetectorOptions:
     """How a signal is compared with the run's own past; all in steps, so that cadences may differ.
 
     Attributes:
-        settle: Steps at the start that are not looked at; a warm-up that lasts longer is not looked at either, see
+        settle: Steps at the start that are not judged; a warm-up that lasts longer is not judged either, see
             `Settling`.
         start: Steps after these that count as the run's healthy start.
         smooth: Steps over which the latest values are averaged.
-        smooth_attention: The same for the part ``attention``, whose ranks of single heads jump from look to look.
+        smooth_attention: The same for the part ``attention``, whose ranks of single heads jump between measurements.
         lag: Steps between the latest values and the past that they are compared with.
         past: Length of that past in steps.
     """
@@ -31,7 +31,7 @@ class DetectorOptions:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < (0 if name in ("settle", "lag") else 1):
-                raise ThresholdError(f"{name} is {value} steps, expected a positive number.")
+                raise OptionError(f"{name} is {value} steps, expected a positive number.")
 
     def smooth_of(self, part: str) -> int:
         """Steps over which the latest values of a part of the run are averaged."""

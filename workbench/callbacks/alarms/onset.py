@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-#: Fewer looks than this on either side are no level.
+#: Fewer measurements than this on either side are no level.
 _LEAST = 3
 
 
@@ -12,12 +12,12 @@ def onset(step: np.ndarray, value: np.ndarray) -> int | None:
     """The step at which a signal's level most likely changed: one break, by least squares (ruptures).
 
     Args:
-        step: Of the looks, shape (look,); rising.
+        step: Of the measurements, shape (measurement,); rising.
         value: Of the signal, on a scale on which differences mean the same everywhere, such as `Watched.badness`; NaN
             is left out.
 
     Returns:
-        The last step before the change; None where there are fewer than six looks.
+        The last step before the change; None where there are fewer than six measurements.
     """
     import ruptures
 

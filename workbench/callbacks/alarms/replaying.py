@@ -1,4 +1,4 @@
-"""A recorded run told again, look by look, as the recorder told it."""
+"""A recorded run replayed, one observation at a time, as the recorder gave them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from workbench.callbacks.alarms.alarms import Alarm, Alarms
 
-#: In the order in which a recorder tells the looks of one step: the numbers of the update last.
+#: In the order in which a recorder gives the observations of one step: the numbers of the update last.
 _PARTS = tuple(dict.fromkeys([*(w.part for w in WATCHED if w.part != "monitors"), "monitors"]))
 
 
 def observations(run: xr.DataTree) -> Iterator[Observation]:
-    """The looks of a recorded run that alarms listen to, in their order.
+    """The observations of a recorded run that alarms listen to, in their order.
 
     Args:
         run: From `workbench.open_run`.
@@ -31,16 +31,16 @@ def observations(run: xr.DataTree) -> Iterator[Observation]:
     """
     if "monitors" not in run.children:
         raise SchemaError("The run has no monitors to replay; record it with wb.train() or a wb.Recorder.")
-    looks = []
+    measured = []
     for place, name in enumerate(_PARTS):
         if name not in run.children:
             continue
         part = run.children[name].to_dataset(inherit=False).load()
         coords = {str(key): np.asarray(v.values) for key, v in part.coords.items() if "step" not in v.dims}
         values = {str(key): v.values for key, v in part.data_vars.items() if v.dims[:1] == ("step",)}
-        looks += [(int(step), place, row, name, values, coords) for row, step in enumerate(part["step"].values)]
-    looks.sort(key=lambda look: look[:2])
-    for step, _, row, name, values, coords in looks:
+        measured += [(int(step), place, row, name, values, coords) for row, step in enumerate(part["step"].values)]
+    measured.sort(key=lambda found: found[:2])
+    for step, _, row, name, values, coords in measured:
         yield Observation(step, name, {key: value[row] for key, value in values.items()}, coords)
 
 

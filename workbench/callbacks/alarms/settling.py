@@ -69,6 +69,6 @@ class Settling:
         self._seen_at = step
 
     def _allowed_pause(self) -> int:
-        # The first pause may have begun before the first look, so that the second rise decides.
+        # The first pause may have begun before the first measurement, so that the second rise decides.
         is_smooth = self._n_rises > 1 and self._longest_pause <= _SHORT
         return min(_LONG, self.options.start) if is_smooth else self.options.start

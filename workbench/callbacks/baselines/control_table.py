@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.callbacks.baselines.mup import MuP
 from workbench.callbacks.baselines.optimizers import LAMB, SAM, Lion
 from workbench.callbacks.baselines.penalties import ActivationVariance, GradientPenalty, JacobianPenalty, RandomL2
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.parametrizations import LinearParametrization, SpectralNorm, WeightNorm
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Control:
 
     def __post_init__(self) -> None:
         if isinstance(self.rate_factor, str) or not 0 < self.rate_factor < math.inf:
-            raise ThresholdError(f"The rate factor of {self.name} is {self.rate_factor}, expected a positive number.")
+            raise OptionError(f"The rate factor of {self.name} is {self.rate_factor}, expected a positive number.")
 
     def prepare(self, make_model: Callable[[], nn.Module], rate: float) -> tuple[nn.Module, dict[str, Any]]:
         """A model and the arguments of `workbench.train` to train it with under this control.
@@ -49,7 +49,7 @@ class Control:
             ``n_steps``, ``warmup``, ``kss`` and the like.
 
         Raises:
-            ThresholdError: If the control does not fit the model.
+            OptionError: If the control does not fit the model.
         """
         model, rate = make_model(), self.rate_factor * rate
         if self.parametrization is not None:
@@ -71,7 +71,7 @@ def controls(*, base_width: int = 16, rate_factors: Mapping[str, float] | None =
         rate_factors: Name -> rate over the nominal rate, such as ``{"Lion": 0.1}``; 1 where nothing is given.
 
     Raises:
-        ThresholdError: If a name is unknown or a factor is not positive.
+        OptionError: If a name is unknown or a factor is not positive.
     """
     made = [
         Control("none"),
@@ -92,6 +92,6 @@ def controls(*, base_width: int = 16, rate_factors: Mapping[str, float] | None =
     table = {control.name: control for control in made}
     for name, factor in (rate_factors or {}).items():
         if name not in table:
-            raise ThresholdError(f"There is no control '{name}'; choose from {', '.join(table)}.")
+            raise OptionError(f"There is no control '{name}'; choose from {', '.join(table)}.")
         table[name] = Control(name, table[name].settings, table[name].parametrization, factor)
     return table

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.parametrizations import make_plain, require_plain
 from workbench.zoo import Transformer
 from workbench.zoo.module_of import module_of
@@ -53,7 +53,7 @@ class MuP:
             if value is None and name == "base_heads":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ThresholdError(f"{name} is {value}, expected a whole number of at least 1.")
+                raise OptionError(f"{name} is {value}, expected a whole number of at least 1.")
 
     def apply(self, model: Subject | nn.Module) -> Callable[[], None]:
         """Put initial sizes and multipliers on a fresh model, in place, before its optimizer is made.
@@ -62,10 +62,10 @@ class MuP:
             model: A transformer of the zoo with normal initialization and an output head of its own.
 
         Returns:
-            A function that takes the multipliers off; the weights stay as they act.
+            A function that takes the multipliers off; the parameters stay as they act.
 
         Raises:
-            ThresholdError: If it is another model, or parametrized already.
+            OptionError: If it is another model, or parametrized already.
         """
         transformer = _checked(module_of(model))
         config = transformer.config
@@ -97,12 +97,12 @@ class MuP:
             **options: Further arguments of it.
 
         Raises:
-            ThresholdError: If rate, name or model do not fit.
+            OptionError: If rate, name or model do not fit.
         """
         if name not in OPTIMIZERS:
-            raise ThresholdError(f"muP's rates are those of {', '.join(OPTIMIZERS)}, not of '{name}'; choose one.")
+            raise OptionError(f"muP's rates are those of {', '.join(OPTIMIZERS)}, not of '{name}'; choose one.")
         if not 0 < rate < math.inf:
-            raise ThresholdError(f"The learning rate is {rate}, expected a positive number.")
+            raise OptionError(f"The learning rate is {rate}, expected a positive number.")
         return MuPOptimizer(rate, self.multiplier(model), name, dict(options), module_of(model))
 
 
@@ -115,7 +115,7 @@ class MuPOptimizer:
         multiplier: m; the second group's rate is ``rate / m``.
         name: Class in ``torch.optim``.
         options: Its further arguments.
-        model: Whose weights it will be given.
+        model: Whose parameters it will be given.
     """
 
     rate: float
@@ -125,7 +125,7 @@ class MuPOptimizer:
     model: nn.Module = field(repr=False)
 
     def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over these weights."""
+        """The optimizer over these parameters."""
         hidden = {id(weight) for weight in hidden_matrices(self.model)}
         groups = [
             {"params": [weight for weight in weights if id(weight) not in hidden], "lr": self.rate},
@@ -170,18 +170,18 @@ def _checked(model: nn.Module) -> Transformer:
     """A model that muP is worked out for.
 
     Raises:
-        ThresholdError: If it is another.
+        OptionError: If it is another.
     """
     if not isinstance(model, Transformer):
-        raise ThresholdError(
+        raise OptionError(
             f"muP is worked out for wb.zoo.transformer(), but the model is a {type(model).__name__}; choose another "
             "control for it."
         )
     config = model.config
     if config.initialization != "normal":
-        raise ThresholdError(
+        raise OptionError(
             f"muP sets the initial sizes itself, but initialization is '{config.initialization}'; choose 'normal'."
         )
     if config.ties_embeddings:
-        raise ThresholdError("muP treats embedding and output head differently; pass ties_embeddings=False.")
+        raise OptionError("muP treats embedding and output head differently; pass ties_embeddings=False.")
     return model

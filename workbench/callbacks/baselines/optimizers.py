@@ -1,4 +1,4 @@
-"""Optimizers that torch lacks, for ``train(optimizer=)``: functions of the weights that can say what they make.
+"""Optimizers that torch lacks, for ``train(optimizer=)``: functions of the parameters that can say what they make.
 
 They come from the package pytorch-optimizer. Weight decay is decoupled and .01 in all of them, as in torch's AdamW, so
 that they differ in their update alone.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.training.training_plan import DEFAULT_RATE
 
 WEIGHT_DECAY = 0.01
@@ -23,11 +23,11 @@ WEIGHT_DECAY = 0.01
 
 @dataclass(frozen=True)
 class OptimizerFactory(ABC):
-    """Makes an optimizer over given weights; ``train(learning_rate=)`` sets its rate."""
+    """Makes an optimizer over given parameters; ``train(learning_rate=)`` sets its rate."""
 
     @abstractmethod
     def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """A fresh optimizer over the weights, or groups of them."""
+        """A fresh optimizer over the parameters, or groups of them."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SAM(OptimizerFactory):
     first pass; clipping applies to both.
 
     Attributes:
-        rho: Radius, in the norm of all weights together; the paper's .05.
+        rho: Radius, in the norm of all parameters together; the paper's .05.
         base: Class in ``torch.optim`` that makes the update.
         options: Further arguments of it.
     """
@@ -50,16 +50,16 @@ class SAM(OptimizerFactory):
 
     def __post_init__(self) -> None:
         if isinstance(self.rho, str) or not 0 < self.rho < math.inf:
-            raise ThresholdError(f"rho is {self.rho}, expected a positive radius.")
+            raise OptionError(f"rho is {self.rho}, expected a positive radius.")
         base = getattr(torch.optim, self.base, None)
         is_optimizer = isinstance(base, type) and issubclass(base, torch.optim.Optimizer)
         if not is_optimizer or base in (torch.optim.Optimizer, torch.optim.LBFGS):
-            raise ThresholdError(
+            raise OptionError(
                 f"base is '{self.base}', expected a class of torch.optim that makes one update a step, such as 'AdamW'."
             )
 
     def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer; its ``base_optimizer`` moves the weights."""
+        """The optimizer; its ``base_optimizer`` moves the parameters."""
         import pytorch_optimizer
 
         base = getattr(torch.optim, self.base)
@@ -109,7 +109,7 @@ class LAMB(OptimizerFactory):
     def __post_init__(self) -> None:
         _check(self.betas, self.weight_decay)
         if isinstance(self.eps, str) or not 0 < self.eps < math.inf:
-            raise ThresholdError(f"eps is {self.eps}, expected a positive number.")
+            raise OptionError(f"eps is {self.eps}, expected a positive number.")
 
     def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer."""
@@ -129,6 +129,6 @@ class LAMB(OptimizerFactory):
 
 def _check(betas: tuple[float, float], weight_decay: float) -> None:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ThresholdError(f"betas is {betas}, expected two numbers of at least 0 and below 1.")
+        raise OptionError(f"betas is {betas}, expected two numbers of at least 0 and below 1.")
     if isinstance(weight_decay, str) or not 0 <= weight_decay < math.inf:
-        raise ThresholdError(f"weight_decay is {weight_decay}, expected a number of at least 0.")
+        raise OptionError(f"weight_decay is {weight_decay}, expected a number of at least 0.")

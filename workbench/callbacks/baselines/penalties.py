@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Penalty(ABC):
-    """A term of the loss that looks at the residual stream.
+    """A term of the loss that depends on the residual stream.
 
     Attributes:
         coefficient: Its weight in the loss; 0: off.
@@ -62,9 +62,9 @@ class Penalty(ABC):
 
     def __post_init__(self) -> None:
         if isinstance(self.coefficient, str) or not 0 <= self.coefficient < math.inf:
-            raise ThresholdError(f"coefficient is {self.coefficient}, expected a number of at least 0.")
+            raise OptionError(f"coefficient is {self.coefficient}, expected a number of at least 0.")
         if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
-            raise ThresholdError(f"interval is {self.interval}, expected a whole number of steps, at least 1.")
+            raise OptionError(f"interval is {self.interval}, expected a whole number of steps, at least 1.")
 
     @abstractmethod
     def value(self, stream: Stream, task_loss: Tensor, random: torch.Generator) -> Tensor:
@@ -76,7 +76,7 @@ class Penalty(ABC):
             random: To draw from; on the device of the states.
 
         Returns:
-            A 0-dim tensor, at least 0, with a gradient in the weights.
+            A 0-dim tensor, at least 0, with a gradient in the parameters.
         """
 
     def describe(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class GradientPenalty(Penalty):
     The paper gives .1 and no definition. Tokens are discrete, so the nearest thing to the input gradient of double
     backpropagation (Drucker and LeCun 1992) and of gradient regularization (Ross and Doshi-Velez 2018,
     arXiv:1711.09404) is the gradient in their embeddings; it passes every block, and needs one more backward pass
-    through activations alone, which a gradient in the weights would not spare.
+    through activations alone, which a gradient in the parameters would not spare.
 
     Of a loss that is a mean over B sequences, B times the squared norm of the batch's gradient is the mean over
     sequences of the squared norm of each one's own, where the sequences do not see each other. The state's first
@@ -120,7 +120,7 @@ class LayerwisePenalty(Penalty):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers not in LAYERS:
-            raise ThresholdError(f"layers is {self.layers!r}, expected one of {', '.join(LAYERS)}.")
+            raise OptionError(f"layers is {self.layers!r}, expected one of {', '.join(LAYERS)}.")
 
     def value(self, stream: Stream, task_loss: Tensor, random: torch.Generator) -> Tensor:
         """See `Penalty.value`."""
@@ -155,7 +155,7 @@ class RandomL2(LayerwisePenalty):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.token_share, str) or not 0 < self.token_share <= 1:
-            raise ThresholdError(f"token_share is {self.token_share}, expected a share above 0 and up to 1.")
+            raise OptionError(f"token_share is {self.token_share}, expected a share above 0 and up to 1.")
 
     def of_layer(self, entering: Tensor, leaving: Tensor, random: torch.Generator) -> Tensor:
         """Mean square of the entries of what leaves the block."""
@@ -186,7 +186,7 @@ class JacobianPenalty(LayerwisePenalty):
         super().__post_init__()
         n = self.n_projections
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ThresholdError(f"n_projections is {n}, expected a whole number of at least 1.")
+            raise OptionError(f"n_projections is {n}, expected a whole number of at least 1.")
 
     def of_layer(self, entering: Tensor, leaving: Tensor, random: torch.Generator) -> Tensor:
         """The estimate, unit 1."""
@@ -211,7 +211,7 @@ class ActivationVariance(LayerwisePenalty):
 
 
 def pulled_back_square(entering: Tensor, leaving: Tensor, direction: Tensor) -> Tensor:
-    """|J^T v|^2 of a block, 0-dim, with a gradient in the weights.
+    """|J^T v|^2 of a block, 0-dim, with a gradient in the parameters.
 
     Args:
         entering: State x entering the block, part of the graph.

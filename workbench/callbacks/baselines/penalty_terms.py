@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.callbacks.baselines.penalties import Penalty, Stream
-from workbench.errors import AnatomyError, ThresholdError
+from workbench.errors import AnatomyError, OptionError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import take_rows
 from workbench.models.block_hooks import BlockCall, BlockHooks
@@ -45,7 +45,7 @@ class PenaltyTerms(Callback):
         stack: See `workbench.read_anatomy`.
 
     Raises:
-        ThresholdError: If something among the penalties is none.
+        OptionError: If something among the penalties is none.
     """
 
     name = "penalties"
@@ -59,10 +59,10 @@ class PenaltyTerms(Callback):
         stack: str | None = None,
     ) -> None:
         if isinstance(penalties, Penalty):
-            raise ThresholdError(f"penalties is one {type(penalties).__name__}, expected a sequence; pass [it].")
+            raise OptionError(f"penalties is one {type(penalties).__name__}, expected a sequence; pass [it].")
         for penalty in penalties:
             if not isinstance(penalty, Penalty):
-                raise ThresholdError(
+                raise OptionError(
                     f"penalties holds a {type(penalty).__name__}, expected penalties such as "
                     "wb.baselines.GradientPenalty()."
                 )
@@ -83,7 +83,7 @@ class PenaltyTerms(Callback):
         """Find the residual blocks; `watch` needs it done once.
 
         Args:
-            inputs: A batch as the model will get it; its first two rows are used.
+            inputs: A batch as the model will get it; its first two examples are used.
 
         Raises:
             AnatomyError: If the residual stream cannot be read with certainty, or there is no model yet.
@@ -176,7 +176,7 @@ class PenaltyTerms(Callback):
 
         def enter(call: BlockCall) -> None:
             state = call.state_in
-            if not state.requires_grad:  # before the first weight that is trained
+            if not state.requires_grad:  # before the first parameter that is trained
                 state.requires_grad_()
             entering[call.layer] = state
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from workbench.callbacks.faults.fault import Fault, require_share
 from workbench.callbacks.faults.flash_attention_mode import cut_low_bits
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.tasks.task import require_whole
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: Gradients of one rank, one for each weight; None where a weight got none.
+#: Gradients of one rank, one for each parameter; None where a parameter got none.
 Gradients = list[Tensor | None]
 
 
@@ -25,11 +25,11 @@ class DroppedBucket(Fault):
 
     Attributes:
         share: Of the buckets, on average; above 0, at most 1.
-        n_buckets: The weights from the last to the first, as PyTorch's DDP takes them, in so many parts of about one
+        n_buckets: The parameters from the last to the first, as PyTorch's DDP takes them, in so many parts of about one
             size.
         lost_from: ``"all_ranks"``: the bucket's whole gradient is zero. ``"one_rank"``: the part of one rank, drawn
             too, is missing in the mean; then the batch is really split over the ranks, which takes ``n_ranks`` backward
-            passes, each over its share of the rows.
+            passes, each over its share of the examples.
         n_ranks: Processes, for ``"one_rank"``.
     """
 
@@ -45,7 +45,7 @@ class DroppedBucket(Fault):
         require_whole(1, n_buckets=self.n_buckets)
         require_whole(2, n_ranks=self.n_ranks)
         if self.lost_from not in ("all_ranks", "one_rank"):
-            raise ThresholdError(f"lost_from is '{self.lost_from}', expected 'all_ranks' or 'one_rank'.")
+            raise OptionError(f"lost_from is '{self.lost_from}', expected 'all_ranks' or 'one_rank'.")
         super().__post_init__()
 
     @property
@@ -76,10 +76,10 @@ class DroppedBucket(Fault):
 class LowPrecisionReduction(Fault):
     """Gradients of several processes are added up in low precision, around a ring.
 
-    The batch is really split over ``n_ranks``: so many backward passes, each over its share of the rows, and memory
+    The batch is really split over ``n_ranks``: so many backward passes, each over its share of the examples, and memory
     for so many gradients. As in a ring all-reduce, the gradients are cut into ``n_ranks`` chunks; chunk c starts as the
     part of rank c and is rounded after each further rank that adds its own. The mean is then taken in float32. Every
-    rank counts alike, as in PyTorch's DDP, also where its rows have fewer targets.
+    rank counts alike, as in PyTorch's DDP, also where its examples have fewer targets.
 
     Attributes:
         n_ranks: Processes, at least 2.
@@ -97,11 +97,11 @@ class LowPrecisionReduction(Fault):
         require_whole(2, n_ranks=self.n_ranks)
         require_whole(0, n_bits=self.n_bits)
         if self.dtype not in _DTYPES:
-            raise ThresholdError(f"dtype is '{self.dtype}', expected one of {', '.join(_DTYPES)}.")
+            raise OptionError(f"dtype is '{self.dtype}', expected one of {', '.join(_DTYPES)}.")
         if self.n_bits > 8:
-            raise ThresholdError(f"n_bits is {self.n_bits}, expected 0 to 8: seven bits of mantissa, one of exponent.")
+            raise OptionError(f"n_bits is {self.n_bits}, expected 0 to 8: seven bits of mantissa, one of exponent.")
         if self.n_bits and self.dtype != "bfloat16":
-            raise ThresholdError(f"n_bits cuts bits of bfloat16, but dtype is '{self.dtype}'; leave one of them out.")
+            raise OptionError(f"n_bits cuts bits of bfloat16, but dtype is '{self.dtype}'; leave one of them out.")
         super().__post_init__()
 
     @property
@@ -176,14 +176,14 @@ class StaleReduction(Fault):
 
 
 def in_buckets(sizes: Sequence[int], n_buckets: int) -> list[list[int]]:
-    """Weights in buckets of about one size, the last weight first.
+    """Parameters in buckets of about one size, the last parameter first.
 
     Args:
-        sizes: Elements of each weight.
-        n_buckets: How many; at most as many as there are weights.
+        sizes: Elements of each parameter.
+        n_buckets: How many; at most as many as there are parameters.
 
     Returns:
-        Numbers of the weights in each bucket; none is empty.
+        Numbers of the parameters in each bucket; none is empty.
     """
     buckets: list[list[int]] = [[]]
     n_left, n_taken = sum(sizes), 0

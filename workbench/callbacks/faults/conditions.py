@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.callbacks.faults.fault import Fault, require_positive, require_share
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.batches import count_rows, take_rows
 from workbench.tasks.task import require_whole
 
@@ -73,12 +73,10 @@ class SmallBatch(Fault):
         """What is left of a batch.
 
         Raises:
-            ThresholdError: If it has fewer rows.
+            OptionError: If it has fewer rows.
         """
         if (n_rows := count_rows(inputs)) < self.n_rows:
-            raise ThresholdError(
-                f"small_batch keeps n_rows = {self.n_rows} rows, but a batch has {n_rows}; keep fewer."
-            )
+            raise OptionError(f"small_batch keeps n_rows = {self.n_rows} rows, but a batch has {n_rows}; keep fewer.")
         return take_rows(inputs, slice(0, self.n_rows)), targets[: self.n_rows]
 
 
@@ -114,7 +112,7 @@ class CorruptedData(Fault):
 
     def __post_init__(self) -> None:
         if self.what not in ("labels", "tokens"):
-            raise ThresholdError(f"what is '{self.what}', expected 'labels' or 'tokens'.")
+            raise OptionError(f"what is '{self.what}', expected 'labels' or 'tokens'.")
         require_share(self.share)
         super().__post_init__()
 
@@ -132,11 +130,11 @@ class CorruptedData(Fault):
             generator: On the CPU.
 
         Raises:
-            ThresholdError: If there are no whole numbers to replace.
+            OptionError: If there are no whole numbers to replace.
         """
         if self.what == "labels":
             if targets.is_floating_point():
-                raise ThresholdError("corrupted_data replaces class numbers, but these targets are not whole numbers.")
+                raise OptionError("corrupted_data replaces class numbers, but these targets are not whole numbers.")
             return inputs, self._replaced(targets, targets != -100, generator)
         return _with_tokens(
             inputs, lambda tokens: self._replaced(tokens, torch.ones_like(tokens) > 0, generator)
@@ -160,7 +158,7 @@ def _with_tokens(inputs: Any, change: Any) -> Any:
         return (change(inputs[0]), *inputs[1:])
     if isinstance(inputs, Tensor) and _are_tokens(inputs):
         return change(inputs)
-    raise ThresholdError("corrupted_data finds no token ids in these inputs; corrupt 'labels' instead.")
+    raise OptionError("corrupted_data finds no token ids in these inputs; corrupt 'labels' instead.")
 
 
 def _are_tokens(values: Tensor) -> bool:

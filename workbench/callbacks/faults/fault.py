@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, ClassVar
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.tasks.task import require_whole
 
 
@@ -36,9 +36,9 @@ class Fault:
             if getattr(self, name) is not None:
                 require_whole(0, **{name: getattr(self, name)})
         if self.stop is not None and self.start is None:
-            raise ThresholdError(f"stop is {self.stop} but start is not given; pass start= too, or switch by hand.")
+            raise OptionError(f"stop is {self.stop} but start is not given; pass start= too, or switch by hand.")
         if self.stop is not None and self.start is not None and self.stop <= self.start:
-            raise ThresholdError(f"stop is {self.stop}, expected a step after start = {self.start}.")
+            raise OptionError(f"stop is {self.stop}, expected a step after start = {self.start}.")
         self._lock = threading.RLock()
         self._observers: list[Callable[[str, Any, Any], None]] = []
         self._by_hand: bool | None = None
@@ -47,7 +47,7 @@ class Fault:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "enabled" and not name.startswith("_") and getattr(self, "_is_made", False):
-            raise ThresholdError(
+            raise OptionError(
                 f"{name} of {self.name} cannot be changed, only enabled can; make a new fault for another {name}."
             )
         super().__setattr__(name, value)
@@ -111,7 +111,7 @@ class Fault:
         self._turn(_by_hand=state["by_hand"])
 
     def _turn(self, **change: bool | None) -> bool:
-        """Change who says what about the switch, tell observers, and return where it stands."""
+        """Change who says what about the switch, notify observers, and return where it stands."""
         with self._lock:
             before = self.enabled
             vars(self).update(change)
@@ -126,18 +126,18 @@ def require_share(share: float) -> None:
     """Refuse a share that is not above 0 and at most 1.
 
     Raises:
-        ThresholdError: That gives the value.
+        OptionError: That gives the value.
     """
     if not (isinstance(share, Real) and 0 < share <= 1):
-        raise ThresholdError(f"share is {share}, expected a number above 0 and at most 1.")
+        raise OptionError(f"share is {share}, expected a number above 0 and at most 1.")
 
 
 def require_positive(**options: float) -> None:
     """Refuse options that are not positive, finite numbers.
 
     Raises:
-        ThresholdError: That names the option.
+        OptionError: That names the option.
     """
     for name, value in options.items():
         if not (isinstance(value, Real) and value > 0 and math.isfinite(value)):
-            raise ThresholdError(f"{name} is {value}, expected a positive number.")
+            raise OptionError(f"{name} is {value}, expected a positive number.")

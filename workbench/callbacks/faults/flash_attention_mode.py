@@ -145,7 +145,7 @@ class FlashAttentionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute attention here, and everything else as ever."""
+        """Compute attention here, and everything else unchanged."""
         if func is functional.scaled_dot_product_attention:
             self.n_calls += 1
             return flash_attention(*args, **(kwargs or {}), cut=self.cut)
@@ -190,7 +190,7 @@ def attention_modules(model: nn.Module, inputs: Any) -> list[nn.Module]:
 
     Args:
         model: Left as it was.
-        inputs: A few rows, where the model is.
+        inputs: A few examples, where the model is.
     """
     mode = FlashAttentionMode()
     running: list[tuple[nn.Module, int]] = []

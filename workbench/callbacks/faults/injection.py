@@ -22,7 +22,7 @@ from workbench.callbacks.faults.conditions import CorruptedData, LargeRate, NoAu
 from workbench.callbacks.faults.fault import Fault
 from workbench.callbacks.faults.flash_attention_mode import NO_CUT, FlashAttentionMode, attention_modules
 from workbench.callbacks.faults.low_precision_fault import LowPrecisionAttention
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.batches import count_rows, take_rows
 from workbench.models.calling import call_model
 from workbench.models.losses import auxiliary_loss
@@ -53,26 +53,26 @@ class Injection(Callback):
         seed: Of what they draw: a function of it and the step.
 
     Raises:
-        ThresholdError: If something among them is no fault, two are of one kind, or two disagree.
+        OptionError: If something among them is no fault, two are of one kind, or two disagree.
     """
 
     name = "faults"
 
     def __init__(self, faults: Sequence[Fault], *, seed: int = 0) -> None:
         if isinstance(faults, Fault):
-            raise ThresholdError(f"faults is one {faults.name}, expected a sequence; pass [it].")
+            raise OptionError(f"faults is one {faults.name}, expected a sequence; pass [it].")
         self._faults: dict[type[Fault], Fault] = {}
         for fault in faults:
             if not isinstance(fault, Fault):
-                raise ThresholdError(
+                raise OptionError(
                     f"faults holds a {type(fault).__name__}, expected faults such as wb.faults.large_rate()."
                 )
             if type(fault) in self._faults:
-                raise ThresholdError(f"faults holds {fault.kind} twice, expected one of a kind; join or drop one.")
+                raise OptionError(f"faults holds {fault.kind} twice, expected one of a kind; join or drop one.")
             self._faults[type(fault)] = fault
         dropped, reduced = self._get(DroppedBucket), self._get(LowPrecisionReduction)
         if dropped and dropped.needs_ranks and reduced and dropped.n_ranks != reduced.n_ranks:
-            raise ThresholdError(
+            raise OptionError(
                 f"dropped_bucket has n_ranks = {dropped.n_ranks} but low_precision_reduction {reduced.n_ranks}; "
                 "give both the same number."
             )
@@ -93,7 +93,7 @@ class Injection(Callback):
         """Take note of the parameters whose gradients may be changed.
 
         Raises:
-            ThresholdError: If a fault does not go with the trainer, the optimizer or the parameters.
+            OptionError: If a fault does not go with the trainer, the optimizer or the parameters.
         """
         super().setup(run)
         if not run.owns_loop:
@@ -102,13 +102,13 @@ class Injection(Callback):
         self._weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for fault in self._of(*_OF_GRADIENTS):
             if takes_several_passes(optimizer):
-                raise ThresholdError(
+                raise OptionError(
                     f"{fault.name} changes the gradients of one backward pass a step, but {type(optimizer).__name__} "
                     "takes several; choose another optimizer, or leave the fault out."
                 )
             n_buckets = getattr(fault, "n_buckets", 1)
             if n_buckets > len(self._weights):
-                raise ThresholdError(
+                raise OptionError(
                     f"{fault.name} has n_buckets = {n_buckets}, but only {len(self._weights)} weight tensors are "
                     "trained; take fewer buckets."
                 )
@@ -116,7 +116,7 @@ class Injection(Callback):
     def _require_own_loop(self) -> None:
         for fault in self._of(NoAuxiliaryLoss, LowPrecisionReduction, DroppedBucket):
             if getattr(fault, "needs_ranks", True):
-                raise ThresholdError(
+                raise OptionError(
                     f"{fault.name} changes the loss or splits the batch, which only wb.train() lets it do; train with "
                     "that, or leave the fault out."
                 )
@@ -125,7 +125,7 @@ class Injection(Callback):
         """Find what the faults have to touch in the model, by running it on its probe.
 
         Raises:
-            ThresholdError: If it has no attention or no auxiliary loss that could be changed.
+            OptionError: If it has no attention or no auxiliary loss that could be changed.
         """
         run = self.run
         if run.probe is None or not self._of(LowPrecisionAttention, NoAuxiliaryLoss):
@@ -135,7 +135,7 @@ class Injection(Callback):
             with undisturbed(model):
                 has_one = auxiliary_loss(run.model, call_model(model, inputs)) is not None
             if not has_one:
-                raise ThresholdError(
+                raise OptionError(
                     f"no_auxiliary_loss needs a model with an auxiliary loss, but {type(model).__name__} has none; "
                     "take a mixture of experts (Hugging Face: with output_router_logits=True), or leave the fault out."
                 )
@@ -204,7 +204,7 @@ class Injection(Callback):
         """The batch of this step as the faults leave it.
 
         Raises:
-            ThresholdError: If it has fewer rows than are to be kept, or nothing that could be corrupted.
+            OptionError: If it has fewer examples than are to be kept, or nothing that could be corrupted.
         """
         if (corrupted := self._on(CorruptedData)) is not None:
             inputs, targets = corrupted.batch(inputs, targets, self._random(corrupted))
@@ -289,7 +289,7 @@ class Injection(Callback):
             return
         n_rows = count_rows(inputs)
         if n_rows < splitting.n_ranks:
-            raise ThresholdError(
+            raise OptionError(
                 f"{splitting.name} splits a batch over n_ranks = {splitting.n_ranks}, but one has only {n_rows} rows; "
                 "take fewer ranks or larger batches."
             )
@@ -316,8 +316,8 @@ class Injection(Callback):
         return in_buckets([weight.numel() for weight in self._weights], n_buckets)
 
 
-def _no_attention(model: nn.Module) -> ThresholdError:
-    return ThresholdError(
+def _no_attention(model: nn.Module) -> OptionError:
+    return OptionError(
         "low_precision_attention needs a model that calls torch's scaled_dot_product_attention itself, "
         f"but {type(model).__name__} does not; load a Hugging Face model with attn_implementation='sdpa', "
         "or leave the fault out."
@@ -326,7 +326,7 @@ def _no_attention(model: nn.Module) -> ThresholdError:
 
 def _mean(ranks: list[Gradients], reduced: LowPrecisionReduction | None) -> Gradients:
     """Mean over ranks, in a ring of low precision if there is such a fault."""
-    shapes: dict[int, Tensor] = {}  # of each weight that has a gradient on any rank
+    shapes: dict[int, Tensor] = {}  # of each parameter that has a gradient on any rank
     for i, of_ranks in enumerate(zip(*ranks, strict=True)):
         first = next((gradient for gradient in of_ranks if gradient is not None), None)
         if first is not None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from workbench.callbacks.faults.fault import Fault
 from workbench.callbacks.faults.flash_attention_mode import ROUNDINGS, Cut
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.tasks.task import require_whole
 
 _TARGETS = {"output": "O", "gradient": "dO"}
@@ -45,15 +45,15 @@ class LowPrecisionAttention(Fault):
     def __post_init__(self) -> None:
         require_whole(0, n_bits=self.n_bits)
         if self.n_bits > 8:
-            raise ThresholdError(f"n_bits is {self.n_bits}, expected 0 to 8: seven bits of mantissa, one of exponent.")
+            raise OptionError(f"n_bits is {self.n_bits}, expected 0 to 8: seven bits of mantissa, one of exponent.")
         targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
         if not targets or any(target not in _TARGETS for target in targets):
-            raise ThresholdError(f"targets is {self.targets!r}, expected 'output', 'gradient' or both.")
+            raise OptionError(f"targets is {self.targets!r}, expected 'output', 'gradient' or both.")
         self.targets = tuple(name for name in _TARGETS if name in targets)
         if self.rounding not in ROUNDINGS:
-            raise ThresholdError(f"rounding is '{self.rounding}', expected one of {', '.join(ROUNDINGS)}.")
+            raise OptionError(f"rounding is '{self.rounding}', expected one of {', '.join(ROUNDINGS)}.")
         if self.rounding == "cast" and self.n_bits:
-            raise ThresholdError(f"rounding 'cast' loses no further bits, but n_bits is {self.n_bits}; pass n_bits=0.")
+            raise OptionError(f"rounding 'cast' loses no further bits, but n_bits is {self.n_bits}; pass n_bits=0.")
         super().__post_init__()
 
     @property

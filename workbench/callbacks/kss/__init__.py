@@ -1,6 +1,6 @@
 """Koopman Spectral Shaping (KSS, arXiv:2602.22988): a penalty on the spectrum of the residual stream, live."""
 
-from workbench.callbacks.kss.control import Band, Control, KSSOptions
+from workbench.callbacks.kss.control import BandController, ControlValues, KSSOptions
 from workbench.callbacks.kss.kss import KSS
 from workbench.callbacks.kss.kss_callback import KSSCallback
 from workbench.callbacks.kss.penalty import LayerPenalty, PenaltyShape, layer_penalty
@@ -10,8 +10,8 @@ from workbench.callbacks.kss.trust_region import TrustRegion
 
 __all__ = [
     "KSS",
-    "Band",
-    "Control",
+    "BandController",
+    "ControlValues",
     "KSSCallback",
     "KSSOptions",
     "LayerPenalty",

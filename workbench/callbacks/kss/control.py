@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.callbacks.kss.penalty import PenaltyShape
 from workbench.callbacks.kss.trust_region import TrustRegion
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
 SIDES = ("both", "output", "input")
@@ -23,23 +23,24 @@ class KSSOptions:
 
     Attributes:
         penalty: The penalty as a function of the spectrum.
-        n_snapshots: Token states per layer and time. They come from as many rows of the batch as are needed, in a pass
-            of their own: 512 states of 64 features are eight for each feature.
+        n_snapshots: Token states per layer and time. They come from as many examples of the batch as are needed, in a
+            pass of their own: 512 states of 64 features are eight for each feature.
         side: Which states carry the gradient. The operator maps what enters a block to what leaves it; ``"both"`` is
             the derivative of the penalty as it stands. ``"output"`` asks each block to change what it writes, given
             what it reads; ``"input"`` the blocks before it to change what it reads.
-        coupling: How the gradient reaches the weights. ``"gradient"`` adds strength times it to the task's, as adding
-            the penalty to the loss does, except that clipping does not see it; an adaptive optimizer then divides both
-            by the same running size. ``"decoupled"`` subtracts learning rate times strength times it after the update,
-            as AdamW decouples weight decay. ``"projection"`` steps, after the update, to where the penalty would be
-            zero if it were linear: strength times P/|grad P|^2 times its gradient (Polyak 1987), strength 1 the whole
-            way; only a penalty that can be zero (``unstable_term="log"``, ``beta=0``) suits it. ``"trust_region"`` uses
-            no gradient: it takes back updates that throw a layer out of its band; see ``trust_region``.
+        coupling: How the gradient reaches the parameters. ``"gradient"`` adds strength times it to the task's, as
+            adding the penalty to the loss does, except that clipping does not see it; an adaptive optimizer then
+            divides both by the same running size. ``"decoupled"`` subtracts learning rate times strength times it after
+            the update, as AdamW decouples weight decay. ``"projection"`` steps, after the update, to where the penalty
+            would be zero if it were linear: strength times P/|grad P|^2 times its gradient (Polyak 1987), strength 1
+            the whole way; only a penalty that can be zero (``unstable_term="log"``, ``beta=0``) suits it.
+            ``"trust_region"`` uses no gradient: it takes back updates that throw a layer out of its band; see
+            ``trust_region``.
         trust_region: The band, for that coupling.
         trigger: Spectral radius above which a layer takes part; 0: always. A run inside its band then pays for the
             forward pass alone.
         skip_first: Leading tokens of each sequence to leave out.
-        seed: Of the choice of layers, rows and tokens.
+        seed: Of the choice of layers, examples and tokens.
     """
 
     penalty: PenaltyShape = field(default_factory=PenaltyShape)
@@ -53,18 +54,18 @@ class KSSOptions:
 
     def __post_init__(self) -> None:
         if self.n_snapshots < 3:
-            raise ThresholdError(f"n_snapshots is {self.n_snapshots}, expected at least 3.")
+            raise OptionError(f"n_snapshots is {self.n_snapshots}, expected at least 3.")
         for name, known in (("side", SIDES), ("coupling", COUPLINGS)):
             if getattr(self, name) not in known:
-                raise ThresholdError(f"{name} is '{getattr(self, name)}', expected one of {', '.join(known)}.")
+                raise OptionError(f"{name} is '{getattr(self, name)}', expected one of {', '.join(known)}.")
         if not 0 <= self.trigger < math.inf:
-            raise ThresholdError(f"trigger is {self.trigger}, expected a spectral radius of at least 0.")
+            raise OptionError(f"trigger is {self.trigger}, expected a spectral radius of at least 0.")
         if self.skip_first < 0:
-            raise ThresholdError(f"skip_first is {self.skip_first}, expected at least 0.")
+            raise OptionError(f"skip_first is {self.skip_first}, expected at least 0.")
 
 
 @dataclass(frozen=True)
-class Control:
+class ControlValues:
     """What KSS does in one step; names as in `KSS`."""
 
     enabled: bool
@@ -82,11 +83,11 @@ class Control:
         return {**vars(self), "layers": self.layers if isinstance(self.layers, str) else [*self.layers]}
 
     @classmethod
-    def of_dict(cls, values: Mapping[str, Any]) -> Control:
+    def of_dict(cls, values: Mapping[str, Any]) -> ControlValues:
         """What `as_dict` gave.
 
         Raises:
-            ThresholdError: If a value is out of range.
+            OptionError: If a value is out of range.
         """
         return cls(**{name: _checked(name, value) for name, value in values.items()})
 
@@ -99,7 +100,7 @@ class KSSControls:
     """
 
     #: The controls, in the order in which they are recorded.
-    CONTROLS = tuple(item.name for item in fields(Control))
+    CONTROLS = tuple(item.name for item in fields(ControlValues))
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class KSSControls:
         gamma: float = 0.4,
         layers: str | Collection[int] = "half",
         options: KSSOptions | None = None,
-        controller: Band | None = None,
+        controller: BandController | None = None,
     ) -> None:
         self.options = options or KSSOptions()
         self.controller = controller
@@ -123,7 +124,7 @@ class KSSControls:
             "gamma": gamma,
             "layers": layers,
         }
-        self._control = Control(**{name: _checked(name, value) for name, value in given.items()})
+        self._control = ControlValues(**{name: _checked(name, value) for name, value in given.items()})
 
     @property
     def enabled(self) -> bool:
@@ -171,7 +172,7 @@ class KSSControls:
         self.set(layers=value)
 
     @property
-    def control(self) -> Control:
+    def control(self) -> ControlValues:
         """All controls as they are at this moment."""
         return self._control
 
@@ -179,15 +180,15 @@ class KSSControls:
         """Change several controls at once, between two steps.
 
         Raises:
-            ThresholdError: If a name is unknown or a value is out of range; nothing is changed then.
+            OptionError: If a name is unknown or a value is out of range; nothing is changed then.
         """
         unknown = [name for name in controls if name not in self.CONTROLS]
         if unknown:
-            raise ThresholdError(f"KSS has no control '{unknown[0]}'; choose from {', '.join(self.CONTROLS)}.")
+            raise OptionError(f"KSS has no control '{unknown[0]}'; choose from {', '.join(self.CONTROLS)}.")
         checked = {name: _checked(name, value) for name, value in controls.items()}
         with self._lock:
             before = self._control
-            self._control = Control(**{**vars(before), **checked})
+            self._control = ControlValues(**{**vars(before), **checked})
             changes = [(n, getattr(before, n), v) for n, v in checked.items() if getattr(before, n) != v]
             observers = list(self._observers)
         for change in changes:
@@ -233,7 +234,7 @@ class KSSControls:
 
 
 @dataclass(frozen=True)
-class Band:
+class BandController:
     """Holds a measure of the spectrum in a band by turning the strength of KSS.
 
     After each application the strength is multiplied by ``factor`` if the measure lies above the band, divided by it
@@ -241,7 +242,7 @@ class Band:
     model of how the measure answers.
 
     Attributes:
-        quantity: ``"spectral_radius"``, the largest of the layers looked at, or ``"near_unit_mass"``, their mean.
+        quantity: ``"spectral_radius"``, the largest of the layers measured, or ``"near_unit_mass"``, their mean.
         low: Lower edge of the band.
         high: Upper edge of the band.
         factor: Above 1.
@@ -258,13 +259,13 @@ class Band:
 
     def __post_init__(self) -> None:
         if self.quantity not in ("spectral_radius", "near_unit_mass"):
-            raise ThresholdError(f"quantity is '{self.quantity}', expected 'spectral_radius' or 'near_unit_mass'.")
+            raise OptionError(f"quantity is '{self.quantity}', expected 'spectral_radius' or 'near_unit_mass'.")
         if not 0 <= self.low <= self.high < math.inf:
-            raise ThresholdError(f"The band is {self.low} to {self.high}, expected 0 <= low <= high.")
+            raise OptionError(f"The band is {self.low} to {self.high}, expected 0 <= low <= high.")
         if not 1 < self.factor < math.inf:
-            raise ThresholdError(f"factor is {self.factor}, expected more than 1.")
+            raise OptionError(f"factor is {self.factor}, expected more than 1.")
         if not 0 < self.weakest <= self.strongest < math.inf:
-            raise ThresholdError(
+            raise OptionError(
                 f"The strength may run from {self.weakest} to {self.strongest}, expected 0 < weakest <= strongest."
             )
 
@@ -283,7 +284,7 @@ def _checked(name: str, value: Any) -> Any:
     """A control's value in its own type.
 
     Raises:
-        ThresholdError: If it is none.
+        OptionError: If it is none.
     """
     if name == "enabled":
         return bool(value)
@@ -291,13 +292,13 @@ def _checked(name: str, value: Any) -> Any:
         return _checked_layers(value)
     if name == "interval":
         if not _is_whole(value, lowest=1):
-            raise ThresholdError(f"interval is {value}, expected a whole number of steps, at least 1.")
+            raise OptionError(f"interval is {value}, expected a whole number of steps, at least 1.")
         return int(value)
     highest = 1.0 if name == "gamma" else math.inf
     if isinstance(value, Real) and math.isfinite(value) and 0 <= float(value) <= highest:
         return float(value)
     expected = "a number of at least 0" if name == "strength" else "a share between 0 and 1"
-    raise ThresholdError(f"{name} is {value}, expected {expected}.")
+    raise OptionError(f"{name} is {value}, expected {expected}.")
 
 
 def _checked_layers(value: Any) -> str | tuple[int, ...]:
@@ -305,7 +306,7 @@ def _checked_layers(value: Any) -> str | tuple[int, ...]:
         return value
     is_many = isinstance(value, Collection) and not isinstance(value, str | bytes) and len(value) > 0
     if not (is_many and all(_is_whole(i, lowest=0) for i in value)):
-        raise ThresholdError(f"layers is {value!r}, expected 'half', 'all', or numbers of layers counted from 0.")
+        raise OptionError(f"layers is {value!r}, expected 'half', 'all', or numbers of layers counted from 0.")
     return tuple(sorted({int(i) for i in value}))
 
 

@@ -28,10 +28,10 @@ class KSS(KSSControls):
         gamma: Near-unit mass to aim at, in [0, 1]; the paper's 0.3 to 0.5.
         layers: ``"half"``, drawn anew each time, as the paper does; ``"all"``; or the numbers of the layers.
         options: What stays fixed over a run.
-        controller: Adjusts the strength by what is measured; see `Band`.
+        controller: Adjusts the strength by what is measured; see `BandController`.
 
     Raises:
-        ThresholdError: If a value is out of range; nothing is changed then.
+        OptionError: If a value is out of range; nothing is changed then.
     """
 
     @classmethod
@@ -41,7 +41,7 @@ class KSS(KSSControls):
 
     @classmethod
     def recommended(cls, **controls: Any) -> KSS:
-        """The variant that kept most runs alive for least in our sweeps (data/README.md): a trust region.
+        """A trust region: with it most runs of our sweeps converged, for the least compute (data/README.md).
 
         64 token states of each batch, in eight leading directions; all layers, after every update; a block may lengthen
         the states up to twofold, and beyond that by a quarter more in a step.
@@ -62,13 +62,13 @@ class KSS(KSSControls):
 
         Args:
             model: The module that the loop calls, or its subject; it may be wrapped by DDP or ``torch.compile``.
-            optimizer: Over its weights; it may be wrapped too.
+            optimizer: Over its parameters; it may be wrapped too.
 
         Returns:
             The `Shaper` at work; leaving its context, or ``detach()``, ends it.
 
         Raises:
-            ThresholdError: If the optimizer looks at the loss several times a step (LBFGS) or moves no weight of the
-                model, or the weights are split over processes (FSDP).
+            OptionError: If the optimizer evaluates the loss several times a step (LBFGS) or moves no parameter of
+                the model, or the parameters are split over processes (FSDP).
         """
         return Shaper(self, model, optimizer)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.kss.shaper import Shaper
-from workbench.errors import ThresholdError, WorkbenchError
+from workbench.errors import OptionError, WorkbenchError
 from workbench.training.callback import Callback
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class KSSCallback(Callback):
         """At work on the model of the run, from `begin` to `end`.
 
         Raises:
-            ThresholdError: If there is none.
+            OptionError: If there is none.
         """
         if self._shaper is None:
-            raise ThresholdError("KSS acts on no training run now; ask for its shaper while one lasts.")
+            raise OptionError("KSS acts on no training run now; ask for its shaper while one lasts.")
         return self._shaper
 
     def describe(self) -> Mapping[str, Any]:
@@ -57,7 +57,7 @@ class KSSCallback(Callback):
 
         Raises:
             AnatomyError: If the residual stream cannot be read with certainty.
-            ThresholdError: If it cannot act on the model or the optimizer.
+            OptionError: If it cannot act on the model or the optimizer.
         """
         run = self.run
         self._measured = None

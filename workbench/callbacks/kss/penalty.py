@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import softplus
 
-from workbench.errors import SnapshotError, ThresholdError
+from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.dmd import DmdOptions, koopman_matrix
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ class PenaltyShape:
             cost about as much as a single mode of modulus 1.2.
         unstable_term: s(a). ``"softplus"`` is the published sigmoid(T (a - tau_u)) softplus(a - tau_u)^2, which also
             pulls on modes just inside the bound and grows with the square of the modulus. ``"log"`` is
-            relu(log(a / tau_u))^2: zero inside, and of the same pull on the weights whether a mode is at 2 or at 200.
+            relu(log(a / tau_u))^2: zero inside, and of one pull on the parameters whether a mode is at 2 or at 200.
         rank: Leading directions in which the spectrum is taken; the paper's 32. None: all, several times the cost.
         ridge: See `DmdOptions`.
         largest_condition: Where an eigenvalue answers a change of the operator with more than this many times its
             size (Wilkinson's condition number, 1 for a normal operator), as repeated eigenvalues of a defective one do
             without bound, its gradient says nothing and the layer is left out.
-        has_basis_gradient: Whether the leading directions follow the weights. Off: they are the frame in which the
+        has_basis_gradient: Whether the leading directions follow the parameters. Off: they are the frame in which the
             spectrum is read, and a frame that moves lets the penalty fall by turning away from the unstable modes.
     """
 
@@ -61,17 +61,15 @@ class PenaltyShape:
 
     def __post_init__(self) -> None:
         if not 0 < self.lower < self.upper < math.inf:
-            raise ThresholdError(f"The bounds are {self.lower} and {self.upper}, expected 0 < lower < upper.")
+            raise OptionError(f"The bounds are {self.lower} and {self.upper}, expected 0 < lower < upper.")
         for name in ("sharpness", "largest_condition"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ThresholdError(f"{name} is {getattr(self, name)}, expected a positive number.")
+                raise OptionError(f"{name} is {getattr(self, name)}, expected a positive number.")
         for name in ("unstable", "beta"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ThresholdError(f"{name} is {getattr(self, name)}, expected a number of at least 0.")
+                raise OptionError(f"{name} is {getattr(self, name)}, expected a number of at least 0.")
         if self.unstable_term not in UNSTABLE_TERMS:
-            raise ThresholdError(
-                f"unstable_term is '{self.unstable_term}', expected one of {', '.join(UNSTABLE_TERMS)}."
-            )
+            raise OptionError(f"unstable_term is '{self.unstable_term}', expected one of {', '.join(UNSTABLE_TERMS)}.")
         DmdOptions(ridge=self.ridge, rank=self.rank)
 
     def of_moduli(self, modulus: Tensor, gamma: float) -> Tensor:
@@ -167,5 +165,5 @@ def layer_penalty(moments: SnapshotMoments, shape: PenaltyShape, *, gamma: float
     gradient = torch.einsum("ji,j,kj->ik", inverse, slope * phase, vectors).real
     if not bool(torch.isfinite(gradient).all()):
         return LayerPenalty(None, modulus, mass, ILL_DEFINED)
-    # The value, and a gradient in A that autograd carries on to the weights.
+    # The value, and a gradient in A that autograd carries on to the parameters.
     return LayerPenalty(value.detach() + (gradient * (A - A.detach())).sum(), modulus, mass)

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from workbench.callbacks.kss.attachment import check_attachable, is_trained, recomputation_error
-from workbench.callbacks.kss.control import Control
+from workbench.callbacks.kss.control import ControlValues
 from workbench.callbacks.kss.penalty import LayerPenalty, layer_penalty
 from workbench.callbacks.kss.shaping import Shaping
 from workbench.callbacks.kss.shared_control import control_of_first_rank, summed
 from workbench.callbacks.kss.trust_region import energy_gain
-from workbench.errors import SnapshotError, ThresholdError
+from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.moments import SnapshotMoments
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import Batches, TokenSelection, count_rows, take_rows
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from workbench.callbacks.kss.control import KSSControls
     from workbench.models.subject import Subject
 
-#: A trust region that watches the energy gain takes eigenvalues in every so many of its looks.
+#: A trust region that watches the energy gain takes eigenvalues in every so many of its measurements.
 SPECTRA_EVERY = 10
 #: Why layers did not act although they had a penalty.
 NO_GRADIENT, GRADIENT_NOT_FINITE = "no gradient", "gradient not finite"
@@ -45,8 +45,8 @@ NO_GRADIENT, GRADIENT_NOT_FINITE = "no gradient", "gradient not finite"
 class Shaper:
     """KSS attached to a model and an optimizer; made by `KSS.attach`.
 
-    The model's inputs are remembered by a hook. When a step is due, hooks on the optimizer run a few rows of them
-    through the model once more, in eval mode, and let the gradient of the penalty act on the weights. A pass of its own
+    The model's inputs are remembered by a hook. When a step is due, hooks on the optimizer run a few examples of them
+    through the model once more, in eval mode, and let the gradient of the penalty act on the parameters. Its own pass
     makes KSS independent of how the loss is scaled, accumulated, recomputed or reduced; the task's loss and gradient
     norm stay what they are without it.
 
@@ -70,8 +70,8 @@ class Shaper:
         self._states_per_row = self._states_of_a_row = 0.0
         self._entrances = entrances(model)
         self._inputs: dict[nn.Module, Any] = {}
-        self._control: Control | None = None
-        self._control_before: Control | None = None
+        self._control: ControlValues | None = None
+        self._control_before: ControlValues | None = None
         self._changes: list[str] = []
         self._is_own_pass = False
         self._update_size = 1.0
@@ -108,7 +108,7 @@ class Shaper:
 
         Raises:
             AnatomyError: If the residual stream cannot be read with certainty.
-            ThresholdError: If KSS is to look at a layer that the model does not have.
+            OptionError: If KSS is to act on a layer that the model does not have.
         """
         self._anatomy = anatomy = read_anatomy(self.model, inputs)
         _draw_layers(self.kss.control, len(anatomy.sites), np.random.default_rng(0))
@@ -121,7 +121,7 @@ class Shaper:
         self.step = self.step if step is None else step
         self._read_controls()
 
-    def _read_controls(self) -> Control:
+    def _read_controls(self) -> ControlValues:
         """The controls for the coming step; what others have changed is noted."""
         control = self.kss.control
         if self._is_shared and (first := control_of_first_rank(control)) != control:
@@ -154,7 +154,7 @@ class Shaper:
         """Take up what `state_dict` gave; the controls of the `KSS` object are set to it."""
         self.kss.load_state_dict(state["control"])
         before = state["control_before"]
-        self._control_before = None if before is None else Control.of_dict(before)
+        self._control_before = None if before is None else ControlValues.of_dict(before)
         self.step, self._states_per_row = state["step"], state["states_per_row"]
         self._update_size = state["update_size"]
 
@@ -181,7 +181,7 @@ class Shaper:
         others = {name: value for name, value in kwargs.items() if name != "closure"}
         return (optimizer, self._acting_after(closure, control), *args[2:]), others
 
-    def _acting_after(self, closure: Callable[[], Any], control: Control) -> Callable[[], Any]:
+    def _acting_after(self, closure: Callable[[], Any], control: ControlValues) -> Callable[[], Any]:
         def closure_and_penalty() -> Any:
             loss = closure()
             self._act(control)
@@ -198,7 +198,7 @@ class Shaper:
         self._control = None
         self._inputs.clear()  # not to keep a batch alive
 
-    def _act(self, control: Control) -> None:
+    def _act(self, control: ControlValues) -> None:
         """Let the penalty act, if it is due."""
         if not control.is_due(self.step):
             return
@@ -210,22 +210,22 @@ class Shaper:
             )
         self._is_own_pass = True
         try:
-            look = self._hold_in_band if self.kss.options.coupling == "trust_region" else self._shape
+            act = self._hold_in_band if self.kss.options.coupling == "trust_region" else self._shape
             with as_written():
-                look(bare(called), self._inputs[called], control)
+                act(bare(called), self._inputs[called], control)
         finally:
             self._is_own_pass = False
-        self._states_per_row = self._states_of_a_row  # from the next step on: within one, rows are to be the same
+        self._states_per_row = self._states_of_a_row  # from the next step on: within one, examples are to be the same
         band, strength = self.kss.controller, control.strength
-        if band is not None and self.kss.strength == strength:  # whoever turned it meanwhile knows better
+        if band is not None and self.kss.strength == strength:  # somebody has turned it meanwhile
             self.kss.strength = band.adjusted(strength, getattr(self.last, band.quantity))
             # What the controller does is in the strengths recorded, and no event.
             before = control if self._control_before is None else self._control_before
             self._control_before = replace(before, strength=self.kss.strength)
 
     @torch.enable_grad()  # SAM takes its steps without
-    def _shape(self, model: nn.Module, inputs: Any, control: Control) -> None:
-        """Look at the layers that are due and let their penalty act."""
+    def _shape(self, model: nn.Module, inputs: Any, control: ControlValues) -> None:
+        """Measure the layers that are due and let their penalty act."""
         parts = self._layer_penalties(model, inputs, control)
         trigger = self.kss.options.trigger
         values = {i: part.value for i, part in parts.items() if part.value is not None}
@@ -236,7 +236,7 @@ class Shaper:
         skipped |= dict.fromkeys(outside.keys() - acting.keys(), NO_GRADIENT)
         gradients = None
         if acting:
-            # The mean over the layers looked at: a layer left out counts as zero, so that no other pulls harder for it.
+            # The mean over the layers measured: a layer left out counts as zero, so that no other pulls harder for it.
             total = reduce(torch.add, acting.values()) / len(parts)
             gradients = self._gradients(total)
             if gradients is None:
@@ -254,7 +254,7 @@ class Shaper:
             n_acting=len(acting) if gradients is not None else 0,
         )
 
-    def _shaping(self, control: Control, parts: Mapping[int, LayerPenalty], **what: Any) -> Shaping:
+    def _shaping(self, control: ControlValues, parts: Mapping[int, LayerPenalty], **what: Any) -> Shaping:
         spectra = [part for part in parts.values() if len(part.modulus)]
         return Shaping(
             self.step,
@@ -265,8 +265,8 @@ class Shaper:
         )
 
     @torch.no_grad()
-    def _begin_update(self, control: Control) -> None:
-        """Cut the coming update, and remember the weights if it is to be looked at."""
+    def _begin_update(self, control: ControlValues) -> None:
+        """Cut the coming update, and remember the parameters if it is to be measured."""
         self._end_update()  # of an update that failed
         if not (control.enabled and control.strength > 0):
             return
@@ -288,7 +288,7 @@ class Shaper:
         self._weights_before = {}
 
     @torch.no_grad()
-    def _hold_in_band(self, model: nn.Module, inputs: Any, control: Control) -> None:
+    def _hold_in_band(self, model: nn.Module, inputs: Any, control: ControlValues) -> None:
         """Take the update back if it threw a layer out of its band."""
         region, options = self.kss.options.trust_region, self.kss.options
         moments = self._moments_of_layers(model, inputs, control)
@@ -319,17 +319,17 @@ class Shaper:
         for weight, value in weights.items():
             weight.copy_(value)
 
-    def _layer_penalties(self, model: nn.Module, inputs: Any, control: Control) -> dict[int, LayerPenalty]:
+    def _layer_penalties(self, model: nn.Module, inputs: Any, control: ControlValues) -> dict[int, LayerPenalty]:
         """The penalty of each layer that is due."""
         with torch.enable_grad():
             moments = self._moments_of_layers(model, inputs, control)
             shape = self.kss.options.penalty
             return {i: layer_penalty(m, shape, gamma=control.gamma) for i, m in moments.items()}
 
-    def _moments_of_layers(self, model: nn.Module, inputs: Any, control: Control) -> dict[int, SnapshotMoments]:
-        """Run some rows of the batch through the model and take the moments of each layer that is due.
+    def _moments_of_layers(self, model: nn.Module, inputs: Any, control: ControlValues) -> dict[int, SnapshotMoments]:
+        """Run some examples of the batch through the model and take the moments of each layer that is due.
 
-        Within a step these are the same rows, tokens and layers each time.
+        Within a step these are the same examples, tokens and layers each time.
         """
         has_gradient = torch.is_grad_enabled()
         options = self.kss.options
@@ -379,7 +379,7 @@ class Shaper:
         return moments.all_reduce() if self._is_shared else moments
 
     def _gradients(self, total: Tensor) -> dict[nn.Parameter, Tensor] | None:
-        """Of the penalty in the weights that the optimizer moves; None if it is not finite."""
+        """Of the penalty in the parameters that the optimizer moves; None if it is not finite."""
         weights = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         try:
             with eval_mode(self.model):  # blocks that recompute their forward repeat that of the own pass
@@ -395,7 +395,7 @@ class Shaper:
         return gradients if bool(torch.isfinite(norm)) else None
 
     @torch.no_grad()
-    def _apply(self, control: Control, penalty: float, gradients: dict[nn.Parameter, Tensor]) -> None:
+    def _apply(self, control: ControlValues, penalty: float, gradients: dict[nn.Parameter, Tensor]) -> None:
         coupling = self.kss.options.coupling
         if coupling == "gradient":
             # A fused optimizer is handed scaled gradients and unscales them itself.
@@ -414,14 +414,14 @@ class Shaper:
             weight.add_(gradient, alpha=-control.strength * size)
 
     def _draw_rows(self, n_rows: int, random: np.random.Generator) -> Tensor:
-        """As many rows as the snapshots need; all of them the first time, to learn how many states a row has."""
+        """As many examples as the snapshots need; all of them the first time, to learn how many states one has."""
         wanted = n_rows
         if self._states_per_row:
             wanted = min(n_rows, math.ceil(self.kss.options.n_snapshots / self._states_per_row))
         return torch.from_numpy(np.sort(random.choice(n_rows, size=wanted, replace=False)))
 
 
-def _draw_layers(control: Control, n_layers: int, random: np.random.Generator) -> list[int]:
+def _draw_layers(control: ControlValues, n_layers: int, random: np.random.Generator) -> list[int]:
     """The layers that take part in a step."""
     layers = control.layers
     if isinstance(layers, str):
@@ -429,5 +429,5 @@ def _draw_layers(control: Control, n_layers: int, random: np.random.Generator) -
             return list(range(n_layers))
         return sorted(random.choice(n_layers, size=max(1, n_layers // 2), replace=False).tolist())
     if (highest := max(layers)) >= n_layers:
-        raise ThresholdError(f"KSS is to look at layer {highest}, but the model has layers 0 to {n_layers - 1}.")
+        raise OptionError(f"KSS is to act on layer {highest}, but the model has layers 0 to {n_layers - 1}.")
     return list(layers)

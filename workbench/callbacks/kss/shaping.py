@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from workbench.callbacks.kss.control import Control
+    from workbench.callbacks.kss.control import ControlValues
 
 
 @dataclass(frozen=True)
@@ -18,17 +18,17 @@ class Shaping:
     Attributes:
         step: Optimizer steps done before this one.
         control: The controls that the step used.
-        layers: Layers looked at; empty where nothing was due.
+        layers: Layers measured; empty where nothing was due.
         penalty: Mean penalty of the layers that took part; NaN if none did.
-        spectral_radius: Largest over the layers looked at; NaN if there is no spectrum, or none was taken.
-        near_unit_mass: Mean over the layers looked at; NaN likewise.
+        spectral_radius: Largest over the layers measured; NaN if there is no spectrum, or none was taken.
+        near_unit_mass: Mean over the layers measured; NaN likewise.
         skipped: Why layers were left out although they were due: layer -> reason.
-        n_acting: Layers whose gradient reached the weights, or for whose sake the update was taken back.
+        n_acting: Layers whose gradient reached the parameters, or for whose sake the update was taken back.
         update_size: Share of the optimizer's own update that was tried; below 1 only in a trust region.
     """
 
     step: int
-    control: Control
+    control: ControlValues
     layers: tuple[int, ...] = ()
     penalty: float = math.nan
     spectral_radius: float = math.nan

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, distributed
 
-from workbench.callbacks.kss.control import Control
+from workbench.callbacks.kss.control import ControlValues
 from workbench.models.process_group import message_device
 
 #: How a choice of layers by its name travels as a number; numbers of layers travel as how many follow.
 _CODES = {"half": -1, "all": -2}
 
 
-def control_of_first_rank(control: Control) -> Control:
+def control_of_first_rank(control: ControlValues) -> ControlValues:
     """The controls of rank 0, on every rank; one message of five numbers, another if layers are given by number."""
     code = _CODES[control.layers] if isinstance(control.layers, str) else len(control.layers)
     message = torch.tensor(
@@ -30,7 +30,7 @@ def control_of_first_rank(control: Control) -> Control:
         numbers = torch.tensor(own, device=message.device)
         distributed.broadcast(numbers, src=0)
         layers = tuple(numbers.tolist())
-    return Control(bool(enabled), strength, int(interval), gamma, layers)
+    return ControlValues(bool(enabled), strength, int(interval), gamma, layers)
 
 
 def summed(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:

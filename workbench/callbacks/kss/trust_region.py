@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 
 if TYPE_CHECKING:
     from workbench.koopman.moments import SnapshotMoments
@@ -42,12 +42,12 @@ class TrustRegion:
 
     def __post_init__(self) -> None:
         if self.measure not in MEASURES:
-            raise ThresholdError(f"measure is '{self.measure}', expected one of {', '.join(MEASURES)}.")
+            raise OptionError(f"measure is '{self.measure}', expected one of {', '.join(MEASURES)}.")
         for name, lowest in (("highest", 0.0), ("rise", 0.0), ("recovery", 1.0)):
             if not lowest <= getattr(self, name) < math.inf:
-                raise ThresholdError(f"{name} is {getattr(self, name)}, expected a number of at least {lowest:g}.")
+                raise OptionError(f"{name} is {getattr(self, name)}, expected a number of at least {lowest:g}.")
         if not 0 < self.smallest <= 1:
-            raise ThresholdError(f"smallest is {self.smallest}, expected a share above 0, at most 1.")
+            raise OptionError(f"smallest is {self.smallest}, expected a share above 0, at most 1.")
 
     def outside(self, measured: Mapping[int, float]) -> list[int]:
         """Layers above the band; one without a finite measure is."""

@@ -1,10 +1,10 @@
 """The recorder: measures any training run from around its optimizer's step, and writes down what its monitors say."""
 
 from workbench.callbacks.observation import Observation
-from workbench.callbacks.recorder.loggers import mirror_to
+from workbench.callbacks.recorder.loggers import logging_observer
 from workbench.callbacks.recorder.recorder import Recorder
 
-__all__ = ["Observation", "Recorder", "mirror_to"]
+__all__ = ["Observation", "Recorder", "logging_observer"]
 
 
 def __dir__() -> list[str]:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.batch_watch import BatchWatch
-from workbench.callbacks.recorder.collectors import Collectors, Reading
+from workbench.callbacks.recorder.collectors import Collectors, ModelReading
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.options import RecorderOptions, is_due, plain
 from workbench.callbacks.recorder.ranks import of_all_ranks, of_first_rank
 from workbench.callbacks.recorder.updates import total_gradient_norm, was_skipped
-from workbench.errors import ThresholdError, WorkbenchError
+from workbench.errors import OptionError, WorkbenchError
 from workbench.io.run_output import say
 from workbench.models.process_group import is_shared
 from workbench.models.wrapping import bare, innermost
@@ -50,17 +50,17 @@ _WORDS = {
 }
 
 
-class Owner(Protocol):
+class RecorderOwner(Protocol):
     """What an attached recorder asks of the `Recorder` that attached it."""
 
     options: RecorderOptions
     n_probe_tokens: int
 
     def keep_probe(self, probe: Any) -> str | None:
-        """Remember the rows that it looks at; JSON of them."""
+        """Remember the examples that it measures on; JSON of them."""
 
-    def tell(self, observation: Observation) -> None:
-        """Hand an observation to whoever listens."""
+    def publish(self, observation: Observation) -> None:
+        """Hand an observation to loggers and observers."""
 
     def detached(self, step: int) -> None:
         """Remember where it ended."""
@@ -69,10 +69,10 @@ class Owner(Protocol):
 class AttachedRecorder:
     """A recorder attached to a model and an optimizer; made by `Recorder.attach`.
 
-    Hooks on the optimizer see each update from both sides, hooks on the model count what goes in. Looks are taken after
-    the update of step s, from 0, where (s + 1) is a multiple of the part's cadence: the row of step s shows the weights
-    that the loss of step s + 1 will see. Spectra are taken before the update of step s where s is a multiple, as
-    `workbench.train` does.
+    Hooks on the optimizer see each update from both sides, hooks on the model count what goes in. Measurements are
+    taken after the update of step s, from 0, where (s + 1) is a multiple of the part's cadence: the row of step s shows
+    the parameters that the loss of step s + 1 will see. Spectra are taken before the update of step s where s is a
+    multiple, as `workbench.train` does.
 
     Numbers given to `log` belong to the update of the batch that went through the model last: to the coming one before
     ``optimizer.step()``, and still to the one just made until the next batch begins.
@@ -85,7 +85,7 @@ class AttachedRecorder:
 
     def __init__(
         self,
-        recorder: Owner,
+        recorder: RecorderOwner,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         output: RunOutput,
@@ -94,7 +94,7 @@ class AttachedRecorder:
         probe: Any,
         step: int,
         spikes: SpikeScore,
-        reading: Reading | None = None,
+        reading: ModelReading | None = None,
         alarms: Alarms | None = None,
         is_hosted: bool = False,
     ) -> None:
@@ -111,7 +111,7 @@ class AttachedRecorder:
         self._noted: dict[str, float | Tensor] = {}  # what the recorder found itself
         self._open_step: int | None = None
         self._spikes = spikes
-        self._is_told_norm = False
+        self._has_given_norm = False
         self._closure_loss: Any = None
         self._is_ready = False
         if parameters.are_coarse:
@@ -182,7 +182,7 @@ class AttachedRecorder:
         """Numbers of an update, such as ``loss`` and ``accuracy``; see the class for which.
 
         Raises:
-            ThresholdError: If one is no number.
+            OptionError: If one is no number.
         """
         for name, value in numbers.items():
             self._pending[name] = _as_number(name, value)
@@ -196,14 +196,14 @@ class AttachedRecorder:
             All numbers of the step.
         """
         self.log(**numbers)
-        self._is_told_norm = "grad_norm" in numbers  # then it need not be computed
+        self._has_given_norm = "grad_norm" in numbers  # then it need not be computed
         if self._open_step is None:
             self._open_row()
         self._close_row()
         return self.numbers
 
     def begin_window(self) -> None:
-        """Compare queries and keys with what they are now: somebody else has changed the weights.
+        """Compare queries and keys with what they are now: somebody else has changed the parameters.
 
         The measurement after that gives no spectra of updates, as its window is not full.
         """
@@ -242,7 +242,7 @@ class AttachedRecorder:
         return closure_and_measurement
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients are there, weights are still the old ones."""
+        """Gradients are there, parameters are still the old ones."""
         if self._open_step is not None:  # no batch was seen since the last update
             self._close_row()
         with self.batches_paused():
@@ -256,7 +256,7 @@ class AttachedRecorder:
 
     def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
         # Sharded gradients need every rank, and what has been logged need not be the same on all.
-        if is_shared() or ("grad_norm" not in self._pending and not self._is_told_norm):
+        if is_shared() or ("grad_norm" not in self._pending and not self._has_given_norm):
             self._noted["grad_norm"] = total_gradient_norm(optimizer)
         self._noted["learning_rate"] = max(float(group["lr"]) for group in optimizer.param_groups)
 
@@ -298,7 +298,7 @@ class AttachedRecorder:
             self._spikes.update(numbers["loss"])
         numbers["spike_score"] = self._spikes.score
         self.numbers = numbers
-        self._tell(Observation(step, "monitors", plain(numbers)))
+        self._publish(Observation(step, "monitors", plain(numbers)))
 
     # Measurements
 
@@ -335,7 +335,7 @@ class AttachedRecorder:
             measure = partial(Collectors.measure, part=part, step=self.step, probed=probed.get(part, {}))
             values = self._guarded(part, measure)
             if values is not None:
-                self._tell(Observation(self.step, part, plain(values), collectors.coords(part)))
+                self._publish(Observation(self.step, part, plain(values), collectors.coords(part)))
 
     def _take_spectra(self) -> None:
         spectra = self._guarded("spectra", lambda collectors: collectors.spectra(self.step))
@@ -343,7 +343,7 @@ class AttachedRecorder:
             self.output.add_dataset("spectra", spectra)
             row = spectra.isel(step=0, drop=True)
             values, coords = ({name: v.values for name, v in part.items()} for part in (row.data_vars, row.coords))
-            self.recorder.tell(Observation(self.step, "spectra", values, coords))
+            self.recorder.publish(Observation(self.step, "spectra", values, coords))
 
     def _guarded(self, part: str, action: Callable[[Collectors], Any]) -> Any:
         """Do something that may fail, and never stop the training by it: the part is switched off then."""
@@ -375,13 +375,13 @@ class AttachedRecorder:
         at = self.step if step is None else step
         self.output.event(Event(at, kind, source, score, message, layer, head))
 
-    def _tell(self, observation: Observation) -> None:
+    def _publish(self, observation: Observation) -> None:
         """Observers last: what they raise is the caller's."""
         if not (self.is_hosted and observation.part == "monitors"):  # those are written by the owner of the store
             self.output.add(observation.part, observation.step, observation.values, observation.coords)
         if self._alarms is not None:
             self._raise_alarms(self._alarms, observation)
-        self.recorder.tell(observation)
+        self.recorder.publish(observation)
 
     def _raise_alarms(self, alarms: Alarms, observation: Observation) -> None:
         """What the alarms say of an observation, as events."""
@@ -414,7 +414,7 @@ def _as_number(name: str, value: Any) -> float | Tensor:
     if isinstance(value, Real):
         return float(value)
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-    raise ThresholdError(
+    raise OptionError(
         f"log() got {name} as a {type(value).__name__}{shape}, expected one number; pass its mean or another number."
     )
 

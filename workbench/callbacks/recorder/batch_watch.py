@@ -1,4 +1,4 @@
-"""What the training loop feeds the model: counted as it passes, and a few rows of the first batch kept as probe."""
+"""What the training loop feeds the model: counted as it passes, and a few examples of the first batch kept as probe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.models.batches import count_rows, take_rows
 from workbench.models.calling import named_arguments
 from workbench.models.wrapping import bare, entrances
 
-#: A Hugging Face Trainer tells the model how many labels all batches of an update have; the losses then add up.
+#: A Hugging Face Trainer passes to the model how many labels all batches of an update have; the losses then add up.
 _LABELS_OF_UPDATE = "num_items_in_batch"
 
 
@@ -90,7 +90,7 @@ class BatchWatch:
         self._entrances, self._seen, self._first, self.probe = [], {}, {}, None
 
     def settle_probe(self) -> tuple[Any, list[nn.Module]]:
-        """The probe: what was given, else rows of the first batch, from now on; None before there was one.
+        """The probe: what was given, else examples of the first batch, from now on; None before there was one.
 
         Returns:
             It, and the modules that it may be for, out of what wraps them: the one that got it, or all entrances.
@@ -144,7 +144,7 @@ class BatchWatch:
 
 
 def count_tokens(inputs: Any) -> float | Tensor:
-    """Tokens in a batch, what a mask hides left out; NaN where its rows are no sequences."""
+    """Tokens in a batch, what a mask hides left out; NaN where its examples are no sequences."""
     if isinstance(inputs, Mapping):
         mask = inputs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
@@ -159,9 +159,9 @@ def count_tokens(inputs: Any) -> float | Tensor:
 
 
 def few_rows(inputs: Any, n_tokens: int) -> Any:
-    """Copies of the first rows of a batch, about as many as hold so many tokens; None if it has no rows.
+    """Copies of the first examples of a batch, about as many as hold so many tokens; None if it has none.
 
-    A single row that is longer is cut, where all tensors have one entry a token.
+    A single example that is longer is cut, where all tensors have one entry a token.
     """
     try:
         n_rows = count_rows(inputs)

@@ -1,4 +1,4 @@
-"""The looks of a recorder at one model: what is read once, and what each part gives when it is due."""
+"""The measurements of a recorder on one model: what is read once, and what each part gives when it is due."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters, readable, reshard
 from workbench.callbacks.recorder.query_keys import SPECTRA_OF_HEADS, TERMS, QueryKeyWindow
 from workbench.callbacks.recorder.updates import UpdateCollector
-from workbench.errors import SnapshotError, ThresholdError, WorkbenchError
+from workbench.errors import OptionError, SnapshotError, WorkbenchError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
 from workbench.models.batches import take_rows
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ModelReading:
     """What was read of a model, once: names and places, so that it serves a wrapped or sharded one as well.
 
     Attributes:
@@ -52,20 +52,20 @@ class Reading:
     troubles: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_model(model: nn.Module, inputs: Any) -> Reading:
+def read_model(model: nn.Module, inputs: Any) -> ModelReading:
     """Blocks, query and key weights, and routers of a model; the model is left as it was.
 
     Args:
         model: Out of what wraps it.
-        inputs: A few rows, as `workbench.models.calling.call_model` takes them.
+        inputs: A few examples, as `workbench.models.calling.call_model` takes them.
     """
     troubles = {}
     with warnings.catch_warnings(), as_written(), readable(model):
         warnings.simplefilter("ignore")
         try:
             anatomy = read_anatomy(model, take_rows(inputs, slice(0, 2)))
-        except Exception as error:  # noqa: BLE001  (a foreign model may fail in any way; it is told)
-            return Reading(None, troubles={"anatomy": _reason(error)})
+        except Exception as error:  # noqa: BLE001  (a foreign model may fail in any way; an event says so)
+            return ModelReading(None, troubles={"anatomy": _reason(error)})
         query_keys, routers = [], []
         try:
             query_keys = query_key_weights(model, inputs, anatomy=anatomy)
@@ -75,11 +75,11 @@ def read_model(model: nn.Module, inputs: Any) -> Reading:
             routers = router_weights(model, inputs, anatomy=anatomy)
         except Exception as error:  # noqa: BLE001
             troubles["router"] = _reason(error)
-    return Reading(anatomy, query_keys, routers, troubles)
+    return ModelReading(anatomy, query_keys, routers, troubles)
 
 
 class Collectors:
-    """Everything a recorder looks at in one model.
+    """Everything that a recorder measures of one model.
 
     Args:
         options: Of the recorder.
@@ -87,7 +87,7 @@ class Collectors:
             read is the model.
         optimizer: Innermost.
         parameters: As the optimizer has them.
-        probe: A few rows that stay the same; None: there are none, and only the updates can be looked at.
+        probe: A few examples that stay the same; None: there are none, and only the updates can be measured.
         event: Notes something: kind, and what `schema.EVENTS` has.
         reading: What was read of the model before it was sharded; None: it is read now.
     """
@@ -100,13 +100,13 @@ class Collectors:
         parameters: OptimizedParameters,
         probe: Any,
         event: Callable[..., None],
-        reading: Reading | None = None,
+        reading: ModelReading | None = None,
     ) -> None:
         self.options, self.optimizer, self.parameters = options, optimizer, parameters
         self.model = self._outermost = subjects[0]
         self._event = event
         self._off = {part for part, every in options.every.items() if every is None}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._window_begins = 0
         self.n_heads = 0
         self._had_attention: np.ndarray | None = None
@@ -147,9 +147,9 @@ class Collectors:
                 if isinstance(router, Unreadable):
                     self._event("not recorded", source="router", message=router.reason, layer=router.layer)
             if not self.routers:
-                self.switch_off("router")  # a dense model has none: nothing is amiss
+                self.switch_off("router")  # a dense model has none: nothing is missing
         self.begin_window(step)
-        self._tell_unreadable()
+        self._report_unreadable()
 
     def _first_pass(self) -> dict[str, dict[str, np.ndarray]]:
         """What the probe shows at first; it says what it will ever show."""
@@ -159,7 +159,7 @@ class Collectors:
         try:
             self._probe_look = ModelProbe(self.model, anatomy, self.probe, routers=self.reading.routers)
             return self.probed(PROBED)
-        except Exception as error:  # noqa: BLE001  (a foreign model may fail in any way; it is told)
+        except Exception as error:  # noqa: BLE001  (a foreign model may fail in any way; an event says so)
             self._miss("activations", f"The probe does not pass through the model: {_reason(error)}")
             self.switch_off("probe")
             return {}
@@ -210,7 +210,7 @@ class Collectors:
             if name in probed:
                 values[name][:, : probed[name].shape[1]] = probed[name]
         is_lost = (self._had_attention & np.isnan(values["attention_entropy"])).any(1) if probed else []
-        self._tell_broken(step, {int(layer): "attention scores" for layer in np.flatnonzero(is_lost)} | broken)
+        self._report_broken(step, {int(layer): "attention scores" for layer in np.flatnonzero(is_lost)} | broken)
         is_full, self._window_begins = step + 1 - self._window_begins == self.options.every["attention"], step + 1
         if not is_full:  # over fewer updates the numbers would mean something else
             for name in SPECTRA_OF_HEADS:
@@ -234,11 +234,11 @@ class Collectors:
             values["router_conditioning"][i] = float(router_conditioning(weight))
             if not bool(torch.isfinite(weight).all()):
                 broken[router.layer] = "router weights"
-        self._tell_broken(step, broken)
+        self._report_broken(step, broken)
         return values | dict(probed)
 
     def begin_update(self) -> None:
-        """Before an update that is looked at."""
+        """Before an update that is measured."""
         self._update.begin()
 
     def forget_update(self) -> None:
@@ -249,7 +249,7 @@ class Collectors:
         """The update, from both sides."""
         del probed
         values, broken = self._update.end()
-        self._tell_broken(step, broken)
+        self._report_broken(step, broken)
         return values
 
     def activations(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -257,7 +257,7 @@ class Collectors:
         if not probed:
             raise SnapshotError("the probe did not pass through the model")
         is_bad = ~np.isfinite(probed["activation_max"])
-        self._tell_broken(step, {int(layer): "activations" for layer in np.flatnonzero(is_bad)})
+        self._report_broken(step, {int(layer): "activations" for layer in np.flatnonzero(is_bad)})
         return dict(probed)
 
     def curvature(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -265,7 +265,7 @@ class Collectors:
         del step, probed
         loss_of = self.options.loss_of
         if loss_of is None:
-            raise ThresholdError("curvature needs the loss as a function; pass Recorder(loss_of=).")
+            raise OptionError("curvature needs the loss as a function; pass Recorder(loss_of=).")
         if self.parameters.are_elsewhere:
             raise SnapshotError("the optimizer does not move the model's own weights, or they are split over ranks")
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
@@ -277,7 +277,7 @@ class Collectors:
             plain = sharpness(self.model, loss)
             try:
                 scaled = preconditioned_sharpness(self.model, loss, self.optimizer)
-            except ThresholdError:  # no second moments
+            except OptionError:  # no second moments
                 scaled = math.nan
         return {
             "sharpness": plain,
@@ -299,10 +299,10 @@ class Collectors:
         finally:
             reshard(self._outermost)
 
-    def _read(self, subjects: Sequence[nn.Module]) -> Reading:
+    def _read(self, subjects: Sequence[nn.Module]) -> ModelReading:
         """Read the first module that can be read; a LightningModule is often a shell without a forward."""
         if self.probe is None:
-            return Reading(None, troubles={"anatomy": "no batch went through it before its first update."})
+            return ModelReading(None, troubles={"anatomy": "no batch went through it before its first update."})
         readings = []
         for subject in subjects:
             readings.append(read_model(subject, self.probe))
@@ -330,7 +330,7 @@ class Collectors:
             self.switch_off(part)
             self._event("not recorded", source=part, message=reason)
 
-    def _tell_unreadable(self) -> None:
+    def _report_unreadable(self) -> None:
         """Events for what the probe will never show."""
         if self._probe_look is None:
             return
@@ -340,11 +340,11 @@ class Collectors:
             if sentence not in known and (self.is_on("attention") or not sentence.startswith("The attention")):
                 self._event("not recorded", source="probe", message=sentence)
 
-    def _tell_broken(self, step: int, broken: Mapping[int, str]) -> None:
+    def _report_broken(self, step: int, broken: Mapping[int, str]) -> None:
         """An event for each layer that is not finite, once."""
         for layer, what in broken.items():
-            if layer not in self._told:
-                self._told.add(layer)
+            if layer not in self._reported:
+                self._reported.add(layer)
                 message = f"Layer {layer} ({self.names[layer]}) holds {what} that are not finite."
                 self._event("not finite", source=what, message=message, layer=layer, step=step)
 

@@ -1,4 +1,4 @@
-"""Weights as the optimizer has them: in full precision, and whole."""
+"""Parameters as the optimizer has them: in full precision, and whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.models.probing import undisturbed
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ class OptimizedParameters:
         optimizer: Innermost.
 
     Raises:
-        ThresholdError: If the optimizer moves no weight of the model, nor a copy of one.
+        OptionError: If the optimizer moves no parameter of the model, nor a copy of one.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -43,7 +43,7 @@ class OptimizedParameters:
             self._master = _matched(free, foreign)
         self._is_moved = is_moved
         if not self._master and not (own.keys() & is_moved):
-            raise ThresholdError(
+            raise OptionError(
                 f"The optimizer moves no weight of {type(model).__name__}, nor a copy of one; attach the recorder to "
                 "the model that it trains."
             )
@@ -74,12 +74,12 @@ class OptimizedParameters:
 
     @property
     def are_elsewhere(self) -> bool:
-        """Whether the optimizer moves copies, or weights that are split over ranks."""
+        """Whether the optimizer moves copies, or parameters that are split over ranks."""
         return bool(self._master) or any(hasattr(p, "to_local") for p in self._of_model.values())
 
     @property
     def are_coarse(self) -> bool:
-        """Whether trained weights are kept in low precision alone."""
+        """Whether trained parameters are kept in low precision alone."""
         return any(
             p.dtype in _LOW_PRECISION and id(p) not in self._master
             for p in self._of_model.values()
@@ -99,9 +99,9 @@ def own_part(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def readable(model: nn.Module) -> Iterator[None]:
-    """Weights as plain parameters, so that a forward shows which of them it uses.
+    """Plain parameters everywhere, so that a forward shows which of them it uses.
 
-    Parametrized weights become parameters with the values they have, sharded ones are gathered. Everything is put back.
+    Parametrized ones become plain ones with the values they have, sharded ones are gathered. Everything is put back.
     """
     with ExitStack() as stack:
         for module in [m for m in model.modules() if hasattr(m, "unshard") and hasattr(m, "reshard")]:
@@ -121,7 +121,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def _gathered(module: Any) -> Iterator[None]:
-    """One module of FSDP2 with its weights gathered, also after its forward."""
+    """One module of FSDP2 with its parameters gathered, also after its forward."""
     groups = _shard_groups(module)
     before = [(group, group.post_forward_mesh_info) for group in groups]
     for group in groups:

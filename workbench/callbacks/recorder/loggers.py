@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.io.background_writer import RecordingWarning
 from workbench.schema.runs import PARTS
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 _SUMMARIES: dict[str, Callable[[np.ndarray], Any]] = {"mean": np.nanmean, "min": np.nanmin, "max": np.nanmax}
 
 
-def mirror_to(log: Any) -> Callable[[Observation], None]:
+def logging_observer(log: Any) -> Callable[[Observation], None]:
     """A listener for `Recorder.observe` that passes numbers on to another logger.
 
-    An exception of the logger does not stop the training: the first is told as a `RecordingWarning`.
+    An exception of the logger does not stop the training: the first is a `RecordingWarning`.
 
     Args:
         log: An object with ``add_scalar(tag, value, step)``, such as ``torch.utils.tensorboard.SummaryWriter``; or a
@@ -34,12 +34,12 @@ def mirror_to(log: Any) -> Callable[[Observation], None]:
         A function of an observation. See `numbers` for the names.
 
     Raises:
-        ThresholdError: If ``log`` is neither.
+        OptionError: If ``log`` is neither.
     """
     send = _sender(log)
     has_warned = False
 
-    def mirror(observation: Observation) -> None:
+    def send_on(observation: Observation) -> None:
         nonlocal has_warned
         try:
             send(numbers(observation), int(observation.step))
@@ -53,7 +53,7 @@ def mirror_to(log: Any) -> Callable[[Observation], None]:
                     stacklevel=2,
                 )
 
-    return mirror
+    return send_on
 
 
 def numbers(observation: Observation) -> dict[str, float]:
@@ -102,7 +102,7 @@ def _sender(log: Any) -> Callable[[dict[str, float], int], None]:
 
         return send_each
     if not callable(log):
-        raise ThresholdError(
+        raise OptionError(
             f"log is a {type(log).__name__}, expected an object with add_scalar(tag, value, step) or a function of a "
             "dictionary, such as wandb.log."
         )

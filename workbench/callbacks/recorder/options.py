@@ -1,4 +1,4 @@
-"""What a recorder looks at and how often, and what it tells those who listen."""
+"""What a recorder measures and how often."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import ThresholdError
+from workbench.errors import OptionError
 from workbench.io.run_output import say
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: Steps between two looks at each part, unless told otherwise; None: never.
+#: Steps between two measurements of each part, unless `Recorder(every=)` says otherwise; None: never.
 CADENCE: dict[str, int | None] = {
     "attention": 10,
     "router": 10,
@@ -29,28 +29,26 @@ _SHORTEST_WINDOW = 10
 
 
 def checked_cadence(every: Mapping[str, int | None] | int | None) -> dict[str, int | None]:
-    """Steps between two looks at each part.
+    """Steps between two measurements of each part.
 
     Args:
-        every: One number for all parts that are on by default; by part, the others as by default; None: no looks.
+        every: One number for all parts that are on by default; by part, the others as by default; None: never.
 
     Raises:
-        ThresholdError: If a part is unknown or a number is none.
+        OptionError: If a part is unknown or a number is none.
     """
     if every is None:
         return dict.fromkeys(CADENCE)
     if isinstance(every, Mapping):
         unknown = [name for name in every if name not in CADENCE]
         if unknown:
-            raise ThresholdError(f"A recorder has no part '{unknown[0]}'; choose from {', '.join(CADENCE)}.")
+            raise OptionError(f"A recorder has no part '{unknown[0]}'; choose from {', '.join(CADENCE)}.")
         given = dict(every)
     else:
         given = {name: every for name, default in CADENCE.items() if default is not None}
     for name, value in given.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ThresholdError(
-                f"every['{name}'] is {value!r}, expected a whole number of steps, at least 1, or None."
-            )
+            raise OptionError(f"every['{name}'] is {value!r}, expected a whole number of steps, at least 1, or None.")
     cadence = CADENCE | given
     if cadence["attention"] is not None and cadence["attention"] < _SHORTEST_WINDOW:
         say(
@@ -61,7 +59,7 @@ def checked_cadence(every: Mapping[str, int | None] | int | None) -> dict[str, i
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Whether a part is looked at after the update of a step: after every so many updates, counted from the first."""
+    """Whether a part is measured after the update of a step: after every so many updates, counted from the first."""
     return every is not None and (step + 1) % every == 0
 
 

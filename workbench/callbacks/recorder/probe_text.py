@@ -1,4 +1,4 @@
-"""The probe as text, so that a resumed run looks at the same rows."""
+"""The probe as text, so that a resumed run measures on the same examples."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _ENTRIES_AT_A_TIME = 1 << 23
 
 
 class QueryKeyWindow:
-    """Query and key weights as they were at the last look, and what became of them.
+    """Query and key weights as they were at the last measurement, and what became of them.
 
     Layers of one shape go through in one call; only the rows of queries and keys are kept, in float32 at least.
 

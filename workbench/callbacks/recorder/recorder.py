@@ -1,4 +1,4 @@
-"""The recorder as users have it: what to look at and how often, and where it goes."""
+"""The recorder as users have it: what to measure and how often, and where it goes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from workbench.callbacks.alarms.replaying import replay
 from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.attached import AttachedRecorder
-from workbench.callbacks.recorder.collectors import Reading, read_model
+from workbench.callbacks.recorder.collectors import ModelReading, read_model
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
-from workbench.callbacks.recorder.loggers import mirror_to
+from workbench.callbacks.recorder.loggers import logging_observer
 from workbench.callbacks.recorder.options import CADENCE, RecorderOptions, checked_cadence
 from workbench.callbacks.recorder.probe_text import of_plain, to_plain
 from workbench.callbacks.recorder.ranks import is_first, of_first_rank
-from workbench.errors import AnatomyError, StoreError, ThresholdError
+from workbench.errors import AnatomyError, OptionError, StoreError
 from workbench.io.atomic import check_free
 from workbench.io.background_writer import BackgroundWriter
 from workbench.io.provenance import versions
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Watches any training run: what its weights, updates and activations do, and its loss beside them.
+    """Watches any training run: what its parameters, updates and activations do, and its loss beside them.
 
     One line attaches it to a loop; it removes itself at the end:
 
@@ -57,23 +57,23 @@ class Recorder:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Everything is seen from around the optimizer's step, and in passes of its own over a few rows that stay the same
+    Everything is seen from around the optimizer's step, and in passes of its own over a few examples that stay the same
     (eval mode, no gradients), so that gradient accumulation and checkpointing, mixed precision, ``torch.compile``, DDP
     and FSDP2 need nothing more, and the training is the same to the bit. Once attached it never stops a training run:
-    a look that fails is switched off and told, as an event and a warning. What an observer raises does go through.
+    a part that fails is switched off, with an event and a warning. What an observer raises does go through.
 
     Args:
-        path: Of the run's store; None: nothing is written, but observers and mirrors hear it.
-        every: Steps between two looks, by part: ``attention``, ``router``, ``optimizer`` (10 each), ``activations``
-            (50), ``curvature``, ``spectra`` (off); one number for all that are on; None: no looks, only the numbers of
-            each update. The window of ``attention``: queries and keys are compared over so many steps.
-        probe: Inputs to look at activations, attention and routing with, a few rows; None: the first rows of the first
-            batch. All looks use the same.
+        path: Of the run's store; None: nothing is written, but observers and loggers hear it.
+        every: Steps between two measurements, by part: ``attention``, ``router``, ``optimizer`` (10 each),
+            ``activations`` (50), ``curvature``, ``spectra`` (off); one number for all that are on; None: none, only the
+            numbers of each update. The window of ``attention``: queries and keys are compared over so many steps.
+        probe: Inputs to measure activations, attention and routing on, a few examples; None: the first examples of the
+            first batch. All measurements use the same.
         n_probe_tokens: About how many tokens of the first batch to take.
         alpha: Power of the singular values in effective rank and spectral entropy.
         loss_of: From the model and the probe to a loss; for ``curvature``.
         profile_options: Further arguments of `workbench.profile`, for ``spectra``.
-        log: Mirrors of the scalars: a TensorBoard writer, or callables that take a dictionary; one or several.
+        log: Loggers of the scalars: a TensorBoard writer, or callables that take a dictionary; one or several.
         alarms: Hear everything; what they say is among the run's events, and goes to their ``on_alarm``.
         rows_per_block: Rows of a part that are written at once, in a thread of their own.
         overwrite: Replace the run at ``path``.
@@ -81,7 +81,7 @@ class Recorder:
             there is none it begins.
 
     Raises:
-        ThresholdError: If an option is out of range.
+        OptionError: If an option is out of range.
         StoreError: If the path is taken.
     """
 
@@ -102,24 +102,24 @@ class Recorder:
         resume: bool = False,
     ) -> None:
         if not 0 < alpha < math.inf:
-            raise ThresholdError(f"alpha is {alpha}, expected a positive number such as 2.")
+            raise OptionError(f"alpha is {alpha}, expected a positive number such as 2.")
         for name, value in (("n_probe_tokens", n_probe_tokens), ("rows_per_block", rows_per_block)):
             if value < 1:
-                raise ThresholdError(f"{name} is {value}, expected at least 1.")
+                raise OptionError(f"{name} is {value}, expected at least 1.")
         self.every = checked_cadence(every)
         if self.every["curvature"] is not None and loss_of is None:
-            raise ThresholdError(
-                "curvature needs the loss as a function; pass loss_of=, from model and probe to a loss."
-            )
+            raise OptionError("curvature needs the loss as a function; pass loss_of=, from model and probe to a loss.")
         self.path = None if path is None else Path(path)
         self.alarms = alarms
         self.probe, self.n_probe_tokens = probe, n_probe_tokens
         self.options = RecorderOptions(self.every, float(alpha), loss_of, dict(profile_options or {}))
-        self._mirrors = [] if log is None else [mirror_to(each) for each in (log if isinstance(log, list) else [log])]
+        self._loggers = (
+            [] if log is None else [logging_observer(each) for each in (log if isinstance(log, list) else [log])]
+        )
         self._rows_per_block, self._overwrite, self._resumes = rows_per_block, overwrite, resume
         self._observers: list[Callable[[Observation], None]] = []
         self._attached: AttachedRecorder | None = None
-        self._reading: Reading | None = None
+        self._reading: ModelReading | None = None
         self._step = 0
         self._kept_probe: Any = None
         self._last_model: weakref.ref[nn.Module] | None = None
@@ -141,23 +141,22 @@ class Recorder:
 
         Args:
             model: The module that the loop calls, or its subject; it may be wrapped by DDP, FSDP2 or ``torch.compile``.
-            optimizer: Over its weights, or over copies of them in float32; it may be wrapped too.
+            optimizer: Over its parameters, or over copies of them in float32; it may be wrapped too.
             host: Of another's store, where the parts go beside the numbers of each update, which its owner writes; the
                 owner hands everything to the alarms then.
             probe: Instead of the recorder's own.
             step: Updates done; None: 0, or, on the model that it was attached to last, where it was detached.
-
             alarms: Instead of the recorder's own.
 
         Returns:
             The recorder at work; leaving its context, or ``detach()``, ends it.
 
         Raises:
-            ThresholdError: If the optimizer moves no weight of the model, or the recorder is attached already.
+            OptionError: If the optimizer moves no parameter of the model, or the recorder is attached already.
             StoreError: If the store cannot be written, or holds another run.
         """
         if self._attached is not None and self._attached.is_attached:
-            raise ThresholdError("The recorder is attached already; detach it first, or use another one.")
+            raise OptionError("The recorder is attached already; detach it first, or use another one.")
         model = module_of(model)
         parameters = OptimizedParameters(bare(model), innermost(optimizer))
         goes_on = self._is_loaded or (self._last_model is not None and self._last_model() is bare(model))
@@ -190,8 +189,8 @@ class Recorder:
         """Read blocks, queries, keys and routers now, from a model that cannot be read later because it is sharded.
 
         Args:
-            model: As it is before ``fully_shard``; names of its weights stay.
-            inputs: A few rows.
+            model: As it is before ``fully_shard``; names of its parameters stay.
+            inputs: A few examples.
 
         Raises:
             AnatomyError: If the blocks cannot be read.
@@ -209,7 +208,7 @@ class Recorder:
         after it still does. With several ranks the usual ones are averaged, if they come before the update.
 
         Raises:
-            ThresholdError: If the recorder is not attached, or one is no number.
+            OptionError: If the recorder is not attached, or one is no number.
         """
         self._at_work("log()").log(**numbers)
 
@@ -217,7 +216,7 @@ class Recorder:
         """Note something that happened: ``source``, ``score``, ``message``, ``layer``, ``head``; see ``schema.EVENTS``.
 
         Raises:
-            ThresholdError: If the recorder is not attached.
+            OptionError: If the recorder is not attached.
         """
         self._at_work("event()").event(kind, **what)
 
@@ -237,15 +236,15 @@ class Recorder:
 
         return stop
 
-    def tell(self, observation: Observation) -> None:
-        """Hand an observation to all mirrors, on rank 0 alone, and observers."""
-        for mirror in self._mirrors if is_first() else ():
-            mirror(observation)
+    def publish(self, observation: Observation) -> None:
+        """Hand an observation to all loggers, on rank 0 alone, and observers."""
+        for logger in self._loggers if is_first() else ():
+            logger(observation)
         for observer in list(self._observers):
             observer(observation)
 
     def describe(self) -> dict[str, Any]:
-        """What is looked at and how often, as plain values."""
+        """What is measured and how often, as plain values."""
         return {"every": dict(self.every), "alpha": self.options.alpha, "profile_options": self.options.profile_options}
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,16 +258,16 @@ class Recorder:
         """Go on from what `state_dict` gave: with the next `attach`, in the same store if it is there.
 
         Raises:
-            ThresholdError: If the recorder is attached.
+            OptionError: If the recorder is attached.
         """
         if self._attached is not None and self._attached.is_attached:
-            raise ThresholdError("The recorder is attached already; load its state before that.")
+            raise OptionError("The recorder is attached already; load its state before that.")
         self._step, self._is_loaded = state["step"], True
         if (probe := of_plain(state["probe"])) is not None:
             self._kept_probe = probe
 
     def keep_probe(self, probe: Any) -> Any:
-        """Remember the rows that an attachment looks at, for the next; JSON of them, None if there is none."""
+        """Remember the examples that an attachment measures on, for the next; JSON of them, None if there is none."""
         self._kept_probe = probe
         return None if (plain := to_plain(probe)) is None else json.dumps(plain)
 
@@ -278,7 +277,7 @@ class Recorder:
 
     def _at_work(self, what: str) -> AttachedRecorder:
         if self._attached is None or not self._attached.is_attached:
-            raise ThresholdError(f"{what} needs a run; attach the recorder first: recorder.attach(model, optimizer).")
+            raise OptionError(f"{what} needs a run; attach the recorder first: recorder.attach(model, optimizer).")
         return self._attached
 
     def _output(self, model: nn.Module, step: int, *, goes_on: bool) -> RunOutput:

@@ -24,12 +24,12 @@ _GRADIENT, _WEIGHT, _CHANGE, _STALENESS = range(4)
 class UpdateCollector:
     """Measures an update right before and right after it.
 
-    Sums of squares are taken tensor by tensor and added up over ranks that hold shards, so that no weight is gathered.
+    Sums of squares are taken tensor by tensor and added up over ranks that hold shards; no parameter is gathered.
 
     Args:
         optimizer: Innermost.
         parameters: Which tensors of the optimizer stand for which of the model.
-        anatomy: The blocks; None: unknown, all weights are "outside".
+        anatomy: The blocks; None: unknown, all parameters are "outside".
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class UpdateCollector:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Right before the update: gradients, and a copy of the weights."""
+        """Right before the update: gradients, and a copy of the parameters."""
         self._sums = np.zeros((len(self.module_names), 4, 2))
         self._before = []
         for _, weight, module in self._weights():
@@ -105,7 +105,7 @@ class UpdateCollector:
         return values, broken
 
     def forget(self) -> None:
-        """Let go of the copy of the weights, where the update did not happen."""
+        """Let go of the copy of the parameters, where the update did not happen."""
         self._before = []
 
     def _weights(self) -> Sequence[tuple[dict, Tensor, int]]:
@@ -133,7 +133,7 @@ def total_gradient_norm(optimizer: torch.optim.Optimizer) -> float:
 
 
 def second_moment(optimizer: torch.optim.Optimizer, group: dict, weight: Tensor) -> Tensor | None:
-    """Adam's second moment of a weight after bias correction; None where the optimizer keeps none of its shape."""
+    """Adam's second moment of a parameter after bias correction; None where the optimizer keeps none of its shape."""
     state = optimizer.state.get(weight, {})
     moment, n_steps = state.get("exp_avg_sq"), state.get("step", group.get("step"))
     if not isinstance(moment, Tensor) or moment.shape != weight.shape:
@@ -162,7 +162,7 @@ def _is_sharded(weight: Any) -> bool:
 
 
 def _share(weight: Any) -> float:
-    """1 over how many ranks hold the same part of a weight, for sums over all ranks."""
+    """1 over how many ranks hold the same part of a parameter, for sums over all ranks."""
     if not _is_sharded(weight):
         return 1.0
     n_parts = math.prod(
