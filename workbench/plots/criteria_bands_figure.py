@@ -114,7 +114,7 @@ def place_in_band(value: float, low: float, high: float) -> float:
     if math.isnan(value) or not (has_low or has_high):
         return math.nan
     if has_low and has_high and 0 < low < high / 10:
-        raw = (math.log(value) - math.log(low)) / math.log(high / low) if value > 0 else -math.inf
+        raw = (math.log(value) - math.log(low)) / (math.log(high) - math.log(low)) if value > 0 else -math.inf
     elif has_low and has_high and high > low:
         raw = (value - low) / (high - low)
     elif has_high:

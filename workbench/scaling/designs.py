@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from workbench.errors import CheckpointError, OptionError
-from workbench.models.checkpoint import ZOO_KEY
+from workbench.models.checkpoint import TOKENIZER_KEY, ZOO_KEY
 from workbench.models.subject import Subject
 from workbench.scaling.design_sources import DesignSource, FunctionSource, ZooSource
 from workbench.scaling.known_designs import KNOWN, known_config
@@ -217,6 +217,7 @@ def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
     options = dict(options)
     if ZOO_KEY in options:
         options["family"] = options.pop(ZOO_KEY)
+        options.pop(TOKENIZER_KEY, None)
     if "model_type" not in options and {"architectures", "transformers_version"} & options.keys():
         raise OptionError(
             "The configuration of a transformers model says no model_type, expected one such as 'llama'; add it."
