@@ -38,8 +38,8 @@ KERNEL = """
 import threading, time
 import numpy as np
 import workbench as wb
-from widgets import LiveTraining
-from widgets.live.history import Modes, RunHistory
+from workbench.widgets import LiveTraining
+from workbench.widgets.live.history import Modes, RunHistory
 
 live = LiveTraining(kss=wb.KSS(enabled=False), learning_rate=1e-4, n_steps=100_000, checkpoint_every=100_000)
 draws = np.random.default_rng(0)

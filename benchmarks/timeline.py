@@ -23,7 +23,7 @@ KERNEL = """
 import statistics, time
 import numpy as np
 import xarray as xr
-from widgets import Timeline
+from workbench.widgets import Timeline
 
 names = [f"signal_{i:02d}" for i in range(50)]
 draws = np.random.default_rng(0)

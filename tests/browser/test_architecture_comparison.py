@@ -22,7 +22,7 @@ def notebook(lab):
     for name, run in runs.items():
         wb.save(run, lab.root / "notebooks" / "runs" / f"{name}.zarr")
     cells = [
-        "from pathlib import Path\nfrom widgets import ArchitectureComparison",
+        "from pathlib import Path\nfrom workbench.widgets import ArchitectureComparison",
         f"runs = {{name: Path('runs') / f'{{name}}.zarr' for name in {list(runs)}}}\n"
         "comparison = ArchitectureComparison(runs)\ncomparison",
     ]

@@ -12,7 +12,7 @@ from workbench.io.store import export_netcdf
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 NOTEBOOK = "notebooks/assessment.ipynb"
 CELLS = [
-    "import workbench as wb\nfrom widgets import AssessmentReport",
+    "import workbench as wb\nfrom workbench.widgets import AssessmentReport",
     'report = AssessmentReport(wb.open_run("assessment.nc"))\nreport',
 ]
 #: The smallest contrast (WCAG 2) of the words inside of an element with what is behind them.

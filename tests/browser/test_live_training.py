@@ -11,7 +11,7 @@ from tests.browser.driver import ask_kernel, colored, open_and_run, pixels, wait
 pytestmark = pytest.mark.browser
 NOTEBOOK = "notebooks/live_training.ipynb"
 SETUP = """import workbench as wb
-from widgets import LiveTraining
+from workbench.widgets import LiveTraining
 small = wb.zoo.ArchitectureConfig(family='transformer', norm='none', d_model=32, n_layers=3)
 kss = wb.KSS(strength=2, interval=1, enabled=False)"""
 WIDGET = """live = LiveTraining(

@@ -9,7 +9,7 @@ from tests.browser.driver import ask_kernel, open_and_run, pixels, wait, write_n
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 NOTEBOOK = "notebooks/risk.ipynb"
-CELLS = ["from widgets import RiskExplorer", "explorer = RiskExplorer()\nexplorer"]
+CELLS = ["from workbench.widgets import RiskExplorer", "explorer = RiskExplorer()\nexplorer"]
 #: Of the line of risk.
 LINE = [118, 86, 245]
 

@@ -18,7 +18,7 @@ ORANGE = [213, 94, 0]
 SETUP = """import sys
 sys.path.insert(0, {root!r})
 from tests.monitored_runs import monitored_run
-from widgets import Timeline
+from workbench.widgets import Timeline
 runs = {{"twin": monitored_run(400, seed=1, spectra=False), "training": {store!r}}}"""
 WIDGET = """timeline = Timeline(runs, poll_every=0.2)
 timeline"""

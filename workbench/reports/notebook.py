@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _OPEN = """import workbench as wb
-from widgets import show
+from workbench.widgets import show
 from workbench.reports import pictures
 
 tree = wb.open_run({name!r})  # everything that was measured, saved beside this notebook
