@@ -207,6 +207,7 @@ class TestTheProtocol:
         assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
 
 
+@pytest.mark.framework
 class TestInOtherTrainers:
     """Faults and penalties act by hooks there, as they do in the loop."""
 
