@@ -578,16 +578,6 @@ def test_a_forked_child_leaves_the_run_to_its_parent(path):
     assert "events" not in run.children
 
 
-def test_events_may_go_without_their_places(path):
-    for before_step in (None, 9):
-        run = RunWriter(path, {}) if before_step is None else RunWriter.reopen(path, before_step=before_step)
-        with BackgroundWriter(run) as writer:
-            writer.event(Event(3, "alarm", message="here", layer=1, head=4))
-    events = wb.open_run(path)["events"]
-    assert set(events.variables) == {"step", "kind", "source", "score", "message"}
-    assert events["message"].values.tolist() == ["here", "here"]
-
-
 def test_many_bytes_are_a_block_too_and_no_row_is_too_large(path):
     """Rows of 10,000 bytes and more, of which not one would stay within the bound."""
     writer = begin(path, max_bytes=5_000)

@@ -169,7 +169,6 @@ def test_a_parametrization_is_on_every_model_and_in_every_optimizer():
         ({"depths": (1, 2)}, "depths begins with 1, expected at least 2"),
         ({"seeds": (1, 1)}, r"seeds is \[1, 1\], expected at least one, each once"),
         ({"edge": "guessed"}, "edge is 'guessed', expected one of trained, pilot, none"),
-        ({"warm_up": 3}, "'warm_up' is no setting of the short runs, expected one of warmup"),
         ({"optimizer": "Adim"}, "optimizer is 'Adim', expected one of"),
         (
             {"optimizer": torch.optim.SGD, "parametrization": wb.baselines.MuP()},

@@ -191,12 +191,12 @@ def test_lines_are_the_newest_numbered_on_and_a_cause_is_told_once():
     for step in range(9):
         alarm = Alarm(step, "loss", -1, -1, 2.0, 1.0, True, f"loss {step}.")
         values = {"loss": 1.0, "auxiliary_loss": np.nan, "accuracy": 0.1, "grad_norm": 1.0, "learning_rate": 1e-3}
-        record = StepRecord(step=step, alarms=(alarm,), **values)
+        record = StepRecord(step=step, outcomes={"guard": (alarm,)}, **values)
         said.hear("a", record, alarms, [Action("stop", step, "Stopped.")] if step == 8 else [])
     assert [line["kind"] for line in said.lines] == ["action", *["alarm"] * 5]
     assert [line["number"] for line in said.lines] == [11, 10, 9, 8, 7, 6]
     said.clear()
-    said.hear("a", StepRecord(step=9, alarms=(alarm,), **values), alarms, [])
+    said.hear("a", StepRecord(step=9, outcomes={"guard": (alarm,)}, **values), alarms, [])
     assert [(line["number"], line["kind"]) for line in said.lines] == [(13, "attribution"), (12, "alarm")]
     said.close()
 

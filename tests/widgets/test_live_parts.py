@@ -120,7 +120,7 @@ def test_what_is_not_finite_is_left_out_of_a_trace():
 def test_stretches_with_kss_are_found_again_from_their_ends(switched):
     history = RunHistory(60)
     for step, is_on in enumerate(switched):
-        history.add(record_of(step, shaping=Shaping(step, wb.KSS(enabled=is_on).control)))
+        history.add(record_of(step, outcomes={"kss": Shaping(step, wb.KSS(enabled=is_on).control)}))
     found = [any(start <= step < end for start, end in history.kss_spans()) for step in range(len(switched))]
     assert found == switched
 
