@@ -107,7 +107,9 @@ def test_lamb_is_its_algorithm(task):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("optimizer", ALL, ids=str)
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(one, marks=pytest.mark.slow if "SGD" in str(one) else ()) for one in ALL], ids=str
+)
 def test_they_learn(make_model, optimizer):
     task = wb.tasks.associative_recall(length=5, vocab_size=12, n_pairs=2, batch_size=32)
     rates = {"Lion": 1e-3, "LAMB": 2e-2}

@@ -81,8 +81,8 @@ def test_the_jacobian_penalty_estimates_the_dense_norm_without_bias(make_model, 
     for block, x in zip(model.blocks, stream.entering, strict=True):
         one_by_one = [torch.autograd.functional.jacobian(block, row[None]).square().sum() for row in x.detach()]
         expected.append(float(sum(one_by_one)) / x.numel())
-    penalty = baselines.JacobianPenalty(1.0, layers="all", n_projections=4)
-    draws = [value_of(penalty, model, (tokens, targets), step=step).item() for step in range(150)]
+    penalty = baselines.JacobianPenalty(1.0, layers="all", n_projections=16)
+    draws = [value_of(penalty, model, (tokens, targets), step=step).item() for step in range(40)]
     error = np.std(draws) / math.sqrt(len(draws))
     assert abs(np.mean(draws) - np.mean(expected)) < 4 * error
     assert error < 0.02 * np.mean(expected)

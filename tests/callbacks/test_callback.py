@@ -59,6 +59,7 @@ class TestOneOfYourOwn:
         np.testing.assert_array_equal(wb.open_run(tmp_path / "run.zarr")["monitors"]["n_seen"], [1, 2, 3, 4])
         assert [record.numbers["n_seen"] for record in records] == [1, 2, 3, 4]
 
+    @pytest.mark.framework
     def test_in_a_hugging_face_trainer(self, tmp_path):
         mine, recorder = LargeGradients(), wb.Recorder(tmp_path / "run.zarr", every=None)
         subject = trainer(without_dropout(gpt2), tmp_path, wb.trainer_callback(mine, recorder), max_steps=4)
@@ -67,6 +68,7 @@ class TestOneOfYourOwn:
         assert mine.seen == list(enumerate(logged))
         assert events_of(tmp_path / "run.zarr", "loss seen") == [0, 1, 2, 3]
 
+    @pytest.mark.framework
     def test_in_lightning(self, lightning, task, tmp_path):  # noqa: F811
         mine, recorder = LargeGradients(), wb.Recorder(tmp_path / "run.zarr", every=None)
         module = lightning_module(lightning, without_dropout(gpt2))
@@ -207,6 +209,7 @@ class TestTheProtocol:
         assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
 
 
+@pytest.mark.framework
 class TestInOtherTrainers:
     """Faults and penalties act by hooks there, as they do in the loop."""
 
