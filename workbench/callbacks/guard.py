@@ -59,10 +59,9 @@ class Guard(Callback):
         if actions is not None and alarms is None:
             raise OptionError("actions= need alarms to act on; pass alarms=wb.Alarms() too.")
         self.recorder, self.alarms = recorder, alarms
+        self._actions, self._faults = actions, faults
         self._answered = ResponseState()
         self._response: Response | None = None
-        if alarms is not None and actions is not None:
-            self._response = Response(alarms, actions, faults, self._answered)
         self._attached: AttachedRecorder | None = None
         self._stop_observing: Callable[[], None] | None = None
         self._fresh: list[Alarm] = []
@@ -79,12 +78,17 @@ class Guard(Callback):
                 and there are none.
         """
         super().setup(run)
+        # Anew: a trainer may train with one callback several times.
+        self._raised, self._fresh, self._logged, self._state = (), [], frozenset(), {}
+        self._answered, self._response = ResponseState(), None
+        if self.alarms is not None and self._actions is not None:
+            self._response = Response(self.alarms, self._actions, self._faults, self._answered)
         if run.owns_loop and self.recorder is not None and self.recorder.path is not None:
             raise OptionError(
                 "In train() a recorder writes into the run's own store; make it without a path, and pass store= to "
                 "train()."
             )
-        kinds = set() if self._response is None else self._response.actions.kinds
+        kinds = set() if self._actions is None else self._actions.kinds
         if "roll_back" in kinds and run.checkpoints is None:
             remedy = "pass checkpoint_every= too" if run.owns_loop else "give Actions a policy without 'roll_back'"
             raise OptionError(f"Rolling back needs checkpoints of wb.train() to go back to; {remedy}.")
@@ -137,8 +141,8 @@ class Guard(Callback):
         if self._attached is None:
             return {}
         if not self.run.owns_loop:
-            wanted = {"loss", "grad_norm"} - self._logged  # what was logged before the update is a mean over ranks now
-            given = {name: value for name, value in numbers.items() if name in wanted}
+            # What was logged before the update is a mean over ranks now; the rate is read where it acts.
+            given = {n: value for n, value in numbers.items() if n not in {*self._logged, "learning_rate"}}
             if not math.isfinite(float(self._attached.pending.get("loss", 0.0))):
                 given.pop("loss", None)  # a Trainer may put another number in the place of a loss that is not finite
             self._attached.log(**given)

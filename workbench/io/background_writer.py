@@ -417,7 +417,8 @@ class BackgroundWriter:
             self._trouble, self._reason = str(block.error), _reason(block.error)
             self._is_gone = self._is_store_gone()
             if self._is_gone:
-                self._warning = f"{block.error} Training goes on and is not recorded any more."
+                # The error may be of any file that was missed first.
+                self._warning = f"{self._writer.gone_message} Training goes on and is not recorded any more."
                 for waiting in self._parts.values():
                     waiting.take()
             elif not had_trouble:

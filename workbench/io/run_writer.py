@@ -165,10 +165,15 @@ class RunWriter:
             variables[array.basename] = (dims, values)
         return xr.Dataset(variables)
 
+    @property
+    def gone_message(self) -> str:
+        """What to say where the store is not there any more."""
+        return f"The run at {self.path} is gone: removed, moved or replaced while it was being written."
+
     def _check_is_there(self) -> None:
         # Otherwise Zarr would make the folders again, without the rows that were in them.
         if not self.is_there():
-            raise StoreError(f"The run at {self.path} is gone: removed, moved or replaced while it was being written.")
+            raise StoreError(self.gone_message)
 
     def _growing(self, part: str) -> list[zarr.Array]:
         """The arrays of a part that get longer: those over the dimension of its steps."""

@@ -114,7 +114,7 @@ class Callback:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.name = cls.__dict__.get("name") or cls.name or cls.__name__
+        cls.name = vars(cls).get("name") or cls.__name__
 
     @property
     def is_running(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, ClassVar
 
+from workbench.callbacks.observers import Observers
 from workbench.errors import OptionError
 from workbench.tasks.task import require_whole
 
@@ -40,7 +41,7 @@ class Fault:
         if self.stop is not None and self.start is not None and self.stop <= self.start:
             raise OptionError(f"stop is {self.stop}, expected a step after start = {self.start}.")
         self._lock = threading.RLock()
-        self._observers: list[Callable[[str, Any, Any], None]] = []
+        self._observers = Observers()
         self._by_hand: bool | None = None
         self._by_schedule = False
         self._is_made = True
@@ -87,15 +88,7 @@ class Fault:
         Returns:
             A function that ends it.
         """
-        with self._lock:
-            self._observers.append(observer)
-
-        def stop() -> None:
-            with self._lock:
-                if observer in self._observers:
-                    self._observers.remove(observer)
-
-        return stop
+        return self._observers.add(observer)
 
     def describe(self) -> dict[str, Any]:
         """Everything but the switch, as plain values."""
@@ -115,10 +108,9 @@ class Fault:
         with self._lock:
             before = self.enabled
             vars(self).update(change)
-            after, observers = self.enabled, list(self._observers)
+            after = self.enabled
         if before != after:
-            for observer in observers:
-                observer("enabled", before, after)
+            self._observers.call("enabled", before, after)
         return after
 
 

@@ -96,6 +96,9 @@ class Injection(Callback):
             OptionError: If a fault does not go with the trainer, the optimizer or the parameters.
         """
         super().setup(run)
+        self.active, self._on_since, self._kept = (), {}, []  # a trainer may train with one callback several times
+        if self._mode is not None:
+            self._mode.n_calls = 0
         if not run.owns_loop:
             self._require_own_loop()
         optimizer = run.optimizer

@@ -11,6 +11,7 @@ from typing import Any
 
 from workbench.callbacks.kss.penalty import PenaltyShape
 from workbench.callbacks.kss.trust_region import TrustRegion
+from workbench.callbacks.observers import Observers
 from workbench.errors import OptionError
 
 COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
@@ -116,7 +117,7 @@ class KSSControls:
         self.options = options or KSSOptions()
         self.controller = controller
         self._lock = threading.RLock()
-        self._observers: list[Callable[[str, Any, Any], None]] = []
+        self._observers = Observers()
         given = {
             "enabled": enabled,
             "strength": strength,
@@ -190,10 +191,8 @@ class KSSControls:
             before = self._control
             self._control = ControlValues(**{**vars(before), **checked})
             changes = [(n, getattr(before, n), v) for n, v in checked.items() if getattr(before, n) != v]
-            observers = list(self._observers)
         for change in changes:
-            for observer in observers:
-                observer(*change)
+            self._observers.call(*change)
 
     def observe(self, observer: Callable[[str, Any, Any], None]) -> Callable[[], None]:
         """Call ``observer(name, before, after)`` after each change of a control, in the thread that made it.
@@ -201,15 +200,7 @@ class KSSControls:
         Returns:
             A function that ends it.
         """
-        with self._lock:
-            self._observers.append(observer)
-
-        def stop() -> None:
-            with self._lock:
-                if observer in self._observers:
-                    self._observers.remove(observer)
-
-        return stop
+        return self._observers.add(observer)
 
     def describe(self) -> dict[str, Any]:
         """What stays fixed over a run, as plain values."""

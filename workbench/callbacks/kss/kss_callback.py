@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.kss.shaper import Shaper
 from workbench.errors import OptionError, WorkbenchError
-from workbench.training.callback import Callback
+from workbench.training.callback import Callback, TrainingRun
 
 if TYPE_CHECKING:
     from workbench.callbacks.kss.control import KSSControls
@@ -47,6 +47,11 @@ class KSSCallback(Callback):
         """What stays fixed of it."""
         return self.kss.describe()
 
+    def setup(self, run: TrainingRun) -> None:
+        """Begin anew: a trainer may train with one callback several times."""
+        super().setup(run)
+        self._state, self._measured = {}, None
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the controls at once: whoever resumes the run may turn them before it begins."""
         self._state = dict(state)
@@ -60,7 +65,6 @@ class KSSCallback(Callback):
             OptionError: If it cannot act on the model or the optimizer.
         """
         run = self.run
-        self._measured = None
         self._shaper = shaper = Shaper(self.kss, run.model, run.optimizer)
         try:
             if self._state:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.alarms.replaying import replay
 from workbench.callbacks.observation import Observation
+from workbench.callbacks.observers import Observers
 from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.callbacks.recorder.collectors import ModelReading, read_model
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
@@ -117,7 +118,7 @@ class Recorder:
             [] if log is None else [logging_observer(each) for each in (log if isinstance(log, list) else [log])]
         )
         self._rows_per_block, self._overwrite, self._resumes = rows_per_block, overwrite, resume
-        self._observers: list[Callable[[Observation], None]] = []
+        self._observers = Observers()
         self._attached: AttachedRecorder | None = None
         self._reading: ModelReading | None = None
         self._step = 0
@@ -228,20 +229,13 @@ class Recorder:
         Returns:
             A function that ends it.
         """
-        self._observers.append(callback)
-
-        def stop() -> None:
-            if callback in self._observers:
-                self._observers.remove(callback)
-
-        return stop
+        return self._observers.add(callback)
 
     def publish(self, observation: Observation) -> None:
         """Hand an observation to all loggers, on rank 0 alone, and observers."""
         for logger in self._loggers if is_first() else ():
             logger(observation)
-        for observer in list(self._observers):
-            observer(observation)
+        self._observers.call(observation)
 
     def describe(self) -> dict[str, Any]:
         """What is measured and how often, as plain values."""

@@ -1,0 +1,158 @@
+"""Any callback inside a Lightning ``Trainer``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from workbench.callbacks.adapters.trainer_attachment import Attachment, first_states
+from workbench.callbacks.gathering import gather
+from workbench.callbacks.recorder.updates import total_gradient_norm
+from workbench.errors import MissingPackageError, OptionError
+from workbench.models.wrapping import innermost
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from lightning.pytorch import Callback as LightningCallback
+
+
+def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
+    """One callback for a Lightning ``Trainer`` by which any callbacks act: ``Trainer(callbacks=[it])``.
+
+    They are attached when training begins and detached at its end, by an error too. What they have to log
+    (``kss_strength``, ``kss_penalty``, ...) is logged each step. The loss is what goes backward, the mean over
+    accumulated batches; the gradient norm is that before clipping. Their states go with the checkpoints. One optimizer
+    alone, which Lightning steps; a recorder alone goes with a module that steps its optimizer itself.
+
+    Args:
+        *callbacks: `workbench.Callback` objects, KSS, a recorder, alarms, actions, faults, penalties.
+        seed: Of what faults and penalties draw.
+
+    Raises:
+        MissingPackageError: If Lightning is not installed.
+        OptionError: If something is no callback. When training begins, if one needs the loop of `workbench.train`.
+    """
+    base: Any = _lightning().Callback
+    gathered = gather(callbacks, seed=seed)
+
+    class WorkbenchCallback(base):
+        """Callbacks of the workbench at work in one Trainer."""
+
+        def __init__(self) -> None:
+            self.attachment = Attachment(gathered)
+            self.loaded: dict[str, Any] | None = None
+            self.losses: list[Tensor] = []
+            self.numbers: dict[str, float] = {}
+            self.step = 0
+            self.restore: Callable[[], None] | None = None
+
+        @property
+        def state_key(self) -> str:
+            return "WorkbenchCallback"
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            n_optimizers = len(trainer.optimizers)
+            needs_steps = any(callback.name != "guard" for callback in gathered)
+            if n_optimizers != 1 or (needs_steps and not pl_module.automatic_optimization):
+                raise OptionError(
+                    f"{type(pl_module).__name__} has {n_optimizers} optimizers or steps them itself, and this callback "
+                    "takes one that Lightning steps; attach by kss.attach(model, optimizer) and "
+                    "recorder.attach(model, optimizer)."
+                )
+            loaded, self.loaded = self.loaded, None
+            self.step = trainer.global_step
+            self.attachment.begin(pl_module, trainer.optimizers[0], step=self.step, state=loaded)
+            if self.attachment.overrides("change_batch", "around_pass", "auxiliary_loss"):
+                self.restore = _wrap_training_step(pl_module, self.attachment)
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: Any) -> None:
+            self.attachment.begin_step(trainer.global_step)
+
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            n_shares = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self.losses.append(loss.detach().double() * n_shares / scale)
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            losses, self.losses = self.losses, []
+            self.numbers = {"loss": float(sum(losses) / len(losses))} if losses else {}
+            self.numbers["grad_norm"] = total_gradient_norm(innermost(optimizer))  # clipping comes after this
+            self.attachment.before_update(trainer.global_step, self.numbers)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: Any) -> None:
+            if trainer.global_step > self.step:
+                self.attachment.updated(trainer.global_step - 1)
+                self.step = trainer.global_step
+                trainer.should_stop |= self.attachment.end_step(self.numbers)
+            if numbers := self.attachment.to_log():
+                pl_module.log_dict(numbers, on_step=True, on_epoch=False)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self.detach()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: Any) -> None:
+            self.detach(is_broken=True)
+
+        def teardown(self, trainer: Any, pl_module: Any, stage: Any) -> None:
+            self.detach()
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.attachment.state()
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.loaded = state_dict
+
+        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            by_name = checkpoint.get("callbacks") or {}
+            if self.state_key not in by_name:
+                self.loaded = first_states(by_name)
+
+        def detach(self, *, is_broken: bool = False) -> None:
+            """Take the callbacks off the model."""
+            if self.restore is not None:
+                self.restore()
+                self.restore = None
+            self.attachment.end(is_broken=is_broken)
+
+    return WorkbenchCallback()
+
+
+def _wrap_training_step(module: Any, attachment: Attachment) -> Callable[[], None]:
+    """Let callbacks act around the training step of a LightningModule; what it returns takes that back."""
+    inner = module.training_step
+    passes = ExitStack()
+
+    def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        passes.close()  # of the batch before: its backward pass is over
+        batch = attachment.change_batch(batch)
+        passes.enter_context(attachment.around_pass())
+        output = inner(batch, *args, **kwargs)
+        if isinstance(output, Mapping):
+            return {**output, "loss": attachment.with_auxiliary(output["loss"])}
+        return output if output is None else attachment.with_auxiliary(output)
+
+    def restore() -> None:
+        passes.close()
+        del module.training_step
+
+    module.training_step = training_step
+    return restore
+
+
+def _lightning() -> ModuleType:
+    """The Lightning that the caller works with: it goes by two names."""
+    names = ("lightning.pytorch", "pytorch_lightning")
+    for name in sorted(names, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name not in (name, name.split(".")[0]):
+                raise
+    raise MissingPackageError("wb.lightning_callback() needs Lightning; install it with: pip install lightning")
