@@ -19,7 +19,7 @@ def class_names(file):
 #: All that needs an interpreter in which nothing has been imported, in one. The order matters: each import draws
 #: or loads something for the first time, and the last question takes packages away.
 _IN_A_FRESH_PYTHON = """
-import json, random, sys, types
+import inspect, json, random, sys, types
 import numpy, torch
 
 found = {}
@@ -53,6 +53,12 @@ for module in modules:
     for name in dir(module):
         assert not name.startswith("_"), f"{module.__name__}.{name}"
         getattr(module, name)
+functions = [getattr(m, name) for m in modules for name in dir(m) if inspect.isfunction(getattr(m, name))]
+found["open signatures"] = [
+    f"{f.__module__}.{f.__name__}"
+    for f in functions
+    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(f).parameters.values())
+]
 found["drawing after every name"] = loaded(*FORBIDDEN)
 
 model, task = wb.zoo.transformer(n_layers=2, d_model=16), wb.tasks.text_bytes()
@@ -153,6 +159,12 @@ def test_what_needs_the_lab_says_how_to_install_it(found):
 @pytest.mark.subprocess
 def test_every_listing_shows_public_names_alone(found):
     assert found["modules"] > 20
+
+
+@pytest.mark.subprocess
+def test_signatures_show_every_parameter(found):
+    """But the axes of a grid, which are the keywords of the caller's own architectures."""
+    assert found["open signatures"] == ["workbench.sweeps.run_settings.grid"]
 
 
 def test_class_names_are_unique_in_what_people_see():

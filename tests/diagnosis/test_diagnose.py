@@ -219,8 +219,6 @@ def test_impossible_experiments_are_refused(store, tree, tmp_path):
         run_experiment(tree, "schedule", model=wb.zoo.transformer(norm="none", **{**SIZES, "d_model": 24}), task=task)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         run_experiment(tree, "schedule", model=model, task=task, checkpoints=tmp_path)
-    with pytest.raises(OptionError, match="knows no setting 'speed'"):
-        run_experiment(tree, "schedule", model=model, task=task, speed=3)
 
 
 def test_what_cannot_be_diagnosed_is_refused(tmp_path):

@@ -12,8 +12,6 @@ from tests import oracle
 from workbench.errors import OptionError
 from workbench.monitors import attention_health as attention
 from workbench.monitors.attention_health import (
-    attention_entropy,
-    attention_logit_max,
     measure_attention,
     measure_logits,
     qk_update_spectrum,
@@ -236,13 +234,6 @@ def test_nothing_to_see():
     look = measure_attention(draw(1, 2, 3, 4), draw(1, 2, 3, 4), mask=torch.zeros(3, 3, dtype=torch.bool))
     assert all(values.isnan().all() for values in (look.logit_max, look.entropy, look.entropy_share))
     assert measure_attention(draw(1, 2, 1, 4), draw(1, 2, 1, 4)).entropy_share.isnan().all()  # no choice
-
-
-def test_the_short_forms():
-    q, k = draw(B, H, T, DH), draw(B, 2, T, DH, seed=1)
-    look = measure_attention(q, k, is_causal=True)
-    assert torch.equal(attention_logit_max(q, k, is_causal=True), look.logit_max)
-    assert torch.equal(attention_entropy(q, k, is_causal=True), look.entropy)
 
 
 def test_heads_that_do_not_fit():

@@ -12,7 +12,6 @@ import workbench as wb
 from tests.sweeps.small_sweeps import SIZE, TASK, my_model
 from workbench.errors import AnatomyError, OptionError
 from workbench.schema.sweeps import MEASURES, SETTINGS
-from workbench.sweeps.planned_runs import ShortRunOptions, TrainingOptions
 from workbench.sweeps.trial_updates import pilot_rate
 from workbench.training.training_plan import TrainingPlan
 
@@ -213,16 +212,13 @@ def test_the_settings_of_a_case_are_those_of_a_training_plan():
         assert (own[name].default is inspect.Parameter.empty) == (default is dataclasses.MISSING)
         assert default is dataclasses.MISSING or own[name].default == default
     assert own["optimizer_options"].default is None
-    assert {*TrainingOptions.__annotations__} == {*fields, "optimizer_options"}
-    assert {*TrainingOptions.__annotations__} - {*ShortRunOptions.__annotations__} == {
-        "n_steps", "learning_rate", "seed",
-    }  # fmt: skip
 
 
-def test_a_setting_that_there_is_not_is_refused():
-    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, takes_gradients=False, **PLAN)
-    with pytest.raises(OptionError, match="'speed' is no setting of a training run"):
-        wb.sweeps.replan(case, speed=3)
+def test_without_clipping_is_a_change_too():
+    plan = {**PLAN, "clip_norm": 1.0}
+    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, takes_gradients=False, **plan)
+    assert wb.sweeps.replan(case, n_steps=9)["clip_norm"].item() == 1
+    assert np.isnan(wb.sweeps.replan(case, clip_norm=None)["clip_norm"].item())
 
 
 def test_a_model_without_a_residual_stream_is_refused():

@@ -6,10 +6,10 @@ import copy
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from workbench.models.subject import Subject
-    from workbench.sweeps.planned_runs import ReplayOptions
 
 #: Share of the recorded rise that counts as the failure come again.
 _AGAIN = 0.4
@@ -56,7 +55,12 @@ def run_experiment(
     checkpoints: str | os.PathLike[str] | None = None,
     n_steps: int | None = None,
     faults: Sequence[Fault] = (),
-    **training: Unpack[ReplayOptions],
+    optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    optimizer_options: Mapping[str, Any] | None = None,
+    learning_rate: float | None = None,
+    clip_norm: float | None = None,
+    precision: str | None = None,
+    seed: int | None = None,
 ) -> xr.DataTree:
     """Replay a part of a failed run twice, unchanged and with one change, and note what came of it.
 
@@ -74,8 +78,13 @@ def run_experiment(
         n_steps: To replay; None: as proposed.
         faults: Of the run, if it was made with any (`workbench.faults`): they act in both replays as they did, but
             those that act on the very thing that the experiment puts right.
-        **training: Fields of `TrainingPlan` that the record does not say, such as ``optimizer`` where it was
-            somebody's own.
+        optimizer: Of the run, as `TrainingPlan` takes it. Needed where it was made by the user's own code; None: as the
+            record says, as for all that follows.
+        optimizer_options: Further arguments of the optimizer.
+        learning_rate: Peak rate of the run.
+        clip_norm: Largest norm of all gradients together.
+        precision: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        seed: Of whatever is random in training itself.
 
     Returns:
         The tree with the experiment's row filled in: ``outcome`` (a sentence), ``is_done``, ``supports``, ``value`` and
@@ -102,6 +111,15 @@ def run_experiment(
     source = tree.attrs.get("run") if run is None else run
     if source is None or (isinstance(source, str) and not source):
         raise OptionError("The diagnosis was not made from a store; pass run= with what it was made from.")
+    given = {
+        "optimizer": optimizer,
+        "optimizer_options": optimizer_options,
+        "learning_rate": learning_rate,
+        "clip_norm": clip_norm,
+        "precision": precision,
+        "seed": seed,
+    }
+    training = {name: value for name, value in given.items() if value is not None}
     replay = _Replay(
         read_record(source), source, module_of(model), as_task(task), from_step, n_steps, faults, checkpoints, training
     )
@@ -188,11 +206,6 @@ class _Replay:
             if name in settings and name not in ("n_steps", "warmup", "schedule")
         }
         self.plan.pop("stops_at_divergence", None)
-        for name in training:
-            if name not in settings:
-                raise OptionError(
-                    f"run_experiment() knows no setting '{name}'; choose from {', '.join(sorted(settings))}."
-                )
         self.plan |= training
         options = self.plan.get("optimizer_options", {})
         if isinstance(options.get("betas"), list):

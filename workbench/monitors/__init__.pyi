@@ -4,8 +4,6 @@ from .activations import massive_activations as massive_activations
 from .activations import outlier_ratio as outlier_ratio
 from .activations import state_norm as state_norm
 from .attention_health import AttentionHealth as AttentionHealth
-from .attention_health import attention_entropy as attention_entropy
-from .attention_health import attention_logit_max as attention_logit_max
 from .attention_health import measure_attention as measure_attention
 from .attention_health import qk_update_spectrum as qk_update_spectrum
 from .curvature import preconditioned_sharpness as preconditioned_sharpness

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,8 +77,10 @@ class AttentionHealth:
     """What the attention of one layer does on some tokens; NaN for a head with a score that is not finite.
 
     Attributes:
-        logit_max: Largest score before the softmax of what may be seen, shape (..., head).
-        entropy: Mean over tokens of the entropy of their attention, in nat, shape (..., head).
+        logit_max: Largest score before the softmax of what may be seen, shape (..., head). Training worsens near 1e3,
+            and above 1e4 it always diverged (arXiv:2309.14322).
+        entropy: Mean over tokens of the entropy of their attention, in nat, shape (..., head). Its collapse to 0
+            precedes divergence (arXiv:2303.06296).
         entropy_share: Mean over tokens of that entropy over its largest value, log(number of tokens seen), between 0
             and 1; tokens that see but one are left out. Shape (..., head).
     """
@@ -164,34 +165,6 @@ def measure_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionHe
         n_choices = (~(here <= _CUSTOMARY_MASK)).sum(-1)
         tally.add(here, ~(here < lowest), None if rows is None else rows[row, None, part].to(here.device), n_choices)
     return tally.result()
-
-
-def attention_logit_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
-    """Largest attention logit; training worsens near 1e3, and above 1e4 it always diverged (arXiv:2309.14322).
-
-    Args:
-        q: As in `measure_attention`, like the key and all options.
-        k: Keys.
-        **options: See there.
-
-    Returns:
-        Shape (query head,); see `AttentionHealth`.
-    """
-    return measure_attention(q, k, **options).logit_max
-
-
-def attention_entropy(q: Tensor, k: Tensor, **options: Any) -> Tensor:
-    """Mean entropy of the attention of tokens, in nat; its collapse to 0 precedes divergence (arXiv:2303.06296).
-
-    Args:
-        q: As in `measure_attention`, like the key and all options.
-        k: Keys.
-        **options: See there.
-
-    Returns:
-        Shape (query head,); see `AttentionHealth`.
-    """
-    return measure_attention(q, k, **options).entropy
 
 
 class _Tally:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -18,33 +18,6 @@ from workbench.training.training_plan import DEFAULT_RATE, SCHEDULES, TrainingPl
 
 if TYPE_CHECKING:
     import xarray as xr
-
-
-class ShortRunOptions(TypedDict, total=False):
-    """Fields of `TrainingPlan` that short runs share, whatever their length, rate and seed."""
-
-    warmup: int
-    schedule: str | Callable[[int], float]
-    optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    optimizer_options: Mapping[str, Any]
-    clip_norm: float | None
-    precision: str
-    loss_limit: float
-    grad_norm_limit: float
-    stops_at_divergence: bool
-
-
-class ReplayOptions(ShortRunOptions, total=False):
-    """Those of a run of a length that is known; what is left out stays as it is."""
-
-    learning_rate: float | None
-    seed: int
-
-
-class TrainingOptions(ReplayOptions, total=False):
-    """Every field of `TrainingPlan`; what is left out stays as it is."""
-
-    n_steps: int
 
 
 def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
@@ -94,24 +67,50 @@ def describe_plan(plan: TrainingPlan, config: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def replan(case: xr.Dataset, **changes: Unpack[TrainingOptions]) -> xr.Dataset:
-    """Cases under other settings, with nothing measured again.
+def replan(
+    case: xr.Dataset,
+    *,
+    n_steps: int | None = None,
+    learning_rate: float | None = None,
+    warmup: int | None = None,
+    schedule: str | Callable[[int], float] | None = None,
+    optimizer: str | None = None,
+    optimizer_options: Mapping[str, Any] | None = None,
+    clip_norm: float | Literal["unchanged"] | None = "unchanged",
+) -> xr.Dataset:
+    """Cases under other settings, with nothing measured again; settings that are not given stay as each case has them.
 
     Args:
         case: From `measure_case`, or rows of a sweep.
-        **changes: Fields of `TrainingPlan` by name: ``n_steps``, ``learning_rate``, ``warmup``, ``schedule``,
-            ``clip_norm``, ``optimizer``, ``optimizer_options``; those left out stay as each case has them.
+        n_steps: Optimizer steps.
+        learning_rate: Peak rate.
+        warmup: Steps over which the rate rises linearly to its peak.
+        schedule: What follows the warm-up, as `TrainingPlan` has it.
+        optimizer: Name of a class in ``torch.optim``; without ``optimizer_options`` it gets its own defaults.
+        optimizer_options: Further arguments of the optimizer.
+        clip_norm: Largest norm of all gradients together; None: no clipping.
 
     Returns:
         The same cases with the settings changed. With another optimizer or clipping ``overshoot_rate``,
         ``breaking_rate`` and ``rehearsed_rate`` are NaN, for they were found with the old one.
 
     Raises:
-        OptionError: If a setting is unknown or impossible, or the case's own schedule is a function or its optimizer
-            not one of torch's, which only its maker knows.
+        OptionError: If a setting is impossible, or the case's own schedule is a function or its optimizer not one of
+            torch's, which only its maker knows.
     """
     import xarray as xr
 
+    given = {
+        "n_steps": n_steps,
+        "learning_rate": learning_rate,
+        "warmup": warmup,
+        "schedule": schedule,
+        "optimizer": optimizer,
+        "optimizer_options": optimizer_options,
+    }
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if clip_norm != "unchanged":
+        changes["clip_norm"] = clip_norm
     rows = []
     for i in range(case.sizes["run"]):
         one = case.isel(run=[i])
