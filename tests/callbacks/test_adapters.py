@@ -15,6 +15,8 @@ from tests.callbacks.test_kss_integrations import fit, lightning, lightning_modu
 from tests.callbacks.test_kss_loops import gpt2
 from tests.callbacks.test_kss_shaper import kss_with
 from tests.small_training import same_weights
+from workbench.callbacks.gathering import gather
+from workbench.training.callback import TrainingRun
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -28,15 +30,14 @@ def quiet():
 
 
 def everything():
-    """Callbacks of every kind that act outside of the loop of `workbench.train`."""
-    recorder, alarms = wb.Recorder(every={"attention": 2}), wb.Alarms()
+    """Callbacks of every kind that act outside of the loop of `workbench.train`, such that each leaves a state."""
     return (
-        wb.KSS(interval=2, strength=0.5),
-        wb.faults.large_rate(start=1, stop=2),
-        wb.faults.corrupted_data(start=2),
+        wb.KSS.recommended(strength=10.0),  # the trust region ends with smaller updates
+        wb.faults.large_rate(start=1),
+        wb.faults.stale_reduction(start=0),  # ends with gradients that are still to come
         wb.baselines.RandomL2(0.5),
-        recorder,
-        alarms,
+        wb.Recorder(every={"attention": 2}),
+        wb.Alarms(),
         wb.Actions(policy={}, otherwise=("cut_rate",)),
     )
 
@@ -46,22 +47,36 @@ class TestOneCallbackForSeveralTrainings:
 
     @pytest.mark.framework
     def test_in_a_hugging_face_trainer(self, tmp_path):
-        again, anew, first = (without_dropout(gpt2) for _ in range(3))
-        callback = wb.trainer_callback(*everything())
-        trainer(first, tmp_path, callback, max_steps=3).train()
-        trainer(again, tmp_path, callback, max_steps=3).train()
-        trainer(anew, tmp_path, wb.trainer_callback(*everything()), max_steps=3).train()
+        first, again, anew = (without_dropout(gpt2) for _ in range(3))
+        callback, options = wb.trainer_callback(*everything()), {"max_steps": 4, "learning_rate": 0.03}
+        for model, of_it in ((first, callback), (again, callback), (anew, wb.trainer_callback(*everything()))):
+            subject = trainer(model, tmp_path, of_it, **options)
+            subject.train()
+        assert subject.state.log_history[-2]["kss_update_size"] < 1
+        assert all(weight.isfinite().all() for weight in anew.parameters())
         assert same_weights(again, anew)
         assert same_weights(first, anew)
 
     @pytest.mark.framework
     def test_in_lightning(self, lightning, task):  # noqa: F811
-        again, anew, first = (without_dropout(gpt2) for _ in range(3))
+        first, again, anew = (without_dropout(gpt2) for _ in range(3))
         callback = wb.lightning_callback(*everything())
         for model, of_it in ((first, callback), (again, callback), (anew, wb.lightning_callback(*everything()))):
             fit(lightning, lightning_module(lightning, model), of_it, task=task, n_batches=1)
+        assert all(weight.isfinite().all() for weight in anew.parameters())
         assert same_weights(again, anew)
         assert same_weights(first, anew)
+
+    def test_a_cut_of_the_rate_ends_with_its_training(self):
+        (guard,) = gather([wb.Recorder(every=None), wb.Alarms(), wb.Actions(policy={}, otherwise=("cut_rate",))])
+        for resumes, factor in ((True, 0.5), (False, 1.0)):
+            model = gpt2()
+            guard.setup(TrainingRun(model, torch.optim.SGD(model.parameters(), 0.1), lambda event: None))
+            if resumes:
+                guard.load_state_dict({"rate_factor": 0.5, "n_skipped": 0, "n_answered": 0, "unsound": []})
+            guard.begin()
+            assert guard.rate_factor == factor
+            guard.end()
 
 
 def states_of_the_first_version(now):
