@@ -67,6 +67,17 @@ def test_a_resumed_recorder_has_learned_what_was_healthy(parts, tmp_path):
     assert 20 <= again.raised[0].step <= 24
 
 
+def test_alarms_of_one_run_know_nothing_of_the_run_before(parts):
+    heard = []
+    alarms = alarms_on("update_ratio", on_alarm=lambda alarm: heard.append((alarm.step, alarm.score)))
+    for _ in range(2):
+        model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
+        anew = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3), "task": parts["task"]}
+        loop(wb.Recorder(every=EVERY, alarms=alarms), 40, **anew)
+        assert len(alarms.raised) == 1
+    assert heard[1:] == heard[:1] != []
+
+
 def test_what_the_callback_raises_goes_through(parts):
     def stop(alarm):
         raise KeyboardInterrupt(alarm.signal)

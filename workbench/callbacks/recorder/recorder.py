@@ -75,7 +75,8 @@ class Recorder:
         loss_of: From the model and the probe to a loss; for ``curvature``.
         profile_options: Further arguments of `workbench.profile`, for ``spectra``.
         log: Loggers of the scalars: a TensorBoard writer, or callables that take a dictionary; one or several.
-        alarms: Hear everything; what they say is among the run's events, and goes to their ``on_alarm``.
+        alarms: Hear everything; what they say is among the run's events, and goes to their ``on_alarm``. Attached at
+            step 0 they forget the run before.
         rows_per_block: Rows of a part that are written at once, in a thread of their own.
         overwrite: Replace the run at ``path``.
         resume: Go on with the run at ``path``, from the step given to `attach`: rows from then on are dropped. Where
@@ -167,7 +168,9 @@ class Recorder:
         goes_on |= self._resumes
         output = self._output(model, step, goes_on=goes_on) if host is None else host
         alarms = self.alarms if alarms is None else alarms
-        if host is None and alarms is not None and alarms.is_new and output.path is not None and step:
+        if alarms is not None and not step:
+            alarms.reset()  # another run has a healthy start of its own
+        elif host is None and alarms is not None and alarms.is_new and output.path is not None:
             replay(open_run(output.path), alarms)
         self._last_model, self._is_loaded = weakref.ref(bare(model)), False
         probe = next((p for p in (probe, self.probe, self._kept_probe) if p is not None), None)
