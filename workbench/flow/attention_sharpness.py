@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from workbench.monitors.attention_calls import BlockCalls, BlockNotes
+from workbench.monitors.attention_calls import BlockCalls, BlockNotes, Logits, Products
 from workbench.monitors.matrices import widened
 
 #: Scores as low as this are a mask's.
@@ -84,73 +82,30 @@ class FlowCalls(BlockCalls):
         super().__init__()
         self.sharpness: dict[int, Sharpness] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        block = self.block
-        if block is None:
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "").strip("_")
-        was_unseen = block.attention is None
-        result = func(*args, **kwargs)
-
-        def known(*_: Any, **__: Any) -> Any:
-            return result
-
-        known.__name__ = name
-        with torch.no_grad():  # looking needs no graph, the call itself does
-            super().__torch_function__(known, types, args, kwargs)
-        if was_unseen and block.attention is not None:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                self.sharpness[id(block)] = _SEEN[name](block, args, kwargs, result)
-        return result
+    def measure(self, block: BlockNotes, call: Products | Logits) -> None:
+        """Fill in attention and sharpness of a block."""
+        super().measure(block, call)
+        with torch._C.DisableTorchFunction():
+            self.sharpness[id(block)] = _sharpness_of(call)
 
 
-def _of_fused(block: BlockNotes, args: tuple, kwargs: dict[str, Any], result: Any) -> Sharpness:
-    del result
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    q, k, mask = given["query"].detach(), given["key"].detach(), given.get("attn_mask")
-    n_tokens = q.shape[-2]
-    n_rows = block.n_tokens // n_tokens
-    q, k = (x.reshape(n_rows, -1, *x.shape[-2:]) for x in (q, k))
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    scale = given.get("scale")
-    logits = widened(q) @ widened(k).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+def _sharpness_of(call: Products | Logits) -> Sharpness:
+    if isinstance(call, Logits):
+        return sharpness(call.logits, call.logits > _MASKED, call.rows)
+    if call.weights is not None:  # their logarithms are the logits but for a constant of each token
+        weights = call.weights()
+        return sharpness(widened(weights).log(), weights > 0, call.rows)
+    q, mask = call.q, call.mask
+    k = call.k.repeat_interleave(q.shape[1] // call.k.shape[1], dim=1)
+    logits = widened(q) @ widened(k).mT * (q.shape[-1] ** -0.5 if call.scale is None else call.scale)
     is_visible = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device)
-    if given.get("is_causal"):
+    if call.is_causal:
         is_visible = is_visible.tril()
     if mask is not None:
-        if mask.ndim == 3 and given["query"].ndim == 3:
-            mask = mask.reshape(n_rows, -1, *mask.shape[-2:]) if mask.shape[0] % n_rows == 0 else mask[:, None]
-        is_open = mask if mask.dtype == torch.bool else mask > _MASKED
-        logits = logits if mask.dtype == torch.bool else logits + mask.detach()
-        is_visible = is_visible & is_open
-    return sharpness(logits, is_visible, block.rows_as(n_rows, n_tokens))
-
-
-def _of_softmax(block: BlockNotes, args: tuple, kwargs: dict[str, Any], result: Any) -> Sharpness:
-    del result
-    logits = (args[0] if args else kwargs["input"]).detach()
-    n_tokens = logits.shape[-2]
-    n_rows = block.n_tokens // n_tokens
-    logits = logits.reshape(n_rows, -1, *logits.shape[-2:])
-    return sharpness(logits, logits > _MASKED, block.rows_as(n_rows, n_tokens))
-
-
-def _of_packed(block: BlockNotes, args: tuple, kwargs: dict[str, Any], result: Any) -> Sharpness:
-    """The call again, for its weights: their logarithms are the logits but for a constant of each token."""
-    del result
-    asked = {**kwargs, "need_weights": True, "average_attn_weights": False, "training": False}
-    weights: Any = functional.multi_head_attention_forward(*args, **asked)[1]
-    n_rows, _, n_tokens, _ = weights.shape
-    return sharpness(widened(weights).log(), weights > 0, block.rows_as(n_rows, n_tokens))
-
-
-_SEEN = {
-    "scaled_dot_product_attention": _of_fused,
-    "softmax": _of_softmax,
-    "multi_head_attention_forward": _of_packed,
-}
+        is_choice = mask.dtype == torch.bool
+        logits = logits if is_choice else logits + mask
+        is_visible = is_visible & (mask if is_choice else mask > _MASKED)
+    return sharpness(logits, is_visible, call.rows)
 
 
 def _first_token(is_visible: Tensor, rows: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from workbench.errors import OptionError
 from workbench.flow import assemble
 from workbench.flow.batch_slicing import first_rows, one_sequence
-from workbench.flow.gains import PLAIN, FlowPass
+from workbench.flow.gains import FlowPass, plain_options
 from workbench.flow.gradient_targets import Loss
 from workbench.flow.jacobian import EXACT_UP_TO, SequenceJacobians
 from workbench.io.provenance import versions
@@ -182,10 +182,8 @@ def _as_dtype(model: nn.Module, batch: Any, dtype: torch.dtype) -> tuple[nn.Modu
     """Copies in another precision."""
     batch = _cast(batch, dtype)
     copied = copy.deepcopy(model).to(dtype)
-    for config in {id(c): c for c in (getattr(m, "config", None) for m in copied.modules())}.values():
-        for name, value in PLAIN.items():  # or experts refuse float64
-            if getattr(config, name, None) is not None:
-                setattr(config, name, value)
+    for option in plain_options(copied):  # or experts and attention refuse float64
+        setattr(*option)
     return copied, batch
 
 

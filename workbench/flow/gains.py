@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +18,15 @@ from workbench.models.anatomy import Anatomy
 from workbench.models.batches import TokenSelection
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import run_foreign
+from workbench.models.config_options import Option, config_options, known_options, visible_attention
 from workbench.models.probing import undisturbed, watch
 from workbench.models.router_weights import Router
 from workbench.monitors.attention_calls import BlockNotes
 
 #: Options of a Hugging Face config: no keys, values or states are kept for tokens to come, and experts are called one
-#: by one (their fused kernel has no second derivative, nor float64).
-PLAIN = {"use_cache": False, "_experts_implementation": "eager"}
+#: by one (their fused kernel has no second derivative, nor float64). The suffix: without it, configs inside of this one
+#: are set as well, and would not get their own value back.
+_PLAIN = {"use_cache": False, "_experts_implementation_internal": "eager"}
 
 
 @dataclass
@@ -95,7 +96,7 @@ class FlowPass:
         self._calls, self._branches = FlowCalls(), BranchReader()
         self._start: Tensor | None = None
         self._end: Tensor | None = None
-        with undisturbed(model), without_fused_kernels(model), torch.enable_grad():
+        with undisturbed(model), config_options(plain_options(model)), torch.enable_grad():
             hooks = BlockHooks(self.sites, self._enter, self._leave)
             parts = watch((part, self._branches.leave, False) for part in hooks.parts)
             with hooks, parts, self._calls, self._branches:
@@ -173,17 +174,9 @@ class FlowPass:
         return rows.view(leading)
 
 
-@contextmanager
-def without_fused_kernels(model: nn.Module) -> Iterator[None]:
-    """Keep Hugging Face models from what is made for speed, see `PLAIN`; their options are put back."""
-    undo = []
-    try:
-        for config in {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}.values():
-            for name, value in PLAIN.items():
-                if getattr(config, name, None) is not None:
-                    undo.append((config, name, getattr(config, name)))
-                    setattr(config, name, value)
-        yield
-    finally:
-        for config, name, value in undo:
-            setattr(config, name, value)
+def plain_options(model: nn.Module) -> list[Option]:
+    """What keeps a Hugging Face model from kernels that are made for speed.
+
+    They show nothing of what happens inside of them, and most have neither a second derivative nor float64.
+    """
+    return [*known_options(model, _PLAIN), *visible_attention(model)]

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.errors import SnapshotError
-from workbench.flow.gains import without_fused_kernels
+from workbench.flow.gains import plain_options
 from workbench.models.anatomy import Anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import run_foreign
+from workbench.models.config_options import config_options
 from workbench.models.probing import undisturbed
 from workbench.models.site import Site
 
@@ -202,7 +203,7 @@ class SequenceJacobians:
         """Fill in `blocks`, `end_to_end` and `n_entries`."""
         with (
             undisturbed(self.model),
-            without_fused_kernels(self.model),
+            config_options(plain_options(self.model)),
             sdpa_kernel(SDPBackend.MATH),  # the fused kernels have no second derivative
         ):
             calls = self._recorded_calls()

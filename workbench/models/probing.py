@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from workbench.models.config_options import Option, config_options, configs_of
 from workbench.models.families import RUN_OVERRIDES
 from workbench.models.wrapping import as_written
 
@@ -37,7 +38,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         stack.enter_context(as_written())
         stack.enter_context(_restored_random_state())
         stack.enter_context(_restored_attributes(model))
-        stack.enter_context(_config_overrides(model))
+        stack.enter_context(config_options(_family_options(model)))
         stack.enter_context(_without_fast_path())
         stack.enter_context(torch.no_grad())
         stack.enter_context(_WriteGuard(model))
@@ -164,20 +165,14 @@ class _Contents:
                 (value.extend if isinstance(value, list | deque) else value.update)(copy)
 
 
-@contextmanager
-def _config_overrides(model: nn.Module) -> Iterator[None]:
-    """Set the options that would keep a family from being read, and put them back."""
-    undo = []
-    for config in {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}.values():
-        for name, value in RUN_OVERRIDES.get(str(getattr(config, "model_type", "")), {}).items():
-            if hasattr(config, name):
-                undo.append((config, name, getattr(config, name)))
-                setattr(config, name, value)
-    try:
-        yield
-    finally:
-        for config, name, value in undo:
-            setattr(config, name, value)
+def _family_options(model: nn.Module) -> list[Option]:
+    """The options that would keep a family from being read."""
+    return [
+        (config, name, value)
+        for config in configs_of(model)
+        for name, value in RUN_OVERRIDES.get(str(getattr(config, "model_type", "")), {}).items()
+        if hasattr(config, name)
+    ]
 
 
 @contextmanager

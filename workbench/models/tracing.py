@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from workbench.models.anatomy import Anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks, refuse_unknown
 from workbench.models.calling import run_foreign
+from workbench.models.config_options import config_options, visible_attention
 from workbench.models.probing import storage_pointer, undisturbed, watch
 from workbench.models.site import Site
 
@@ -154,7 +155,8 @@ def trace_blocks(
 
     hooks = BlockHooks(anatomy.sites, enter, leave, on_unknown=refuse_unknown)
     leaves = [part for part in hooks.parts if not any(True for _ in part.children())]
-    with undisturbed(model), hooks, watch((part, leaf, False) for part in leaves), recorder:
+    options = config_options(visible_attention(model))
+    with undisturbed(model), options, hooks, watch((part, leaf, False) for part in leaves), recorder:
         run_foreign(model, inputs)
     return [findings[layer] for layer in sorted(findings)]
 

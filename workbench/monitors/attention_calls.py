@@ -17,6 +17,47 @@ from workbench.models.router_weights import Router
 from workbench.monitors.attention_health import AttentionHealth, measure_attention, measure_logits
 
 
+@dataclass(frozen=True)
+class Products:
+    """Attention of a block's tokens among themselves, by what `scaled_dot_product_attention` makes it of.
+
+    Attributes:
+        q: Queries, shape (batch, query head, token, head_dim).
+        k: Keys, shape (batch, key head, token, head_dim).
+        rows: Querying tokens that count, shape (batch, token); None: all.
+        scale: As there, like what follows.
+        is_causal: See there.
+        mask: See there; broadcast to (batch, head, token, token).
+        weights: Computes the attention weights again, in PyTorch's multi-head attention; None: in all others.
+    """
+
+    q: Tensor
+    k: Tensor
+    rows: Tensor | None
+    scale: float | None = None
+    is_causal: bool = False
+    mask: Tensor | None = None
+    weights: Callable[[], Tensor] | None = None
+
+    def health(self) -> AttentionHealth:
+        """See `measure_attention`."""
+        return measure_attention(
+            self.q, self.k, scale=self.scale, is_causal=self.is_causal, mask=self.mask, rows=self.rows
+        )
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The same by what enters its softmax, shape (batch, head, token, token), or with a sink as last column."""
+
+    logits: Tensor
+    rows: Tensor | None
+
+    def health(self) -> AttentionHealth:
+        """See `measure_logits`."""
+        return measure_logits(self.logits, rows=self.rows)
+
+
 @dataclass
 class BlockNotes:
     """What is known of one call of a block.
@@ -72,8 +113,13 @@ class BlockCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.block is not None and (note := _NOTES.get(getattr(func, "__name__", "").strip("_"))):
-            note(self, self.block, _Arguments(args, kwargs), result)
+            with torch.no_grad():  # looking needs no graph, the call itself may
+                note(self, self.block, _Arguments(args, kwargs), result)
         return result
+
+    def measure(self, block: BlockNotes, call: Products | Logits) -> None:
+        """Fill in the attention of a block."""
+        block.attention = call.health()
 
     def on_fused_attention(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
         """`scaled_dot_product_attention`."""
@@ -87,14 +133,15 @@ class BlockCalls(TorchFunctionMode):
         mask = given.get(3, "attn_mask")
         if mask is not None and mask.ndim == 3 and q.ndim == 3:
             mask = mask.reshape(n_rows, -1, *mask.shape[-2:]) if mask.shape[0] % n_rows == 0 else mask[:, None]
-        block.attention = measure_attention(
+        call = Products(
             q.reshape(n_rows, -1, *q.shape[-2:]),
             k.reshape(n_rows, -1, *k.shape[-2:]),
+            block.rows_as(n_rows, q.shape[-2]),
             scale=given.get(6, "scale"),
             is_causal=bool(given.get(5, "is_causal", False)),
             mask=mask,
-            rows=block.rows_as(n_rows, q.shape[-2]),
         )
+        self.measure(block, call)
 
     def on_softmax(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
         """A softmax over as many columns as there are tokens, or one more: a sink, which counts as a token."""
@@ -110,7 +157,7 @@ class BlockCalls(TorchFunctionMode):
         n_rows = block.n_tokens // n_tokens
         if n_rows * n_tokens == block.n_tokens and logits.shape[0] % n_rows == 0:
             logits = logits.reshape(n_rows, -1, *logits.shape[-2:])
-            block.attention = measure_logits(logits, rows=block.rows_as(n_rows, n_tokens))
+            self.measure(block, Logits(logits, block.rows_as(n_rows, n_tokens)))
 
     def on_packed_attention(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
         """The call behind `torch.nn.MultiheadAttention`, inside which no other is seen."""
@@ -136,7 +183,13 @@ class BlockCalls(TorchFunctionMode):
         )
         n_tokens, n_rows = query.shape[:2]
         mask = _packed_mask(packed["attn_mask"], packed["key_padding_mask"], n_rows)
-        block.attention = measure_attention(q, k, mask=mask, rows=block.rows_as(n_rows, n_tokens))
+
+        def again() -> Tensor:
+            asked = {**given.kwargs, "need_weights": True, "average_attn_weights": False, "training": False}
+            found: Any = functional.multi_head_attention_forward(*given.args, **asked)[1]
+            return found
+
+        self.measure(block, Products(q, k, block.rows_as(n_rows, n_tokens), mask=mask, weights=again))
 
     def on_projection(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
         """A linear map: is it the router's?"""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.errors import OptionError
+from workbench.models.config_options import config_options, visible_attention
 from workbench.models.probing import undisturbed
 from workbench.models.wrapping import unwrap
 
@@ -127,7 +128,8 @@ def _largest_eigenvalue(
     n_weights = sum(weight.numel() for weight in weights)
     _check(n_weights, tolerance, n_vectors, n_products)
     dtype = np.float64 if any(weight.dtype == torch.float64 for weight in weights) else np.float32
-    with undisturbed(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    options = config_options(visible_attention(model))
+    with undisturbed(model), options, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         product = _hessian_product(model, loss_of, weights, roots)
     if product is None:
         return float("nan")

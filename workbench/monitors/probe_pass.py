@@ -16,6 +16,7 @@ from workbench.models.attention_weights import Unreadable
 from workbench.models.batches import TokenSelection, inputs_of
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import call_model, on_device_of
+from workbench.models.config_options import config_options, visible_attention
 from workbench.models.probing import undisturbed
 from workbench.models.router_weights import Router, router_weights
 from workbench.models.wrapping import unwrap
@@ -116,13 +117,20 @@ class ModelProbe:
             raise OptionError(f"There is no part {unknown[0]!r} to measure; expected some of {', '.join(PARTS)}.")
         run = _Pass(self.model, self.anatomy, self._routers, self._inputs_here(), parts)
         taken = {}
-        if "attention" in parts and (attention := self._attention(run)):
+        if "attention" in parts and (attention := self._attention(self._with_attention(run))):
             taken["attention"] = attention
         if "router" in parts and self._routers:
             taken["router"] = self._routing(run)
         if "activations" in parts:
             taken["activations"] = self._activations(run)
         return taken
+
+    def _with_attention(self, run: _Pass) -> _Pass:
+        """A pass in which attention is seen: where kernels hide it, one more, so that all else is the model's own."""
+        if not (options := visible_attention(self.model)):
+            return run
+        with config_options(options):
+            return _Pass(self.model, self.anatomy, {}, self._inputs_here(), ["attention"])
 
     def _attention(self, run: _Pass) -> dict[str, np.ndarray]:
         found = []
