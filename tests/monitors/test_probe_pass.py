@@ -156,17 +156,20 @@ class SoftmaxWatch(torch.overrides.TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.entering = []
+        self.entering, self.before = [], None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.nn.functional.softmax and args[0].ndim == 4:
-            self.entering.append(args[0].double())
+            self.entering.append((args[0] if self.before is None else self.before).double())
+            self.before = None
+        elif func is torch.Tensor.max and args[0].ndim == 4:
+            self.before = args[0]
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("name", "n_sinks"), [("gemma2", 0), ("gpt_oss", 1)])
 def test_scores_are_those_that_enter_the_softmax(name, n_sinks):
-    """gemma2 caps its logits; gpt_oss lets every token look at a sink as well."""
+    """gemma2 caps its logits; gpt_oss adds a sink for every token, and subtracts the largest logit of each token."""
     family = BY_NAME[name]
     model, tokens = build(family, attn_implementation="eager"), make_inputs(family)
     with torch.no_grad(), SoftmaxWatch() as watch:

@@ -92,9 +92,6 @@ class FlowCalls(BlockCalls):
 def _sharpness_of(call: Products | Logits) -> Sharpness:
     if isinstance(call, Logits):
         return sharpness(call.logits, call.logits > _MASKED, call.rows)
-    if call.weights is not None:  # their logarithms are the logits but for a constant of each token
-        weights = call.weights()
-        return sharpness(widened(weights).log(), weights > 0, call.rows)
     q, mask = call.q, call.mask
     k = call.k.repeat_interleave(q.shape[1] // call.k.shape[1], dim=1)
     logits = widened(q) @ widened(k).mT * (q.shape[-1] ** -0.5 if call.scale is None else call.scale)

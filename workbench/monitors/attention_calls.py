@@ -28,7 +28,6 @@ class Products:
         scale: As there, like what follows.
         is_causal: See there.
         mask: See there; broadcast to (batch, head, token, token).
-        weights: Computes the attention weights again, in PyTorch's multi-head attention; None: in all others.
     """
 
     q: Tensor
@@ -37,7 +36,6 @@ class Products:
     scale: float | None = None
     is_causal: bool = False
     mask: Tensor | None = None
-    weights: Callable[[], Tensor] | None = None
 
     def health(self) -> AttentionHealth:
         """See `measure_attention`."""
@@ -107,6 +105,7 @@ class BlockCalls(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.block: BlockNotes | None = None
+        self._maximum: tuple[Tensor, Tensor] | None = None  # of scores, which may be subtracted from them
         self._casts: list[Tensor] = []  # copies of a router's weight; kept, lest their address be used again
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -153,6 +152,10 @@ class BlockCalls(TorchFunctionMode):
             return
         if block.logits is not None and logits.numel() == block.logits.numel():  # as many experts as tokens
             return
+        scores_and_maximum, self._maximum = self._maximum, None
+        if scores_and_maximum is not None:  # gpt_oss and others with sinks subtract the largest logit of each token
+            scores, maximum = scores_and_maximum
+            logits = scores if torch.equal(scores - maximum, logits) else logits
         n_tokens = logits.shape[-2]
         n_rows = block.n_tokens // n_tokens
         if n_rows * n_tokens == block.n_tokens and logits.shape[0] % n_rows == 0:
@@ -183,13 +186,7 @@ class BlockCalls(TorchFunctionMode):
         )
         n_tokens, n_rows = query.shape[:2]
         mask = _packed_mask(packed["attn_mask"], packed["key_padding_mask"], n_rows)
-
-        def again() -> Tensor:
-            asked = {**given.kwargs, "need_weights": True, "average_attn_weights": False, "training": False}
-            found: Any = functional.multi_head_attention_forward(*given.args, **asked)[1]
-            return found
-
-        self.measure(block, Products(q, k, block.rows_as(n_rows, n_tokens), mask=mask, weights=again))
+        self.measure(block, Products(q, k, block.rows_as(n_rows, n_tokens), mask=mask))
 
     def on_projection(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
         """A linear map: is it the router's?"""
@@ -201,6 +198,10 @@ class BlockCalls(TorchFunctionMode):
     def on_choice(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
         """The largest of something: of one value per expert, as many as the router takes? The last such counts."""
         scores = given.get(0, "input")
+        if block.wants_attention and block.attention is None and isinstance(scores, Tensor) and scores.ndim == 4:
+            maximum = getattr(result, "values", None)
+            if isinstance(maximum, Tensor) and maximum.shape == (*scores.shape[:-1], 1):
+                self._maximum = scores, maximum
         if block.router is None or not isinstance(scores, Tensor):
             return
         chosen = result if isinstance(result, Tensor) else getattr(result, "indices", None)
