@@ -1,9 +1,7 @@
 """The adapters: trained twice with one callback, checkpoints of the first version, and the example of the docs."""
 
 import json
-import logging
 import re
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +14,9 @@ from tests.callbacks.test_kss_loops import gpt2
 from tests.callbacks.test_kss_shaper import kss_with
 from tests.small_training import same_weights
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def everything():

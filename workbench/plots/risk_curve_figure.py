@@ -8,7 +8,7 @@ import numpy as np
 
 from workbench.formatting import percent
 from workbench.plots import outcome_colors, style
-from workbench.plots.primitives import Primitives, decades, laid_out, stretches
+from workbench.plots.primitives import Primitives, decades, stretches
 from workbench.plots.risk_grid import RiskGrid, Runs
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def risk_curve(
             is_log=(True, False),
             legend=True,
         )
-        return laid_out(hv, [panel], backend)
+        return style.laid_out(hv, [panel], backend)
 
 
 def _draw_architecture(draw: Primitives, grid: RiskGrid, row: int, look: Mapping[str, str]) -> None:
