@@ -169,13 +169,7 @@ def measure_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionHe
 def attention_logit_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
     """Largest attention logit; training worsens near 1e3, and above 1e4 it always diverged (arXiv:2309.14322).
 
-    Args:
-        q: As in `measure_attention`, like the key and all options.
-        k: Keys.
-        **options: See there.
-
-    Returns:
-        Shape (query head,); see `AttentionHealth`.
+    Arguments as in `measure_attention`; the result has shape (query head,), see `AttentionHealth`.
     """
     return measure_attention(q, k, **options).logit_max
 
@@ -183,13 +177,7 @@ def attention_logit_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
 def attention_entropy(q: Tensor, k: Tensor, **options: Any) -> Tensor:
     """Mean entropy of the attention of tokens, in nat; its collapse to 0 precedes divergence (arXiv:2303.06296).
 
-    Args:
-        q: As in `measure_attention`, like the key and all options.
-        k: Keys.
-        **options: See there.
-
-    Returns:
-        Shape (query head,); see `AttentionHealth`.
+    Arguments as in `measure_attention`; the result has shape (query head,), see `AttentionHealth`.
     """
     return measure_attention(q, k, **options).entropy
 
