@@ -17,8 +17,7 @@ import torch
 import xarray as xr
 
 import workbench as wb
-from workbench.assessment.assess import stands_for_nothing
-from workbench.assessment.conclusion import conclude
+from workbench.assessment.assess import conclude, stands_for_nothing
 from workbench.assessment.design_comparison import dominated
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.plan_risk import plan_risk

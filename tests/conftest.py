@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.waiting import on_one_thread
+
 # nbformat loads jsonschema, which would then compile a grammar of addresses for 5 seconds; no notebook holds any.
 sys.modules.setdefault("rfc3987_syntax", None)
 
@@ -20,3 +22,10 @@ def _one_torch_thread_per_worker():
     """Two workers on two cores: more threads only wait for each other."""
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def one_thread():
+    """As the recorded data were made."""
+    with on_one_thread():
+        yield

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import workbench as wb
 from tests.data_scripts import load_script
@@ -35,15 +34,6 @@ def make_shaping():
     return load_script("make_shaping")
 
 
-@pytest.fixture
-def one_thread():
-    """As the data were made."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_the_recorded_ones_and_small(name):
     weights = wb.samples.embedded(name) / "model.safetensors"
@@ -60,13 +50,10 @@ def test_validation_loss_is_the_recorded_one(name, script):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_the_beginning_of_a_re_run_gives_the_recorded_losses(name, script):
+def test_the_beginning_of_a_re_run_gives_the_recorded_losses(name, script, one_thread):
     norm, peak_rate = script.RECIPES[name]
     record = record_of(name)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     _, losses = script.train(norm, peak_rate, record["n_steps"], stop_at=21)
-    torch.set_num_threads(threads)
     recorded = {step: record["training_loss"][step] for step in losses}
     assert len(recorded) == 5
     assert losses == pytest.approx(recorded, abs=2e-3)

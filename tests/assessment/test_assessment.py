@@ -10,7 +10,7 @@ import xarray as xr
 
 import workbench as wb
 from workbench.assessment.affordable_ladder import affordable_widths, ladder
-from workbench.assessment.conclusion import conclude
+from workbench.assessment.assess import conclude
 from workbench.assessment.design_comparison import dominated
 from workbench.assessment.plan_changes import possible_changes
 from workbench.errors import CheckpointError, OptionError

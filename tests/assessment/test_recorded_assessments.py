@@ -9,7 +9,7 @@ import xarray as xr
 
 import workbench as wb
 from tests.data_scripts import load_script
-from workbench.assessment.conclusion import conclude
+from workbench.assessment.assess import conclude
 from workbench.assessment.design_comparison import dominated
 from workbench.assessment.plan_risk import plan_risk
 from workbench.reports.make_report import document_of

@@ -1,9 +1,7 @@
 """The adapters: trained twice with one callback, checkpoints of the first version, and the example of the docs."""
 
 import json
-import logging
 import re
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +16,9 @@ from tests.small_training import same_weights
 from workbench.callbacks.gathering import gather
 from workbench.training.callback import TrainingRun
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def everything():

@@ -69,7 +69,6 @@ def test_a_collapse_is_said_with_signal_layer_head_and_words(alarms):
     timing = lead_time(raised, divergence=280)
     assert timing.is_first
     assert timing.steps == min(alarm.step for alarm in others) - 209
-    assert timing.to_divergence == 71
     assert alarms.attribute().cause == "low_precision_attention"
     assert onsets[0] is None  # too little is known yet
     assert 179 <= onsets[-1] <= 209

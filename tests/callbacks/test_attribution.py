@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from workbench.callbacks.alarms import Attributor
-from workbench.callbacks.alarms.onset import onset
+from workbench.callbacks.alarms.detector import onset
 from workbench.errors import OptionError, StoreError
 
 RANK, RATIO, LOAD = "effective_rank D2", "update_ratio", "max_violation"

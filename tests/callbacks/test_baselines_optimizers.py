@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 import workbench as wb
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
-from tests.training.test_resuming import run_to
+from tests.training.test_resuming import assert_resumes_to_the_bit
 from workbench.errors import OptionError, StoreError
 
 baselines = wb.baselines
@@ -124,13 +124,7 @@ def test_they_learn(make_model, optimizer):
 def test_stopping_and_resuming_gives_the_bits_of_running_through(task, tmp_path, optimizer):
     settings = {"n_steps": 7, "optimizer": optimizer, "checkpoint_every": 2, "seed": 5, "warmup": 3}
     settings |= {"learning_rate": 1e-2, "penalties": [baselines.JacobianPenalty()], "clip_norm": 1.0}
-    through = dropout_model()
-    list(wb.train(through, task, checkpoints=tmp_path / "a", **settings))
-    run_to(3, dropout_model(), task, checkpoints=tmp_path / "b", **settings)
-    torch.manual_seed(99)
-    resumed = dropout_model()
-    list(wb.train(resumed, task, checkpoints=tmp_path / "b", resume=True, **settings))
-    assert same_weights(resumed, through)
+    assert_resumes_to_the_bit(dropout_model, task, tmp_path, **settings)
 
 
 def test_another_radius_is_another_configuration(make_model, task, tmp_path):

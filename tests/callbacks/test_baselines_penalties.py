@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 import workbench as wb
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
-from tests.training.test_resuming import run_to
+from tests.training.test_resuming import assert_resumes_to_the_bit
 from workbench.callbacks.baselines.penalties import pulled_back_square
 from workbench.callbacks.baselines.penalty_terms import PenaltyTerms
 from workbench.errors import AnatomyError, OptionError, StoreError
@@ -214,12 +214,7 @@ def test_penalties_join_the_model_s_own_auxiliary_loss(task):
 def test_stopping_and_resuming_gives_the_bits_of_running_through(task, tmp_path, optimizer):
     penalties = [baselines.RandomL2(0.5), baselines.JacobianPenalty(0.1), baselines.GradientPenalty(interval=2)]
     settings = {"n_steps": 6, "checkpoint_every": 2, "penalties": penalties, "optimizer": optimizer, "seed": 5}
-    through = dropout_model()
-    list(wb.train(through, task, checkpoints=tmp_path / "a", **settings))
-    run_to(3, dropout_model(), task, checkpoints=tmp_path / "b", **settings)
-    resumed = dropout_model()
-    list(wb.train(resumed, task, checkpoints=tmp_path / "b", resume=True, **settings))
-    assert same_weights(resumed, through)
+    assert_resumes_to_the_bit(dropout_model, task, tmp_path, **settings)
 
 
 @pytest.mark.medium

@@ -5,7 +5,7 @@ from torch.nn.utils import parametrize
 import workbench as wb
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
-from tests.training.test_resuming import run_to
+from tests.training.test_resuming import assert_resumes_to_the_bit
 from workbench.errors import CheckpointError, OptionError, StoreError
 
 baselines = wb.baselines
@@ -141,12 +141,7 @@ def test_stopping_and_resuming_gives_the_bits_of_running_through(make_model, tas
         return model
 
     settings = {"n_steps": 6, "checkpoint_every": 2, "learning_rate": 1e-2}
-    through = made()
-    list(wb.train(through, task, checkpoints=tmp_path / "a", **settings))
-    run_to(3, made(), task, checkpoints=tmp_path / "b", **settings)
-    resumed = made()
-    list(wb.train(resumed, task, checkpoints=tmp_path / "b", resume=True, **settings))
-    assert same_weights(resumed, through)
+    assert_resumes_to_the_bit(made, task, tmp_path, **settings)
     with pytest.raises(StoreError, match=r"model\.(parametrizations\.UnitNorm\(n_iterations=8\)|n_weights) = "):
         wb.train(make_model("none"), task, checkpoints=tmp_path / "b", resume=True, **settings)
 

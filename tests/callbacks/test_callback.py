@@ -3,8 +3,6 @@
 import dataclasses
 import inspect
 import json
-import logging
-import warnings
 import zipfile
 from pathlib import Path
 
@@ -35,14 +33,6 @@ class LargeGradients(wb.Callback):
         if numbers.get("loss", 0.0) > 0:
             self.event(step, "loss seen", score=numbers["loss"], message="The loss is known.")
         return {"n_seen": float(len(self.seen))}
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def events_of(path, kind):
@@ -210,6 +200,7 @@ class TestTheProtocol:
 
 
 @pytest.mark.framework
+@pytest.mark.usefixtures("quiet")
 class TestInOtherTrainers:
     """Faults and penalties act by hooks there, as they do in the loop."""
 

@@ -1,7 +1,5 @@
 import json
-import logging
 import sys
-import warnings
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from tests.callbacks.test_kss_shaper import hooks_of, kss_with, loss_of, sgd, st
 from tests.small_training import same_weights
 from workbench.errors import MissingPackageError, OptionError, StoreError
 
-pytestmark = pytest.mark.framework
+pytestmark = [pytest.mark.framework, pytest.mark.usefixtures("quiet")]
 
 
 def rows(n=64, length=12):
@@ -45,15 +43,6 @@ def trainer(model, folder, *callbacks, data=None, **options):
 def without_dropout(make):
     options = {} if make is llama else dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return make(**options)
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Both trainers say much on the way."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 class TestHuggingFace:

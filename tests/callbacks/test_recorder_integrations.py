@@ -1,8 +1,5 @@
 """The recorder in the trainers of others hears what it hears in a loop of one's own."""
 
-import logging
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -16,16 +13,7 @@ from tests.callbacks.test_recorder_store import same_rows
 from tests.small_training import same_weights
 from workbench.errors import MissingPackageError, OptionError
 
-pytestmark = pytest.mark.framework
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """Both trainers say much on the way."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = [pytest.mark.framework, pytest.mark.usefixtures("quiet")]
 
 
 class TestHuggingFace:

@@ -1,8 +1,6 @@
 """Alarms wait for the end of the warm-up in every kind of loop."""
 
-import logging
 import math
-import warnings
 
 import pytest
 import torch
@@ -82,15 +80,6 @@ def test_in_a_loop_of_ones_own(parts, tmp_path, resumed_at):  # noqa: F811
     assert settled_at(alarms, store) == WARM_UP + 1
 
 
-@pytest.fixture
-def quiet():
-    """Both trainers say much on the way."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 @pytest.mark.framework
 @pytest.mark.usefixtures("quiet")
 def test_in_a_trainer(tmp_path):
@@ -126,18 +115,16 @@ def test_in_lightning(lightning, parts, tmp_path):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.recorded
-def test_a_healthy_run_with_a_warm_up_of_200_steps_is_left_alone():
+def test_a_healthy_run_with_a_warm_up_of_200_steps_is_left_alone(one_thread):
     """A run of the recorded study but for its warm-up; its updates were too large at step 204, compared with steps 100
     to 200, in which the learning rate had still been rising."""
     script = load_script("make_early_warning")
     case = script.Case("pre_ln", 0.008, "", 3)
     model, task = script.model_and_task(case)
     recorder = wb.Recorder(every={"attention": None, "router": None, "optimizer": 5, "activations": None})
-    alarms, n_threads = wb.Alarms(), torch.get_num_threads()
-    torch.set_num_threads(1)
+    alarms = wb.Alarms()
     settings = {**script.run_settings(case), "warmup": 200, "n_steps": 320}
     *_, last = wb.train(model, task, recorder=recorder, alarms=alarms, **settings)
-    torch.set_num_threads(n_threads)
     assert not last.diverged
     assert alarms.raised == []
     assert alarms.settled_at == 200

@@ -81,7 +81,7 @@ def test_the_block_at_fault_is_named():
     weights = np.array([5.0, 5.2, 60.0, 4.9])
     symptoms = signs_of({"monitors": monitors(descent(last=2.5)), "optimizer": optimizer(weight=weights)})
     assert symptoms["odd_weights"].strength > 1
-    assert symptoms["odd_weights"].selection == {"step": 9, "module": 2}
+    assert symptoms["odd_weights"].position == {"step": 9, "module": 2}
     assert block_at_fault(symptoms) == 2
     alike = signs_of({"monitors": monitors(descent(last=2.5)), "optimizer": optimizer()})
     assert block_at_fault(alike) == -1

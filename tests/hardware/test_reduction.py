@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.hardware.planted import Known, emulation
-from workbench.hardware.accumulation import accumulation_error, accumulation_shrinkage
 from workbench.hardware.emulation import NotMeasured
 from workbench.hardware.reduction import (
+    accumulation_error,
+    accumulation_shrinkage,
     allreduce_error,
     allreduce_shrinkage,
     bucket_layout,

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.io.killed_writer import EVERY, PARTS, attention, monitors
+from tests.waiting import wait_for
 from workbench.errors import OptionError, StoreError
 from workbench.io.background_writer import BackgroundWriter, Part, RecordingWarning
 from workbench.io.run_writer import RunWriter
@@ -99,7 +99,7 @@ def test_rows_in_blocks_of_any_size_read_back_as_added(tmp_path_factory, sizes, 
 def test_a_full_block_is_written_without_being_asked(path):
     writer = begin(path, rows_per_block=20)
     add(writer, range(20))
-    wait_until(lambda: "monitors" in wb.open_run(path).children)
+    wait_for(lambda: "monitors" in wb.open_run(path).children)
     check_rows(wb.open_run(path), range(20), range(0, 20, EVERY))
     writer.close()
 
@@ -107,22 +107,15 @@ def test_a_full_block_is_written_without_being_asked(path):
 def test_a_block_is_written_after_its_time(path):
     writer = begin(path, seconds_per_block=0.1)
     add(writer, range(3))
-    wait_until(lambda: "monitors" in wb.open_run(path).children)
-    wait_until(lambda: not threads_of(path))  # nothing to do
+    wait_for(lambda: "monitors" in wb.open_run(path).children)
+    wait_for(lambda: not threads_of(path))  # nothing to do
     add(writer, range(3, 6))
-    wait_until(lambda: wb.open_run(path)["monitors"].sizes["step"] == 6)
+    wait_for(lambda: wb.open_run(path)["monitors"].sizes["step"] == 6)
     writer.close()
 
 
 def threads_of(path):
     return [thread for thread in threading.enumerate() if thread.name == f"writer of {path.name}"]
-
-
-def wait_until(is_so, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_values_are_copied_and_may_be_left_out(path):
@@ -351,7 +344,7 @@ def test_what_could_not_be_shown_is_shown_later(path, monkeypatch):
         patch.setattr(RunWriter, "_write_root", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
         with pytest.warns(RecordingWarning, match="cannot be written"):
             assert not writer.flush()
-    wait_until(lambda: "monitors" in wb.open_run(path).children)  # tried again although nothing new came
+    wait_for(lambda: "monitors" in wb.open_run(path).children)  # tried again although nothing new came
     check_rows(wb.open_run(path), range(10), range(0, 10, EVERY))
     writer.close()
 
@@ -598,7 +591,7 @@ def test_many_bytes_are_a_block_too_and_no_row_is_too_large(path):
     writer = begin(path, max_bytes=5_000)
     for step in range(3):
         writer.add_dataset("spectra", spectra(step))
-        wait_until(lambda n=step + 1: wb.open_run(path).children and wb.open_run(path)["spectra"].sizes["step"] == n)
+        wait_for(lambda n=step + 1: wb.open_run(path).children and wb.open_run(path)["spectra"].sizes["step"] == n)
     assert writer.close()
     assert "events" not in wb.open_run(path).children
 
@@ -640,7 +633,7 @@ def test_a_writer_closed_by_the_collector_in_a_thread_that_writes_waits_for_noth
         warnings.simplefilter("always")
         zarr.core.sync.loop[0].call_soon_threadsafe(close)
         assert is_over.wait(60)
-        wait_until(lambda: not threads_of(path))
+        wait_for(lambda: not threads_of(path))
     monkeypatch.undo()
     run = wb.open_run(path)
     if is_in_trouble:

@@ -1,11 +1,10 @@
 import pytest
-import torch
+
+from tests.waiting import on_one_thread
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread():
     """Tiny models are slower on two threads than on one."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
+    with on_one_thread():
+        yield

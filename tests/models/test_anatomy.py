@@ -13,7 +13,8 @@ from torch import nn
 
 from tests.models.model_families import BERT, BY_NAME, FAMILIES, LLAMA, MHA, N_TOKENS, VIT, Family, build, make_inputs
 from workbench.errors import AnatomyError, SnapshotError
-from workbench.models.anatomy import call_model, read_anatomy
+from workbench.models.anatomy import read_anatomy
+from workbench.models.calling import call_model
 from workbench.models.probing import undisturbed, watch
 
 

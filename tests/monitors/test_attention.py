@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import oracle
+from tests.monitors.test_matrices import draw
 from workbench.errors import OptionError
 from workbench.monitors import attention_health as attention
 from workbench.monitors.attention_health import (
@@ -19,10 +20,6 @@ from workbench.monitors.attention_health import (
 from workbench.monitors.matrices import effective_rank, frobenius_norm, stable_rank
 
 TERMS = ("D2", "D3", "dWq", "dWk", "W")
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def stored(*shape, seed=0):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import oracle
+from tests.monitors.test_matrices import draw
 from workbench.errors import OptionError
 from workbench.monitors.router_health import (
     dead_experts,
@@ -19,10 +20,6 @@ from workbench.monitors.router_health import (
     routing_entropy,
     routing_entropy_share,
 )
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @given(st.integers(2, 7), st.integers(1, 6), st.integers(0, 10**6))

@@ -7,20 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.plots.panels import bokeh_panels
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import eigenvalue_map
-from workbench.plots.eigenvalue_map_figure import headline, mode_columns, silent_layers, view_of
-from workbench.plots.figure_files import bokeh_plot
+from workbench.plots.mode_columns import headline, mode_columns, silent_layers, view_of
 
 pytestmark = pytest.mark.render
-
-
-def panels_of(figure):
-    return [panel.state for panel in bokeh_plot(figure).traverse(lambda part: part, [is_panel])]
-
-
-def is_panel(part):
-    return type(part).__name__ == "OverlayPlot"
 
 
 def points_of(figure, index=0):
@@ -62,7 +54,7 @@ def test_layers_are_selected_and_keep_their_depth(calm):
 
 
 def test_panels_share_their_ranges_and_are_square(calm, wild):
-    first, second = panels_of(eigenvalue_map({"calm": calm, "wild": wild}))
+    first, second = bokeh_panels(eigenvalue_map({"calm": calm, "wild": wild}))
     assert first.x_range is second.x_range
     assert first.y_range is second.y_range
     assert (first.x_range.start, first.x_range.end) == (first.y_range.start, first.y_range.end)
@@ -119,15 +111,10 @@ def test_the_band_is_the_dataset_s_own(calm):
 
 
 def test_markers_follow_the_columns_even_if_all_values_are_the_same(calm):
-    plot = bokeh_plot(eigenvalue_map(calm, reliable_only=True))
-    renderer = panels_of_plot(plot)[0].renderers[-1]
+    renderer = bokeh_panels(eigenvalue_map(calm, reliable_only=True))[0].renderers[-1]
     assert renderer.glyph.fill_alpha == "fill"
     assert renderer.glyph.marker == "marker"
     assert renderer.glyph.fill_color.field == "depth"
-
-
-def panels_of_plot(plot):
-    return [panel.state for panel in plot.traverse(lambda part: part, [is_panel])]
 
 
 def test_a_run_is_shown_at_the_step_asked_for(runs):
@@ -137,9 +124,9 @@ def test_a_run_is_shown_at_the_step_asked_for(runs):
         expected = np.sort_complex(run["spectra"].eigenvalue.sel(step=shown).values.ravel().astype(np.complex64))
         points = points_of(figure)
         np.testing.assert_allclose(np.sort_complex(points["real"] + 1j * points["imag"]), expected, rtol=1e-6)
-        assert panels_of(figure)[0].title.text == f"a, step {shown}"
-    assert panels_of(eigenvalue_map(run, step=0))[0].title.text == "calm, step 0"
-    assert panels_of(eigenvalue_map({"b": runs["bare"]}, step="last"))[0].title.text == "b"
+        assert bokeh_panels(figure)[0].title.text == f"a, step {shown}"
+    assert bokeh_panels(eigenvalue_map(run, step=0))[0].title.text == "calm, step 0"
+    assert bokeh_panels(eigenvalue_map({"b": runs["bare"]}, step="last"))[0].title.text == "b"
     with pytest.raises(SchemaError, match="'a' runs over step and .* or draw with step='last'"):
         eigenvalue_map({"a": run})
     with pytest.raises(OptionError, match="'a' has no spectra at or before step -3; its first are at step 0"):

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.plots.panels import bokeh_panels
 from tests.studies.test_outcomes import PLANTED, grid_of, outcomes_of
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import dose_response, stability_edge
 from workbench.plots.dose_response_figure import Responses
-from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.stability_edge_figure import dodged, edges_of, spread
 from workbench.plots.style import MODEL_COLORS
 
@@ -20,13 +20,6 @@ SHARES = {"none": (0.0, 0.5, 1.0), "clip 1.0": (None, 0.1, 0.9), "KSS, best": (0
 @pytest.fixture(scope="module")
 def sweep():
     return grid_of(SHARES)
-
-
-def panels_of(figure):
-    plot = bokeh_plot(figure)
-    return [
-        part.state for part in plot.traverse(lambda part: part, [lambda part: type(part).__name__ == "OverlayPlot"])
-    ]
 
 
 # ---- stability_edge
@@ -63,7 +56,7 @@ def test_what_the_edge_figure_draws(sweep):
     whiskers = panel.traverse(lambda part: part, ["Segments"])[0].dframe()
     assert (whiskers.iloc[:, 1].values <= SHARES["none"]).all()
     assert (whiskers.iloc[:, 3].values >= SHARES["none"]).all()
-    (figure,) = panels_of(stability_edge(sweep))
+    (figure,) = bokeh_panels(stability_edge(sweep))
     note = figure.select_one({"name": "note_above"}).text
     assert note == "10 runs a point, 95 % Wilson intervals; clip 1.0 not run at 0.001"
 
@@ -81,7 +74,7 @@ def test_controls_stand_beside_each_other_and_labels_apart():
 
 def test_looks_of_the_edge_follow_places(sweep):
     some = sweep.isel(run=np.isin(sweep["control"], ["none", "KSS, best"]))
-    (figure,) = panels_of(stability_edge(some, places={"none": 0, "clip 1.0": 1, "KSS, best": 2}))
+    (figure,) = bokeh_panels(stability_edge(some, places={"none": 0, "clip 1.0": 1, "KSS, best": 2}))
     lines = [
         part.glyph.line_color for part in figure.renderers if type(getattr(part, "glyph", None)).__name__ == "Line"
     ]
@@ -123,7 +116,7 @@ def test_what_the_dose_figure_draws(sweep):
     published = shares.traverse(lambda part: part, ["Points"])[1]
     theirs = wb.published.shaping_table()["divergence_rate"]
     np.testing.assert_allclose(published["value"], theirs.sel(control=["none", "clip 1.0"]))
-    left, right = panels_of(dose_response(sweep))
+    left, right = bokeh_panels(dose_response(sweep))
     assert left.select_one({"name": "note_above"}).text == "● ours, 20 to 30 runs, 95 % interval   ◇ published   │ none"
     assert right.select_one({"name": "note_above"}).text.startswith("● ours, 0 to 29 runs   ◇")
     assert left.yaxis[0].ticker.ticks == [0, -1, -2, -3]
@@ -134,7 +127,7 @@ def test_without_the_paper_and_without_a_reference(sweep):
     (shares,) = dose_response(sweep, measures="divergence_rate", published=False, reference=None)
     assert len(shares.traverse(lambda part: part, ["Points"])) == 1
     assert not shares.traverse(lambda part: part, ["VLine"])
-    (figure,) = panels_of(dose_response(sweep, measures=["near_unit_mass"], published=False, reference="nowhere"))
+    (figure,) = bokeh_panels(dose_response(sweep, measures=["near_unit_mass"], published=False, reference="nowhere"))
     assert figure.select_one({"name": "note_above"}).text == "● ours, 0 to 29 runs"
     assert figure.title.text == "near-unit mass M, converged runs"
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.plots.panels import bokeh_panels, ends, legend, matplotlib_axes, note, places
 from workbench.plots import style
-from workbench.plots.primitives import Primitives, decades, flowed, laid_out, stretches
+from workbench.plots.primitives import Primitives, decades, flowed, stretches
 
 pytestmark = pytest.mark.render
 
@@ -31,7 +31,7 @@ def drawn(backend, *, ticks=(None, None), **options):
             draw.panel(**look, ticks=ticks, note=["one", "two"], legend=True, at=(0, 120), **options),
             other.panel(**look | {"size": (300, 90), "view": ((1, 4), (5, 6))}),
         ]
-        return laid_out(hv, panels, backend)
+        return style.laid_out(hv, panels, backend)
 
 
 def test_elements_stand_where_they_were_put():

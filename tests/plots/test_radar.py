@@ -7,19 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plots.panels import bokeh_panels
 from workbench.errors import OptionError, SchemaError
-from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.radar_axes import LOGARITHMIC, RadarAxis, RadarChart, Texts, axes_of, outline
 from workbench.plots.radar_figure import radar
 
 pytestmark = pytest.mark.render
-
-
-def panels_of(figure):
-    plot = bokeh_plot(figure)
-    return [
-        panel.state for panel in plot.traverse(lambda part: part, [lambda part: type(part).__name__ == "OverlayPlot"])
-    ]
 
 
 def test_axes_go_clockwise_from_the_top(comparison):
@@ -98,7 +91,7 @@ def test_an_architecture_that_says_nothing(comparison):
 
 
 def test_one_chart_each_or_all_in_one(comparison):
-    panels = panels_of(radar(comparison))
+    panels = bokeh_panels(radar(comparison))
     assert [panel.title.text for panel in panels] == ["Pre-LN", "none", "bare"]
     assert len(radar(comparison, overlay=True)) == 1
     labels = {curve.label for curve in next(iter(radar(comparison, overlay=True))) if type(curve).__name__ == "Curve"}

@@ -4,21 +4,14 @@ import numpy as np
 import pytest
 
 from tests.plots.conftest import run_of
+from tests.plots.panels import bokeh_panels
 from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import named_runs
 from workbench.plots import step_grid
-from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.mode_columns import mode_columns
 from workbench.plots.step_grid_figure import cell_of
 
 pytestmark = pytest.mark.render
-
-
-def panels_of(figure):
-    plot = bokeh_plot(figure)
-    return [
-        panel.state for panel in plot.traverse(lambda part: part, [lambda part: type(part).__name__ == "OverlayPlot"])
-    ]
 
 
 def drawn_in(panel):
@@ -40,7 +33,7 @@ def test_rows_are_runs_and_columns_are_steps(runs):
 
 
 def test_titles_notes_and_shared_axes_in_the_picture(runs):
-    panels = panels_of(step_grid({name: runs[name] for name in ("Pre-LN", "none")}))
+    panels = bokeh_panels(step_grid({name: runs[name] for name in ("Pre-LN", "none")}))
     assert [panel.title.text for panel in panels] == ["step 0", "step 10", "step 20"] * 2
     assert len({id(panel.x_range) for panel in panels}) == len({id(panel.y_range) for panel in panels}) == 1
     assert [note.text for panel in panels for note in panel.select({"name": "note_left"})] == ["Pre-LN", "none"]
@@ -85,7 +78,7 @@ def test_spectra_without_modes_say_so(runs):
 def test_silent_layers_are_said_instead_of_a_mass(runs):
     run = runs["Pre-LN"].copy(deep=True)
     run["spectra"]["is_informative"][0] = False
-    panels = panels_of(step_grid({"a": run}, steps=[0]))
+    panels = bokeh_panels(step_grid({"a": run}, steps=[0]))
     assert panels[0].select_one({"name": "note_above"}).text == "update too small to say anything"
     assert "× update too small" in panels[0].select_one({"name": "note_below"}).text
 
@@ -102,7 +95,7 @@ def test_layers_and_view_are_those_of_the_eigenvalue_map(runs):
     assert set(figure[0].Points.Modes["layer"]) == {2}
     columns = mode_columns(runs["Pre-LN"]["spectra"].to_dataset().sel(step=20).isel(layer=[2]), n_layers=3)
     np.testing.assert_array_equal(figure[0].Points.Modes["depth"], columns["depth"])
-    panel = panels_of(step_grid({"a": runs["Pre-LN"]}, steps=[0], limit=2.0, center=1.0))[0]
+    panel = bokeh_panels(step_grid({"a": runs["Pre-LN"]}, steps=[0], limit=2.0, center=1.0))[0]
     assert (panel.x_range.start, panel.x_range.end, panel.y_range.end) == (-1.0, 3.0, 2.0)
 
 

@@ -4,19 +4,12 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from tests.plots.panels import bokeh_panels
 from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import named_runs
-from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.traces_figure import TracesPanel, trace_of, traces
 
 pytestmark = pytest.mark.render
-
-
-def panels_of(figure):
-    plot = bokeh_plot(figure)
-    return [
-        panel.state for panel in plot.traverse(lambda part: part, [lambda part: type(part).__name__ == "OverlayPlot"])
-    ]
 
 
 def panel_of(runs, variable, **kwargs):
@@ -103,7 +96,7 @@ def test_axes_are_logarithmic_where_it_helps(trained):
     assert not panel_of({"a": run}, "loss").is_logarithmic
     assert not panel_of(trained, "learning_rate").is_logarithmic
     assert not panel_of(trained, "accuracy").is_logarithmic
-    panels = panels_of(traces(trained, variables=["grad_norm", "loss", "spectral_radius"]))
+    panels = bokeh_panels(traces(trained, variables=["grad_norm", "loss", "spectral_radius"]))
     assert [type(panel.y_scale).__name__ for panel in panels] == ["LogScale", "LinearScale", "LinearScale"]
     assert len({id(panel.x_range) for panel in panels}) == 1
     assert len({id(panel.y_range) for panel in panels}) == 3
@@ -127,12 +120,12 @@ def test_what_is_not_finite_is_said(trained):
 
 def test_runs_without_the_variable_are_named(runs):
     assert panel_of(runs, "learning_rate").note == "bare not recorded"
-    assert panels_of(traces(runs, variables=["learning_rate"]))[0].select_one({"name": "note_above"}).text
+    assert bokeh_panels(traces(runs, variables=["learning_rate"]))[0].select_one({"name": "note_above"}).text
 
 
 def test_a_run_without_a_step_yet_has_an_empty_panel(trained):
     nothing = trained["Pre-LN"]["monitors"].to_dataset().isel(step=slice(0))
-    (panel,) = panels_of(traces(xr.DataTree.from_dict({"monitors": nothing}), variables=["loss"]))
+    (panel,) = bokeh_panels(traces(xr.DataTree.from_dict({"monitors": nothing}), variables=["loss"]))
     assert panel.select_one({"name": "note_above"}).text == "not recorded"
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 
 import workbench as wb
@@ -34,14 +33,6 @@ def runs():
 @pytest.fixture(scope="module")
 def unseen(runs):
     return runs.isel(run=(runs["study"] != "dev").values)
-
-
-@pytest.fixture
-def one_thread():
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
 
 
 def named_first(runs, view="everything"):

@@ -66,19 +66,12 @@ def test_what_ships_was_fitted_to_the_runs_with_tuning_seeds(script):
 
 
 @pytest.mark.slow
-def test_a_re_run_warns_as_recorded(script, runs, tmp_path):
+def test_a_re_run_warns_as_recorded(script, runs, tmp_path, one_thread):
     """The run that diverged soonest, again from its seed: two faults, a warning 31 steps ahead."""
-    import torch
-
     dose, seed = "attention, 8 bits + rate x 10", 2
     case = next(c for c in script.cases() if (c.split, c.setup, c.dose, c.seed) == ("reported", "pre_ln", dose, seed))
     (tmp_path / "recorded").mkdir()
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        script.record(case, tmp_path)
-    finally:
-        torch.set_num_threads(n_threads)
+    script.record(case, tmp_path)
     again = script.judge(case, tmp_path)
     is_it = (runs["setup"] == case.setup) & (runs["dose"] == case.dose) & (runs["seed"] == case.seed)
     kept = runs.isel(run=np.flatnonzero(is_it)[0])

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.io.test_background_writer import fail_writing, threads_of, wait_until
+from tests.io.test_background_writer import fail_writing, threads_of
 from tests.small_training import same_weights
 from tests.training.test_resuming import run_to
+from tests.waiting import wait_for
 from workbench.errors import StoreError
 from workbench.io import run_output
 from workbench.io.background_writer import BackgroundWriter, RecordingWarning
@@ -324,7 +325,7 @@ def test_threads_end_with_the_generator(make_model, task, tmp_path, has_recorder
     keeper["itself"] = keeper
     del run, keeper
     gc.collect()
-    wait_until(lambda: threads_of(store) == [])
+    wait_for(lambda: threads_of(store) == [])
     kept = wb.open_run(store)
     assert kept.attrs["state"] == "stopped"
     assert kept["monitors"].sizes["step"] == 1

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import workbench as wb
 from tests.small_training import same_weights
 from tests.training import killed_run
+from tests.waiting import on_one_thread
 from workbench.models.run_checkpoints import latest_checkpoint
 
 pytestmark = pytest.mark.subprocess
@@ -29,10 +29,9 @@ FLUSH, CHECKPOINT, SPECTRA = (killed_run.SETTINGS[f"{name}_every"] for name in (
 def reference(tmp_path_factory):
     """The run that nobody kills."""
     store = tmp_path_factory.mktemp("reference") / "run.zarr"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    list(wb.train(killed_run.model(), killed_run.task(), store=store, **{**killed_run.SETTINGS, "n_steps": N_STEPS}))
-    torch.set_num_threads(threads)
+    with on_one_thread():
+        settings = {**killed_run.SETTINGS, "n_steps": N_STEPS}
+        list(wb.train(killed_run.model(), killed_run.task(), store=store, **settings))
     return wb.open_run(store).load()
 
 
@@ -98,20 +97,15 @@ def test_a_killed_run_opens_and_has_all_that_was_flushed(trainer, reference, tmp
         wb.schema.validate_spectra(run["spectra"].to_dataset())
 
 
-def test_a_killed_run_is_resumed_as_if_nothing_had_happened(trainer, reference, tmp_path):
+def test_a_killed_run_is_resumed_as_if_nothing_had_happened(trainer, reference, tmp_path, one_thread):
     store = tmp_path / "run.zarr"
     train_and_kill(trainer, store, at_step=26, delay=0.01)
     assert latest_checkpoint(tmp_path / "run.checkpoints") is not None
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     model, settings = killed_run.model(), {**killed_run.SETTINGS, "n_steps": N_STEPS}
     list(wb.train(model, killed_run.task(), store=store, resume=True, **settings))
-    torch.set_num_threads(threads)
     run = wb.open_run(store)
     assert run["monitors"].to_dataset().identical(reference["monitors"].to_dataset())
     np.testing.assert_array_equal(run["spectra"]["eigenvalue"].values, reference["spectra"]["eigenvalue"].values)
     through = killed_run.model()
-    torch.set_num_threads(1)
     list(wb.train(through, killed_run.task(), **{**settings, "checkpoint_every": None}))
-    torch.set_num_threads(threads)
     assert same_weights(model, through)

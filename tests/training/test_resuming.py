@@ -23,6 +23,17 @@ def run_to(step, model, task, **settings):
     run.close()
 
 
+def assert_resumes_to_the_bit(make, task, folder, **settings):
+    """A run that stopped after three steps and went on leaves the weights of one that never stopped."""
+    through = make()
+    list(wb.train(through, task, checkpoints=folder / "a", **settings))
+    run_to(3, make(), task, checkpoints=folder / "b", **settings)
+    torch.manual_seed(99)  # what was drawn meanwhile makes no difference
+    resumed = make()
+    list(wb.train(resumed, task, checkpoints=folder / "b", resume=True, **settings))
+    assert same_weights(resumed, through)
+
+
 def loader_task():
     """A shuffling loader over tokens; a fresh one each time, as in a fresh process."""
     tokens = torch.randint(32, (50, 12), generator=torch.Generator().manual_seed(0))
@@ -64,13 +75,7 @@ def test_stopping_and_resuming_gives_the_bits_of_running_through(task, tmp_path,
 @pytest.mark.medium
 @pytest.mark.parametrize("optimizer", ["SGD", "Adafactor", "LBFGS", "NAdam"])
 def test_every_kind_of_optimizer_state_comes_back(make_model, task, tmp_path, optimizer):
-    settings = {"n_steps": 6, "optimizer": optimizer, "checkpoint_every": 2}
-    through = make_model()
-    list(wb.train(through, task, checkpoints=tmp_path / "a", **settings))
-    run_to(3, make_model(), task, checkpoints=tmp_path / "b", **settings)
-    resumed = make_model()
-    list(wb.train(resumed, task, checkpoints=tmp_path / "b", resume=True, **settings))
-    assert same_weights(resumed, through)
+    assert_resumes_to_the_bit(make_model, task, tmp_path, n_steps=6, optimizer=optimizer, checkpoint_every=2)
 
 
 def test_a_constant_run_may_be_made_longer(make_model, task, tmp_path):

@@ -12,7 +12,7 @@ import workbench as wb
 from tests.plots.conftest import spectra_of
 from tests.widgets.recorded_runs import run_of, spectra_over
 from workbench.errors import OptionError, SchemaError, StoreError
-from workbench.plots.radar_figure import axes_of, outline
+from workbench.plots.radar_axes import axes_of, outline
 from workbench.plots.style import model_style
 from workbench.widgets import ArchitectureComparison
 from workbench.widgets.comparison.recorded_run import RecordedRun

@@ -147,7 +147,7 @@ def test_the_panel_says_what_each_fault_does_and_follows_code_and_schedule():
     panel.close()
     attention.enabled = False
     assert len(sent) == 4
-    assert (attention._observers, rate._observers) == ([], [])
+    assert (attention._observers._functions, rate._observers._functions) == ([], [])
 
 
 def test_notes_beside_the_picture_name_what_is_on(make):
@@ -261,7 +261,7 @@ def test_close_lets_go_of_faults_alarms_and_page(tmp_path):
             time.sleep(0.005)
         live.close()
         assert {run.attrs["state"] for run in live.runs.values()} == {"stopped"}
-        assert (panel.comm, live.alarm_list.comm, fault._observers) == (None, None, [])
+        assert (panel.comm, live.alarm_list.comm, fault._observers._functions) == (None, None, [])
         return weakref.ref(live)
 
     forgotten = live_and_closed()

@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 import warnings
 import weakref
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 import workbench as wb
+from tests.waiting import wait_for
 from workbench.errors import OptionError, StoreError
 from workbench.io.background_writer import RecordingWarning
 from workbench.widgets import LiveTraining
@@ -53,13 +53,6 @@ def make(task, tmp_path):
     yield live_training
     for live in made:
         live.close()
-
-
-def wait_for(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def hold_at(live, step):
@@ -361,7 +354,7 @@ def test_close_ends_the_thread_and_the_stores_and_leaves_nothing(task, tmp_path)
         live.close()
         assert {run.attrs["state"] for run in live.runs.values()} == {"stopped"}
         assert "LiveTraining" not in [thread.name for thread in threading.enumerate()]
-        assert (live.comm, live.canvas.comm, live.kss._observers) == (None, None, [])
+        assert (live.comm, live.canvas.comm, live.kss._observers._functions) == (None, None, [])
         live.close()
         return weakref.ref(live)
 

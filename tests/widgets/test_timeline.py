@@ -11,6 +11,7 @@ import pytest
 import xarray as xr
 
 from tests.monitored_runs import HEAD, LAYER, GrowingRun, monitored_run
+from tests.waiting import wait_for
 from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.io.run_writer import RunWriter
 from workbench.studies import signals
@@ -80,13 +81,6 @@ class Page:
         panel = next(panel for panel in self.content["panels"] if panel["name"] == signal)
         line = next(line for line in panel["lines"] if line["run"] == run)
         return self.array(line["step"]), self.array(line["value"])
-
-
-def wait_for(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_a_page_gets_every_line_every_mark_and_what_happened(make, pair):

@@ -10,7 +10,8 @@ import numpy as np
 
 from workbench.errors import OptionError
 from workbench.plots.figure_files import bokeh_plot
-from workbench.plots.radar_figure import DEFAULT_MEASURES, RadarChart, Texts, axes_of, outline, radar
+from workbench.plots.radar_axes import DEFAULT_MEASURES, RadarChart, Texts, axes_of, labelled_points, outline
+from workbench.plots.radar_figure import radar
 from workbench.widgets.comparison.scene import ComparisonView, Scene, muted
 from workbench.widgets.comparison.table import comparison_of
 from workbench.widgets.panel_grid import grid
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from bokeh.models import ColumnDataSource, GridPlot
 
-    from workbench.plots.radar_figure import RadarAxis
+    from workbench.plots.radar_axes import RadarAxis
 
 _N_COLUMNS = 2
 _FEWEST_MEASURES = 3
@@ -141,13 +142,9 @@ class _Chart:
         for source, values in chart.values.items():
             columns = outline(axes, values)
             self.lines[source].data = {key: columns[key] for key in ("x", "y")}
-            has_place = np.isfinite(columns["x"][:-1])  # the last point only closes the line
-            table = {key: column[:-1][has_place] for key, column in columns.items()}
-            table["measure"] = np.array([axis.title for axis in axes], dtype=object)[has_place]
-            table["who"] = np.full(len(table["x"]), f"{chart.name}, {source}", dtype=object)
-            self.points[source].data = table
+            self.points[source].data = labelled_points(axes, columns, who=f"{chart.name}, {source}")
             if source == "ours":
-                is_whole = has_place.all()
+                is_whole = np.isfinite(columns["x"]).all()
                 self.fill.data = {
                     "xs": [[[columns["x"]]]] if is_whole else [],
                     "ys": [[[columns["y"]]]] if is_whole else [],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from workbench.widgets.live.latest_state import LatestState, script
@@ -31,7 +30,7 @@ class FaultPanel(LatestState):
         self.faults = {fault.name: fault for fault in faults}
         self._turn = guarded(self._turn_as_asked)
         super().__init__()
-        self._undo = [fault.observe(partial(_refresh, self)) for fault in faults]
+        self._undo = [fault.observe(lambda name, before, after: self.refresh()) for fault in faults]
 
     def state(self) -> tuple[dict[str, Any], list[bytes]]:
         """The switches as they are."""
@@ -54,7 +53,3 @@ class FaultPanel(LatestState):
     def _turn_as_asked(self, asked: dict[str, bool]) -> None:
         for name, is_on in asked.items():
             self.faults[name].enabled = is_on
-
-
-def _refresh(panel: FaultPanel, name: str, before: Any, after: Any) -> None:
-    panel.refresh()

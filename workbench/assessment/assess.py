@@ -16,14 +16,16 @@ import torch
 
 from workbench.assessment.affordable_ladder import ladder
 from workbench.assessment.compute_cost import flops_per_token, steps_in_budget
-from workbench.assessment.conclusion import conclude
+from workbench.assessment.decisions import decide
 from workbench.assessment.depth_flow import depth_flow
+from workbench.assessment.failure_modes import judged
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.flow_numbers import flow_numbers
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
 from workbench.assessment.pilot_run import N_UPDATES, pilot_run
 from workbench.assessment.plan_changes import possible_changes, try_changes
 from workbench.assessment.plan_risk import STABLE_BELOW, plan_risk
+from workbench.assessment.verdict import summary_of, verdict_of
 from workbench.flow.flow_measurement import measure
 from workbench.hardware import AssessmentPlan, assess_hardware, read_plan
 from workbench.io.provenance import versions
@@ -306,3 +308,35 @@ def _say(progress: bool | Callable[[str], None]) -> Callable[[str], None]:
     import sys
 
     return lambda text: print(f"measuring {text} ...", file=sys.stderr, flush=True)
+
+
+def conclude(
+    tree: xr.DataTree, plan: AssessmentPlan, *, try_changes: Callable[[xr.DataTree], xr.Dataset] | None = None
+) -> None:
+    """Judge what was measured and say what to do, in place; once more, if that was done before.
+
+    Args:
+        tree: The measured parts, with the attributes ``subject`` and ``steps_in_budget`` and the sizes.
+        plan: That was assessed.
+        try_changes: Called with the judged tree where the plan may break; None: ``changes`` stay as they are.
+
+    Adds the nodes ``criteria``, ``failure_modes``, ``decisions`` and perhaps ``changes``, and the attributes
+    ``verdict``, ``exit_status`` and ``summary``.
+    """
+    import xarray as xr
+
+    criteria, modes = judged(tree)
+    tree["criteria"], tree["failure_modes"] = xr.DataTree(criteria), xr.DataTree(modes)
+    if try_changes is not None and may_break(tree):
+        tree["changes"] = xr.DataTree(try_changes(tree))
+    tree["decisions"] = xr.DataTree(decide(tree, plan, affordable=float(tree.attrs["steps_in_budget"])))
+    verdict = verdict_of(criteria, modes)
+    tree.attrs["verdict"], tree.attrs["exit_status"] = verdict.value, verdict.exit_status
+    tree.attrs["summary"] = summary_of(str(tree.attrs["subject"]), verdict, criteria, modes, Sizes.of(tree))
+
+
+def may_break(tree: xr.DataTree) -> bool:
+    """Whether a trial of the plan broke, or its risk is known and not small."""
+    share = float(tree["rehearsal"]["share_broken"])
+    risk = float(tree["risk"].to_dataset()["tried_probability"][0])
+    return share > 0 or risk >= STABLE_BELOW

@@ -87,8 +87,8 @@ def train(
         precision: ``"float32"``, or ``"bfloat16"`` or ``"float16"`` for automatic mixed precision.
         seed: Of whatever is random in training itself, such as dropout.
         loss: From logits and targets to a 0-dim tensor.
-        loss_limit: A loss above this is a divergence.
-        grad_norm_limit: A norm of all gradients, before clipping, above this is a divergence.
+        loss_limit: A loss above this is a divergence (RKSP's label: 50).
+        grad_norm_limit: A norm of all gradients, before clipping, above this is a divergence (RKSP's label: 500).
         stops_at_divergence: End the run there; otherwise it goes on while everything is finite.
         store: Path of the run's Zarr store; None: nothing is written.
         flush_every: Steps in a block; a killed process loses at most the last block, as long as the disk works.

@@ -252,7 +252,7 @@ def _evidence(symptoms: Mapping[str, Symptom], rules: Rules, probability: Mappin
             ),
             "variable": column([symptom.variable for symptom in seen], "variable", "", "in that part"),
             "selection": column(
-                [json.dumps(dict(symptom.selection)) for symptom in seen], "selection", "", "JSON: dimension -> value"
+                [json.dumps(symptom.position) for symptom in seen], "selection", "", "JSON: dimension -> value"
             ),
         }
     )

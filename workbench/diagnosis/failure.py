@@ -48,6 +48,17 @@ class Failure:
         """Whether it learned too little, so that there is no step at which anything went wrong."""
         return self.kind is FailureKind.STALLED
 
+    def last_row(self, steps: np.ndarray) -> int:
+        """The last of some measurements before it, or the first; of a run that stalled the last of all.
+
+        Args:
+            steps: Of the measurements, rising.
+        """
+        if self.is_stalled:
+            return len(steps) - 1
+        before = np.flatnonzero(steps <= self.step + 1)
+        return int(before[-1]) if len(before) else 0
+
     @property
     def is_seen(self) -> bool:
         """Whether the loss itself shows it; of a run that stalled it does not, for no other run says what was due."""

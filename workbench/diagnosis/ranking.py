@@ -17,7 +17,7 @@ import numpy as np
 
 from workbench.diagnosis.causes import CAUSES
 from workbench.errors import OptionError, StoreError
-from workbench.io.atomic import check_free, replacing
+from workbench.io.atomic import write_json
 
 _SHIPPED = Path(__file__).parent / "shipped" / "rules.json"
 #: By this factor, squared, symptoms are penalized less that decide by what they are, for the recorded runs are few for
@@ -103,8 +103,6 @@ class Rules:
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
         """Write them as JSON."""
-        path = Path(path)
-        check_free(path, overwrite=overwrite)
         content = {
             "about": self.about,
             "causes": list(self.causes),
@@ -114,9 +112,7 @@ class Rules:
             },
             "bias": [_short(value) for value in self.bias],
         }
-        with replacing(path) as partial:
-            partial.write_text(json.dumps(content, indent=1) + "\n")
-        return path
+        return write_json(content, path, overwrite=overwrite)
 
     @classmethod
     def open(cls, path: Path | str) -> Rules:

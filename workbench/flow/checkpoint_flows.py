@@ -41,22 +41,10 @@ def along_run(
 ) -> xr.Dataset:
     """`measure` at the checkpoints that lie beside a run's store, on the same inputs.
 
-    Args:
-        store: Of the run, such as ``runs/mine.zarr``; `workbench.train` with ``checkpoint_every`` writes its
-            checkpoints beside it.
-        model: Of the run; a copy gets the weights of each checkpoint, itself it is left alone.
-        inputs: As for `measure`; not an iterator that can be read only once.
-        steps: Of the checkpoints to measure; None: all.
-        targets: See `measure`.
-        loss: See `measure`.
-        stack: See `measure`.
-        batch_first: See `measure`.
-        jacobian: See `measure`.
-        n_singular: See `measure`.
-        n_tokens: See `measure`.
-        n_jacobian_tokens: See `measure`.
-        dtype: See `measure`.
-        seed: See `measure`.
+    ``store`` is that of the run, such as ``runs/mine.zarr``; `workbench.train` with ``checkpoint_every`` writes its
+    checkpoints beside it. A copy of ``model`` gets the weights of each checkpoint of ``steps`` (None: of all); the
+    model is left alone. The inputs must not be an iterator that can be read only once. All other arguments are those of
+    `measure`.
 
     Returns:
         As `measure`, with the dim ``step`` before all others.

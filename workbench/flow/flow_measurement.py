@@ -23,6 +23,7 @@ from workbench.models.attention_weights import Unreadable
 from workbench.models.batches import Batches
 from workbench.models.calling import on_device_of
 from workbench.models.checkpoint import open_checkpoint
+from workbench.models.profile import dtype_name
 from workbench.models.router_weights import Router, router_weights
 from workbench.models.subject import Subject
 from workbench.models.wrapping import unwrap
@@ -129,7 +130,7 @@ def measure(
         "subject": subject.name,
         "source": subject.source,
         "stack": anatomy.stack,
-        "dtype": _dtype_name(model),
+        "dtype": dtype_name(model),
         "seed": int(seed),
         "unseen": "\n".join(dict.fromkeys(unseen)),
         **({"unloaded": subject.unloaded} if subject.unloaded else {}),
@@ -185,8 +186,3 @@ def _as_dtype(model: nn.Module, batch: Any, dtype: torch.dtype) -> tuple[nn.Modu
     for option in plain_options(copied):  # or experts and attention refuse float64
         setattr(*option)
     return copied, batch
-
-
-def _dtype_name(model: nn.Module) -> str:
-    parameter = next(model.parameters(), None)
-    return "none" if parameter is None else str(parameter.dtype).removeprefix("torch.")

@@ -112,7 +112,7 @@ class Jacobian:
 
 
 def singular_values(
-    jacobian: Jacobian, n_largest: int, *, exact_up_to: int = EXACT_UP_TO, tolerance: float = _TOLERANCE, seed: int = 0
+    jacobian: Jacobian, n_largest: int, *, exact_up_to: int = EXACT_UP_TO, seed: int = 0
 ) -> SingularValues:
     """The largest singular values of a Jacobian, and the root of their mean square.
 
@@ -123,10 +123,8 @@ def singular_values(
         jacobian: The linear map.
         n_largest: How many.
         exact_up_to: Entries of a state up to which the matrix is formed.
-        tolerance: Relative size of Lanczos' residual; the relative error is at most that, and mostly far smaller.
         seed: Of the start of Lanczos and of the random signs.
     """
-    largest = np.full(n_largest, np.nan)
     if jacobian.size <= exact_up_to or n_largest >= jacobian.size:
         return of_matrix(jacobian.dense(), n_largest)
     largest = np.full(n_largest, np.nan)
@@ -135,7 +133,7 @@ def singular_values(
     mean = float(np.sqrt(np.mean([np.mean(jacobian.push(v) ** 2) for v in probes])))
     if not np.isfinite(mean):
         return _none_of("the Jacobian is not finite", n_largest)
-    found = _lanczos(jacobian, n_largest, tolerance, random.standard_normal(jacobian.size))
+    found = _lanczos(jacobian, n_largest, random.standard_normal(jacobian.size))
     largest[: len(found)] = found
     reason = "" if len(found) == n_largest else "Lanczos did not find all singular values asked for"
     return SingularValues(largest, mean, reason=reason)
@@ -154,7 +152,7 @@ def of_matrix(matrix: np.ndarray, n_largest: int) -> SingularValues:
     return SingularValues(largest, float(np.linalg.norm(matrix) / np.sqrt(len(matrix))), is_exact=True)
 
 
-def _lanczos(jacobian: Jacobian, n: int, tolerance: float, start: np.ndarray) -> np.ndarray:
+def _lanczos(jacobian: Jacobian, n: int, start: np.ndarray) -> np.ndarray:
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
     n_entries = jacobian.size
@@ -162,10 +160,10 @@ def _lanczos(jacobian: Jacobian, n: int, tolerance: float, start: np.ndarray) ->
     basis = min(n_entries, max(4 * n, 32))
     options = {"v0": start, "ncv": basis, "maxiter": _N_RESTARTS, "return_eigenvectors": False}
     try:
-        squares = eigsh(squared, n, tol=tolerance, **options)
+        squares = eigsh(squared, n, tol=_TOLERANCE, **options)
     except ArpackNoConvergence:  # many lie close together, so that rough ones are good ones
         try:
-            squares = eigsh(squared, n, tol=100 * tolerance, **options)
+            squares = eigsh(squared, n, tol=100 * _TOLERANCE, **options)
         except ArpackNoConvergence as unfinished:
             squares = unfinished.eigenvalues
     return np.sqrt(np.clip(np.sort(squares)[::-1], 0, None))

@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from workbench.hardware.accumulation import accumulation_error, accumulation_shrinkage
 from workbench.hardware.loss_scale import activation_overflow, gradient_overflow, gradient_range, gradient_underflow
 from workbench.hardware.lost_updates import lost_updates
 from workbench.hardware.parallel import compute_rounding, pipeline_boundaries, tensor_parallel
-from workbench.hardware.reduction import allreduce_error, allreduce_shrinkage, bucket_layout, reduction_order
+from workbench.hardware.reduction import (
+    accumulation_error,
+    accumulation_shrinkage,
+    allreduce_error,
+    allreduce_shrinkage,
+    bucket_layout,
+    reduction_order,
+)
 from workbench.hardware.staleness import late_gradients
 from workbench.schema.statuses import CriterionState
 

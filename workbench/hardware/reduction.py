@@ -1,4 +1,4 @@
-"""Gradients of many ranks added up in a low precision, in another order, in buckets."""
+"""Gradients of many ranks or micro-batches added up in a low precision, in another order, in buckets."""
 
 from __future__ import annotations
 
@@ -310,3 +310,26 @@ def _origin(terms: Terms, emulation: Emulation) -> str:
         f"{len(terms.values)} terms drawn anew from the gradients of {n_measured} measured micro-batches of "
         f"{emulation.rows} rows, their noise scaled to the plan's rows"
     )
+
+
+def accumulation_error(emulation: Emulation) -> Finding:
+    """Rounding of the accumulation in the plan's format, beside the sampling noise of the batch.
+
+    Each rank has a buffer of its own: of the error, what points along the gradient is common to all of them, and the
+    rest is taken to average out over the ranks.
+    """
+    hardware = emulation.plan.hardware
+    return error_of_sum(
+        emulation,
+        n_terms=hardware.accumulation,
+        rows=emulation.plan.rows_per_share,
+        dtype=hardware.accumulation_dtype,
+        add=running_sum,
+        what=f"Adding up {hardware.accumulation} micro-batches in {hardware.accumulation_dtype}",
+        n_sums=hardware.data_parallel,
+    )
+
+
+def accumulation_shrinkage(emulation: Emulation) -> Finding:
+    """What the accumulation loses along the gradient itself: terms too small to change the sum."""
+    return as_shrinkage(accumulation_error(emulation))

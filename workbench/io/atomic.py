@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from workbench.errors import StoreError
 
@@ -20,6 +22,19 @@ def check_free(path: Path, *, overwrite: bool) -> None:
     """
     if path.exists() and not overwrite:
         raise StoreError(f"{path} exists already; pass overwrite=True to replace it, or choose another path.")
+
+
+def write_json(content: Any, path: Path | str, *, overwrite: bool = False) -> Path:
+    """Write a file of JSON.
+
+    Raises:
+        StoreError: If there is something at the path and ``overwrite`` is False, or it cannot be written.
+    """
+    path = Path(path)
+    check_free(path, overwrite=overwrite)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+    return path
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from workbench.errors import AnatomyError
 from workbench.models.batches import Batches
 from workbench.models.block_calls import Slot, record_calls
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.calling import call_model, on_device_of, run_foreign
+from workbench.models.calling import on_device_of, run_foreign
 from workbench.models.layout import BATCH_FIRST, BatchLayout, layout_of
 from workbench.models.probing import undisturbed
 from workbench.models.residual_check import why_no_blocks
@@ -31,8 +31,6 @@ from workbench.models.wrapping import subject_in, unwrap
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
-
-__all__ = ["Anatomy", "Site", "call_model", "read_anatomy"]
 
 
 @dataclass(frozen=True)

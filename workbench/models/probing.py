@@ -14,12 +14,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.models.config_options import Option, config_options, configs_of
-from workbench.models.families import RUN_OVERRIDES
 from workbench.models.wrapping import as_written
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: transformers ``model_type`` -> options of its config that are set while a model is run to be read.
+RUN_OVERRIDES: dict[str, dict[str, Any]] = {
+    # In eval mode RWKV divides weights in place and halves the stream between blocks every `rescale_every` blocks.
+    "rwkv": {"rescale_every": 0},
+}
 #: A hook as `watch` attaches it: the module, the hook, and whether it runs before the module.
 HookRequest = tuple[nn.Module, Callable[..., Any], bool]
 

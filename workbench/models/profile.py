@@ -98,7 +98,7 @@ def profile(
         "stack": anatomy.stack,
         "n_snapshots": max(seen.n_snapshots for seen in moments),
         "token_selection": selection.describe(),
-        "dtype": _dtype_name(subject.model),
+        "dtype": dtype_name(subject.model),
         "seed": options.seed,
     }
     if subject.unloaded:
@@ -110,7 +110,7 @@ def profile(
     return spectra
 
 
-def _dtype_name(model: nn.Module) -> str:
-    """Dtype of the weights, as provenance."""
+def dtype_name(model: nn.Module) -> str:
+    """Dtype of the parameters, as provenance."""
     parameter = next(model.parameters(), None)
     return "none" if parameter is None else str(parameter.dtype).removeprefix("torch.")

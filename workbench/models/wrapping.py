@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,36 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
         if isinstance(inner, torch.optim.Optimizer):
             return innermost(inner)
     return optimizer
+
+
+def acting_on_gradients(
+    optimizer: torch.optim.Optimizer, args: tuple, kwargs: Mapping[str, Any], act: Callable[[Any], None]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """Act between the gradients of an update and the update, from a hook of the optimizer before its step.
+
+    Where the optimizer has a closure make the gradients, as under Lightning, the batch is yet to come.
+
+    Args:
+        optimizer: Whose step it is.
+        args: Of the step, as the hook gets them.
+        kwargs: Of the step.
+        act: Called with what the closure returns, every time that it ran; once with None where there is no closure.
+
+    Returns:
+        What the hook returns.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        act(None)
+        return None
+
+    def closure_and_action() -> Any:
+        loss = closure()
+        act(loss)
+        return loss
+
+    others = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (optimizer, closure_and_action, *args[2:]), others
 
 
 def is_split(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from workbench.formatting import NOT_MEASURED, band_in_signs, clipped, short
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
-from workbench.plots.primitives import Primitives, laid_out
+from workbench.plots.primitives import Primitives
 from workbench.plots.word_columns import column_of_words
 from workbench.schema.statuses import CriterionState
 
@@ -100,7 +100,7 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
             grid=False,
             legend=True,
         )
-        return laid_out(hv, [panel], backend)
+        return style.laid_out(hv, [panel], backend)
 
 
 def place_in_band(value: float, low: float, high: float) -> float:

@@ -13,7 +13,7 @@ from workbench.formatting import percent, with_interval
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
 from workbench.plots.label_places import LETTER, LINE, Box, place_labels
-from workbench.plots.primitives import Primitives, decades, laid_out
+from workbench.plots.primitives import Primitives, decades
 from workbench.studies import published
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def decision_chart(
             legend=True,
             grid=False,
         )
-        return laid_out(hv, [panel], backend)
+        return style.laid_out(hv, [panel], backend)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from workbench.errors import OptionError, SchemaError
 from workbench.formatting import clipped, percent, title_of
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
-from workbench.plots.primitives import Primitives, decades, laid_out
+from workbench.plots.primitives import Primitives, decades
 from workbench.plots.word_columns import column_of_words
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
             bounds=(0, 1),
             grid=False,
         )
-        return laid_out(hv, [panel], backend)
+        return style.laid_out(hv, [panel], backend)
 
 
 def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -> Any:
@@ -113,7 +113,7 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
             ticks=(ticks, list(zip(at.tolist(), names, strict=True))),
             grid=False,
         )
-        return laid_out(hv, [panel], backend)
+        return style.laid_out(hv, [panel], backend)
 
 
 def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
@@ -169,7 +169,7 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
             ticks=(None, [(up, name) for name, up in lines.items()]),
             grid=False,
         )
-        return laid_out(hv, [panel], backend)
+        return style.laid_out(hv, [panel], backend)
 
 
 def _grouped(evidence: xr.Dataset, n: int) -> tuple[list[str], list[str], np.ndarray]:

@@ -63,10 +63,7 @@ def dose_response(
     with style.drawing(backend) as hv:
         draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
         drawn = [draw(hv, panel, is_first=index == 0) for index, panel in enumerate(panels)]
-        layout = hv.Layout(drawn).cols(len(drawn))
-        if backend == "matplotlib":
-            return layout.opts(sublabel_format="", tight=True, hspace=0.08, fig_size=125, backend=backend)
-        return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
+        return style.laid_out(hv, drawn, backend, n_columns=len(drawn), tight=True, hspace=0.08, fig_size=125)
 
 
 @dataclass(frozen=True)

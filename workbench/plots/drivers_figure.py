@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import percent
 from workbench.plots import outcome_colors, style
-from workbench.plots.primitives import Primitives, decades, laid_out
+from workbench.plots.primitives import Primitives, decades
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -70,7 +70,7 @@ def drivers(drivers: xr.DataArray, *, n: int = 10, backend: str = "bokeh") -> An
                 grid=False,
             )
             panels.append(panel)
-        return laid_out(hv, panels, backend, n_columns=n_runs)
+        return style.laid_out(hv, panels, backend, n_columns=n_runs)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from workbench.errors import OptionError
 from workbench.koopman.measures import remeasure
 from workbench.plots import style
 from workbench.plots.complex_plane import PlaneStyle, Scale, panel_bokeh, panel_matplotlib
-from workbench.plots.mode_columns import View, band_outline, headline, key, mode_columns, silent_layers, view_of
+from workbench.plots.mode_columns import headline, key, mode_columns, silent_layers, view_of
 from workbench.plots.spectra_inputs import named_spectra, select_layers
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 # What a widget that redraws these panels needs beside the figure.
-__all__ = ["View", "band_outline", "eigenvalue_map", "headline", "key", "mode_columns", "silent_layers", "view_of"]
 
 
 def eigenvalue_map(
@@ -86,7 +85,4 @@ def eigenvalue_map(
             )
             panel = panel_bokeh if backend == "bokeh" else panel_matplotlib
             panels.append(panel(hv, data, modes[name], look))
-        layout = hv.Layout(panels).cols(columns)
-        if backend == "matplotlib":
-            return layout.opts(sublabel_format="", tight=True, hspace=0.3, vspace=0.5, backend=backend)
-        return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
+        return style.laid_out(hv, panels, backend, n_columns=columns, tight=True, hspace=0.3, vspace=0.5)

@@ -11,7 +11,7 @@ from workbench.errors import SchemaError
 from workbench.formatting import clipped, three_digits
 from workbench.plots import style
 from workbench.plots.dataset_columns import by_name
-from workbench.plots.primitives import Primitives, decades, flowed, laid_out
+from workbench.plots.primitives import Primitives, decades, flowed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,7 +95,7 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
                     )
                     panels.append(panel)
                 panels += [hv.Empty()] * (n_columns - len(shown))
-        return laid_out(hv, panels, backend, n_columns=n_columns)
+        return style.laid_out(hv, panels, backend, n_columns=n_columns)
 
 
 _UNITS = ("signal over entering", "gradient over leaving")

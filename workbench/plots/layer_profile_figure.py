@@ -78,10 +78,7 @@ def layer_profile(
             )
             for index, measure in enumerate(measures)
         ]
-        layout = hv.Layout(panels).cols(columns)
-        if backend == "matplotlib":
-            return layout.opts(sublabel_format="", tight=True, hspace=0.3, vspace=0.75, backend=backend)
-        return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
+        return style.laid_out(hv, panels, backend, n_columns=columns, tight=True, hspace=0.3, vspace=0.75)
 
 
 def measure_columns(spectra: xr.Dataset, measure: str, *, depth: str = "index") -> dict[str, np.ndarray]:

@@ -31,7 +31,7 @@ def probability_colors(probability: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(flat), UNKNOWN, colors).reshape(np.shape(probability))
 
 
-def draw_color_key(draw: Primitives, *, n: int = 60) -> None:
+def draw_color_key(draw: Primitives) -> None:
     """A strip from 0 to 1 in the colours of `probability_colors`."""
-    edges = np.linspace(0, 1, n + 1)
+    edges = np.linspace(0, 1, 61)
     draw.boxes(edges[:-1], 0, edges[1:], 1, colors=probability_colors((edges[:-1] + edges[1:]) / 2))

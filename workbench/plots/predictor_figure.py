@@ -10,7 +10,7 @@ from workbench.errors import OptionError, SchemaError
 from workbench.formatting import with_interval
 from workbench.plots import style
 from workbench.plots.dataset_columns import columns_of, names_along
-from workbench.plots.primitives import Primitives, laid_out
+from workbench.plots.primitives import Primitives
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -89,7 +89,7 @@ def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
             grid=False,
             bounds=(0.0, 1.0),
         )
-        return laid_out(hv, [panel], backend)
+        return style.laid_out(hv, [panel], backend)
 
 
 def predictor_frame(table: xr.Dataset, *, digits: int = 3) -> pd.DataFrame:

@@ -48,14 +48,11 @@ class Primitives:
         color: str,
         dash: str = "solid",
         width: float = 1.6,
-        alpha: float = 1.0,
         label: str = "",
-        is_step: bool = False,
     ) -> None:
         """A line through the points; NaN interrupts it."""
         curve = self.hv.Curve((np.asarray(x, float), np.asarray(y, float)), self.x, self.y, label=label)
-        stroke = self._stroke(color, width, dash) | {"alpha": alpha}
-        self._add(curve, **stroke, **({"interpolation": "steps-post"} if is_step else {}))
+        self._add(curve, **self._stroke(color, width, dash))
         if label:
             self._legend.append({"label": label, "color": color, "dash": dash, "width": width})
 
@@ -290,14 +287,6 @@ def decades(low: float, high: float, *, n_most: int = 7) -> list[float]:
         if len(ticks) <= n_most:
             break
     return ticks
-
-
-def laid_out(hv: Any, panels: Sequence[Any], backend: str, *, n_columns: int = 1) -> Any:
-    """The panels as one holoviews Layout; on a matplotlib figure each stands where its ``at`` says."""
-    layout = hv.Layout(list(panels)).cols(n_columns)
-    if backend == "matplotlib":
-        return layout.opts(sublabel_format="", backend=backend)
-    return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
 
 
 def _worded(places: Any, form: str) -> Any:

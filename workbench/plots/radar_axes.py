@@ -151,6 +151,15 @@ def outline(axes: list[RadarAxis], values: list[float]) -> dict[str, np.ndarray]
     return {"x": x, "y": y, "value": np.array([*values, values[0]])}
 
 
+def labelled_points(axes: list[RadarAxis], columns: dict[str, np.ndarray], *, who: str) -> dict[str, np.ndarray]:
+    """The points of an `outline` that have a place, with what a pointer is told of each."""
+    has_place = np.isfinite(columns["x"][:-1])  # the last point only closes the line
+    table = {key: column[:-1][has_place] for key, column in columns.items()}
+    table["measure"] = np.array([axis.title for axis in axes], dtype=object)[has_place]
+    table["who"] = np.full(len(table["x"]), who, dtype=object)
+    return table
+
+
 @dataclass(frozen=True)
 class Texts:
     """The words of one picture: title, one line under it, lines below, and a text at the end of each axis."""

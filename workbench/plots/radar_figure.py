@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.plots import style
-from workbench.plots.radar_axes import DEFAULT_MEASURES, RadarAxis, RadarChart, Texts, axes_of, outline
+from workbench.plots.radar_axes import RadarAxis, RadarChart, Texts, axes_of, labelled_points, outline
 from workbench.studies.comparison import SOURCES
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 # What a widget that redraws these charts needs beside the figure.
-__all__ = ["DEFAULT_MEASURES", "RadarAxis", "RadarChart", "Texts", "axes_of", "outline", "radar"]
 
 #: More fillings than this only hide each other.
 _N_FILLED = 4
@@ -100,10 +99,7 @@ def _elements(hv: Any, axes: list[RadarAxis], charts: list[RadarChart]) -> Itera
     for chart, source, columns in outlines:
         yield f"{source} line", hv.Curve((columns["x"], columns["y"]), *dims, label=chart.name), chart
     for chart, source, columns in outlines:
-        has_place = np.isfinite(columns["x"][:-1])  # the last point only closes the line
-        table = {key: column[:-1][has_place] for key, column in columns.items()}
-        table["measure"] = np.array([axis.title for axis in axes], dtype=object)[has_place]
-        table["who"] = np.full(len(table["x"]), f"{chart.name}, {source}", dtype=object)
+        table = labelled_points(axes, columns, who=f"{chart.name}, {source}")
         yield f"{source} points", hv.Points(table, dims, ["value", "measure", "who"], label=chart.name), chart
 
 

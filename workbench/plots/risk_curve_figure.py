@@ -8,7 +8,7 @@ import numpy as np
 
 from workbench.formatting import percent
 from workbench.plots import outcome_colors, style
-from workbench.plots.primitives import Primitives, decades, laid_out, stretches
+from workbench.plots.primitives import Primitives, decades, stretches
 from workbench.plots.risk_grid import RiskGrid, Runs
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def risk_curve(
             is_log=(True, False),
             legend=True,
         )
-        return laid_out(hv, [panel], backend)
+        return style.laid_out(hv, [panel], backend)
 
 
 def _draw_architecture(draw: Primitives, grid: RiskGrid, row: int, look: Mapping[str, str]) -> None:
@@ -86,10 +86,9 @@ def _draw_architecture(draw: Primitives, grid: RiskGrid, row: int, look: Mapping
     # The dotted line runs on to the next familiar rate, so that the two meet.
     unfamiliar = ~is_familiar
     if unfamiliar.any():
+        place = np.arange(len(unfamiliar))
         reach = (
-            unfamiliar
-            | np.roll(unfamiliar, 1) & ~_first(len(unfamiliar))
-            | np.roll(unfamiliar, -1) & ~_last(len(unfamiliar))
+            unfamiliar | np.roll(unfamiliar, 1) & (place > 0) | np.roll(unfamiliar, -1) & (place < len(unfamiliar) - 1)
         )
         draw.line(grid.rates, np.where(reach, probability, np.nan), color=color, dash="dotted", width=2)
     draw.line(
@@ -130,14 +129,6 @@ def _draw_rug(draw: Primitives, runs: Runs, colors: list[str]) -> None:
                     "tips": tips,
                 }
                 draw.dots(runs.rate[is_it], y, size=6, alpha=0.8, **look)
-
-
-def _first(n: int) -> np.ndarray:
-    return np.arange(n) == 0
-
-
-def _last(n: int) -> np.ndarray:
-    return np.arange(n) == n - 1
 
 
 def _note(grid: RiskGrid, runs: Runs) -> list[str]:

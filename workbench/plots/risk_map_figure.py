@@ -8,7 +8,7 @@ import numpy as np
 
 from workbench.formatting import percent, with_interval
 from workbench.plots import outcome_colors, style
-from workbench.plots.primitives import Primitives, decades, laid_out
+from workbench.plots.primitives import Primitives, decades
 from workbench.plots.risk_grid import RiskGrid, Runs
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def risk_map(risk: xr.Dataset, *, runs: xr.Dataset | None = None, backend: str =
                 bare=(False, True),
             ),
         ]
-        return laid_out(hv, panels, backend)
+        return style.laid_out(hv, panels, backend)
 
 
 def _draw_cells(draw: Primitives, grid: RiskGrid) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.plots import style
 from workbench.plots.dataset_columns import by_name, columns_of
-from workbench.plots.primitives import Primitives, laid_out
+from workbench.plots.primitives import Primitives
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,7 +74,7 @@ def roc(
             formats=("percent", "percent"),
             legend=True,
         )
-        return laid_out(hv, [panel], backend)
+        return style.laid_out(hv, [panel], backend)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import by_name
-from workbench.plots.primitives import Primitives, decades, flowed, laid_out
+from workbench.plots.primitives import Primitives, decades, flowed
 from workbench.schema.statuses import CoordinateState
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def scaling_trend(
         else:
             panels = []
         panels.insert(0, _trend_panel(hv, backend, ladders, order, quantity, along, note))
-        return laid_out(hv, panels, backend, n_columns=2)
+        return style.laid_out(hv, panels, backend, n_columns=2)
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,7 @@ def step_grid(
             )
             panel = panel_bokeh if backend == "bokeh" else panel_matplotlib
             panels.append(panel(hv, cell.spectra, modes[index], look))
-        layout = hv.Layout(panels).cols(n)
-        if backend == "matplotlib":
-            return layout.opts(sublabel_format="", tight=True, hspace=0.06, vspace=0.15, backend=backend)
-        return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
+        return style.laid_out(hv, panels, backend, n_columns=n, tight=True, hspace=0.06, vspace=0.15)
 
 
 @dataclass(frozen=True)

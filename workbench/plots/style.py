@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import OptionError, require_lab
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 BACKENDS = ("bokeh", "matplotlib")
 
@@ -112,6 +112,22 @@ def drawing(backend: str) -> Iterator[Any]:
         yield hv
     finally:
         hv.Store.current_backend = current
+
+
+def laid_out(hv: Any, panels: Sequence[Any], backend: str, *, n_columns: int = 1, **of_matplotlib: Any) -> Any:
+    """The panels as one holoviews Layout.
+
+    Args:
+        hv: From `drawing`.
+        panels: In the order of reading.
+        backend: Of the drawing.
+        n_columns: Panels in a row.
+        of_matplotlib: Options of a layout of matplotlib.
+    """
+    layout = hv.Layout(list(panels)).cols(n_columns)
+    if backend == "matplotlib":
+        return layout.opts(sublabel_format="", backend=backend, **of_matplotlib)
+    return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
 
 
 def dress_bokeh(plot: Any, element: Any) -> None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 #: Signals that anyone watches: a mechanism is seen early if its alarm comes before theirs.
 ESTABLISHED = ("loss", "grad_norm", "spike_score")
 #: Kinds of events that the timeline marks.
-MARKED = ("alarm", "action", "divergence", "gap", "resumed")
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,7 @@ def timeline(
         drawing = Drawing(hv, backend, view, stories)
         drawn = [drawing.lane(word)]
         drawn += [drawing.panel(panel, is_last=panel is panels[-1]) for panel in panels]
-        layout = hv.Layout(drawn).cols(1)
-        if backend == "matplotlib":
-            return layout.opts(sublabel_format="", tight=True, vspace=0.3, fig_size=170, backend=backend)
-        return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
+        return style.laid_out(hv, drawn, backend, tight=True, vspace=0.3, fig_size=170)
 
 
 def chosen_signals(

@@ -91,15 +91,17 @@ def traces(
     span = _padded(first, last, margin=0.02)
     with style.drawing(backend) as hv:
         draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
-        layout = hv.Layout(
+        return style.laid_out(
+            hv,
             [
                 draw(hv, panel, order, span, is_first=index == 0, is_last=index == len(panels) - 1)
                 for index, panel in enumerate(panels)
-            ]
-        ).cols(1)
-        if backend == "matplotlib":
-            return layout.opts(sublabel_format="", tight=True, vspace=0.55, fig_size=170, backend=backend)
-        return layout.opts(shared_axes=True, merge_tools=True, toolbar="above", backend=backend)
+            ],
+            backend,
+            tight=True,
+            vspace=0.55,
+            fig_size=170,
+        )
 
 
 @dataclass(frozen=True)

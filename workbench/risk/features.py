@@ -281,9 +281,9 @@ def _is_clipped(clip_norm: np.ndarray) -> np.ndarray:
     return (~np.isnan(np.asarray(clip_norm, dtype=float))).astype(float)
 
 
-def _feature(name: str, long_name: str, *, shift: float = 0.0, needs: str = "", low: float = 0.0) -> Feature:
+def _feature(name: str, long_name: str, *, shift: float = 0.0, low: float = 0.0) -> Feature:
     """The logarithm of one variable."""
-    return Feature(name, long_name, (needs or name,), True, shift, lambda x: _log(x, shift=shift, low=low))
+    return Feature(name, long_name, (name,), True, shift, lambda x: _log(x, shift=shift, low=low))
 
 
 _SETTINGS = (

@@ -56,15 +56,7 @@ def roc_curve(
     score: ArrayLike, label: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
     groups: ArrayLike | None = None, level: float = 0.95,
 ) -> xr.Dataset:  # fmt: skip
-    """What every threshold on a score catches, and what it costs.
-
-    Args:
-        score: As in `auroc`.
-        label: As in `auroc`.
-        n_bootstrap: As in `auroc`.
-        seed: As in `auroc`.
-        groups: As in `auroc`.
-        level: As in `auroc`.
+    """What every threshold on a score catches, and what it costs; arguments as in `auroc`.
 
     Returns:
         Dataset with dim ``point``: ``false_positive_rate``, ``true_positive_rate`` and ``threshold`` (at or above it a
@@ -99,15 +91,7 @@ def auroc_within(
     """The same among runs of one kind: only pairs that share ``within`` are compared, and every such pair counts once.
 
     Within cells (everything but learning rate and seed the same) this asks whether a score sees the learning rate.
-
-    Args:
-        score: As in `auroc`.
-        label: As in `auroc`.
-        within: What two runs must share to be compared.
-        n_bootstrap: As in `auroc`.
-        seed: As in `auroc`.
-        groups: As in `auroc`.
-        level: As in `auroc`.
+    The other arguments are those of `auroc`.
 
     Raises:
         OptionError: As in `auroc`.

@@ -115,7 +115,7 @@ def dtype_of(name: str, kind: str) -> type:
     return {"f": np.float32, "c": np.complex64, "i": np.int64, "b": np.bool_, "U": np.str_}[kind]
 
 
-def require(data: xr.Dataset, names: Iterable[str], *, what: str = "sweep") -> None:
+def require(data: xr.Dataset, names: Iterable[str]) -> None:
     """Refuse a dataset that lacks what is about to be used.
 
     Raises:
@@ -124,6 +124,6 @@ def require(data: xr.Dataset, names: Iterable[str], *, what: str = "sweep") -> N
     missing = [name for name in names if name not in data.variables]
     if missing or "run" not in data.dims:
         lacks = ", ".join(missing[:3]) or "the dimension run"
-        raise SchemaError(f"The dataset is no {what}: it lacks {lacks}; take one from wb.open_sweep or wb.sweeps.run.")
+        raise SchemaError(f"The dataset is no sweep: it lacks {lacks}; take one from wb.open_sweep or wb.sweeps.run.")
     if not data.sizes["run"]:
-        raise SchemaError(f"The {what} has no run; select less narrowly.")
+        raise SchemaError("The sweep has no run; select less narrowly.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from workbench.errors import OptionError
-from workbench.tasks.task import SeededTask, batch_generator, require_seed, require_whole
+from workbench.tasks.task import SequenceTask, batch_generator, require_seed, require_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ PADDING = 0
 
 
 @dataclass(frozen=True)
-class AssociativeRecall(SeededTask):
+class AssociativeRecall(SequenceTask):
     """Associative recall (RKSP): read key-value pairs, then answer for one key at the last position.
 
     A sequence is ``n_pairs`` pairs key, value, then padding, then the query key. Keys of a sequence differ. The paper
@@ -53,11 +53,6 @@ class AssociativeRecall(SeededTask):
                 f"vocab_size is {self.vocab_size}, too small for {self.n_pairs} different keys; "
                 f"expected at least {2 * self.n_pairs + 2}."
             )
-
-    @property
-    def states_per_row(self) -> int:
-        """Tokens in a sequence."""
-        return self.length
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Batch number ``index`` of the stream.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from workbench.tasks.task import SeededTask, mixed_seed, require_seed, require_split, require_whole, shuffled_rows
+from workbench.tasks.task import SequenceTask, mixed_seed, require_seed, require_split, require_whole, shuffled_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ _LONGEST_RUN = 15
 
 
 @dataclass(frozen=True)
-class SyntheticLM(SeededTask):
+class SyntheticLM(SequenceTask):
     """Synthetic language modelling (RKSP): next-token prediction on sequences made of segments, see `segments`.
 
     Every sequence is a function of the seed, the split and its number. An epoch goes once through all sequences of the
@@ -52,11 +52,6 @@ class SyntheticLM(SeededTask):
         require_whole(FIRST_TOKEN + _LONGEST_RUN, vocab_size=self.vocab_size)
         require_seed(self.seed)
         require_split(self.split)
-
-    @property
-    def states_per_row(self) -> int:
-        """Tokens in a sequence."""
-        return self.length
 
     @property
     def n_held_out(self) -> int:

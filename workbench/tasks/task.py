@@ -106,6 +106,17 @@ class SeededTask(ABC):
         }
 
 
+class SequenceTask(SeededTask):
+    """Base of those whose rows are sequences of ``length`` tokens, a field of the child."""
+
+    length: int
+
+    @property
+    def states_per_row(self) -> int:
+        """Tokens in a sequence."""
+        return self.length
+
+
 def batch_generator(seed: int, index: int) -> torch.Generator:
     """Randomness of batch number ``index``. Recorded data depend on this formula."""
     return torch.Generator().manual_seed(int(seed) * 1_000_003 + index)

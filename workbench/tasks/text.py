@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from workbench.errors import OptionError, WorkbenchError
-from workbench.tasks.task import SeededTask, batch_generator, require_seed, require_split, require_whole
+from workbench.tasks.task import SequenceTask, batch_generator, require_seed, require_split, require_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ HELD_OUT_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class TextBytes(SeededTask):
+class TextBytes(SequenceTask):
     """Byte-level language modelling on English text that ships with every CPython.
 
     The text is Python's own language reference (module ``pydoc_data.topics``, about 0.7 MB, PSF licence 2.0). It
@@ -49,11 +49,6 @@ class TextBytes(SeededTask):
         longest = len(split_text("validation")) - 2
         if self.length > longest:
             raise OptionError(f"length is {self.length}, expected at most {longest}, what the validation text allows.")
-
-    @property
-    def states_per_row(self) -> int:
-        """Tokens in a sequence."""
-        return self.length
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Batch number ``index`` of the stream.

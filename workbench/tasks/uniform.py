@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from workbench.tasks.task import SeededTask, batch_generator, require_seed, require_whole
+from workbench.tasks.task import SequenceTask, batch_generator, require_seed, require_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class RandomTokens(SeededTask):
+class RandomTokens(SequenceTask):
     """Next-token prediction on uniformly random tokens, as RKSP trains its MoE, Mamba and KAN models.
 
     The best possible loss is ln ``vocab_size`` nats: whatever a model does beyond that is its own doing. The paper
@@ -37,11 +37,6 @@ class RandomTokens(SeededTask):
         require_whole(1, length=self.length, batch_size=self.batch_size)
         require_whole(2, vocab_size=self.vocab_size)
         require_seed(self.seed)
-
-    @property
-    def states_per_row(self) -> int:
-        """Tokens in a sequence."""
-        return self.length
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Batch number ``index`` of the stream.

@@ -33,18 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recording:
-    """What to keep of a run, and where.
-
-    Attributes:
-        store: Path of the run's Zarr store; None: nothing is written.
-        flush_every: Steps in a block; a killed process loses at most the last block, as long as the disk works.
-        spectra_every: Take spectra of the residual stream every so many steps, from step 0 on, at the last step and
-            where the run diverges; None: never.
-        profile_options: Further arguments of `workbench.profile`, such as ``{"n_snapshots": 512}``.
-        probe: Inputs to take spectra on; None: the task's own fixed ones.
-        checkpoint_every: Steps between checkpoints; None: none.
-        checkpoints: Folder of the checkpoints; None: beside the store, ``run.zarr`` -> ``run.checkpoints``.
-    """
+    """What to keep of a run, and where: arguments of `workbench.train`, which says what each means."""
 
     store: Path | str | None = None
     flush_every: int = 200

@@ -26,24 +26,7 @@ PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.floa
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Settings of a training run.
-
-    Attributes:
-        n_steps: Optimizer steps.
-        learning_rate: Peak rate, reached after the warm-up; None: 1e-3, or what a ready optimizer brings.
-        warmup: Steps over which the rate rises linearly to its peak.
-        schedule: What follows the warm-up: ``"constant"``, or ``"cosine"`` or ``"linear"`` down to 0 at ``n_steps``; or
-            a function from the step, counted from 0, to the share of the peak rate.
-        optimizer: Name of a class in ``torch.optim``, in any spelling of case; a function from the parameters to an
-            optimizer; or a ready optimizer over the model's parameters.
-        optimizer_options: Further arguments of a named one, such as ``{"weight_decay": 0.1, "betas": (0.9, 0.95)}``.
-        clip_norm: Largest norm of all gradients together; larger ones are scaled down. None: no clipping.
-        precision: ``"float32"``, or ``"bfloat16"`` or ``"float16"`` for automatic mixed precision.
-        seed: Of whatever is random in training itself, such as dropout.
-        loss_limit: A loss above this is a divergence (RKSP's label: 50).
-        grad_norm_limit: A norm of all gradients, before clipping, above this is a divergence (RKSP's label: 500).
-        stops_at_divergence: End the run there; otherwise it goes on while everything is finite.
-    """
+    """Settings of a training run: arguments of `workbench.train`, which says what each means."""
 
     n_steps: int
     learning_rate: float | None = None

@@ -57,7 +57,6 @@ _COUNTS = (
     "top_k", "state_size", "conv_width", "expand", "n_grid", "spline_order", "image_size", "patch_size", "n_channels",
     "n_classes",
 )  # fmt: skip
-_POSITIVE = ("norm_eps", "rotary_base", "mlp_ratio", "init_std", "spline_range")
 _NOT_NEGATIVE = ("balance_coefficient", "z_coefficient", "spline_std")
 _FLAGS = ("qk_norm", "is_parallel", "has_bias", "ties_embeddings", "normalizes_top_k", "scales_residual_init")
 _CHOICES = {"norm": NORMS, "position": get_args(Position), "mlp": get_args(MlpKind), "initialization": INITIALIZATIONS}

@@ -172,17 +172,13 @@ def judge(reading: CriterionReading, band: HealthyBand, *, scale: str = "linear"
     return state, float(np.clip(share, 0.0, 1.0) * surest)
 
 
-def worst_of(
-    data: xr.Dataset, variable: str, *, largest: bool, spread: str | None = None, layer: str = "layer"
-) -> CriterionReading | str:
+def worst_of(data: xr.Dataset, variable: str, *, largest: bool) -> CriterionReading | str:
     """The largest or smallest entry of a variable, and where it stands.
 
     Args:
         data: Holds the variable.
         variable: Its name.
         largest: Whether large values are the bad ones.
-        spread: Name of the variable with the standard errors; None: they are 0.
-        layer: Dimension that counts blocks.
 
     Returns:
         The reading; or why there is none, if the variable is missing or nowhere finite.
@@ -193,11 +189,9 @@ def worst_of(
     if not np.isfinite(values).any():
         return NOTHING_SEEN
     flat = int(np.nanargmax(values) if largest else np.nanargmin(values))
-    place = dict(zip(data[variable].dims, (int(i) for i in np.unravel_index(flat, values.shape)), strict=True))
-    deviation = float(data[spread].values[tuple(place.values())]) if spread is not None else 0.0
-    return CriterionReading(
-        float(values.flat[flat]), deviation, {str(k): v for k, v in place.items()}, place.get(layer, -1)
-    )
+    at = (int(i) for i in np.unravel_index(flat, values.shape))
+    place = dict(zip(map(str, data[variable].dims), at, strict=True))
+    return CriterionReading(float(values.flat[flat]), 0.0, place, place.get("layer", -1))
 
 
 def number(data: xr.Dataset, variable: str, *, spread: str | None = None) -> CriterionReading | str:

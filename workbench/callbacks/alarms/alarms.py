@@ -10,9 +10,8 @@ import numpy as np
 
 from workbench.callbacks.alarms.attribution import Attribution, Attributor
 from workbench.callbacks.alarms.calibration import KINDS, Calibration
-from workbench.callbacks.alarms.detector import Detector
+from workbench.callbacks.alarms.detector import Detector, onset
 from workbench.callbacks.alarms.detector_options import DetectorOptions
-from workbench.callbacks.alarms.onset import onset
 from workbench.callbacks.alarms.recorded_settings import SettingsFollower
 from workbench.callbacks.alarms.settling import Settling
 from workbench.callbacks.alarms.watched import WATCHED, Watched

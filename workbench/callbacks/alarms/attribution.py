@@ -13,7 +13,7 @@ import numpy as np
 
 from workbench.callbacks.alarms.watched import WATCHED
 from workbench.errors import OptionError, StoreError
-from workbench.io.atomic import check_free, replacing
+from workbench.io.atomic import write_json
 
 _SHIPPED = Path(__file__).parent / "shipped" / "attribution.json"
 #: Scores beyond this say no more.
@@ -125,16 +125,13 @@ class Attributor:
 
     def save(self, path: Path, *, overwrite: bool = False) -> Path:
         """Write it as JSON."""
-        check_free(Path(path), overwrite=overwrite)
         content = {
             "causes": list(self.causes),
             "features": list(self.features),
             "weight": [[float(f"{value:.5g}") for value in row] for row in self.weight],
             "bias": [float(f"{value:.5g}") for value in self.bias],
         }
-        with replacing(Path(path)) as partial:
-            partial.write_text(json.dumps(content, indent=1) + "\n")
-        return Path(path)
+        return write_json(content, path, overwrite=overwrite)
 
     @classmethod
     def open(cls, path: Path) -> Attributor:

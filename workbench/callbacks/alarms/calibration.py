@@ -13,7 +13,7 @@ import numpy as np
 
 from workbench.callbacks.alarms.detector_options import DetectorOptions
 from workbench.errors import OptionError, StoreError
-from workbench.io.atomic import check_free, replacing
+from workbench.io.atomic import write_json
 
 _SHIPPED = Path(__file__).parent / "shipped"
 KINDS = ("level", "change")
@@ -104,16 +104,13 @@ class Calibration:
 
     def save(self, path: Path, *, overwrite: bool = False) -> Path:
         """Write it as JSON."""
-        check_free(Path(path), overwrite=overwrite)
         content = {
             "options": asdict(self.options),
             "scale": {name: {k: _rounded(v) for k, v in kinds.items()} for name, kinds in sorted(self.scale.items())},
             "highest": {group: [_rounded(v) for v in values] for group, values in self.highest.items()},
             "about": self.about,
         }
-        with replacing(Path(path)) as partial:
-            partial.write_text(json.dumps(content, indent=1) + "\n")
-        return Path(path)
+        return write_json(content, path, overwrite=overwrite)
 
     @classmethod
     def open(cls, path: Path) -> Calibration:

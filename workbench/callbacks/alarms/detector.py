@@ -10,6 +10,9 @@ import numpy as np
 from workbench.callbacks.alarms.detector_options import DetectorOptions
 from workbench.callbacks.alarms.settling import Settling
 
+#: Fewer measurements than this on either side of a change are no level.
+_LEAST_LEVEL = 3
+
 
 @dataclass(frozen=True)
 class Departure:
@@ -123,3 +126,24 @@ def _mean(values: np.ndarray) -> np.ndarray:
 def _ignoring_nan(function: Callable[..., np.ndarray], values: np.ndarray) -> np.ndarray:
     known = np.isfinite(values).any(axis=0)
     return np.where(known, function(np.where(known, values, 0.0), axis=0), np.nan)
+
+
+def onset(step: np.ndarray, value: np.ndarray) -> int | None:
+    """The step at which a signal's level most likely changed: one break, by least squares (ruptures).
+
+    Args:
+        step: Of the measurements, shape (measurement,); rising.
+        value: Of the signal, on a scale on which differences mean the same everywhere, such as `Watched.badness`; NaN
+            is left out.
+
+    Returns:
+        The last step before the change; None where there are fewer than six measurements.
+    """
+    import ruptures
+
+    known = np.isfinite(value)
+    step, value = np.asarray(step)[known], np.asarray(value, dtype=np.float64)[known]
+    if len(value) < 2 * _LEAST_LEVEL:
+        return None
+    breaks = ruptures.Binseg(model="l2", min_size=_LEAST_LEVEL, jump=1).fit(value[:, None]).predict(n_bkps=1)
+    return int(step[breaks[0] - 1])

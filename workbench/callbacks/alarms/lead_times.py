@@ -44,11 +44,6 @@ class LeadTime:
         return math.nan if self.mechanism is None or not ends else float(min(ends) - self.mechanism.step)
 
     @property
-    def to_divergence(self) -> float:
-        """Steps from the mechanism's alarm to the divergence; NaN where one is missing."""
-        return math.nan if self.mechanism is None or self.divergence is None else self.divergence - self.mechanism.step
-
-    @property
     def is_first(self) -> bool:
         """Whether the mechanism warned, and nothing else had shown anything by then."""
         return self.mechanism is not None and not self.steps <= 0

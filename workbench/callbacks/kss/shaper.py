@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from types import FunctionType
@@ -27,7 +27,7 @@ from workbench.models.calling import call_model, named_arguments
 from workbench.models.capture import StreamWatcher, empty_moments
 from workbench.models.probing import eval_mode, undisturbed, watch
 from workbench.models.process_group import is_shared
-from workbench.models.wrapping import as_written, bare, entrances, innermost
+from workbench.models.wrapping import acting_on_gradients, as_written, bare, entrances, innermost
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
@@ -173,21 +173,7 @@ class Shaper:
             self._begin_update(control)
         if self.kss.options.coupling != "gradient":
             return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._act(control)
-            return None
-        # The batch is yet to come: the optimizer will have the closure run it (Lightning).
-        others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (optimizer, self._acting_after(closure, control), *args[2:]), others
-
-    def _acting_after(self, closure: Callable[[], Any], control: ControlValues) -> Callable[[], Any]:
-        def closure_and_penalty() -> Any:
-            loss = closure()
-            self._act(control)
-            return loss
-
-        return closure_and_penalty
+        return acting_on_gradients(optimizer, args, kwargs, lambda loss: self._act(control))
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._restore_rates()

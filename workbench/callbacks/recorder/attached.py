@@ -23,7 +23,7 @@ from workbench.callbacks.recorder.updates import total_gradient_norm, was_skippe
 from workbench.errors import OptionError, WorkbenchError
 from workbench.io.run_output import say
 from workbench.models.process_group import is_shared
-from workbench.models.wrapping import bare, innermost
+from workbench.models.wrapping import acting_on_gradients, bare, innermost
 from workbench.monitors.scalars import SpikeScore
 from workbench.schema.events import Event
 
@@ -219,27 +219,15 @@ class AttachedRecorder:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._before_update(optimizer)
-            return None
-        # The batch is yet to come: the optimizer will have the closure run it (Lightning).
-        others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (optimizer, self._measuring_after(closure, optimizer), *args[2:]), others
+        has_measured = False
 
-    def _measuring_after(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-        n_calls = 0
-
-        def closure_and_measurement() -> Any:
-            nonlocal n_calls
-            loss = closure()
-            n_calls += 1
-            if n_calls == 1:  # LBFGS asks several times
-                self._closure_loss = loss
+        def measure(loss: Any) -> None:
+            nonlocal has_measured
+            if not has_measured:  # LBFGS asks its closure several times
+                has_measured, self._closure_loss = True, loss
                 self._before_update(optimizer)
-            return loss
 
-        return closure_and_measurement
+        return acting_on_gradients(optimizer, args, kwargs, measure)
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients are there, parameters are still the old ones."""

@@ -15,7 +15,8 @@ from workbench.callbacks.recorder.ranks import added_up
 from workbench.monitors.optimizer_health import adam_staleness, gradient_rms
 
 if TYPE_CHECKING:
-    from workbench.models.anatomy import Anatomy, Site
+    from workbench.models.anatomy import Anatomy
+    from workbench.models.site import Site
 
 #: What is summed of each module, as a sum of squares and a count.
 _GRADIENT, _WEIGHT, _CHANGE, _STALENESS = range(4)

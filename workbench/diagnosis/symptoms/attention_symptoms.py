@@ -19,8 +19,7 @@ def attention_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     if "attention" not in record.parts:
         return
     steps = record.steps_of("attention")
-    before = np.flatnonzero(steps <= failure.step + 1) if not failure.is_stalled else np.arange(len(steps))
-    at = int(before[-1]) if len(before) else 0
+    at = failure.last_row(steps)
     place: dict[str, Any] = {"path": "/attention", "step": int(steps[at])}
     if record.has("attention", "attention_logit_max"):
         logits = np.abs(record.values("attention", "attention_logit_max"))
@@ -31,50 +30,42 @@ def attention_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
                 "attention_logits",
                 ramp(finite_log10(level), 1.0, 2.3, low=-0.5, high=2),
                 level,
-                "1",
                 10.0,
                 f"At step {steps[at]} the largest attention logit is {level:.3g}, in block {layer}.",
                 variable="attention_logit_max",
-                selection={"step": int(steps[at]), "layer": layer},
+                selection={"layer": layer},
                 **place,
             )
     if record.has("attention", "attention_entropy_share"):
         shares = record.values("attention", "attention_entropy_share")[at]
         share = float(np.nanmin(np.nanmean(shares, axis=-1)))
         if record.has("attention", "attention_logit_max"):
-            level, mean = (
-                float(np.nanmax(np.abs(record.values("attention", "attention_logit_max")[at]))),
-                float(np.nanmean(shares)),
-            )
+            level = float(np.nanmax(np.abs(record.values("attention", "attention_logit_max")[at])))
+            mean = float(np.nanmean(shares))
             yield Symptom(
                 "logits_without_focus",
                 ramp(finite_log10(level), 1.2, 2.2) * ramp(mean, 0.35, 0.65, high=1),
                 level,
-                "1",
                 10.0,
                 f"At step {steps[at]} an attention logit is as large as {level:.3g} while attention is still "
-                f"{100 * mean:.0f} % as wide as "
-                "it could be.",
+                f"{100 * mean:.0f} % as wide as it could be.",
                 variable="attention_logit_max",
-                selection={"step": int(steps[at])},
                 **place,
             )
         yield Symptom(
             "attention_narrows",
             ramp(share, 0.5, 0.05),
             share,
-            "1",
             0.5,
             f"At step {steps[at]} the attention entropy of the narrowest block is {100 * share:.0f} % of what it "
             f"could be.",
             variable="attention_entropy_share",
-            selection={"step": int(steps[at])},
             **place,
         )
-    yield from _of_update_spectra(record, failure, at)
+    yield from _of_update_spectra(record, at)
 
 
-def _of_update_spectra(record: Record, failure: Failure, at: int) -> Iterator[Symptom]:
+def _of_update_spectra(record: Record, at: int) -> Iterator[Symptom]:
     part = record.parts["attention"]
     if not record.has("attention", "effective_rank") or "term" not in part.coords:
         return
@@ -90,12 +81,11 @@ def _of_update_spectra(record: Record, failure: Failure, at: int) -> Iterator[Sy
                 "updates_of_one_direction",
                 ramp(found, 4.0, 1.3, low=-0.5),
                 found,
-                "1",
                 4.0,
                 f"At step {steps[at]} the updates of queries and keys have a median effective rank of {found:.2f} "
                 f"over the heads.",
                 variable="effective_rank",
-                selection={"step": int(steps[at]), "term": "D2"},
+                selection={"term": "D2"},
                 **place,
             )
     if {"D2", "W"} <= set(terms) and record.has("attention", "frobenius_norm"):
@@ -108,12 +98,11 @@ def _of_update_spectra(record: Record, failure: Failure, at: int) -> Iterator[Sy
                 "queries_and_keys_move",
                 ramp(finite_log10(found), -0.3, 0.5, low=-0.5),
                 found,
-                "1",
                 0.5,
                 f"Up to step {steps[at]} the product of queries and keys of one head moved by {found:.3g} of its "
                 f"size in a window.",
                 variable="frobenius_norm",
-                selection={"step": int(steps[at]), "term": "D2"},
+                selection={"term": "D2"},
                 **place,
             )
         size = norms[..., terms.index("W")].reshape(len(steps), -1)
@@ -127,12 +116,11 @@ def _of_update_spectra(record: Record, failure: Failure, at: int) -> Iterator[Sy
                 "attention_outgrows_the_rest",
                 ramp(excess, 0.3, 1.3, low=-0.5, high=2),
                 10**excess,
-                "1",
                 1.0,
                 f"By step {steps[at]} queries and keys have grown {short(10**excess)} times as much as the other "
                 f"weights.",
                 variable="frobenius_norm",
-                selection={"step": int(steps[at]), "term": "W"},
+                selection={"term": "W"},
                 **place,
             )
 
@@ -149,13 +137,12 @@ def _of_query_updates(record: Record, terms: list[str], at: int) -> Iterator[Sym
             "updates_scatter",
             ramp(late, 0.85, 1.25, low=-0.5),
             late,
-            "1",
             0.6,
             f"Up to step {step} the updates of the queries run along {late:.2g} times as many directions as at first.",
             path="/attention",
             variable="effective_rank",
             step=step,
-            selection={"step": step, "term": "dWq"},
+            selection={"term": "dWq"},
         )
 
 

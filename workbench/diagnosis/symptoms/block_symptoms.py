@@ -60,25 +60,18 @@ def _odd_block(
     layer, factor = int(layers[place]), 10**log_ratio
     strength = ramp(abs(log_ratio), _ALIKE, _UNLIKE, high=2.5)
     sentence = words.format(layer, short(factor))
-    selection = (
-        {"step": step, "layer": layer}
-        if path not in ("", "/optimizer")
-        else {"step": step, "module": layer}
-        if path
-        else {}
-    )
+    dim = "module" if path == "/optimizer" else "layer"
     yield Symptom(
         name,
         strength,
         factor,
-        "1",
         1.0,
         f"At step {step} {sentence}{_usual(strength)}.",
         step=step,
         layer=layer if strength > 0 else -1,
         path=path,
         variable=variable,
-        selection=selection,
+        selection={dim: layer},
     )
 
 
@@ -87,11 +80,7 @@ def _of_modules(record: Record) -> Iterator[Symptom]:
     layers = part["layer"].values if "layer" in part.coords else np.arange(part.sizes["module"])
     own, step = np.flatnonzero(layers >= 0), int(part["step"].values[0])
     for name, variable, words in (
-        (
-            "odd_weights",
-            "module_weight_norm",
-            "the weights of block {} are {} times as large as those of the others",
-        ),
+        ("odd_weights", "module_weight_norm", "the weights of block {} are {} times as large as those of the others"),
         ("odd_gradients", "module_grad_norm", "the gradients of block {} are {} times those of the others"),
         ("odd_updates", "update_ratio", "the relative updates of block {} are {} times those of the others"),
     ):
@@ -106,13 +95,11 @@ def _of_modules(record: Record) -> Iterator[Symptom]:
                 "gradients_differ_by_depth",
                 ramp(spread, 0.9, 2.0, high=2),
                 10**spread,
-                "1",
                 3.0,
                 f"At step {step} the gradients of two blocks differ {fold(10**spread)}.",
                 step=step,
                 path="/optimizer",
                 variable="module_grad_norm",
-                selection={"step": step},
             )
 
 
@@ -126,11 +113,9 @@ def _of_states(record: Record, failure: Failure) -> Iterator[Symptom]:
             "stream_grows_by_depth",
             ramp(abs(finite_log10(growth)), 0.7, 1.7, high=2),
             float(growth),
-            "1",
             2.0,
             f"At step {steps[0]} the stream leaves the last block {short(growth)} times as large as the first.",
             step=int(steps[0]),
-            selection={"step": int(steps[0])},
             **place,
         )
         gains = np.nan_to_num(np.abs(np.diff(np.log10(np.maximum(first, 1e-12)))))
@@ -139,27 +124,24 @@ def _of_states(record: Record, failure: Failure) -> Iterator[Symptom]:
             "stream_jumps_at_a_block",
             ramp(float(gains[jump]), 0.5, 1.3, high=2),
             float(first[jump + 1] / first[jump]),
-            "1",
             1.5,
             f"At step {steps[0]} block {jump + 1} changes the size of the stream "
             f"{fold(first[jump + 1] / first[jump])}{_usual(gains[jump] - 0.5)}.",
             step=int(steps[0]),
             layer=jump + 1 if gains[jump] > 0.5 else -1,
-            selection={"step": int(steps[0]), "layer": jump + 1},
+            selection={"layer": jump + 1},
             **place,
         )
-    at = _last_before(steps, failure)
+    at = failure.last_row(steps)
     later = float(np.nanmedian(norm[at] / first)) if np.isfinite(norm[at] / first).any() else math.nan
     if math.isfinite(later) and at:
         yield Symptom(
             "stream_grows_in_training",
             ramp(finite_log10(later), 0.7, 2.0, low=-0.5, high=2),
             later,
-            "1",
             5.0,
             f"By step {steps[at]} the stream has grown {fold(later)} since step {steps[0]}.",
             step=int(steps[at]),
-            selection={"step": int(steps[at])},
             **place,
         )
 
@@ -185,11 +167,10 @@ def _of_spectra(record: Record) -> Iterator[Symptom]:
         "block_blows_up",
         ramp(float(excess[top]), 0.0, 0.8, low=-0.5, high=2.5),
         float(radius[top]),
-        "1",
         3.0,
         f"At step {step} block {layers[top]} stretches its strongest mode {fold(radius[top])}{_usual(excess[top])}.",
         layer=int(layers[top]) if excess[top] > 0 else -1,
-        selection={"step": step, "layer": int(layers[top])},
+        selection={"layer": int(layers[top])},
         **place,
     )
     forgets = ramp(float(radius[low]), 0.97, 0.5)
@@ -197,12 +178,11 @@ def _of_spectra(record: Record) -> Iterator[Symptom]:
         "block_forgets",
         forgets,
         float(radius[low]),
-        "1",
         1.0,
         f"At step {step} no mode of block {layers[low]} keeps more than {radius[low]:.2g} of its size; a residual "
         f"block keeps some whole.",
         layer=int(layers[low]) if forgets > 0 else -1,
-        selection={"step": step, "layer": int(layers[low])},
+        selection={"layer": int(layers[low])},
         **place,
     )
     if record.has("spectra", "near_unit_mass"):
@@ -211,23 +191,14 @@ def _of_spectra(record: Record) -> Iterator[Symptom]:
             "near_unit_mass",
             ramp(mass, 0.3, 0.95),
             mass,
-            "1",
             0.2,
             f"At step {step} {100 * mass:.0f} % of the modes lie on the unit circle, as without normalization.",
             step=step,
             path="/spectra",
             variable="near_unit_mass",
-            selection={"step": step},
         )
 
 
 def _usual(excess: float) -> str:
     """What is said of a number that is the most unusual of its kind, and still as in other runs."""
     return "" if excess > 0 else ", which is usual"
-
-
-def _last_before(steps: np.ndarray, failure: Failure) -> int:
-    if failure.is_stalled:
-        return len(steps) - 1
-    before = np.flatnonzero(steps <= failure.step + 1)
-    return int(before[-1]) if len(before) else 0

@@ -33,29 +33,24 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
     steps, loss = record.steps, record.values("monitors", "loss")
     first, low = float(loss[0]), float(np.nanmin(failure.smooth))
     n_before = failure.step - int(steps[0])
-    place: dict[str, Any] = {
-        "path": "/monitors",
-        "variable": "loss",
-        "step": failure.step,
-        "selection": {"step": failure.step},
-    }
+    place: dict[str, Any] = {"path": "/monitors", "variable": "loss", "step": failure.step}
     is_divergence, is_spike = failure.kind is FailureKind.DIVERGED, failure.kind is FailureKind.SPIKE
     yield Symptom(
         "fails_at_once",
         ramp(math.log10(1 + n_before), 1.5, 0.3) if is_divergence else 0.0,
         n_before,
-        "step",
         math.nan,
         f"{failure.words[0].upper()}{failure.words[1:]}, {n_before} steps after the first.",
+        units="step",
         **place,
     )
     yield Symptom(
         "diverges",
         1.0 if is_divergence else 0.0,
         float(record.diverged_at or math.nan),
-        "step",
         math.nan,
         f"The run diverged at step {record.diverged_at}." if is_divergence else "The run did not diverge.",
+        units="step",
         **place,
     )
     share = (first - low) / first if first > 0 else math.nan
@@ -64,19 +59,12 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
             f"The loss has come down by {100 * share:.0f} % of its first value, from {first:.3g} to {low:.3g} nats"
         )
         yield Symptom(
-            "hardly_learns",
-            ramp(share, 0.3, 0.05) if failure.is_stalled else 0.0,
-            share,
-            "1",
-            0.3,
-            f"{learned}.",
-            **place,
+            "hardly_learns", ramp(share, 0.3, 0.05) if failure.is_stalled else 0.0, share, 0.3, f"{learned}.", **place
         )
     yield Symptom(
         "spike_recovers",
         failure.recovered if is_spike else 0.0,
         failure.recovered,
-        "1",
         math.nan,
         f"Of a rise of {failure.rise:.3g} nats {100 * failure.recovered:.0f} % was made good by the end."
         if is_spike
@@ -90,15 +78,15 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
             "abrupt",
             ramp(math.log10(1 + n_rising), 1.6, 0.8),
             n_rising,
-            "step",
             math.nan,
             f"Half of the rise of the loss came within {in_steps(max(n_rising, 1))}.",
+            units="step",
             **place,
         )
     noise = _relative_noise(loss, failure)
     if math.isfinite(noise):
         sentence = f"From step to step the loss scatters by {100 * noise:.2g} % of its level."
-        yield Symptom("loss_noise", ramp(finite_log10(noise), -1.3, -0.5, low=-1), noise, "1", 0.05, sentence, **place)
+        yield Symptom("loss_noise", ramp(finite_log10(noise), -1.3, -0.5, low=-1), noise, 0.05, sentence, **place)
     n_classes = record.setting("task", "vocab_size") or record.setting("model", "config", "n_classes")
     if n_classes and n_classes > 1:
         guess = math.log(n_classes)
@@ -106,13 +94,12 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
             "first_loss",
             ramp(first / guess, 1.3, 3.0, high=3),
             first,
-            "nat",
             guess,
             f"The first loss is {first:.3g} nats where guessing costs {guess:.3g}.",
+            units="nat",
             step=int(steps[0]),
             path="/monitors",
             variable="loss",
-            selection={"step": int(steps[0])},
         )
 
 
@@ -138,11 +125,9 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
         "first_gradient",
         ramp(finite_log10(first), 0.7, 2.0, high=3),
         float(first),
-        "1",
         5.0,
         f"The gradient norm begins at {short(first)}.",
         step=int(steps[0]),
-        selection={"step": int(steps[0])},
         **place,
     )
     logs = np.log10(np.maximum(np.where(np.isfinite(norm), norm, np.nan), 1e-12))
@@ -154,11 +139,10 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
             "gradient_noise",
             ramp(scatter, 0.08, 0.25, low=-1),
             scatter,
-            "decade",
             0.08,
             f"From step to step the gradient norm scatters by a factor of {10**scatter:.2f}.",
+            units="decade",
             step=failure.step,
-            selection={"step": failure.step},
             **place,
         )
     if failure.is_stalled:
@@ -168,11 +152,9 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
             "gradients_fade",
             ramp(change, -0.3, -1.3),
             10**change,
-            "1",
             1.0,
             f"At the end the gradient norm is {short(10**change)} times what it was at the start.",
             step=int(steps[-1]),
-            selection={"step": int(steps[-1])},
             **place,
         )
         return
@@ -185,12 +167,10 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
             "gradients_build_up",
             ramp(build_up, 0.1, 0.6, low=-0.5),
             10**build_up,
-            "1",
             1.0,
             f"When the loss began to rise the gradient norm was {short(10**build_up)} times what it had been 8 to 40 "
             f"steps before.",
             step=failure.step,
-            selection={"step": failure.step},
             **place,
         )
         burst = float(np.nanmax(logs[row : row + 15]) - np.nanmedian(before))
@@ -198,11 +178,9 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
             "gradients_burst",
             ramp(burst, 0.3, 1.3, high=2),
             10**burst,
-            "1",
             1.0,
             f"Within 15 steps of that the gradient norm reached {short(10**burst)} times its level.",
             step=failure.step,
-            selection={"step": failure.step},
             **place,
         )
 
@@ -227,14 +205,12 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Symptom]:
         "rate_jumps",
         ramp(math.log10(factor), 0.1, 0.7) if has_jumped else 0.0,
         factor,
-        "1",
         1.0,
         f"The learning rate rose {fold(factor)} from one step to the next, at step {steps[at]}"
         f"{_distance(failure.step - int(steps[at])) if not failure.is_stalled else ''}."
         if has_jumped
         else "The learning rate did not jump before the failure.",
         step=int(steps[at]),
-        selection={"step": int(steps[at])},
         **place,
     )
     spent = float(np.mean(rate[int(np.nanargmax(rate)) :] < _SPENT * peak)) if len(rate) > 1 else 0.0
@@ -242,11 +218,9 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Symptom]:
         "rate_is_spent",
         ramp(spent, 0.25, 0.7) if failure.is_stalled else 0.0,
         spent,
-        "1",
         0.25,
         f"For {100 * spent:.0f} % of the steps after its peak the learning rate was below a tenth of it.",
         step=int(steps[-1]),
-        selection={"step": int(steps[-1])},
         **place,
     )
     start = float(rate[0] / np.nanmax(rate[: max(2, len(rate) // 3)]))
@@ -254,11 +228,9 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Symptom]:
         "starts_at_full_rate",
         ramp(start, 0.3, 0.9, high=1),
         start,
-        "1",
         0.05,
         f"The first step was taken at {100 * start:.0f} % of the rate that followed.",
         step=int(steps[0]),
-        selection={"step": int(steps[0])},
         **place,
     )
     top = int(
@@ -269,24 +241,20 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Symptom]:
         "fails_in_warm_up",
         1.0 if is_rising else 0.0,
         float(rate[row]),
-        "1",
         peak,
         f"It failed while the rate was rising, at {rate[row]:.3g}."
         if is_rising
         else f"It failed at a rate of {rate[row]:.3g}, not while the rate was first rising.",
         step=failure.step,
-        selection={"step": failure.step},
         **place,
     )
     yield Symptom(
         "peak_rate",
         ramp(math.log10(peak), -2.0, -1.0, low=-1, high=2),
         peak,
-        "1",
         0.01,
         f"The largest learning rate is {peak:.3g}.",
         step=int(steps[int(np.nanargmax(rate))]),
-        selection={"step": int(steps[int(np.nanargmax(rate))])},
         **place,
     )
 

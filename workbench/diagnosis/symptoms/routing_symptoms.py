@@ -26,7 +26,6 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
             "auxiliary_loss_rules",
             ramp(finite_log10(share), -0.7, 0.7, high=2) if share > 0 else 0.0,
             share,
-            "1",
             0.02,
             f"The auxiliary loss is {share:.3g} times the loss of the task.",
             **place,
@@ -36,7 +35,6 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
             "auxiliary_loss_is_gone",
             1.0 if is_gone else 0.0,
             share if share < 0 else n_zero,
-            "1",
             0.0,
             "The auxiliary loss is negative: it rewards imbalance."
             if share < 0
@@ -45,8 +43,8 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
         )
     if "router" not in record.parts:
         if "optimizer" in record.parts or "activations" in record.parts:  # the model was looked at, and has none
-            yield Symptom("has_routers", 0.0, 0.0, "block", 0.0, "No block routes its tokens to experts.")
-            yield Symptom("experts_die", 0.0, 0.0, "1", 0.0, "There are no experts that could go without tokens.")
+            yield Symptom("has_routers", 0.0, 0.0, 0.0, "No block routes its tokens to experts.", units="block")
+            yield Symptom("experts_die", 0.0, 0.0, 0.0, "There are no experts that could go without tokens.")
         return
     steps = record.steps_of("router")
     # Before a spike the router tells the cause; afterwards it may only have suffered.
@@ -58,14 +56,14 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     )
     before = np.intersect1d(before, seen)
     at = int(before[-1]) if len(before) else int(seen[0]) if len(seen) else 0
-    place = {"path": "/router", "step": int(steps[at]), "selection": {"step": int(steps[at])}}
+    place = {"path": "/router", "step": int(steps[at])}
     yield Symptom(
         "has_routers",
         1.0,
         float(record.parts["router"].sizes["layer"]),
-        "block",
         0.0,
         f"{record.parts['router'].sizes['layer']} blocks route their tokens to experts.",
+        units="block",
     )
     n_experts = record.parts["router"].sizes.get("expert", 0)
     if record.has("router", "dead_experts") and n_experts:
@@ -75,7 +73,6 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
             "experts_die",
             ramp(share, 0.1, 0.5, high=2),
             share,
-            "1",
             0.0,
             f"At step {steps[at]} {100 * share:.0f} % of the experts of block {layer} get no tokens.",
             layer=_layer_of(record, layer) if share > 0.1 else -1,
@@ -88,7 +85,6 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
             "load_is_uneven",
             ramp(violation / (n_experts - 1), 0.4, 1.0),
             violation,
-            "1",
             0.5,
             f"At step {steps[at]} MaxVio, the excess load of the fullest expert, is {violation:.3g}.",
             variable="max_violation",
@@ -101,19 +97,16 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
             "router_is_sure_at_once",
             ramp(first, 0.8, 0.2, high=1.3),
             first,
-            "1",
             0.95,
             f"At step {steps[0]} the router's entropy is already down to {100 * first:.0f} % of what it could be.",
             variable="routing_entropy_share",
             path="/router",
             step=int(steps[0]),
-            selection={"step": int(steps[0])},
         )
         yield Symptom(
             "router_is_sure",
             ramp(now, 0.6, 0.1),
             now,
-            "1",
             0.7,
             f"At step {steps[at]} the router's entropy is {100 * now:.0f} % of what it could be.",
             variable="routing_entropy_share",
@@ -125,7 +118,6 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
             "router_rows_are_alike",
             ramp(alike, 0.3, 0.9),
             alike,
-            "1",
             0.0,
             f"At step {steps[at]} the router's rows have a mean cosine of {alike:.2f}.",
             variable="router_similarity",
@@ -140,7 +132,6 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
                 "routing_keeps_changing",
                 ramp(change, 0.15, 0.6),
                 change,
-                "1",
                 0.1,
                 f"Up to step {steps[at]} {100 * change:.0f} % of the tokens changed their expert between two "
                 "measurements.",

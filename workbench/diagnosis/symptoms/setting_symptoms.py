@@ -35,22 +35,17 @@ def _of_batches(record: Record, failure: Failure) -> Iterator[Symptom]:
         return
     at = len(rows) - 1 if failure.is_stalled else min(failure.row + 1, len(rows) - 1)
     there, first = float(np.nanmedian(rows[max(0, at - 5) : at + 1])), float(np.nanmedian(rows[:5]))
-    step = int(record.steps[at])
-    yield _small(
-        there, kind=SymptomKind.LOG, step=step, path="/monitors", variable="batch_size", selection={"step": step}
-    )
+    place: dict[str, Any] = {"kind": SymptomKind.LOG, "path": "/monitors", "variable": "batch_size"}
+    yield _small(there, step=int(record.steps[at]), **place)
     last = float(np.nanmedian(rows[-5:]))
     drop = math.log2(first / last) if first > 0 and last > 0 else 0.0
     yield Symptom(
         "batches_shrink",
         ramp(drop, 0.3, 2.0, low=-1),
         last / first if first > 0 else math.nan,
-        "1",
         1.0,
         f"A batch has {last:.0f} rows at the end and had {first:.0f} at the start.",
-        kind=SymptomKind.LOG,
-        path="/monitors",
-        variable="batch_size",
+        **place,
     )
 
 
@@ -59,9 +54,9 @@ def _small(rows: float, **place: Any) -> Symptom:
         "few_rows",
         ramp(math.log2(max(rows, 1)), 3.5, 1.0, low=-0.5),
         rows,
-        "row",
         16.0,
         f"A batch has {rows:.0f} rows.",
+        units="row",
         **place,
     )
 
@@ -70,15 +65,10 @@ def _of_plan(record: Record) -> Iterator[Symptom]:
     training = record.setting("training", default={})
     if not training:
         return
-    eps = _option(training, "eps", 1e-8)
+    eps = _adam_eps(training)
     if eps is not None:
         yield _setting(
-            "eps_setting",
-            ramp(finite_log10(eps, 1e-30), -6.5, -2.0),
-            eps,
-            "1",
-            1e-8,
-            f"The optimizer's eps is {eps:.3g}.",
+            "eps_setting", ramp(finite_log10(eps, 1e-30), -6.5, -2.0), eps, 1e-8, f"The optimizer's eps is {eps:.3g}."
         )
     warmup = training.get("warmup")
     if warmup is not None:
@@ -86,9 +76,9 @@ def _of_plan(record: Record) -> Iterator[Symptom]:
             "no_warm_up_setting",
             1.0 if not warmup else 0.0,
             float(warmup),
-            "step",
             50.0,
             f"The warm-up takes {warmup} steps.",
+            units="step",
         )
     schedule = str(training.get("schedule", "constant"))
     is_own = schedule not in _PLAIN_SCHEDULES
@@ -96,7 +86,6 @@ def _of_plan(record: Record) -> Iterator[Symptom]:
         "own_schedule_setting",
         1.0 if is_own else 0.0,
         float(is_own),
-        "1",
         0.0,
         f"The schedule is {'a function of its own' if is_own else schedule}.",
     )
@@ -105,7 +94,6 @@ def _of_plan(record: Record) -> Iterator[Symptom]:
         "no_clipping_setting",
         0.0 if clip else 1.0,
         float(clip or math.nan),
-        "1",
         1.0,
         f"Gradients are {f'clipped at {clip:g}' if clip else 'not clipped'}.",
     )
@@ -115,35 +103,31 @@ def _of_plan(record: Record) -> Iterator[Symptom]:
             "no_norm_setting",
             1.0 if norm == "none" else 0.0,
             float(norm == "none"),
-            "1",
             0.0,
             f"The normalization is {norm}.",
         )
     balance = record.setting("model", "config", "balance_coefficient")
     if balance is not None:
         odd = 1.0 if balance <= 0 else ramp(abs(math.log10(balance / 0.01)), 1.0, 3.0)
-        yield _setting(
-            "balance_setting", odd, balance, "1", 0.01, f"The balance loss has a coefficient of {balance:g}."
-        )
+        yield _setting("balance_setting", odd, balance, 0.01, f"The balance loss has a coefficient of {balance:g}.")
     precision = training.get("precision")
     if precision is not None:
         yield _setting(
             "low_precision_setting",
             0.0 if precision == "float32" else 1.0,
             float(precision != "float32"),
-            "1",
             0.0,
             f"The precision is {precision}.",
         )
 
 
-def _setting(name: str, strength: float, value: float, units: str, reference: float, sentence: str) -> Symptom:
-    return Symptom(name, strength, value, units, reference, sentence, kind=SymptomKind.CONFIGURATION)
+def _setting(name: str, strength: float, value: float, reference: float, sentence: str, units: str = "1") -> Symptom:
+    return Symptom(name, strength, value, reference, sentence, units, kind=SymptomKind.CONFIGURATION)
 
 
-def _option(training: dict, name: str, default: float) -> float | None:
-    """An option of a named optimizer of the Adam kind; None: it has no such option, or is somebody's own."""
+def _adam_eps(training: dict) -> float | None:
+    """The eps of a named optimizer of the Adam kind; None: it has none, or is somebody's own."""
     optimizer = str(training.get("optimizer", "")).lower()
     options = training.get("optimizer_options") or {}
-    found = options.get(name, default if "adam" in optimizer else None)
+    found = options.get("eps", 1e-8 if "adam" in optimizer else None)
     return float(found) if isinstance(found, int | float) else None

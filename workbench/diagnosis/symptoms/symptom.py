@@ -20,30 +20,35 @@ class Symptom:
         strength: How strongly it speaks: 0 for nothing unusual, about 1 where an engineer would point at it; below 0
             for the contrary. Never NaN: a symptom that cannot be read is not there.
         value: What was measured.
-        units: Of value and reference.
         reference: What runs usually have; NaN: nothing in particular.
         sentence: For people, with the numbers.
+        units: Of value and reference.
         kind: What it was read from.
         step: Of the run; -1: none in particular.
         layer: Block; -1: none in particular.
         path: Part of the run that holds the number, such as ``"/monitors"``; empty: the configuration, checkpoints
             or several other symptoms.
         variable: In that part.
-        selection: Dimension -> value at which the number stands there.
+        selection: Dimension -> value at which the number stands there, beside the step.
     """
 
     name: str
     strength: float
     value: float
-    units: str
     reference: float
     sentence: str
+    units: str = "1"
     kind: SymptomKind = SymptomKind.MECHANISM
     step: int = -1
     layer: int = -1
     path: str = ""
     variable: str = ""
     selection: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Dimension -> value at which the number stands in its part; empty where it is of no part, or of no step."""
+        return {"step": self.step, **self.selection} if self.path and self.step >= 0 else {}
 
 
 def ramp(value: float, zero: float, one: float, *, low: float = 0.0, high: float = 1.5) -> float:

@@ -20,14 +20,13 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
         return
     steps = record.steps_of("optimizer")
     ratio = _over_blocks(record, "update_ratio")
-    at = _last_measurement(steps, failure)
-    place: dict[str, Any] = {"path": "/optimizer", "step": int(steps[at]), "selection": {"step": int(steps[at])}}
+    at = failure.last_row(steps)
+    place: dict[str, Any] = {"path": "/optimizer", "step": int(steps[at])}
     size = float(np.nanmax(ratio[: at + 1]))
     yield Symptom(
         "update_size",
         ramp(finite_log10(size), -1.0, 0.0, low=-1.5),
         size,
-        "1",
         0.1,
         f"Before the failure one update moved the weights of a block by up to {100 * size:.3g} % of their size.",
         variable="update_ratio",
@@ -37,22 +36,19 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
         "first_update",
         ramp(finite_log10(float(ratio[0])), -1.0, 0.0, low=-1.5),
         float(ratio[0]),
-        "1",
         0.1,
         f"At step {steps[0]} an update moved the weights of a block by {100 * ratio[0]:.3g} % of their size.",
         variable="update_ratio",
         path="/optimizer",
         step=int(steps[0]),
-        selection={"step": int(steps[0])},
     )
-    yield from _shortfall(record, failure, steps, ratio, at)
+    yield from _shortfall(record, steps, at)
     if record.has("optimizer", "gradient_rms_over_eps"):
         over = float(np.nanmedian(_over_blocks(record, "gradient_rms_over_eps")[: at + 1]))
         yield Symptom(
             "eps_rules",
             ramp(finite_log10(over), 1.5, 0.0, low=-1),
             over,
-            "1",
             1e4,
             f"The gradients' rms is {short(over)} times the optimizer's eps; below about one eps rules the update.",
             variable="gradient_rms_over_eps",
@@ -67,7 +63,6 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
                 "staleness",
                 ramp(finite_log10(found), 0.2, 0.8, high=2),
                 found,
-                "1",
                 1.0,
                 f"Around the failure gradients were {short(found)} times what Adam's memory of them says.",
                 variable="adam_staleness",
@@ -80,17 +75,15 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
             "weights_grow",
             ramp(finite_log10(growth), 0.2, 1.0, low=-0.5, high=2),
             growth,
-            "1",
             1.3,
             f"The weights of a block are {short(growth)} times as large at the end as at step {steps[0]}.",
             variable="module_weight_norm",
             path="/optimizer",
             step=int(steps[-1]),
-            selection={"step": int(steps[-1])},
         )
 
 
-def _shortfall(record: Record, failure: Failure, steps: np.ndarray, ratio: np.ndarray, at: int) -> Iterator[Symptom]:
+def _shortfall(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
     """Whether updates are as large as the rate says: with Adam about one rate a step for each weight."""
     rate = record.monitor("learning_rate")
     needed = ("module_weight_norm", "module_grad_norm", "gradient_rms")
@@ -113,14 +106,12 @@ def _shortfall(record: Record, failure: Failure, steps: np.ndarray, ratio: np.nd
         "updates_fall_short",
         ramp(finite_log10(found), -0.4, -1.6, low=-1, high=2),
         found,
-        "1",
         0.5,
         f"An update moves a weight by {found:.3g} of the learning rate, where Adam moves it by about half of it or "
         f"all.",
         path="/optimizer",
         variable="update_ratio",
         step=int(steps[at]),
-        selection={"step": int(steps[at])},
     )
     if record.has("optimizer", "gradient_rms_over_eps"):
         over = np.nanmedian(_over_blocks(record, "gradient_rms_over_eps")[: at + 1])
@@ -129,14 +120,12 @@ def _shortfall(record: Record, failure: Failure, steps: np.ndarray, ratio: np.nd
             "updates_get_lost",
             is_small * ramp(abs(finite_log10(found) + 0.25), 0.3, 0.9),
             found,
-            "1",
             0.5,
             f"An update moves a weight by {found:.3g} of the learning rate although the gradients are {over:.3g} "
             f"times eps.",
             path="/optimizer",
             variable="update_ratio",
             step=int(steps[at]),
-            selection={"step": int(steps[at])},
         )
 
 
@@ -151,11 +140,3 @@ def _blocks(record: Record) -> np.ndarray:
 def _over_blocks(record: Record, name: str) -> np.ndarray:
     """Median over the blocks of a variable of the optimizer, shape (step,)."""
     return np.nanmedian(record.values("optimizer", name)[:, _blocks(record)], axis=1)
-
-
-def _last_measurement(steps: np.ndarray, failure: Failure) -> int:
-    """The last measurement before the failure, or the first; of a run that stalled the last of all."""
-    if failure.is_stalled:
-        return len(steps) - 1
-    before = np.flatnonzero(steps <= failure.step + 1)
-    return int(before[-1]) if len(before) else 0
