@@ -86,6 +86,12 @@ def diagnose(
         SchemaError: If it has no monitors with a loss, or too few steps.
         CheckpointError: If a checkpoint does not fit the model or its own configuration.
         OptionError: If ``uses`` names something else.
+
+    Example:
+        >>> import workbench as wb
+        >>> tree = wb.diagnose(wb.samples.failed_run("hyperparameter"))
+        >>> tree["causes"]["cause"].values[0].item(), tree["causes"]["kind"].values[0].item()
+        ('schedule', 'hyperparameter')
     """
     for kind in uses:
         if kind not in list(SymptomKind):

@@ -42,6 +42,16 @@ def kreiss_constant(operator: np.ndarray | Tensor, *, tolerance: float = 1e-6) -
     Raises:
         SnapshotError: If the operator is not a square, finite matrix.
         OptionError: If the tolerance is not positive.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> round(wb.koopman.kreiss_constant(np.diag([0.5, 0.9])), 3)
+        1.0
+        >>> wb.koopman.kreiss_constant(np.array([[0.9, 5.0], [0.0, 0.9]])) > 10
+        True
+        >>> wb.koopman.kreiss_constant(np.diag([0.5, 1.1]))
+        inf
     """
     A = torch.as_tensor(operator, dtype=torch.float64)
     if A.ndim != 2 or A.shape[0] != A.shape[1] or not bool(torch.isfinite(A).all()):

@@ -44,6 +44,12 @@ class Recording:
         probe: Inputs to take spectra on; None: the task's own fixed ones.
         checkpoint_every: Steps between checkpoints; None: none.
         checkpoints: Folder of the checkpoints; None: beside the store, ``run.zarr`` -> ``run.checkpoints``.
+
+    Example:
+        >>> import workbench as wb
+        >>> recording = wb.Recording(store="runs/mine.zarr", checkpoint_every=50)
+        >>> recording.checkpoint_folder.as_posix()
+        'runs/mine.checkpoints'
     """
 
     store: Path | str | None = None

@@ -43,6 +43,12 @@ class TrainingPlan:
         loss_limit: A loss above this is a divergence (RKSP's label: 50).
         grad_norm_limit: A norm of all gradients, before clipping, above this is a divergence (RKSP's label: 500).
         stops_at_divergence: End the run there; otherwise it goes on while everything is finite.
+
+    Example:
+        >>> import workbench as wb
+        >>> plan = wb.TrainingPlan(n_steps=100, learning_rate=1e-3, warmup=10, schedule="cosine")
+        >>> [round(plan.rate_factor(step), 2) for step in (0, 9, 55, 99)]
+        [0.1, 1.0, 0.5, 0.0]
     """
 
     n_steps: int

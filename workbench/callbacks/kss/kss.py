@@ -32,6 +32,15 @@ class KSS(KSSControls):
 
     Raises:
         OptionError: If a value is out of range; nothing is changed then.
+
+    Example:
+        >>> import workbench as wb
+        >>> kss = wb.KSS.recommended()
+        >>> model = wb.zoo.transformer(norm="none", d_model=16, n_layers=2, n_heads=2)
+        >>> for record in wb.train(model, wb.tasks.associative_recall(), n_steps=3, kss=kss):
+        ...     kss.enabled = record.step < 1
+        >>> kss.enabled
+        False
     """
 
     @classmethod
