@@ -60,7 +60,7 @@ def diagnose(
     causes that are not among them.
 
     Args:
-        run: Path of a store, a tree from `workbench.open_run`, or a thinner record from `workbench.diagnosis.read_log`.
+        run: Path of a store, a tree from `workbench.open_run`, or a thinner record from `workbench.read_log`.
         model: The run's model, to check that the checkpoints fit it.
         task: What it was trained on; only noted, as `run_experiment` will need it.
         checkpoints: Their folder; None: beside the store, ``run.zarr`` -> ``run.checkpoints``, if there are any.

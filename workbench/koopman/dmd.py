@@ -332,7 +332,7 @@ def significant_digits(operator: WhitenedOperator, modes: OperatorModes) -> floa
     Second moments square the states' condition, so rounding of about 2e-16 in the moments becomes about
     2e-16 cond(C_xx) in the whitened operator; the eigenvalues themselves lose what their eigenvectors' condition says.
     The sum, with one digit of margin, is below the digits that agree with a fit on the snapshots themselves in every
-    case tried (tests/spectral/test_dmd.py).
+    case tried (tests/koopman/test_dmd.py).
 
     Returns:
         Between 0 and 15.

@@ -29,7 +29,7 @@ def kreiss_constant(operator: np.ndarray | Tensor, *, tolerance: float = 1e-6) -
     The bound is sound: the value at any z and any vector w is at most K(A), as |(zI - A)^-1| >= |w| / |(zI - A) w|,
     and the largest such value found is returned. The search scans angles towards the outer eigenvalues and equally
     spaced ones, then climbs from the best points. On small matrices it stays within 1 % of a dense grid search
-    (tests/spectral/test_kreiss.py); it may miss more where many peaks are close.
+    (tests/koopman/test_kreiss.py); it may miss more where many peaks are close.
 
     Args:
         operator: A, real, shape (mode, mode).

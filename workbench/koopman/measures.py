@@ -72,6 +72,10 @@ class Thresholds:
 def mass_fractions(modulus: np.ndarray, thresholds: Thresholds | None = None) -> dict[str, np.ndarray]:
     """Fractions of near-unit, expansive, contractive and intermediate modes (RKSP Eq. 12 and the masses beside it).
 
+    With lower and upper the near-unit bounds and c the contractive one, they are the shares of the modes with
+    lower <= |lambda| <= upper (near-unit), |lambda| > upper (expansive), |lambda| < c (contractive), and of all others
+    (intermediate).
+
     Args:
         modulus: |lambda|, shape (..., mode), unit 1; NaN marks modes that do not exist or were filtered out.
         thresholds: The bounds; the paper's by default.
@@ -101,7 +105,7 @@ def mass_fractions(modulus: np.ndarray, thresholds: Thresholds | None = None) ->
 
 
 def near_unit_mass(modulus: np.ndarray, *, lower: float = 0.90, upper: float = 1.05) -> float:
-    """Fraction of eigenvalues close to the unit circle (RKSP Eq. 12).
+    """Fraction of eigenvalues close to the unit circle, M = #{j: lower <= |lambda_j| <= upper} / #{j} (RKSP Eq. 12).
 
     Args:
         modulus: |lambda|, shape (mode,), unit 1; NaN marks unused modes.

@@ -9,7 +9,7 @@ from workbench.monitors.matrices import widened
 
 
 def activation_max(states: Tensor) -> Tensor:
-    """Largest magnitude of any entry.
+    """Largest magnitude of any entry, max |h|.
 
     Args:
         states: Shape (..., token, feature).
@@ -27,7 +27,7 @@ def activation_max(states: Tensor) -> Tensor:
 
 
 def outlier_ratio(states: Tensor) -> Tensor:
-    """Largest over median magnitude of all entries of all tokens (Sun et al. 2024, arXiv:2402.17762).
+    """Largest over median magnitude of all entries of all tokens, max |h| / median |h| (Sun et al., arXiv:2402.17762).
 
     Args:
         states: Shape (..., token, feature).

@@ -213,7 +213,9 @@ def attention_logit_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
 
 
 def attention_entropy(q: Tensor, k: Tensor, **options: Any) -> Tensor:
-    """Mean entropy of the attention of tokens, in nat; its collapse to 0 precedes divergence (arXiv:2303.06296).
+    """Mean over tokens of the entropy of their attention, -sum_j p_j log p_j, in nat.
+
+    Its collapse to 0 precedes divergence (arXiv:2303.06296).
 
     Args:
         q: As in `measure_attention`, like the key and all options.

@@ -15,7 +15,7 @@ Tensors = Tensor | Iterable[Tensor]
 
 
 def gradient_rms(gradients: Tensors) -> Tensor:
-    """Root mean square of all entries of the gradients.
+    """Root mean square of all entries of the gradients, sqrt(mean(g^2)).
 
     Near Adam's eps (1e-8) updates no longer depend on the gradient's direction alone (Wortsman et al. 2023,
     arXiv:2309.14322).

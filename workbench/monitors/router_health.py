@@ -63,7 +63,7 @@ def router_conditioning(weight: Tensor) -> Tensor:
 
 
 def routing_entropy(logits: Tensor) -> Tensor:
-    """Mean over tokens of the entropy of the full softmax over all experts, not only the chosen ones.
+    """Mean over tokens of -sum_i p_i log p_i, p the full softmax over all experts, not only the chosen ones.
 
     Args:
         logits: Shape (..., token, expert); -inf rules an expert out.

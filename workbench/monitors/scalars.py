@@ -15,7 +15,7 @@ from workbench.monitors.matrices import widened
 
 
 def log_z(logits: Tensor) -> Tensor:
-    """Root mean square over tokens of log Z, Z = sum exp(logits), the normalizer of the softmax.
+    """Root mean square over tokens, sqrt(mean(log(Z)^2)), of log Z, Z = sum exp(logits) the softmax's normalizer.
 
     Near 0 where a z-loss holds it (Chowdhery et al. 2022, arXiv:2204.02311); far from it, logits drift.
 

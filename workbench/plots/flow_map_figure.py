@@ -50,7 +50,7 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
     are equally high. The small line names the sub-layers of a block from left to right.
 
     Args:
-        flow: From `workbench.flow.flow_measurement`, or several by name; of one step.
+        flow: From `workbench.flow.measure`, or several by name; of one step.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:

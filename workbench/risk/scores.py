@@ -36,7 +36,7 @@ def auroc(
     score: ArrayLike, label: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
     groups: ArrayLike | None = None, level: float = 0.95,
 ) -> Auroc:  # fmt: skip
-    """Chance that a run which diverged scores higher than one which did not; ties count half.
+    """Chance P(s1 > s0) + P(s1 = s0) / 2 that a run which diverged scores higher (s1) than one which did not (s0).
 
     Args:
         score: Of each run, higher is more dangerous; may be infinite.
@@ -249,7 +249,7 @@ def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, l
 
 
 def calibration_error(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10) -> float:
-    """Expected calibration error; see `reliability`.
+    """Expected calibration error, sum_b n_b |rate_b - mean_probability_b| / n over bins; see `reliability`.
 
     Example:
         >>> import workbench as wb
@@ -260,7 +260,7 @@ def calibration_error(probability: ArrayLike, label: ArrayLike, *, n_bins: int =
 
 
 def brier(probability: ArrayLike, label: ArrayLike) -> float:
-    """Mean squared error of the probabilities (Brier 1950); lower is better, 0.25 is what 0.5 everywhere gets.
+    """Mean squared error of the probabilities, mean (p - y)^2 (Brier 1950); lower is better, 0.5 everywhere gets 0.25.
 
     Raises:
         OptionError: If a probability is none, or lengths differ.
@@ -278,7 +278,9 @@ def brier(probability: ArrayLike, label: ArrayLike) -> float:
 
 
 def log_loss(probability: ArrayLike, label: ArrayLike) -> float:
-    """Mean negative log-likelihood in nats; probabilities of 0 and 1 count as 1e-12 away from them.
+    """Mean negative log-likelihood in nats, mean -(y log p + (1 - y) log(1 - p)).
+
+    Probabilities of 0 and 1 count as 1e-12 away from them.
 
     Raises:
         OptionError: If a probability is none, or lengths differ.

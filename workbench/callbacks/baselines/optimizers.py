@@ -34,9 +34,9 @@ class OptimizerFactory(ABC):
 class SAM(OptimizerFactory):
     """Sharpness-aware minimization (Foret et al. 2021, arXiv:2010.01412): the gradient from uphill, where it is worst.
 
-    A step goes up by ``rho`` along the gradient, takes the gradient of the same batch there, comes back and hands that
-    to the base optimizer: two forward and backward passes. Loss and gradient norm that `train` records are those of the
-    first pass; clipping applies to both.
+    A step goes up by ``rho`` along the gradient g, to w + rho g / |g|, takes the gradient of the same batch there,
+    comes back and hands that to the base optimizer: two forward and backward passes. Loss and gradient norm that
+    `train` records are those of the first pass; clipping applies to both.
 
     Attributes:
         rho: Radius, in the norm of all parameters together; the paper's .05.

@@ -202,11 +202,12 @@ class RandomL2(LayerwisePenalty):
 
 @dataclass(frozen=True)
 class JacobianPenalty(LayerwisePenalty):
-    """Squared Frobenius norm of each block's Jacobian over its size: the mean squared singular value.
+    """Squared Frobenius norm of each block's Jacobian over its size, |J|_F^2 / n: the mean squared singular value.
 
-    The Jacobian is that of the whole block, all tokens of a sequence with all others; 1 for a block that does nothing.
-    Its norm is estimated as |J^T v|^2 with random signs v (Hutchinson 1990; Hoffman et al. 2019, arXiv:1908.02729, do
-    so for the Jacobian of the logits), without bias; one draw costs a backward pass through the block's activations.
+    J = dy/dx, x the state that enters a block and y, of n entries, the one that leaves it, is that of the whole block,
+    all tokens of a sequence with all others; the penalty is 1 for a block that does nothing. The squared norm of
+    J is estimated as |J^T v|^2 with random signs v (Hutchinson 1990; Hoffman et al. 2019, arXiv:1908.02729, do so for
+    the Jacobian of the logits), without bias; one draw costs a backward pass through the block's activations.
 
     Attributes:
         n_projections: Draws of v.

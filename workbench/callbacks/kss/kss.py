@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class KSS(KSSControls):
-    """Koopman Spectral Shaping: a penalty on the spectrum of each block, and its controls.
+    """Koopman Spectral Shaping (RKSP, arXiv:2602.22988): a penalty on the spectrum of each block, and its controls.
 
     The controls are plain attributes. They are read once a step, so a script, a schedule, an alarm or a button may turn
     them at any time, from any thread, and every change is recorded with the run.
