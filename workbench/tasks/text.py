@@ -86,8 +86,8 @@ def text_bytes(*, length: int = 64, batch_size: int = 32, seed: int = 0, split: 
     Example:
         >>> import workbench as wb
         >>> tokens, targets = wb.tasks.text_bytes(length=16, batch_size=2).batch(0)
-        >>> len(wb.ByteTokenizer().decode(tokens[0]))
-        16
+        >>> tuple(tokens.shape), bool((tokens[:, 1:] == targets[:, :-1]).all())
+        ((2, 16), True)
     """
     return TextBytes(length=length, batch_size=batch_size, seed=seed, split=split)
 
