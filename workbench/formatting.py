@@ -74,6 +74,7 @@ def number_in_words(value: object, *, is_share: bool = False) -> str:
         is_share: Whether it is a probability or another share of 1.
 
     Example:
+        >>> from workbench.formatting import number_in_words
         >>> number_in_words(3376.2), number_in_words(1.2e-7), number_in_words(2_500_000)
         ('3,380', '1.2e-7', '2.5 million')
     """
@@ -111,6 +112,7 @@ def percent(share: float | None) -> str:
     """A probability in whole percents; what is neither 0 nor 1 is never "0 %" or "100 %"; a dash if it is not known.
 
     Example:
+        >>> from workbench.formatting import percent
         >>> percent(0.374), percent(0.004), percent(0.996)
         ('37 %', '< 1 %', '> 99 %')
     """
@@ -125,6 +127,7 @@ def fine_percent(share: float, *, digits: int = 2) -> str:
     """An error, or another share that may be small, in percent with so many significant digits.
 
     Example:
+        >>> from workbench.formatting import fine_percent
         >>> fine_percent(0.00123), fine_percent(1.1), fine_percent(2e-6)
         ('0.12 %', '110 %', '2.0e-06')
     """

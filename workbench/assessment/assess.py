@@ -97,6 +97,14 @@ def assess(
         OptionError: If the plan has an unknown key or an impossible value, or does not fit the subject.
         CheckpointError: If there is no such design.
         AnatomyError: If the subject's residual stream cannot be read.
+
+    Example:
+        >>> import workbench as wb
+        >>> options = {"d_model": 8, "n_layers": 2, "n_heads": 1, "vocab_size": 16, "max_length": 8}
+        >>> plan = {"training": {"n_steps": 10, "batch_size": 4}, "assessment": {"seeds": [0], "widths": [4, 8]}}
+        >>> tree = wb.assess(options, plan=plan)
+        >>> tree.attrs["verdict"], tree.attrs["exit_status"]  # the risk model has seen no model so thin
+        ('cannot say', 4)
     """
     import xarray as xr
 

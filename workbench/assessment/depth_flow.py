@@ -40,7 +40,7 @@ def depth_flow(
         make: From depth and seed to a fresh model.
         target: Depth that is meant.
         inputs: For all of them.
-        targets: Of the loss whose gradients are followed; None: see `workbench.flow.flow_measurement`.
+        targets: Of the loss whose gradients are followed; None: see `workbench.flow.measure`.
         seeds: Of the models.
         log_error: As in `flow_numbers`.
 

@@ -63,6 +63,14 @@ def compare_designs(
 
     Raises:
         OptionError: If there are fewer than two designs, a name cannot stand in a tree, or the plan does not fit.
+
+    Example:
+        >>> import workbench as wb
+        >>> designs = {"small": "gpt2", "state space": "mamba-130m"}
+        >>> tree = wb.compare_designs(designs, plan="plan.toml")  # doctest: +SKIP
+        >>> tree = wb.samples.assessments()  # a recorded one, of four published designs
+        >>> tree["designs"]["design"].values.tolist()
+        ['gpt2', 'llama-2-7b', 'mixtral-8x7b', 'mamba-130m']
     """
     import xarray as xr
 

@@ -80,7 +80,7 @@ def flow_numbers(flows: Sequence[xr.Dataset], *, log_error: float = 0.0) -> xr.D
     """The mean of each number over flows, and its standard error.
 
     Args:
-        flows: From `workbench.flow.flow_measurement`, one a seed.
+        flows: From `workbench.flow.measure`, one a seed.
         log_error: Standard error that every logarithm has besides, whatever the seed.
 
     Returns:

@@ -82,6 +82,12 @@ class Actions:
 
     Raises:
         OptionError: If a kind is unknown or a number out of range.
+
+    Example:
+        >>> import workbench as wb
+        >>> actions = wb.Actions(policy={"large_rate": ["roll_back", "cut_rate"]}, otherwise=["stop"], cut_rate=0.5)
+        >>> sorted(actions.kinds)
+        ['cut_rate', 'roll_back', 'stop']
     """
 
     policy: Mapping[str, Sequence[str]] = field(default_factory=lambda: dict(POLICY))

@@ -122,6 +122,19 @@ def train(
         StoreError: If the store is taken, or holds a run of another configuration; when it begins, if it or the folder
             of the checkpoints cannot be written. Trouble with the disk later on is a `RecordingWarning`.
         CheckpointError: If there is nothing to resume from, or it is damaged.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(norm="none", d_model=16, n_layers=2, n_heads=2)
+        >>> task = wb.tasks.associative_recall()  # of 256 tokens: the loss begins at ln 256
+        >>> for record in wb.train(model, task, n_steps=3, learning_rate=1e-2, warmup=2):
+        ...     print(record.step, round(record.loss, 1), record.learning_rate)
+        0 5.5 0.005
+        1 5.5 0.01
+        2 5.5 0.01
+        >>> records = list(wb.train(model, task, n_steps=50, learning_rate=10.0))
+        >>> len(records) < 50, records[-1].cause != ""  # it ended early, as it diverged
+        (True, True)
     """
     plan = TrainingPlan(
         n_steps=n_steps,

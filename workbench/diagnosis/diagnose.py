@@ -60,7 +60,7 @@ def diagnose(
     causes that are not among them.
 
     Args:
-        run: Path of a store, a tree from `workbench.open_run`, or a thinner record from `workbench.diagnosis.read_log`.
+        run: Path of a store, a tree from `workbench.open_run`, or a thinner record from `workbench.read_log`.
         model: The run's model, to check that the checkpoints fit it.
         task: What it was trained on; only noted, as `run_experiment` will need it.
         checkpoints: Their folder; None: beside the store, ``run.zarr`` -> ``run.checkpoints``, if there are any.
@@ -86,6 +86,12 @@ def diagnose(
         SchemaError: If it has no monitors with a loss, or too few steps.
         CheckpointError: If a checkpoint does not fit the model or its own configuration.
         OptionError: If ``uses`` names something else.
+
+    Example:
+        >>> import workbench as wb
+        >>> tree = wb.diagnose(wb.samples.failed_run("hyperparameter"))
+        >>> tree["causes"]["cause"].values[0].item(), tree["causes"]["kind"].values[0].item()
+        ('schedule', 'hyperparameter')
     """
     for kind in uses:
         if kind not in list(SymptomKind):

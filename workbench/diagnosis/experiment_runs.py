@@ -97,6 +97,15 @@ def run_experiment(
         CheckpointError: If the checkpoint is not there or does not fit the model, or the model's weights are not those
             of step 0 where the replay begins there.
         StoreError: If the run cannot be read.
+
+    Example:
+        >>> import workbench as wb
+        >>> path = wb.samples.failed_run("architecture")
+        >>> model = wb.open_checkpoint(path.with_suffix(".checkpoints") / "step-00000000").model
+        >>> task = wb.tasks.associative_recall(length=5, vocab_size=10, n_pairs=2, seed=31)
+        >>> tree = wb.run_experiment(wb.diagnose(path), model=model, task=task, n_steps=5)
+        >>> tree["experiments"]["is_done"].values.any()
+        np.True_
     """
     import xarray as xr
 

@@ -51,6 +51,15 @@ def along_run(
 
     Raises:
         CheckpointError: If there is no checkpoint, or not of those steps, or its weights do not fit the model.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> task = wb.tasks.associative_recall(length=16)
+        >>> records = list(wb.train(model, task, n_steps=4, store="mine.zarr", checkpoint_every=2))
+        >>> flow = wb.flow.along_run("mine.zarr", model, task, jacobian=False)
+        >>> flow["step"].values
+        array([2, 4])
     """
     import xarray as xr
 

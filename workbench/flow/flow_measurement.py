@@ -88,6 +88,13 @@ def measure(
         AnatomyError: If the residual stream cannot be read with certainty.
         SnapshotError: If the inputs do not reach every block, or there is no gradient.
         OptionError: If an option is out of its range.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> flow = wb.flow.measure(model, wb.tasks.associative_recall(length=16), jacobian=False)
+        >>> flow["signal_gain"].dims, flow["sublayer_name"].values[0].tolist()
+        (('layer',), ['attention', 'mlp'])
     """
     for name, value in {"n_singular": n_singular, "n_tokens": n_tokens, "n_jacobian_tokens": n_jacobian_tokens}.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:

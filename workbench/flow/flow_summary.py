@@ -90,6 +90,14 @@ def summarize(flow: xr.Dataset) -> xr.Dataset:
 
     Raises:
         SchemaError: If it is no flow.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> flow = wb.flow.measure(model, wb.tasks.associative_recall(length=16), jacobian=False)
+        >>> summary = wb.flow.summarize(flow)
+        >>> "log_signal_gain" in summary, summary["log_signal_gain"].dims
+        (True, ())
     """
     import xarray as xr
 

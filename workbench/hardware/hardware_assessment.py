@@ -87,6 +87,14 @@ def assess_hardware(
         OptionError: If the plan, a name or a number is impossible, the batches hold fewer than two sequences, or
             nothing is trainable.
         SnapshotError: If gradients of the model are not finite.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> plan = {"hardware": {"data_parallel": 4, "gradient_dtype": "bfloat16"}, "training": {"sequence_length": 8}}
+        >>> found = wb.hardware.assess_hardware(model, plan=plan, n_batches=1, hazards=["allreduce_error"])
+        >>> found["hazard"].values.tolist(), found["effect"].item() > 0
+        (['allreduce_error'], True)
     """
     plan, begun = read_plan(plan), time.monotonic()
     require_whole(1, n_batches=n_batches)

@@ -65,6 +65,12 @@ class Hazard:
         reason: Why these limits.
         remedy_setting: The key to change.
         remedy_value: To what.
+
+    Example:
+        >>> import workbench as wb
+        >>> plan = wb.hardware.read_plan({"hardware": {"data_parallel": 8, "gradient_dtype": "bfloat16"}})
+        >>> [hazard.id for hazard in wb.hardware.HAZARDS if hazard.applies(plan)][:2]
+        ['allreduce_error', 'allreduce_shrinkage']
     """
 
     id: str

@@ -53,6 +53,12 @@ class AssessmentPlan:
         target: The size that the plan is for.
         budget: What may be spent.
         assessment: How thoroughly to measure.
+
+    Example:
+        >>> import workbench as wb
+        >>> plan = wb.hardware.AssessmentPlan()
+        >>> plan.training.n_steps, plan.batch_size, plan.compute_dtype
+        (1000, 32, torch.float32)
     """
 
     training: TrainingSection = field(default_factory=TrainingSection)
@@ -237,6 +243,12 @@ def read_plan(source: str | os.PathLike[str] | Mapping[str, Any] | AssessmentPla
     Raises:
         OptionError: If the file cannot be read (with the line that is no TOML), or a section, key or value is
             unknown or impossible; it names the key and the nearest one.
+
+    Example:
+        >>> import workbench as wb
+        >>> plan = wb.hardware.read_plan({"training": {"learning_rate": 3e-4}, "hardware": {"data_parallel": 64}})
+        >>> plan.training.learning_rate, plan.batch_size
+        (0.0003, 64)
     """
     if isinstance(source, AssessmentPlan):
         return source

@@ -86,6 +86,14 @@ def save(
     Raises:
         SchemaError: If the run does not follow the schema; no file is touched then.
         StoreError: If the path is taken, or the disk is full; what was there before is still there then.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> states = np.random.default_rng(0).normal(size=(64, 4))
+        >>> spectra = wb.koopman.whitened_dmd(states, 0.9 * states)
+        >>> wb.save(spectra, "mine.zarr").name
+        'mine.zarr'
     """
     run = as_run(run)
     path = Path(path)
@@ -112,6 +120,12 @@ def export_netcdf(
     Raises:
         SchemaError: If the run does not follow the schema; no file is touched then.
         StoreError: If the path is taken, or the disk is full.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("architecture"))
+        >>> wb.export_netcdf(run, "copy.nc").name
+        'copy.nc'
     """
     run = as_run(run)
     path = Path(path)
@@ -135,6 +149,14 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     Raises:
         StoreError: If there is no run, or it is damaged.
         SchemaError: If it follows the schema of a newer version.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("architecture"))
+        >>> sorted(run.children)
+        ['events', 'monitors', 'spectra']
+        >>> run["events"]["kind"].values.tolist()
+        ['divergence']
     """
     import xarray as xr
 

@@ -63,6 +63,14 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = False) -> xr.Da
         StoreError: If there is nothing at the path, or it cannot be read.
         SchemaError: If it has no steps or no loss, a step comes twice or falls, or steps are missing.
         MissingPackageError: If a TensorBoard folder is given and the package is not there.
+
+    Example:
+        >>> import workbench as wb
+        >>> import csv
+        >>> with open("log.csv", "w", newline="") as file:
+        ...     csv.writer(file).writerows([("step", "train/loss", "lr"), (0, 3.5, 0.001), (1, 3.1, 0.001)])
+        >>> wb.read_log("log.csv")["loss"].values
+        array([3.5, 3.1])
     """
     path = Path(path)
     if not path.exists():

@@ -35,6 +35,13 @@ class DmdOptions:
         rank: Number of leading principal components, found by a randomized range finder; None uses all.
         rank_tolerance: Directions with less than this fraction of the largest variance do not count (numerical rank).
         seed: Of the random sketch; used only with ``rank``.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> states = np.random.default_rng(0).normal(size=(64, 6))
+        >>> wb.koopman.whitened_dmd(states, 0.9 * states, options=wb.DmdOptions(rank=2)).sizes["mode"]
+        2
     """
 
     ridge: float = 1e-5
@@ -69,6 +76,14 @@ class WhitenedOperator:
             paper's formula has it, unless the caller asked for a rank.
         covariance_condition: Largest over smallest eigenvalue of C_xx used.
         n_snapshots: N.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        >>> operator = wb.koopman.whitened_operator(wb.koopman.SnapshotMoments(4).update(x, 0.5 * x))
+        >>> operator.rank, operator.n_snapshots, tuple(operator.matrix.shape)
+        (4, 64, (4, 4))
     """
 
     matrix: Tensor
@@ -130,6 +145,14 @@ def whitened_operator(moments: SnapshotMoments, options: DmdOptions | None = Non
 
     Raises:
         SnapshotError: If there are fewer than three snapshots, or the states do not vary.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        >>> operator = wb.koopman.whitened_operator(wb.koopman.SnapshotMoments(4).update(x, 0.5 * x))
+        >>> torch.allclose(operator.matrix, 0.5 * torch.eye(4, dtype=torch.float64), atol=1e-4)
+        True
     """
     options = options or DmdOptions()
     trace = _total_variance(moments)
@@ -257,6 +280,15 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
 
     Raises:
         SnapshotError: If the operator is not finite, or LAPACK finds no eigenvalues.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        >>> moments = wb.koopman.SnapshotMoments(4).update(x, x * torch.tensor([0.5, 0.9, 1.0, 1.2]))
+        >>> modes = wb.koopman.eigenmodes(wb.koopman.whitened_operator(moments))
+        >>> abs(modes.eigenvalue).round(3)
+        array([1.2, 1. , 0.9, 0.5])
     """
     A = operator.matrix.detach()
     if not bool(torch.isfinite(A).all()):
@@ -300,7 +332,7 @@ def significant_digits(operator: WhitenedOperator, modes: OperatorModes) -> floa
     Second moments square the states' condition, so rounding of about 2e-16 in the moments becomes about
     2e-16 cond(C_xx) in the whitened operator; the eigenvalues themselves lose what their eigenvectors' condition says.
     The sum, with one digit of margin, is below the digits that agree with a fit on the snapshots themselves in every
-    case tried (tests/spectral/test_dmd.py).
+    case tried (tests/koopman/test_dmd.py).
 
     Returns:
         Between 0 and 15.

@@ -29,7 +29,7 @@ def kreiss_constant(operator: np.ndarray | Tensor, *, tolerance: float = 1e-6) -
     The bound is sound: the value at any z and any vector w is at most K(A), as |(zI - A)^-1| >= |w| / |(zI - A) w|,
     and the largest such value found is returned. The search scans angles towards the outer eigenvalues and equally
     spaced ones, then climbs from the best points. On small matrices it stays within 1 % of a dense grid search
-    (tests/spectral/test_kreiss.py); it may miss more where many peaks are close.
+    (tests/koopman/test_kreiss.py); it may miss more where many peaks are close.
 
     Args:
         operator: A, real, shape (mode, mode).
@@ -42,6 +42,16 @@ def kreiss_constant(operator: np.ndarray | Tensor, *, tolerance: float = 1e-6) -
     Raises:
         SnapshotError: If the operator is not a square, finite matrix.
         OptionError: If the tolerance is not positive.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> round(wb.koopman.kreiss_constant(np.diag([0.5, 0.9])), 3)
+        1.0
+        >>> wb.koopman.kreiss_constant(np.array([[0.9, 5.0], [0.0, 0.9]])) > 10
+        True
+        >>> wb.koopman.kreiss_constant(np.diag([0.5, 1.1]))
+        inf
     """
     A = torch.as_tensor(operator, dtype=torch.float64)
     if A.ndim != 2 or A.shape[0] != A.shape[1] or not bool(torch.isfinite(A).all()):

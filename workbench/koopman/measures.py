@@ -28,6 +28,13 @@ class Thresholds:
         reliable_residual: Largest residual of a reliable mode, inclusive.
         informative_update: Smallest update norm at which a spectrum says anything, exclusive. Ours, not the
             paper's: an identity initialization has every eigenvalue at 1 and no risk.
+
+    Example:
+        >>> import workbench as wb
+        >>> thresholds = wb.Thresholds(near_unit_lower=0.95)
+        >>> masses = wb.koopman.mass_fractions([0.5, 0.93, 1.0, 1.2], thresholds)
+        >>> float(masses["near_unit_mass"])
+        0.25
     """
 
     near_unit_lower: float = 0.90
@@ -65,12 +72,23 @@ class Thresholds:
 def mass_fractions(modulus: np.ndarray, thresholds: Thresholds | None = None) -> dict[str, np.ndarray]:
     """Fractions of near-unit, expansive, contractive and intermediate modes (RKSP Eq. 12 and the masses beside it).
 
+    With lower and upper the near-unit bounds and c the contractive one, they are the shares of the modes with
+    lower <= |lambda| <= upper (near-unit), |lambda| > upper (expansive), |lambda| < c (contractive), and of all others
+    (intermediate).
+
     Args:
         modulus: |lambda|, shape (..., mode), unit 1; NaN marks modes that do not exist or were filtered out.
         thresholds: The bounds; the paper's by default.
 
     Returns:
         One array of shape (...) for each name in ``MASSES``, in [0, 1] and adding up to 1; NaN where no mode is left.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> masses = wb.koopman.mass_fractions(np.array([0.5, 0.85, 1.0, 1.2]))
+        >>> {name: float(share) for name, share in masses.items()}
+        {'near_unit_mass': 0.25, 'expansive_mass': 0.25, 'contractive_mass': 0.25, 'intermediate_mass': 0.25}
     """
     thresholds = thresholds or Thresholds()
     modulus = np.asarray(modulus, dtype=float)
@@ -87,7 +105,7 @@ def mass_fractions(modulus: np.ndarray, thresholds: Thresholds | None = None) ->
 
 
 def near_unit_mass(modulus: np.ndarray, *, lower: float = 0.90, upper: float = 1.05) -> float:
-    """Fraction of eigenvalues close to the unit circle (RKSP Eq. 12).
+    """Fraction of eigenvalues close to the unit circle, M = #{j: lower <= |lambda_j| <= upper} / #{j} (RKSP Eq. 12).
 
     Args:
         modulus: |lambda|, shape (mode,), unit 1; NaN marks unused modes.
@@ -99,6 +117,12 @@ def near_unit_mass(modulus: np.ndarray, *, lower: float = 0.90, upper: float = 1
 
     Raises:
         OptionError: If ``lower`` is not below ``upper``.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> wb.koopman.near_unit_mass(np.array([0.5, 0.95, 1.0, 1.2]))
+        0.5
     """
     thresholds = Thresholds(near_unit_lower=lower, near_unit_upper=upper, contractive_upper=min(0.8, lower))
     return float(mass_fractions(modulus, thresholds)["near_unit_mass"])
@@ -130,6 +154,14 @@ def remeasure(
 
     Raises:
         OptionError: If the thresholds contradict each other.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> states = np.random.default_rng(0).normal(size=(64, 4))
+        >>> spectra = wb.koopman.whitened_dmd(states, 0.85 * states)
+        >>> spectra["near_unit_mass"].item(), wb.remeasure(spectra, near_unit_lower=0.8)["near_unit_mass"].item()
+        (0.0, 1.0)
     """
     given = {
         "near_unit_lower": near_unit_lower,
@@ -166,6 +198,14 @@ def summarize(spectra: xr.Dataset) -> xr.Dataset:
         Dataset with dim ``statistic`` (mean, max, min, std) in place of ``layer``; one variable for each measure of
         dims (layer,), booleans as fractions. The risk score of the paper is ``near_unit_mass`` at ``mean``.
         Layers whose measure is NaN are left out; an infinite one makes mean and max infinite and std NaN.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> spectra = wb.profile(model, wb.tasks.associative_recall(), n_snapshots=256, progress=False)
+        >>> score = wb.summarize(spectra)["near_unit_mass"].sel(statistic="mean")
+        >>> 0 <= score.item() <= 1
+        True
     """
     import xarray as xr
 
@@ -193,6 +233,13 @@ def depth_thirds(spectra: xr.Dataset) -> xr.Dataset:
 
     Raises:
         OptionError: If there are fewer than three layers.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=3, n_heads=2)
+        >>> spectra = wb.profile(model, wb.tasks.associative_recall(), n_snapshots=256, progress=False)
+        >>> wb.depth_thirds(spectra)["third"].values.tolist()
+        ['early', 'middle', 'late']
     """
     import xarray as xr
 

@@ -30,6 +30,14 @@ class SnapshotMoments:
         mean_x: Mean state, shape (feature,).
         mean_d: Mean update, shape (feature,).
         resolution: Relative spacing of the coarsest dtype that the snapshots came in.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        >>> moments = wb.koopman.SnapshotMoments(4).update(x[:32], 0.9 * x[:32])
+        >>> moments.update(x[32:], 0.9 * x[32:]).n_snapshots
+        64
     """
 
     def __init__(self, n_features: int, *, device: torch.device | str = "cpu", name: str = "the layer") -> None:

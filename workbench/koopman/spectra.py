@@ -50,6 +50,14 @@ def layer_spectrum(moments: SnapshotMoments, options: DmdOptions | None = None) 
 
     Raises:
         SnapshotError: If there is no spectrum: too few snapshots, a constant stream, or values that are not finite.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        >>> spectrum = wb.koopman.layer_spectrum(wb.koopman.SnapshotMoments(4).update(x, 0.5 * x))
+        >>> round(spectrum.values["spectral_radius"], 3), spectrum.values["rank"]
+        (0.5, 4)
     """
     operator = whitened_operator(moments, options)
     modes = eigenmodes(operator)
@@ -90,6 +98,14 @@ def layer_spectra(
 
     Raises:
         SnapshotError: See `layer_spectrum`; the first layer without a spectrum ends the work.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        >>> layers = [wb.koopman.SnapshotMoments(4).update(x, factor * x) for factor in (0.5, 2.0)]
+        >>> [round(layer.values["spectral_radius"], 3) for layer in wb.koopman.layer_spectra(layers)]
+        [0.5, 2.0]
     """
     n_workers = min(n_workers or n_cores(), len(moments)) or 1
     bar = progress_bar(progress, total=len(moments), label="spectra", unit="layer")
@@ -199,6 +215,14 @@ def whitened_dmd(
     Raises:
         SnapshotError: If the shapes disagree, there are fewer than three snapshots, the states are constant, or a
             value is not finite.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> X = np.random.default_rng(0).normal(size=(64, 4))
+        >>> spectra = wb.koopman.whitened_dmd(X, X @ np.diag([0.5, 0.9, 1.0, 1.2]))
+        >>> abs(spectra["eigenvalue"]).values.round(3)
+        array([[1.2, 1. , 0.9, 0.5]])
     """
     X, Y = torch.as_tensor(X), torch.as_tensor(Y)
     if X.ndim != 2:

@@ -86,6 +86,14 @@ def read_anatomy(
             it carries several residual streams at once, if the modules of ``stack`` are no residual blocks, or if
             batch and token cannot be told apart.
         SnapshotError: If the model cannot run on the inputs.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=3, n_heads=2)
+        >>> anatomy = wb.read_anatomy(model, torch.arange(8)[None])
+        >>> anatomy.stack, len(anatomy.sites), anatomy.width
+        ('blocks', 3, 16)
     """
     subject, model = subject_in(model), unwrap(model)
     inputs, _ = Batches.of(inputs, subject).probe_and_all()

@@ -145,6 +145,14 @@ def query_key_weights(
 
     Raises:
         AnatomyError: If no anatomy was passed and none can be read.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> first, second = wb.query_key_weights(model, torch.arange(8)[None])
+        >>> tuple(first.query.shape)
+        (2, 16, 8)
     """
     subject, model = subject_in(model), unwrap(model)
     inputs = on_device_of(model, Batches.of(inputs, subject).first())

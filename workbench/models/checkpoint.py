@@ -59,6 +59,12 @@ def open_checkpoint(
 
     Raises:
         CheckpointError: If there is nothing to open, or what is there is damaged, unsafe or does not fit.
+
+    Example:
+        >>> import workbench as wb
+        >>> subject = wb.open_checkpoint(wb.samples.embedded("pre_ln"))
+        >>> subject.name, type(subject.model).__name__
+        ('pre_ln', 'Transformer')
     """
     wanted = _as_dtype(dtype)
     if name is not None and not isinstance(name, str):
@@ -105,6 +111,13 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
 
     Raises:
         CheckpointError: If the folder holds a checkpoint already, the model is not of the zoo, or the disk is full.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> folder = wb.save_checkpoint(model, "tiny")
+        >>> sorted(path.name for path in folder.iterdir())
+        ['config.json', 'model.safetensors']
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file

@@ -42,6 +42,12 @@ class ModelSizes:
         image_size: Pixels along the side of an image.
         n_channels: Channels of an image.
         patch_size: Pixels along the side of a patch.
+
+    Example:
+        >>> import workbench as wb
+        >>> sizes = wb.hardware.ModelSizes(width=64, depth=4, n_heads=4)
+        >>> sizes.width, sizes.n_experts
+        (64, None)
     """
 
     n_heads: int | None = None
@@ -75,6 +81,12 @@ def model_sizes(source: Any) -> ModelSizes:
     Args:
         source: Anything with ``describe()`` or ``config``, a configuration (the zoo's or one of transformers), or a
             mapping of its options.
+
+    Example:
+        >>> import workbench as wb
+        >>> sizes = wb.hardware.model_sizes(wb.zoo.transformer(d_model=64, n_layers=4))
+        >>> sizes.width, sizes.depth, sizes.n_experts
+        (64, 4, None)
     """
     found: dict[str, int | None] = {}
     option = _options(source)

@@ -85,6 +85,14 @@ class SpectralNorm(LinearParametrization):
 
     Attributes:
         n_iterations: Power iterations a forward pass.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+        >>> remove = wb.baselines.SpectralNorm().apply(model)
+        >>> round(torch.linalg.matrix_norm(model.blocks[0].attention.query.weight, 2).item(), 1)
+        1.0
     """
 
     n_iterations: int = 8
@@ -109,6 +117,14 @@ class WeightNorm(LinearParametrization):
     """Every row of a linear map as a length times a direction (Salimans and Kingma 2016, arXiv:1602.07868).
 
     The weights are as before at first; nothing is bounded, only learned differently.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+        >>> n_parameters = len(list(model.parameters()))
+        >>> remove = wb.baselines.WeightNorm().apply(model)
+        >>> len(list(model.parameters())) - n_parameters
+        6
     """
 
     def _register(self, linear: nn.Module) -> None:
@@ -169,7 +185,16 @@ def make_plain(model: nn.Module) -> None:
 
 
 def plain_copy(model: Subject | nn.Module) -> nn.Module:
-    """A copy without parametrizations that computes the same, to save with `workbench.save_checkpoint` or to study."""
+    """A copy without parametrizations that computes the same, to save with `workbench.save_checkpoint` or to study.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+        >>> remove = wb.baselines.WeightNorm().apply(model)
+        >>> plain = wb.baselines.plain_copy(model)
+        >>> any("parametrizations" in name for name in plain.state_dict())
+        False
+    """
     model = copy.deepcopy(module_of(model))
     for module in model.modules():
         if parametrize.is_parametrized(module):

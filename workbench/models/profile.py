@@ -72,6 +72,13 @@ def profile(
         AnatomyError: If the residual stream cannot be read with certainty, or batch and token cannot be told apart.
         SnapshotError: If the model cannot run on the inputs, a mask does not fit the states, there are fewer than three
             states, they do not vary, or a layer holds NaN or infinite values.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> spectra = wb.profile(model, wb.tasks.associative_recall(), n_snapshots=256, progress=False)
+        >>> dict(spectra.sizes)
+        {'layer': 2, 'mode': 16}
     """
     subject = open_checkpoint(subject)
     given: dict[str, Any] = {"rank": rank, "seed": seed}

@@ -76,6 +76,14 @@ def router_weights(
 
     Raises:
         AnatomyError: If no anatomy was passed and none can be read.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.moe(d_model=16, n_layers=2, n_heads=2, n_experts=4)
+        >>> routers = wb.router_weights(model, torch.arange(16)[None])
+        >>> [tuple(router.weight.shape) for router in routers]
+        [(4, 16), (4, 16)]
     """
     subject, model = subject_in(model), unwrap(model)
     inputs = on_device_of(model, Batches.of(inputs, subject).first())

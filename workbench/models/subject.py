@@ -24,9 +24,10 @@ class ByteTokenizer:
         model_max_length: Most tokens of a sequence; None: without limit.
 
     Example:
-        >>> ByteTokenizer()(["Hi"])
+        >>> import workbench as wb
+        >>> wb.ByteTokenizer()(["Hi"])
         {'input_ids': [[72, 105]]}
-        >>> ByteTokenizer().decode([72, 105])
+        >>> wb.ByteTokenizer().decode([72, 105])
         'Hi'
     """
 
@@ -63,6 +64,13 @@ class Subject:
         own_tokenizer: Turns texts into token ids, called as those of Hugging Face are, such as `ByteTokenizer`; None:
             the one in the folder.
         unloaded: One clause on what of the checkpoint was not loaded and what the model has instead; empty if nothing.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_heads=2)
+        >>> subject = wb.Subject(model, name="tiny", source="made here", own_tokenizer=wb.ByteTokenizer())
+        >>> subject.tokenize(["Hi"])["input_ids"].tolist()
+        [[72, 105]]
     """
 
     model: nn.Module

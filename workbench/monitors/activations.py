@@ -9,19 +9,25 @@ from workbench.monitors.matrices import widened
 
 
 def activation_max(states: Tensor) -> Tensor:
-    """Largest magnitude of any entry.
+    """Largest magnitude of any entry, max |h|.
 
     Args:
         states: Shape (..., token, feature).
 
     Returns:
         Shape (...), in the unit of the states; NaN where a state is NaN.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wb.monitors.activation_max(torch.tensor([[1.0, -3.0], [2.0, 0.5]])).item()
+        3.0
     """
     return widened(states).abs().amax((-2, -1))
 
 
 def outlier_ratio(states: Tensor) -> Tensor:
-    """Largest over median magnitude of all entries of all tokens (Sun et al. 2024, arXiv:2402.17762).
+    """Largest over median magnitude of all entries of all tokens, max |h| / median |h| (Sun et al., arXiv:2402.17762).
 
     Args:
         states: Shape (..., token, feature).
@@ -29,6 +35,12 @@ def outlier_ratio(states: Tensor) -> Tensor:
     Returns:
         Shape (...), at least 1; of an even number of entries the median is the lower of the two in the middle. inf
         where the median is 0; NaN where all is 0, and where a state is NaN.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wb.monitors.outlier_ratio(torch.tensor([[1.0, -2.0, 2.0], [2.0, 100.0, 1.0]])).item()
+        50.0
     """
     size = widened(states).abs().flatten(-2)
     return size.amax(-1) / size.median(-1).values
@@ -44,6 +56,14 @@ def massive_activations(states: Tensor, *, least: float = 100.0, ratio: float = 
 
     Returns:
         Shape (...), a count; NaN where a state is NaN.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> states = torch.ones(4, 8)
+        >>> states[0, 3] = 2000.0
+        >>> wb.monitors.massive_activations(states).item()
+        1.0
     """
     size = widened(states).abs().flatten(-2)
     median = size.median(-1, keepdim=True).values
@@ -60,6 +80,12 @@ def kurtosis(states: Tensor) -> Tensor:
     Returns:
         Shape (...), a number: 3 for a normal distribution (nothing is subtracted), the number of entries if a single
         one sticks out. NaN for constant states, and where a state is not finite.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wb.monitors.kurtosis(torch.tensor([[1.0, -1.0], [-1.0, 1.0]])).item()
+        1.0
     """
     entries = widened(states).flatten(-2)
     centred = entries - entries.mean(-1, keepdim=True)
@@ -76,5 +102,11 @@ def state_norm(states: Tensor) -> Tensor:
 
     Returns:
         Shape (...), in the unit of the states; NaN where a state is NaN.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wb.monitors.state_norm(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).item()
+        3.0
     """
     return torch.linalg.vector_norm(widened(states), dim=-1).mean(-1)

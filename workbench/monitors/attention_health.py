@@ -44,6 +44,16 @@ def qk_update_spectrum(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> di
 
     Raises:
         OptionError: If shapes do not fit, or the query heads cannot be shared out among the key heads.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wq, wk = torch.randn(2, 3, 16, 4, generator=torch.Generator().manual_seed(0))
+        >>> spectrum = wb.monitors.qk_update_spectrum(wq, wk, 1.01 * wq, wk)
+        >>> {name: tuple(values.shape) for name, values in spectrum.items()}
+        {'D2': (3, 8), 'D3': (3, 4), 'dWq': (3, 4), 'dWk': (3, 4), 'W': (3, 4)}
+        >>> spectrum["D3"].max().item()
+        0.0
     """
     _check_heads(wq0, wk0, wq1, wk1)
     n_shares = wq0.shape[-3] // wk0.shape[-3]
@@ -83,6 +93,13 @@ class AttentionHealth:
             precedes divergence (arXiv:2303.06296).
         entropy_share: Mean over tokens of that entropy over its largest value, log(number of tokens seen), between 0
             and 1; tokens that see but one are left out. Shape (..., head).
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> health = wb.monitors.measure_attention(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))
+        >>> health.logit_max.tolist(), [round(share, 3) for share in health.entropy_share.tolist()]
+        ([0.0, 0.0], [1.0, 1.0])
     """
 
     logit_max: Tensor
@@ -117,6 +134,14 @@ def measure_attention(
 
     Raises:
         OptionError: If the query heads cannot be shared out among the key heads.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> q = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+        >>> health = wb.monitors.measure_attention(q, q[:, :2], is_causal=True)
+        >>> tuple(health.logit_max.shape), bool((health.entropy_share <= 1).all())
+        ((4,), True)
     """
     if q.shape[-3] % k.shape[-3]:
         raise OptionError(

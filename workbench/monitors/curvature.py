@@ -55,6 +55,14 @@ def sharpness(
     Raises:
         OptionError: If an option is out of range, if no weight can be trained, or if the loss is no 0-dim tensor
             with a graph.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> inputs = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+        >>> round(wb.monitors.sharpness(model, lambda model: (model(inputs) ** 2).sum()), 1)
+        8.0
     """
     model = unwrap(model)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -91,6 +99,18 @@ def preconditioned_sharpness(
 
     Raises:
         OptionError: As in `sharpness`, and if the optimizer has no second moments.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> def loss_of(model):
+        ...     return model(torch.ones(1, 1)).square().sum()
+        >>> loss_of(model).backward()
+        >>> optimizer.step()
+        >>> wb.monitors.preconditioned_sharpness(model, loss_of, optimizer) > 0
+        True
     """
     model = unwrap(model)
     weights, roots = [], []

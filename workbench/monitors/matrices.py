@@ -19,6 +19,12 @@ def frobenius_norm(s: Tensor) -> Tensor:
 
     Returns:
         Shape (...), in the unit of the matrix; NaN where a singular value is NaN.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wb.monitors.frobenius_norm(torch.tensor([4.0, 3.0])).item()
+        5.0
     """
     return torch.linalg.vector_norm(widened(s), dim=-1)
 
@@ -31,6 +37,12 @@ def stable_rank(s: Tensor) -> Tensor:
 
     Returns:
         Shape (...), a number; NaN for a zero matrix and where a singular value is NaN.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wb.monitors.stable_rank(torch.tensor([2.0, 2.0, 0.0])).item()
+        2.0
     """
     return _scaled(s).square().sum(-1)
 
@@ -47,6 +59,12 @@ def effective_rank(s: Tensor, *, alpha: float = 2.0) -> Tensor:
 
     Raises:
         OptionError: If ``alpha`` is not a positive number.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> round(wb.monitors.effective_rank(torch.tensor([2.0, 2.0, 0.0])).item(), 3)
+        2.0
     """
     return spectral_entropy(s, alpha=alpha).exp()
 
@@ -63,6 +81,12 @@ def spectral_entropy(s: Tensor, *, alpha: float = 2.0) -> Tensor:
 
     Raises:
         OptionError: If ``alpha`` is not a positive number.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> round(wb.monitors.spectral_entropy(torch.tensor([1.0, 1.0])).item(), 3)
+        0.693
     """
     if not 0 < alpha < float("inf"):
         raise OptionError(f"alpha is {alpha}, expected a positive number such as 2.")
@@ -81,6 +105,12 @@ def singular_values(matrix: Tensor) -> Tensor:
         finite, which never reaches LAPACK. What is below max(row, column) * (rounding unit of float64) * (largest) is
         set to 0, as is customary for a numerical rank: otherwise noise would count in an effective rank with a small
         alpha.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wb.monitors.singular_values(torch.diag(torch.tensor([1.0, 3.0, 0.0]))).tolist()
+        [3.0, 1.0, 0.0]
     """
     matrix = widened(matrix)
     is_finite = torch.isfinite(torch.linalg.matrix_norm(matrix))
@@ -105,6 +135,13 @@ def product_singular_values(a: Tensor, b: Tensor) -> Tensor:
 
     Raises:
         OptionError: If the factors do not fit.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> a, b = torch.eye(4, 2), 3.0 * torch.eye(5, 2)
+        >>> [round(value, 3) for value in wb.monitors.product_singular_values(a, b).tolist()]
+        [3.0, 3.0]
     """
     if a.shape[-1] != b.shape[-1] or a.shape[:-2] != b.shape[:-2]:
         raise OptionError(

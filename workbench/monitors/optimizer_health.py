@@ -15,7 +15,7 @@ Tensors = Tensor | Iterable[Tensor]
 
 
 def gradient_rms(gradients: Tensors) -> Tensor:
-    """Root mean square of all entries of the gradients.
+    """Root mean square of all entries of the gradients, sqrt(mean(g^2)).
 
     Near Adam's eps (1e-8) updates no longer depend on the gradient's direction alone (Wortsman et al. 2023,
     arXiv:2309.14322).
@@ -25,6 +25,12 @@ def gradient_rms(gradients: Tensors) -> Tensor:
 
     Returns:
         0-dim, in the unit of the gradient; NaN for no entries, and where a gradient is NaN.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wb.monitors.gradient_rms([torch.full((3,), 2.0), torch.full((2, 2), -2.0)]).item()
+        2.0
     """
     gradients = _listed(gradients)
     return _norm(gradients) / _count(gradients) ** 0.5
@@ -43,6 +49,12 @@ def update_ratio(before: Tensors, after: Tensors) -> Tensor:
 
     Raises:
         OptionError: If the two do not have the same shapes.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> round(wb.monitors.update_ratio(torch.full((4,), 2.0), torch.full((4,), 2.002)).item(), 4)
+        0.001
     """
     before, after = _same_shapes(before, after, "Weights before and after")
     # The difference of neighbouring numbers is exact in float32, whatever the precision of the weights.
@@ -65,6 +77,12 @@ def adam_staleness(gradients: Tensors, second_moments: Tensors, eps: float = 1e-
 
     Raises:
         OptionError: If the two do not have the same shapes, or ``eps`` is negative.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> round(wb.monitors.adam_staleness(torch.full((4,), 0.2), torch.full((4,), 0.01)).item(), 3)
+        2.0
     """
     if not eps >= 0:
         raise OptionError(f"eps is {eps}, expected a number of at least 0 such as 1e-8.")

@@ -71,6 +71,16 @@ class ModelProbe:
         n_experts: Experts of each of them.
         unreadable: Why values are NaN that no measurement will ever give, one sentence each; filled by `take`. A value
             that is NaN because the model's numbers are gets no sentence.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> tokens = torch.arange(16).reshape(2, 8)
+        >>> probe = wb.monitors.ModelProbe(model, wb.read_anatomy(model, tokens), tokens)
+        >>> taken = probe.take(["activations"])
+        >>> sorted(taken), sorted(taken["activations"])
+        (['activations'], ['activation_max', 'kurtosis', 'log_z', 'outlier_ratio', 'state_norm'])
     """
 
     def __init__(

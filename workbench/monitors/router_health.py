@@ -22,6 +22,14 @@ def router_similarity(weight: Tensor) -> Tensor:
     Returns:
         Shape (...), between -1 / (E - 1) and 1; NaN for one expert, for a row of zeros, and where a weight is not
         finite.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> round(wb.monitors.router_similarity(torch.eye(3)).item(), 3)
+        0.0
+        >>> round(wb.monitors.router_similarity(torch.ones(3, 4)).item(), 3)
+        1.0
     """
     weight = widened(weight)
     n_experts = weight.shape[-2]
@@ -41,6 +49,12 @@ def router_conditioning(weight: Tensor) -> Tensor:
     Returns:
         Shape (...), a number from 0 (all experts alike, or one expert) to inf (mean zero); NaN for weights that are
         all zero, and where a weight is not finite.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wb.monitors.router_conditioning(torch.tensor([[1.0, 0.0], [3.0, 0.0]])).item()
+        0.5
     """
     weight = widened(weight)
     mean = weight.mean(-2, keepdim=True)
@@ -49,13 +63,19 @@ def router_conditioning(weight: Tensor) -> Tensor:
 
 
 def routing_entropy(logits: Tensor) -> Tensor:
-    """Mean over tokens of the entropy of the full softmax over all experts, not only the chosen ones.
+    """Mean over tokens of -sum_i p_i log p_i, p the full softmax over all experts, not only the chosen ones.
 
     Args:
         logits: Shape (..., token, expert); -inf rules an expert out.
 
     Returns:
         Shape (...), in nat, between 0 and log(expert); NaN where a token has no expert left or a logit is NaN or +inf.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> round(wb.monitors.routing_entropy(torch.zeros(5, 4)).item(), 3)
+        1.386
     """
     return torch.special.entr(widened(logits).softmax(-1)).sum(-1).mean(-1)
 
@@ -68,6 +88,12 @@ def routing_entropy_share(logits: Tensor) -> Tensor:
 
     Returns:
         Shape (...), between 0 (one expert each) and 1 (undecided); NaN as in `routing_entropy`, and for one expert.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> round(wb.monitors.routing_entropy_share(torch.zeros(5, 4)).item(), 3)
+        1.0
     """
     entropy, n_experts = routing_entropy(logits), logits.shape[-1]
     return entropy / math.log(n_experts) if n_experts > 1 else torch.full_like(entropy, float("nan"))
@@ -85,6 +111,13 @@ def expert_load(choices: Tensor, n_experts: int) -> Tensor:
 
     Raises:
         OptionError: If an index is not one of the experts.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> choices = torch.tensor([[0, 1], [0, 2], [0, 1], [0, 1]])
+        >>> wb.monitors.expert_load(choices, n_experts=4).tolist()
+        [0.5, 0.375, 0.125, 0.0]
     """
     if choices.numel() and not (int(choices.min()) >= 0 and int(choices.max()) < n_experts):
         raise OptionError(
@@ -104,6 +137,12 @@ def max_violation(load: Tensor) -> Tensor:
 
     Returns:
         Shape (...), from 0 (all alike) to expert - 1 (one gets everything); NaN where there is no load.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wb.monitors.max_violation(torch.tensor([0.5, 0.25, 0.25, 0.0])).item()
+        1.0
     """
     load = widened(load)
     return load.amax(-1) / load.mean(-1) - 1
@@ -117,6 +156,12 @@ def dead_experts(load: Tensor) -> Tensor:
 
     Returns:
         Shape (...), a count; NaN where the load is NaN.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wb.monitors.dead_experts(torch.tensor([0.5, 0.0, 0.5, 0.0])).item()
+        2.0
     """
     load = widened(load)
     return (load == 0).sum(-1).to(load.dtype).masked_fill(load.isnan().any(-1), float("nan"))
@@ -134,6 +179,13 @@ def routing_change(before: Tensor, after: Tensor) -> Tensor:
 
     Raises:
         OptionError: If the shapes differ.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> before, after = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[1, 0], [2, 0]])
+        >>> wb.monitors.routing_change(before, after).item()
+        0.25
     """
     if before.shape != after.shape:
         raise OptionError(

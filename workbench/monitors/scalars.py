@@ -15,7 +15,7 @@ from workbench.monitors.matrices import widened
 
 
 def log_z(logits: Tensor) -> Tensor:
-    """Root mean square over tokens of log Z, Z = sum exp(logits), the normalizer of the softmax.
+    """Root mean square over tokens, sqrt(mean(log(Z)^2)), of log Z, Z = sum exp(logits) the softmax's normalizer.
 
     Near 0 where a z-loss holds it (Chowdhery et al. 2022, arXiv:2204.02311); far from it, logits drift.
 
@@ -24,6 +24,12 @@ def log_z(logits: Tensor) -> Tensor:
 
     Returns:
         0-dim, in nat; NaN where a logit is NaN.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> round(wb.monitors.log_z(torch.zeros(5, 8)).item(), 3)
+        2.079
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a vocabulary in float64 would double memory
     return widened(wide.logsumexp(-1)).square().mean().sqrt()
@@ -43,6 +49,14 @@ class SpikeScore:
 
     Raises:
         OptionError: If an option is out of range.
+
+    Example:
+        >>> import workbench as wb
+        >>> spikes = wb.monitors.SpikeScore(n_sigma=3.0, n_least=3)
+        >>> [spikes.update(loss) for loss in (1.0, 1.1, 0.9, 1.0, 9.0)]
+        [False, False, False, False, True]
+        >>> spikes.score
+        0.5
     """
 
     def __init__(self, *, window: int = 1000, n_sigma: float = 7.0, n_least: int = 100) -> None:
@@ -94,6 +108,12 @@ def spike_score(values: Iterable[float], *, window: int = 1000, n_sigma: float =
 
     Raises:
         OptionError: If an option is out of range.
+
+    Example:
+        >>> import workbench as wb
+        >>> curve = [1.0, 1.1, 0.9] * 40 + [9.0]
+        >>> round(wb.monitors.spike_score(curve), 3)
+        0.048
     """
     tracker = SpikeScore(window=window, n_sigma=n_sigma, n_least=n_least)
     for value in values:

@@ -36,6 +36,13 @@ def comparison_table(comparison: xr.Dataset, *, measures: Sequence[str] | None =
     Raises:
         SchemaError: If the dataset is no comparison, or has no such measure.
         OptionError: If there are no digits.
+
+    Example:
+        >>> import workbench as wb
+        >>> comparison = wb.samples.initialization("norms").mean("seed")
+        >>> table = wb.plots.comparison_table(comparison, measures=["near_unit_mass"])
+        >>> list(table.index)[:2]
+        ['Pre-LN', 'Post-LN']
     """
     import pandas as pd
 

@@ -48,6 +48,16 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
     Raises:
         SchemaError: If a variable lacks.
         OptionError: If the backend does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> import xarray as xr
+        >>> columns = {"title": ["signal gain"], "value": [3.0], "units": ["1"], "low": [0.2], "high": [5.0]}
+        >>> columns["state"] = ["healthy"]
+        >>> criteria = xr.Dataset({name: ("criterion", column) for name, column in columns.items()})
+        >>> figure = wb.plots.criteria_bands(criteria)
+        >>> len(figure)  # panels
+        1
     """
     needed = ["title", "value", "units", "low", "high", "state"]
     rows = columns_of(criteria, needed, what="table of criteria", source="wb.assess()", dim="criterion")

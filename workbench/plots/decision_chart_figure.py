@@ -71,6 +71,17 @@ def decision_chart(
     Raises:
         SchemaError: If the points lack a variable, or none has a place in the chart.
         OptionError: If the kind or the backend does not exist, or the probabilities are none or out of order.
+
+    Example:
+        >>> import workbench as wb
+        >>> import xarray as xr
+        >>> models = xr.Dataset(
+        ...     {"near_unit_mass": ("name", [0.1, 0.7]), "eigenvector_condition": ("name", [20.0, 300.0])},
+        ...     {"name": ["Pre-LN", "No-Norm"]},
+        ... )
+        >>> figure = wb.plots.decision_chart(models)
+        >>> len(figure)  # panels
+        1
     """
     if kind not in KINDS:
         raise OptionError(f"The kind of chart is '{kind}', expected one of {', '.join(KINDS)}.")

@@ -36,6 +36,13 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
     Raises:
         SchemaError: If a variable lacks.
         OptionError: If the backend does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> tree = wb.diagnose(wb.samples.failed_run("precision"))
+        >>> figure = wb.plots.cause_bars(tree["causes"].to_dataset())
+        >>> len(figure)  # panels
+        1
     """
     rows = columns_of(causes, ["title", "probability"], what="table of causes", source=_SOURCE, dim="cause")
     probability = rows["probability"].astype(float)
@@ -77,6 +84,13 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
     Raises:
         SchemaError: If a variable lacks.
         OptionError: If ``n`` is not positive, or the backend does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> tree = wb.diagnose(wb.samples.failed_run("precision"))
+        >>> figure = wb.plots.evidence_bars(tree["evidence"].to_dataset(), n=3)
+        >>> len(figure)  # panels
+        1
     """
     if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
         raise OptionError(f"n is {n!r}, expected a whole number of at least 1.")
@@ -129,6 +143,13 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
     Raises:
         SchemaError: If a variable lacks, or no sign has a step.
         OptionError: If the backend does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> tree = wb.diagnose(wb.samples.failed_run("precision"))
+        >>> figure = wb.plots.evidence_timeline(tree["evidence"].to_dataset())
+        >>> len(figure)  # panels
+        1
     """
     rows = columns_of(evidence, [_name_of(evidence), "step", "weight"], **_TABLE)
     step, weight = rows["step"].astype(float), np.abs(rows["weight"].astype(float))

@@ -51,6 +51,12 @@ def dose_response(
         SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice, or there is no such
             measure.
         OptionError: If the backend does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> figure = wb.plots.dose_response(wb.samples.shaping("controls"), measures=["divergence_rate"])
+        >>> len(figure)  # panels
+        1
     """
     measures = [measures] if isinstance(measures, str) else list(measures)
     for measure in measures:

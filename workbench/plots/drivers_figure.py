@@ -38,6 +38,13 @@ def drivers(drivers: xr.DataArray, *, n: int = 10, backend: str = "bokeh") -> An
     Raises:
         SchemaError: If it is no such array, a value is not finite, or it has too many runs.
         OptionError: If ``n`` is not positive, or the backend does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> case = wb.samples.divergence_sweep("held out").isel(run=[0])
+        >>> figure = wb.plots.drivers(wb.risk.shipped("forward").drivers(case))
+        >>> len(figure)  # panels
+        1
     """
     bars = Bars.of(drivers, n=n)
     n_rows, n_runs = len(bars.features), len(bars.runs)

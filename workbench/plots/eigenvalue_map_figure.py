@@ -55,6 +55,14 @@ def eigenvalue_map(
     Raises:
         SchemaError: If a dataset is no spectra dataset, or runs over runs, or over steps and none is named.
         OptionError: If the backend, the limit, the step or all layers do not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> spectra = wb.profile(model, wb.tasks.associative_recall(), n_snapshots=256, progress=False)
+        >>> figure = wb.plots.eigenvalue_map({"Pre-LN": spectra})
+        >>> len(figure)  # panels
+        1
     """
     layers = None if layers is None else list(layers)
     models, depths = {}, {}

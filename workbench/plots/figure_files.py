@@ -34,6 +34,12 @@ def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, 
     Raises:
         StoreError: If the ending does not fit the figure, the folder is not there, the file is, or the disk is full.
         MissingPackageError: If the packages that draw are not installed.
+
+    Example:
+        >>> import workbench as wb
+        >>> figure = wb.plots.reliability(wb.risk.reliability([0.9, 0.1], [True, False]))
+        >>> wb.plots.save(figure, "reliability.html").name
+        'reliability.html'
     """
     path = Path(path)
     backend = _BACKEND_OF.get(path.suffix.lower())

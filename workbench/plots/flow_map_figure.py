@@ -50,7 +50,7 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
     are equally high. The small line names the sub-layers of a block from left to right.
 
     Args:
-        flow: From `workbench.flow.flow_measurement`, or several by name; of one step.
+        flow: From `workbench.flow.measure`, or several by name; of one step.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -60,6 +60,14 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
     Raises:
         SchemaError: If there is no flow, one lacks a variable or has several steps, or there are more than six.
         OptionError: If the backend does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> flow = wb.flow.measure(model, wb.tasks.associative_recall(length=16), jacobian=False)
+        >>> figure = wb.plots.flow_map({"Pre-LN": flow})
+        >>> len(figure)  # panels
+        2
     """
     paths = paths_of(flow)
     n_columns = len(paths) if len(paths) <= _MOST_COLUMNS else _WRAPPED_COLUMNS

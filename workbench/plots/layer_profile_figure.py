@@ -55,6 +55,14 @@ def layer_profile(
         SchemaError: If a dataset is no spectra dataset, holds several steps and none is named, or a measure is not in
             the schema.
         OptionError: If the backend, the step, the kind of depth or a model's place does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> spectra = wb.profile(model, wb.tasks.associative_recall(), n_snapshots=256, progress=False)
+        >>> figure = wb.plots.layer_profile({"Pre-LN": spectra}, measures=["near_unit_mass", "spectral_radius"])
+        >>> len(figure)  # panels
+        2
     """
     models = named_spectra(spectra, step=step)
     measures = [measures] if isinstance(measures, str) else list(measures)

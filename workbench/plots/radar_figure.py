@@ -56,6 +56,13 @@ def radar(
         SchemaError: If the dataset is no comparison, or has no such measure.
         OptionError: If the backend or an architecture's place does not exist, or there are fewer than three
             measures.
+
+    Example:
+        >>> import workbench as wb
+        >>> comparison = wb.samples.initialization("norms").mean("seed").isel(architecture=[0, 1])
+        >>> figure = wb.plots.radar(comparison)
+        >>> len(figure)  # charts
+        2
     """
     axes = axes_of(comparison, measures)
     names = comparison["architecture"].values.tolist()

@@ -49,6 +49,13 @@ def reliability(
     Raises:
         SchemaError: If there is no dataset, one lacks a variable, or every bin is empty.
         OptionError: If the backend or a prediction's place does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> bins = wb.risk.reliability([0.9, 0.8, 0.2, 0.1], [True, True, False, False])
+        >>> figure = wb.plots.reliability(bins)
+        >>> len(figure)  # panels
+        2
     """
     series = bins_of(reliability)
     order = style.model_places([bins.name for bins in series], places)

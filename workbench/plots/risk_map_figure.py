@@ -42,6 +42,14 @@ def risk_map(risk: xr.Dataset, *, runs: xr.Dataset | None = None, backend: str =
     Raises:
         SchemaError: If the risk or the runs lack a variable or dimension, or a probability or rate is none.
         OptionError: If the backend does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> case = wb.samples.divergence_sweep("held out").isel(run=[0])
+        >>> risk = wb.risk.over_rates(wb.risk.shipped("forward"), case, [1e-4, 1e-3, 1e-2])
+        >>> figure = wb.plots.risk_map(risk)
+        >>> len(figure)  # panels
+        2
     """
     grid = RiskGrid.of(risk)
     measured = Runs.of(runs, grid)

@@ -46,6 +46,13 @@ def roc(
     Raises:
         SchemaError: If there is no curve, or one lacks a variable or leaves the unit square.
         OptionError: If the backend or a score's place does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> curve = wb.risk.roc_curve([0.1, 0.4, 0.3, 0.9], [False, False, True, True], n_bootstrap=0)
+        >>> figure = wb.plots.roc({"my score": curve})
+        >>> len(figure)  # panels
+        1
     """
     lines = lines_of(curves)
     order = style.model_places([line.name for line in lines], places)

@@ -71,6 +71,13 @@ def scaling_trend(
     Raises:
         SchemaError: If a dataset is no scaling study, or has no such quantity.
         OptionError: If the backend, the direction or a place does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> study = wb.samples.scaling().isel(architecture=0)
+        >>> figure = wb.plots.scaling_trend(study)
+        >>> len(figure)  # panels
+        2
     """
     studies = _studies(study)
     if along not in (None, "width", "depth"):

@@ -49,6 +49,12 @@ def stability_edge(
     Raises:
         SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice.
         OptionError: If the backend or a control's place does not exist, or ``below`` is no share.
+
+    Example:
+        >>> import workbench as wb
+        >>> figure = wb.plots.stability_edge(wb.samples.shaping("controls"))
+        >>> len(figure)  # panels
+        1
     """
     edges = edges_of(outcomes, below=below)
     order = style.model_places([edge.control for edge in edges], places)

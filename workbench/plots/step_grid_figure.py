@@ -53,6 +53,13 @@ def step_grid(
     Raises:
         SchemaError: If there is no run, or one has no spectra.
         OptionError: If no run reaches a step, or the backend, the limit or all layers do not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("hyperparameter"))
+        >>> figure = wb.plots.step_grid({"a failed run": run}, steps=[0, 100])
+        >>> len(figure)  # panels
+        2
     """
     layers = None if layers is None else list(layers)
     trees = named_runs(runs)

@@ -63,6 +63,13 @@ def timeline(
     Raises:
         SchemaError: If there is no run, or no run has one of the signals.
         OptionError: If the backend, the reduction, the band, or a run's place does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("hyperparameter"))
+        >>> figure = wb.plots.timeline({"a failed run": run}, signals=["loss", "effective_rank D2"])
+        >>> len(figure)  # panels
+        3
     """
     trees = named_runs(runs, needs_spectra=False)
     order = style.model_places(trees, places)

@@ -67,6 +67,13 @@ def traces(
     Raises:
         SchemaError: If there is no run, or no run has one of the variables.
         OptionError: If the backend, the statistic or a run's place does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("hyperparameter"))
+        >>> figure = wb.plots.traces({"a failed run": run}, variables=["loss", "grad_norm"])
+        >>> len(figure)  # panels
+        2
     """
     trees = named_runs(runs, needs_spectra=False)
     order = style.model_places(trees, places)

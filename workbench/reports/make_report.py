@@ -47,6 +47,12 @@ def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool =
         SchemaError: If it is no such tree, or it lacks what its report rests on.
         StoreError: If the ending is another, a file is there already, or the place cannot be written.
         MissingPackageError: If the packages that draw its pictures are not installed.
+
+    Example:
+        >>> import workbench as wb
+        >>> tree = wb.diagnose(wb.samples.failed_run("architecture"))
+        >>> wb.report(tree, "report.md").name
+        'report.md'
     """
     path = Path(path)
     beside = check_target(path, overwrite=overwrite)

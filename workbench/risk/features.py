@@ -89,6 +89,12 @@ def feature_table(cases: xr.Dataset, names: Sequence[str]) -> xr.DataArray:
     Raises:
         OptionError: If a learning rate is no positive number, or a name is no feature.
         SchemaError: If a variable is missing, or a run lacks a value.
+
+    Example:
+        >>> import workbench as wb
+        >>> cases = wb.samples.divergence_sweep("held out").isel(run=slice(0, 2))
+        >>> wb.risk.feature_table(cases, ["near_unit_mass mean", "d_model"]).shape
+        (2, 2)
     """
     import xarray as xr
 
@@ -113,6 +119,12 @@ def is_complete(cases: xr.Dataset, names: Sequence[str]) -> xr.DataArray:
     Raises:
         OptionError: If a learning rate is no positive number, or a name is no feature.
         SchemaError: If a variable is missing altogether.
+
+    Example:
+        >>> import workbench as wb
+        >>> cases = wb.samples.divergence_sweep("held out").isel(run=slice(0, 2))
+        >>> wb.risk.is_complete(cases, ["near_unit_mass mean", "optimizer"]).values
+        array([ True,  True])
     """
     import xarray as xr
 

@@ -78,6 +78,14 @@ def fit(
         OptionError: If an option is out of range or a name unknown.
         SchemaError: If the sweep lacks what is needed, all runs ended alike, there are fewer than four groups, or
             larger rates do not diverge more often.
+
+    Example:
+        >>> import workbench as wb
+        >>> sweep = wb.samples.divergence_sweep("held out")
+        >>> model = wb.risk.fit(sweep, features=["near_unit_mass mean"], penalty=1.0, n_bootstrap=0)
+        >>> slow, fast = (wb.sweeps.replan(sweep.isel(run=[0]), learning_rate=rate) for rate in (1e-3, 1e-2))
+        >>> model.predict(slow)["probability"].values < model.predict(fast)["probability"].values
+        array([ True])
     """
     names = features_of(features)
     _check_options(method, penalty, n_bootstrap, n_folds, level)

@@ -31,6 +31,13 @@ def stable_rates(sweep: xr.Dataset, *, below: float = 0.20) -> xr.Dataset:
     Raises:
         OptionError: If ``below`` is no share above 0.
         SchemaError: If the sweep lacks what is needed, or has no run.
+
+    Example:
+        >>> import workbench as wb
+        >>> rates = wb.risk.stable_rates(wb.samples.divergence_sweep("held out"))
+        >>> within = rates.isel(cell=~rates["is_lower_bound"] & ~rates["is_upper_bound"])
+        >>> bool((within["last_stable"] < within["first_unstable"]).all())
+        True
     """
     import xarray as xr
 
@@ -88,6 +95,14 @@ def stable_rate_accuracy(sweep: xr.Dataset, predicted: xr.DataArray, *, below: f
     Raises:
         OptionError: As `stable_rates`.
         SchemaError: As `stable_rates`.
+
+    Example:
+        >>> import workbench as wb
+        >>> import xarray as xr
+        >>> sweep = wb.samples.divergence_sweep("norms")
+        >>> predicted = xr.full_like(sweep["learning_rate"], 0.01)
+        >>> wb.risk.stable_rate_accuracy(sweep, predicted)["ratio"].dims
+        ('cell',)
     """
     found = stable_rates(sweep, below=below)
     logs = np.log10(np.asarray(predicted.values, dtype=float))
@@ -114,6 +129,13 @@ def share_within(ratio: xr.DataArray, factor: float = 1.5) -> float:
 
     Raises:
         OptionError: If the factor is below 1.
+
+    Example:
+        >>> import workbench as wb
+        >>> import xarray as xr
+        >>> ratio = xr.DataArray([1.2, 0.9, 4.0, 0.1, float("nan")], dims="cell")
+        >>> wb.risk.share_within(ratio, factor=1.5)
+        0.5
     """
     if not factor >= 1:
         raise OptionError(f"factor is {factor}, expected a number of at least 1.")

@@ -24,6 +24,12 @@ def load(path: str | Path) -> RiskModel:
 
     Raises:
         StoreError: If it is not there, something else, damaged, or written by a newer version.
+
+    Example:
+        >>> import workbench as wb
+        >>> path = wb.risk.shipped("forward").save("risk.json")
+        >>> wb.risk.load(path).features == wb.risk.shipped("forward").features
+        True
     """
     path = Path(path)
     content = read(path)
@@ -46,6 +52,12 @@ def shipped(features: str = "forward") -> RiskModel:
     Raises:
         OptionError: If there is no such set.
         StoreError: If it is not there.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.risk.shipped("forward")
+        >>> "near_unit_mass mean" in model.features, model.level
+        (True, 0.95)
     """
     if features not in FEATURE_SETS:
         raise OptionError(f"features is '{features}', expected {', '.join(FEATURE_SETS)}.")

@@ -43,6 +43,13 @@ def nearest_runs(model: RiskModel, case: xr.Dataset, sweep: xr.Dataset, n: int =
     Raises:
         SchemaError: If the case is not one run, a dataset lacks what the model needs, or no run of the sweep has it.
         OptionError: If ``n`` is no whole number of at least 1.
+
+    Example:
+        >>> import workbench as wb
+        >>> sweep = wb.samples.divergence_sweep("held out")
+        >>> near = wb.risk.nearest_runs(wb.risk.shipped("forward"), sweep.isel(run=[0]), sweep, n=3)
+        >>> near.sizes["run"], near["distance"].values[0].item()
+        (3, 0.0)
     """
     _require_count(n)
     return Neighbours(model, sweep).runs(case, n)

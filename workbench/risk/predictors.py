@@ -41,6 +41,12 @@ def predictor_scores(sweep: xr.Dataset) -> xr.DataArray:
 
     Raises:
         SchemaError: If a variable is missing.
+
+    Example:
+        >>> import workbench as wb
+        >>> scores = wb.risk.predictor_scores(wb.samples.divergence_sweep("norms"))
+        >>> scores.dims, scores["predictor"].values[:2].tolist()
+        (('run', 'predictor'), ['M', 'M log10(kappa)'])
     """
     import xarray as xr
 
@@ -73,6 +79,14 @@ def calibrated_score(
 
     Returns:
         Probabilities out of fold, shape (run,). Where the other folds have one outcome alone, their share of it.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> score, groups = np.tile([0.0, 1.0, 2.0, 3.0], 10), np.repeat(np.arange(10), 4)
+        >>> probability = wb.risk.calibrated_score(score, score > 1.5, groups)
+        >>> bool(probability[3] > probability[0])
+        True
     """
     from scipy.special import expit
 

@@ -41,6 +41,13 @@ def over_rates(
     Raises:
         OptionError: If a rate is no positive number, there is none, or ``below`` is no probability.
         SchemaError: If two rows have one name, or a case lacks what the model needs.
+
+    Example:
+        >>> import workbench as wb
+        >>> case = wb.samples.divergence_sweep("fit").isel(run=[0])
+        >>> risk = wb.risk.over_rates(wb.risk.shipped("forward"), case, [1e-4, 1e-3, 1e-2])
+        >>> risk["probability"].dims, bool((risk["probability"].diff("learning_rate") >= 0).all())
+        (('architecture', 'learning_rate'), True)
     """
     import xarray as xr
 

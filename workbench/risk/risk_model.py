@@ -37,6 +37,14 @@ class RiskModel:
             what is predicted for them; see `edge_spread`.
         about: Data and options that it was fitted with.
         validation: Figures of `validate`, if there are any.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.risk.shipped("forward")
+        >>> case = wb.samples.divergence_sweep("held out").isel(run=[0])
+        >>> risk = model.predict(wb.sweeps.replan(case, learning_rate=1e-5))
+        >>> risk["probability"].values < 0.5
+        array([ True])
     """
 
     feature_map: FeatureMap

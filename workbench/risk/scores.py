@@ -18,7 +18,14 @@ _BLOCK = 2_000_000
 
 
 class Auroc(NamedTuple):
-    """An area under the ROC curve and its interval; NaN bounds without a bootstrap."""
+    """An area under the ROC curve and its interval; NaN bounds without a bootstrap.
+
+    Example:
+        >>> import workbench as wb
+        >>> area = wb.risk.auroc([0.1, 0.4, 0.3, 0.9], [False, False, True, True], n_bootstrap=0)
+        >>> isinstance(area, wb.risk.Auroc), area.value
+        (True, 0.75)
+    """
 
     value: float
     low: float
@@ -29,7 +36,7 @@ def auroc(
     score: ArrayLike, label: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
     groups: ArrayLike | None = None, level: float = 0.95,
 ) -> Auroc:  # fmt: skip
-    """Chance that a run which diverged scores higher than one which did not; ties count half.
+    """Chance P(s1 > s0) + P(s1 = s0) / 2 that a run which diverged scores higher (s1) than one which did not (s0).
 
     Args:
         score: Of each run, higher is more dangerous; may be infinite.
@@ -46,6 +53,12 @@ def auroc(
     Raises:
         OptionError: If a score is NaN, lengths differ, or an option is out of range.
         SchemaError: If all runs ended alike.
+
+    Example:
+        >>> import workbench as wb
+        >>> area = wb.risk.auroc([0.1, 0.4, 0.3, 0.9], [False, False, True, True], n_bootstrap=0)
+        >>> area.value
+        0.75
     """
     return auroc_within(
         score, label, np.zeros(np.size(score), int), n_bootstrap=n_bootstrap, seed=seed, groups=groups, level=level
@@ -66,6 +79,12 @@ def roc_curve(
     Raises:
         OptionError: As in `auroc`.
         SchemaError: If all runs ended alike.
+
+    Example:
+        >>> import workbench as wb
+        >>> curve = wb.risk.roc_curve([0.1, 0.4, 0.3, 0.9], [False, False, True, True], n_bootstrap=0)
+        >>> curve["true_positive_rate"].values, curve.attrs["auroc"]
+        (array([0. , 0.5, 0.5, 1. , 1. ]), 0.75)
     """
     import xarray as xr
     from sklearn import metrics
@@ -96,6 +115,12 @@ def auroc_within(
     Raises:
         OptionError: As in `auroc`.
         SchemaError: If all runs ended alike wherever they may be compared.
+
+    Example:
+        >>> import workbench as wb
+        >>> score, label = [0.1, 0.4, 5.3, 5.9], [False, True, True, False]
+        >>> wb.risk.auroc_within(score, label, ["a", "a", "b", "b"], n_bootstrap=0).value
+        0.5
     """
     scores, labels = _pair(score, label)
     if n_bootstrap < 0 or not 0 < level < 1:
@@ -162,6 +187,12 @@ def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, l
     Raises:
         OptionError: If a probability is none, lengths differ, or an option is out of range.
         SchemaError: If no run has a probability.
+
+    Example:
+        >>> import workbench as wb
+        >>> bins = wb.risk.reliability([0.9, 0.9, 0.1, 0.1], [True, True, False, False], n_bins=2)
+        >>> bins["rate"].values, bins["n_runs"].values
+        (array([0., 1.]), array([2, 2]))
     """
     import xarray as xr
     from scipy.stats import binomtest
@@ -202,15 +233,26 @@ def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, l
 
 
 def calibration_error(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10) -> float:
-    """Expected calibration error; see `reliability`."""
+    """Expected calibration error, sum_b n_b |rate_b - mean_probability_b| / n over bins; see `reliability`.
+
+    Example:
+        >>> import workbench as wb
+        >>> round(wb.risk.calibration_error([0.9, 0.9, 0.1, 0.1], [True, True, False, False]), 3)
+        0.1
+    """
     return float(reliability(probability, label, n_bins=n_bins).attrs["ece"])
 
 
 def brier(probability: ArrayLike, label: ArrayLike) -> float:
-    """Mean squared error of the probabilities (Brier 1950); lower is better, 0.25 is what 0.5 everywhere gets.
+    """Mean squared error of the probabilities, mean (p - y)^2 (Brier 1950); lower is better, 0.5 everywhere gets 0.25.
 
     Raises:
         OptionError: If a probability is none, or lengths differ.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.risk.brier([0.5, 0.5], [False, True]), wb.risk.brier([0.0, 1.0], [False, True])
+        (0.25, 0.0)
     """
     from sklearn.metrics import brier_score_loss
 
@@ -220,10 +262,17 @@ def brier(probability: ArrayLike, label: ArrayLike) -> float:
 
 
 def log_loss(probability: ArrayLike, label: ArrayLike) -> float:
-    """Mean negative log-likelihood in nats; probabilities of 0 and 1 count as 1e-12 away from them.
+    """Mean negative log-likelihood in nats, mean -(y log p + (1 - y) log(1 - p)).
+
+    Probabilities of 0 and 1 count as 1e-12 away from them.
 
     Raises:
         OptionError: If a probability is none, or lengths differ.
+
+    Example:
+        >>> import workbench as wb
+        >>> round(wb.risk.log_loss([0.5, 0.5], [False, True]), 3)
+        0.693
     """
     from sklearn import metrics
 

@@ -56,6 +56,13 @@ def cross_validate(
     Raises:
         OptionError: If an option is out of range.
         SchemaError: If the sweep has no such coordinate, or too few groups to learn from.
+
+    Example:
+        >>> import workbench as wb
+        >>> sweep = wb.samples.divergence_sweep("held out").isel(run=slice(None, None, 4))  # to be quick
+        >>> predicted = wb.risk.cross_validate(sweep, features=["near_unit_mass mean"], n_folds=2, penalty=1.0)
+        >>> predicted["probability"].dims
+        ('run',)
     """
     import xarray as xr
 
@@ -115,6 +122,14 @@ def figures_of(predicted: xr.Dataset, sweep: xr.Dataset, *, n_bootstrap: int = 1
         ``all`` and ``familiar`` (the runs that the models knew to be familiar), each with ``n_runs``,
         ``n_diverged``, ``auroc`` (value, low, high), ``auroc_within_architecture``, ``auroc_within_cell``, ``ece``,
         ``brier``, ``log_loss`` and ``stable_rates``; ``architectures``: the same, briefly, by architecture.
+
+    Example:
+        >>> import workbench as wb
+        >>> sweep = wb.samples.divergence_sweep("held out").isel(run=slice(None, None, 4))  # to be quick
+        >>> predicted = wb.risk.cross_validate(sweep, features=["near_unit_mass mean"], n_folds=2, penalty=1.0)
+        >>> figures = wb.risk.figures_of(predicted, sweep, n_bootstrap=0)
+        >>> figures["all"]["auroc"][0] > 0.5
+        True
     """
     familiar = np.flatnonzero(predicted["is_familiar"].values)
     everything = {
@@ -161,6 +176,13 @@ def validate(
     Raises:
         OptionError: As `cross_validate`.
         SchemaError: As `cross_validate`.
+
+    Example:
+        >>> import workbench as wb
+        >>> sweep = wb.samples.divergence_sweep("held out").isel(run=slice(None, None, 4))  # to be quick
+        >>> options = {"features": ["near_unit_mass mean"], "penalty": 1.0, "n_folds": 2, "n_bootstrap": 0}
+        >>> sorted(wb.risk.validate(sweep, by=["configuration"], **options))
+        ['configuration', 'near_unit_mass']
     """
     target = sweep if test is None else test
     found = {}
@@ -183,6 +205,12 @@ def mass_figures(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0) -
 
     Raises:
         SchemaError: If the sweep lacks what is needed, or all runs ended alike.
+
+    Example:
+        >>> import workbench as wb
+        >>> figures = wb.risk.mass_figures(wb.samples.divergence_sweep("norms"), n_bootstrap=0)
+        >>> 0 <= figures["ece_as_probability"] <= 1
+        True
     """
     score = predictor_scores(sweep).sel(predictor="M").values
     has = ~np.isnan(score)
@@ -214,6 +242,13 @@ def boosted_probability(
 
     Returns:
         Probabilities, shape (run,).
+
+    Example:
+        >>> import workbench as wb
+        >>> sweep = wb.samples.divergence_sweep("norms")
+        >>> probability = wb.risk.boosted_probability(sweep, features=["near_unit_mass mean"])
+        >>> probability.shape
+        (180,)
     """
     from sklearn.ensemble import HistGradientBoostingClassifier
 

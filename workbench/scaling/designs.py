@@ -31,6 +31,15 @@ class Design:
         source: Where its models come from.
         width: Width of the residual stream at the target size.
         depth: Residual blocks at the target size.
+
+    Example:
+        >>> import workbench as wb
+        >>> design = wb.design({"d_model": 64, "n_layers": 4})
+        >>> isinstance(design, wb.scaling.Design)
+        True
+        >>> thin = design.build(width=16, depth=2)
+        >>> thin.config.d_model, len(thin.blocks)
+        (16, 2)
     """
 
     name: str
@@ -140,6 +149,14 @@ def design(
     Raises:
         OptionError: If the source describes no architecture, or not one of the target size.
         CheckpointError: If there is no such name or file, or the file is damaged.
+
+    Example:
+        >>> import workbench as wb
+        >>> design = wb.design({"d_model": 64, "n_layers": 4})
+        >>> design.width, design.depth
+        (64, 4)
+        >>> design.n_weights(width=128) > design.n_weights()
+        True
     """
     if isinstance(source, Design):
         found, known_as = source.source, source.name

@@ -119,6 +119,15 @@ def scaling_study(
     Raises:
         OptionError: If a setting is unknown or impossible, or a size cannot be built; nothing is done then.
         AnatomyError: If the residual stream cannot be read.
+
+    Example:
+        >>> import workbench as wb
+        >>> options = {"d_model": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 16, "max_length": 8}
+        >>> task = wb.tasks.random_tokens(vocab_size=16, length=8)
+        >>> measures = {"edge": "none", "n_coordinate_steps": 0, "n_snapshots": 64, "seeds": [0]}
+        >>> study = wb.scaling_study(options, [8, 16], task=task, **measures)
+        >>> study["width"].values, study["near_unit_mass"].dims
+        (array([ 8, 16]), ('rung',))
     """
     import xarray as xr
 

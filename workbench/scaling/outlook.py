@@ -41,6 +41,13 @@ def extrapolated(
         Dataset with dim ``quantity``, as `scaling_study` says, and the trend from the smallest rung on, ``curve``
         with ``_low`` and ``_high`` (quantity, curve_point) at ``curve_width`` and ``curve_depth``: with ``curve_along``
         "width" to the target's width at the smallest depth, with "depth" to its depth at the largest width.
+
+    Example:
+        >>> import workbench as wb
+        >>> study = wb.samples.scaling().isel(architecture=0)
+        >>> further = wb.scaling.extrapolated(study, (256, 4))
+        >>> further["quantity"].values[:2].tolist(), "at_target" in further
+        (['stable_rate_edge', 'near_unit_mass'], True)
     """
     import xarray as xr
 

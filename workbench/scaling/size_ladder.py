@@ -22,7 +22,16 @@ SMALLEST_DEPTH = 2
 
 
 class Parametrization(Protocol):
-    """Rules that change with the width how a model is initialized and trained, such as `workbench.baselines.MuP`."""
+    """Rules that change with the width how a model is initialized and trained, such as `workbench.baselines.MuP`.
+
+    Example:
+        >>> import workbench as wb
+        >>> mup = wb.baselines.MuP(base_width=16)
+        >>> design = wb.design({"d_model": 64, "n_layers": 2})
+        >>> workshop = wb.scaling.Workshop(design, wb.tasks.random_tokens(), parametrization=mup)
+        >>> workshop.parametrization.multiplier(design.build(32))
+        2.0
+    """
 
     def apply(self, model: nn.Module) -> Any:
         """Put them on a fresh model, in place."""
@@ -33,7 +42,13 @@ class Parametrization(Protocol):
 
 @dataclass(frozen=True, order=True)
 class Rung:
-    """One size of a ladder."""
+    """One size of a ladder.
+
+    Example:
+        >>> import workbench as wb
+        >>> sorted([wb.scaling.Rung(width=16, depth=4), wb.scaling.Rung(width=8, depth=2)])[0]
+        Rung(width=8, depth=2)
+    """
 
     width: int
     depth: int
@@ -77,6 +92,15 @@ class Workshop:
 
     Raises:
         OptionError: If a setting is unknown, or not this class's to take.
+
+    Example:
+        >>> import workbench as wb
+        >>> design = wb.design({"d_model": 32, "n_layers": 2, "max_length": 8})
+        >>> task = wb.tasks.random_tokens(vocab_size=16, length=8)
+        >>> workshop = wb.scaling.Workshop(design, task, training={"warmup": 2})
+        >>> model = workshop.model(wb.scaling.Rung(width=16, depth=2), seed=0)
+        >>> model.config.d_model, model.config.vocab_size
+        (16, 16)
     """
 
     design: Design

@@ -24,6 +24,12 @@ class StableEdge:
         low: Largest rate tried that was stable below the first that was not; 0: none was.
         high: Smallest rate tried that was not stable; infinite: all were.
         n_runs: Runs that it took.
+
+    Example:
+        >>> import workbench as wb
+        >>> edge = wb.scaling.StableEdge(low=0.01, high=0.04, n_runs=5)
+        >>> round(edge.middle, 3)
+        0.02
     """
 
     low: float
@@ -57,6 +63,12 @@ def find_edge(
         step: Factor between two rates of the walk.
         lowest: Below this rate the walk gives up.
         highest: Above this rate likewise.
+
+    Example:
+        >>> import workbench as wb
+        >>> edge = wb.scaling.find_edge(lambda rate: rate > 0.1, start=0.01)
+        >>> edge.low <= 0.1 < edge.high
+        True
     """
     n_runs = 0
 
@@ -103,6 +115,14 @@ def stable_edge(
         start: Where the search begins, such as the edge of another seed; None: at the edge of a pilot run of ten
             updates at a constant rate, found on a grid four times as coarse.
         n_halvings: See `find_edge`.
+
+    Example:
+        >>> import workbench as wb
+        >>> design = wb.design({"d_model": 16, "n_layers": 2, "n_heads": 2, "max_length": 8})
+        >>> workshop = wb.scaling.Workshop(design, wb.tasks.random_tokens(vocab_size=16, length=8, batch_size=4))
+        >>> edge = wb.scaling.stable_edge(workshop, wb.scaling.Rung(8, 2), 0, n_steps=5, start=1.0, n_halvings=0)
+        >>> edge.low < edge.high
+        True
     """
     if start is None:
         start = pilot_edge(workshop, rung, seed, n_halvings=0).middle
@@ -123,6 +143,14 @@ def pilot_edge(workshop: Workshop, rung: Rung, seed: int, *, start: float = 1.0,
         seed: Of weights, data and training.
         start: Where the search begins.
         n_halvings: Of a step of a factor of 8; four leave one of 1.14.
+
+    Example:
+        >>> import workbench as wb
+        >>> design = wb.design({"d_model": 16, "n_layers": 2, "n_heads": 2, "max_length": 8})
+        >>> workshop = wb.scaling.Workshop(design, wb.tasks.random_tokens(vocab_size=16, length=8, batch_size=4))
+        >>> edge = wb.scaling.pilot_edge(workshop, wb.scaling.Rung(8, 2), seed=0, n_halvings=0)
+        >>> edge.low < edge.high
+        True
     """
 
     def breaks(rate: float) -> bool:

@@ -46,6 +46,14 @@ class Trend:
         at_target_high: Upper end.
         is_supported: Whether the ladder supports the value at the target.
         reason: Why not; empty if it does.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> widths = np.array([8, 16, 32])
+        >>> trend = wb.scaling.fit_trend(1.0 / widths[:, None] * np.ones(3), widths, np.full(3, 2), (64, 2))
+        >>> trend.is_supported, round(trend.width.slope, 3)
+        (True, -1.0)
     """
 
     scale: str
@@ -101,6 +109,14 @@ def fit_trend(
         largest_reach: Largest factor between the target and the largest rung, in width and in depth, at which a claim
             is made; 1: none beyond the ladder.
         level: Of the intervals.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> widths, depths = np.array([8, 16, 32]), np.full(3, 2)
+        >>> trend = wb.scaling.fit_trend(1.0 / widths[:, None] * np.ones(3), widths, depths, (64, 2))
+        >>> round(trend.width.slope, 3), round(trend.at_target * 64, 3)
+        (-1.0, 1.0)
     """
     values = np.asarray(values, float)
     is_censored = _is_censored(values, scale)

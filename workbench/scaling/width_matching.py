@@ -47,6 +47,13 @@ def matched_width(
 
     Raises:
         OptionError: If there is no model of that size, or it would be wider than the design.
+
+    Example:
+        >>> import workbench as wb
+        >>> design = wb.design({"d_model": 64, "n_layers": 2})
+        >>> thin = wb.scaling.matched_width(design, width=16)
+        >>> thin.config.d_model, len(thin.blocks)
+        (16, 2)
     """
     if width > design.width:
         raise OptionError(f"width is {width}, expected at most that of the design; choose up to {design.width}.")

@@ -19,6 +19,12 @@ class Event:
         message: One sentence for people.
         layer: That it is about; -1: none.
         head: That it is about; -1: none.
+
+    Example:
+        >>> import workbench as wb
+        >>> event = wb.schema.Event(step=120, kind="alarm", source="effective_rank D2", layer=1, head=2)
+        >>> event.place
+        'layer 1, head 2'
     """
 
     step: int

@@ -33,6 +33,12 @@ class Variable:
         long_name: What a plot's axis says.
         units: ``"1"`` for dimensionless.
         meaning: One line for people.
+
+    Example:
+        >>> import workbench as wb
+        >>> variable = wb.schema.MONITORS["loss"]
+        >>> variable.dims, variable.units
+        (('step',), 'nat')
     """
 
     dims: tuple[str, ...]
@@ -303,6 +309,14 @@ def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
     Raises:
         SchemaError: If a variable, dimension or attribute is missing or of another kind, if the schema is newer
             than this version of the workbench, or if masses do not add up to one.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> states = np.random.default_rng(0).normal(size=(64, 4))
+        >>> spectra = wb.koopman.whitened_dmd(states, 0.9 * states)
+        >>> wb.schema.validate_spectra(spectra) is spectra
+        True
     """
     check_version(spectra)
     missing = [name for name in SPECTRA if name not in spectra]
@@ -341,6 +355,13 @@ def validate_monitors(monitors: xr.Dataset) -> xr.Dataset:
 
     Raises:
         SchemaError: If a known variable is of another kind, the coordinate ``step`` is missing, or steps do not rise.
+
+    Example:
+        >>> import workbench as wb
+        >>> import xarray as xr
+        >>> monitors = xr.Dataset({"loss": ("step", [2.0, 1.5])}, {"step": [0, 1]})
+        >>> wb.schema.validate_monitors(monitors) is monitors
+        True
     """
     check_version(monitors)
     if "step" not in monitors.coords:
@@ -361,6 +382,13 @@ def validate_part(part: str, data: xr.Dataset) -> xr.Dataset:
 
     Raises:
         SchemaError: If a known variable is of another kind, the coordinate ``step`` is missing, or steps do not rise.
+
+    Example:
+        >>> import workbench as wb
+        >>> import xarray as xr
+        >>> part = xr.Dataset({"sharpness": ("step", [2.0])}, {"step": [0]})
+        >>> wb.schema.validate_part("curvature", part) is part
+        True
     """
     check_version(data)
     if "step" not in data.coords:
@@ -380,6 +408,12 @@ def validate_events(events: xr.Dataset) -> xr.Dataset:
 
     Raises:
         SchemaError: If a variable is missing or of another kind.
+
+    Example:
+        >>> import workbench as wb
+        >>> events = wb.open_run(wb.samples.failed_run("architecture"))["events"].to_dataset()
+        >>> wb.schema.validate_events(events) is events
+        True
     """
     check_version(events)
     missing = [name for name in EVENTS if name not in events]
@@ -416,6 +450,13 @@ def check_version(data: xr.Dataset | xr.DataTree) -> None:
 
     Raises:
         SchemaError: If the data carry a higher schema version than ``SCHEMA_VERSION``.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("architecture"))
+        >>> wb.schema.check_version(run)  # no error
+        >>> bool(run.attrs["schema_version"] <= wb.schema.SCHEMA_VERSION)
+        True
     """
     version = data.attrs.get("schema_version")
     if version is not None and int(version) > SCHEMA_VERSION:

@@ -86,6 +86,15 @@ def compare(
         SchemaError: If there is no run, one has no spectra or does not follow the schema, or a published name is not
             known.
         OptionError: If a run has no such step, or the runs were measured with different thresholds.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> states = np.random.default_rng(0).normal(size=(64, 4))
+        >>> spectra = wb.koopman.whitened_dmd(states, 0.95 * states)
+        >>> comparison = wb.compare({"Pre-LN": spectra})
+        >>> comparison["near_unit_mass"].sel(architecture="Pre-LN").to_series().to_dict()
+        {'ours': 1.0, 'published': 0.16}
     """
     trees = named_runs(runs)
     spectra = {name: at_step(spectra_of(tree), at, name=name) for name, tree in trees.items()}

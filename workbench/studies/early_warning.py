@@ -43,6 +43,13 @@ def harmful(runs: xr.Dataset, *, margin: float = 0.05) -> xr.DataArray:
     Raises:
         SchemaError: If the table lacks a column.
         OptionError: If the margin is negative.
+
+    Example:
+        >>> import workbench as wb
+        >>> runs = wb.samples.early_warning()
+        >>> harmful = wb.early_warning.harmful(runs)
+        >>> bool((runs["fault"][harmful] != "").all())
+        True
     """
     if margin < 0:
         raise OptionError(f"margin is {margin}, expected a share of at least 0.")
@@ -64,6 +71,13 @@ def shown_at(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArray:
     Raises:
         SchemaError: If the table lacks a column.
         OptionError: If a sign is unknown.
+
+    Example:
+        >>> import workbench as wb
+        >>> runs = wb.samples.early_warning()
+        >>> by_loss = wb.early_warning.shown_at(runs, signs=["loss"])
+        >>> bool((by_loss < wb.early_warning.shown_at(runs)).any())  # more signs never show it later
+        False
     """
     for sign in signs:
         if sign not in SIGNS:
@@ -89,6 +103,13 @@ def lead_times(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArra
 
     Raises:
         SchemaError: If the table lacks a column.
+
+    Example:
+        >>> import workbench as wb
+        >>> runs = wb.samples.early_warning()
+        >>> steps = wb.early_warning.lead_times(runs)
+        >>> bool((steps[wb.early_warning.warned_first(runs)] > 0).all())
+        True
     """
     _need(runs, "mechanism_step")
     shown = shown_at(runs, signs=signs)
@@ -101,6 +122,13 @@ def warned_first(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataAr
     Args:
         runs: The table.
         signs: As in `shown_at`.
+
+    Example:
+        >>> import workbench as wb
+        >>> runs = wb.samples.early_warning()
+        >>> first = wb.early_warning.warned_first(runs)
+        >>> first.dims, bool((wb.early_warning.lead_times(runs)[first] > 0).all())
+        (('run',), True)
     """
     return lead_times(runs, signs=signs) > 0
 
@@ -116,6 +144,12 @@ def false_alarms(runs: xr.Dataset) -> xr.Dataset:
 
     Raises:
         SchemaError: If the table lacks a column or has no healthy run.
+
+    Example:
+        >>> import workbench as wb
+        >>> alarms = wb.early_warning.false_alarms(wb.samples.early_warning())
+        >>> int(alarms["mechanism"]) <= int(alarms["any"]) <= int(alarms["n_runs"])
+        True
     """
     import xarray as xr
 
@@ -141,6 +175,12 @@ def confusion(runs: xr.Dataset, *, cause: str = "cause_later") -> xr.DataArray:
 
     Raises:
         SchemaError: If the table lacks a column.
+
+    Example:
+        >>> import workbench as wb
+        >>> table = wb.early_warning.confusion(wb.samples.early_warning())
+        >>> table.dims, int(table.sel(fault="large_rate", attributed="large_rate")) > 0
+        (('fault', 'attributed'), True)
     """
     import xarray as xr
 
@@ -167,6 +207,12 @@ def attributed_rightly(runs: xr.Dataset, *, cause: str = "cause_later") -> tuple
 
     Raises:
         SchemaError: If the table lacks a column.
+
+    Example:
+        >>> import workbench as wb
+        >>> right, alarmed = wb.early_warning.attributed_rightly(wb.samples.early_warning())
+        >>> 0 < right <= alarmed
+        True
     """
     _need(runs, "fault", cause)
     pairs = zip(runs["fault"].values.tolist(), runs[cause].values.tolist(), strict=True)
@@ -184,6 +230,13 @@ def saved(runs: xr.Dataset, *, margin: float = 0.05) -> xr.DataArray:
     Raises:
         SchemaError: If the table lacks a column.
         OptionError: If the margin is negative.
+
+    Example:
+        >>> import workbench as wb
+        >>> runs = wb.samples.early_warning()
+        >>> saved = wb.early_warning.saved(runs)
+        >>> bool(wb.early_warning.harmful(runs)[saved].all())
+        True
     """
     _need(runs, "acted_has_diverged", "acted_accuracy")
     is_well = ~runs["acted_has_diverged"] & (runs["acted_accuracy"] >= runs["healthy_accuracy"] - margin)

@@ -60,6 +60,12 @@ def divergence_rates(outcomes: xr.Dataset, *, by_rate: bool = False, level: floa
     Raises:
         SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice.
         OptionError: If the level is no share.
+
+    Example:
+        >>> import workbench as wb
+        >>> rates = wb.outcomes.divergence_rates(wb.samples.shaping("controls"))["divergence_rate"]
+        >>> bool(rates.sel(control="KSS, best") < rates.sel(control="none"))
+        True
     """
     import pandas as pd
     import xarray as xr
@@ -101,6 +107,12 @@ def shared_cells(outcomes: xr.Dataset) -> xr.Dataset:
 
     Raises:
         SchemaError: If the dataset is no table of outcomes, or no cell is shared by all.
+
+    Example:
+        >>> import workbench as wb
+        >>> outcomes = wb.samples.shaping("controls")
+        >>> wb.outcomes.shared_cells(outcomes).sizes["run"] <= outcomes.sizes["run"]
+        True
     """
     runs = _table(outcomes)
     n_controls = runs.groupby(_CELL)["control"].transform("nunique")
@@ -129,6 +141,13 @@ def accuracy_where_both_converge(outcomes: xr.Dataset, control: str, reference: 
     Raises:
         SchemaError: If the dataset is no table of outcomes.
         OptionError: If it has no such control.
+
+    Example:
+        >>> import workbench as wb
+        >>> outcomes = wb.samples.shaping("controls")
+        >>> cells = wb.outcomes.accuracy_where_both_converge(outcomes, "KSS, best", "none")
+        >>> bool((cells["gain"] == cells["accuracy"] - cells["reference_accuracy"]).all())
+        True
     """
     import xarray as xr
 
@@ -159,6 +178,13 @@ def divergence_where_both_ran(outcomes: xr.Dataset, control: str, reference: str
     Raises:
         SchemaError: If the dataset is no table of outcomes.
         OptionError: If it has no such control.
+
+    Example:
+        >>> import workbench as wb
+        >>> outcomes = wb.samples.shaping("controls")
+        >>> cells = wb.outcomes.divergence_where_both_ran(outcomes, "KSS, best", "none")
+        >>> bool(cells["n_saved"] > cells["n_lost"]), bool(cells["p_value"] < 0.05)
+        (True, True)
     """
     import xarray as xr
     from scipy.stats import binomtest
@@ -187,6 +213,12 @@ def largest_stable_rate(outcomes: xr.Dataset, *, below: float = 0.20) -> xr.Data
     Raises:
         SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice.
         OptionError: If ``below`` is no share above 0.
+
+    Example:
+        >>> import workbench as wb
+        >>> rates = wb.outcomes.largest_stable_rate(wb.samples.shaping("controls"))
+        >>> bool(rates.sel(control="KSS, best") > rates.sel(control="none"))
+        True
     """
     import xarray as xr
 
@@ -258,6 +290,12 @@ def predictor_table(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0
 
     Raises:
         SchemaError: If the sweep lacks a variable, or all runs ended alike.
+
+    Example:
+        >>> import workbench as wb
+        >>> table = wb.outcomes.predictor_table(wb.samples.divergence_sweep("norms"), n_bootstrap=0)
+        >>> table["predictor"].values[:2].tolist(), table["published_auroc"].sel(predictor="M").item()
+        (['M', 'M log10(kappa)'], 0.995)
     """
     import xarray as xr
 

@@ -93,6 +93,11 @@ def embedded(name: str) -> Path:
 
     Raises:
         CheckpointError: If there is none of that name.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.samples.embedded("pre_ln").name
+        'pre_ln'
     """
     return _folder(name, _embedded())
 
@@ -125,6 +130,12 @@ def recorded_runs(kind: str = "healthy") -> dict[str, xr.DataTree]:
 
     Raises:
         StoreError: If there are none of that kind.
+
+    Example:
+        >>> import workbench as wb
+        >>> runs = wb.samples.recorded_runs("diverged")
+        >>> runs["Pre-LN"]["events"]["kind"].values.tolist()
+        ['divergence']
     """
     from workbench.io.store import open_run
 
@@ -146,6 +157,12 @@ def initialization(table: str) -> xr.Dataset:
 
     Raises:
         StoreError: If there is no such table.
+
+    Example:
+        >>> import workbench as wb
+        >>> comparison = wb.samples.initialization("norms")
+        >>> comparison["near_unit_mass"].dims
+        ('seed', 'architecture', 'source')
     """
     import xarray as xr
 
@@ -166,6 +183,11 @@ def divergence_table() -> xr.Dataset:
 
     Raises:
         StoreError: If it is not there.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.samples.divergence_table()["has_diverged"].dims
+        ('architecture', 'learning_rate', 'seed')
     """
     return _recorded("divergence.nc")
 
@@ -186,6 +208,12 @@ def shaping(*studies: str) -> xr.Dataset:
 
     Raises:
         StoreError: If it is not there, or has no such study.
+
+    Example:
+        >>> import workbench as wb
+        >>> outcomes = wb.samples.shaping("controls")
+        >>> sorted(set(outcomes["control"].values.tolist()))
+        ['KSS .15, published', 'KSS, best', 'clip 1.0', 'none']
     """
     return _of_studies(_recorded("shaping.nc"), studies)
 
@@ -204,6 +232,13 @@ def early_warning() -> xr.Dataset:
 
     Raises:
         StoreError: If it is not there.
+
+    Example:
+        >>> import workbench as wb
+        >>> runs = wb.samples.early_warning()
+        >>> healthy = runs.isel(run=runs["fault"] == "")
+        >>> bool(healthy["has_diverged"].any())
+        False
     """
     return _recorded("early_warning.nc")
 
@@ -221,6 +256,12 @@ def divergence_sweep(*studies: str) -> xr.Dataset:
 
     Raises:
         StoreError: If it is not there, or has no such study.
+
+    Example:
+        >>> import workbench as wb
+        >>> sweep = wb.samples.divergence_sweep("norms")
+        >>> sweep["has_diverged"].dims, bool(sweep["has_diverged"].any())
+        (('run',), True)
     """
     import numpy as np
 
@@ -238,6 +279,11 @@ def scaling() -> xr.Dataset:
 
     Raises:
         StoreError: If it is not there.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.samples.scaling()["architecture"].values[:2].tolist()
+        ['Pre-LN', 'No-Norm']
     """
     return _recorded("scaling.nc")
 
@@ -250,6 +296,11 @@ def matched_width() -> xr.Dataset:
 
     Raises:
         StoreError: If it is not there.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.samples.matched_width()["size"].values.tolist()
+        ['thin', 'matched', 'target']
     """
     return _recorded("matched_width.nc")
 
@@ -262,6 +313,11 @@ def assessed_designs() -> xr.Dataset:
 
     Raises:
         StoreError: If it is not there.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.samples.assessed_designs()["design"].dims
+        ('design',)
     """
     return _recorded("assessed_designs.nc")
 
@@ -271,6 +327,12 @@ def assessments() -> xr.DataTree:
 
     Raises:
         StoreError: If it is not there.
+
+    Example:
+        >>> import workbench as wb
+        >>> tree = wb.samples.assessments()
+        >>> [name for name in tree.children if name != "designs"]
+        ['gpt2', 'llama-2-7b', 'mixtral-8x7b', 'mamba-130m']
     """
     from workbench.io.store import open_run
 
@@ -282,6 +344,12 @@ def failures() -> xr.Dataset:
 
     Raises:
         StoreError: If it is not there.
+
+    Example:
+        >>> import workbench as wb
+        >>> failures = wb.samples.failures()
+        >>> "run" in failures.dims, "sign" in failures.dims
+        (True, True)
     """
     return _recorded("failures.nc")
 
@@ -294,6 +362,12 @@ def failed_run(name: str) -> Path:
 
     Raises:
         StoreError: If there is none of that name.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("precision"))
+        >>> run["events"]["kind"].values.tolist()
+        ['divergence']
     """
     file = _DATA / "failures" / f"{name}.nc"
     if not file.exists():
@@ -312,6 +386,10 @@ def smollm2(*, download: bool = True) -> Path:
 
     Raises:
         CheckpointError: If it is not there and cannot be fetched, or is not the file it should be.
+
+    Example:
+        >>> import workbench as wb
+        >>> subject = wb.open_checkpoint(wb.samples.smollm2())  # doctest: +SKIP
     """
     target = cache_folder() / "samples" / Path(_GGUF).name
     if target.exists():

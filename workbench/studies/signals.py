@@ -78,6 +78,13 @@ class Signal:
         unit: ``"1"`` for dimensionless.
         reduce: ``"min"``, ``"max"`` or ``"mean"`` over what it runs over; empty if it runs over steps alone.
         variable: The variable's name, without its term.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("precision"))
+        >>> signal = wb.signals.read(run, "effective_rank D2")
+        >>> signal.reduce, signal.value.shape == signal.step.shape
+        ('min', True)
     """
 
     name: str
@@ -108,6 +115,13 @@ class Entry:
         places: What it runs over beside steps: some of ``layer``, ``head``, ``module``, ``expert``.
         long_name: Of the quantity.
         unit: ``"1"`` for dimensionless.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("precision"))
+        >>> entry = wb.signals.catalogue(run)["effective_rank D2"]
+        >>> entry.part, entry.term, entry.places
+        ('attention', 'D2', ('layer', 'head'))
     """
 
     name: str
@@ -120,7 +134,14 @@ class Entry:
 
 
 def names(run: xr.DataTree) -> list[str]:
-    """Every signal that a run offers, in the order of its parts."""
+    """Every signal that a run offers, in the order of its parts.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("precision"))
+        >>> wb.signals.names(run)[:3]
+        ['accuracy', 'auxiliary_loss', 'batch_size']
+    """
     return list(catalogue(run))
 
 
@@ -128,6 +149,12 @@ def catalogue(run: xr.DataTree) -> dict[str, Entry]:
     """What a run offers, by the names of its signals; no values are read.
 
     Where two parts have a variable of one name, the later ones are called ``"part/name"``.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("precision"))
+        >>> wb.signals.catalogue(run)["loss"].part
+        'monitors'
     """
     found: dict[str, Entry] = {}
     others = [part for part in run.children if part not in (*_PARTS, "spectra", "events")]
@@ -145,6 +172,11 @@ def bad_direction(name: str) -> str:
 
     Args:
         name: Of a signal or a variable.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.signals.bad_direction("effective_rank D2"), wb.signals.bad_direction("grad_norm")
+        ('low', 'high')
     """
     return "low" if _variable_of(name) in _LOW_IS_BAD else "high"
 
@@ -154,6 +186,11 @@ def worst(name: str) -> str:
 
     Args:
         name: Of a signal or a variable.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.signals.worst("effective_rank D2"), wb.signals.worst("attention_logit_max")
+        ('min', 'max')
     """
     if _variable_of(name) in _NEITHER:
         return "mean"
@@ -187,6 +224,13 @@ def read(
     Raises:
         SchemaError: If the run has no such signal.
         OptionError: If there is no such reduction, layer or head.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("hyperparameter"))
+        >>> loss = wb.signals.read(run, "loss")
+        >>> loss.part, bool(loss.value[-1] > 50)  # it diverged
+        ('monitors', True)
     """
     if reduce is not None and reduce not in REDUCTIONS:
         raise OptionError(f"The reduction is '{reduce}', expected one of {', '.join(REDUCTIONS)}.")
@@ -221,6 +265,12 @@ def heat(run: xr.DataTree, name: str, step: int) -> xr.DataArray:
 
     Raises:
         SchemaError: If the run has no such signal, no row of it, or it runs over steps alone.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("hyperparameter"))
+        >>> wb.signals.heat(run, "effective_rank D2", step=50).dims
+        ('layer', 'head')
     """
     entry = _entry(run, name)
     if not entry.places:
@@ -253,6 +303,15 @@ def decimate(
 
     Raises:
         OptionError: If ``n`` is below 1.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> value = np.zeros(1000)
+        >>> value[500] = 9.0
+        >>> step, value = wb.signals.decimate(np.arange(1000), value, n=10)
+        >>> len(step) < 50, float(value.max())
+        (True, 9.0)
     """
     if n < 1:
         raise OptionError(f"n is {n}, expected at least 1 bucket.")
@@ -282,6 +341,13 @@ class SignalBand:
         step: Middle of each stretch of steps, shape (stretch,).
         lower: Lower quantile there.
         upper: Upper quantile there.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> band = wb.signals.healthy_band([(np.arange(100), np.ones(100))], n=2)
+        >>> band.step.shape, band.lower, band.upper
+        ((2,), array([1., 1.]), array([1., 1.]))
     """
 
     step: np.ndarray
@@ -304,6 +370,14 @@ def healthy_band(
 
     Raises:
         OptionError: If the quantiles are not two rising numbers from 0 to 1.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> lines = [(np.arange(100), np.full(100, level)) for level in (1.0, 2.0, 3.0)]
+        >>> band = wb.signals.healthy_band(lines, quantiles=(0.0, 1.0), n=1)
+        >>> band.lower, band.upper
+        (array([1.]), array([3.]))
     """
     quantiles = checked_quantiles(quantiles)
     finite = [np.isfinite(value) for _, value in lines]
@@ -441,6 +515,12 @@ def default_names(runs: Mapping[str, xr.DataTree], alarmed: Sequence[str] = (), 
 
     Returns:
         Names of signals that at least one run offers.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("precision"))
+        >>> wb.signals.default_names({"mine": run}, n=3)
+        ['loss', 'grad_norm', 'effective_rank D2']
     """
     offered = dict.fromkeys(name for run in runs.values() for name in names(run))
     wanted = ["loss", "grad_norm", *list(dict.fromkeys(name for name in alarmed if name in offered))[:3], *_TELLING]

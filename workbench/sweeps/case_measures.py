@@ -93,6 +93,14 @@ def measure_case(
         OptionError: If a setting is impossible.
         AnatomyError: If the residual stream cannot be read.
         SnapshotError: If the stream holds NaN or infinite values.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> task = wb.tasks.associative_recall(length=8, n_pairs=2, batch_size=4)
+        >>> case = wb.sweeps.measure_case(model, task, n_steps=100, n_snapshots=64, runs_pilot=False)
+        >>> case["learning_rate"].values, dict(case.sizes)
+        (array([0.001]), {'run': 1, 'layer': 2, 'mode': 16})
     """
     module = model.model if isinstance(model, Subject) else model
     plan = TrainingPlan(

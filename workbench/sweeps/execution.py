@@ -53,6 +53,14 @@ def run(
         OptionError: If there is no run, one is there twice, or both a cluster and processes are asked for.
         StoreError: If the path holds something else, or a sweep of another design.
         SweepError: If the scheduler cannot be reached, or some runs fail by themselves; all others are made and kept.
+
+    Example:
+        >>> import workbench as wb
+        >>> size, task = {"d_model": 16, "n_layers": 2}, {"name": "associative_recall"}
+        >>> runs = wb.sweeps.grid({"tiny": size}, learning_rate=[1e-3, 1e-2], n_steps=20, task=task)
+        >>> sweep = wb.sweeps.run(runs, "sweep.zarr", n_workers=2)  # doctest: +SKIP
+        >>> len(runs)
+        2
     """
     runs = list(runs)
     _check(runs, scheduler, n_workers)

@@ -34,6 +34,15 @@ def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         Values by the names of `workbench.schema.sweeps`.
+
+    Example:
+        >>> import workbench as wb
+        >>> task = {"name": "random_tokens", "length": 8, "vocab_size": 16, "batch_size": 4}
+        >>> model = {"d_model": 16, "n_layers": 2, "n_heads": 2}
+        >>> runs = wb.sweeps.grid({"tiny": model}, learning_rate=[0.001], n_steps=2, task=task, n_snapshots=64)
+        >>> row = wb.sweeps.make_run(runs[0].as_dict())
+        >>> row["has_diverged"]
+        False
     """
     start = time.monotonic()
     run = RunSettings.from_dict(settings)
@@ -77,6 +86,13 @@ def count_spikes(loss: np.ndarray) -> int:
 
     Args:
         loss: Of each step, in nats; what is not finite is a spike.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> loss = np.r_[np.tile([1.0, 1.1], 15), 9.0, np.tile([1.0, 1.1], 5)]
+        >>> wb.sweeps.count_spikes(loss)
+        1
     """
     loss = np.asarray(loss, dtype=float)
     if not len(loss) > _SPIKE_WINDOW:

@@ -97,6 +97,12 @@ def replan(
     Raises:
         OptionError: If a setting is impossible, or the case's own schedule is a function or its optimizer not one of
             torch's, which only its maker knows.
+
+    Example:
+        >>> import workbench as wb
+        >>> cases = wb.samples.divergence_sweep("held out").isel(run=slice(0, 2))
+        >>> wb.sweeps.replan(cases, learning_rate=0.02)["learning_rate"].values
+        array([0.02, 0.02])
     """
     import xarray as xr
 

@@ -43,6 +43,17 @@ class RunSettings:
 
     Raises:
         OptionError: If the model, the task or the training is impossible.
+
+    Example:
+        >>> import workbench as wb
+        >>> settings = wb.sweeps.RunSettings(
+        ...     architecture="tiny",
+        ...     model={"d_model": 16, "n_layers": 2},
+        ...     task={"name": "associative_recall"},
+        ...     training={"n_steps": 10, "learning_rate": 0.001},
+        ... )
+        >>> settings.plan().n_steps, settings.make_model().config.d_model
+        (10, 16)
     """
 
     architecture: str
@@ -187,6 +198,15 @@ def grid(
 
     Raises:
         OptionError: If an axis is unknown or empty, an architecture says it too, or a combination is impossible.
+
+    Example:
+        >>> import workbench as wb
+        >>> norms = {"Pre-LN": {"norm": "pre_ln"}, "No-Norm": {"norm": "none"}}
+        >>> task = {"name": "associative_recall"}
+        >>> rates, seeds = [1e-3, 1e-2], [0, 1, 2]
+        >>> runs = wb.sweeps.grid(norms, learning_rate=rates, n_steps=10, task=task, seed=seeds, warmup=[0, 5])
+        >>> len(runs), runs[0].architecture
+        (24, 'Pre-LN')
     """
     of_training = [item.name for item in fields(TrainingPlan)]
     of_model = [item.name for item in fields(ArchitectureConfig)]

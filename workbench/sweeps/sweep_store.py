@@ -40,6 +40,15 @@ class SweepStore:
 
     Raises:
         StoreError: If the path holds something else, or a sweep of another design.
+
+    Example:
+        >>> import workbench as wb
+        >>> task = {"name": "random_tokens", "length": 8, "vocab_size": 16, "batch_size": 4}
+        >>> size = {"d_model": 16, "n_layers": 2, "n_heads": 2}
+        >>> runs = wb.sweeps.grid({"tiny": size}, learning_rate=[0.001, 0.01], n_steps=2, task=task, n_snapshots=64)
+        >>> store = wb.sweeps.SweepStore("sweep.zarr", runs)
+        >>> store.missing()  # store.write(0, wb.sweeps.make_run(runs[0].as_dict())) makes the first
+        [0, 1]
     """
 
     def __init__(self, path: str | os.PathLike[str], runs: Sequence[RunSettings], *, overwrite: bool = False) -> None:
@@ -96,6 +105,14 @@ def open_sweep(path: str | os.PathLike[str]) -> xr.Dataset:
 
     Raises:
         StoreError: If there is no sweep at the path, or it is of a newer version.
+
+    Example:
+        >>> import workbench as wb
+        >>> size, task = {"d_model": 16, "n_layers": 2}, {"name": "random_tokens"}
+        >>> runs = wb.sweeps.grid({"tiny": size}, learning_rate=[1e-3, 1e-2], n_steps=2, task=task)
+        >>> store = wb.sweeps.SweepStore("sweep.zarr", runs)  # what wb.sweeps.run() begins with
+        >>> wb.open_sweep("sweep.zarr").attrs["n_missing"]
+        2
     """
     import xarray as xr
 
@@ -121,6 +138,12 @@ def join(sweeps: Sequence[xr.Dataset]) -> xr.Dataset:
 
     Raises:
         SchemaError: If there is none, or one is no sweep.
+
+    Example:
+        >>> import workbench as wb
+        >>> norms, scales = wb.samples.divergence_sweep("norms"), wb.samples.divergence_sweep("scales")
+        >>> wb.sweeps.join([norms, scales]).sizes["run"] == norms.sizes["run"] + scales.sizes["run"]
+        True
     """
     import xarray as xr
 

@@ -46,6 +46,13 @@ class Digits(SeededTask):
         batch_size: Images in a batch.
         seed: Of the split and the order.
         split: ``"train"`` or ``"validation"``.
+
+    Example:
+        >>> import workbench as wb
+        >>> task = wb.tasks.Digits(batch_size=4, split="validation")
+        >>> images, labels = task.batch(0)
+        >>> tuple(images.shape), task.n_classes
+        ((4, 1, 8, 8), 10)
     """
 
     name: ClassVar[str] = "digits"
@@ -97,7 +104,14 @@ class Digits(SeededTask):
 def digits(
     *, image_size: int = _SIDE, n_channels: int = 1, batch_size: int = 32, seed: int = 0, split: str = "train"
 ) -> Digits:
-    """Handwritten digits from scikit-learn; see `Digits`."""
+    """Handwritten digits from scikit-learn; see `Digits`.
+
+    Example:
+        >>> import workbench as wb
+        >>> images, labels = wb.tasks.digits(n_channels=3, batch_size=4).batch(0)
+        >>> tuple(images.shape)
+        (4, 3, 8, 8)
+    """
     return Digits(image_size=image_size, n_channels=n_channels, batch_size=batch_size, seed=seed, split=split)
 
 

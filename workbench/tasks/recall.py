@@ -30,6 +30,13 @@ class AssociativeRecall(SequenceTask):
         n_pairs: Pairs in a sequence.
         batch_size: Sequences in a batch.
         seed: Of the stream of batches.
+
+    Example:
+        >>> import workbench as wb
+        >>> task = wb.tasks.AssociativeRecall(length=6, vocab_size=16, n_pairs=2, batch_size=4)
+        >>> tokens, targets = task.batch(0)
+        >>> tuple(tokens.shape), (targets != -100).sum(dim=1).tolist()
+        ((4, 6), [1, 1, 1, 1])
     """
 
     name: ClassVar[str] = "associative_recall"
@@ -80,5 +87,12 @@ class AssociativeRecall(SequenceTask):
 def associative_recall(
     *, length: int = 64, vocab_size: int = 256, n_pairs: int = 4, batch_size: int = 32, seed: int = 0
 ) -> AssociativeRecall:
-    """The paper's associative recall; see `AssociativeRecall`."""
+    """The paper's associative recall; see `AssociativeRecall`.
+
+    Example:
+        >>> import workbench as wb
+        >>> task = wb.tasks.associative_recall(length=6, vocab_size=16, n_pairs=2)
+        >>> task.describe()
+        {'task': 'associative_recall', 'length': 6, 'vocab_size': 16, 'n_pairs': 2, 'batch_size': 32, 'seed': 0}
+    """
     return AssociativeRecall(length=length, vocab_size=vocab_size, n_pairs=n_pairs, batch_size=batch_size, seed=seed)

@@ -35,6 +35,13 @@ class SyntheticLM(SequenceTask):
         split: ``"train"`` or ``"validation"``.
         n_sequences: Sequences for training.
         n_validation_sequences: Sequences for validation, made apart from those for training.
+
+    Example:
+        >>> import workbench as wb
+        >>> task = wb.tasks.SyntheticLM(length=16, vocab_size=64, batch_size=2)
+        >>> tokens, targets = task.batch(0)
+        >>> bool((tokens[:, 1:] == targets[:, :-1]).all())
+        True
     """
 
     name: ClassVar[str] = "synthetic_lm"
@@ -92,7 +99,14 @@ def synthetic_lm(
     n_sequences: int = 20_000,
     n_validation_sequences: int = 2_000,
 ) -> SyntheticLM:
-    """The paper's synthetic language modelling; see `SyntheticLM`."""
+    """The paper's synthetic language modelling; see `SyntheticLM`.
+
+    Example:
+        >>> import workbench as wb
+        >>> task = wb.tasks.synthetic_lm(length=16, vocab_size=64, batch_size=2)
+        >>> [tuple(part.shape) for part in task.batch(0)]
+        [(2, 16), (2, 16)]
+    """
     return SyntheticLM(length, vocab_size, batch_size, seed, split, n_sequences, n_validation_sequences)
 
 

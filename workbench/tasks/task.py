@@ -28,6 +28,12 @@ class Task(Protocol):
     """Something to learn: a stream of batches, held-out inputs to measure the model with, and a description.
 
     Tasks of token ids also have ``vocab_size``, tasks of classes ``n_classes``, where it is known.
+
+    Example:
+        >>> import workbench as wb
+        >>> task = wb.tasks.random_tokens()
+        >>> isinstance(task, wb.tasks.Task), isinstance([1, 2], wb.tasks.Task)
+        (True, False)
     """
 
     def stream(self, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:

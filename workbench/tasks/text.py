@@ -32,6 +32,13 @@ class TextBytes(SequenceTask):
         seed: Of the stream of batches.
         split: ``"train"``, or ``"validation"`` for the last tenth of the text.
         vocab_size: 256, the values of a byte.
+
+    Example:
+        >>> import workbench as wb
+        >>> task = wb.tasks.TextBytes(length=16, batch_size=2)
+        >>> tokens, targets = task.batch(0)
+        >>> tuple(tokens.shape), task.vocab_size
+        ((2, 16), 256)
     """
 
     name: ClassVar[str] = "text_bytes"
@@ -69,7 +76,14 @@ class TextBytes(SequenceTask):
 
 
 def text_bytes(*, length: int = 64, batch_size: int = 32, seed: int = 0, split: str = "train") -> TextBytes:
-    """Bytes of Python's language reference; see `TextBytes`."""
+    """Bytes of Python's language reference; see `TextBytes`.
+
+    Example:
+        >>> import workbench as wb
+        >>> tokens, targets = wb.tasks.text_bytes(length=16, batch_size=2).batch(0)
+        >>> tuple(tokens.shape), bool((tokens[:, 1:] == targets[:, :-1]).all())
+        ((2, 16), True)
+    """
     return TextBytes(length=length, batch_size=batch_size, seed=seed, split=split)
 
 
@@ -92,6 +106,12 @@ def reference_passages(n_passages: int, *, n_characters: int = 400) -> list[str]
 
     Raises:
         OptionError: If the text holds fewer.
+
+    Example:
+        >>> import workbench as wb
+        >>> passages = wb.tasks.reference_passages(3, n_characters=50)
+        >>> [len(passage) for passage in passages]
+        [50, 50, 50]
     """
     require_whole(1, n_passages=n_passages, n_characters=n_characters)
     text = _text_bytes().decode()

@@ -25,6 +25,13 @@ class RandomTokens(SequenceTask):
         vocab_size: Tokens in the vocabulary, all equally likely.
         batch_size: Sequences in a batch.
         seed: Of the stream of batches.
+
+    Example:
+        >>> import workbench as wb
+        >>> task = wb.tasks.RandomTokens(length=8, vocab_size=16, batch_size=2)
+        >>> tokens, targets = task.batch(0)
+        >>> tuple(tokens.shape), bool((tokens < 16).all())
+        ((2, 8), True)
     """
 
     name: ClassVar[str] = "random_tokens"
@@ -51,5 +58,12 @@ class RandomTokens(SequenceTask):
 
 
 def random_tokens(*, length: int = 64, vocab_size: int = 256, batch_size: int = 32, seed: int = 0) -> RandomTokens:
-    """Uniformly random tokens; see `RandomTokens`."""
+    """Uniformly random tokens; see `RandomTokens`.
+
+    Example:
+        >>> import workbench as wb
+        >>> task = wb.tasks.random_tokens(length=8, vocab_size=16)
+        >>> tuple(task.probe(32).shape)
+        (4, 8)
+    """
     return RandomTokens(length=length, vocab_size=vocab_size, batch_size=batch_size, seed=seed)

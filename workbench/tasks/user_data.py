@@ -52,6 +52,14 @@ def as_task(source: Any, *, batch_size: int = 32, seed: int = 0) -> Task:
 
     Raises:
         WorkbenchError: If the source is empty, or gives no batches of a known form.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> task = wb.tasks.as_task(torch.arange(80).reshape(10, 8), batch_size=4)
+        >>> tokens, targets = next(task.stream())
+        >>> tuple(tokens.shape)
+        (4, 8)
     """
     require_whole(1, batch_size=batch_size)
     require_seed(seed)

@@ -107,6 +107,17 @@ class Callback:
 
     Attributes:
         name: What checkpoints and configurations call it; one of a name in a run.
+
+    Example:
+        >>> import workbench as wb
+        >>> class GradNorms(wb.Callback):
+        ...     name = "grad_norms"
+        ...     def before_update(self, step, numbers):
+        ...         print(step, numbers["grad_norm"] > 0)
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> records = list(wb.train(model, wb.tasks.associative_recall(), n_steps=2, callbacks=[GradNorms()]))
+        0 True
+        1 True
     """
 
     name: str = ""

@@ -33,7 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recording:
-    """What to keep of a run, and where: arguments of `workbench.train`, which says what each means."""
+    """What to keep of a run, and where: arguments of `workbench.train`, which says what each means.
+
+    Example:
+        >>> import workbench as wb
+        >>> recording = wb.Recording(store="runs/mine.zarr", checkpoint_every=50)
+        >>> recording.checkpoint_folder.as_posix()
+        'runs/mine.checkpoints'
+    """
 
     store: Path | str | None = None
     flush_every: int = 200

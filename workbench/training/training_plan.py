@@ -26,7 +26,14 @@ PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.floa
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Settings of a training run: arguments of `workbench.train`, which says what each means."""
+    """Settings of a training run: arguments of `workbench.train`, which says what each means.
+
+    Example:
+        >>> import workbench as wb
+        >>> plan = wb.TrainingPlan(n_steps=100, learning_rate=1e-3, warmup=10, schedule="cosine")
+        >>> [round(plan.rate_factor(step), 2) for step in (0, 9, 55, 99)]
+        [0.1, 1.0, 0.5, 0.0]
+    """
 
     n_steps: int
     learning_rate: float | None = None

@@ -140,6 +140,12 @@ class ArchitectureConfig:
 
     Raises:
         OptionError: If the configuration is impossible, or an option does not apply to the family.
+
+    Example:
+        >>> import workbench as wb
+        >>> config = wb.zoo.ArchitectureConfig(family="moe", d_model=32, n_layers=2, n_experts=4)
+        >>> config.title, config.top_k, config.head_dim
+        ('pre_ln moe', 2, 8)
     """
 
     family: Family = "transformer"
@@ -316,6 +322,11 @@ def defaults(family: Family) -> dict[str, Any]:
 
     Raises:
         OptionError: If there is no such family.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.zoo.defaults("moe")["n_experts"], wb.zoo.defaults("kan")["mlp_ratio"]
+        (8, None)
     """
     if not isinstance(family, str) or family not in _DEFAULTS:
         raise OptionError(f"family is {family!r}, expected one of {', '.join(FAMILIES)}.")

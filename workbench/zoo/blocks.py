@@ -29,6 +29,12 @@ class ZooModel(nn.Module, ABC):
         config: What it was made from.
         blocks: Its residual blocks.
         head: The output head.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.mamba(d_model=16, n_layers=2)
+        >>> isinstance(model, wb.zoo.ZooModel), len(model.blocks), model.config.family
+        (True, 2, 'mamba')
     """
 
     blocks: nn.ModuleList

@@ -42,6 +42,13 @@ def build(config: ArchitectureConfig) -> ZooModel:
 
     Returns:
         The model in training mode, on the CPU, float32; the global random state is untouched.
+
+    Example:
+        >>> import workbench as wb
+        >>> config = wb.zoo.ArchitectureConfig(d_model=16, n_layers=2, norm="sub_ln")
+        >>> model = wb.zoo.build(config)
+        >>> model.config == config
+        True
     """
     model = _on_meta(config)
     model.to_empty(device="cpu")
@@ -51,12 +58,26 @@ def build(config: ArchitectureConfig) -> ZooModel:
 
 
 def count_parameters(config: ArchitectureConfig) -> int:
-    """Weights that a model of this configuration has, tied ones counted once; nothing is allocated."""
+    """Weights that a model of this configuration has, tied ones counted once; nothing is allocated.
+
+    Example:
+        >>> import workbench as wb
+        >>> config = wb.zoo.ArchitectureConfig(d_model=16, n_layers=2)
+        >>> wb.zoo.count_parameters(config) == sum(weight.numel() for weight in wb.zoo.build(config).parameters())
+        True
+    """
     return sum(parameter.numel() for parameter in _on_meta(config).parameters())
 
 
 def is_zoo_model(model: HoldsModel | nn.Module) -> bool:
-    """Whether a model is made from an `ArchitectureConfig` alone, and can be saved as such."""
+    """Whether a model is made from an `ArchitectureConfig` alone, and can be saved as such.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wb.zoo.is_zoo_model(wb.zoo.mamba(d_model=16, n_layers=1)), wb.zoo.is_zoo_model(torch.nn.Linear(4, 4))
+        (True, False)
+    """
     return isinstance(module_of(model), ZooModel)
 
 
@@ -112,6 +133,13 @@ def transformer(
 
     Raises:
         OptionError: If the configuration is impossible; nothing is allocated then.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer("post_ln", d_model=16, n_layers=2, vocab_size=32)
+        >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
+        (1, 8, 32)
     """
     return _build("transformer", locals())
 
@@ -147,7 +175,16 @@ def moe(
     scales_residual_init: bool = False,
     seed: int = 0,
 ) -> MoeTransformer:
-    """A mixture of experts; see `MoeTransformer` and, for options, `ArchitectureConfig`."""
+    """A mixture of experts; see `MoeTransformer` and, for options, `ArchitectureConfig`.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.moe(d_model=16, n_layers=2, n_experts=4, top_k=1)
+        >>> logits = model(torch.zeros(1, 8, dtype=torch.long))
+        >>> model.auxiliary_loss().ndim
+        0
+    """
     return _build("moe", locals())
 
 
@@ -169,7 +206,15 @@ def mamba(
     scales_residual_init: bool = False,
     seed: int = 0,
 ) -> Mamba:
-    """A stack of selective state spaces; see `Mamba` and, for options, `ArchitectureConfig`."""
+    """A stack of selective state spaces; see `Mamba` and, for options, `ArchitectureConfig`.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.mamba(d_model=16, n_layers=2, state_size=4)
+        >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
+        (1, 8, 256)
+    """
     return _build("mamba", locals())
 
 
@@ -202,7 +247,15 @@ def kan(
     scales_residual_init: bool = False,
     seed: int = 0,
 ) -> KanTransformer:
-    """A transformer with splines for its MLP; see `KanTransformer` and, for options, `ArchitectureConfig`."""
+    """A transformer with splines for its MLP; see `KanTransformer` and, for options, `ArchitectureConfig`.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.kan(d_model=16, n_layers=1, n_grid=8)
+        >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
+        (1, 8, 256)
+    """
     return _build("kan", locals())
 
 
@@ -231,7 +284,15 @@ def vit(
     scales_residual_init: bool = False,
     seed: int = 0,
 ) -> VisionTransformer:
-    """A vision transformer; see `VisionTransformer` and, for options, `ArchitectureConfig`."""
+    """A vision transformer; see `VisionTransformer` and, for options, `ArchitectureConfig`.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.vit(d_model=16, n_layers=2, image_size=8)
+        >>> tuple(model(torch.zeros(2, 3, 8, 8)).shape)
+        (2, 10)
+    """
     return _build("vit", locals())
 
 
@@ -264,6 +325,12 @@ def gpt2_style(
     """A transformer like GPT-2: Pre-LN, learned positions, tanh-GELU, tied embeddings, scaled initial residuals.
 
     Dropout, which GPT-2 has, is left out. See `ArchitectureConfig` for options.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.gpt2_style(d_model=16, n_layers=2)
+        >>> model.config.mlp, model.config.scales_residual_init
+        ('gelu_tanh', True)
     """
     return _build("transformer", locals())
 
@@ -297,6 +364,12 @@ def llama_style(
     """A transformer like Llama: RMSNorm, rotary positions, SwiGLU, no biases; see `ArchitectureConfig` for options.
 
     ``n_kv_heads`` gives the grouped queries of its larger versions.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.llama_style(d_model=16, n_layers=2, n_kv_heads=2)
+        >>> model.config.norm, model.config.n_key_value_heads
+        ('rms_norm', 2)
     """
     return _build("transformer", locals())
 
@@ -332,7 +405,14 @@ def mixtral_style(
     scales_residual_init: bool = False,
     seed: int = 0,
 ) -> MoeTransformer:
-    """A mixture of experts like Mixtral: `llama_style` with two of eight experts; options: `ArchitectureConfig`."""
+    """A mixture of experts like Mixtral: `llama_style` with two of eight experts; options: `ArchitectureConfig`.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.mixtral_style(d_model=16, n_layers=2, n_experts=4)
+        >>> model.config.n_experts, model.config.top_k
+        (4, 2)
+    """
     return _build("moe", locals())
 
 

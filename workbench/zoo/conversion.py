@@ -31,6 +31,14 @@ def from_gpt2(model: HoldsModel | nn.Module) -> Transformer:
 
     Raises:
         CheckpointError: If it is another model, or has an option that the zoo's transformer lacks.
+
+    Example:
+        >>> import workbench as wb
+        >>> import transformers
+        >>> size = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8}
+        >>> model = wb.zoo.from_gpt2(transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)))
+        >>> model.config.norm, model.config.mlp, model.config.ties_embeddings
+        ('pre_ln', 'gelu_tanh', True)
     """
     from transformers import GPT2LMHeadModel
 
@@ -79,6 +87,15 @@ def from_llama(model: HoldsModel | nn.Module) -> Transformer:
 
     Raises:
         CheckpointError: If it is another model, or has an option that the zoo's transformer lacks.
+
+    Example:
+        >>> import workbench as wb
+        >>> import transformers
+        >>> size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        >>> config = transformers.LlamaConfig(**size, vocab_size=32)
+        >>> model = wb.zoo.from_llama(transformers.LlamaForCausalLM(config))
+        >>> model.config.norm, model.config.mlp, model.config.position
+        ('rms_norm', 'swiglu', 'rotary')
     """
     from transformers import LlamaForCausalLM
 

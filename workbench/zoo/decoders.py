@@ -61,7 +61,15 @@ class Decoder(ZooModel):
 
 
 class Transformer(Decoder):
-    """Decoder-only transformer; by default with learned positions, a GELU MLP and an untied output head."""
+    """Decoder-only transformer; by default with learned positions, a GELU MLP and an untied output head.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.Transformer(wb.zoo.ArchitectureConfig(d_model=16, n_layers=2))
+        >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
+        (1, 8, 256)
+    """
 
     @staticmethod
     def make_block(config: ArchitectureConfig) -> ResidualBlock:
@@ -70,7 +78,15 @@ class Transformer(Decoder):
 
 
 class KanTransformer(Decoder):
-    """The transformer whose MLPs are Kolmogorov-Arnold networks (Liu et al. 2024, arXiv:2404.19756)."""
+    """The transformer whose MLPs are Kolmogorov-Arnold networks (Liu et al. 2024, arXiv:2404.19756).
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.KanTransformer(wb.zoo.ArchitectureConfig(family="kan", d_model=16, n_layers=2))
+        >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
+        (1, 8, 256)
+    """
 
     @staticmethod
     def make_block(config: ArchitectureConfig) -> ResidualBlock:

@@ -27,6 +27,14 @@ class MoeTransformer(Decoder):
 
     Args:
         config: See `ArchitectureConfig`.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.MoeTransformer(wb.zoo.ArchitectureConfig(family="moe", d_model=16, n_layers=2, n_experts=4))
+        >>> logits = model(torch.zeros(1, 8, dtype=torch.long))
+        >>> sorted(model.auxiliary_losses())
+        ['balance', 'z']
     """
 
     @staticmethod

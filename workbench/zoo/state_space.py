@@ -27,6 +27,13 @@ class Mamba(Decoder):
 
     Args:
         config: See `ArchitectureConfig`.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.Mamba(wb.zoo.ArchitectureConfig(family="mamba", d_model=16, n_layers=2))
+        >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
+        (1, 8, 256)
     """
 
     @staticmethod

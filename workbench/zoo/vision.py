@@ -25,6 +25,13 @@ class VisionTransformer(ZooModel):
 
     Args:
         config: See `ArchitectureConfig`.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> config = wb.zoo.ArchitectureConfig(family="vit", d_model=16, n_layers=2, image_size=8)
+        >>> tuple(wb.zoo.VisionTransformer(config)(torch.zeros(2, 3, 8, 8)).shape)
+        (2, 10)
     """
 
     def __init__(self, config: ArchitectureConfig) -> None:

@@ -39,6 +39,14 @@ def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
 
     Raises:
         OptionError: If something is no callback. When training begins, if one needs the loop of `workbench.train`.
+
+    Example:
+        >>> import workbench as wb
+        >>> import transformers
+        >>> callback = wb.trainer_callback(wb.KSS.recommended())
+        >>> isinstance(callback, transformers.TrainerCallback)
+        True
+        >>> trainer = transformers.Trainer(model, arguments, callbacks=[callback])  # doctest: +SKIP
     """
     from transformers.trainer_callback import ExportableState, TrainerCallback
 

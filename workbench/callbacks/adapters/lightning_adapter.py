@@ -37,6 +37,12 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
     Raises:
         MissingPackageError: If Lightning is not installed.
         OptionError: If something is no callback. When training begins, if one needs the loop of `workbench.train`.
+
+    Example:
+        >>> import workbench as wb
+        >>> import lightning  # doctest: +SKIP
+        >>> callback = wb.lightning_callback(wb.KSS.recommended())  # doctest: +SKIP
+        >>> trainer = lightning.Trainer(callbacks=[callback])  # doctest: +SKIP
     """
     base: Any = _lightning().Callback
     gathered = gather(callbacks, seed=seed)

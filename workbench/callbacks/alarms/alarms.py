@@ -42,6 +42,13 @@ class Alarm:
         value: Of the signal there, in its own unit.
         is_outcome: Whether the signal is the loss or the norm of the gradients.
         message: In plain words.
+
+    Example:
+        >>> import workbench as wb
+        >>> message = "One head turns only in one direction."
+        >>> alarm = wb.alarms.Alarm(120, "effective_rank D2", 1, 2, 3.5, 1.1, is_outcome=False, message=message)
+        >>> alarm.layer, alarm.head, alarm.message
+        (1, 2, 'One head turns only in one direction.')
     """
 
     step: int
@@ -83,6 +90,17 @@ class Alarms:
     Raises:
         OptionError: If the budget is out of range.
         SchemaError: If the paired run has no monitors.
+
+    Example:
+        >>> import numpy as np
+        >>> import xarray as xr
+        >>> import workbench as wb
+        >>> step = np.arange(400)
+        >>> loss = 3.0 + 0.1 * np.sin(step) + 30.0 * (step > 300)
+        >>> run = xr.DataTree.from_dict({"/monitors": xr.Dataset({"loss": ("step", loss)}, {"step": step})})
+        >>> raised = wb.alarms.replay(run, wb.Alarms(budget=0.05))
+        >>> raised[0].signal, raised[0].step > 300
+        ('loss', True)
     """
 
     def __init__(

@@ -36,6 +36,13 @@ class Attribution:
         probability: Of each fault, falling; adds up to 1. How sure the model is among the faults that it knows, not
             how likely there is a fault.
         evidence: What speaks for the cause most, in plain words.
+
+    Example:
+        >>> import workbench as wb
+        >>> attributor = wb.alarms.Attributor.shipped()
+        >>> attribution = attributor.attribute({})
+        >>> attribution.cause in attributor.causes, round(sum(attribution.probability.values()), 3)
+        (True, 1.0)
     """
 
     cause: str
@@ -62,6 +69,12 @@ class Attributor:
         features: Names of signals and settings, shape (feature,).
         weight: Shape (cause, feature).
         bias: Shape (cause,).
+
+    Example:
+        >>> import workbench as wb
+        >>> attributor = wb.alarms.Attributor.shipped()
+        >>> attributor.causes[:3]
+        ('corrupted_data', 'dropped_bucket', 'large_rate')
     """
 
     causes: tuple[str, ...]

@@ -38,6 +38,17 @@ def calibrate(
     Raises:
         OptionError: If there are fewer than five runs.
         SchemaError: If one has no monitors.
+
+    Example:
+        >>> import numpy as np
+        >>> import xarray as xr
+        >>> import workbench as wb
+        >>> def healthy(seed):
+        ...     loss = np.random.default_rng(seed).normal(3.0, 0.1, size=400)
+        ...     monitors = xr.Dataset({"loss": ("step", loss)}, {"step": np.arange(400)})
+        ...     return xr.DataTree.from_dict({"/monitors": monitors})
+        >>> calibration = wb.alarms.calibrate([healthy(seed) for seed in range(5)])
+        >>> alarms = wb.Alarms(calibration=calibration)
     """
     options = options or DetectorOptions()
     return Calibration.of([departures(run, options) for run in runs], options, groups=_GROUPS, about=about)
@@ -56,6 +67,17 @@ def calibrate_paired(
     Raises:
         OptionError: If there are fewer than five pairs.
         SchemaError: If a run has no monitors.
+
+    Example:
+        >>> import numpy as np
+        >>> import xarray as xr
+        >>> import workbench as wb
+        >>> def healthy(seed):
+        ...     loss = np.random.default_rng(seed).normal(3.0, 0.1, size=400)
+        ...     monitors = xr.Dataset({"loss": ("step", loss)}, {"step": np.arange(400)})
+        ...     return xr.DataTree.from_dict({"/monitors": monitors})
+        >>> calibration = wb.alarms.calibrate_paired([(healthy(seed), healthy(seed + 5)) for seed in range(5)])
+        >>> alarms = wb.Alarms(calibration=calibration, paired=healthy(10))
     """
     options = options or DetectorOptions()
     found = [departures(run, options, pair=pair) for run, pair in pairs]

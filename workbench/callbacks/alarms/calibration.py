@@ -33,6 +33,12 @@ class Calibration:
         highest: For ``"mechanism"`` and ``"outcome"``: the largest score of each healthy run over all its steps and
             signals, measured with scales from the other runs, rising.
         about: Where it comes from, for people.
+
+    Example:
+        >>> import workbench as wb
+        >>> calibration = wb.alarms.Calibration.shipped()
+        >>> calibration.threshold(0.01) >= calibration.threshold(0.20)
+        True
     """
 
     options: DetectorOptions

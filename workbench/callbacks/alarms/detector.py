@@ -36,6 +36,14 @@ class Detector:
         has_pair: Whether values come as differences from a paired healthy run, so that 0 is healthy.
         settling: Of the run, which its owner keeps up to date; None: after ``options.settle`` steps, whatever the
             learning rate does.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> detector = wb.alarms.Detector(wb.alarms.DetectorOptions(settle=0, start=20, lag=5, past=20))
+        >>> departures = [detector.update(step, np.array([5.0 if step > 50 else 0.0])) for step in range(60)]
+        >>> departures[10] is None, departures[-1] is None
+        (True, False)
     """
 
     def __init__(

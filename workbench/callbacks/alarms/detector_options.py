@@ -19,6 +19,12 @@ class DetectorOptions:
         smooth_attention: The same for the part ``attention``, whose ranks of single heads jump between measurements.
         lag: Steps between the latest values and the past that they are compared with.
         past: Length of that past in steps.
+
+    Example:
+        >>> import workbench as wb
+        >>> options = wb.alarms.DetectorOptions(smooth=10, smooth_attention=50)
+        >>> options.smooth_of("monitors"), options.smooth_of("attention")
+        (10, 50)
     """
 
     settle: int = 100

@@ -27,6 +27,12 @@ class LeadTime:
         outcome: First alarm of the loss, the norm of the gradients or the spike score.
         divergence: Where the run diverged.
         by_outcome: First alarm of each of these three.
+
+    Example:
+        >>> import workbench as wb
+        >>> alarm = wb.alarms.Alarm(100, "effective_rank D2", 1, 2, 3.5, 1.1, is_outcome=False, message="")
+        >>> wb.alarms.LeadTime(mechanism=alarm, outcome=None, divergence=130, by_outcome={}).to_divergence
+        30
     """
 
     mechanism: Alarm | None
@@ -56,6 +62,13 @@ def lead_time(alarms: Iterable[Alarm], *, divergence: int | None = None, since: 
         alarms: Of one run.
         divergence: Step at which it diverged; None: it did not.
         since: Alarms before this step, such as that of a fault's onset, do not count.
+
+    Example:
+        >>> import workbench as wb
+        >>> mechanism = wb.alarms.Alarm(100, "effective_rank D2", 1, 2, 3.5, 1.1, is_outcome=False, message="")
+        >>> outcome = wb.alarms.Alarm(140, "loss", -1, -1, 2.0, 9.0, is_outcome=True, message="")
+        >>> wb.alarms.lead_time([mechanism, outcome], divergence=150).steps
+        40.0
     """
     late = sorted((alarm for alarm in alarms if alarm.step >= since), key=lambda alarm: alarm.step)
     mechanism = next((alarm for alarm in late if not alarm.is_outcome), None)
@@ -68,7 +81,14 @@ def lead_time(alarms: Iterable[Alarm], *, divergence: int | None = None, since: 
 
 
 def recorded_alarms(run: xr.DataTree) -> list[Alarm]:
-    """The alarms among the events of a run that was trained with them."""
+    """The alarms among the events of a run that was trained with them.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("precision"))
+        >>> wb.alarms.recorded_alarms(run)  # it was trained without alarms
+        []
+    """
     if "events" not in run.children:
         return []
     events = run.children["events"].to_dataset(inherit=False).load()

@@ -28,6 +28,13 @@ def observations(run: xr.DataTree) -> Iterator[Observation]:
 
     Raises:
         SchemaError: If it has no monitors.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("precision"))
+        >>> first = next(wb.alarms.observations(run))
+        >>> first.step, first.part
+        (0, 'monitors')
     """
     if "monitors" not in run.children:
         raise SchemaError("The run has no monitors to replay; record it with wb.train() or a wb.Recorder.")
@@ -56,6 +63,16 @@ def replay(run: xr.DataTree, alarms: Alarms) -> list[Alarm]:
 
     Raises:
         SchemaError: If the run has no monitors.
+
+    Example:
+        >>> import numpy as np
+        >>> import xarray as xr
+        >>> import workbench as wb
+        >>> loss = np.r_[3.0 + 0.1 * np.sin(np.arange(300)), np.full(50, 30.0)]
+        >>> monitors = xr.Dataset({"loss": ("step", loss)}, {"step": np.arange(350)})
+        >>> raised = wb.alarms.replay(xr.DataTree.from_dict({"/monitors": monitors}), wb.Alarms())
+        >>> raised[0].signal, raised[0].step >= 300
+        ('loss', True)
     """
     for observation in observations(run):
         alarms.observe(observation)

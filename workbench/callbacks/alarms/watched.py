@@ -24,6 +24,13 @@ class Watched:
         is_outcome: Whether it is what everybody watches, the loss or the norm of the gradients; lead times are counted
             from the others to these.
         points_to: What it points to, in plain words.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> watched = wb.alarms.Watched("monitors", "grad_norm")
+        >>> watched.name, watched.badness(np.array([1.0, np.e])).round(3)
+        ('grad_norm', array([0., 1.]))
     """
 
     part: str

@@ -26,6 +26,13 @@ class Control:
         settings: Arguments of `workbench.train` that it consists of.
         parametrization: What is done to the fresh model; None: nothing.
         rate_factor: The learning rate over the nominal one.
+
+    Example:
+        >>> import workbench as wb
+        >>> control = wb.baselines.controls()["Lion"]
+        >>> model, settings = control.prepare(lambda: wb.zoo.transformer(d_model=16, n_layers=1), 1e-3)
+        >>> sorted(settings)
+        ['learning_rate', 'optimizer']
     """
 
     name: str
@@ -72,6 +79,11 @@ def controls(*, base_width: int = 16, rate_factors: Mapping[str, float] | None =
 
     Raises:
         OptionError: If a name is unknown or a factor is not positive.
+
+    Example:
+        >>> import workbench as wb
+        >>> list(wb.baselines.controls())[:5]
+        ['none', 'clip 0.5', 'clip 1.0', 'spectral norm', 'weight norm']
     """
     made = [
         Control("none"),

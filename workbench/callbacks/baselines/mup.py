@@ -42,6 +42,14 @@ class MuP:
     Attributes:
         base_width: ``d_model`` at which ``init_std`` and the learning rate are meant.
         base_heads: Attention heads at the base width; None: as many as the model has, so that heads grow wider.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=64, n_layers=1)
+        >>> mup = wb.baselines.MuP(base_width=16)
+        >>> remove = mup.apply(model)
+        >>> mup.multiplier(model)
+        4.0
     """
 
     base_width: int = 16

@@ -34,14 +34,21 @@ class OptimizerFactory(ABC):
 class SAM(OptimizerFactory):
     """Sharpness-aware minimization (Foret et al. 2021, arXiv:2010.01412): the gradient from uphill, where it is worst.
 
-    A step goes up by ``rho`` along the gradient, takes the gradient of the same batch there, comes back and hands that
-    to the base optimizer: two forward and backward passes. Loss and gradient norm that `train` records are those of the
-    first pass; clipping applies to both.
+    A step goes up by ``rho`` along the gradient g, to w + rho g / |g|, takes the gradient of the same batch there,
+    comes back and hands that to the base optimizer: two forward and backward passes. Loss and gradient norm that
+    `train` records are those of the first pass; clipping applies to both.
 
     Attributes:
         rho: Radius, in the norm of all parameters together; the paper's .05.
         base: Class in ``torch.optim`` that makes the update.
         options: Further arguments of it.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+        >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, optimizer=wb.baselines.SAM(rho=0.05))
+        >>> [record.step for record in run]
+        [0, 1]
     """
 
     rho: float = 0.05
@@ -75,6 +82,14 @@ class Lion(OptimizerFactory):
     Attributes:
         betas: Of the update's direction and of the running gradient.
         weight_decay: Decoupled; per step, times the rate.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+        >>> settings = {"learning_rate": 1e-4, "optimizer": wb.baselines.Lion()}
+        >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, **settings)
+        >>> [record.learning_rate for record in run]
+        [0.0001, 0.0001]
     """
 
     betas: tuple[float, float] = (0.9, 0.99)
@@ -100,6 +115,13 @@ class LAMB(OptimizerFactory):
         betas: Of the running gradient and its square.
         eps: Added to the root of the running square.
         weight_decay: Decoupled; per step, times the rate.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+        >>> optimizer = wb.baselines.LAMB(weight_decay=0.1)(list(model.parameters()))
+        >>> type(optimizer).__name__
+        'Lamb'
     """
 
     betas: tuple[float, float] = (0.9, 0.999)

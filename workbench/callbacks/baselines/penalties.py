@@ -29,6 +29,14 @@ class Stream:
     Attributes:
         entering: State entering each block, shape (batch, ..., feature).
         leaving: State leaving each block, shaped like it.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> state = torch.ones(1, 4, 8)
+        >>> stream = wb.baselines.Stream(entering=(state,), leaving=(2 * state,))
+        >>> stream.n_layers
+        1
     """
 
     entering: tuple[Tensor, ...]
@@ -52,6 +60,16 @@ class Penalty(ABC):
     Attributes:
         coefficient: Its weight in the loss; 0: off.
         interval: Steps between two applications, the first at step 0; its weight does not grow with it.
+
+    Example:
+        >>> import workbench as wb
+        >>> class LastSize(wb.baselines.Penalty):
+        ...     def value(self, stream, task_loss, random):
+        ...         return stream.leaving[-1].square().mean()
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=1, penalties=[LastSize(coefficient=0.1)])
+        >>> [record.auxiliary_loss > 0 for record in run]
+        [True]
     """
 
     #: Whether the value is made of gradients, so that training needs second derivatives.
@@ -96,6 +114,14 @@ class GradientPenalty(Penalty):
     Of a loss that is a mean over B sequences, B times the squared norm of the batch's gradient is the mean over
     sequences of the squared norm of each one's own, where the sequences do not see each other. The state's first
     dimension must be the batch.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> penalty = wb.baselines.GradientPenalty(coefficient=0.1, interval=2)
+        >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=3, penalties=[penalty])
+        >>> [record.auxiliary_loss > 0 for record in run]
+        [True, False, True]
     """
 
     is_second_order: ClassVar[bool] = True
@@ -148,6 +174,14 @@ class RandomL2(LayerwisePenalty):
 
     Attributes:
         token_share: Share of the tokens drawn in each layer, in (0, 1]; at least one is.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> penalty = wb.baselines.RandomL2(coefficient=0.1, token_share=0.25)
+        >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, penalties=[penalty])
+        >>> [record.auxiliary_loss > 0 for record in run]
+        [True, True]
     """
 
     token_share: float = 0.5
@@ -168,14 +202,23 @@ class RandomL2(LayerwisePenalty):
 
 @dataclass(frozen=True)
 class JacobianPenalty(LayerwisePenalty):
-    """Squared Frobenius norm of each block's Jacobian over its size: the mean squared singular value.
+    """Squared Frobenius norm of each block's Jacobian over its size, |J|_F^2 / n: the mean squared singular value.
 
-    The Jacobian is that of the whole block, all tokens of a sequence with all others; 1 for a block that does nothing.
-    Its norm is estimated as |J^T v|^2 with random signs v (Hutchinson 1990; Hoffman et al. 2019, arXiv:1908.02729, do
-    so for the Jacobian of the logits), without bias; one draw costs a backward pass through the block's activations.
+    J = dy/dx, x the state that enters a block and y, of n entries, the one that leaves it, is that of the whole block,
+    all tokens of a sequence with all others; the penalty is 1 for a block that does nothing. The squared norm of
+    J is estimated as |J^T v|^2 with random signs v (Hutchinson 1990; Hoffman et al. 2019, arXiv:1908.02729, do so for
+    the Jacobian of the logits), without bias; one draw costs a backward pass through the block's activations.
 
     Attributes:
         n_projections: Draws of v.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> penalty = wb.baselines.JacobianPenalty(coefficient=0.1)
+        >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, penalties=[penalty])
+        >>> [record.auxiliary_loss > 0 for record in run]
+        [True, True]
     """
 
     is_second_order: ClassVar[bool] = True
@@ -203,6 +246,14 @@ class ActivationVariance(LayerwisePenalty):
 
     In the spirit of Littwin and Wolf (2018, arXiv:1811.09764), who regularize by the variance of activations; unlike
     `RandomL2` it leaves the mean free.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> penalty = wb.baselines.ActivationVariance(coefficient=0.1)
+        >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, penalties=[penalty])
+        >>> [record.auxiliary_loss > 0 for record in run]
+        [True, True]
     """
 
     def of_layer(self, entering: Tensor, leaving: Tensor, random: torch.Generator) -> Tensor:

@@ -46,6 +46,19 @@ class PenaltyTerms(Callback):
 
     Raises:
         OptionError: If something among the penalties is none.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> tokens, targets = wb.tasks.random_tokens(length=8, batch_size=2).batch(0)
+        >>> terms = wb.baselines.PenaltyTerms([wb.baselines.RandomL2(coefficient=0.1)], model=model)
+        >>> terms.read_anatomy(tokens)
+        >>> with terms.watch(step=0) as penalty_of:
+        ...     loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        ...     penalty = penalty_of(loss)
+        >>> penalty.item() > 0
+        True
     """
 
     name = "penalties"

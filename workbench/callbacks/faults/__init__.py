@@ -50,14 +50,27 @@ __all__ = [
 
 
 class CatalogEntry(NamedTuple):
-    """A kind of fault: what makes one, and what it does in one line."""
+    """A kind of fault: what makes one, and what it does in one line.
+
+    Example:
+        >>> import workbench as wb
+        >>> entry = wb.faults.catalog()["large_rate"]
+        >>> entry.make(factor=20.0).effect
+        'the learning rate is multiplied by 20'
+    """
 
     make: Callable[..., Fault]
     meaning: str
 
 
 def catalog() -> dict[str, CatalogEntry]:
-    """All kinds of faults by name; ``make()`` takes options and needs none."""
+    """All kinds of faults by name; ``make()`` takes options and needs none.
+
+    Example:
+        >>> import workbench as wb
+        >>> list(wb.faults.catalog())[:3]
+        ['low_precision_attention', 'large_rate', 'small_batch']
+    """
     kinds = (
         LowPrecisionAttention,
         LargeRate,

@@ -31,6 +31,14 @@ class DroppedBucket(Fault):
             too, is missing in the mean; then the batch is really split over the ranks, which takes ``n_ranks`` backward
             passes, each over its share of the examples.
         n_ranks: Processes, for ``"one_rank"``.
+
+    Example:
+        >>> import workbench as wb
+        >>> fault = wb.faults.DroppedBucket(share=0.5, start=1)
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+        >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, faults=[fault])
+        >>> [record.active_faults for record in run]
+        [(), ('dropped_bucket',)]
     """
 
     kind: ClassVar[str] = "dropped_bucket"
@@ -85,6 +93,13 @@ class LowPrecisionReduction(Fault):
         n_ranks: Processes, at least 2.
         dtype: Of the sums: ``"bfloat16"``, ``"float16"``, or ``"float32"`` as the control.
         n_bits: Bits that are cut off besides, 0 to 8, for bfloat16; see `workbench.faults.cut_low_bits`.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> fault = wb.faults.LowPrecisionReduction(dtype="bfloat16", n_bits=4)
+        >>> fault.sent(torch.tensor([1.2345])).item()
+        1.125
     """
 
     kind: ClassVar[str] = "low_precision_reduction"
@@ -143,6 +158,12 @@ class StaleReduction(Fault):
         delay: In steps.
         share: Of the buckets that are late, drawn in each step; above 0, at most 1.
         n_buckets: As in `DroppedBucket`.
+
+    Example:
+        >>> import workbench as wb
+        >>> fault = wb.faults.StaleReduction(delay=2, start=50)
+        >>> fault.effect
+        'all gradients are those of 2 steps before'
     """
 
     kind: ClassVar[str] = "stale_reduction"

@@ -22,6 +22,12 @@ class LargeRate(Fault):
     Attributes:
         factor: By which, after the schedule; above 0.
         ramp: Steps over which it grows from 1 to that, linearly, each time it is switched on; 0: at once.
+
+    Example:
+        >>> import workbench as wb
+        >>> fault = wb.faults.LargeRate(factor=5.0, ramp=4, start=0)
+        >>> [fault.rate_factor(n) for n in (1, 2, 4, 8)]
+        [3.0, 4.0, 5.0, 5.0]
     """
 
     kind: ClassVar[str] = "large_rate"
@@ -52,6 +58,14 @@ class SmallBatch(Fault):
 
     Attributes:
         n_rows: How many.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> fault = wb.faults.SmallBatch(n_rows=2)
+        >>> tokens, targets = fault.batch(torch.zeros(8, 4), torch.zeros(8, 4))
+        >>> tuple(tokens.shape)
+        (2, 4)
     """
 
     kind: ClassVar[str] = "small_batch"
@@ -85,6 +99,14 @@ class NoAuxiliaryLoss(Fault):
     """The model's own auxiliary loss, such as a router's balance, is left out.
 
     What is recorded as ``auxiliary_loss`` is what was added: 0, and further penalties, which stay.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.moe(d_model=16, n_layers=1, n_heads=2, n_experts=4)
+        >>> fault = wb.faults.NoAuxiliaryLoss(start=1)
+        >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, faults=[fault])
+        >>> [record.auxiliary_loss > 0 for record in run]
+        [True, False]
     """
 
     kind: ClassVar[str] = "no_auxiliary_loss"
@@ -103,6 +125,12 @@ class CorruptedData(Fault):
     Attributes:
         what: ``"labels"`` (targets but -100) or ``"tokens"`` (of the inputs).
         share: Of them, each drawn on its own; above 0, at most 1.
+
+    Example:
+        >>> import workbench as wb
+        >>> fault = wb.faults.CorruptedData(what="labels", share=0.5, start=100, stop=200)
+        >>> fault.name, fault.enabled
+        ('corrupted_data', False)
     """
 
     kind: ClassVar[str] = "corrupted_data"

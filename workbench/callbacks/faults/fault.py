@@ -25,6 +25,15 @@ class Fault:
     Attributes:
         start: Step from which it is on; None: off until it is switched on by hand.
         stop: Step from which it is off again; None: on to the end. A switch by hand overrides both from then on.
+
+    Example:
+        >>> import workbench as wb
+        >>> fault = wb.faults.LargeRate(factor=5.0)
+        >>> isinstance(fault, wb.faults.Fault), fault.enabled
+        (True, False)
+        >>> fault.enabled = True
+        >>> fault.enabled
+        True
     """
 
     kind: ClassVar[str]

@@ -31,6 +31,14 @@ class Cut:
         rounding: See `cut_low_bits`.
         output: Whether the saved output O is cut.
         gradient: Whether the incoming gradient dO is cut, and with it all that is made of it.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> cut = wb.faults.Cut(n_bits=8, output=True)
+        >>> q = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(0))
+        >>> tuple(wb.faults.flash_attention(q, q, q, cut=cut).shape)
+        (1, 1, 4, 8)
     """
 
     n_bits: int = 0
@@ -55,6 +63,12 @@ def cut_low_bits(x: Tensor, n_bits: int, rounding: str = "truncate") -> Tensor:
 
     Returns:
         Like ``x``, in its dtype; what is not finite stays as it is.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> wb.faults.cut_low_bits(torch.tensor([1.2345, -1.2345]), n_bits=4).tolist()
+        [1.125, -1.125]
     """
     if n_bits == 0 and rounding != "cast":
         return x
@@ -99,6 +113,14 @@ def flash_attention(
 
     Returns:
         Shape (..., token, feature of values), in the dtype of the inputs, or autocast's.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> q = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+        >>> plain = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> torch.allclose(wb.faults.flash_attention(q, q, q, is_causal=True), plain, atol=1e-5)
+        True
     """
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
@@ -134,6 +156,15 @@ class FlashAttentionMode(TorchFunctionMode):
     Attributes:
         cut: What loses bits in backward passes of the forwards to come.
         n_calls: How often attention was computed.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> q = torch.randn(1, 1, 4, 8)
+        >>> with wb.faults.FlashAttentionMode() as mode:
+        ...     _ = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        >>> mode.n_calls
+        1
     """
 
     def __init__(self) -> None:

@@ -54,6 +54,12 @@ class Injection(Callback):
 
     Raises:
         OptionError: If something among them is no fault, two are of one kind, or two disagree.
+
+    Example:
+        >>> import workbench as wb
+        >>> injection = wb.faults.Injection([wb.faults.LargeRate(factor=5.0, start=10)], seed=1)
+        >>> sorted(injection.describe())
+        ['large_rate']
     """
 
     name = "faults"

@@ -34,6 +34,15 @@ class LowPrecisionAttention(Fault):
         targets: Which lose them: ``"output"`` (O), ``"gradient"`` (dO, with all that is made of it), or both.
         rounding: ``"truncate"`` is the fault; ``"nearest"`` a control that loses as many bits with hardly a bias;
             ``"cast"`` (with ``n_bits=0``) the cast to bfloat16 alone.
+
+    Example:
+        >>> import workbench as wb
+        >>> fault = wb.faults.LowPrecisionAttention(n_bits=8, start=1)
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+        >>> for record in wb.train(model, wb.tasks.associative_recall(), n_steps=2, faults=[fault]):
+        ...     print(record.step, record.active_faults)
+        0 ()
+        1 ('low_precision_attention',)
     """
 
     kind: ClassVar[str] = "low_precision_attention"

@@ -42,6 +42,12 @@ class KSSOptions:
             forward pass alone.
         skip_first: Leading tokens of each sequence to leave out.
         seed: Of the choice of layers, examples and tokens.
+
+    Example:
+        >>> import workbench as wb
+        >>> options = wb.KSSOptions(n_snapshots=256, coupling="decoupled")
+        >>> wb.KSS(options=options).options.coupling
+        'decoupled'
     """
 
     penalty: PenaltyShape = field(default_factory=PenaltyShape)

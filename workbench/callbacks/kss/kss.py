@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class KSS(KSSControls):
-    """Koopman Spectral Shaping: a penalty on the spectrum of each block, and its controls.
+    """Koopman Spectral Shaping (RKSP, arXiv:2602.22988): a penalty on the spectrum of each block, and its controls.
 
     The controls are plain attributes. They are read once a step, so a script, a schedule, an alarm or a button may turn
     them at any time, from any thread, and every change is recorded with the run.
@@ -32,6 +32,15 @@ class KSS(KSSControls):
 
     Raises:
         OptionError: If a value is out of range; nothing is changed then.
+
+    Example:
+        >>> import workbench as wb
+        >>> kss = wb.KSS.recommended()
+        >>> model = wb.zoo.transformer(norm="none", d_model=16, n_layers=2, n_heads=2)
+        >>> for record in wb.train(model, wb.tasks.associative_recall(), n_steps=3, kss=kss):
+        ...     kss.enabled = record.step < 1
+        >>> kss.enabled
+        False
     """
 
     @classmethod

@@ -85,6 +85,15 @@ class Recorder:
     Raises:
         OptionError: If an option is out of range.
         StoreError: If the path is taken.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        >>> recorder = wb.Recorder(every={"optimizer": 2})
+        >>> run = wb.train(model, wb.tasks.random_tokens(), n_steps=4, recorder=recorder, store="mine.zarr")
+        >>> records = list(run)
+        >>> wb.open_run("mine.zarr")["optimizer"]["step"].values
+        array([1, 3])
     """
 
     def __init__(
