@@ -1,7 +1,7 @@
-"""Signs of the settings: rows of a batch as every step records them, and what the store says of the plan.
+"""Symptoms of the settings: the batch size that every step records, and the plan that the store records.
 
-An engineer reads the plan too. None of these says that a value is wrong in itself, and the fit decides how much each
-is worth; how far the diagnosis gets without them is part of the recorded study.
+None of these says that a value is wrong in itself; the fit decides how much evidence each is. The recorded study also
+measures the diagnosis without them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN_SCHEDULES = ("constant", "cosine", "linear")
 
 
 def setting_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """What the run was told."""
+    """Symptoms of the run's batch size and plan."""
     yield from _of_batches(record, failure)
     yield from _of_plan(record)
 
@@ -47,7 +47,7 @@ def _of_batches(record: Record, failure: Failure) -> Iterator[Symptom]:
         last / first if first > 0 else math.nan,
         "1",
         1.0,
-        f"A batch has {last:.0f} rows at the end and had {first:.0f} at the start.",
+        f"A batch has {last:.0f} examples at the end and had {first:.0f} at the start.",
         kind=SymptomKind.LOG,
         path="/monitors",
         variable="batch_size",
@@ -61,7 +61,7 @@ def _small(rows: float, **place: Any) -> Symptom:
         rows,
         "row",
         16.0,
-        f"A batch has {rows:.0f} rows.",
+        f"A batch has {rows:.0f} examples.",
         **place,
     )
 
@@ -142,7 +142,7 @@ def _setting(name: str, strength: float, value: float, units: str, reference: fl
 
 
 def _option(training: dict, name: str, default: float) -> float | None:
-    """An option of a named optimizer of the Adam kind; None: it has no such option, or is somebody's own."""
+    """An option of a named optimizer of the Adam kind; None if it has no such option, or is a custom one."""
     optimizer = str(training.get("optimizer", "")).lower()
     options = training.get("optimizer_options") or {}
     found = options.get(name, default if "adam" in optimizer else None)
