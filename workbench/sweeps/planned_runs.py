@@ -1,4 +1,4 @@
-"""The plan of a run as the settings that a sweep keeps, and cases under another plan."""
+"""Convert plans to and from the settings that a sweep records, and change the plan of a case."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ShortRunOptions(TypedDict, total=False):
-    """Fields of `TrainingPlan` that short runs share, whatever their length, rate and seed."""
+    """Fields of `TrainingPlan` that all short runs of a plan share: all but length, rate and seed."""
 
     warmup: int
     schedule: str | Callable[[int], float]
@@ -35,20 +35,20 @@ class ShortRunOptions(TypedDict, total=False):
 
 
 class ReplayOptions(ShortRunOptions, total=False):
-    """Those of a run of a length that is known; what is left out stays as it is."""
+    """Fields of `TrainingPlan` for a run of given length; fields left out keep their value."""
 
     learning_rate: float | None
     seed: int
 
 
 class TrainingOptions(ReplayOptions, total=False):
-    """Every field of `TrainingPlan`; what is left out stays as it is."""
+    """Every field of `TrainingPlan`; fields left out keep their value."""
 
     n_steps: int
 
 
 def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
-    """The plan that settings of a call describe.
+    """Make a plan from the settings of a call.
 
     Raises:
         OptionError: If one is unknown or impossible.
@@ -63,7 +63,7 @@ def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
 
 
 def describe_plan(plan: TrainingPlan, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run by the names of ``sweep_schema.SETTINGS``, as far as plan and configuration say them."""
+    """The settings of a run by the names of ``sweep_schema.SETTINGS``, as far as plan and configuration have them."""
     optimizer = plan.optimizer if isinstance(plan.optimizer, str) else ""
     if isinstance(plan.optimizer, torch.optim.Optimizer):
         optimizer = type(plan.optimizer).__name__
@@ -95,20 +95,20 @@ def describe_plan(plan: TrainingPlan, config: Mapping[str, Any]) -> dict[str, An
 
 
 def replan(case: xr.Dataset, **changes: Unpack[TrainingOptions]) -> xr.Dataset:
-    """Cases under other settings, with nothing measured again.
+    """Change the settings of cases without measuring them again.
 
     Args:
-        case: From `measure_case`, or rows of a sweep.
+        case: Cases from `measure_case`, or rows of a sweep.
         **changes: Fields of `TrainingPlan` by name: ``n_steps``, ``learning_rate``, ``warmup``, ``schedule``,
             ``clip_norm``, ``optimizer``, ``optimizer_options``; those left out stay as each case has them.
 
     Returns:
         The same cases with the settings changed. With another optimizer or clipping ``overshoot_rate``,
-        ``breaking_rate`` and ``rehearsed_rate`` are NaN, for they were found with the old one.
+        ``breaking_rate`` and ``rehearsed_rate`` are NaN, because they were measured with the old one.
 
     Raises:
         OptionError: If a setting is unknown or impossible, or the case's own schedule is a function or its optimizer
-            not one of torch's, which only its maker knows.
+            not one of torch's, which cannot be made from the record.
     """
     import xarray as xr
 
@@ -126,7 +126,7 @@ def replan(case: xr.Dataset, **changes: Unpack[TrainingOptions]) -> xr.Dataset:
         ):
             value = before.get(name, default)
             if name not in changes and value not in known:
-                raise OptionError(f"The {name} of the case is '{value}', which cannot be planned anew; pass {name}=.")
+                raise OptionError(f"The {name} of the case is '{value}', which is not in the record; pass {name}=.")
         plan = plan_of({**before, **changes})
         settings = describe_plan(plan, {})
         for name in ("family", "norm", "initialization", "init_std", "seed"):
