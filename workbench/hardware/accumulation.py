@@ -1,4 +1,4 @@
-"""Gradients of many micro-batches added up in a low-precision buffer."""
+"""Emulate the accumulation of micro-batch gradients in a low-precision buffer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from workbench.hardware.reduction import as_shrinkage, error_of_sum, running_sum
 
 
 def accumulation_error(emulation: Emulation) -> Finding:
-    """Rounding of the accumulation in the plan's format, beside the sampling noise of the batch.
+    """Measure the rounding of the accumulation in the plan's format, relative to the sampling noise of the batch.
 
-    Each rank has a buffer of its own: of the error, what points along the gradient is common to all of them, and the
-    rest is taken to average out over the ranks.
+    Each rank has its own buffer: the part of the error along the gradient is common to all ranks, and the rest is
+    assumed to average out over them.
     """
     hardware = emulation.plan.hardware
     return error_of_sum(
@@ -25,5 +25,5 @@ def accumulation_error(emulation: Emulation) -> Finding:
 
 
 def accumulation_shrinkage(emulation: Emulation) -> Finding:
-    """What the accumulation loses along the gradient itself: terms too small to change the sum."""
+    """Measure the loss along the gradient itself by the accumulation, of terms too small to change the sum."""
     return as_shrinkage(accumulation_error(emulation))
