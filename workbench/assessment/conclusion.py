@@ -1,4 +1,4 @@
-"""What follows from the measured parts of an assessment: criteria, verdict, changes tried, decisions, a summary."""
+"""Conclude from the measured parts of an assessment: criteria, verdict, tried changes, decisions, a summary."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 def conclude(
     tree: xr.DataTree, plan: AssessmentPlan, *, try_changes: Callable[[xr.DataTree], xr.Dataset] | None = None
 ) -> None:
-    """Judge what was measured and say what to do, in place; once more, if that was done before.
+    """Judge the measurements and decide what to do, in place; earlier conclusions are replaced.
 
     Args:
         tree: The measured parts, with the attributes ``subject`` and ``steps_in_budget`` and the sizes.
-        plan: That was assessed.
-        try_changes: Called with the judged tree where the plan may break; None: ``changes`` stay as they are.
+        plan: The assessed plan.
+        try_changes: Called with the judged tree where the plan may diverge; None: ``changes`` are left unchanged.
 
     Adds the nodes ``criteria``, ``failure_modes``, ``decisions`` and perhaps ``changes``, and the attributes
     ``verdict``, ``exit_status`` and ``summary``.
@@ -43,7 +43,7 @@ def conclude(
 
 
 def may_break(tree: xr.DataTree) -> bool:
-    """Whether a trial of the plan broke, or its risk is known and not small."""
+    """Whether a trial of the plan diverged, or its risk is known and not small."""
     share = float(tree["rehearsal"]["share_broken"])
     risk = float(tree["risk"].to_dataset()["tried_probability"][0])
     return share > 0 or risk >= STABLE_BELOW
