@@ -305,6 +305,6 @@ def _origin(terms: Terms, emulation: Emulation) -> str:
     if terms.are_measured:
         return f"the gradients of {len(terms.values)} shares of the measured rows"
     return (
-        f"{len(terms.values)} terms drawn anew from the gradients of {n_measured} measured micro-batches of "
+        f"{len(terms.values)} terms resampled from the gradients of {n_measured} measured micro-batches of "
         f"{emulation.rows} rows, their noise scaled to the plan's rows"
     )
