@@ -34,11 +34,11 @@ UNIT   := $(PYTEST) -p no:nbval -p no:zarr -n 2 --dist worksteal tests --ignore 
 # Two notebooks at a time, each kernel on one core: together they are done in two thirds of the time.
 NBVAL  := $(PYTEST) -n 2 --dist loadfile --nbval-lax --nbval-cell-timeout 300 -p no:cacheprovider
 
-quick: venv  ## Within 3 minutes: style, and the unit tests that draw nothing, start nothing and take no half second
+quick: venv  ## Within 3 minutes: style, and the unit tests that draw no figure, start no process and take less than half a second
 	$(MAKE) --no-print-directory style
 	$(UNIT) -m "not (slow or medium or render or subprocess or recorded or framework or smollm2)"
 
-test: venv sample  ## What CI runs, within 12 minutes: lint, all unit tests but the long ones, the main path in Jupyter
+test: venv sample  ## What CI runs, within 12 minutes: lint, all unit tests except the slow ones, the main notebooks in Jupyter
 	$(MAKE) --no-print-directory lint
 	$(UNIT) -m "not slow"
 	$(NBVAL) notebooks/00_start.ipynb notebooks/01_checkpoint_spectra.ipynb
@@ -98,7 +98,7 @@ scaling: venv  ## Record the ladders of sizes again
 failures: venv  ## Record the failed runs of known cause again, and fit the rules of diagnosis to those for it
 	$(BIN)/python data/make_failures.py
 
-designs: venv  ## Record again what healthy designs show, how trials foretell outcomes, and the assessments of notebook 08
+designs: venv  ## Record again what healthy designs show, how well trials predict outcomes, and the assessments of notebook 08
 	$(BIN)/python data/make_assessed_designs.py
 	$(BIN)/python data/make_assessments.py
 

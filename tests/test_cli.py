@@ -167,7 +167,7 @@ def test_from_a_design_and_a_plan_to_a_page(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     tree = wb.open_run(tmp_path / "tree.nc")
     assert status == tree.attrs["exit_status"], err
-    assert status in (1, 2)  # no design bears a rate of 3
+    assert status in (1, 2)  # no design is stable at a rate of 3
     assert out == f"{tree.attrs['verdict']}: {tree.attrs['summary']}\n"
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert len(html.encode()) < 3_000_000

@@ -351,7 +351,7 @@ CHANGES = {
 
 @cache
 def expected_output(name, was_run):
-    """Of a model that nobody has looked at."""
+    """Of a model that was never measured."""
     untouched = Found(name, was_run=was_run)
     return output_of(untouched.model, untouched.inputs)
 

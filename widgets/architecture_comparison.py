@@ -42,17 +42,17 @@ _SPEEDS = {"1 per second": 1000, "2 per second": 500, "5 per second": 200, "10 p
 
 
 class ArchitectureComparison(WorkbenchWidget):
-    """Several runs beside each other at one step of training, with step, models and layers under your hand.
+    """Several runs side by side at one step of training, with controls of step, models and layers.
 
-    A run shows the latest spectra it recorded at or before the step, and its title says so where they are older, or
-    where the run has diverged or ended. Press play to let the step run. While the step stands at the end, it follows
-    what `update` brings.
+    A run shows the latest spectra it recorded at or before the step, and its title states where they are older, or
+    where the run has diverged or ended. Press play to advance the step. While the step is the last one, it follows new
+    steps from `update`.
 
     Args:
         runs: By name: a run, a spectra dataset alone (with or without the dimension ``step``), or the path of a stored
             run. Runs may have recorded different steps, and may differ in depth and width.
         view: The first view; see `view`.
-        published: Which runs to show beside published figures, as in `workbench.compare`.
+        published: Which runs to compare with published figures, as in `workbench.compare`.
 
     Attributes:
         runs: Every run by name, as `workbench.widgets.recorded_run.RecordedRun`.
@@ -159,7 +159,7 @@ class ArchitectureComparison(WorkbenchWidget):
 
     @property
     def view(self) -> str:
-        """What is drawn; one of `views`."""
+        """Name of the visible view; one of `views`."""
         return self._view.value
 
     @view.setter
@@ -170,7 +170,7 @@ class ArchitectureComparison(WorkbenchWidget):
 
     @property
     def scene(self) -> Scene:
-        """What the controls say.
+        """The values of the controls.
 
         Raises:
             OptionError: If no model is shown.

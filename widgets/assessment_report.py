@@ -25,35 +25,35 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: Kind of tree -> name of the view beside the report.
+#: Kind of tree -> name of the view in addition to the report.
 _SECOND_VIEW = {"assessment": "criteria", "diagnosis": "experiments", "comparison": "side by side"}
 
 
 class AssessmentReport(MeasuringWidget):
-    """A report with its data under your hand: click a number to see where it stands, filter, look closer, and save.
+    """An interactive report: click a number to see its source in the data, filter, inspect, and save.
 
-    Give a tree, or a subject to be measured beside the page. The kernel stays free meanwhile; where a cell has to see
+    Pass a tree, or a subject to be measured in the background. The kernel stays free meanwhile; where a cell needs
     the result, ``await report.finished()``.
 
     Args:
-        tree: From ``wb.assess``, ``wb.diagnose`` or ``wb.compare_designs``.
-        subject: What to assess instead: a module, an opened checkpoint, or whatever ``wb.design`` takes.
-        plan: Of training, hardware and target, as ``wb.assess`` takes it; with ``subject``.
-        task: What the subject will be trained on; or, with a diagnosis, what its run was trained on.
-        seed: Of fresh weights and of data; with ``subject``.
-        model: Of the run that a diagnosis is about; with it and its task, experiments can be run here.
+        tree: Tree from ``wb.assess``, ``wb.diagnose`` or ``wb.compare_designs``.
+        subject: What to assess instead: a module, an opened checkpoint, or any source that ``wb.design`` takes.
+        plan: Plan of training, hardware and target, as ``wb.assess`` takes it; with ``subject``.
+        task: The task that the subject will be trained on; or, with a diagnosis, the task of its run.
+        seed: Seed of fresh parameters and of data; with ``subject``.
+        model: Model of the diagnosed run; with it and its task, experiments can be run here.
         replay: Further arguments of ``wb.run_experiment``, such as ``run``, ``checkpoints`` and ``faults``.
 
     Attributes:
         page: The report's text.
-        criteria: Of an assessment: filters, table and pictures.
-        side_by_side: Of a comparison: two designs and their criteria.
-        experiments: Of a diagnosis: what would make sure.
+        criteria: For an assessment: filters, table and figures.
+        side_by_side: For a comparison: two designs and their criteria.
+        experiments: For a diagnosis: the deciding experiments.
         save_bar: The buttons and fields for files.
 
     Raises:
-        OptionError: If it is not either a tree or a subject that is given.
-        SchemaError: If the tree is none of these, or lacks what its report rests on.
+        OptionError: If not exactly one of tree and subject is given.
+        SchemaError: If the tree is none of these, or lacks a number of its report.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class AssessmentReport(MeasuringWidget):
         self.on_click(self._button, lambda _: self.measure())
         self.on_click(self._stop, lambda _: self.stop())
         if tree is not None:
-            self._tell(tree)
+            self._show_tree(tree)
         else:
             with self.attempt():
                 self.measure()
 
     @property
     def tree(self) -> xr.DataTree | None:
-        """What is shown; None before the first measurement is over."""
+        """The displayed tree; None before the first measurement has ended."""
         return self._tree
 
     @property
@@ -118,7 +118,7 @@ class AssessmentReport(MeasuringWidget):
         self._view.value = name
 
     def measure(self) -> None:
-        """Assess the subject, beside the page; what goes on is dropped.
+        """Assess the subject in the background; a running job is dropped.
 
         Raises:
             OptionError: If there is no subject.
@@ -130,16 +130,16 @@ class AssessmentReport(MeasuringWidget):
         def job(check: Callable[[], None], tell: Callable[[str], None]) -> xr.DataTree:
             from workbench.assessment.assess import assess
 
-            def hear(part: str) -> None:
+            def on_part(part: str) -> None:
                 check()
                 tell(part)
 
-            return assess(subject, task, plan=plan, seed=seed, progress=hear)
+            return assess(subject, task, plan=plan, seed=seed, progress=on_part)
 
         self._begin("assessment", job)
 
     def run_experiment(self, experiment: int | str) -> None:
-        """Run an experiment of the diagnosis beside the page; the outcome appears in `tree` and on the page.
+        """Run an experiment of the diagnosis in the background; the outcome appears in `tree` and on the page.
 
         Args:
             experiment: Place in the tree's ``experiments``, or the cause that it is about.
@@ -229,7 +229,7 @@ class AssessmentReport(MeasuringWidget):
             self._worker.submit(lambda check: job(check, progress.tell))
 
     def _say_progress(self, progress: MeasuringProgress, words: str) -> None:
-        """Words of a job; nobody hears those of one that was dropped."""
+        """Report the progress of a job; that of a dropped one is ignored."""
         with self.turn:
             if progress is self._progress:
                 self._status.value, self._doing.layout.display = words, None
@@ -250,7 +250,7 @@ class AssessmentReport(MeasuringWidget):
         try:
             if error is not None:
                 raise error
-            self._tell(known(found))
+            self._show_tree(known(found))
         finally:
             self._end("")
 
@@ -260,10 +260,10 @@ class AssessmentReport(MeasuringWidget):
         at = f" at {progress.current}" if progress is not None and progress.current else ""
         self._end(f"Stopped{at}; nothing of it is kept.")
 
-    def _tell(self, tree: xr.DataTree) -> None:
+    def _show_tree(self, tree: xr.DataTree) -> None:
         """Show another tree in all views."""
         tree = alone(tree)
-        self.page.tell(tree)  # first: it refuses what is no such tree
+        self.page.tell(tree)  # first, as it refuses a tree of another kind
         kind = str(tree.attrs["kind"])
         self._parts()[_SECOND_VIEW[kind]].tell(tree)
         self._tree = tree

@@ -1,4 +1,4 @@
-"""What every widget of the workbench has: errors shown under it, callbacks that cannot collide, and a real close()."""
+"""The base class of all widgets: errors shown under the widget, serialized callbacks, and a complete close()."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class WorkbenchWidget(ipywidgets.VBox):
                 yield
             except WorkbenchError as error:
                 self._fail(str(error))
-            except Exception as error:  # noqa: BLE001  (a bug of ours: the widget lives on, the log has the traceback)
+            except Exception as error:  # noqa: BLE001  (a bug of ours: the widget stays usable, the log has the traceback)
                 _log.exception("A callback of %s failed.", type(self).__name__)
                 self._fail(f"{type(error).__name__}: {error}")
             finally:

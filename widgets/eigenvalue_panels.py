@@ -67,7 +67,7 @@ class EigenvaluePanels:
         (self._depth_bar,) = self.root.select({"type": ColorBar})
 
     def columns(self, name: str, spectra: xr.Dataset, *, reliable_only: bool = False) -> dict[str, np.ndarray]:
-        """What is drawn of some or all layers of a model."""
+        """The drawn columns of some or all layers of a model."""
         return mode_columns(spectra, n_layers=self._depths[name], reliable_only=reliable_only)
 
     def write(
@@ -87,7 +87,7 @@ class EigenvaluePanels:
             spectra: The layers shown; dims ``layer`` and ``mode``.
             columns: From `columns`.
             view: The view that the panel will have, to count the modes outside.
-            remark: What the reader must know beside the name.
+            remark: Remark after the name.
             has_key: Explain markers and shading below the panel.
         """
         self.sources[name].data = columns
@@ -142,7 +142,7 @@ class EigenvaluePanels:
 
 @cache
 def shortened(name: str, width: float) -> str:
-    """A name that is at most so many pixels wide as a title; its ends stay, which tell runs apart."""
+    """A name shortened to a width in pixels; its ends are kept, because they distinguish runs."""
     font, title = _title_font(), name
     n_kept = len(name)
     while font.getlength(title) > width and n_kept > 2:

@@ -148,5 +148,5 @@ def export_runs(runs: Mapping[str, xr.DataTree], path: Path, *, overwrite: bool 
 
 
 def _ignoring(act: Callable[[str], None], kind: str, _: Any) -> None:
-    """What a click does, whatever the button says about it."""
+    """Perform the action of a click, ignoring its event."""
     act(kind)

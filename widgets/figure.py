@@ -90,7 +90,7 @@ async function render({ model, el, signal }) {
   el.textContent = "";
   const views = await add_document_standalone(figure, el);
 
-  // What the kernel must know: selections and the visible range; the latest of each, at most 20 times a second.
+  // Sent to the kernel: selections and the visible range; the latest of each, at most 20 times a second.
   const changed = new Map();
   figure.on_change((event) => {
     if (is_patching || event.kind !== "ModelChanged" || !["indices", "start", "end"].includes(event.attr)) return;
@@ -142,7 +142,7 @@ class Figure(anywidget.AnyWidget):
         self.document = root.document or Document()
         if root.document is None:
             self.document.add_root(root)
-        # JupyterLab may run callbacks in a thread of their own, beside the cells.
+        # JupyterLab may run callbacks in a separate thread, in parallel to the cells.
         self.lock = lock or threading.RLock()
         self._batch: list[DocumentPatchedEvent] | None = None
         super().__init__(**kwargs)

@@ -53,31 +53,31 @@ _TAKEN = ("n_steps", "learning_rate", "seed", "spectra_every", "store", "checkpo
 
 
 class LiveTraining(WorkbenchWidget):
-    """A model in training, with KSS and faults under your hand and, beside it, the same run without.
+    """A model in training with switches for KSS and faults and, next to it, the same run without.
 
-    Both runs have the same weights, data and seed, and take turns in one thread, so that they differ in what is
-    switched on alone; as long as nothing is, they are the same to the bit. The kernel stays free meanwhile: run other
-    cells, turn ``kss`` or a fault from one of them, open ``runs``. In a script, or where a cell has to see the end,
+    Both runs have the same parameters, data and seed, and take turns in one thread, so that they differ only in what is
+    switched on; as long as nothing is, they are the same to the bit. The kernel stays free meanwhile: run other
+    cells, change ``kss`` or a fault from one of them, open ``runs``. In a script, or where a cell needs the end,
     ``await live.finished()``.
 
-    Every start and restart records its runs, with checkpoints, in a folder of its own; a restart from a checkpoint goes
-    on with copies, so nothing is ever written over.
+    Every start and restart records its runs, with checkpoints, in a new folder; a restart from a checkpoint continues
+    with copies, so nothing is ever overwritten.
 
     Args:
         architecture: A configuration of ``wb.zoo``, which the controls then change; or any model, which is copied for
-            each run and left as it is. None: a small transformer without normalization, which soon breaks.
+            each run and not changed. None: a small transformer without normalization, which soon diverges.
         task: A task, or any data that ``wb.train`` takes; or the name of one of the choices. None: associative recall.
         learning_rate: Peak rate.
         n_steps: Updates of a run.
-        seed: Of fresh weights, of training, and of the data of a task chosen by name.
-        kss: What to switch; None: the recommended one, switched off where there are faults.
-        compare: Whether the same run with nothing switched on trains beside it.
-        spectra_every: Steps between two pictures of the eigenvalues.
+        seed: Seed of fresh parameters, of training, and of the data of a task chosen by name.
+        kss: The KSS to switch; None: the recommended one, switched off where there are faults.
+        compare: Whether the same run with nothing switched on trains next to it.
+        spectra_every: Steps between two measurements of the eigenvalues.
         folder: Where the runs are recorded; None: a temporary one, which is removed when the kernel ends.
-        faults: From ``wb.faults``, each with a switch on the page; the runs are then called "with faults" and "without
-            faults".
-        recorder: Looks at the mechanism of the treatment; the other has one of its kind.
-        alarms: Listen to the recorder, and to that of the other run; the newest are told under the picture.
+        faults: Faults from ``wb.faults``, each with a switch on the page; the runs are then called "with faults" and
+            "without faults".
+        recorder: Records mechanism monitors of the treatment; the control gets one with the same settings.
+        alarms: Alarms on the recorder's monitors, for both runs; the newest are listed under the figure.
         actions: What alarms may trigger, in the treatment alone.
         **settings: Further settings of ``wb.train``, such as ``optimizer``, ``warmup`` or ``checkpoint_every``.
 
@@ -87,8 +87,8 @@ class LiveTraining(WorkbenchWidget):
         faults: Those of the treatment; ``live.faults[0].enabled = True``, here or on the page.
         folder: Where the runs are recorded.
         setup: The controls of what is trained, by name.
-        canvas: The picture.
-        alarm_list: What the alarms said last.
+        canvas: The figure.
+        alarm_list: The list of the latest alarms.
 
     Raises:
         OptionError: If a setting is unknown or impossible.
@@ -239,7 +239,7 @@ class LiveTraining(WorkbenchWidget):
                 raise TimeoutError(f"The runs were not over after {timeout:g} s.")
 
     async def finished(self) -> None:
-        """Wait until the runs are over, while the page goes on: ``await live.finished()``."""
+        """Wait until the runs have ended, while the page stays responsive: ``await live.finished()``."""
         while self.is_running:
             await asyncio.sleep(0.05)
 
@@ -281,7 +281,7 @@ class LiveTraining(WorkbenchWidget):
                 self._branches.drop(place)
             raise
         self._place, self._n_steps = place, n_steps
-        self._listen({name: arguments[name]["alarms"] for name in runs}, stores if saved is not None else {})
+        self._attach_alarms({name: arguments[name]["alarms"] for name in runs}, stores if saved is not None else {})
         self._sentences.clear()
         self._show("")
         self._pace = _Pace()
@@ -294,8 +294,8 @@ class LiveTraining(WorkbenchWidget):
         self._trainer.start()
         self._show_state("training")
 
-    def _listen(self, alarms: dict[str, Alarms | None], recorded: dict[str, Path]) -> None:
-        """Forget what alarms of other runs said, and learn what the runs that go on have recorded."""
+    def _attach_alarms(self, alarms: dict[str, Alarms | None], recorded: dict[str, Path]) -> None:
+        """Clear the alarms of other runs, and load the recorded ones of runs that are resumed."""
         self._alarms = alarms
         self._n_acted = len(self._done)
         self.alarm_list.clear()
@@ -318,7 +318,7 @@ class LiveTraining(WorkbenchWidget):
             self.stop()
 
     def _take(self, name: str, record: StepRecord) -> None:
-        """What one step gave; in the trainer's thread."""
+        """Take the record of one step; called in the trainer's thread."""
         history = self.canvas.histories[name]
         history.add(record)
         if record.diverged and not history.is_broken:

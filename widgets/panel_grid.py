@@ -1,4 +1,4 @@
-"""What panels that are written in place share: a grid with one toolbar, and ranges that fit the data."""
+"""Common parts of panels that are updated in place: a grid with one toolbar, and ranges that fit the data."""
 
 from __future__ import annotations
 

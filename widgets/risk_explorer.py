@@ -41,14 +41,14 @@ _CSS = f"""
 
 
 class RiskExplorer(MeasuringWidget):
-    """The risk of divergence of a planned run, with model, task and plan under your hand.
+    """The risk of divergence of a planned run, with controls of model, task and plan.
 
-    A model is measured once, beside the page: spectra, one forward pass and, where the risk model asks for them,
-    gradients and trial updates of a copy. From then on the sliders move at once, for the plan enters as numbers. A
+    A model is measured once, in the background: spectra, one forward pass and, where the risk model needs them,
+    gradients and trial updates of a copy. From then on the sliders act at once, as the plan enters as numbers. A
     small model of the zoo is measured whenever its controls change; a checkpoint or module when you press Measure.
 
-    Where the case is unlike everything that the risk model has seen, which a model of another size than the recorded
-    ones always is, a banner says so and no figure is given. The kernel stays free; where a cell has to see the result,
+    Where the case is outside of the applicability of the risk model, as a model of another size than the recorded ones
+    always is, a banner states this and no figure is given. The kernel stays free; where a cell needs the result,
     ``await explorer.finished()``.
 
     Args:
@@ -56,14 +56,14 @@ class RiskExplorer(MeasuringWidget):
             opened one; any module; or None: a small Pre-LN transformer.
         task: A task, or any data that ``wb.train`` takes; or the name of one of the choices. None: associative recall;
             random tokens for a model that is not of the zoo.
-        risk: What predicts; or the features of a risk model that ships with the workbench, as `wb.risk.shipped` takes
+        risk: The risk model; or the features of a risk model that ships with the workbench, as `wb.risk.shipped` takes
             them. None: the best of these, "pilot"; a control then changes it.
         sweep: Recorded runs to compare with; None: the ones that ship with the workbench.
 
     Attributes:
         setup: The controls of model and task, by name.
         plan: The controls of the plan, by name, such as ``explorer.plan.learning_rate.value = 0.03``.
-        look: How closely models are looked at, which decides the risk model that ships with the workbench.
+        look: The control of the measurements, which decides the shipped risk model.
         risk: The risk model.
 
     Raises:
@@ -118,7 +118,7 @@ class RiskExplorer(MeasuringWidget):
 
     @property
     def prediction(self) -> xr.Dataset | None:
-        """What the risk model says about `case`, as `RiskModel.predict` gives it; None before the first measurement."""
+        """The prediction for `case`, as from `RiskModel.predict`; None before the first measurement."""
         return None if self._forecast is None else self._forecast.prediction
 
     @property
@@ -127,7 +127,7 @@ class RiskExplorer(MeasuringWidget):
         return None if self._forecast is None else self._forecast.nearest
 
     def measure(self) -> None:
-        """Measure the model that the controls describe, beside the page; a measurement that goes on is dropped.
+        """Measure the model that the controls describe, in the background; a running measurement is dropped.
 
         Raises:
             OptionError: If the controls ask for something impossible.

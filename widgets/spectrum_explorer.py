@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class SpectrumExplorer(WorkbenchWidget):
-    """Eigenvalues of each model in a linked panel, with layers, reliability and thresholds under your hand.
+    """Eigenvalues of each model in a linked panel, with controls of layers, reliability and thresholds.
 
-    Moving a threshold counts the masses anew and redraws the band; selecting modes (box, lasso or click) lists them in
-    a table. Thresholds that contradict each other leave the last picture and say so under the widget.
+    Moving a threshold updates the masses and redraws the band; selecting modes (box, lasso or click) lists them in
+    a table. Thresholds that contradict each other leave the last figure and show an error under the widget.
 
     Args:
         spectra: One spectra dataset, or several by name; dims ``layer`` and ``mode``.
@@ -37,7 +37,7 @@ class SpectrumExplorer(WorkbenchWidget):
     Attributes:
         layers, near_unit_lower, near_unit_upper, contractive_upper, reliable_residual, reliable_only, view: The
             controls; set their ``value`` to drive the widget from code.
-        sources: The points drawn, one ``ColumnDataSource`` a model.
+        sources: The points drawn, one ``ColumnDataSource`` for each model.
         measured: The spectra as they are shown, with the masses for the present thresholds.
 
     Raises:
@@ -123,7 +123,7 @@ class SpectrumExplorer(WorkbenchWidget):
         return rows
 
     def figure(self, backend: str = "bokeh") -> Any:
-        """The present picture as a figure of its own, to keep or to write with ``workbench.plots.save()``."""
+        """The current view as a separate figure, to keep or to write with ``workbench.plots.save()``."""
         view = known(self._panels.view, "Nothing is drawn yet; show the explorer first.")
         chosen: dict[str, Any] = self.thresholds
         reliable_only = bool(self.reliable_only.value)

@@ -33,24 +33,24 @@ class Timeline(WorkbenchWidget):
     """Signals of several runs, stacked over one axis of steps, with alarms, faults, actions and lead times.
 
     Drag over the panels to zoom in, use the wheel after a click, double-click to see all; the cursor runs through all
-    panels. A click on an alarm, or on any step, shows beside it where the signal is worst: a map of its layers and
+    panels. A click on an alarm, or on any step, shows where the signal is worst: a map of its layers and
     heads for each run, and the eigenvalues recorded nearest to that step.
 
-    A run given as a path is followed while it trains, in this process or another: what its store holds is looked at
-    every ``poll_every`` seconds, and new rows appear by themselves.
+    A run given as a path is followed while it trains, in this process or another: its store is read every
+    ``poll_every`` seconds, and new rows appear automatically.
 
     Args:
         runs: One run, or several by name: a run, or the path of a stored one.
-        signals: Names as of ``workbench.studies.signals.names(run)``; None: those worth a first look, as in
+        signals: Names as of ``workbench.studies.signals.names(run)``; None: the default ones, as in
             `workbench.plots.timeline`.
-        reduce: Over layers and heads: ``"min"``, ``"max"``, ``"mean"``, or ``"worst"``, which shows trouble first.
+        reduce: Over layers and heads: ``"min"``, ``"max"``, ``"mean"``, or ``"worst"``, the worst value.
         healthy: Healthy runs, or the number of steps of each run's own healthy start, for a shaded band.
         band: Lower and upper quantile of the band.
-        poll_every: Seconds between two looks at the stores.
+        poll_every: Seconds between two readings of the stores.
 
     Attributes:
         runs: By name, as `workbench.widgets.timeline_parts.followed_run.FollowedRun`.
-        canvas: The picture.
+        canvas: The figure.
 
     Raises:
         SchemaError: If there is no run, or no run has one of the signals.
@@ -157,7 +157,7 @@ class Timeline(WorkbenchWidget):
 
     @property
     def selection(self) -> PanelSelection | None:
-        """What is shown beside the panels: a step with the heat maps and eigenvalues of each run; None: nothing."""
+        """The selection next to the panels: a step with the heat maps and eigenvalues of each run; None: nothing."""
         return self._wishes.selection
 
     @property
@@ -167,11 +167,11 @@ class Timeline(WorkbenchWidget):
 
     @property
     def states(self) -> dict[str, str]:
-        """How each run stands: ``running``, ``finished``, ``stopped``, ``diverged``, ``removed``; empty: unknown."""
+        """State of each run: ``running``, ``finished``, ``stopped``, ``diverged``, ``removed``; empty: unknown."""
         return {name: run.state for name, run in self.runs.items()}
 
     def select(self, step: int | None, *, signal: str | None = None, run: str | None = None) -> None:
-        """Show layers, heads and eigenvalues at a step, beside the panels; of an alarm, give its signal and run.
+        """Show layers, heads and eigenvalues at a step, next to the panels; for an alarm, pass its signal and run.
 
         Args:
             step: The nearest recorded one is shown for each run; None shows nothing.
@@ -251,7 +251,7 @@ class Timeline(WorkbenchWidget):
             self.canvas.refresh()
 
     def _look_again(self) -> None:
-        """Signals that nobody has chosen follow what alarms; those that are shown stay where they are."""
+        """Add alarming signals unless the user has chosen the signals; those already shown keep their place."""
         if not self.names:
             return
         wanted = chosen_signals(self._trees(), self._stories(), None)
@@ -271,7 +271,7 @@ class Timeline(WorkbenchWidget):
         return next((name for name in [*names, *self._wishes.signals, *self.names] if name in has_layers), "")
 
     def _obey(self, ask: dict[str, Any]) -> None:
-        """What a hand on the page wants."""
+        """Handle a request of the user on the page."""
         if "width" in ask:
             self._wishes.width = int(np.clip(ask["width"], 50, 8000))
         if "seen" in ask:
@@ -292,7 +292,7 @@ class Timeline(WorkbenchWidget):
             )
 
     def _say(self) -> None:
-        """What is wrong with the stores stays under the widget until it is right again."""
+        """Show errors of the stores under the widget until they are resolved."""
         sentences = " ".join(run.problem for run in self._followed if run.problem)
         if sentences != self._standing:
             self._standing = sentences
@@ -355,7 +355,7 @@ def _watch(widget: weakref.ref[Timeline], is_closed: threading.Event, poll_every
         if watched is None:
             return
         start = time.monotonic()
-        try:  # not inside attempt(): reading takes a while, and a hand on the page need not wait for it
+        try:  # not inside attempt(): reading takes a while, and the user's actions need not wait for it
             watched.poll()
         except Exception:  # shown under the widget, like that of any callback
             with watched.attempt():

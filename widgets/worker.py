@@ -1,4 +1,4 @@
-"""What takes longer than a slider may wait: one thread beside the page, and the widgets that have one."""
+"""A background thread for work that would block a slider, and the base class of widgets that have one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Dropped(Exception):  # noqa: N818  (no error: nobody wants the result any more)
+class Dropped(Exception):  # noqa: N818  (no error: the result is not needed any more)
     """Ends a job that was dropped."""
 
 
@@ -100,7 +100,7 @@ class Worker:
 
 
 class MeasuringWidget(WorkbenchWidget):
-    """A widget that measures beside the page: jobs are submitted to ``_worker``, and what they find goes to `_take`."""
+    """A widget that measures in the background: jobs are submitted to ``_worker``, and their results go to `_take`."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -1,4 +1,4 @@
-"""RiskExplorer in JupyterLab: take the norm away, raise the rate, leave what was ever recorded, and come back."""
+"""RiskExplorer in JupyterLab: remove the norm, raise the rate, leave the recorded range, and return."""
 
 import ast
 

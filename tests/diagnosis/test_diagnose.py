@@ -25,7 +25,7 @@ def fresh():
 
 
 def jump(step):
-    """The rate's course: thirty times what the model bears, from a step on."""
+    """The schedule of the rate: thirty times the stable one, from a step on."""
     return 40.0 if step >= JUMP else 1.0
 
 

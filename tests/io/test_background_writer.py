@@ -256,7 +256,7 @@ def test_rows_unlike_those_declared_are_refused(path):
     writer = begin(path)
     add(writer, range(2))
     for action, sentence in [
-        (lambda: writer.declare(PARTS[0]), "Part 'monitors' is there already; declare each part once"),
+        (lambda: writer.declare(PARTS[0]), "Part 'monitors' exists already; declare each part once"),
         (lambda: writer.add("other", 3, {}), "There is no part 'other'; declare it"),
         (lambda: writer.add("monitors", 3, {"is_on": True, "lost": 1.0}), "Part 'monitors' has no variable lost"),
         (lambda: writer.add("monitors", 3, {"loss": 1.0}), "'is_on' of part 'monitors' is missing at step 3, expected"),

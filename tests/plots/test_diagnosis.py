@@ -54,7 +54,7 @@ def test_signs_stand_at_their_steps_and_those_without_are_named(tree):
     (panel,) = evidence_timeline(evidence)
     steps = sorted(float(points["step"][0]) for points in elements(panel, "Points"))
     assert steps == [300.0, 380.0, 395.0]
-    with pytest.raises(SchemaError, match="No sign of the evidence has a step"):
+    with pytest.raises(SchemaError, match="No symptom of the evidence has a step"):
         evidence_timeline(evidence.isel(evidence=[2, 4]))
 
 

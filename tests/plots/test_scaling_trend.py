@@ -64,8 +64,8 @@ def test_dots_trend_and_target_are_those_of_the_study():
     np.testing.assert_allclose(target, [[256, of_edge["at_target"]]])
     np.testing.assert_allclose(pointer[0, 1], 0.05)
     assert words(panel)["×"][1] == 0.05
-    foretold_bar, measured_bar = (ends(part)[0] for part in elements(panel, "Segments"))
-    np.testing.assert_allclose(foretold_bar[[1, 3]], [of_edge["at_target_low"], of_edge["at_target_high"]])
+    predicted_bar, measured_bar = (ends(part)[0] for part in elements(panel, "Segments"))
+    np.testing.assert_allclose(predicted_bar[[1, 3]], [of_edge["at_target_low"], of_edge["at_target_high"]])
     np.testing.assert_allclose(measured_bar[[1, 3]], [0.03, 0.08])
     area = elements(panel, "Area")[0]
     np.testing.assert_allclose(area.dimension_values(2), of_edge["curve_high"])

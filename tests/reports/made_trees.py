@@ -321,7 +321,7 @@ def diagnosis(*, subject="run 17", failure_step=412, with_outcome=True):
 
 
 def with_weak_signs(n):
-    """A diagnosis with many signs that hardly matter."""
+    """A diagnosis with many symptoms that hardly matter."""
     tree = diagnosis()
     data = tree["evidence"].to_dataset()
     weak = data.isel(evidence=np.zeros(n, int))

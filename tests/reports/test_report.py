@@ -360,7 +360,7 @@ def test_a_healthy_run_is_not_said_to_have_failed():
     assert (document.verdict, document.state, document.actions) == ("No failure seen", "not measured", ())
     assert document.facts[0].label == "if it failed, probability: learning rate too high"
     first = document.sections[0].sentences[0].text
-    assert first == "The loss shows no failure; the signs are read as if it had begun at step 412."
+    assert first == "The loss shows no failure; the symptoms are read as if it had begun at step 412."
     assert "Nothing needs to be done, unless" in next(document.sections[3].each(Lead)).text
 
 
@@ -389,10 +389,10 @@ def test_weak_signs_are_folded_and_no_sentence_rests_on_them(tmp_path, without_p
         assert abs(weight.value) < 0.4
         assert cited.isdisjoint((value.anchor, weight.anchor))
     html = report(tree, tmp_path / "a.html").read_text()
-    assert f"<details><summary>{len(weak.rows)} more signs, each of which changes the odds" in html
+    assert f"<details><summary>{len(weak.rows)} more symptoms, each of which changes the odds" in html
     assert f'id="{weak.rows[0][1].quantity.anchor}"' in html
     text = report(tree, tmp_path / "a.md").read_text()
-    assert f"*{len(weak.rows)} more signs" in text
+    assert f"*{len(weak.rows)} more symptoms" in text
     assert (
         'left out here; they stand with the others in tree["evidence"]'.replace("[", "\\[").replace("]", "\\]") in text
     )

@@ -132,7 +132,7 @@ def test_names_of_features_are_checked():
         features_of("backward")
     with pytest.raises(OptionError, match="'colour' is no feature; choose from wb.risk.FEATURES"):
         features_of(["colour"])
-    with pytest.raises(OptionError, match="The feature 'd_model' is there twice"):
+    with pytest.raises(OptionError, match="The feature 'd_model' is named twice"):
         features_of(["d_model", "d_model"])
 
 

@@ -241,7 +241,7 @@ def test_sizes_that_were_forgotten_are_found():
     wide = {name: (256, *shape[1:]) if "up" in name else shape for name, shape in right.items()}
     assert not misfit(wide, target, (64, 4), (1024, 8))
     thick = right | {f"layers.{i}.up.weight": (4000, 64) for i in range(4)}
-    assert "8.3 times as many weights as that width calls for" in misfit(thick, target, (64, 4), (1024, 8))
+    assert "8.3 times as many parameters as that width needs" in misfit(thick, target, (64, 4), (1024, 8))
     deep = {name: tuple(n // 16 for n in shape) for name, shape in target.items()}
     assert misfit(deep, target, (64, 4), (1024, 8)) == "layers still has 8 blocks"
     assert misfit(right, target, (96, 4), (1024, 8)) == "no weight of its blocks is that wide"

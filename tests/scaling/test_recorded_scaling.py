@@ -66,9 +66,9 @@ def test_at_least_four_architectures_were_foretold_within_a_factor_of_two(record
     of = edges(record)
     factor = np.exp(np.abs(np.log(of["at_target"] / of["measured_at_target"])))
     last = record["stable_rate_edge"].isel(rung=-1)
-    foretold_change, change = np.log(of["at_target"] / last), np.log(of["measured_at_target"] / last)
-    is_flat = np.maximum(np.abs(foretold_change), np.abs(change)) < np.log(SAME)
-    is_right = ((factor < 2) & (is_flat | (foretold_change * change > 0))).values
+    predicted_change, change = np.log(of["at_target"] / last), np.log(of["measured_at_target"] / last)
+    is_flat = np.maximum(np.abs(predicted_change), np.abs(change)) < np.log(SAME)
+    is_right = ((factor < 2) & (is_flat | (predicted_change * change > 0))).values
     assert is_right.sum() >= 4
     falls = is_right & (change.values < -np.log(SAME))  # of those, enough that really change
     assert falls.sum() >= 4

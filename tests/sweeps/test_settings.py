@@ -67,7 +67,7 @@ def test_a_grid_goes_through_every_combination_in_order():
         ({"learning_rate": [float("nan")]}, "no plain values"),
         ({"learning_rate": []}, "has no rate"),
         ({"depth": 3}, "'depth' is no option of a model"),
-        ({"norm": ["pre_ln"]}, "'Pre-LN' says its norm itself"),
+        ({"norm": ["pre_ln"]}, "'Pre-LN' sets its norm itself"),
         ({"n_heads": 3}, "does not divide d_model"),
         ({"task": {"name": "sudoku"}}, "'sudoku', expected one of associative_recall"),
         ({"task": {**TASK, "colour": 1}}, "'colour' is no option of the task associative_recall"),

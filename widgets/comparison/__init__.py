@@ -1,1 +1,1 @@
-"""The parts of ArchitectureComparison: one file a view, and what a view looks at."""
+"""The parts of ArchitectureComparison: one file for each view, and the data of a view."""

@@ -1,4 +1,4 @@
-"""A recorded run, as widgets look at it: the spectra at or before a step, and how the run came to its end."""
+"""A recorded run as widgets read it: the spectra at or before a step, and how the run ended."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RecordedRun:
         return self._recorded(0) if found is None else found
 
     def remark(self, step: int) -> str:
-        """What the reader must know of the spectra shown at a step; empty if they are of this very step."""
+        """A remark on the spectra shown at a step; empty if they were recorded at this step."""
         if self.at(step) is None:
             return f"recorded from step {self.steps[0]}"
         if self.diverged_at is not None and step >= self.diverged_at:

@@ -1,4 +1,4 @@
-"""What the views of ArchitectureComparison look at, and what each of them can do."""
+"""The data of the views of ArchitectureComparison, and the interface of a view."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is looked at.
+    """The data that a view shows.
 
     Attributes:
         runs: Every run there is, by name.
@@ -141,7 +141,7 @@ class ComparisonView:
         return nullcontext() if self.canvas is None else self.canvas.batch()
 
     def withdraw(self) -> None:
-        """Take the figure off the page, so that its parts may be put together anew: the page cannot follow that."""
+        """Remove the figure from the page, so that its parts can be rearranged, which the page cannot follow."""
         if self.canvas is not None:
             self.canvas.close()
             self.canvas.document.clear()

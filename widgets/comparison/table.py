@@ -1,4 +1,4 @@
-"""The view "table": numbers of every run, with what is published beside."""
+"""The view "table": numbers of every run, with the published ones."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The parts of `workbench.widgets.live_training`: what is drawn, what trains, and what the page is told."""
+"""The parts of `workbench.widgets.live_training`: drawing, training, and the messages to the page."""

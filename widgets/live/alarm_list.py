@@ -1,4 +1,4 @@
-"""What the alarms say while runs train, newest first, and what was done about it."""
+"""A list of the alarms while runs train, newest first, and of the actions they triggered."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class AlarmList(LatestState):
         """Forget all; call `refresh` then."""
         self.lines: list[dict[str, Any]] = []
         self._causes: dict[str, str] = {}
-        self._n_said = getattr(self, "_n_said", 0)  # numbers go on, so that a page tells old lines from new ones
+        self._n_said = getattr(self, "_n_said", 0)  # unique, so that a page can find new lines
 
     def hear(self, run: str, record: StepRecord, alarms: Alarms | None, actions: list[Action]) -> None:
         """Say what is new in a step.
 
         Args:
             run: Its name.
-            record: Of the step.
-            alarms: Of the run; None: it has none.
+            record: Record of the step.
+            alarms: Alarms of the run; None: it has none.
             actions: That followed.
         """
         for alarm in record.alarms:

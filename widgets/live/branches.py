@@ -1,4 +1,4 @@
-"""Where the runs of a live room are kept: each start and each restart in a folder of its own, nothing written over."""
+"""The folders of the runs of `LiveTraining`: a new one for each start and each restart, never overwritten."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SavedStep:
 
 
 class Branches:
-    """The folder of a live room: ``start-001/with KSS.zarr``, ``start-001/with KSS.checkpoints``, and so on.
+    """The folder of a `LiveTraining`: ``start-001/with KSS.zarr``, ``start-001/with KSS.checkpoints``, and so on.
 
     Args:
         folder: May hold starts of earlier days.
@@ -49,7 +49,7 @@ class Branches:
         return max(self._starts(), default=0)
 
     def new(self) -> Path:
-        """The folder of the next start; made by whoever writes there."""
+        """The folder of the next start; created by the caller."""
         return self.folder / f"start-{self.n_starts + 1:03d}"
 
     def saved_steps(self) -> list[SavedStep]:

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class FaultPanel(LatestState):
-    """One switch a fault, with what the fault does in words.
+    """One switch for each fault, with a description of its effect.
 
-    Like `KSSPanel`, the page sends what a hand did and shows what the kernel says: a switch follows its fault, whoever
-    turns it, a schedule included.
+    Like `KSSPanel`, the page sends the user's actions and shows the state of the kernel: a switch follows its fault,
+    also when code or a schedule changes it.
 
     Args:
-        faults: Whose switches to show, at most one of a kind.
-        guarded: Wraps what the page asks for, so that an error is shown to people.
+        faults: Faults to switch, at most one of a kind.
+        guarded: Wraps the requests of the page, so that an error is shown to the user.
     """
 
     _esm = script("latest_state.js", "fault_panel.js")

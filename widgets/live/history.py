@@ -1,4 +1,4 @@
-"""What is drawn of one run while it trains: its traces so far, and its modes as they are now."""
+"""The drawn data of one run while it trains: its traces so far, and its current modes."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _thinned(step: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _plain(value: float) -> float | None:
-    """A number as JSON knows it."""
+    """Convert a number for JSON."""
     return value if math.isfinite(value) else None
 
 

@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 class KSSPanel(LatestState):
     """A switch, a strength and an interval.
 
-    The page sends what a hand did and nothing else, so it can never bring back an old value; what it shows is what the
-    kernel says.
+    The page sends only the user's actions, so it can never restore an old value; it shows the state of the kernel.
 
     Args:
-        kss: Whose controls to show.
-        guarded: Wraps what the page asks for, so that a refusal is shown to people.
+        kss: The KSS to control.
+        guarded: Wraps the requests of the page, so that a refusal is shown to the user.
     """
 
     _esm = script("latest_state.js", "kss_panel.js")

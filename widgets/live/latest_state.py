@@ -23,7 +23,7 @@ class LatestState(anywidget.AnyWidget):
     """Sends its page the latest state, one at a time: the next one leaves when the page has painted the last.
 
     So nothing queues up, however fast the state changes and however slow the page is; states in between are left out.
-    Nothing is sent before a page has asked, and a page that was closed or reloaded, or a second view, asks anew.
+    Nothing is sent before a page has asked, and a page that was closed or reloaded, or a second view, asks again.
 
     Attributes:
         n_sent: States sent.
@@ -54,7 +54,7 @@ class LatestState(anywidget.AnyWidget):
                 return
             now = time.monotonic()
             if self._is_in_flight:
-                if now - self._sent_at > self._patience:  # a few bytes: nobody may be reading
+                if now - self._sent_at > self._patience:  # a few bytes, as no page may be reading
                     self._sent_at, self._patience = now, min(2 * self._patience, _LONGEST_PATIENCE)
                     self.send({"are_you_there": True})
                 return

@@ -1,4 +1,4 @@
-"""The moving picture: an eigenvalue map for each run, and the traces of all."""
+"""The live figure: an eigenvalue map for each run, and the traces of all."""
 
 from __future__ import annotations
 

@@ -110,14 +110,14 @@ class PairedRuns:
 
 
 def _from_the_start(alarms: Alarms | None) -> Alarms | None:
-    """Alarms that have heard nothing yet."""
+    """Alarms without any measurement yet."""
     if alarms is not None:
         alarms.reset()
     return alarms
 
 
 def _alike(recorder: Recorder | None) -> Recorder | None:
-    """Another that looks at the same, without mirrors: two runs in one of them could not be told apart."""
+    """A recorder with the same measurements, without other loggers, in which two runs could not be distinguished."""
     if recorder is None:
         return None
     options = recorder.options

@@ -88,7 +88,7 @@ class Setup:
         self.spectra_every.value, self.compare.value = spectra_every, compare
 
     def adapt(self) -> None:
-        """Let the controls agree: norms that the family knows, images for a vision transformer, text for the others."""
+        """Make the controls consistent: norms of the family, images for a vision transformer, text for the others."""
         norms = ("rms_norm",) if self.family.value == "mamba" else zoo.NORMS
         if self.norm.options != norms:
             norm = self.norm.value

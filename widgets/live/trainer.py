@@ -78,7 +78,7 @@ class LiveTrainer:
         self._may_run.set()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most so many seconds; returns whether it has come."""
+        """Wait for the end of the thread, at most this many seconds; returns whether it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 

@@ -1,4 +1,4 @@
-"""One criterion in words, and the picture of the quantity that it rests on."""
+"""One criterion as text, and the figure of its quantity."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Evidence(ipywidgets.VBox):
     Attributes:
         words: What was measured, the healthy band and the reason.
         button: Leads to the criterion's row in the report.
-        key: What the picture is of; None before one was drawn.
+        key: Identifies the figure; None before one was drawn.
     """
 
     def __init__(self, head: str = "") -> None:
@@ -67,7 +67,7 @@ class Evidence(ipywidgets.VBox):
         self.button.layout.display = None
         key, draw = picture_of(numbers, name)
         if key != self.key:
-            self._put(None, ())  # nothing is better than the picture of something else, while this one is drawn
+            self._put(None, ())  # no figure is better than an outdated one, while this one is drawn
             self._put(key, [show(draw())])
 
     def _put(self, key: Any, children: Any) -> None:

@@ -1,4 +1,4 @@
-"""How far a measurement beside the page is, part by part."""
+"""Progress of a measurement in the background, part by part."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MeasuringProgress:
         return ": ".join(filter(None, [self._parts[-1][0], self._step])) if self._parts else ""
 
     def html(self) -> str:
-        """The words: a bar without an end, for nobody knows how long a part takes, and the parts."""
+        """The HTML: an indeterminate progress bar, as the duration of a part is unknown, and the parts."""
         goes_on = f": {html.escape(self.current)} …" if self.current else " …"
         done = " · ".join(f"✓ {html.escape(part)} ({seconds:.0f} s)" for part, seconds in self.done)
         return (

@@ -87,7 +87,7 @@ class ReportPage(anywidget.AnyWidget):
             mime, content = image(picture, known(self.tree))
         except WorkbenchError as error:
             return {"answer": question, "failure": str(error)}, []
-        except Exception as error:  # noqa: BLE001  (a bug of ours: the rest of the report lives on, the log has the traceback)
+        except Exception as error:  # noqa: BLE001  (a bug of ours: the rest of the report stays, the log has the traceback)
             _log.exception("The picture '%s' was not drawn.", picture.title)
             return {"answer": question, "failure": f"{type(error).__name__}: {error}"}, []
         return {"answer": question, "mime": mime}, [content]

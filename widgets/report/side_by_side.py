@@ -1,4 +1,4 @@
-"""Two designs of a comparison beside each other: their figures, their criteria, and what a criterion rests on."""
+"""Two designs of a comparison side by side: their figures, their criteria, and the evidence of a criterion."""
 
 from __future__ import annotations
 

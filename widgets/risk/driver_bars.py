@@ -1,4 +1,4 @@
-"""What drives the risk of a run, as bars that any width and any reader can take."""
+"""The drivers of the risk of a run, as accessible bars that fit any width."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _N_RATES, _N_CELLS = 97, 5
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the risk model says about a case.
+    """The prediction of the risk model for a case.
 
     Attributes:
         case: The run as it is planned.

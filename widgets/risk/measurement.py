@@ -1,4 +1,4 @@
-"""One look at a model before training, and what plans it is good for."""
+"""One measurement of a model before training, and the plans for which it is valid."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Efforts(NamedTuple):
 
     @classmethod
     def of(cls, risk: RiskModel) -> Efforts:
-        """What a risk model asks for."""
+        """The measurements that a risk model needs."""
         takes_gradients = bool({"initial_grad_norm", *_OF_A_TRIAL} & set(risk.features))
         return cls(takes_gradients, "rehearsed_rate" in risk.features)
 
@@ -55,7 +55,7 @@ class Measured(NamedTuple):
 
 
 def measure(choice: Choice, settings: dict[str, Any], efforts: Efforts, check: Callable[[], None]) -> Measured:
-    """Build or open what was chosen, and look at it.
+    """Build or open the chosen model, and measure it.
 
     Args:
         choice: Model and task.

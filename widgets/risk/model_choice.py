@@ -179,7 +179,7 @@ class ModelChoice:
         self.length.disabled = self.task.value == _DIGITS
 
     def choice(self) -> Choice:
-        """What the controls say.
+        """The values of the controls.
 
         Raises:
             OptionError: If the architecture is impossible, or there is no path.
@@ -256,7 +256,7 @@ class ModelChoice:
 
 
 def title(config: zoo.ArchitectureConfig) -> str:
-    """What people call an architecture of the zoo, such as "No-Norm, rezero"."""
+    """The title of an architecture of the zoo, such as "No-Norm, rezero"."""
     norm = next(name for name, value in _NORMS.items() if value == config.norm)
     family = next(name for name, value in _FAMILIES.items() if value == config.family)
     parts = [] if config.family == "transformer" else [family]
@@ -266,7 +266,7 @@ def title(config: zoo.ArchitectureConfig) -> str:
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """Tokens that a model knows; None where it does not say."""
+    """Size of a model's vocabulary; None where it is not known."""
     config = getattr(model, "config", None)
     for place in (config, getattr(config, "text_config", None)):
         if isinstance(size := getattr(place, "vocab_size", None), int):

@@ -36,7 +36,7 @@ _HEADS = (
 
 
 def nearest_table(nearest: xr.Dataset, rate: float) -> str:
-    """What became of recorded runs at about the planned rate.
+    """Outcomes of recorded runs at about the planned rate.
 
     Args:
         nearest: Of `workbench.risk.neighbours.Neighbours.cells`.

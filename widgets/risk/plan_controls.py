@@ -46,7 +46,7 @@ class PlanControls:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What the controls say, as fields of `workbench.training.training_plan.TrainingPlan`."""
+        """The values of the controls, as fields of `workbench.training.training_plan.TrainingPlan`."""
         optimizer, options = OPTIMIZERS[self.optimizer.value]
         return {
             "learning_rate": float(self.learning_rate.value),

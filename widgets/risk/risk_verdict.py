@@ -1,4 +1,4 @@
-"""What the risk model says, in big figures and in words; as HTML in JupyterLab's colours."""
+"""The prediction of the risk model as large figures and text; HTML in JupyterLab's colours."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _risk(forecast: Forecast) -> str:
 
 
 def _beyond(forecast: Forecast) -> str:
-    """What the runs behind the figure cannot tell about a longer one; empty if the planned run is no longer."""
+    """A note if the planned run is longer than the recorded ones; else empty."""
     fewest, most = forecast.recorded_steps
     if int(forecast.case["n_steps"].values[0]) <= most:
         return ""
@@ -105,7 +105,7 @@ def _edge(forecast: Forecast) -> str:
         lines.append(f"the planned rate is {rounded(forecast.rate / rate)} times that")
     if np.isfinite(expected):
         spread = f"{percent(forecast.stable.attrs['level'])}: {' to '.join(map(rounded, around))}"
-        lines.append(f"half of such models bear {rounded(expected)} ({spread})")
+        lines.append(f"half of such models are stable up to {rounded(expected)} ({spread})")
     if not lines:
         reason = str(forecast.stable.attrs.get("warning", "")) if forecast.is_familiar else "withheld"
         lines.append(html.escape(reason))
@@ -136,7 +136,7 @@ def _card(head: str, figure: str, lines: list[str]) -> str:
 
 
 def long_name(feature: str) -> str:
-    """What people call a feature."""
+    """The title of a feature."""
     from workbench.risk.features import FEATURES
 
     return FEATURES[feature].long_name if feature in FEATURES else feature.replace("_", " ")

@@ -1,4 +1,4 @@
-"""The picture of the timeline: the kernel holds the data, the page gets what it can show of the range in view."""
+"""The figure of the timeline: the kernel holds the data, the page gets the points that it can show of the view."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: As lists of dash lengths, by the names of `model_style`.
 _DASHES = {"solid": [], "dashed": [6, 3], "dotted": [2, 3], "dashdot": [7, 3, 2, 3]}
-#: Alarms that the list beside the picture names.
+#: Number of alarms in the list next to the figure.
 _N_LISTED = 60
 #: Beyond the view, on either side, so much of it is sent too: panning shows lines at once.
 _MARGIN = 0.25
@@ -35,12 +35,12 @@ _FLOAT32 = 3e38
 
 @dataclass
 class Wishes:
-    """What is looked at; any thread may set a field.
+    """The settings of the view; any thread may set a field.
 
     Attributes:
         signals: Top to bottom.
         shown: Names of the runs that are shown.
-        reduce: ``"min"``, ``"max"`` or ``"mean"``; None: what shows trouble first.
+        reduce: ``"min"``, ``"max"`` or ``"mean"``; None: the worst value.
         view: First and last step; None: all there are, also those to come.
         width: Pixels that a panel is wide.
         seen: Signals whose panels are on the screen, and the only ones to send lines of; None: all.
@@ -112,7 +112,7 @@ class TimelineCanvas(LatestState):
         wishes: What is looked at.
         healthy: Healthy runs, or a number of steps, or None; as in `workbench.plots.timeline`.
         quantiles: Of the healthy band.
-        ask: Called with what a hand on the page wants, such as ``{"view": [0, 10]}``.
+        ask: Called with the request of the user on the page, such as ``{"view": [0, 10]}``.
 
     """
 

@@ -51,7 +51,7 @@ class SignalLine:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """A run at one moment. It is replaced as a whole, so that any thread may read one while another is made."""
+    """A run at one moment; immutable, so that any thread may read it while a new one is made."""
 
     tree: xr.DataTree
     story: Story
@@ -216,7 +216,7 @@ class FollowedRun:
 
 
 def _is_continued(old: _Snapshot, new: _Snapshot) -> bool:
-    """Whether the rows read before are still those of the store: not if it was made anew, or resumed meanwhile."""
+    """Whether the rows read before are still those of the store; false if it was replaced, or resumed meanwhile."""
     if old.tree.attrs.get("created") != new.tree.attrs.get("created"):
         return False
     counts = [sum(event.kind in ("resumed", "action") for event in snapshot.story.events) for snapshot in (old, new)]

@@ -1,4 +1,4 @@
-"""The ladder of sizes of an assessment: which sizes are affordable, and the planned rate against what they predict."""
+"""The ladder of sizes of an assessment: affordable sizes, and the planned rate relative to the predicted stable one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Largest width and depth of a rung, by thoroughness; a quarter of the target, if that is less wide.
 WIDEST, DEEPEST = {"quick": 128, "full": 256}, {"quick": 4, "full": 12}
-#: Stable rates are carried on to widths of at most so many times the widest rung's (``data/make_scaling.py`` tried it).
+#: Largest factor of the width over which stable rates are extrapolated (tested by ``data/make_scaling.py``).
 LARGEST_REACH = 4.0
 #: Updates of the runs of a thorough ladder; a quick one makes pilot runs of ten.
 N_STEPS = 100
@@ -39,21 +39,21 @@ def ladder(
 ) -> xr.Dataset:
     """Study a ladder of sizes below the target, as `workbench.scaling_study` does.
 
-    Stable rates, which take most of the time, are not looked for where none of them would say anything of the target.
+    Stable rates, which take most of the time, are not measured where they could not be extrapolated to the target.
 
     Args:
-        design: At the target size.
-        task: What the rungs learn.
+        design: The design at the target size.
+        task: The task of the rungs.
         training: The plan of the run.
-        plan: Its ``[assessment]`` may say widths, depths, seeds and thoroughness; by default "quick": three widths up
+        plan: Its ``[assessment]`` may set widths, depths, seeds and thoroughness; by default "quick": three widths up
             to 128, at most 4 blocks, two seeds, rates found by pilot runs of ten updates.
-        seed: Of the first models.
+        seed: Seed of the first models.
         progress: As in `workbench.scaling_study`.
 
     Returns:
-        What `scaling_study` returns, and, 0-dim, ``rate_over_edge``: the planned rate over the stable one predicted for
-        the target, with ``rate_over_edge_error``, the standard error of its logarithm; NaN where the ladder does not
-        support it, and the attribute ``unsupported`` says why.
+        The dataset of `scaling_study`, and, 0-dim, ``rate_over_edge``: the planned rate over the predicted stable one
+        of the target, with ``rate_over_edge_error``, the standard error of its logarithm; NaN where the ladder does not
+        support it; the attribute ``unsupported`` then gives the reason.
     """
     wanted = plan.assessment
     widths = sorted(wanted.widths) if wanted.widths else affordable_widths(design, WIDEST[wanted.thoroughness])

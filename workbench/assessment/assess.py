@@ -1,4 +1,4 @@
-"""The assessment of an architecture and a plan before compute is committed: everything measured, judged and decided."""
+"""Assess an architecture and a plan before compute is committed: measurements, criteria, verdict and decisions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from workbench.tasks import Task
 
-#: Token states of the spectra, models of a design whose flow is averaged, and rows that flow is measured on.
+#: Token states of the spectra, models of a design whose flow is averaged, and examples that flow is measured on.
 N_SNAPSHOTS, N_SEEDS, N_FLOW_ROWS = 1024, 3, 8
 #: Why the gradient norm of a thin stand-in is not judged.
 UNSEEN_GRADIENT = "a thin model stood in for the target, and its gradients reach fewer weights"
@@ -63,26 +63,26 @@ def assess(
     seed: int = 0,
     progress: bool | Callable[[str], None] = False,
 ) -> xr.DataTree:
-    """Say before training whether an architecture will train under a plan, why, and what to do.
+    """Assess before training whether an architecture will train under a plan, why, and what to do.
 
-    A model or an opened checkpoint is measured with its own weights. A design is built with fresh ones: whole, if it
-    has at most four million, else a stand-in is (64 wide, at most 4 blocks, 256 tokens). What is measured before
-    training, once also at the full depth, is measured on thin models whose matrices have the variances of the target's
-    width (`workbench.scaling.width_matching`); what is trained on trial is thin as its library makes it, and how rates
-    change with width is extrapolated from a ladder of widths. The subject is left as it was.
+    A model or an opened checkpoint is measured with its own parameters. A design is built with fresh ones: at full
+    size, if it has at most four million, otherwise as a stand-in (64 wide, at most 4 blocks, 256 tokens). Measurements
+    before training, once also at the full depth, use thin models whose matrices have the variances of the target's
+    width (`workbench.scaling.width_matching`); trials train a thin model with its library's own initialization, and the
+    change of rates with width is extrapolated from a ladder of widths. The subject is left unchanged.
 
-    Nothing is concluded outside of what was measured. The risk of divergence and the largest stable rate are given for
-    models of the sizes and settings that the risk model has seen, and for no stand-in; a healthy band judges only the
-    sizes of the healthy models behind it. Trials of the plan that break speak against it always.
+    Nothing is concluded outside of the measured range. The risk of divergence and the largest stable rate are given for
+    models within the applicability of the risk model, and for no stand-in; a healthy band judges only the sizes of the
+    healthy models behind it. Diverged trials of the plan always count against it.
 
     Args:
-        subject: A module, an opened checkpoint, or whatever `workbench.design` takes.
-        task: What it will be trained on; see `workbench.tasks.as_task`. None: the plan's task, which by default is
+        subject: A module, an opened checkpoint, or any source that `workbench.design` takes.
+        task: The task it will be trained on; see `workbench.tasks.as_task`. None: the plan's task, which by default is
             synthetic text that fits the model.
         plan: Path of a TOML file, its sections as a mapping, or from `workbench.hardware.read_plan`; None: AdamW at
             1e-3 for 1,000 updates, on one device in float32.
-        seed: Of fresh weights and of data.
-        progress: Say on standard error what is measured; or a function that is told.
+        seed: Seed of fresh parameters and of data.
+        progress: Print on standard error what is measured; or a function that receives it.
 
     Returns:
         DataTree of kind "assessment". Root attributes: ``verdict`` ("proceed", "cannot say", "at risk", "refuse"),
@@ -145,7 +145,7 @@ def assess(
 
 
 def _sizes(measured: MeasuredModel, case: xr.Dataset, plan: AssessmentPlan) -> Sizes:
-    """How large what was run is, and what it stands for."""
+    """Sizes of the model that was run and of the subject."""
     run = int(case["d_model"][0]), int(case["n_layers"][0])
     own = measured.width or run[0], measured.depth or run[1]
     target = (
@@ -154,13 +154,13 @@ def _sizes(measured: MeasuredModel, case: xr.Dataset, plan: AssessmentPlan) -> S
     )
     n_run = sum(weight.numel() for weight in measured.model.parameters())
     experts = model_sizes(measured.design or measured.model).n_experts or 0
-    # A design may be too large for its vocabulary alone, which a stand-in has a smaller one of.
+    # A design may be too large because of its vocabulary alone, which is smaller in a stand-in.
     is_stand_in = own != target or n_run < measured.n_weights
     return Sizes(*target, *run, experts, is_stand_in) if is_stand_in else Sizes(*run, *run, experts)
 
 
 def stands_for_nothing(sizes: Sizes) -> str:
-    """Why the risk of a stand-in is none of the design, in one sentence; empty if the model itself was run."""
+    """Why the risk of a stand-in is not that of the design, in one sentence; empty if the model itself was run."""
     if not sizes.is_stand_in:
         return ""
     return (
@@ -181,7 +181,7 @@ def risk_around(case: xr.Dataset) -> xr.Dataset:
 
 @dataclass(frozen=True)
 class _Bench:
-    """What is measured, and on what."""
+    """The model, task and plan of the measurements."""
 
     measured: MeasuredModel
     task: Task
@@ -204,14 +204,14 @@ class _Bench:
         return {item.name: getattr(self.training, item.name) for item in fields(TrainingPlan)}
 
     def rows(self) -> tuple[Any, Any]:
-        """A few rows of the first batch, with targets."""
+        """A few examples of the first batch, with targets."""
         inputs, targets = next(iter(self.task.stream(0)))
         if isinstance(inputs, torch.Tensor):
             return inputs[:N_FLOW_ROWS], targets[:N_FLOW_ROWS]
         return inputs, targets
 
     def changes(self, tree: xr.DataTree, say: Callable[[str], None]) -> xr.Dataset:
-        """What single changes to the plan would do, tried out."""
+        """Try single changes to the plan."""
         say("changes to the plan")
         possible = possible_changes(
             self.training,
@@ -223,7 +223,7 @@ class _Bench:
 
 
 def _measured(bench: _Bench, say: Callable[[str], None]) -> dict[str, xr.Dataset]:
-    """Everything that is measured, by its place in the tree."""
+    """All measurements, by their path in the tree."""
     measured, model = bench.measured, bench.measured.model
     inputs, targets = (on_device_of(model, part) for part in bench.rows())
     is_thin = not measured.is_target_size
@@ -231,7 +231,7 @@ def _measured(bench: _Bench, say: Callable[[str], None]) -> dict[str, xr.Dataset
     fresh = measured.fresh()
     parts: dict[str, xr.Dataset] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RankWarning)  # the rank is in the data
+        warnings.simplefilter("ignore", RankWarning)  # the rank is recorded
         say("spectra")
         parts["/spectra"] = profile(
             fresh, bench.task.probe(N_SNAPSHOTS), n_snapshots=N_SNAPSHOTS, seed=bench.seed, progress=False
@@ -276,7 +276,7 @@ def initialization(case: xr.Dataset, task: Task) -> xr.Dataset:
 
     Args:
         case: From `workbench.sweeps.measure_case`, one run.
-        task: Whose choices a guess is over, where it says them.
+        task: Task whose number of choices defines a guess, where it is known.
     """
     import xarray as xr
 
@@ -304,7 +304,7 @@ def _start_of(fresh: torch.nn.Module, bench: _Bench) -> xr.Dataset:
 
 
 def _part_of(say: Callable[[str], None], part: str) -> Callable[[str], None]:
-    """Say a step of a part. Whoever listens may raise, which ends the assessment there."""
+    """Report a step of a part; an exception of the receiver ends the assessment."""
     return lambda step: say(f"{part}: {step}")
 
 
@@ -321,12 +321,12 @@ def _say(progress: bool | Callable[[str], None]) -> Callable[[str], None]:
 def conclude(
     tree: xr.DataTree, plan: AssessmentPlan, *, try_changes: Callable[[xr.DataTree], xr.Dataset] | None = None
 ) -> None:
-    """Judge what was measured and say what to do, in place; once more, if that was done before.
+    """Judge the measurements and decide what to do, in place; earlier conclusions are replaced.
 
     Args:
         tree: The measured parts, with the attributes ``subject`` and ``steps_in_budget`` and the sizes.
-        plan: That was assessed.
-        try_changes: Called with the judged tree where the plan may break; None: ``changes`` stay as they are.
+        plan: The assessed plan.
+        try_changes: Called with the judged tree where the plan may diverge; None: ``changes`` are left unchanged.
 
     Adds the nodes ``criteria``, ``failure_modes``, ``decisions`` and perhaps ``changes``, and the attributes
     ``verdict``, ``exit_status`` and ``summary``.
@@ -344,7 +344,7 @@ def conclude(
 
 
 def may_break(tree: xr.DataTree) -> bool:
-    """Whether a trial of the plan broke, or its risk is known and not small."""
+    """Whether a trial of the plan diverged, or its risk is known and not small."""
     share = float(tree["rehearsal"]["share_broken"])
     risk = float(tree["risk"].to_dataset()["tried_probability"][0])
     return share > 0 or risk >= STABLE_BELOW

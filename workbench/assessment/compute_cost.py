@@ -1,4 +1,4 @@
-"""What a run costs, and how many updates a budget pays for."""
+"""The compute cost of a run, and the number of updates within a budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def flops_per_token(measured: MeasuredModel, plan: AssessmentPlan) -> float:
     """Work of one token, forward and backward, in floating-point operations, by the usual count.
 
-    Six for each weight that a token meets, and 12 x blocks x width x length for the attention scores (PaLM,
+    Six for each parameter that a token uses, and 12 x blocks x width x length for the attention scores (PaLM,
     arXiv:2204.02311, Appendix B). Of experts only those that a token goes to are counted.
     """
     sizes = model_sizes(measured.design or measured.model)
@@ -26,7 +26,7 @@ def flops_per_token(measured: MeasuredModel, plan: AssessmentPlan) -> float:
 
 
 def _idle_weights(measured: MeasuredModel) -> int:
-    """Weights of the experts that a token does not go to, from a thin model's share of expert weights."""
+    """Number of parameters of the experts that a token does not use, from a thin model's share of expert parameters."""
     sizes = model_sizes(measured.design or measured.model)
     config = getattr(measured.model, "config", None)
     top_k = next((getattr(config, n) for n in ("top_k", "num_experts_per_tok") if getattr(config, n, None)), None)
@@ -42,7 +42,7 @@ def _idle_weights(measured: MeasuredModel) -> int:
 
 
 def steps_in_budget(plan: AssessmentPlan, flops: float) -> float:
-    """Updates that the budget of a plan allows; NaN: it sets none."""
+    """Updates within the budget of a plan; NaN if it sets none."""
     length = plan.training.sequence_length
     if length is None or (plan.budget.tokens is None and plan.budget.flops is None):
         return math.nan

@@ -1,4 +1,4 @@
-"""What to do after an assessment: go on, find out, change a setting, watch, shape the spectrum, stop when."""
+"""Decisions after an assessment: start, measure, change a setting, monitor, use KSS, stop rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from workbench.hardware import AssessmentPlan
 
-#: Failure mode -> what to watch while training, and why. The names are those of the recorder's parts.
+#: Failure mode -> monitors to record during training, and why. The names are those of the recorder's parts.
 _WATCH = {
     "gradient_flow_collapse": ("optimizer: module_grad_norm, update_ratio", "which block's gradients leave first"),
     "attention_degeneracy": (
@@ -37,24 +37,24 @@ _WATCH = {
     "precision_headroom": ("optimizer: gradient_rms_over_eps, update_ratio", "updates shrink where formats lose them"),
     "divergence_risk": ("monitors: grad_norm, loss; optimizer: adam_staleness", "spikes of staleness precede the loss"),
 }
-#: Criteria of routing that nothing but initialization decides.
+#: Criteria of routing that only initialization decides.
 _OF_FRESH_ROUTER = ("routing_entropy_share_min", "max_violation_max")
-#: What a stop rule allows beyond the most that trials showed that did not break.
+#: Factor of a stop rule over the largest value in trials that did not diverge.
 _SLACK = 2.0
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One thing to do.
+    """One recommended action.
 
     Attributes:
-        kind: What it asks for.
-        text: What to do; one clause.
-        setting: What it is about, such as ``learning_rate``; empty if nothing is set.
-        current, proposed: The setting now and then.
-        criterion: The evidence, by name; empty: all of them.
-        effect: What it did where it was tried, one clause; empty: it was not.
-        path, variable, selection: Where the effect's number stands in the tree; empty: there is none.
+        kind: Kind of action.
+        text: The action; one clause.
+        setting: The setting to change, such as ``learning_rate``; empty if none.
+        current, proposed: Its current and its proposed value.
+        criterion: The evidence, by name; empty: all criteria.
+        effect: Its effect where it was tried, one clause; empty: it was not tried.
+        path, variable, selection: Where the effect's number is in the tree; empty: there is none.
     """
 
     kind: DecisionKind
@@ -70,13 +70,13 @@ class Decision:
 
 
 def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.nan) -> xr.Dataset:
-    """The decisions that follow from an assessment.
+    """Derive the decisions from an assessment.
 
     Args:
-        tree: With ``criteria``, ``failure_modes``, ``rehearsal`` and, if they were tried, ``changes``; its attributes
-            say whether a stand-in was measured, whose numbers are then proposed to nobody.
-        plan: That was assessed.
-        affordable: Updates that its budget pays for; NaN: it sets none.
+        tree: Tree with ``criteria``, ``failure_modes``, ``rehearsal`` and, if they were tried, ``changes``; its
+            attributes record whether a stand-in was measured, whose numbers are never proposed for the design.
+        plan: The assessed plan.
+        affordable: Updates within its budget; NaN: it sets none.
 
     Returns:
         Dataset with dim ``decision``, in the order in which to act: the fields of `Decision`, ``selection`` as JSON.
@@ -183,7 +183,7 @@ def _budget(plan: AssessmentPlan, affordable: float) -> Iterator[Decision]:
 
 
 def _tried(changes: xr.Dataset, criterion: str, stand_in: str) -> Iterator[Decision]:
-    """The changes that kept every trial alive; if none did, those that helped most."""
+    """The changes with which no trial diverged; if there are none, those that helped most."""
     of = f" of {stand_in}" if stand_in else ""
     n_broken, n_trials = changes["n_broken"].values, changes["n_trials"].values
     best = n_broken.min() if len(n_broken) else 0
@@ -192,7 +192,7 @@ def _tried(changes: xr.Dataset, criterion: str, stand_in: str) -> Iterator[Decis
         kept = int(n_trials[i] - n_broken[i])
         effect = f"{kept} of {int(n_trials[i])} trials{of} with it did not break"
         current, proposed = str(changes["current"].values[i]), str(changes["proposed"].values[i])
-        if stand_in and setting == "learning_rate":  # what is stable for a small model is not so for a large one
+        if stand_in and setting == "learning_rate":  # the stable rate of a small model is not that of a large one
             proposed = f"below {current}"
         words = {
             "learning_rate": "lower the peak rate",
@@ -219,7 +219,7 @@ def _remedies(hardware: xr.Dataset, bad: dict[str, xr.Dataset]) -> Iterator[Deci
 
 
 def _monitors(modes: xr.Dataset) -> Iterator[Decision]:
-    """What to watch: first of the modes that are near, and always gradients and loss."""
+    """Monitors to record: first those of the failure modes at risk, and always gradients and loss."""
     for name, state, worst in zip(
         modes["failure_mode"].values, modes["state"].values, modes["worst_criterion"].values, strict=True
     ):
@@ -229,7 +229,7 @@ def _monitors(modes: xr.Dataset) -> Iterator[Decision]:
 
 
 def _stop_rules(tree: xr.DataTree, stand_in: str) -> Iterator[Decision]:
-    """Limits of the first updates, from the trials that did not break; a stand-in's are none of the design."""
+    """Limits of the first updates, from the trials that did not diverge; a stand-in's do not apply to the design."""
     pilot = tree["rehearsal"].to_dataset()
     kept = ~pilot["has_diverged"].values
     n = pilot.attrs["n_updates"]
@@ -251,7 +251,7 @@ def _stop_rules(tree: xr.DataTree, stand_in: str) -> Iterator[Decision]:
         )
         return
     for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")):
-        # As a ratio, for another seed and batch begin elsewhere.
+        # As a ratio, because another seed and batch begin at another value.
         values = pilot[name].values / pilot[name].values[:, :1]
         values = np.where(kept[:, None] & np.isfinite(values), values, -np.inf)
         trial, step = (int(i) for i in np.unravel_index(int(np.argmax(values)), values.shape))

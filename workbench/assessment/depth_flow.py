@@ -1,4 +1,4 @@
-"""How signals and gradients get through the target depth: by building it, and by extrapolating from half of it."""
+"""Signal and gradient gains at the target depth: by building it, and by extrapolation from half of it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def depth_flow(
     seeds: Sequence[int] = (0, 1),
     log_error: float = 0.0,
 ) -> tuple[xr.Dataset, xr.Dataset]:
-    """Signal and gradient gains of one architecture at growing depth.
+    """Measure signal and gradient gains of one architecture at growing depth.
 
     Args:
-        make: From depth and seed to a fresh model.
-        target: Depth that is meant.
-        inputs: For all of them.
-        targets: Of the loss whose gradients are followed; None: see `workbench.flow.measure`.
-        seeds: Of the models.
+        make: Function of depth and seed that returns a fresh model.
+        target: Target depth.
+        inputs: Inputs of all models.
+        targets: Targets of the loss whose gradients are measured; None: see `workbench.flow.measure`.
+        seeds: Seeds of the models.
         log_error: As in `flow_numbers`.
 
     Returns:
@@ -79,7 +79,7 @@ def depth_flow(
 
 
 def _extrapolated(depth: np.ndarray, log_gain: np.ndarray, target: int) -> tuple[float, float]:
-    """A line's value at the target, and the standard error of a new value there; two points leave no error to see."""
+    """A line's value at the target, and the standard error of a new value there, which two points do not determine."""
     if len(depth) < 2 or not np.isfinite(log_gain).all():
         return math.nan, math.nan
     slope, intercept = np.polyfit(depth, log_gain, 1)

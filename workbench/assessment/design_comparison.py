@@ -1,4 +1,4 @@
-"""Several designs for one objective and budget: which is more stable, and at what compute cost."""
+"""Compare several designs under one plan and budget: stability and compute cost."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import nn
 
-#: Updates that are timed of each design, in turns of one; the median is kept, so the first ones do no harm.
+#: Number of timed updates of each design, taken in turns; the median excludes the slow first ones.
 N_TIMED = 12
-#: Losses on trial nearer than this are alike; nat.
+#: Losses on trial that differ by less than this are considered equal; nat.
 SAME_LOSS = 0.02
-#: Names that a comparison's own parts have.
+#: Names of the comparison's own parts.
 _TAKEN = ("designs",)
 
 
@@ -42,13 +42,13 @@ def compare_designs(
     seed: int = 0,
     progress: bool | Callable[[str], None] = False,
 ) -> xr.DataTree:
-    """Assess several designs under one plan, and set stability against compute cost.
+    """Assess several designs under one plan, and compare stability and compute cost.
 
     Args:
         designs: Name -> a subject as `assess` takes it, at least two.
         task: As in `assess`; the same for all.
-        plan: As in `assess`; its ``[budget]`` says what may be spent.
-        seed: Of fresh weights and of data.
+        plan: As in `assess`, with the budget in ``[budget]``.
+        seed: Seed of fresh parameters and of data.
         progress: As in `assess`.
 
     Returns:
@@ -148,7 +148,7 @@ def _row(tree: xr.DataTree, measured: MeasuredModel, plan: AssessmentPlan) -> di
 
 
 def step_times(models: Mapping[str, nn.Module], task: Any, plan: AssessmentPlan, *, seed: int) -> dict[str, float]:
-    """Seconds of an update of each model on copies, taken in turns so that a busy machine slows all of them alike."""
+    """Seconds of an update of each model on copies, in turns so that a busy machine slows all of them equally."""
     from workbench.tasks import as_task
 
     runs = {}
@@ -170,10 +170,10 @@ def step_times(models: Mapping[str, nn.Module], task: Any, plan: AssessmentPlan,
 
 
 def dominated(table: xr.Dataset) -> np.ndarray:
-    """Which designs another one beats: as good in verdict, risk, work a token and loss on trial, and better in one.
+    """Which designs are dominated: another is as good in verdict, risk, work and loss on trial, and better in one.
 
-    Losses are rounded to ``SAME_LOSS``; a design whose trials all broke has none, which is the worst. A risk that is
-    not known is neither higher nor lower than another one, so it beats none and none beats it.
+    Losses are rounded to ``SAME_LOSS``; a design whose trials all diverged has none, which counts as the worst. An
+    unknown risk is neither higher nor lower than another one, so such a design neither dominates nor is dominated.
     """
     losses = np.nan_to_num(table["loss_on_trial"].values, nan=math.inf)
     scores = np.column_stack(

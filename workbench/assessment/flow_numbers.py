@@ -1,4 +1,4 @@
-"""Information flow in a few numbers, over models that differ in their seed alone: what failure modes are judged by."""
+"""Summarize information flow as the numbers that failure modes are judged by, over models that differ in seed only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _log_steepest(flow: xr.Dataset) -> float:
     return float(np.exp(np.abs(np.log(gains)).max())) if len(gains) else math.nan
 
 
-#: Number -> what it reads, its unit, what it is for people, and how it is found.
+#: Number -> the variable it reads, its unit, its title, and the function that computes it.
 NUMBERS: dict[str, tuple[str, str, Callable[[xr.Dataset], float]]] = {
     "signal_gain_total": ("signal gain over all blocks", "1", _ratio("state_rms", -1, 0)),
     "gradient_gain_total": ("gradient gain over all blocks", "1", _ratio("gradient_norm", 0, -1)),
@@ -77,16 +77,16 @@ SCALE_OF = dict.fromkeys(LOGARITHMIC, "log") | {
 
 
 def flow_numbers(flows: Sequence[xr.Dataset], *, log_error: float = 0.0) -> xr.Dataset:
-    """The mean of each number over flows, and its standard error.
+    """Average each number over flows, with its standard error.
 
     Args:
-        flows: From `workbench.flow.measure`, one a seed.
-        log_error: Standard error that every logarithm has besides, whatever the seed.
+        flows: Flows from `workbench.flow.measure`, one for each seed.
+        log_error: Additional standard error of every logarithm, common to all seeds.
 
     Returns:
         Dataset of the numbers of ``NUMBERS``, 0-dim, geometric means of those in ``LOGARITHMIC``; NaN where the model
-        has no such thing. ``<name>_error``: standard error over the seeds, of the logarithm where the mean is
-        geometric; of a single flow that is what it has besides. Attribute ``n_seeds``.
+        has no such part. ``<name>_error``: standard error over the seeds, of the logarithm where the mean is
+        geometric; of a single flow only the additional error. Attribute ``n_seeds``.
     """
     import xarray as xr
 
@@ -95,7 +95,7 @@ def flow_numbers(flows: Sequence[xr.Dataset], *, log_error: float = 0.0) -> xr.D
         values = np.array([find(flow) for flow in flows])
         is_log = name in LOGARITHMIC
         with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
-            warnings.simplefilter("ignore", RuntimeWarning)  # of means over nothing
+            warnings.simplefilter("ignore", RuntimeWarning)  # means of no values
             scaled = np.log(values) if is_log else values
             mean = float(np.mean(scaled))
             error = float(np.std(scaled, ddof=1) / math.sqrt(len(scaled))) if len(scaled) > 1 else 0.0
@@ -108,5 +108,5 @@ def flow_numbers(flows: Sequence[xr.Dataset], *, log_error: float = 0.0) -> xr.D
 
 
 def _exp(value: float) -> float:
-    """The exponential; large, not infinite, where only the mean of logarithms is."""
+    """The exponential; large but finite where that of a finite mean of logarithms would overflow."""
     return math.exp(min(value, 700.0)) if value != math.inf else math.inf

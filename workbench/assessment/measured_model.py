@@ -1,4 +1,4 @@
-"""From what a user has at hand to a model small enough to measure, and the design that it stands for."""
+"""Make from the user's subject a model small enough to measure, and the design that it represents."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ if TYPE_CHECKING:
     from workbench.hardware import AssessmentPlan
     from workbench.tasks import Task
 
-#: A design is measured at full size up to so many weights; larger ones as a thin model.
+#: A design is measured at full size up to this number of parameters; larger ones as a thin model.
 MOST_WEIGHTS = 4_000_000
 #: Width and vocabulary of a thin model, and the most blocks of the one that trains on trial.
 THIN_WIDTH, THIN_VOCABULARY, THIN_DEPTH = 64, 256, 4
-#: Batches that an assessment measures on: tokens of a sequence and rows, as many as the recorded runs had.
+#: Batches of an assessment: tokens of a sequence and number of examples, as in the recorded runs.
 LENGTH, N_ROWS = 64, 16
-#: Tokens of a sequence for what scans it token by token, as transformers' state-space layers do without their own
-#: kernels: a backward pass through such a scan takes time by the square of the length.
+#: Tokens of a sequence for models that scan it token by token, as transformers' state-space layers do without their own
+#: kernels: the time of a backward pass through such a scan is quadratic in the length.
 LENGTH_OF_SCANS = 16
-#: Modules that scan, by what transformers calls them; others say the size of their state.
+#: Modules that scan, by their names in transformers; others have an attribute with the size of their state.
 _SCANS = re.compile(r"Rwkv\w*Attention|RgLru|Rglru|DeltaNet|DeltaAttention|[mx]LSTM")
-#: Rows of images: as many patches as a batch of sequences has tokens, but at least so many.
+#: Smallest number of images in a batch, which otherwise has as many patches as a batch of sequences has tokens.
 _FEWEST_IMAGES = 4
 
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """The model that an assessment runs, and what it stands for.
+    """The model that an assessment runs, and the subject that it represents.
 
     Attributes:
-        name: Of the subject.
-        model: What is trained on trial: the subject itself, or a model of the same design.
-        design: What the subject is one size of; None: it cannot be built at another size.
-        is_own: Whether ``model`` has the subject's own weights.
-        width, depth: Of ``model``; None for a model whose design is not known.
-        seed: Of the weights of ``model``, where they were made here.
+        name: Name of the subject.
+        model: The model that is trained on trial: the subject itself, or a model of the same design.
+        design: The design of the subject; None: it cannot be built at another size.
+        is_own: Whether ``model`` has the subject's own parameters.
+        width, depth: Those of ``model``; None for a model whose design is not known.
+        seed: Seed of the parameters of ``model``, where it was built here.
     """
 
     name: str
@@ -76,29 +76,29 @@ class MeasuredModel:
 
     @property
     def is_target_size(self) -> bool:
-        """Whether what is measured is as large as the subject."""
+        """Whether the measured model is as large as the subject."""
         return self.is_own or (self.width, self.depth) == (self.target_width, self.target_depth)
 
     @property
     def n_weights(self) -> int:
-        """Of the subject; of images with as many classes as are tried."""
+        """Number of parameters of the subject; for images with the number of classes of the trials."""
         if self.is_own or self.design is None or (self.is_target_size and self.design.n_classes):
             return sum(weight.numel() for weight in self.model.parameters())
         return self.design.n_weights()
 
     def fresh(self, seed: int = 0, depth: int | None = None) -> nn.Module:
-        """A model to look at before training, whose signals are those of the target's width.
+        """A model to measure before training, whose gains are those of the target's width.
 
-        The subject itself, if it has weights of its own or no known design; ``model``, or another seed of it, if that
+        The subject itself, if it has its own parameters or no known design; ``model``, or another seed of it, if that
         is as large as the subject; otherwise thin with matched variances, see `workbench.scaling.width_matching`.
 
         Args:
             seed: Added to the seed of ``model``.
-            depth: Blocks; None: as many as ``model``.
+            depth: Number of blocks; None: that of ``model``.
         """
         if self.is_own or self.design is None or (self.is_target_size and not seed and depth is None):
             return self.model
-        assert self.width is not None  # as its design is known
+        assert self.width is not None  # because its design is known
         if self.is_target_size:
             choices = Digits.n_classes if self.design.n_classes else None
             return self.design.build(self.width, depth or self.depth, self.seed + seed, vocabulary=choices)
@@ -107,18 +107,18 @@ class MeasuredModel:
         )
 
     def siblings(self, n: int) -> Iterator[nn.Module]:
-        """So many fresh models that differ in their seed; the subject alone, if it has weights of its own."""
+        """Fresh models that differ in their seed; only the subject, if it has its own parameters."""
         for seed in range(n if self.design is not None and not self.is_own else 1):
             yield self.fresh(seed)
 
 
 def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, depth: int | None = None) -> MeasuredModel:
-    """What an assessment of a subject runs.
+    """Make the model that an assessment of a subject runs.
 
     Args:
-        subject: A model or an opened checkpoint, which is measured with its own weights; or anything that
-            `workbench.design` takes, which is built with fresh ones: whole, if that is small, otherwise thin.
-        seed: Of fresh weights.
+        subject: A model or an opened checkpoint, which is measured with its own parameters; or any source that
+            `workbench.design` takes, which is built with fresh ones: at full size if that is small, otherwise thin.
+        seed: Seed of fresh parameters.
         width: Target width; None: the subject's own.
         depth: Target depth; likewise.
 
@@ -130,7 +130,7 @@ def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, dep
         module = subject.model if isinstance(subject, Subject) else subject
         try:
             found = design(subject, width=width, depth=depth)
-        except WorkbenchError:  # a module of one's own, which says nothing of other sizes
+        except WorkbenchError:  # a custom module, which cannot be built at other sizes
             found = None
         name = subject.name if isinstance(subject, Subject) else type(module).__name__
         own = None if found is None else design(subject)
@@ -148,11 +148,11 @@ def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, dep
 
 
 def planned_task(model: nn.Module, plan: AssessmentPlan, *, seed: int) -> Task:
-    """The task of a plan as an assessment measures on it: short sequences and few rows, for the start of training.
+    """The task of a plan in the form of an assessment: short sequences and small batches, for the start of training.
 
     Args:
-        model: That has to read it.
-        plan: Says the task; its batch and length are not those that are measured on.
+        model: The model that has to read it.
+        plan: Plan with the task; its batch size and length are not used.
         seed: Added to the plan's.
 
     Raises:
@@ -160,11 +160,11 @@ def planned_task(model: nn.Module, plan: AssessmentPlan, *, seed: int) -> Task:
     """
     sizes = model_sizes(model)
     if getattr(unwrap(model), "main_input_name", None) == "pixel_values":
-        sizes = replace(sizes, vocabulary=None)  # of visual tokens, which some models of images predict
+        sizes = replace(sizes, vocabulary=None)  # it counts visual tokens, which some image models predict
     if plan.task.name is None:
         _require_readable(model, sizes)
     longest: int | None = min(sizes.max_length or LENGTH, LENGTH_OF_SCANS if _scans(model) else LENGTH)
-    if "length" in plan.task.options:  # said for the task itself: it is the user's choice what that costs
+    if "length" in plan.task.options:  # an option of the task itself: its cost is the user's choice
         longest = sizes.max_length
     task = plan.make_task(
         sizes.vocabulary,
@@ -179,7 +179,7 @@ def planned_task(model: nn.Module, plan: AssessmentPlan, *, seed: int) -> Task:
 
 
 def require_loss(model: nn.Module, task: Task) -> None:
-    """Try a task on a model: two rows of the first batch, forward.
+    """Check that a model runs on a task: a forward pass on two examples of the first batch.
 
     Raises:
         OptionError: If the model does not run on them, returns no logits, or its logits do not fit the targets.
@@ -191,7 +191,7 @@ def require_loss(model: nn.Module, task: Task) -> None:
             output = call_model(model, inputs)
     except WorkbenchError:
         raise
-    except Exception as error:  # of whatever kind: nothing is known of the model's code
+    except Exception as error:  # of any kind, as the model's code is unknown
         raise OptionError(
             f"{name} does not run on batches of {task_name} ({cause_of(error)}); pass task= with batches that it reads."
         ) from error
@@ -209,7 +209,7 @@ def require_loss(model: nn.Module, task: Task) -> None:
 
 
 def _require_readable(model: nn.Module, sizes: ModelSizes) -> None:
-    """Refuse a model for whose inputs there is no task of its own."""
+    """Refuse a model whose inputs no default task provides."""
     reads = getattr(unwrap(model), "main_input_name", None)
     name = type(unwrap(model)).__name__
     if reads == "pixel_values":
@@ -228,9 +228,9 @@ def _require_readable(model: nn.Module, sizes: ModelSizes) -> None:
 
 
 def _n_rows(model: nn.Module, sizes: ModelSizes) -> int:
-    """Rows that have as many token states in all as the recorded runs had."""
+    """Number of examples with as many token states in total as in the recorded runs."""
     if getattr(getattr(unwrap(model), "config", None), "is_encoder_decoder", False):
-        return N_ROWS // 2  # encoder and decoder read each
+        return N_ROWS // 2  # encoder and decoder read sequences each
     if sizes.vocabulary is not None or not sizes.image_size or not sizes.patch_size:
         return N_ROWS
     n_patches = max(1, sizes.image_size // sizes.patch_size) ** 2
@@ -242,7 +242,7 @@ def _scans(model: nn.Module) -> bool:
 
 
 def _thin_choices(whole: Design) -> int | None:
-    """Tokens of a thin model, or classes of images."""
+    """Vocabulary of a thin model, or number of classes of images."""
     if whole.n_classes:
         return Digits.n_classes
     return None if whole.vocabulary is None else min(THIN_VOCABULARY, whole.vocabulary)

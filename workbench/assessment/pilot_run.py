@@ -1,4 +1,4 @@
-"""The first updates of a plan, tried out on copies: whether they break, how soon, and what attention and routing do."""
+"""Try the first updates of a plan on copies: whether and when they diverge, and monitors of attention and routing."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from workbench.callbacks.kss import KSS
     from workbench.tasks import Inputs, Task
 
-#: Updates of one trial, and the trials: half of the recorded runs that break do so within ten updates, 95 % within 49.
+#: Updates of one trial, and number of trials: half of the recorded diverging runs do so within ten updates, 95 % within
+#: 49.
 N_UPDATES, N_TRIALS = 60, 2
 #: Updates between two measurements of attention and routing in the first trial, and token states of each.
 LOOK_EVERY, N_LOOKED_AT = 5, 256
-#: What is looked at: name -> part of the look, its variable, and what stands for all layers and heads.
+#: Measured quantities: name -> part of the probe's measurement, its variable, and the summary over layers and heads.
 _LOOKED_AT: dict[str, tuple[str, str, Callable[[np.ndarray], Any]]] = {
     "attention_entropy_share_min": ("attention", "attention_entropy_share", np.nanmin),
     "attention_logit_max": ("attention", "attention_logit_max", np.nanmax),
@@ -58,33 +59,33 @@ def pilot_run(
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     kss: Callable[[], KSS] | None = None,
 ) -> xr.Dataset:
-    """Train copies of a model for the first updates of a plan, at the rate it really means.
+    """Train copies of a model for the first updates of a plan, at its peak rate.
 
-    A warm-up longer than half of a trial is shortened to that, and what follows it stays at the peak rate: a plan of
-    many thousand steps is tried at its peak, not at the first hundredth of its warm-up. Optimizer, clipping, precision
-    and the label of divergence are the plan's. Each trial has batches of its own, none of them the first ones of the
+    A warm-up longer than half of a trial is shortened to that, and the later updates use the peak rate: a plan of many
+    thousand steps is tried at its peak, not at the first hundredth of its warm-up. Optimizer, clipping, precision
+    and the label of divergence are the plan's. Each trial has separate batches, none of them the first ones of the
     run.
 
     Args:
-        model: It is left alone.
+        model: The model, which is not changed.
         task: See `workbench.tasks.as_task`.
-        plan: With an optimizer given by name or as a function.
-        n_updates: Of one trial.
-        n_trials: How many.
-        loss: From logits and targets.
-        kss: Makes the Koopman Spectral Shaping to try with it, one a trial; None: none.
+        plan: Plan with an optimizer given by name or as a function.
+        n_updates: Updates of one trial.
+        n_trials: Number of trials.
+        loss: Function of logits and targets.
+        kss: Function that makes the KSS of each trial; None: no KSS.
 
     Returns:
-        Dataset with dims ``trial`` and ``step``: ``loss`` and ``grad_norm`` (trial, step; NaN after a trial broke),
+        Dataset with dims ``trial`` and ``step``: ``loss`` and ``grad_norm`` (trial, step; NaN after a trial diverged),
         ``has_diverged``, ``divergence_step`` (NaN: it did not) and ``cause`` (trial); ``share_broken`` of the trials
         (0-dim); of the first trial, dim
         ``look`` (coordinate ``look_step``): ``attention_entropy_share_min``, ``attention_logit_max``,
         ``routing_change`` since the one before, ``max_violation`` and ``dead_experts``, each the worst of all layers
-        and heads, NaN where the model has no such thing; attributes ``n_updates``, ``warmup`` and ``learning_rate``,
+        and heads, NaN where the model has no such part; attributes ``n_updates``, ``warmup`` and ``learning_rate``,
         as tried.
 
     Raises:
-        OptionError: If the optimizer is a ready one, which belongs to the model itself, or a number is below 1.
+        OptionError: If the optimizer is an existing one, which belongs to the model itself, or a number is below 1.
     """
     import torch
     import xarray as xr
@@ -103,13 +104,13 @@ def pilot_run(
     looks: list[dict[str, float]] = []
     for trial in range(n_trials):
         later, trained = _Later(task, start=(trial + 1) * n_updates), copy.deepcopy(model)
-        looker = _looker(trained, task) if trial == 0 else None
+        probe = _probe_of(trained, task) if trial == 0 else None
         for record in train(trained, later, loss=loss, kss=None if kss is None else kss(), **settings):
             numbers[:, trial, record.step] = record.loss, record.grad_norm
             if record.diverged:
                 steps[trial], causes[trial] = record.step, record.cause
-            elif looker is not None and record.step % LOOK_EVERY == 0:
-                looks.append({"look_step": record.step} | _look(looker))
+            elif probe is not None and record.step % LOOK_EVERY == 0:
+                looks.append({"look_step": record.step} | _measure(probe))
     dims = ("trial", "step")
     return xr.Dataset(
         {
@@ -137,13 +138,13 @@ def pilot_run(
     )
 
 
-def _looker(model: nn.Module, task: Task) -> ModelProbe:
+def _probe_of(model: nn.Module, task: Task) -> ModelProbe:
     inputs = on_device_of(model, task.probe(N_LOOKED_AT))
     return ModelProbe(model, read_anatomy(model, inputs), inputs)
 
 
-def _look(looker: ModelProbe) -> dict[str, float]:
-    taken = looker.take(("attention", "router"))
+def _measure(probe: ModelProbe) -> dict[str, float]:
+    taken = probe.take(("attention", "router"))
     found = {}
     for name, (part, variable, worst) in _LOOKED_AT.items():
         values = taken.get(part, {}).get(variable)
@@ -153,7 +154,7 @@ def _look(looker: ModelProbe) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Later:
-    """A task from a later batch on."""
+    """A task whose stream starts at a later batch."""
 
     task: Task
     start: int

@@ -1,4 +1,4 @@
-"""Changes to a plan that may make it safe, and what trying each of them out showed."""
+"""Changes to a plan that may make it stable, and trials of each of them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Change:
     """One change to a plan.
 
     Attributes:
-        setting: What is changed.
-        current, proposed: Its value now and then, as texts.
+        setting: The changed setting.
+        current, proposed: Its current and its proposed value, as text.
         plan: The plan with the change.
         kss: Whether KSS is on.
     """
@@ -43,13 +43,13 @@ class Change:
 
 
 def possible_changes(plan: TrainingPlan, stable_rate: float, breaking_rate: float = math.nan) -> list[Change]:
-    """The single changes worth trying for a plan that may break, the cheapest for training first.
+    """List the single changes to try for a plan that may diverge, the one that slows training least first.
 
     Args:
-        plan: As it stands.
-        stable_rate: Largest learning rate that the risk model thinks stable; NaN: it does not know.
-        breaking_rate: That broke the model itself within a few trial updates; not finite: none is known. A quarter of
-            it, or of the plan's rate if that is lower, is tried where no stable rate is known.
+        plan: The plan.
+        stable_rate: Largest stable learning rate by the risk model; NaN: not known.
+        breaking_rate: Rate at which the model diverged within a few trial updates; not finite: none is known. A quarter
+            of it, or of the plan's rate if that is lower, is tried where no stable rate is known.
     """
     rate = DEFAULT_RATE if plan.learning_rate is None else plan.learning_rate
     known = [value for value in (rate, breaking_rate) if math.isfinite(value) and value > 0]
@@ -73,18 +73,18 @@ def try_changes(
     n_updates: int,
     say: Callable[[str], None] | None = None,
 ) -> xr.Dataset:
-    """A pilot run of each change.
+    """Make a pilot run of each change.
 
     Args:
-        model: It is left alone.
+        model: The model, which is not changed.
         task: As in `pilot_run`.
-        changes: From `possible_changes`.
-        n_updates: Of each trial.
-        say: Called with a few words before each change; what it raises ends it.
+        changes: Changes from `possible_changes`.
+        n_updates: Updates of each trial.
+        say: Called with a short text before each change; an exception ends the trials.
 
     Returns:
         Dataset with dim ``change``: ``setting``, ``current``, ``proposed``, ``n_trials``, ``n_broken``, ``first_loss``,
-        ``last_loss`` (mean over the trials that did not break; NaN: all did) and ``largest_grad_norm``.
+        ``last_loss`` (mean over the trials that did not diverge; NaN: all did) and ``largest_grad_norm``.
     """
     import xarray as xr
 

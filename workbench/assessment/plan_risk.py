@@ -1,4 +1,4 @@
-"""The risk of divergence under a plan: what the risk model says, and what trying the plan out adds to it."""
+"""The risk of divergence under a plan: the risk model's probability, updated by trials of the plan."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _RATES = {
 
 
 def plan_risk(case: xr.Dataset, share_broken: float, *, stand_in: str = "") -> xr.Dataset:
-    """The risk of one planned run, where it is known.
+    """Compute the risk of one planned run, within the applicability of the risk model.
 
     Args:
-        case: From `workbench.sweeps.measure_case`, with gradients and a pilot run.
-        share_broken: Of the trials of the same plan, from `pilot_run`.
-        stand_in: Why the case says nothing about the planned run, a sentence, where another model stood in for it;
+        case: Case from `workbench.sweeps.measure_case`, with gradients and a pilot run.
+        share_broken: Share of diverged trials of the same plan, from `pilot_run`.
+        stand_in: A sentence why the case does not apply to the planned run, where a stand-in was measured;
             empty: it is the planned run's own.
 
     Returns:
         Dataset with dim ``run`` (one): ``probability``, ``low``, ``high`` of the risk model alone;
-        ``tried_probability``, ``tried_low``, ``tried_high``, the probability once the trials are known;
+        ``tried_probability``, ``tried_low``, ``tried_high``, the probability given the trials;
         ``largest_stable_rate`` (cautious, risk below .20), ``stable_rate_low``, ``stable_rate_high``,
         ``expected_stable_rate``; ``distance``, ``is_familiar``, ``farthest_feature``. All numbers but the distance are
         NaN where the case is not familiar to the risk model, and all of them for a stand-in; the attribute ``warning``
-        then says why in one sentence.
+        then gives the reason in one sentence.
     """
     model = shipped("pilot")
     found = model.predict(case)
     rates = model.largest_stable_rate(case, below=STABLE_BELOW)
     names = ("probability", "low", "high")
-    # A fresh model that counts as diverged is a matter of the trials, which break at once, where it is not familiar.
+    # Where a fresh model that counts as diverged is not familiar, the trials decide, as they diverge at once.
     is_known = found["is_familiar"] & (not stand_in)
     risk = found[["distance", "is_familiar", "farthest_feature"]].copy(deep=True)
     for name in names:
@@ -61,13 +61,13 @@ def plan_risk(case: xr.Dataset, share_broken: float, *, stand_in: str = "") -> x
 
 
 def after_trial(probability: Any, share_broken: float) -> np.ndarray:
-    """The probability of divergence once trials are known.
+    """The probability of divergence given the trials.
 
     log-odds' = a + b log-odds + c share, fitted to recorded runs (see the shipped reference).
 
     Args:
-        probability: Of the risk model; any shape; NaN where it is not known, which trials do not make known.
-        share_broken: Of the trials.
+        probability: Probability of the risk model; any shape; where it is NaN the result is NaN as well.
+        share_broken: Share of diverged trials.
     """
     from scipy.special import expit, logit
 

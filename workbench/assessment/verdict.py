@@ -1,4 +1,4 @@
-"""From judged criteria and failure modes to one word and a sentence or two."""
+"""Derive the verdict and a summary from the judged criteria and failure modes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from workbench.assessment.failure_modes.size_ranges import Sizes
 
-#: What answers the question that an assessment leaves open.
+#: The recommended step if an assessment cannot decide.
 FIRST_STEP = (
     "train it at its full size and at the planned rate for the first few hundred updates, with wb.Recorder and "
     "wb.Alarms, before the rest is paid for"
@@ -27,15 +27,15 @@ _ELSEWHERE = {"/scaling": "extrapolated from smaller models of its design"}
 
 
 def verdict_of(criteria: xr.Dataset, modes: xr.Dataset) -> Verdict:
-    """The verdict of the worst failure mode that is sure enough; without one, whether what was measured says enough.
+    """The verdict: that of the worst failure mode with enough confidence, else whether the measurements suffice.
 
     Args:
-        criteria: From `failure_modes.judged`.
+        criteria: Criteria from `failure_modes.judged`.
         modes: Likewise.
 
     Returns:
-        To refuse if a mode is failing with a confidence of at least .5, "at risk" if one is at risk or failing with
-        less. Otherwise "cannot say" if the risk of divergence is not known, or a band could not judge a model of this
+        "refuse" if a mode is failing with a confidence of at least .5, "at risk" if one is at risk or failing with
+        less. Otherwise "cannot say" if the risk of divergence is not known, or no band applies to a model of this
         size; else "proceed".
     """
     found = [Verdict.PROCEED]
@@ -52,14 +52,14 @@ def verdict_of(criteria: xr.Dataset, modes: xr.Dataset) -> Verdict:
 
 
 def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset, sizes: Sizes | None = None) -> str:
-    """A sentence or two for a decision-maker.
+    """Summarize the verdict in a sentence or two.
 
     Args:
-        name: Of the subject.
-        verdict: From `verdict_of`.
-        criteria: From `failure_modes.judged`.
-        modes: Likewise.
-        sizes: Of the subject and of what was run; None: not known.
+        name: Name of the subject.
+        verdict: Verdict from `verdict_of`.
+        criteria: Criteria from `failure_modes.judged`.
+        modes: Failure modes from `failure_modes.judged`.
+        sizes: Sizes of the subject and of the model that was run; None: not known.
     """
     if verdict == Verdict.PROCEED:
         return f"{name} may proceed: nothing that was measured lies where runs have failed."
@@ -77,14 +77,14 @@ def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset,
     reason = _with_its_number(criteria.sel(criterion=str(first["worst_criterion"].values)), sizes)
     others = [str(bad["title"].values[i]).lower() for i in order[1:]]
     more = (
-        f", and {listed(others)} is at hand too" if len(others) == 1 else f"; so are {listed(others)}" if others else ""
+        f", and {listed(others)} is likely too" if len(others) == 1 else f"; so are {listed(others)}" if others else ""
     )
     word = "should not start as planned" if verdict == Verdict.REFUSE else "is at risk as planned"
     return f"{name} {word}: {str(first['title'].values).lower()} ({reason}){more}."
 
 
 def _left_open(criteria: xr.Dataset) -> list[str]:
-    """The criteria that stand between a design with nothing against it and its start; the risk first."""
+    """The undecided criteria that prevent the verdict "proceed"; the risk first."""
     names, states = criteria["criterion"].values.tolist(), criteria["state"].values.tolist()
     is_outside = criteria["is_outside"].values.tolist()
     risk = [
@@ -107,7 +107,7 @@ def _why_open(criteria: xr.Dataset, sizes: Sizes | None) -> str:
 
 
 def _with_its_number(row: xr.Dataset, sizes: Sizes | None) -> str:
-    """Why a criterion is not healthy, with the value, the limit that it passed, and what it was measured on."""
+    """Why a criterion is not healthy, with the value, the exceeded limit, and the model that was measured."""
     value, low, high = (float(row[name]) for name in ("value", "low", "high"))
     say = partial(fine_percent, digits=3) if str(row["criterion"].values) in _SHARES else short
     limit = f", healthy up to {say(high)}" if value > high else f", healthy from {say(low)}" if value < low else ""

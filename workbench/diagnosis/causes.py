@@ -1,4 +1,4 @@
-"""What may have gone wrong: the causes that a diagnosis tells apart, and what kind each is of."""
+"""The causes that a diagnosis distinguishes, and the kind of each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Cause:
     """A cause of failure.
 
     Attributes:
-        title: For people.
-        kind: What kind of thing is at fault.
-        meaning: One line.
+        title: Name shown to the user.
+        kind: Kind of the cause.
+        meaning: Explanation in one line.
     """
 
     title: str
@@ -29,10 +29,10 @@ CAUSES: dict[str, Cause] = {
     "schedule": Cause(
         "schedule",
         CauseKind.HYPERPARAMETER,
-        "the rate has the right size and the wrong course: no warm-up, a jump, an early end",
+        "the peak rate is right but its schedule is not: no warm-up, a jump, an early end",
     ),
     "batch": Cause(
-        "batch too small", CauseKind.HYPERPARAMETER, "gradients of so few rows are mostly noise at this rate"
+        "batch too small", CauseKind.HYPERPARAMETER, "gradients of so few examples are mostly noise at this rate"
     ),
     "optimizer_eps": Cause(
         "optimizer's eps too large", CauseKind.HYPERPARAMETER, "eps, not the gradients' size, rules the updates"

@@ -1,4 +1,4 @@
-"""What checkpoints say beside a log: the size of each block's weights, and whether they fit their configuration."""
+"""Read evidence from checkpoints: the size of each block's weights, and whether they fit the configuration."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class WeightMeasurement:
 
     Attributes:
         norm: Root of the summed squares of each block's matrices, shape (block,).
-        step: Of the checkpoint; 0 where it does not say.
-        place: Its folder.
+        step: Step of the checkpoint; 0 where it is not recorded.
+        place: Folder of the checkpoint.
     """
 
     norm: np.ndarray
@@ -44,7 +44,7 @@ class WeightMeasurement:
 
 
 def find_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
-    """Checkpoints by step, rising.
+    """Find the checkpoints in a folder, by rising step.
 
     Those of `workbench.train` (``step-00000500``), of Hugging Face's Trainer (``checkpoint-500``), or one folder with
     weights.
@@ -68,7 +68,7 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
 
 
 def checkpoints_of(run: Any, folder: str | os.PathLike[str] | None = None) -> dict[int, Path]:
-    """Checkpoints of a run by step, rising: those in a folder, or beside its store; empty if there are none beside it.
+    """Find the checkpoints of a run, by rising step: in a folder, or next to its store; empty if there are none.
 
     Raises:
         CheckpointError: If a folder was given and holds none.
@@ -89,8 +89,8 @@ def measure_weights(
 
     Args:
         place: Folder of the checkpoint.
-        step: Of it.
-        model: The model it belongs to; None: what its own config.json says.
+        step: Step of the checkpoint.
+        model: The model it belongs to; None: the one that its own config.json describes.
 
     Raises:
         CheckpointError: If the weights do not fit the model or configuration, or cannot be read.
@@ -123,17 +123,16 @@ def check_fits(place: Path, *, model: Subject | nn.Module | None = None) -> None
 
     Args:
         place: Folder of the checkpoint.
-        model: The model it should fit; None: what its config.json says. Where neither says anything, nothing is
-            refused.
+        model: The model it should fit; None: the one that its config.json describes. With neither, nothing is refused.
 
     Raises:
-        CheckpointError: That names the first weight that does not fit, and both shapes.
+        CheckpointError: If a weight does not fit; the message names the first one and both shapes.
     """
     from safetensors import SafetensorError, safe_open
 
     file = place / _WEIGHTS
     if not file.exists():
-        raise CheckpointError(f"{place} has no {_WEIGHTS}; pass the folder of a checkpoint that was written whole.")
+        raise CheckpointError(f"{place} has no {_WEIGHTS}; pass the folder of a complete checkpoint.")
     expected = _shapes_of(model) if model is not None else _shapes_of_config(place)
     if expected is None:
         return
@@ -152,7 +151,7 @@ def check_fits(place: Path, *, model: Subject | nn.Module | None = None) -> None
                 f"checkpoint that "
                 "belongs to this configuration."
             )
-    # Tied weights are kept once, so a few names may be missing; a block that is missing is another model.
+    # Tied weights are stored once, so a few names may be missing; a missing block means another model.
     if extra := [name for name in found if name not in expected]:
         raise CheckpointError(
             f"{place} holds {extra[0]} of shape {_words(found[extra[0]])}, but {whose} has no such weight; pass the "
@@ -173,7 +172,7 @@ def _shapes_of(model: Subject | nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_of_config(place: Path) -> dict[str, tuple[int, ...]] | None:
-    """Shapes that the checkpoint's own configuration asks for; None: it is of a kind that we cannot build."""
+    """Shapes that the checkpoint's own configuration requires; None if the workbench cannot build such a model."""
     import torch
 
     from workbench.zoo import ArchitectureConfig, build

@@ -1,4 +1,4 @@
-"""From a failed run to ranked causes, with the evidence for and against each, and the experiment that would decide."""
+"""Rank the causes of a failed run, with the evidence for and against each, and propose the experiment that decides."""
 
 from __future__ import annotations
 
@@ -52,26 +52,26 @@ def diagnose(
     rules: Rules | None = None,
     uses: Collection[str] = tuple(SymptomKind),
 ) -> xr.DataTree:
-    """What made a run fail: causes ranked, the evidence for and against each, and what would decide.
+    """Rank the causes of a failed run, with the evidence for and against each, and propose deciding experiments.
 
-    Everything is read from the run's own record: nothing says what a healthy run would have done, and faults that a
-    study has injected are not read. The rules were fitted to recorded failures of small models with one planted cause
-    each, so the probabilities say how sure they are among these causes, if the run failed; they are no statement about
-    causes that are not among them.
+    Everything is read from the run's own record: no healthy run is compared, and faults that a study has injected are
+    not read. The rules were fitted to recorded failures of small models with one planted cause each. The probabilities
+    are conditional on a failure from one of these causes; they say nothing about other causes.
 
     Args:
         run: Path of a store, a tree from `workbench.open_run`, or a thinner record from `workbench.read_log`.
         model: The run's model, to check that the checkpoints fit it.
-        task: What it was trained on; only noted, as `run_experiment` will need it.
-        checkpoints: Their folder; None: beside the store, ``run.zarr`` -> ``run.checkpoints``, if there are any.
-        rules: To rank by; None: those that ship.
-        uses: Which kinds of symptoms may be read: ``"mechanism"``, ``"log"`` (rate and rows as every step records
-            them), ``"configuration"``.
+        task: The task it was trained on; only recorded, as `run_experiment` needs it.
+        checkpoints: Folder of the checkpoints; None: next to the store, ``run.zarr`` -> ``run.checkpoints``, if there
+            are any.
+        rules: Rules of the ranking; None: the shipped ones.
+        uses: Kinds of symptoms to read: ``"mechanism"``, ``"log"`` (rate and batch size as every step records them),
+            ``"configuration"``.
 
     Returns:
         A tree with attributes ``kind`` ("diagnosis"), ``fault`` (kind of the likeliest cause), ``failure_kind``,
-        ``failure_step``, ``shows_failure`` (0: the loss shows none, and the causes say what would be likeliest if
-        there was one), ``summary``, and the children
+        ``failure_step``, ``shows_failure`` (0: the loss shows none, and the probabilities hold only if there was one),
+        ``summary``, and the children
 
         - ``causes`` (``cause``, by falling probability): ``title``, ``kind``, ``probability`` (adds up to 1),
           ``layer`` (the block at fault; -1: none in particular);
@@ -79,7 +79,8 @@ def diagnose(
           the log-odds of the cause; below 0 it speaks against), ``value``, ``units``, ``reference``, ``step``,
           ``layer``, ``sentence``, and where the number stands in the run (``path``, ``variable``, ``selection``, JSON;
           empty: configuration, checkpoint or several other symptoms);
-        - ``experiments`` (``experiment``, what tells most for its cost first): see `workbench.diagnosis.experiments`.
+        - ``experiments`` (``experiment``, the most information for its cost first): see
+          `workbench.diagnosis.experiments`.
 
     Raises:
         StoreError: If there is no run at the path.
@@ -169,13 +170,13 @@ def _tree(
 
 
 def _subject(record: Record) -> str:
-    """The run's own name for it, or what is known of a model of the zoo, whose class would say little."""
+    """The run's own name of its model, or a description for a model of the zoo, whose class name would say little."""
     config = record.setting("model", "config", default={})
     if record.subject != record.setting("model", "name") or "family" not in config:
         return record.subject
     try:
         known = ArchitectureConfig.from_dict(config)
-    except OptionError:  # of a version with other options
+    except OptionError:  # recorded by a version with other options
         return record.subject
     return f"{known.title}, {known.n_layers} blocks of width {known.d_model}"
 

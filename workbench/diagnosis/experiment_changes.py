@@ -1,4 +1,4 @@
-"""What an experiment changes: the course of the rate, the batches, the faults, the model."""
+"""The changes that an experiment makes: to the schedule of the rate, the batches, the faults, the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from workbench.models.calling import on_device_of
 from workbench.models.router_weights import Router, router_weights
 from workbench.tasks import Task
 
-#: Setting that an experiment changes -> faults that act on that very setting, which it therefore takes away.
+#: Setting that an experiment changes -> faults that act on the same setting, which it therefore removes.
 ACT_ON: dict[str, tuple[type[Fault], ...]] = {
     "batch": (SmallBatch,),
     "precision": (LowPrecisionAttention, LowPrecisionReduction),
@@ -36,13 +36,13 @@ ACT_ON: dict[str, tuple[type[Fault], ...]] = {
 
 
 class Course:
-    """The share of the peak rate at each replayed step: as it was recorded, or as the change says."""
+    """The share of the peak rate at each replayed step: as recorded, or as changed."""
 
     def __init__(self, rates: np.ndarray, from_step: int, peak: float, change: Mapping[str, Any]) -> None:
         self.rates, self.from_step, self.peak, self.change = rates, from_step, peak, change
 
     def __call__(self, step: int) -> float:
-        """At a step of the replay, from 0."""
+        """Return the share of the peak rate at a step of the replay, counted from 0."""
         at = self.from_step + step
         rate = float(self.rates[min(at, len(self.rates) - 1)])
         setting = self.change.get("setting")
@@ -51,7 +51,7 @@ class Course:
         elif setting == "schedule" and "hold" in self.change:
             rate = self.change["hold"] if at >= self.change["at"] else rate
         elif setting == "schedule":
-            # Towards what the run reached in the end of its first third, in even steps.
+            # Rise evenly to the largest rate of the run's first third.
             top = float(self.rates[: max(2, len(self.rates) // 3)].max())
             rate = min(rate, top * (at + 1) / self.change["warmup"])
         return rate / self.peak
@@ -81,7 +81,7 @@ class ShiftedTask:
             yield from self.task.stream(begin)
 
     def _without(self, begin: int) -> Iterator[tuple[Any, Tensor]]:
-        """Batches outside of the burst; those after it move up."""
+        """Batches outside of the burst; later ones take its place."""
         first, last = self.change["first"], self.change["last"]
         if begin <= last:
             yield from islice(self.task.stream(begin), max(0, first - begin))
@@ -89,11 +89,11 @@ class ShiftedTask:
         yield from self.task.stream(begin)
 
     def probe(self, n_tokens: int) -> Any:
-        """Of the task."""
+        """Return the probe of the task."""
         return self.task.probe(n_tokens)
 
     def describe(self) -> dict[str, Any]:
-        """Of the task, and where it begins."""
+        """Describe the task and the step where it begins."""
         return {**self.task.describe(), "from_step": self.from_step}
 
 
@@ -111,7 +111,7 @@ def _joined(inputs: list[Any]) -> Any:
 
 
 def shifted(fault: Fault, from_step: int) -> Fault:
-    """The same fault on the clock of the replay."""
+    """The same fault with its steps counted from the begin of the replay."""
     if fault.start is None:
         return fault
     stop = None if fault.stop is None else fault.stop - from_step
@@ -121,7 +121,7 @@ def shifted(fault: Fault, from_step: int) -> Fault:
 
 
 def change_model(model: nn.Module, task: ShiftedTask, change: Mapping[str, Any]) -> list[Callable[[], None]]:
-    """Put the change into a copy of the model; what it returns takes hooks off again."""
+    """Apply the change to a copy of the model; returns functions that remove the hooks."""
     setting = change.get("setting")
     if setting == "architecture":
         anatomy = read_anatomy(model, on_device_of(model, task.probe(2)))
@@ -139,13 +139,13 @@ def change_model(model: nn.Module, task: ShiftedTask, change: Mapping[str, Any])
 
 
 class Limit:
-    """A hook that holds what a block adds to the stream to the size of the stream, state by state."""
+    """A hook that limits the update of a block to a multiple of the size of the stream, state by state."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """The block's output with what it adds held."""
+        """Return the block's output with a limited update."""
         state = output[0] if isinstance(output, tuple) else output
         if not args or not isinstance(args[0], Tensor) or args[0].shape != state.shape:
             raise OptionError(
@@ -159,7 +159,7 @@ class Limit:
 
 
 def steady_routers(model: nn.Module, task: ShiftedTask, change: Mapping[str, Any]) -> None:
-    """Small router weights and the usual weight of the balance loss, in place."""
+    """Set small router weights and the usual coefficient of the balance loss, in place."""
     found = [
         router for router in router_weights(model, on_device_of(model, task.probe(2))) if isinstance(router, Router)
     ]

@@ -1,4 +1,4 @@
-"""Run an experiment: a part of the run again from a checkpoint, as it was and with one change, on copies."""
+"""Run an experiment: replay a part of the run from a checkpoint, unchanged and with one change, on copies."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
     from workbench.models.subject import Subject
 
-#: Share of the recorded rise that counts as the failure come again.
+#: Share of the recorded rise that counts as a recurrence of the failure.
 _AGAIN = 0.4
 _WINDOW = 7
-#: A loss that rises by more than so many times its scatter has left its course.
+#: A loss has risen if it rises by more than this multiple of its scatter.
 _NOISES = 10.0
-#: And by at least this share of itself, for a run that diverges at once has no course to speak of.
+#: And by at least this share of itself, as a run that diverges at once has no scatter to compare with.
 _SHARE = 0.5
 #: The first loss of a replay from step 0 may differ from the recorded one by this share.
 _FIRST_LOSS = 0.2
@@ -62,7 +62,7 @@ def run_experiment(
     precision: str | None = None,
     seed: int | None = None,
 ) -> xr.DataTree:
-    """Replay a part of a failed run twice, unchanged and with one change, and note what came of it.
+    """Replay a part of a failed run twice, unchanged and with one change, and record the outcome.
 
     Everything happens on copies: neither the model nor the run or its checkpoints are touched. The same arguments give
     the same numbers.
@@ -70,21 +70,21 @@ def run_experiment(
     Args:
         tree: From `workbench.diagnose`.
         experiment: Name of a cause, or place among ``tree["experiments"]``, 0 for the first.
-        model: Of the run. Where the replay begins at step 0, with the weights that training began with: they are
-            compared with the run's checkpoint of step 0 or, without one, by the loss of the first batch.
-        task: That it was trained on: batch n of its stream is what the run saw at step n.
+        model: Model of the run. Where the replay begins at step 0, it needs the parameters that training began with:
+            they are compared with the run's checkpoint of step 0 or, without one, by the loss of the first batch.
+        task: The task of the run: batch n of its stream is the batch of step n.
         run: The run; None: the store that the diagnosis was made from.
-        checkpoints: Their folder; None: beside the store. An experiment from step 0 needs none.
-        n_steps: To replay; None: as proposed.
-        faults: Of the run, if it was made with any (`workbench.faults`): they act in both replays as they did, but
-            those that act on the very thing that the experiment puts right.
-        optimizer: Of the run, as `TrainingPlan` takes it. Needed where it was made by the user's own code; None: as the
-            record says, as for all that follows.
+        checkpoints: Folder of the checkpoints; None: next to the store. An experiment from step 0 needs none.
+        n_steps: Steps to replay; None: as proposed.
+        faults: Faults of the run, if it had any (`workbench.faults`): they act in both replays as they did, except
+            those that act on the setting that the experiment changes.
+        optimizer: Optimizer of the run, as `TrainingPlan` takes it; needed if it was a custom one. Here and below, None
+            means: as recorded.
         optimizer_options: Further arguments of the optimizer.
         learning_rate: Peak rate of the run.
         clip_norm: Largest norm of all gradients together.
         precision: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        seed: Of whatever is random in training itself.
+        seed: Seed of dropout and the like.
 
     Returns:
         The tree with the experiment's row filled in: ``outcome`` (a sentence), ``is_done``, ``supports``, ``value`` and
@@ -94,7 +94,7 @@ def run_experiment(
     Raises:
         OptionError: If there is no such experiment, a setting is impossible, or a replay from step 0 begins with
             another loss than the run.
-        CheckpointError: If the checkpoint is not there or does not fit the model, or the model's weights are not those
+        CheckpointError: If the checkpoint is missing or does not fit the model, or the model's parameters are not those
             of step 0 where the replay begins there.
         StoreError: If the run cannot be read.
 
@@ -140,7 +140,7 @@ def run_experiment(
     value, control_value = _level(changed), _level(control)
     outcome, supports = _verdict(kind, str(row["title"].values), has_failed, value, control_value, changed, control)
     blank = {
-        "outcome": ("", "", "what came of it; empty: it was not run"),
+        "outcome": ("", "", "the outcome; empty: it was not run"),
         "is_done": (False, "", "whether it was run"),
         "supports": (False, "", "whether it speaks for the cause"),
         "value": (math.nan, "nat", "mean loss over the last fifth of the changed replay; NaN: not run, or diverged"),
@@ -177,7 +177,7 @@ def _place(table: xr.Dataset, experiment: str | int) -> int:
 
 
 class _Replay:
-    """What both replays share."""
+    """The settings and data that both replays share."""
 
     def __init__(
         self,
@@ -251,24 +251,24 @@ class _Replay:
         return np.array(found + [math.nan] * (self.n_steps - len(found)))
 
     def check_begins_as_recorded(self, control: np.ndarray) -> None:
-        """Refuse other weights than the run began with, by the loss of the first batch; a checkpoint says it better."""
+        """Refuse other initial parameters than the run's by the loss of the first batch, where no checkpoint exists."""
         loss = float(self.record.values("monitors", "loss")[0])
         if self.from_step or self.has_first or self.record.steps[0] != 0 or not np.isfinite([loss, control[0]]).all():
             return
         if abs(control[0] - loss) > _FIRST_LOSS * abs(loss):
             raise OptionError(
                 f"The replay from step 0 begins with a loss of {control[0]:.3g}, the run began with {loss:.3g}; pass "
-                "the model with the weights that training began with, and the run's own task, precision and faults."
+                "the model with the parameters that training began with, and the run's own task, precision and faults."
             )
 
     def _optimizer(self, model: nn.Module, plan: Mapping[str, Any], change: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """As the checkpoint has it, at the peak rate."""
+        """The optimizer with the state of the checkpoint, at the peak rate."""
         given = {name: plan[name] for name in ("optimizer", "optimizer_options", "learning_rate") if name in plan}
         optimizer = TrainingPlan(n_steps=1, **given).optimizer_for(model)
         peaks = [float(group["lr"]) for group in optimizer.param_groups]
         if self.place is not None:
             load_weights(model, self.place)
-            if (self.place / "training.pt").exists():  # other checkpoints have weights alone: the optimizer begins anew
+            if (self.place / "training.pt").exists():  # other checkpoints hold no state of the optimizer
                 optimizer.load_state_dict(read_checkpoint(self.place).optimizer)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak
@@ -281,7 +281,7 @@ class _Replay:
         return optimizer
 
     def _rates(self, peak: float) -> np.ndarray:
-        """The rate of each step of the run, from 0."""
+        """The learning rate of each step of the run, from step 0."""
         rate = self.record.monitor("learning_rate")
         last = int(self.record.steps[-1])
         if rate is None:
@@ -291,7 +291,7 @@ class _Replay:
 
 
 def _check_is_first(model: nn.Module, place: Path) -> None:
-    """Refuse a model with other weights than those of the run's first checkpoint."""
+    """Refuse a model with other parameters than those of the run's first checkpoint."""
     first = copy.deepcopy(model)
     load_weights(first, place)
     for (name, own), right in zip(model.state_dict().items(), first.state_dict().values(), strict=True):
@@ -308,7 +308,7 @@ def _judge(kind: FailureKind, record: Record, step: int, control: np.ndarray, ch
         return True, not _is_lower(changed, control)
     loss = record.values("monitors", "loss")
     loss = loss[np.isfinite(loss)]
-    if kind is FailureKind.DIVERGED:  # a loss that runs away does so in a few steps, which a median would hide
+    if kind is FailureKind.DIVERGED:  # a loss diverges within a few steps, which a median would hide
         recorded = float(np.max(loss - np.minimum.accumulate(loss)))
         rise = max(_AGAIN * recorded, _NOISES * _noise(loss), _SHARE * float(np.min(loss)))
         return _has_risen(control, rise), _has_risen(changed, rise)
@@ -318,7 +318,7 @@ def _judge(kind: FailureKind, record: Record, step: int, control: np.ndarray, ch
 
 
 def _has_risen(losses: np.ndarray, rise: float, *, window: int = 1) -> bool:
-    """Whether it diverged, or rose so far above where it had come down to."""
+    """Whether the loss diverged, or rose by at least ``rise`` above its lowest level so far."""
     if not np.isfinite(losses).all():
         return True
     smooth = running_median(losses, min(window, len(losses)))
@@ -326,12 +326,12 @@ def _has_risen(losses: np.ndarray, rise: float, *, window: int = 1) -> bool:
 
 
 def _noise(losses: np.ndarray) -> float:
-    """Scatter from step to step, robustly."""
+    """Robust scatter of the loss from step to step."""
     return 1.48 * float(np.median(np.abs(np.diff(losses)))) / math.sqrt(2) if len(losses) > 2 else 0.0
 
 
 def _is_lower(changed: np.ndarray, control: np.ndarray) -> bool:
-    """Whether the changed replay ends lower by more than its noise."""
+    """Whether the changed replay ends lower than the unchanged one by more than the noise."""
     if not np.isfinite(changed).all():
         return False
     if not np.isfinite(control).all():
@@ -342,7 +342,7 @@ def _is_lower(changed: np.ndarray, control: np.ndarray) -> bool:
 
 
 def _level(losses: np.ndarray) -> float:
-    """Mean over the last fifth; NaN: it diverged."""
+    """Mean loss over the last fifth; NaN if it diverged."""
     return float(np.mean(losses[-max(1, len(losses) // 5) :]))
 
 
@@ -355,7 +355,7 @@ def _verdict(
     changed: np.ndarray,
     control: np.ndarray,
 ) -> tuple[str, bool]:
-    """One sentence, and whether it speaks for the cause."""
+    """The outcome as a sentence, and whether it supports the cause."""
 
     def how(losses: np.ndarray, level: float) -> str:
         bad = np.flatnonzero(~np.isfinite(losses))
@@ -364,11 +364,11 @@ def _verdict(
     ends = f"with {title} the replay {how(changed, value)}, unchanged it {how(control, control_value)}"
     again, still = failed
     if not again:
-        return f"Undecided, as the failure did not come again: {ends}.", False
+        return f"Undecided, as the failure did not recur: {ends}.", False
     if kind is FailureKind.STALLED:
         return f"{'For' if not still else 'Against'} this cause: {ends}.", not still
     return (
         f"{'For' if not still else 'Against'} this cause, as the failure "
-        f"{'stays away' if not still else 'comes again'}: {ends}.",
+        f"{'does not recur' if not still else 'recurs'}: {ends}.",
         not still,
     )

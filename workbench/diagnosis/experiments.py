@@ -1,4 +1,4 @@
-"""The cheapest experiment that would decide: one change for each cause, where to begin, what to expect."""
+"""Propose the cheapest deciding experiments: one change for each cause, the step to begin at, the expected outcome."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from workbench.schema.statuses import FailureKind
 
 #: Causes less likely than this are not worth an experiment.
 _LEAST_PROBABILITY = 0.01
-#: Steps replayed beyond where the record shows the failure.
+#: Steps replayed after the step at which the record shows the failure.
 _MARGIN = 15
-#: Of a run that stalled, so large a part is replayed, at least and at most so many steps.
+#: Share of a stalled run that is replayed, and the fewest and most steps.
 _STALLED_SHARE, _FEWEST, _MOST = 0.3, 30, 200
 #: A schedule warms up over this share of the run.
 _WARM_UP = 0.15
-#: The rate is taken to have jumped where it rises so much from one step to the next.
+#: The rate has jumped where it rises by this factor from one step to the next.
 _JUMP = 1.5
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A replay of a part of the run with one change, beside the same part without it.
+    """A replay of a part of the run with one change, compared with an unchanged replay.
 
     Attributes:
-        cause: That it would decide about.
-        title: What is changed, in words.
+        cause: The cause that it would decide about.
+        title: Description of the change.
         change: The same as plain values, for `run_experiment`.
-        n_steps: To replay.
-        from_step: Of the checkpoint to begin from; 0: fresh weights.
-        if_right: What is seen if it is this cause.
-        if_wrong: What is seen if it is another one.
+        n_steps: Steps to replay.
+        from_step: Step of the checkpoint to begin from; 0: initial parameters.
+        if_right: Expected outcome if it is this cause.
+        if_wrong: Expected outcome if it is another one.
         cost: Steps of both replays over the steps of the run.
-        information: Entropy of the answer, in bits: most where the cause is as likely as not.
+        information: Entropy of the answer, in bits: highest where the cause is as likely as not.
     """
 
     cause: str
@@ -61,14 +61,14 @@ def propose(
     *,
     checkpoints: Mapping[int, Path],
 ) -> list[Experiment]:
-    """Experiments that would decide, what tells most for its cost first.
+    """Propose deciding experiments, those with the most information for their cost first.
 
     Args:
-        record: Of the run.
-        failure: Of it.
-        probability: Of each cause.
+        record: Record of the run.
+        failure: Its failure.
+        probability: Probability of each cause.
         layers: Block at fault by cause; -1: none in particular.
-        checkpoints: By step.
+        checkpoints: Checkpoints by step.
     """
     n_all = int(record.steps[-1] - record.steps[0]) + 1
     found = []
@@ -93,7 +93,7 @@ def propose(
 
 
 def _eps(record: Record) -> float:
-    """That the run had; infinite where its optimizer is not known to have one."""
+    """The eps of the run's optimizer; infinite where none is recorded."""
     known = str(record.setting("training", "optimizer", default="")).lower()
     if not known.startswith("adam"):
         return math.inf
@@ -113,7 +113,7 @@ def _length(record: Record, failure: Failure, from_step: int) -> int:
 
 
 def _change(cause: str, record: Record, failure: Failure, layer: int) -> tuple[str, dict[str, Any], bool]:
-    """In words, as plain values, and whether it has to act from fresh weights on."""
+    """The change as text and as plain values, and whether it has to act from the initial parameters on."""
     if cause == "learning_rate":
         return "a quarter of the learning rate", {"setting": "learning_rate", "factor": 0.25}, False
     if cause == "schedule":
@@ -175,7 +175,7 @@ def _schedule_change(record: Record, failure: Failure) -> tuple[str, dict[str, A
 
 
 def _end_of_burst(record: Record, failure: Failure) -> int:
-    """The last batch that the loss saw badly: where it has come half way back, or the end."""
+    """The last batch of the burst: where the loss has recovered half of its rise, or the end of the run."""
     rises = failure.smooth - np.minimum.accumulate(failure.smooth)
     peak = int(np.argmax(rises))
     back = np.flatnonzero(rises[peak:] < 0.3 * rises[peak])

@@ -1,8 +1,8 @@
-"""A failed run as the symptoms read it: plain arrays by name, and nothing of what a study planted.
+"""Read a failed run for the symptoms: plain arrays by name, without the faults that a study injected.
 
-Whatever a run is kept in becomes a `Record`: a store, a tree in memory, a thin log, with or without checkpoints. What
-is not there is None, and the symptoms that need it are silent. Events of kind "fault" and the faults of a configuration
-are left out here, at the only door, so that no symptom can read them.
+A store, a tree in memory or a thin log becomes a `Record`, with or without checkpoints. Missing data are None, and
+symptoms that need them are left out. Events of kind "fault" and the faults of a configuration are removed here, the
+only place where runs are read, so that no symptom can use them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from workbench.diagnosis.checkpoint_evidence import WeightMeasurement
 
-#: Parts that symptoms look at.
+#: Parts that symptoms read.
 PARTS = ("monitors", "optimizer", "activations", "attention", "router", "spectra")
 _LEAST_STEPS = 5
 #: A run whose last step is beyond these has diverged (RKSP's label, as in `workbench.TrainingPlan`).
@@ -34,14 +34,14 @@ _LOSS_LIMIT, _NORM_LIMIT = 50.0, 500.0
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a run.
+    """All recorded data of a run that symptoms may read.
 
     Attributes:
-        parts: Name of a part -> dataset with a coordinate ``step``; ``monitors`` is always there.
-        configuration: What the store says of model, task and training; empty where nothing does.
+        parts: Name of a part -> dataset with a coordinate ``step``; always includes ``monitors``.
+        configuration: Model, task and training as the store records them; empty where it does not.
         subject: Name of the model, for titles.
         diverged_at: Step of the recorded divergence; None: none was recorded.
-        weights: What checkpoints say of each block's weights; None: there are none.
+        weights: Sizes of each block's weights from checkpoints; None: there are none.
         source: Path of the run, or "".
     """
 
@@ -54,7 +54,7 @@ class Record:
 
     @property
     def steps(self) -> np.ndarray:
-        """Of the monitors, int64, rising."""
+        """Steps of the monitors, int64, rising."""
         return self.parts["monitors"]["step"].values.astype(np.int64)
 
     def has(self, part: str, variable: str) -> bool:
@@ -68,11 +68,11 @@ class Record:
         return np.asarray(self.parts[part][variable].values, dtype=np.float64)
 
     def monitor(self, name: str) -> np.ndarray | None:
-        """A number of each step; None: it was not recorded."""
+        """A monitor at each step; None if it was not recorded."""
         return self.values("monitors", name) if self.has("monitors", name) else None
 
     def steps_of(self, part: str) -> np.ndarray:
-        """When a part was looked at."""
+        """The steps at which a part was measured."""
         return self.parts[part]["step"].values.astype(np.int64)
 
     def setting(self, *path: str, default: Any = None) -> Any:
@@ -86,15 +86,15 @@ class Record:
 
 
 def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record:
-    """A run as the symptoms read it.
+    """Read a run for the symptoms.
 
     Args:
         run: Path of a store or netCDF file, a tree as `workbench.open_run` gives it, or a dataset from `read_log`.
-        weights: What checkpoints say, see `workbench.diagnosis.checkpoint_evidence`.
+        weights: Measurement of its checkpoints, see `workbench.diagnosis.checkpoint_evidence`.
 
     Raises:
         StoreError: If there is no run at the path.
-        SchemaError: If it has no monitors with a loss, or too few steps to say anything.
+        SchemaError: If it has no monitors with a loss, or too few steps to diagnose.
     """
     import xarray as xr
 
@@ -143,7 +143,7 @@ def _configuration(attrs: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _events(run: xr.DataTree) -> list[tuple[int, str]]:
-    """Steps and kinds of the events; those that tell of faults are left out."""
+    """Steps and kinds of the events, without those of faults."""
     if "events" not in run.children or "kind" not in run["events"]:
         return []
     events = run.children["events"].to_dataset(inherit=False)
@@ -162,12 +162,12 @@ def _divergence(run: xr.DataTree) -> int | None:
     if loss[-1] > _LOSS_LIMIT or norm[-1] > _NORM_LIMIT:
         return int(steps[-1])
     bad = np.flatnonzero(~np.isfinite(loss))
-    if not len(bad) or bad[-1] != len(loss) - 1:  # a hole in a log is no divergence; an end without numbers is
+    if not len(bad) or bad[-1] != len(loss) - 1:  # a gap within a log is no divergence
         return None
     last_good = np.flatnonzero(np.isfinite(loss))
     return int(steps[last_good[-1] + 1]) if len(last_good) else int(steps[0])
 
 
 def finite_log10(value: float, least: float = 1e-12) -> float:
-    """log10 of a number that is at least a little above zero; NaN of what is not finite."""
+    """log10 of a number, which is raised to ``least``; NaN if it is not finite."""
     return math.log10(max(value, least)) if math.isfinite(value) else math.nan

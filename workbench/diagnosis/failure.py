@@ -1,4 +1,4 @@
-"""When did it break, and how? Read from the loss alone, without a healthy run to compare with."""
+"""Find when and how a run failed, from its loss alone, without a healthy run to compare with."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from workbench.diagnosis.failed_run import Record
 from workbench.schema.statuses import FailureKind
 
-#: Steps of the running median that noise is taken out with, at most; a tenth of short runs.
+#: Longest window of the running median that removes noise, in steps; a tenth of short runs.
 _WINDOW = 15
-#: A rise counts as a failure where it undoes this share of what was learned, and exceeds so many times the noise.
+#: A rise counts as a failure where it undoes this share of what was learned, and exceeds this multiple of the noise.
 _SHARE, _NOISES = 0.3, 4.0
-#: A rise by less than this share of the loss is none that anybody would call a failure.
+#: A rise by less than this share of the loss is not a failure.
 _FAR = 0.05
 #: Learning has ended where the loss has come down this share of the way.
 _MOST = 0.9
@@ -24,15 +24,15 @@ class Failure:
     """How a run failed.
 
     Attributes:
-        kind: Diverged; spike, the loss rose above where it had been and stayed or came back; or stalled, neither: if
-            the run failed, then by learning too little.
-        step: Where it began: of a divergence or a spike the last step at which the loss was as low as it had been; of
-            a run that stalled the step by which it had done most of what it ever did.
-        row: The row of the monitors of that step.
-        rise: Largest rise of the smoothed loss above where it had come down to, in nats.
+        kind: Diverged; spike, if the loss rose and stayed high or recovered; or stalled, if neither: then the run can
+            only have failed by learning too little.
+        step: Step at which the failure began: of a divergence or a spike the last step at which the loss was as low
+            as before; of a stalled run the step by which the loss had fallen most of its way.
+        row: Row of the monitors at that step.
+        rise: Largest rise of the smoothed loss above its lowest level so far, in nats.
         smooth: Running median of the loss, shape (step,).
         noise: Median distance of two successive losses over the root of two, in nats.
-        recovered: Share of the rise that was made good by the end; 0 where the run diverged.
+        recovered: Share of the rise that was recovered by the end; 0 where the run diverged.
     """
 
     kind: FailureKind
@@ -45,7 +45,7 @@ class Failure:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether it learned too little, so that there is no step at which anything went wrong."""
+        """Whether the run learned too little, so that there is no step at which it failed."""
         return self.kind is FailureKind.STALLED
 
     def last_row(self, steps: np.ndarray) -> int:
@@ -61,7 +61,7 @@ class Failure:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the loss itself shows it; of a run that stalled it does not, for no other run says what was due."""
+        """Whether the loss itself shows the failure; not of a stalled run, which is not compared with a healthy one."""
         if self.kind is not FailureKind.SPIKE:
             return self.kind is FailureKind.DIVERGED
         best = np.minimum.accumulate(self.smooth)
@@ -69,9 +69,9 @@ class Failure:
 
     @property
     def words(self) -> str:
-        """Half a sentence."""
+        """The failure as a clause without a capital or a full stop."""
         if self.kind is FailureKind.DIVERGED:
-            return f"the loss left its course at step {self.step} and the run diverged"
+            return f"the loss began to rise at step {self.step} and the run diverged"
         if self.kind is FailureKind.SPIKE and self.is_seen:
             return f"the loss rose by {self.rise:.3g} nats from step {self.step} on" + (
                 " and came back" if self.recovered > 0.7 else ""
@@ -82,7 +82,7 @@ class Failure:
 
 
 def find_failure(record: Record) -> Failure:
-    """Where and how the loss of a run went wrong."""
+    """Find where and how the loss of a run failed."""
     steps, loss = record.steps, record.values("monitors", "loss")
     known = np.isfinite(loss)
     filled = np.interp(np.arange(len(loss)), np.flatnonzero(known), loss[known]) if known.any() else np.zeros(len(loss))

@@ -1,8 +1,8 @@
-"""From symptoms to causes: additive evidence, small enough to read.
+"""Rank causes by additive evidence from symptoms.
 
 A multinomial logistic regression with a strong quadratic penalty (Hoerl and Kennard's ridge, on the logit), fitted to
 recorded runs whose cause was planted. Each symptom adds ``weight[cause] * (strength - usual)`` to the log-odds of a
-cause; a symptom that is not there adds nothing, so a thin log gives a less certain answer and no other one.
+cause; a missing symptom adds nothing, so a log with few variables gives a less certain answer, not another one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from workbench.errors import OptionError, StoreError
 from workbench.io.atomic import write_json
 
 _SHIPPED = Path(__file__).parent / "shipped" / "rules.json"
-#: By this factor, squared, symptoms are penalized less that decide by what they are, for the recorded runs are few for
-#: each; and more those that may go with a cause only by the way the runs were made.
+#: The penalty is divided by the square of this factor. It is above 1 for symptoms that decide by definition, of which
+#: there are few recorded runs each, and below 1 for those that may correlate with a cause only because of how the runs
+#: were made.
 TRUST: dict[str, float] = {
     "rate_jumps": 2.5, "rise_out_of_nothing": 2.5, "a_block_stands_out": 2.5, "routing_is_off": 2.5,
     "rate_is_spent": 2.0, "eps_rules": 2.0, "batches_shrink": 2.0, "logits_without_focus": 2.0,
@@ -38,12 +39,12 @@ class Rules:
     """Weights of symptoms for causes.
 
     Attributes:
-        causes: Shape (cause,).
+        causes: Names, shape (cause,).
         symptoms: Names, shape (symptom,).
         weight: Shape (cause, symptom); adds up to 0 over the causes.
-        usual: Strength of each symptom that says nothing: its mean over the recorded runs, shape (symptom,).
-        bias: Shape (cause,).
-        about: What they were fitted to.
+        usual: Strength at which each symptom is no evidence: its mean over the recorded runs, shape (symptom,).
+        bias: Log-odds of each cause without symptoms, shape (cause,).
+        about: Description of the runs they were fitted to.
     """
 
     causes: tuple[str, ...]
@@ -57,13 +58,13 @@ class Rules:
     def fit(
         cls, examples: Iterable[tuple[Mapping[str, float], str]], *, penalty: float = 1.0, about: str = ""
     ) -> Rules:
-        """From failed runs of known cause.
+        """Fit rules to failed runs of known cause.
 
         Args:
-            examples: Strengths of the symptoms of a run by name, and its cause; a run may be there several times, with
+            examples: Strengths of the symptoms of a run by name, and its cause; a run may be given several times, with
                 fewer symptoms each time.
-            penalty: Of the squared weights.
-            about: Where the runs come from, for people.
+            penalty: Coefficient of the squared weights.
+            about: Description of the runs.
 
         Raises:
             OptionError: If there are fewer than two causes among them.
@@ -90,19 +91,19 @@ class Rules:
         return cls(causes, symptoms, weight - weight.mean(axis=0), usual, bias - bias.mean(), about)
 
     def evidence(self, strengths: Mapping[str, float]) -> np.ndarray:
-        """What each symptom adds to the log-odds of each cause, shape (cause, symptom); 0 for those not there."""
+        """What each symptom adds to the log-odds of each cause, shape (cause, symptom); 0 for missing symptoms."""
         row = np.array([strengths.get(name, math.nan) for name in self.symptoms], dtype=np.float64)
         return self.weight * np.where(np.isnan(row), 0.0, row - self.usual)
 
     def probabilities(self, strengths: Mapping[str, float]) -> dict[str, float]:
-        """Of each cause, falling; adds up to 1."""
+        """Probability of each cause, in falling order; adds up to 1."""
         logits = self.evidence(strengths).sum(axis=1) + self.bias
         found = np.exp(logits - logits.max())
         found /= found.sum()
         return {self.causes[i]: float(found[i]) for i in np.argsort(-found, kind="stable")}
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
-        """Write them as JSON."""
+        """Write the rules as JSON."""
         content = {
             "about": self.about,
             "causes": list(self.causes),
@@ -116,10 +117,10 @@ class Rules:
 
     @classmethod
     def open(cls, path: Path | str) -> Rules:
-        """Read what `save` wrote.
+        """Read rules that `save` wrote.
 
         Raises:
-            StoreError: If it is not there or something else.
+            StoreError: If the file is missing or holds no rules.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -135,7 +136,7 @@ class Rules:
 
     @classmethod
     def shipped(cls) -> Rules:
-        """Those fitted to the recorded runs; see data/README.md."""
+        """The rules fitted to the recorded runs; see data/README.md."""
         return cls.open(_SHIPPED)
 
 

@@ -140,7 +140,7 @@ def singular_values(
 
 
 def of_matrix(matrix: np.ndarray, n_largest: int) -> SingularValues:
-    """The same of a Jacobian that is at hand."""
+    """Singular values of a Jacobian that is given as a matrix."""
     if not np.isfinite(matrix).all():
         return _none_of("the Jacobian is not finite", n_largest)
     largest = np.full(n_largest, np.nan)

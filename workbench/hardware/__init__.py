@@ -1,4 +1,4 @@
-"""What a plan's hardware does to the numbers: read the plan, and emulate its reductions and formats on a model."""
+"""Effects of a plan's hardware on the numbers: read the plan, and emulate its reductions and formats on a model."""
 
 from workbench.hardware.hardware_assessment import assess_hardware
 from workbench.hardware.hazards import HAZARDS, Hazard

@@ -1,4 +1,4 @@
-"""What every emulation starts from: a model, batches cut into micro-batches, a plan; and what it hands back."""
+"""Input and output of every emulation: a model, batches split into micro-batches and a plan; and a finding."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
     from workbench.hardware.plan_files import AssessmentPlan
     from workbench.training.training_plan import TrainingPlan
 
-#: Micro-batches that gradients are measured of.
+#: Number of micro-batches whose gradients are measured.
 MAX_SHARES = 32
 
 
 class NotMeasured(Exception):  # noqa: N818  (a result, caught by who asked; not an error of the user's)
-    """An emulation cannot be done on this model; the text says why, as part of a sentence."""
+    """An emulation is impossible on this model; the message gives the reason as a clause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What an emulation found.
+    """The result of an emulation.
 
     Attributes:
         effect: The number that is compared with the hazard's limits.
-        meaning: What it means for this plan, one sentence.
+        meaning: Its meaning for this plan, one sentence.
         how: How it was emulated, one sentence.
-        n_trials: Emulations that it is the mean of.
+        n_trials: Number of emulations that it is the mean of.
         relative_error: Norm of the change of the gradient (or update) over its norm; NaN: it does not apply.
         error_over_noise: The same over the sampling noise of the plan's batch.
         shrinkage: Share of the gradient (or update) that is missing along itself.
-        shrinkage_error: Standard error of it between draws; 0 where nothing is drawn.
-        cosine: Between the gradient with and without.
+        shrinkage_error: Its standard error between draws; 0 where nothing is drawn.
+        cosine: Cosine between the gradient with the effect and without.
         layer_errors: Relative error in each block.
-        growth: Terms that are added up -> relative error of their sum.
-        is_extrapolated: Whether the effect is beyond what was emulated.
+        growth: Number of terms -> relative error of their sum.
+        is_extrapolated: Whether the effect is extrapolated beyond the emulated number of terms.
         remedy_value: Another remedy than the hazard's usual one.
     """
 
@@ -70,17 +70,17 @@ class Emulation:
     """A model, micro-batches for it, and the plan that is emulated.
 
     Args:
-        model: Any module; every emulation works on a copy of its own.
-        batches: Inputs and targets, where the model is.
-        plan: What is planned.
-        loss: From logits and targets.
-        seed: Of all draws.
+        model: Any module; every emulation works on a separate copy.
+        batches: Inputs and targets, on the model's device.
+        plan: The plan.
+        loss: Function of logits and targets.
+        seed: Seed of all draws.
 
     Attributes:
         rows: Sequences in a micro-batch: as in the plan, or fewer where the batches hold too few for all shares.
-        micro_batches: The batches cut into such, 32 at most.
-        known: Findings that several hazards are judged by.
-        measured: Other things that several hazards need, by name.
+        micro_batches: The batches split into such, 32 at most.
+        known: Findings that several hazards share.
+        measured: Other measurements that several hazards share, by name.
 
     Raises:
         OptionError: If the batches hold fewer than two sequences.
@@ -111,7 +111,7 @@ class Emulation:
 
     @cached_property
     def anatomy(self) -> Anatomy | None:
-        """The residual blocks, by name as in any copy; None: they cannot be read."""
+        """The residual blocks, whose names are those of any copy; None if they cannot be read."""
         try:
             return read_anatomy(self.model, self.micro_batches[0][0])
         except AnatomyError:
@@ -134,7 +134,7 @@ class Emulation:
         return ShareGradients(torch.stack(rows), self.rows, layout)
 
     def layout_of(self, copy: WorkingCopy, *, n_shares: int) -> GradientLayout:
-        """Which entries of the gradients are looked at."""
+        """The entries of the gradients that are kept."""
         names = self.layer_names
         layers = [next((i for i, n in enumerate(names) if name.startswith(f"{n}.")), -1) for name in copy.names]
         return GradientLayout.of(copy.weights, layers, len(names), n_shares=n_shares)
@@ -144,7 +144,7 @@ class Emulation:
         return WorkingCopy(self.model, self.loss)
 
     def generator(self, *key: str | int) -> torch.Generator:
-        """Random numbers of one emulation's own."""
+        """The random generator of one emulation."""
         return torch.Generator().manual_seed(mixed_seed("hardware", self.seed, *key))
 
     @property
@@ -159,14 +159,14 @@ class Emulation:
         return error_norm / self.noise if self.noise else math.inf
 
     def worst_layer(self, errors: np.ndarray | None) -> str:
-        """Half a sentence that names the block with the largest relative error; empty if there is none."""
+        """A clause that names the block with the largest relative error; empty if there is none."""
         if errors is None or not len(errors) or np.isnan(errors).all():
             return ""
         worst = int(np.nanargmax(errors))
         return f", most in {self.layer_names[worst]} ({percent(errors[worst])})"
 
     def _cut(self) -> list[Batch]:
-        """The rows of all batches in micro-batches; what is left over at the end of a batch is dropped."""
+        """Split all batches into micro-batches; examples left over at the end of a batch are dropped."""
         found = []
         for inputs, targets in self.batches:
             for start in range(0, count_rows(inputs) - self.rows + 1, self.rows):

@@ -1,4 +1,4 @@
-"""Every hazard of a plan, measured on a model -> one labelled dataset."""
+"""Measure every hazard of a plan on a model, into one labelled dataset."""
 
 from __future__ import annotations
 
@@ -53,35 +53,35 @@ def assess_hardware(
     loss: Loss = token_loss,
     say: Callable[[str], None] | None = None,
 ) -> xr.Dataset:
-    """Which numerical hazards follow from a plan, and their effect, measured by emulating them on a model.
+    """Measure the numerical hazards of a plan by emulating them on a model.
 
-    Everything is emulated on copies, in one process, with the real gradients of the model; it is left as it was, and
-    so are all random states. How the plan's run is represented:
+    Everything is emulated on copies, in one process, with the real gradients of the model; the model and all random
+    states are left unchanged. How the plan's run is represented:
 
     - The global batch is cut into ``data_parallel * accumulation`` shares. Gradients of up to 32 micro-batches are
       measured, each of as many sequences as a share has, or fewer where the batches hold too few. If these are not all
-      shares, terms are drawn from them anew; see `workbench.hardware.share_gradients.ShareGradients.terms`.
-    - Up to 1,024 terms are added up as they are; the error of more is extrapolated from those counts, and the hazard
-      says so (``is_extrapolated``, ``how``, ``growth``).
-    - The reference of a sum is the float64 sum of the very same terms; of a forward and backward pass, float32.
-    - Sampling noise is that of the plan's whole batch, from the spread of the micro-batches.
+      shares, terms are resampled from them; see `workbench.hardware.share_gradients.ShareGradients.terms`.
+    - Up to 1,024 terms are added up directly; the error of more is extrapolated from those counts, which the result
+      records (``is_extrapolated``, ``how``, ``growth``).
+    - The reference of a sum is the float64 sum of the same terms; of a forward and backward pass, float32.
+    - Sampling noise is that of the plan's global batch, estimated from the spread of the micro-batches.
     - A model thinner or shallower than the plan's target stands for it: rounding in sums over its width, and the
       number of buckets, are its own.
 
     Args:
         model: Fresh or trained, small enough to run; computed in float32 on its device.
         batches_or_task: A task, or anything `workbench.tasks.as_task` takes; None: the plan's own task.
-        plan: What `read_plan` takes.
-        n_batches: Batches that are looked at; fewer where there are fewer.
-        seed: Of all draws.
-        hazards: Names of those to look at; None: all.
-        loss: From logits and targets to a 0-dim tensor.
-        say: Called with the title of each hazard that applies, before it is emulated; what it raises ends it.
+        plan: A plan, or a source that `read_plan` takes.
+        n_batches: Number of batches to measure; fewer where there are fewer.
+        seed: Seed of all draws.
+        hazards: Names of the hazards to measure; None: all.
+        loss: Function of logits and targets that returns a 0-dim tensor.
+        say: Called with the title of each hazard that applies, before it is emulated; an exception ends the assessment.
 
     Returns:
         Dataset with the dimensions ``hazard``, ``layer`` and ``n_terms``: ``effect``, which is compared with
-        ``healthy_limit`` and ``failing_limit``, and what else was found. NaN: not measured, as the hazard does not
-        apply or, then ``state`` says so, could not be emulated; or there is no such number.
+        ``healthy_limit`` and ``failing_limit``, and further findings. NaN: not measured, as the hazard does not
+        apply or, as ``state`` records, could not be emulated; or there is no such number.
 
     Raises:
         OptionError: If the plan, a name or a number is impossible, the batches hold fewer than two sequences, or
@@ -112,7 +112,7 @@ def assess_hardware(
             n_channels=sizes.n_channels,
         )
     task = as_task(batches_or_task)
-    # A list of batches is gone through again and again: rows seen twice would look like less noise.
+    # A list of batches is repeated endlessly: examples used twice would underestimate the noise.
     n_different = min(n_batches, int(task.describe().get("n_batches", n_batches)))
     device = next(module.parameters()).device
     with RandomStream(seed, device=device).active():
@@ -158,7 +158,7 @@ def _chosen(names: Collection[str] | None) -> list[Hazard]:
 
 
 def _measured(hazard: Hazard, emulation: Emulation) -> Finding:
-    """What was found of a hazard; NaN where it does not apply or cannot be emulated."""
+    """The finding on a hazard; NaN where it does not apply or cannot be emulated."""
     if not hazard.applies(emulation.plan):
         return Finding(effect=math.nan, meaning="It does not follow from this plan.", how="", n_trials=0)
     try:

@@ -1,4 +1,4 @@
-"""The numerical hazards of a plan: what each follows from, how it is measured, what is too much, and why."""
+"""The numerical hazards of a plan: the setting that causes each, its measurement, its limits and their reason."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ _RATE = "A factor of two below the largest stable rate is the usual margin; abov
 
 @dataclass(frozen=True)
 class Hazard:
-    """Something in a plan that may spoil the numbers.
+    """A setting of a plan that may cause numerical errors.
 
     Attributes:
         id: Its name.
-        title: For people.
-        setting: The key of the plan that it follows from.
-        applies: Whether it follows from a plan.
+        title: Title shown to the user.
+        setting: The key of the plan that causes it.
+        applies: Whether a plan has it.
         measure: Measures its effect.
-        unit: Of the effect.
+        unit: Unit of the effect.
         healthy_limit: An effect above it is at risk.
         failing_limit: An effect above it is failing.
-        reason: Why these limits.
+        reason: Reason of these limits.
         remedy_setting: The key to change.
-        remedy_value: To what.
+        remedy_value: Its proposed value.
 
     Example:
         >>> import workbench as wb
@@ -86,7 +86,7 @@ class Hazard:
     remedy_value: str
 
     def state_of(self, effect: float) -> CriterionState:
-        """Where an effect lies against the limits; NaN is not measured."""
+        """State of an effect relative to the limits; NaN is not measured."""
         if math.isnan(effect):
             return CriterionState.NOT_MEASURED
         if effect <= self.healthy_limit:

@@ -1,4 +1,4 @@
-"""How much room a low-precision format leaves: gradients that vanish, gradients and activations that overflow."""
+"""Margins of a low-precision format: gradients that underflow, gradients and activations that overflow."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ TAIL = 0.01
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """How large numbers are that would be stored in a low-precision format.
+    """Sizes of the numbers that would be stored in a low-precision format.
 
     Attributes:
         weight_gradients: Absolute values of nonzero entries of the gradients of weights, a sample; float32.
-        state_gradients: The same of the gradients of what modules give out, as the backward pass hands them on; those
-            that backward hooks do not see are missing.
-        largest_gradient: Of both, not a sample.
-        largest_activation: Of all that modules give out.
-        where: The module that gave it.
+        state_gradients: The same of the gradients of module outputs; those that backward hooks do not receive are
+            missing.
+        largest_gradient: Largest of both, not of a sample.
+        largest_activation: Largest of all module outputs.
+        where: The module with this output.
     """
 
     weight_gradients: Tensor
@@ -45,7 +45,7 @@ class Magnitudes:
 
 
 def magnitudes(emulation: Emulation) -> Magnitudes:
-    """Magnitudes in float32, at the initial weights and after each of the plan's first few updates on a copy."""
+    """Measure magnitudes in float32, at initialization and after each of the plan's first few updates on a copy."""
     copy = emulation.copy()
     optimizer = updating(emulation, copy)
     peaks = [group["lr"] for group in optimizer.param_groups]
@@ -74,7 +74,7 @@ def magnitudes(emulation: Emulation) -> Magnitudes:
 
 
 def known_magnitudes(emulation: Emulation) -> Magnitudes:
-    """`magnitudes`, measured once for all hazards that ask."""
+    """`magnitudes`, measured once for all hazards that need them."""
     if "magnitudes" not in emulation.measured:
         emulation.measured["magnitudes"] = magnitudes(emulation)
     return emulation.measured["magnitudes"]
@@ -88,7 +88,7 @@ def dynamic_scale(largest: float, kind: torch.dtype) -> float:
 def share_lost(values: Tensor, scale: float, kind: torch.dtype) -> float:
     """Share of nonzero values that are zero in a format once multiplied by the loss scale; 0 for no values."""
     values = values[values != 0]
-    # In float64: a product that is already below float32 would vanish for another reason.
+    # In float64: a product below the range of float32 would vanish for another reason.
     return float(((values.double() * scale).to(kind) == 0).double().mean()) if values.numel() else 0.0
 
 
@@ -111,7 +111,7 @@ def gradient_underflow(emulation: Emulation) -> Finding:
 
 
 def gradient_range(emulation: Emulation) -> Finding:
-    """How much of the format's range the gradients take, whatever the loss scale."""
+    """How much of the format's range the gradients need, at any loss scale."""
     kind, name = narrow_format(emulation)
     found = known_magnitudes(emulation)
     total, left = octaves_of(kind), _octaves(found, kind)
@@ -157,7 +157,7 @@ def activation_overflow(emulation: Emulation) -> Finding:
 
 
 def octaves_of(kind: torch.dtype) -> float:
-    """Octaves between the smallest number that is not zero and the largest: 40 for float16, 261 for bfloat16."""
+    """Octaves between the smallest nonzero number and the largest: 40 for float16, 261 for bfloat16."""
     return math.log2(torch.finfo(kind).max) - math.log2(torch.finfo(kind).smallest_normal * torch.finfo(kind).eps)
 
 
@@ -186,7 +186,7 @@ def _octaves(found: Magnitudes, kind: torch.dtype) -> float:
 
 
 def _tail(values: Tensor) -> float:
-    """The value that a share ``TAIL`` of them lies below; at least the smallest number of float32."""
+    """The quantile ``TAIL`` of the values; at least the smallest number of float32."""
     index = max(1, math.ceil(TAIL * values.numel()))
     return float(values.kthvalue(index).values)
 
@@ -203,7 +203,7 @@ def _how() -> str:
 
 
 def _sample(tensors: list[Tensor], generator: torch.Generator) -> Tensor:
-    """Absolute nonzero values, at most so many, of all tensors alike."""
+    """A sample of absolute nonzero values, evenly from all tensors."""
     total = sum(t.numel() for t in tensors)
     step = max(1, -(-total // _MAX_ENTRIES))
     parts = []

@@ -1,4 +1,4 @@
-"""Updates that are lost where weights are kept in a low precision alone."""
+"""Measure updates that are lost where weights are stored in low precision only."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _N_RATES = 8
 
 
 def lost_updates(emulation: Emulation) -> Finding:
-    """Share of the wanted movement of the weights that rounding takes away, with the plan's own optimizer.
+    """Measure the share of the weights' intended change that rounding removes, with the plan's own optimizer.
 
     A copy has weights on the grid of the plan's format; its optimizer computes in float32 from their gradients, and
-    its update is rounded back onto the grid, to the nearest. The share lost is 1 - <kept, wanted> / <wanted, wanted>
-    over all weights and a few updates. An update of less than half the distance to the next number is lost wholly.
-    As updates are in proportion to the rate, each is rounded at the rates of the whole schedule, and the effect is the
-    mean over it, weighted by the rate: the share of the run's movement. That the optimizer's own state would be kept in
-    the low format too is left out.
+    its update is rounded to the nearest number of the grid. The share lost is 1 - <kept, wanted> / <wanted, wanted>
+    over all weights and a few updates. An update of less than half the distance to the next number is lost entirely.
+    As updates are proportional to the rate, each is rounded at the rates of the complete schedule, and the effect is
+    the mean over it, weighted by the rate: the share of the run's total change. The optimizer's own state is not
+    rounded.
     """
     hardware, training = emulation.plan.hardware, emulation.training
     kind = DTYPES[hardware.weight_dtype]
@@ -34,7 +34,7 @@ def lost_updates(emulation: Emulation) -> Finding:
     factors = np.array([training.rate_factor(int(s)) for s in np.linspace(0, training.n_steps - 1, _N_RATES)])
     rates, counted = np.unique(np.append(factors[factors > 0], 1.0), return_counts=True)
     counts = counted.astype(float)
-    counts[-1] -= 1  # the peak itself, which is asked for in any case
+    counts[-1] -= 1  # the peak itself, which is always included
     kept_along = np.zeros((len(copy.weights), len(rates)))
     error, length, n_frozen, n_wanted = np.zeros(len(copy.weights)), np.zeros(len(copy.weights)), 0, 0
     with torch.no_grad():
@@ -53,7 +53,7 @@ def lost_updates(emulation: Emulation) -> Finding:
                 for r, rate in enumerate(rates):
                     kept = (start + rate * wanted).to(kind).double() - start.double()
                     kept_along[i, r] += float((kept * wanted).sum()) / rate
-                # The last rate is the peak, at which the copy goes on.
+                # The last rate is the peak, at which the copy continues.
                 weight.copy_((start + wanted).to(kind).float())
                 error[i] += float((kept - wanted).square().sum())
                 n_frozen += int(((kept == 0) & (wanted != 0)).sum())
@@ -87,7 +87,7 @@ def updating(emulation: Emulation, copy: WorkingCopy, factor: float = 1.0) -> to
     """The plan's optimizer over the weights of a copy, at a multiple of its peak rate.
 
     Raises:
-        NotMeasured: If it takes several gradients an update, which the emulations do not.
+        NotMeasured: If it needs several gradients for an update, which the emulations do not support.
     """
     optimizer = emulation.training.optimizer_for(copy.model)
     if isinstance(optimizer, torch.optim.LBFGS):

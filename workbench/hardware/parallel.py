@@ -1,4 +1,4 @@
-"""A forward and backward pass in low precision: computed so, cut over devices, or sent from stage to stage so."""
+"""Emulate low precision in a forward and backward pass: in computing, tensor parallelism or pipeline stages."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from workbench.hardware.emulation import Emulation, Finding, NotMeasured
 from workbench.hardware.share_gradients import Batch, WorkingCopy, compare
 from workbench.models.site import Site
 
-#: Micro-batches whose gradients are taken with and without.
+#: Number of micro-batches whose gradients are measured with the effect and without.
 _N_BATCHES = 4
 _FIRST_SCALE = 2.0**16
-#: The usual names of matrices whose columns are cut in tensor parallelism: they read the stream. The others that give
-#: something as wide as the stream are cut by rows, and their partial sums added up.
+#: The usual names of matrices that are split by columns in tensor parallelism: they read the stream. Other matrices
+#: whose output is as wide as the stream are split by rows, and their partial sums added up.
 _READS_STREAM = re.compile(
     r"(^|[._])(q|k|v|qkv|query|key|value|c_attn|c_fc|gate|up|fc1|w1|w3|wi|expand)(_|$|[0-9])|query_key_value|h_to_4h"
 )
-#: From a copy and a batch to the gradient of each weight.
+#: Function of a copy and a batch that returns the gradient of each weight.
 Pass = Callable[[WorkingCopy, Batch], list[Tensor]]
 
 
 def compute_rounding(emulation: Emulation) -> Finding:
-    """The error of the gradient where the model is computed in the plan's format instead of float32.
+    """Measure the error of the gradient if the model is computed in the plan's format instead of float32.
 
-    With low-precision weights the whole copy is in that format; otherwise torch's autocast decides what is.
+    With low-precision weights the entire copy is in that format; otherwise torch's autocast decides which parts are.
     """
     plan, kind = emulation.plan, emulation.plan.compute_dtype
     name = str(kind).removeprefix("torch.")
@@ -49,7 +49,7 @@ def compute_rounding(emulation: Emulation) -> Finding:
             gradients = [gradient.float() / scale for gradient in copy.gradients()]
             if scale <= 1 or all(bool(g.isfinite().all()) for g in gradients):
                 return gradients
-            scale /= 2  # as a dynamic loss scale does
+            scale /= 2  # as with a dynamic loss scale
 
     return _error_of_passes(
         emulation,
@@ -61,12 +61,12 @@ def compute_rounding(emulation: Emulation) -> Finding:
 
 
 def tensor_parallel(emulation: Emulation) -> Finding:
-    """The error of the gradient where partial sums of matrices cut over devices are added up in the plan's format.
+    """Measure the error of the gradient if partial sums of split matrices are added up in the plan's format.
 
-    Each matrix of a block that writes to the stream is cut by its inputs; the partial products are rounded and added
-    up in a ring. Each that reads the stream is cut by its outputs, and in the backward pass what the devices
-    have of the gradient of its input is added up in the same way (Shoeybi et al. 2019, arXiv:1909.08053). Which
-    reads and which writes is told by names and shapes. All else stays in float32.
+    Each matrix of a block that writes to the stream is split by its inputs; the partial products are rounded and added
+    up in a ring. Each matrix that reads the stream is split by its outputs, and in the backward pass the devices'
+    parts of the gradient of its input are added up in the same way (Shoeybi et al. 2019, arXiv:1909.08053). Names and
+    shapes decide which matrix reads and which writes. All else is computed in float32.
     """
     plan, n = emulation.plan, emulation.plan.hardware.tensor_parallel
     name = str(plan.compute_dtype).removeprefix("torch.")
@@ -79,14 +79,14 @@ def tensor_parallel(emulation: Emulation) -> Finding:
     return _error_of_passes(
         emulation,
         changed,
-        _plain_look,
+        _plain_gradients,
         what=f"Adding up partial sums of {n} devices in {name}",
         how=f"{len(split)} matrices in {n} parts each, their sums in a ring",
     )
 
 
 def pipeline_boundaries(emulation: Emulation) -> Finding:
-    """The error of the gradient where states and their gradients are sent between stages in the plan's format."""
+    """Measure the error of the gradient if states and their gradients are sent between stages in the plan's format."""
     plan, name = emulation.plan, str(emulation.plan.compute_dtype).removeprefix("torch.")
     if plan.hardware.pipeline_parallel < 2:
         raise NotMeasured("there is one stage, so nothing is sent")
@@ -104,24 +104,24 @@ def pipeline_boundaries(emulation: Emulation) -> Finding:
     return _error_of_passes(
         emulation,
         changed,
-        _plain_look,
+        _plain_gradients,
         what=f"Sending states between {plan.hardware.pipeline_parallel} stages in {name}",
         how=f"States and their gradients rounded at {len(starts)} boundaries{fewer}",
     )
 
 
 def cut_matrices(model: nn.Module, blocks: Iterable[str], width: int, n: int, dtype: str) -> list[str]:
-    """Make the matrices of some blocks multiply as ``n`` devices would that share them; for good.
+    """Make the matrices of some blocks multiply as if ``n`` devices shared them, permanently.
 
     Args:
-        model: Changed in place.
+        model: The model, changed in place.
         blocks: Module paths.
-        width: Of the residual stream.
-        n: Devices.
-        dtype: Of what they send each other.
+        width: Width of the residual stream.
+        n: Number of devices.
+        dtype: Format of the communicated values.
 
     Returns:
-        Paths of the matrices: those with ``n`` inputs or outputs at least.
+        Paths of the matrices: those with at least ``n`` inputs or outputs.
     """
     fault = LowPrecisionReduction(n_ranks=n, dtype=dtype)
     found = []
@@ -152,14 +152,14 @@ def cut_matrices(model: nn.Module, blocks: Iterable[str], width: int, n: int, dt
 
 
 def _writer_product(x: Tensor, weight: Tensor, fault: LowPrecisionReduction) -> Tensor:
-    """X weight^T with the inputs cut over ranks, added up as the fault says."""
+    """X weight^T with the inputs split over ranks, added up in the format of the fault."""
     parts = zip(x.tensor_split(fault.n_ranks, -1), weight.tensor_split(fault.n_ranks, 1), strict=True)
     partial = [functional.linear(a, b) for a, b in parts]
     return ring_sum([p.flatten() for p in partial], fault).view_as(partial[0])
 
 
 class _ReaderProduct(torch.autograd.Function):
-    """x weight^T, exact; the gradient of x is added up over ranks that have each a part of the outputs."""
+    """x weight^T, exact; the gradient of x is added up over ranks, each with a part of the outputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, fault: LowPrecisionReduction) -> Tensor:
@@ -195,13 +195,13 @@ def _error_of_passes(emulation: Emulation, changed: WorkingCopy, run: Pass, *, w
     """Compare the gradients of a changed copy with those of an unchanged one, on a few micro-batches.
 
     The error of the plan's batch has a part that all micro-batches share, and one that averages out over its shares;
-    both are estimated from the micro-batches that are looked at.
+    both are estimated from the measured micro-batches.
     """
     plain, batches = emulation.copy(), emulation.micro_batches[:_N_BATCHES]
     layout = emulation.layout_of(plain, n_shares=2 * len(batches))
     found, exact = [], []
     for batch in batches:
-        exact.append(layout.flat(_plain_look(plain, batch)).double())
+        exact.append(layout.flat(_plain_gradients(plain, batch)).double())
         try:
             found.append(layout.flat(run(changed, batch)).double())
         except WorkbenchError:
@@ -238,7 +238,7 @@ def _error_of_passes(emulation: Emulation, changed: WorkingCopy, run: Pass, *, w
     )
 
 
-def _plain_look(copy: WorkingCopy, batch: Batch) -> list[Tensor]:
+def _plain_gradients(copy: WorkingCopy, batch: Batch) -> list[Tensor]:
     copy.measure(batch)
     return [gradient.clone() for gradient in copy.gradients()]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _SMALLEST_BATCH = 32
 _DEFAULT_LENGTH = 64
-#: A batch that is measured on has at most so many rows, and so many tokens.
+#: Largest numbers of examples and of tokens in a batch for measurements.
 MEASURED_ROWS = 32
 MEASURED_TOKENS = 4096
 #: The narrowest vocabulary of `workbench.tasks.synthetic_lm`.
@@ -44,15 +44,15 @@ _SYNTHETIC_VOCABULARY = 25
 
 @dataclass(frozen=True, kw_only=True)
 class AssessmentPlan:
-    """What is to be trained, on what, and for how much; made by `read_plan`.
+    """The plan of a run: training, task, hardware and budget; made by `read_plan`.
 
     Attributes:
         training: Settings of the run.
-        task: What is learned.
+        task: The task.
         hardware: Devices and number formats.
-        target: The size that the plan is for.
-        budget: What may be spent.
-        assessment: How thoroughly to measure.
+        target: The target size.
+        budget: Largest number of tokens or operations.
+        assessment: Thoroughness of the assessment.
 
     Example:
         >>> import workbench as wb
@@ -69,7 +69,7 @@ class AssessmentPlan:
     assessment: AssessmentSection = field(default_factory=AssessmentSection)
 
     def __post_init__(self) -> None:
-        # An optimizer that does not take its options is refused now, not when the run begins.
+        # Options that the optimizer does not accept are refused now, not when the run begins.
         if not self.training.optimizer_options:
             return
         try:
@@ -96,15 +96,15 @@ class AssessmentPlan:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The format of activations and of what devices send each other of them.
+        """The format of activations, also in communication.
 
-        That of the weights where these are in a low one, else the precision of training.
+        It is that of the weights where these are in low precision, else the precision of training.
         """
         name = self.hardware.weight_dtype if self.hardware.weight_dtype != "float32" else self.training.precision
         return DTYPES[name]
 
     def training_plan(self) -> TrainingPlan:
-        """The settings of the run, as `workbench.train` knows them.
+        """The settings of the run as a `TrainingPlan`.
 
         Raises:
             OptionError: If they contradict each other or there is no such optimizer.
@@ -130,17 +130,17 @@ class AssessmentPlan:
     ) -> Task:
         """The task of the plan, sized for a model and small enough to measure on.
 
-        A batch of it is a small sample of the plan's global batch, not that batch: at most 32 rows, and no more than
-        4,096 tokens. What depends on the size of the global batch, its sampling noise and the number of terms that are
-        added up, is scaled or resampled from such samples; see `workbench.hardware.assess_hardware`.
+        A batch of it is a small sample of the plan's global batch, not that batch: at most 32 examples, and no more
+        than 4,096 tokens. Effects that depend on the size of the global batch, its sampling noise and the number of
+        added terms, are scaled or resampled from such samples; see `workbench.hardware.assess_hardware`.
 
         Args:
-            vocab_size: Tokens of the model; None: it reads none.
+            vocab_size: Vocabulary of the model; None: it reads no tokens.
             max_length: Longest sequence that the model reads; None: any.
-            image_size: Pixels along a side, where it reads images.
-            n_channels: Channels of these.
-            seed: Of the data; None: that of the plan.
-            n_rows: Rows of a batch, instead of those above.
+            image_size: Pixels along a side of the images that the model reads.
+            n_channels: Channels of the images.
+            seed: Seed of the data; None: that of the plan.
+            n_rows: Examples of a batch, instead of the limit above.
 
         Raises:
             OptionError: If the task does not fit the model.
@@ -178,11 +178,11 @@ class AssessmentPlan:
         """Refuse sizes that are impossible in themselves, or for a model.
 
         Args:
-            source: A design, which is taken at the target size of the plan; or a model, a subject or a configuration;
-                None: check the plan alone. What it does not say is not checked.
+            source: A design, which is checked at the target size of the plan; or a model, a subject or a configuration;
+                None: check the plan alone. Sizes that it does not specify are not checked.
 
         Raises:
-            OptionError: That names the key and the nearest value that is possible.
+            OptionError: If a size is impossible; the message names the key and the nearest possible value.
         """
         n = self.n_shares
         if self.batch_size % n:
@@ -224,7 +224,7 @@ class AssessmentPlan:
             )
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """The sections as plain values, for TOML or JSON; `read_plan` gives an equal plan of them."""
+        """The sections as plain values, for TOML or JSON, from which `read_plan` makes an equal plan."""
         sections = {title: getattr(self, title).as_dict() for title in SECTIONS}
         return {title: keys for title, keys in sections.items() if keys}
 
@@ -234,15 +234,15 @@ class AssessmentPlan:
 
 
 def read_plan(source: str | os.PathLike[str] | Mapping[str, Any] | AssessmentPlan | None = None) -> AssessmentPlan:
-    """A plan from a TOML file, a mapping of sections, or a plan; every section and key may be left out.
+    """Read a plan from a TOML file or a mapping of sections; every section and key may be left out.
 
     Args:
-        source: Path of the file, or its sections as mappings, or a ready plan, which is returned; None: the plan of
-            defaults.
+        source: Path of the file, or its sections as mappings, or an existing plan, which is returned; None: the plan
+            of defaults.
 
     Raises:
         OptionError: If the file cannot be read (with the line that is no TOML), or a section, key or value is
-            unknown or impossible; it names the key and the nearest one.
+            unknown or impossible; the message names the key and the nearest one.
 
     Example:
         >>> import workbench as wb
@@ -290,7 +290,7 @@ def _keys(title: str) -> set[str]:
 
 
 def _what_is_cut(sizes: Any, n: int) -> str:
-    """What ``n`` devices cannot share equally."""
+    """The size that ``n`` devices cannot divide equally."""
     if sizes.n_heads is not None and sizes.n_heads % n:
         return f"the {sizes.n_heads} attention heads"
     if sizes.n_kv_heads is not None and sizes.n_kv_heads % n and n % sizes.n_kv_heads:

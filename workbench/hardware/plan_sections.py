@@ -1,4 +1,4 @@
-"""The sections of a plan: what each key means, and which values it takes."""
+"""The sections of a plan: the meaning of each key, and its possible values."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ OPTIMIZERS = tuple(
 
 
 def _plain(value: Any) -> Any:
-    """A number of any library as one of Python's."""
+    """Convert a number of any library to one of Python's."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
 def _one_of(*choices: str, spelling: Callable[[str], str] = str) -> BeforeValidator:
-    """Accept one of some words, in the spelling that is meant."""
+    """Accept one of several words, and return it in its standard spelling."""
 
     def check(value: Any) -> str:
         meant = spelling(value) if isinstance(value, str) else value
@@ -100,7 +100,7 @@ class PlanSection(BaseModel):
     """Keys of a plan and their values; None: not given.
 
     Raises:
-        OptionError: If a value is impossible; it names the key, and the nearest value where there is one.
+        OptionError: If a value is impossible; the message names the key, and the nearest value where there is one.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -116,12 +116,12 @@ class PlanSection(BaseModel):
             raise OptionError(f"[{self.title}] {_in_words(error)}.") from None
 
     def as_dict(self) -> dict[str, Any]:
-        """The keys that have a value, as plain values that TOML and JSON know."""
+        """The keys that have a value, as plain values for TOML and JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in self if value is not None}
 
 
 def _in_words(error: ValidationError) -> str:
-    """The first thing that is wrong: the key, its value, what was expected, and the nearest where there is one."""
+    """Describe the first error: the key, its value, the expected one, and the nearest where there is one."""
     first = error.errors()[0]
     context = first.get("ctx", {})
     if not first["loc"]:  # of several keys together
@@ -139,7 +139,7 @@ def _in_words(error: ValidationError) -> str:
 
 
 class TrainingSection(PlanSection):
-    """How it is to be trained: the fields of `workbench.TrainingPlan` as plain values, and the size of the data.
+    """The fields of `workbench.TrainingPlan` as plain values, and the size of the data.
 
     Attributes:
         batch_size: Sequences in the global batch, all ranks and micro-batches together; None: the smallest multiple of
@@ -162,11 +162,11 @@ class TrainingSection(PlanSection):
 
 
 class TaskSection(PlanSection):
-    """What is learned.
+    """The task.
 
     Attributes:
         name: One of the workbench's tasks; None: tokens that fit the model, or digits where it reads images.
-        options: Of the task, as its function takes them; in a plan file they stand beside the name.
+        options: Options of the task, as its function takes them; in a plan file they are keys next to the name.
     """
 
     title: ClassVar[str] = "task"
@@ -174,30 +174,30 @@ class TaskSection(PlanSection):
     options: Options = Field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """As it stands in a plan file."""
+        """The keys as written in a plan file."""
         return ({} if self.name is None else {"name": self.name}) | dict(self.options)
 
 
 class HardwareSection(PlanSection):
-    """How the run is spread over devices, and in which numbers they talk.
+    """How the run is distributed over devices, and the number formats of their communication.
 
     Attributes:
-        data_parallel: Ranks that each hold the whole model and a share of the batch.
+        data_parallel: Ranks that each hold the complete model and a share of the batch.
         tensor_parallel: Devices that each hold a part of every matrix; the partial sums of a block are added up
             between them.
         pipeline_parallel: Stages that each hold some of the blocks; states are sent from stage to stage.
         accumulation: Micro-batches whose gradients each rank adds up before the reduction.
-        gradient_dtype: Of the gradients that ranks send each other, and of the sums on the way.
-        accumulation_dtype: Of the buffer in which micro-batches are added up.
-        weight_dtype: Of the weights that the devices hold.
-        master_weights: Whether the optimizer keeps float32 weights beside those in ``weight_dtype``.
-        bucket_mb: Gradients that are reduced in one go, in MiB.
-        reduction: ``"synchronous"``: after the backward pass. ``"overlapped"``: bucket by bucket while it goes on, and
-            the bucket that is finished last may come ``staleness`` updates late. ``"stale"``: every update uses
-            gradients of ``staleness`` updates before.
-        staleness: In updates; None: 1 where the reduction is stale, else 0, which means that the update waits.
-        loss_scale: Of float16: ``"dynamic"``, or the number that the loss is multiplied by.
-        reduction_order: In which partial sums of ranks are made: along a ``"ring"`` or up a ``"tree"``.
+        gradient_dtype: Format of the gradients that ranks exchange, and of their partial sums.
+        accumulation_dtype: Format of the buffer in which micro-batches are added up.
+        weight_dtype: Format of the weights on the devices.
+        master_weights: Whether the optimizer keeps float32 weights in addition to those in ``weight_dtype``.
+        bucket_mb: Size of the gradients that are reduced together, in MiB.
+        reduction: ``"synchronous"``: after the backward pass. ``"overlapped"``: bucket by bucket during it, and the
+            last bucket may be ``staleness`` updates late. ``"stale"``: every update uses gradients of ``staleness``
+            updates before.
+        staleness: Delay in updates; None: 1 where the reduction is stale, else 0, which means that the update waits.
+        loss_scale: Loss scale of float16: ``"dynamic"``, or the number that the loss is multiplied by.
+        reduction_order: Order of the partial sums of ranks: along a ``"ring"`` or up a ``"tree"``.
     """
 
     title: ClassVar[str] = "hardware"
@@ -237,7 +237,7 @@ class HardwareSection(PlanSection):
 
 
 class TargetSection(PlanSection):
-    """The size that the plan is for; None: the design's own."""
+    """The target size; None: the design's own."""
 
     title: ClassVar[str] = "target"
     width: Count | None = None
@@ -245,7 +245,7 @@ class TargetSection(PlanSection):
 
 
 class BudgetSection(PlanSection):
-    """What may be spent: tokens, floating-point operations; None: not said."""
+    """The budget: tokens, floating-point operations; None: not limited."""
 
     title: ClassVar[str] = "budget"
     tokens: Positive | None = None
@@ -253,7 +253,7 @@ class BudgetSection(PlanSection):
 
 
 class AssessmentSection(PlanSection):
-    """How thoroughly to measure: sizes and seeds of the models that are measured; None: chosen by who measures."""
+    """Thoroughness: sizes and seeds of the measured models; None: chosen by the assessment."""
 
     title: ClassVar[str] = "assessment"
     widths: Counts | None = None
@@ -270,7 +270,7 @@ SECTIONS: dict[str, type[PlanSection]] = {
 
 
 def read_section(title: str, keys: Any) -> PlanSection:
-    """A section from its keys.
+    """Make a section from its keys.
 
     Raises:
         OptionError: If it is no table, or a key is unknown or has an impossible value.
@@ -284,7 +284,7 @@ def read_section(title: str, keys: Any) -> PlanSection:
 
 
 def unknown_key(name: str, title: str) -> str:
-    """The sentence that refuses a key, with the nearest one that there is."""
+    """The sentence that refuses a key, with the nearest existing one."""
     for other, cls in SECTIONS.items():
         if other != title and name in cls.model_fields and cls is not TaskSection:
             where = f"[{title}] knows no key '{name}'" if title else f"The key '{name}' stands outside of a section"
@@ -310,7 +310,7 @@ def _read_task(keys: Mapping[str, Any]) -> TaskSection:
 
 
 def task_options(name: str) -> tuple[str, ...]:
-    """What the function of a task takes, but the seed."""
+    """The options of a task's function, except the seed."""
     import inspect
 
     from workbench import tasks

@@ -1,4 +1,4 @@
-"""Gradients of many ranks or micro-batches added up in a low precision, in another order, in buckets."""
+"""Emulate sums of gradients over ranks and micro-batches: in low precision, in another order, in buckets."""
 
 from __future__ import annotations
 
@@ -16,25 +16,23 @@ from workbench.hardware.emulation import Emulation, Finding, NotMeasured
 from workbench.hardware.plan_sections import DTYPES
 from workbench.hardware.share_gradients import Discrepancy, Terms
 
-#: Terms up to which their number is emulated as it is; beyond, the error is extrapolated.
+#: Largest number of terms that is emulated; beyond, the error is extrapolated.
 MAX_TERMS = 1024
-#: Ranks up to which a ring is emulated chunk by chunk.
+#: Largest number of ranks for which a ring is emulated chunk by chunk.
 _MAX_RING = 32
 _N_ORDERS = 4
-#: Draws of terms at the plan's number of them.
+#: Number of draws at the plan's number of terms.
 _N_DRAWS = 4
-#: A sum of terms, shape (term, entry), in a format.
+#: Function that adds up terms, shape (term, entry), in a format.
 Sum = Callable[[Tensor, str], Tensor]
 
 
 def running_sum(terms: Tensor, dtype: str) -> Tensor:
-    """One term added after the other, rounded after each: what an accumulation buffer holds at the end.
-
-    It is also what one chunk of a ring goes through.
+    """Add one term after the other, rounded after each, as an accumulation buffer and one chunk of a ring do.
 
     Args:
-        terms: Shape (term, entry).
-        dtype: Of the buffer.
+        terms: Terms, shape (term, entry).
+        dtype: Format of the buffer.
 
     Returns:
         float32, shape (entry,).
@@ -47,7 +45,7 @@ def running_sum(terms: Tensor, dtype: str) -> Tensor:
 
 
 def tree_sum(terms: Tensor, dtype: str) -> Tensor:
-    """Neighbours added up, then their sums, and so on, rounded each time; see `running_sum`."""
+    """Add up neighbours, then their sums, and so on, rounded each time; see `running_sum`."""
     kind = DTYPES[dtype]
     level = list(terms.to(kind))
     while len(level) > 1:
@@ -57,14 +55,14 @@ def tree_sum(terms: Tensor, dtype: str) -> Tensor:
 
 
 def reduced(terms: Tensor, dtype: str, order: str) -> Tensor:
-    """The sum over ranks as an all-reduce makes it; see `running_sum`.
+    """Add up terms over ranks as an all-reduce does; see `running_sum`.
 
-    Up to 32 ranks a ring goes chunk by chunk, each from another rank on. With more, all entries go the way of the first
-    chunk: from which rank a chunk starts makes no difference between terms that are drawn alike.
+    Up to 32 ranks a ring is emulated chunk by chunk, each starting at another rank. With more, all entries are added
+    like the first chunk: the first rank of a chunk makes no difference between terms of the same distribution.
 
     Args:
-        terms: Shape (rank, entry).
-        dtype: Of what is sent.
+        terms: Terms, shape (rank, entry).
+        dtype: Format of the communicated values.
         order: ``"ring"`` or ``"tree"``.
     """
     if len(terms) == 1:
@@ -77,7 +75,7 @@ def reduced(terms: Tensor, dtype: str, order: str) -> Tensor:
 
 
 def allreduce_error(emulation: Emulation) -> Finding:
-    """Rounding of an all-reduce in the plan's format, beside the sampling noise of the batch."""
+    """Measure the rounding of an all-reduce in the plan's format, relative to the sampling noise of the batch."""
     hardware = emulation.plan.hardware
     return error_of_sum(
         emulation,
@@ -90,12 +88,12 @@ def allreduce_error(emulation: Emulation) -> Finding:
 
 
 def allreduce_shrinkage(emulation: Emulation) -> Finding:
-    """What an all-reduce loses along the gradient itself."""
+    """Measure the loss along the gradient itself by an all-reduce."""
     return as_shrinkage(allreduce_error(emulation))
 
 
 def reduction_order(emulation: Emulation) -> Finding:
-    """How far apart two reductions of the same gradients are when the ranks come in another order."""
+    """Measure the difference of two reductions of the same gradients with the ranks in another order."""
     hardware = emulation.plan.hardware
     n = min(hardware.data_parallel, MAX_TERMS)
     if n < 2:
@@ -127,7 +125,7 @@ def reduction_order(emulation: Emulation) -> Finding:
 
 
 def bucket_layout(emulation: Emulation) -> Finding:
-    """How far the sum is from one in a single bucket when gradients are reduced bucket by bucket."""
+    """Measure the difference between a reduction bucket by bucket and one in a single bucket."""
     hardware = emulation.plan.hardware
     n_ranks = min(hardware.data_parallel, _MAX_RING)
     if n_ranks < 2:
@@ -164,9 +162,9 @@ def bucket_layout(emulation: Emulation) -> Finding:
 
 
 def plan_buckets(emulation: Emulation) -> list[list[int]]:
-    """The weights in the buckets of the plan, from the last weight to the first; two buckets at least.
+    """The weights in the buckets of the plan, from the last weight to the first; at least two buckets.
 
-    A model that is measured in place of a larger one would fit into one bucket, which would hide what buckets do.
+    A stand-in of a larger model would fit into one bucket, which would hide the effect of buckets.
     """
     hardware, weights = emulation.plan.hardware, emulation.copy().weights
     n_bytes = DTYPES[hardware.gradient_dtype].itemsize * sum(weight.numel() for weight in weights)
@@ -175,7 +173,7 @@ def plan_buckets(emulation: Emulation) -> list[list[int]]:
 
 
 def scale_of(terms: Terms, dtype: str, loss_scale: str | float) -> float:
-    """What gradients are multiplied by before they are added up: 1 but for float16.
+    """The factor of gradients before they are added up: 1 except for float16.
 
     A dynamic scale is the largest power of two at which neither a term nor their sum overflows, as a scaler finds it
     by halving.
@@ -189,19 +187,19 @@ def scale_of(terms: Terms, dtype: str, loss_scale: str | float) -> float:
 
 
 def scaled(terms: Terms, dtype: str, loss_scale: str | float) -> Tensor:
-    """Terms as they are sent, shape (term, entry)."""
+    """Terms as they are communicated, shape (term, entry)."""
     scale = scale_of(terms, dtype, loss_scale)
     return terms.values if scale == 1 else terms.values * scale
 
 
 def measure_sum(terms: Terms, dtype: str, loss_scale: str | float, add: Sum) -> Discrepancy:
-    """How far a low-precision sum of terms is from the float64 sum of those very terms."""
+    """Compare a low-precision sum of terms with the float64 sum of the same terms."""
     found = add(scaled(terms, dtype, loss_scale), dtype).double() / scale_of(terms, dtype, loss_scale)
     return terms.compare(found, terms.exact_sum)
 
 
 def extrapolated(counts: Sequence[int], values: Sequence[float], n: int) -> float:
-    """A value at ``n`` from those at smaller counts, by a power law through the last three."""
+    """Extrapolate values at smaller counts to ``n`` by a power law through the last three."""
     known = [(c, v) for c, v in zip(counts, values, strict=True) if v > 0 and math.isfinite(v)][-3:]
     if len(known) < 2:
         return values[-1]
@@ -213,19 +211,19 @@ def extrapolated(counts: Sequence[int], values: Sequence[float], n: int) -> floa
 def error_of_sum(
     emulation: Emulation, *, n_terms: int, rows: int, dtype: str, add: Sum, what: str, n_sums: int = 1
 ) -> Finding:
-    """Errors of a sum of ``n_terms`` gradients, each of ``rows`` sequences, at several numbers of terms.
+    """Measure the error of a sum of ``n_terms`` gradients, each of ``rows`` sequences, at several numbers of terms.
 
     Args:
-        emulation: Whose gradients are added up.
-        n_terms: In the plan.
-        rows: Sequences behind each term.
-        dtype: Of the sum.
-        add: Makes it.
-        what: Begins the sentence.
-        n_sums: Such sums whose mean is taken, one a rank: what they do not have in common averages out.
+        emulation: Emulation with the gradients.
+        n_terms: Number of terms in the plan.
+        rows: Sequences of each term.
+        dtype: Format of the sum.
+        add: Function that computes the sum.
+        what: Beginning of the sentence.
+        n_sums: Number of such sums, one for each rank, whose mean is used: their independent errors average out.
 
     Raises:
-        NotMeasured: If there is but one term.
+        NotMeasured: If there is only one term.
     """
     if n_terms < 2:
         raise NotMeasured("there is one term, so nothing is added up")
@@ -245,7 +243,7 @@ def _error_of_sum(
         for trial in range(_N_DRAWS if n == counts[-1] else 1):
             terms = emulation.shares.terms(n, rows, emulation.generator("sum", what, n, trial))
             trials.append(measure_sum(terms, dtype, loss_scale, add))
-            if terms.are_measured:  # no chance in it
+            if terms.are_measured:  # nothing is drawn
                 break
         found[n], trials, drawn = _mean(trials), [], trials
     last, spread = found[counts[-1]], np.std([d.shrinkage for d in drawn], ddof=1) if len(drawn) > 1 else 0.0
@@ -256,7 +254,7 @@ def _error_of_sum(
     is_extrapolated = n_terms > MAX_TERMS
     if is_extrapolated:
         error = extrapolated(counts, list(growth.values()), n_terms)
-        # The noise of the plan's batch is already that of all its rows; the error of the mean follows the relative one.
+        # The noise of the plan's batch already counts all examples; the error of the mean follows the relative one.
         over_noise *= error / last.relative_error if last.relative_error else 1.0
         lost = [d.shrinkage for d in found.values()]
         shrinkage = min(1.0, extrapolated(counts, lost, n_terms)) if shrinkage > 0 else shrinkage
@@ -281,15 +279,15 @@ def _error_of_sum(
 
 
 def as_shrinkage(finding: Finding) -> Finding:
-    """The same finding, judged by what is missing along the gradient, or too much.
+    """The same finding, judged by the part along the gradient that is missing or in excess.
 
-    Three standard errors are taken off first, so that chance among four draws is seldom mistaken for it.
+    Three standard errors are subtracted first, so that chance among four draws is rarely mistaken for an effect.
     """
     return replace(finding, effect=max(0.0, abs(finding.shrinkage) - 3 * finding.shrinkage_error))
 
 
 def _mean(trials: Sequence[Discrepancy]) -> Discrepancy:
-    """Sums of equal kind as one: errors in the mean square, directions in the mean."""
+    """Average sums of the same kind: errors in the mean square, directions in the mean."""
     if len(trials) == 1:
         return trials[0]
     return Discrepancy(
@@ -302,21 +300,21 @@ def _mean(trials: Sequence[Discrepancy]) -> Discrepancy:
 
 
 def _origin(terms: Terms, emulation: Emulation) -> str:
-    """Where terms come from, for the sentence that says how something was emulated."""
+    """The origin of the terms, for the sentence on how an effect was emulated."""
     n_measured = len(emulation.micro_batches)
     if terms.are_measured:
         return f"the gradients of {len(terms.values)} shares of the measured rows"
     return (
-        f"{len(terms.values)} terms drawn anew from the gradients of {n_measured} measured micro-batches of "
+        f"{len(terms.values)} terms resampled from the gradients of {n_measured} measured micro-batches of "
         f"{emulation.rows} rows, their noise scaled to the plan's rows"
     )
 
 
 def accumulation_error(emulation: Emulation) -> Finding:
-    """Rounding of the accumulation in the plan's format, beside the sampling noise of the batch.
+    """Measure the rounding of the accumulation in the plan's format, relative to the sampling noise of the batch.
 
-    Each rank has a buffer of its own: of the error, what points along the gradient is common to all of them, and the
-    rest is taken to average out over the ranks.
+    Each rank has its own buffer: the part of the error along the gradient is common to all ranks, and the rest is
+    assumed to average out over them.
     """
     hardware = emulation.plan.hardware
     return error_of_sum(
@@ -331,5 +329,5 @@ def accumulation_error(emulation: Emulation) -> Finding:
 
 
 def accumulation_shrinkage(emulation: Emulation) -> Finding:
-    """What the accumulation loses along the gradient itself: terms too small to change the sum."""
+    """Measure the loss along the gradient itself by the accumulation, of terms too small to change the sum."""
     return as_shrinkage(accumulation_error(emulation))

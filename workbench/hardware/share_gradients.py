@@ -1,4 +1,4 @@
-"""Gradients of the shares of one update: measured on a few micro-batches, drawn anew for as many as a plan has."""
+"""Gradients of the shares of one update: measured on a few micro-batches, resampled for as many as a plan has."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from workbench.training import low_precision
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batch = tuple[Any, Tensor]
 
-#: Gradient entries kept of all shares together; of larger models every so-manieth entry of each weight is looked at.
+#: Gradient entries kept of all shares together; of larger models every n-th entry of each weight is kept.
 MAX_VALUES = 2**25
-#: The same for terms that are drawn anew.
+#: The same for resampled terms.
 _MAX_DRAWN = 2**23
 
 
 class WorkingCopy:
-    """A float32 copy of a model, in eval mode, to take gradients of and to change; the model is left alone.
+    """A float32 copy of a model, in eval mode, to take gradients of and to change; the model itself is not changed.
 
     Args:
         model: Any module.
-        loss: From logits and targets.
+        loss: Function of logits and targets.
 
     Attributes:
         model: The copy.
-        names: Of its trainable weights.
+        names: Names of its trainable weights.
         weights: The trainable weights.
     """
 
@@ -53,8 +53,8 @@ class WorkingCopy:
 
         Args:
             batch: Inputs and targets.
-            autocast: Compute the forward pass in this format where torch's autocast does; None: as the weights are.
-            scale: What the loss is multiplied by before the backward pass.
+            autocast: Format of torch's autocast in the forward pass; None: that of the weights.
+            scale: Factor of the loss before the backward pass.
         """
         inputs, targets = batch
         device = next((weight.device.type for weight in self.weights), "cpu")
@@ -74,11 +74,11 @@ class WorkingCopy:
 
 @dataclass(frozen=True)
 class GradientLayout:
-    """Which entries of a model's gradients are looked at, and where they belong.
+    """Which entries of a model's gradients are kept, and the weights and blocks they belong to.
 
     Attributes:
-        steps: Of each weight every so-manieth entry is kept.
-        sizes: Entries kept of each weight.
+        steps: Stride of the kept entries of each weight.
+        sizes: Number of kept entries of each weight.
         layers: Block that each weight belongs to, -1 for none.
         n_layers: Blocks.
     """
@@ -90,20 +90,20 @@ class GradientLayout:
 
     @classmethod
     def of(cls, weights: Sequence[Tensor], layers: Sequence[int], n_layers: int, *, n_shares: int) -> GradientLayout:
-        """The layout of a model's weights for so many shares."""
+        """The layout of a model's weights for ``n_shares`` shares."""
         step = max(1, -(-sum(w.numel() for w in weights) * n_shares // MAX_VALUES))
         steps = tuple(min(step, w.numel()) for w in weights)
         sizes = tuple(-(-w.numel() // s) for w, s in zip(weights, steps, strict=True))
         return cls(steps, sizes, tuple(layers), n_layers)
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The entries that are kept, as one float32 vector on the CPU."""
+        """The kept entries, as one float32 vector on the CPU."""
         parts = [t.detach().flatten()[::s].float().cpu() for t, s in zip(tensors, self.steps, strict=True)]
         return torch.cat(parts)
 
     @property
     def factor(self) -> Tensor:
-        """Entries that each kept one stands for, shape (entry,), float64."""
+        """Number of entries that each kept one represents, shape (entry,), float64."""
         return torch.repeat_interleave(torch.tensor(self.steps, dtype=torch.float64), torch.tensor(self.sizes))
 
     @property
@@ -114,14 +114,14 @@ class GradientLayout:
 
 @dataclass(frozen=True)
 class Discrepancy:
-    """How far a gradient is from its reference.
+    """The difference between a gradient and its reference.
 
     Attributes:
         relative_error: Norm of the difference over the norm of the reference.
         error_norm: Norm of the difference.
-        shrinkage: 1 - <found, reference> / <reference, reference>: what is missing along the reference. Above 0: too
-            short, and always so, however many updates are averaged.
-        cosine: Of the angle between them.
+        shrinkage: 1 - <found, reference> / <reference, reference>: the part missing along the reference. Above 0: too
+            short, which does not average out over updates.
+        cosine: Cosine of the angle between them.
         layer_errors: Relative error within each block, shape (layer,); NaN where the reference is zero.
     """
 
@@ -133,12 +133,12 @@ class Discrepancy:
 
 
 def compare(found: Tensor, reference: Tensor, factor: Tensor, layer: Tensor, n_layers: int) -> Discrepancy:
-    """How far ``found`` is from ``reference``.
+    """Compare ``found`` with ``reference``.
 
     Args:
-        found: Shape (entry,).
-        reference: Shape (entry,), float64.
-        factor: Entries that each stands for.
+        found: Gradient, shape (entry,).
+        reference: Reference, shape (entry,), float64.
+        factor: Number of entries that each kept one represents.
         layer: Block of each entry, -1 for none.
         n_layers: Blocks.
     """
@@ -149,7 +149,7 @@ def compare(found: Tensor, reference: Tensor, factor: Tensor, layer: Tensor, n_l
     norms = [torch.zeros(n_layers + 1, dtype=torch.float64).index_add_(0, layer + 1, v) for v in (error, squares)]
     with np.errstate(divide="ignore", invalid="ignore"):
         layer_errors = np.sqrt(norms[0][1:].numpy() / norms[1][1:].numpy())
-    if not length:  # nothing to be wrong by, or all of it
+    if not length:  # relative errors are 0 or infinite
         lost = math.inf if float(error.sum()) else 0.0
         return Discrepancy(lost, math.sqrt(float(error.sum())), lost, math.nan, np.full(n_layers, np.nan))
     return Discrepancy(
@@ -167,10 +167,10 @@ class Terms:
 
     Attributes:
         values: float32, shape (term, entry).
-        factor: Entries that each one stands for, shape (entry,).
+        factor: Number of entries that each one represents, shape (entry,).
         layer: Block of each, -1 for none, shape (entry,).
         n_layers: Blocks.
-        are_measured: Whether each is the very gradient of some rows; else they are drawn anew from those.
+        are_measured: Whether each is a measured gradient; else they are resampled from measured ones.
     """
 
     values: Tensor
@@ -188,17 +188,17 @@ class Terms:
         return total
 
     def compare(self, found: Tensor, reference: Tensor) -> Discrepancy:
-        """How far a sum is from another."""
+        """Compare two sums."""
         return compare(found, reference, self.factor, self.layer, self.n_layers)
 
 
 class ShareGradients:
-    """Gradients of micro-batches, each the mean over its rows.
+    """Gradients of micro-batches, each the mean over its sequences.
 
     Args:
         gradients: float32, shape (micro-batch, entry).
         rows: Sequences in a micro-batch.
-        layout: Of the entries.
+        layout: Layout of the entries.
 
     Raises:
         SnapshotError: If some are not finite.
@@ -214,14 +214,14 @@ class ShareGradients:
         self.factor, self.layer = layout.factor, layout.layer
         self.mean = gradients.double().mean(0)
         n = len(gradients)
-        # Row by row, so that no second copy of everything is made.
+        # One by one, so that no second copy of all gradients is made.
         spread = sum(float(((g.double() - self.mean).square() * self.factor).sum()) for g in gradients) / max(n - 1, 1)
         #: Trace of the covariance of the gradient of one sequence.
         self.row_variance = spread * rows
         squared = float((self.mean.square() * self.factor).sum())
-        #: Squared norm of the expected gradient, without what the noise of the measured rows adds to it; at least 0.
+        #: Squared norm of the expected gradient, without the contribution of the sampling noise; at least 0.
         self.squared_norm = max(0.0, squared - spread / n)
-        #: By which the measured mean is too long, for the same reason; 0 if it is all noise.
+        #: Factor that corrects the length of the measured mean for the same noise; 0 if it is all noise.
         self.mean_share = math.sqrt(self.squared_norm / squared) if squared else 0.0
 
     @property
@@ -236,15 +236,15 @@ class ShareGradients:
     def terms(self, n_terms: int, rows: int, generator: torch.Generator) -> Terms:
         """Gradients of ``n_terms`` shares of ``rows`` sequences each.
 
-        Where enough rows were measured these are their very gradients. Otherwise terms are drawn with replacement from
-        the measured ones: the mean, shortened by what the noise of the few measured rows adds to its length (McCandlish
-        et al. 2018, arXiv:1812.06162, appendix A), and a deviation from it, scaled to the variance of ``rows`` rows.
-        So magnitude, direction and noise of each term are as the plan's would be, not the draws of its very data.
+        Where enough sequences were measured these are their gradients. Otherwise terms are drawn with replacement from
+        the measured ones: the mean, corrected for the sampling noise in its length (McCandlish et al. 2018,
+        arXiv:1812.06162, appendix A), and a deviation from it, scaled to the variance of ``rows`` sequences. So
+        magnitude, direction and noise of each term are those of the plan, on other data.
 
         Args:
-            n_terms: Shares.
+            n_terms: Number of shares.
             rows: Sequences in each.
-            generator: Of the draws; on the CPU.
+            generator: Generator of the draws; on the CPU.
         """
         group, n = rows // self.rows, len(self.values)
         if rows % self.rows == 0 and n_terms * group <= n:
@@ -252,7 +252,7 @@ class ShareGradients:
             values = values[:, 0] if group == 1 else values.mean(1)
             return Terms(values, self.factor, self.layer, self.layout.n_layers, True)
         step = max(1, -(-self.values.shape[1] * n_terms // _MAX_DRAWN))
-        # Every so-manieth from somewhere on, so that no weight is left out by the stride alone.
+        # The first kept entry varies, so that no weight is left out by the stride alone.
         start = int(torch.randint(step, (1,), generator=generator))
         values, mean = self.values[:, start::step], self.mean[start::step].float()
         scale = math.sqrt(self.rows / rows * n / max(n - 1, 1))

@@ -1,4 +1,4 @@
-"""Gradients that come late: how their direction changes, and the largest rate that stays stable."""
+"""Emulate late gradients: the change of their direction, and the largest stable rate."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from workbench.models.batches import count_rows, take_rows
 
 N_UPDATES = 20
 _ROWS = 4
-#: The plan's rate times 2 to the power of these are tried.
+#: Lowest and highest tried rate, as a power of 2 times the plan's rate.
 _LOWEST, _HIGHEST = -6, 10
-#: Half an octave: the edge is then known to a fifth.
+#: Last step of the search, in octaves; half an octave determines the edge to a fifth.
 _RESOLUTION = 0.5
 
 
 def late_gradients(emulation: Emulation) -> Finding:
-    """The plan's rate as a share of the largest one that is stable for twenty updates with late gradients.
+    """Measure the plan's rate as a share of the largest one that is stable for twenty updates with late gradients.
 
     A rate is stable if no update diverges by the plan's label and the loss, over the last quarter of the updates, is
-    lower on average than that of the same batches before. Between rates the edge is found by halving, as if every
-    larger one were not stable either; warm-up and schedule play no part. Of SGD on a parabola this is known: with a
-    delay of k updates the largest stable rate shrinks to sin(pi / (4 k + 2)) of it, to a half for one update.
+    lower on average than that of the same batches before. Between rates the edge is found by bisection, assuming that
+    every larger one is unstable too; warm-up and schedule are ignored. For SGD on a parabola the result is known: with
+    a delay of k updates the largest stable rate shrinks to sin(pi / (4 k + 2)) of it, to a half for one update.
     """
     hardware = emulation.plan.hardware
     delay = hardware.delay
@@ -40,9 +40,9 @@ def late_gradients(emulation: Emulation) -> Finding:
     buckets = plan_buckets(emulation)
     late = buckets if hardware.reduction == "stale" else buckets[-1:]
     rate = max(group["lr"] for group in updating(emulation, emulation.copy()).param_groups)
-    is_borne, cosine = _run(emulation, 1.0, delay, late)
-    power_late = _edge(lambda power: is_borne if power == 0 else _run(emulation, 2.0**power, delay, late)[0], 0)
-    # The edge without delay is looked for from there on, as it is seldom far above.
+    is_stable, cosine = _run(emulation, 1.0, delay, late)
+    power_late = _edge(lambda power: is_stable if power == 0 else _run(emulation, 2.0**power, delay, late)[0], 0)
+    # The search for the edge without delay starts there, as it is rarely far above.
     start = min(max(power_late - _RESOLUTION / 2, _LOWEST), _HIGHEST)
     power = _edge(lambda power: _run(emulation, 2.0**power, 0, late)[0], start)
     edge_late, edge = rate * 2.0**power_late, rate * 2.0**power
@@ -69,17 +69,17 @@ def late_gradients(emulation: Emulation) -> Finding:
     )
 
 
-def _edge(is_borne: Callable[[float], bool], start: float) -> float:
+def _edge(is_stable: Callable[[float], bool], start: float) -> float:
     """The largest power of two, as a multiple of the plan's rate, that is stable; to a quarter of an octave.
 
     Args:
-        is_borne: From a power.
-        start: Where to begin; the steps from there double until the edge is passed.
+        is_stable: Whether the rate of a power is stable.
+        start: First power; the steps from there double until the edge is passed.
 
     Returns:
-        Minus infinity: none that was tried is stable; infinity: all are.
+        The power; minus infinity: no tried rate is stable; infinity: all are.
     """
-    goes_up = is_borne(start)
+    goes_up = is_stable(start)
     low, high, step = start, start, 1.0
     while True:
         if goes_up and low >= _HIGHEST:
@@ -87,14 +87,14 @@ def _edge(is_borne: Callable[[float], bool], start: float) -> float:
         if not goes_up and high <= _LOWEST:
             return -math.inf
         power = min(low + step, _HIGHEST) if goes_up else max(high - step, _LOWEST)
-        is_fine = is_borne(power)
+        is_fine = is_stable(power)
         low, high = (power if is_fine else low), (high if is_fine else power)
         if is_fine != goes_up:
             break
         step *= 2
     while high - low > _RESOLUTION:
         middle = math.floor((low + high) / 2 / _RESOLUTION) * _RESOLUTION
-        low, high = (middle, high) if is_borne(middle) else (low, middle)
+        low, high = (middle, high) if is_stable(middle) else (low, middle)
     return (low + high) / 2
 
 

@@ -1,1 +1,1 @@
-"""Files: stores of runs, the writer in the background, logs of other tools; everything appears whole or not at all."""
+"""Files: stores of runs, the background writer, logs of other tools. No write leaves a partial file."""

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and never replace another unless told."""
+"""Write files and folders atomically, and never replace an existing one unless asked to."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def write_json(content: Any, path: Path | str, *, overwrite: bool = False) -> Pa
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A place beside ``path`` to write a file or folder to.
+    """Yield a temporary path next to ``path`` to write a file or folder to.
 
-    It is moved to ``path`` when the block ends well, and removed when it does not; what was at ``path`` stays until
-    then.
+    It is moved to ``path`` when the block ends without an error, and removed otherwise; a file already at ``path``
+    stays until then.
 
     Raises:
         StoreError: If the disk is full, or the place cannot be written.

@@ -1,4 +1,4 @@
-"""Writes a run's rows in a thread of its own, so that training never waits for the disk."""
+"""Append the rows of a run to its store in a separate thread, so that training never waits for the disk."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from workbench.schema.events import Event
 if TYPE_CHECKING:
     import xarray as xr
 
-#: What a dataset needs beside its numbers, about.
+#: Approximate memory of a dataset in addition to its numbers.
 _BYTES_PER_DATASET = 10_000
-#: Begin the names of the threads that write: our own, and those that Zarr works in.
+#: Prefixes of the names of the threads that write: the writer's own, and those of Zarr.
 _THREAD, _THREADS_OF_ZARR = "writer of ", ("zarr_", "asyncio_")
 
-#: To wait for a disk that hangs.
+#: Longest wait at the interpreter's exit for a disk that hangs.
 _SECONDS_AT_EXIT = 30.0
 
 _open_writers: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
@@ -37,25 +37,26 @@ _exit = {"is_over": False}
 
 
 class RecordingWarning(UserWarning):
-    """Something of a run is not recorded; training goes on."""
+    """A part of a run is not recorded; training goes on."""
 
 
 class BackgroundWriter:
     """Takes rows from the training thread and appends them to a run in another one.
 
-    Whatever happens to the disk, training goes on: the trouble is told once, as a `RecordingWarning` of the next call,
-    rows wait in memory and are tried again with each block. Where too much waits, the oldest rows of the part with the
-    most bytes are dropped, but never its newest, and an event ``gap`` says which, as soon as writing works again. A
-    store that was removed is not made again.
+    A write error never stops training: it is reported once, as a `RecordingWarning` of the next call, and the rows wait
+    in memory and are tried again with each block. Where too many wait, the oldest rows of the part with the most bytes
+    are dropped, but never its newest, and an event ``gap`` records which, as soon as writing works again. A store that
+    was removed is not created again.
 
-    Rows are on disk and seen by readers after `flush`, or once a block was written; a killed process loses the rows
-    since then. Forked children (workers that load data) may hold a copy: in them it does nothing.
+    Rows are on disk and visible to readers after `flush`, or once a block was written; a killed process loses the rows
+    since then. Forked children (workers that load data) may hold a copy of the writer, which does nothing there.
 
     Args:
-        writer: Of the run's store; from now on nobody else may use it.
-        rows_per_block: Write as soon as so many rows of a part wait.
-        seconds_per_block: Write what waits after so many seconds too.
-        max_bytes: What may wait in memory, beside the block that is being written; half of it is a block too.
+        writer: Writer of the run's store; the caller must not use it any more.
+        rows_per_block: Write as soon as this many rows of a part wait.
+        seconds_per_block: Write waiting rows after this many seconds at the latest.
+        max_bytes: Largest size of the rows that wait in memory, without the block that is being written; half of it
+            also makes a block.
 
     Raises:
         OptionError: If a bound is not positive.
@@ -106,18 +107,18 @@ class BackgroundWriter:
 
     @property
     def trouble(self) -> str | None:
-        """Why the last block could not be written; None: it was."""
+        """Why the last block could not be written; None if it was written."""
         return self._trouble
 
     def declare(self, part: Part) -> None:
-        """Say what the rows of a part will hold, before the first is added.
+        """Declare the variables of a part before its first row is added.
 
         Raises:
             StoreError: If the part was declared already, or the store has it with other variables, dimensions, kinds
                 or coordinates; nothing is written then.
         """
         if part.name in self._parts:
-            raise StoreError(f"Part '{part.name}' is there already; declare each part once, before its first row.")
+            raise StoreError(f"Part '{part.name}' exists already; declare each part once, before its first row.")
         if not self._is_open():
             return
         waiting = WaitingRows(part)
@@ -131,13 +132,13 @@ class BackgroundWriter:
         """Take a row of a part; the values are copied.
 
         Args:
-            part: Its name; declared before.
+            part: Its name; it has to be declared before.
             step: Updates before the row; higher than that of the part's last row.
-            values: Of each variable, without the dimension of the steps. Floating-point ones may be left out: NaN.
+            values: Value of each variable, without the dimension of the steps. Floating-point variables may be left
+                out and are NaN then.
 
         Raises:
-            StoreError: If the values are not those declared, or the writer is closed. Trouble with the disk raises
-                nothing.
+            StoreError: If the values are not those declared, or the writer is closed. A write error raises nothing.
         """
         if not self._is_open():
             return
@@ -149,11 +150,11 @@ class BackgroundWriter:
         self._put(waiting, waiting.row(int(step), values), part)
 
     def add_dataset(self, part: str, dataset: xr.Dataset) -> None:
-        """Take a row that is a dataset already, such as spectra; it is copied.
+        """Take a row that is already a dataset, such as spectra; it is copied.
 
         Args:
-            part: Its name; not declared.
-            dataset: With a dimension ``step`` of size one; the same variables and sizes every time.
+            part: Its name; it must not be declared.
+            dataset: Dataset with a dimension ``step`` of size one; the same variables and sizes every time.
 
         Raises:
             StoreError: If the dataset has not one step, or does not fit what the part holds.
@@ -174,7 +175,7 @@ class BackgroundWriter:
         self._put(waiting, RecordedRow(int(dataset["step"].item()), copy, copy.nbytes + _BYTES_PER_DATASET), part)
 
     def event(self, event: Event) -> None:
-        """Take something that happened; a store whose events lack ``layer`` and ``head`` goes on without."""
+        """Take an event; a store whose events lack ``layer`` and ``head`` continues without them."""
         if not self._is_open():
             return
         events = self._parts["events"]
@@ -189,13 +190,13 @@ class BackgroundWriter:
                 self._start()
 
     def flush(self, *, timeout: float | None = None) -> bool:
-        """Wait until all that was added is on disk and seen by readers.
+        """Wait until all rows added so far are on disk and visible to readers.
 
         Args:
             timeout: Seconds to wait at most; None: as long as the disk takes.
 
         Returns:
-            Whether it is. If not, the rows are kept and tried again with the next block.
+            Whether they are. If not, the rows are kept and tried again with the next block.
         """
         if os.getpid() != self._process:
             return False
@@ -207,22 +208,22 @@ class BackgroundWriter:
             else:
                 self._n_asked += 1
                 is_written = self._wait_for(self._n_asked, deadline)
-        self._tell()
+        self._pass_on_warning()
         return is_written
 
     def close(self, **attrs: Any) -> bool:
-        """Write what waits, and end.
+        """Write the waiting rows and close the writer.
 
         Args:
             **attrs: Attributes of the run to set with it.
 
         Returns:
-            Whether all is on disk. If not, a warning says what is lost.
+            Whether all rows are on disk. If not, a warning says how many are lost.
         """
         return self._close(attrs, timeout=None)
 
     def close_within(self, seconds: float) -> bool:
-        """As `close`, but a disk that hangs is waited for no longer than so many seconds."""
+        """Close like `close`, but wait at most this many seconds for a disk that hangs."""
         return self._close({}, timeout=seconds)
 
     def _close(self, attrs: Mapping[str, Any], timeout: float | None) -> bool:
@@ -236,39 +237,39 @@ class BackgroundWriter:
             self._is_closed = True
             thread = self._thread
             self._changed.notify_all()
-            if self._may_wait():  # otherwise the writing thread does what is left
+            if self._may_wait():  # otherwise the writing thread finishes the close
                 self._give_up_rows()
         if thread is not None and is_written:
             thread.join(timeout)
-        self._tell()
+        self._pass_on_warning()
         return is_written
 
     def _give_up_rows(self) -> bool:
-        """Forget what waits, with a word; returns whether there was anything."""
+        """Drop the waiting rows and set a warning; returns whether there were any."""
         n_lost = sum(len(waiting.take()) for waiting in self._parts.values())
         if n_lost:
             self._warning = f"{n_lost} rows of the run at {self.path} were not written ({self._reason}) and are lost."
         return n_lost > 0
 
     def _may_wait(self) -> bool:
-        """Whether this thread may wait for those that write: not where it may be one of them.
+        """Whether this thread may wait for the writing threads; false where it may be one of them.
 
-        The garbage collector runs in any thread, and closes there a run that nobody holds any more.
+        The garbage collector runs in any thread, and may close a run there that is no longer referenced.
         """
         thread = threading.current_thread()
         return thread is self._owner or not thread.name.startswith((_THREAD, *_THREADS_OF_ZARR))
 
-    # What follows runs in the training thread and holds the lock only to move rows.
+    # The methods below run in the training thread and hold the lock only to move rows.
 
     def _is_open(self) -> bool:
-        """Whether rows are taken: not in a forked child, nor once the store is gone."""
-        self._tell()
+        """Whether the writer accepts rows; false in a forked child and once the store was removed."""
+        self._pass_on_warning()
         if self._is_closed:
             raise StoreError(f"The writer of the run at {self.path} is closed; add rows before close().")
         return not self._is_gone and os.getpid() == self._process
 
-    def _tell(self) -> None:
-        """Pass a warning on from the writing thread, whose own warnings nobody would see."""
+    def _pass_on_warning(self) -> None:
+        """Issue the warning of the writing thread here, as it would not be seen there."""
         if self._warning is not None:
             warning, self._warning = self._warning, None
             warnings.warn(warning, RecordingWarning, stacklevel=3)
@@ -276,7 +277,7 @@ class BackgroundWriter:
     def _layout(self, part: str) -> xr.Dataset | None:
         try:
             return self._writer.layout(part)
-        except OSError:  # the next block will tell
+        except OSError:  # the next block reports it
             return None
 
     def _put(self, waiting: WaitingRows, row: RecordedRow, part: str) -> None:
@@ -287,7 +288,7 @@ class BackgroundWriter:
                 )
             waiting.put(row)
             self._last_step = max(self._last_step, row.step)
-            if part != "events":  # an event may be what a run says that the collector closes
+            if part != "events":  # an event may come from a run that the garbage collector closes
                 self._owner = threading.current_thread()
             self._keep_bound()
             self._start()
@@ -298,12 +299,12 @@ class BackgroundWriter:
         return sum(waiting.n_bytes for waiting in self._parts.values())
 
     def _is_block(self) -> bool:
-        """Whether so much waits that it is written at once; in trouble, bytes alone are no reason to try again."""
+        """Whether enough rows wait to be written at once; after a write error their size alone causes no new try."""
         is_large = self._trouble is None and 2 * self._n_bytes() >= self._max_bytes
         return is_large or any(waiting.n_new >= self._rows_per_block for waiting in self._parts.values())
 
     def _keep_bound(self) -> None:
-        """Drop the oldest row of the part with the most waiting, until the rest may stay."""
+        """Drop the oldest row of the largest part until the rest fits into ``max_bytes``."""
         while self._n_bytes() > self._max_bytes:
             # The newest stays: a row that is larger than the bound would never be written.
             several = [waiting for waiting in self._parts.values() if len(waiting.rows) > 1]
@@ -323,7 +324,7 @@ class BackgroundWriter:
         self._start()
         self._changed.notify_all()
         while self._n_answered < request and not self._is_gone:
-            # A thread that the interpreter's end has stopped never answers.
+            # A thread that was stopped by the interpreter's exit never answers.
             if time.monotonic() > deadline or _is_exiting() or self._thread is None or not self._thread.is_alive():
                 return False
             self._changed.wait(0.2)
@@ -333,7 +334,7 @@ class BackgroundWriter:
         parts = self._parts.values()
         return bool(self._attrs) or self._is_uncommitted or any(part.rows or part.lost for part in parts)
 
-    # What follows runs in the writing thread.
+    # The methods below run in the writing thread.
 
     def _run(self) -> None:
         while (block := self._next_block()) is not None:
@@ -343,7 +344,7 @@ class BackgroundWriter:
                 self._changed.notify_all()
 
     def _next_block(self) -> _Block | None:
-        """Wait for it; None: there is nothing to do, and the next row starts another thread."""
+        """Wait for the next block; None if there is nothing to write, and the next row starts another thread."""
         with self._changed:
             while not self._is_due():
                 seconds = self._tried_at + self._seconds_per_block - time.monotonic()
@@ -354,8 +355,8 @@ class BackgroundWriter:
             else:
                 return self._take()
             is_left_alone = self._is_closed and self._give_up_rows()
-        if is_left_alone:  # nobody waits for this thread
-            self._tell()
+        if is_left_alone:  # no other thread waits for this one
+            self._pass_on_warning()
         return None
 
     def _is_due(self) -> bool:
@@ -384,15 +385,15 @@ class BackgroundWriter:
         return {name: value for name, value in values.items() if name in self._parts["events"].declared.dims}
 
     def _write(self, block: _Block) -> None:
-        """Append every part that can be, and show readers what there is; what failed stays in the block."""
+        """Append every part that can be written, and commit; rows that failed stay in the block."""
         names = [name for name in block.rows if name != "events"]
         if block.gaps or "events" in block.rows:
-            names.append("events")  # last: an event is about rows that are there
+            names.append("events")  # last: an event refers to rows that are already written
         for name in names:
             rows = block.rows.get(name, []) + (block.gaps if name == "events" else [])
             try:
                 self._writer.append(name, self._parts[name].dataset(rows))
-            except Exception as error:  # noqa: BLE001  (training goes on, whatever it is; it is told)
+            except Exception as error:  # noqa: BLE001  (reported by a warning; training goes on after any error)
                 block.error = error
             else:
                 block.rows.pop(name, None)
@@ -417,7 +418,7 @@ class BackgroundWriter:
             self._trouble, self._reason = str(block.error), _reason(block.error)
             self._is_gone = self._is_store_gone()
             if self._is_gone:
-                # The error may be of any file that was missed first.
+                # The error itself names only the file that was found missing first.
                 self._warning = f"{self._writer.gone_message} Training goes on and is not recorded any more."
                 for waiting in self._parts.values():
                     waiting.take()
@@ -438,7 +439,7 @@ class BackgroundWriter:
 
 @dataclass
 class _Block:
-    """What is written at once; what is left of ``rows`` and ``lost`` afterwards could not be."""
+    """Rows that are written together; those left in ``rows`` and ``lost`` afterwards could not be written."""
 
     rows: dict[str, list[RecordedRow]]
     lost: dict[str, Lost]
@@ -450,7 +451,7 @@ class _Block:
 
 
 def _reason(error: BaseException) -> str:
-    """The system's own words, if it was the system."""
+    """The operating system's message if the error came from there, else the error's own."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -460,12 +461,12 @@ def _reason(error: BaseException) -> str:
 
 
 def _close_at_exit(writer: BackgroundWriter) -> None:
-    """Close a writer at the interpreter's end, unless it is closed or gone by then."""
+    """Close a writer at the interpreter's exit, unless it is closed or deleted by then."""
     _open_writers.add(writer)
 
 
 def _is_exiting() -> bool:
-    """Whether threads have stopped, or are about to."""
+    """Whether the interpreter's exit has stopped the threads, or is about to."""
     return _exit["is_over"] or sys.is_finalizing()
 
 
@@ -475,10 +476,11 @@ def _close_all() -> None:
     _exit["is_over"] = True
 
 
-# Zarr works in the threads of concurrent.futures, which stop taking work before `atexit` functions are called. What is
-# registered here after them is called before them. The first block that is written may import dask and with it the
-# processes, which cannot register their own end any more once the interpreter's has begun. Registered with the import:
-# whoever trains and stops at the end registers later, and so is called before its writers are closed.
+# Zarr uses the threads of concurrent.futures, which accept no work any more when `atexit` functions are called. Exit
+# functions are called in reverse order of registration, so one registered here after theirs is called before it. The
+# first block that is written may import dask and with it concurrent.futures.process, which can no longer register its
+# exit function once the interpreter's exit has begun; hence both modules are imported here. Registered with the import:
+# code that stops a training at exit registers later, and so is called before its writers are closed.
 for _kind in ("thread", "process"):
     importlib.import_module(f"concurrent.futures.{_kind}")
 getattr(threading, "_register_atexit", atexit.register)(_close_all)

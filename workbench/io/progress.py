@@ -1,4 +1,4 @@
-"""Progress bars, and how many cores there are to work on."""
+"""Progress bars, and the number of available cores."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def at_step(spectra: xr.Dataset, at: int | str, *, name: str) -> xr.Dataset:
     Args:
         spectra: With or without the dimension ``step``.
         at: ``"first"``, ``"last"``, or a number: the latest recorded step up to it.
-        name: Of the run, for the sentences.
+        name: Name of the run, for error messages.
 
     Returns:
         The spectra without the dimension; the scalar coordinate ``step`` says which step it is, if the data do.

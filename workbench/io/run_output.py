@@ -1,4 +1,4 @@
-"""What a run gives, on its way to the store: rows of parts, datasets, events. Nothing here ever stops a training."""
+"""Pass the output of a run to its store: rows of parts, datasets, events. No error here ever stops a training."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from workbench.schema.runs import MONITORS, PARTS
 if TYPE_CHECKING:
     import xarray as xr
 
-#: A full block is waited for no longer than so many seconds, as a disk may hang; and while it hangs than so many.
+#: Longest wait for a full block, in seconds, as a disk may hang; and the longest wait while it hangs.
 _PATIENCE, _IMPATIENCE = 10.0, 0.05
-#: Coordinates that are named otherwise than the dimension they run along.
+#: Coordinates whose name is not that of their dimension.
 _ALONG = {"layer_name": "layer", "module_name": "module"}
 
 
 class RunOutput:
-    """Hands everything that a run gives to its store, if it has one.
+    """Passes all output of a run to its store, if it has one.
 
-    A part begins with its first row, which says what all its rows hold. Trouble with the disk or with a row is a
-    `RecordingWarning` and an event, and training goes on.
+    A part begins with its first row, which decides the variables of all its rows. A write error or an invalid row
+    gives a `RecordingWarning` and an event, and training goes on.
 
     Args:
-        writer: Of the run's store; None: nothing is written.
-        wait_every: Wait for the disk after so many steps, so that a killed process loses no more; None: never wait.
+        writer: Writer of the run's store; None: nothing is written.
+        wait_every: Wait for the disk after this many steps, so that a killed process loses no more; None: never wait.
     """
 
     def __init__(self, writer: BackgroundWriter | None, *, wait_every: int | None = None) -> None:
@@ -46,7 +46,7 @@ class RunOutput:
 
     @property
     def path(self) -> Path | None:
-        """Of the store."""
+        """Path of the store."""
         return None if self.writer is None else self.writer.path
 
     def add(
@@ -56,8 +56,8 @@ class RunOutput:
 
         Args:
             part: Such as ``"monitors"``.
-            step: Of the row; rising.
-            values: Of each variable, without the dimension of the steps.
+            step: Step of the row; steps have to rise.
+            values: Value of each variable, without the dimension of the steps.
             coords: Values along the other dimensions, and ``layer_name`` or ``module_name``.
         """
         if self.writer is None or part in self._lost:
@@ -67,13 +67,13 @@ class RunOutput:
                 self.writer.declare(_declared(part, values, coords or {}))
                 self._names[part] = frozenset(values)
             kept = {name: value for name, value in values.items() if name in self._names[part]}
-            self._say_late(step, values, kept)
+            self._warn_of_late_column(step, values, kept)
             self.writer.add(part, step, kept)
         except StoreError as error:
             self._give_up(part, step, error)
 
     def end_step(self) -> None:
-        """All rows of a step are added; waits for the disk where a block is full, but not for one that hangs."""
+        """Finish a step; waits for the disk where a block is full, but only briefly for a disk that hangs."""
         if self.writer is None or self._wait_every is None:
             return
         self._n_rows += 1
@@ -111,11 +111,11 @@ class RunOutput:
         self._n_rows = 0
 
     def close(self, **attrs: Any) -> None:
-        """Write what there is, set attributes of the run, and end the thread."""
+        """Write the waiting rows, set attributes of the run, and end the thread."""
         if self.writer is not None:
             self.writer.close(**attrs)
 
-    def _say_late(self, step: int, values: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+    def _warn_of_late_column(self, step: int, values: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
         for name in values.keys() - kept.keys() - self._late:
             self._late.add(name)
             message = (
@@ -133,12 +133,12 @@ class RunOutput:
 
 
 def say(sentence: str) -> None:
-    """Warn whoever runs the training, without stopping it."""
+    """Warn the user without stopping the training."""
     warnings.warn(sentence, RecordingWarning, stacklevel=3)
 
 
 def _declared(part: str, values: Mapping[str, Any], coords: Mapping[str, np.ndarray]) -> Part:
-    """What the rows of a part hold, from its first."""
+    """The part that its first row declares."""
     rules = MONITORS if part == "monitors" else PARTS[part]
     attrs = {name: rules[name].attrs for name in values if name in rules}
     dims = {name: rules[name].dims[1:] if name in rules else () for name in values}

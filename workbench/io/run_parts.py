@@ -1,4 +1,4 @@
-"""Parts of a run that grow row by row: what their rows look like, and the rows that wait to be written."""
+"""Parts of a run that grow row by row: the declaration of their rows, and the rows that wait to be written."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from workbench.schema.runs import EVENTS
 if TYPE_CHECKING:
     import xarray as xr
 
-#: What Python needs for a row or an array beside its numbers, and for a number in a list.
+#: Memory that Python needs for a row or an array in addition to its numbers, and for a number in a list.
 _BYTES_PER_OBJECT, _BYTES_PER_NUMBER = 120, 32
-#: Types that have no value for "nothing can be said".
+#: Types without a value for "not measured".
 _NEEDED = (bool, int, str)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What every row of a part holds.
+    """Names, dimensions and types of the variables in every row of a part.
 
     Attributes:
-        name: Of the part, such as ``attention``.
+        name: Name of the part, such as ``attention``.
         dims: Dimensions of each variable, without the one that grows, such as ``{"loss": (), "kurtosis": ("layer",)}``.
         coords: Values along dimensions, ``{"term": ["D2", "D3"]}``, or, with a name of its own, a dimension and the
             values along it: ``{"layer_name": ("layer", ["blocks.0", "blocks.1"])}``.
         attrs: Attributes of each variable: ``long_name``, ``units``, ``meaning``.
-        dtypes: Of variables that are not ``float64``, such as ``{"dead_experts": "int64"}``.
-        dim: What the part grows along. ``step``: its steps are the coordinate.
+        dtypes: Types of the variables that are not ``float64``, such as ``{"dead_experts": "int64"}``.
+        dim: Dimension that the part grows along. If it is ``step``, its steps are the coordinate.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Part:
     def of_scalars(
         cls, name: str, values: Mapping[str, Any], attrs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> Part:
-        """A part of numbers, each of the type that it has in this first row: truth value, integer or float."""
+        """A part of scalars, each of the type that it has in this first row: truth value, integer or float."""
         kinds = {"b": "bool", "i": "int64", "u": "int64"}
         dtypes = {key: kinds[kind] for key, value in values.items() if (kind := np.asarray(value).dtype.kind) in kinds}
         return cls(name, dict.fromkeys(values, ()), attrs=attrs or {}, dtypes=dtypes)
@@ -56,8 +56,8 @@ class Part:
         """Rows as a dataset.
 
         Args:
-            steps: One a row.
-            columns: Of each variable, shape (row, ...).
+            steps: One for each row.
+            columns: Values of each variable, shape (row, ...).
         """
         import xarray as xr
 
@@ -85,10 +85,10 @@ def _has_dim(values: Any) -> bool:
 
 
 def events_part(present: Sequence[str] | None = None) -> Part:
-    """Events: when, what, shown by what, how strong, where, and a sentence.
+    """The part of events: step, kind, source, score, layer and head, and a message.
 
     Args:
-        present: Variables of the events that a store holds already, which may lack ``layer`` and ``head``.
+        present: Variables of the events that a store already holds, which may lack ``layer`` and ``head``.
     """
     dtypes = {"kind": "str", "source": "str", "message": "str", "layer": "int64", "head": "int64"}
     names = ["kind", "source", "score", "message", "layer", "head"]
@@ -103,13 +103,13 @@ def events_part(present: Sequence[str] | None = None) -> Part:
 
 
 def check_layout(rows: xr.Dataset, layout: xr.Dataset, part: str, dim: str, where: Any) -> None:
-    """Refuse rows that do not fit those a part holds.
+    """Refuse rows that do not fit the rows that a part already holds.
 
     Args:
-        rows: Rows to come; of a dimension whose size is not known yet, of size 0.
+        rows: The new rows; a dimension whose size is not known yet has size 0.
         layout: See `RunWriter.layout`.
-        part: Its name.
-        dim: What it grows along.
+        part: Name of the part.
+        dim: Dimension that it grows along.
         where: Path of the run.
 
     Raises:
@@ -166,14 +166,14 @@ class Lost:
         return Lost(first, last, self.n_rows + other.n_rows, self.why)
 
     def message(self, part: str) -> str:
-        """One sentence, of the part that lacks them."""
+        """A sentence that names the part and the steps of the dropped rows."""
         n_rows = "1 row" if self.n_rows == 1 else f"{self.n_rows} rows"
         return f"Part '{part}' lacks {n_rows} of steps {self.first} to {self.last}: {self.why}."
 
 
 @dataclass
 class RecordedRow:
-    """One row: its step, what it holds, and about how many bytes that is."""
+    """One row: its step, its values, and their approximate size in bytes."""
 
     step: int
     values: Any
@@ -184,8 +184,8 @@ class WaitingRows:
     """Rows of one part, in order, until they are on disk.
 
     Args:
-        part: What they hold; None: each row is a dataset.
-        layout: Of the datasets, if the store has some already.
+        part: Declaration of the rows; None: each row is a dataset.
+        layout: Layout of the datasets, if the store already holds some.
     """
 
     def __init__(self, part: Part | None, layout: xr.Dataset | None = None) -> None:
@@ -211,36 +211,36 @@ class WaitingRows:
         self.last_step = row.step
 
     def take(self) -> list[RecordedRow]:
-        """All rows; none is left."""
+        """Remove and return all rows."""
         taken = list(self.rows)
         self.rows.clear()
         self.n_bytes = self.n_new = 0
         return taken
 
     def put_back(self, rows: list[RecordedRow]) -> None:
-        """Rows that could not be written, before those that came since."""
+        """Put rows that could not be written before those added since."""
         self.rows.extendleft(reversed(rows))
         self.n_bytes += sum(row.n_bytes for row in rows)
 
     def drop_oldest(self, why: str) -> None:
-        """Lose a row and keep account of it."""
+        """Drop the oldest row and record the loss."""
         row = self.rows.popleft()
         self.n_bytes -= row.n_bytes
         self.lost = Lost(row.step, row.step, 1, why).and_also(self.lost)
 
     @property
     def declared(self) -> Part:
-        """What the rows hold.
+        """Declaration of the rows.
 
         Raises:
-            StoreError: If they are datasets, which declare nothing.
+            StoreError: If the rows are datasets, which are not declared.
         """
         if self.part is None:
             raise StoreError("Rows that are datasets have no declared variables; add datasets to them.")
         return self.part
 
     def empty(self) -> xr.Dataset:
-        """No rows, as they go to disk; dimensions of unknown size have size 0."""
+        """A dataset without rows, in the form written to disk; dimensions of unknown size have size 0."""
         columns = {
             name: np.empty((0, *(self._sizes.get(dim, 0) for dim in dims)), self.declared.dtype(name))
             for name, dims in self.declared.dims.items()
@@ -248,7 +248,7 @@ class WaitingRows:
         return self.declared.dataset([], columns)
 
     def row(self, step: int, values: Mapping[str, Any]) -> RecordedRow:
-        """A row with copies of the values, checked.
+        """Check the values and return a row with copies of them.
 
         Raises:
             StoreError: If there are other variables than declared, or of other shapes or kinds.
@@ -298,7 +298,7 @@ class WaitingRows:
         return array
 
     def dataset(self, rows: list[RecordedRow]) -> xr.Dataset:
-        """Rows as they go to disk."""
+        """Rows as a dataset, in the form written to disk."""
         import xarray as xr
 
         if self.part is None:

@@ -1,9 +1,9 @@
-"""A run that grows on disk: rows are appended while it trains, and any process may read it meanwhile.
+"""Append rows to the store of a run while it trains; any process may read the store meanwhile.
 
-Zarr keeps the length of each array in a file of its own, so an interrupted append would leave arrays of different
-lengths, which nothing can open. Here readers go by one file alone, the consolidated metadata in the root: rows are
-written first, and that file is replaced, in one step, last. Killed at any moment, the store opens with every row of the
-last commit.
+Zarr keeps the length of each array in a separate file, so an interrupted append would leave arrays of different
+lengths, which cannot be opened. Here readers use one file alone, the consolidated metadata in the root: rows are
+written first, and that file is replaced last, in one step. The store is crash-consistent: after a kill at any moment
+it opens with every row of the last commit.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     import xarray as xr
     import zarr
 
-#: A chunk holds about this much; it is written again with each append until it is full.
+#: Approximate size of a chunk; it is written again with each append until it is full.
 _BYTES_PER_CHUNK = 1 << 17
 
 
 class RunWriter:
     """Appends parts of a run to a Zarr store.
 
-    What is appended becomes visible to readers with the next `commit`.
+    Appended rows become visible to readers with the next `commit`.
 
     Args:
-        path: Of the store.
+        path: Path of the store.
         attrs: Attributes of the run: text and numbers.
         overwrite: Replace what is at ``path``.
 
@@ -60,11 +60,11 @@ class RunWriter:
 
     @classmethod
     def reopen(cls, path: str | os.PathLike[str], *, before_step: int) -> RunWriter:
-        """Go on with a store, keeping what was committed for steps before ``before_step``.
+        """Continue a store, keeping the rows that were committed for steps before ``before_step``.
 
         Args:
-            path: Of a store made by this class.
-            before_step: Rows from this step on are dropped; they are about to be made again.
+            path: Path of a store made by this class.
+            before_step: Rows from this step on are dropped, because they are about to be computed again.
 
         Raises:
             StoreError: If there is no such store, or it is damaged.
@@ -83,9 +83,9 @@ class RunWriter:
             part: _Extent(str(steps.dims[0]), int(np.count_nonzero(steps.values < before_step)))
             for part, steps in ((part, node.to_dataset()["step"]) for part, node in committed.children.items())
         }
-        # Readers first: once they see the shorter arrays, the rows beyond may go.
+        # The metadata first: once readers see the shorter arrays, the rows beyond may be deleted.
         writer.commit()
-        # What a killed process had begun but not committed: parts, and rows ahead of the committed ones.
+        # Remove what a killed process had begun but not committed: parts, and rows after the committed ones.
         for folder in writer.path.iterdir():
             if folder.is_dir() and folder.name not in writer._parts:
                 shutil.rmtree(folder)
@@ -98,24 +98,25 @@ class RunWriter:
         """Add rows to a part of the run, along the dimension of its variable ``step``.
 
         Args:
-            part: Such as ``monitors``; made by its first rows.
-            rows: The same variables every time; what does not run over steps is written the first time only.
+            part: Name, such as ``monitors``; the part is created by its first rows.
+            rows: The same variables every time; variables without the dimension of steps are written the first time
+                only.
 
         Raises:
-            StoreError: If the disk is full, or the store cannot be written; the same rows may be appended again
-                then, with others after them, and are there once.
+            StoreError: If the disk is full, or the store cannot be written; the same rows may then be appended again,
+                with others after them, and are stored once.
         """
         from workbench.io.store import with_text
 
         (dim,) = map(str, rows["step"].dims)
         rows = with_text(rows, of_variable_length=True)
-        with _said(self.path):
+        with _naming_the_error(self.path):
             self._check_is_there()
             if part not in self._parts:
-                if (self.path / part).exists():  # what a failed try left
+                if (self.path / part).exists():  # left by a failed attempt
                     shutil.rmtree(self.path / part)
                 encoding = {name: {"chunks": _chunks(variable)} for name, variable in rows.variables.items()}
-                # Rows first in every array, so that it grows by whole rows.
+                # The dimension of rows comes first in every array, so that arrays grow by complete rows.
                 rows = rows.transpose(dim, ...)
                 rows.to_zarr(self.path, group=part, mode="a", consolidated=False, zarr_format=3, encoding=encoding)
                 self._parts[part] = _Extent(dim, rows.sizes[dim])
@@ -128,28 +129,28 @@ class RunWriter:
             self._parts[part] = _Extent(dim, stop)
 
     def commit(self, **attrs: Any) -> None:
-        """Show readers everything appended so far, in one step.
+        """Make everything appended so far visible to readers, in one step.
 
         Args:
             **attrs: Attributes of the run to set at the same time.
 
         Raises:
-            StoreError: If the disk is full, or the store cannot be written; readers see the last commit then.
+            StoreError: If the disk is full, or the store cannot be written; readers then still see the last commit.
         """
         self._attrs |= attrs
-        with _said(self.path):
+        with _naming_the_error(self.path):
             self._check_is_there()
             self._write_root(self.path)
 
     def is_there(self) -> bool:
-        """Whether the store is still where it was made, and not another one in its place."""
+        """Whether the store still exists at its path and was not replaced by another one."""
         try:
             return (self.path / "zarr.json").exists() and self.path.stat().st_ino == self._folder
         except FileNotFoundError:
             return False
 
     def layout(self, part: str) -> xr.Dataset | None:
-        """What a part holds, without its rows: every variable, the growing ones of length zero; None: no such part."""
+        """A part without its rows: every variable, those that grow with length zero; None if there is no such part."""
         import xarray as xr
         import zarr
 
@@ -167,16 +168,16 @@ class RunWriter:
 
     @property
     def gone_message(self) -> str:
-        """What to say where the store is not there any more."""
+        """The message for a store that no longer exists."""
         return f"The run at {self.path} is gone: removed, moved or replaced while it was being written."
 
     def _check_is_there(self) -> None:
-        # Otherwise Zarr would make the folders again, without the rows that were in them.
+        # Otherwise Zarr would create the folders again, without their rows.
         if not self.is_there():
             raise StoreError(self.gone_message)
 
     def _growing(self, part: str) -> list[zarr.Array]:
-        """The arrays of a part that get longer: those over the dimension of its steps."""
+        """The arrays of a part that grow: those over the dimension of its steps."""
         import zarr
 
         if part not in self._arrays:
@@ -206,22 +207,22 @@ class RunWriter:
 
 @dataclass(frozen=True)
 class _Extent:
-    """How far a part goes: the dimension it grows along, and its committed rows."""
+    """The extent of a part: the dimension it grows along, and the number of its committed rows."""
 
     dim: str
     n_rows: int
 
 
 def _chunks(variable: xr.Variable) -> tuple[int, ...]:
-    """Whole rows, as many as a chunk holds."""
+    """Shape of a chunk: as many complete rows as fit into it."""
     row = variable.shape[1:]
     n_bytes = max(1, int(np.prod(row)) * variable.dtype.itemsize)
     return (max(1, _BYTES_PER_CHUNK // n_bytes), *(max(1, size) for size in row)) if variable.ndim else ()
 
 
 @contextmanager
-def _said(path: Path) -> Iterator[None]:
-    """Turn a failed write into a sentence."""
+def _naming_the_error(path: Path) -> Iterator[None]:
+    """Raise a failed write as a `StoreError` that names the run."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A run on disk: a tree of datasets in one Zarr store, exported to netCDF on request. Nothing is ever lost halfway."""
+"""A run on disk: a tree of datasets in one Zarr store, exported to netCDF on request. Writing is atomic."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _VALIDATORS: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
 
 
 def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.DataTree:
-    """A run from whatever holds its parts.
+    """Make a run from a tree, a dataset or a mapping of parts.
 
     Args:
         data: A run; a spectra dataset alone; or parts by name, such as ``{"spectra": ..., "monitors": ...}``.
 
     Returns:
-        A tree with one child a part; the parts' data are shared, not copied.
+        A tree with one child for each part; the parts' data are shared, not copied.
 
     Raises:
         SchemaError: If a part does not follow the schema, or an attribute cannot be stored.
@@ -73,19 +73,19 @@ def save(
 ) -> Path:
     """Write a run into a Zarr store.
 
-    The store appears whole or not at all: it is written beside its place and moved there at the end.
+    Writing is crash-consistent: the store is written next to its path and moved there at the end.
 
     Args:
         run: See `as_run`.
-        path: Of the store, by custom ending in ``.zarr``.
-        overwrite: Replace what is there; the old store stays until the new one is complete.
+        path: Path of the store, by convention ending in ``.zarr``.
+        overwrite: Replace an existing store, which stays until the new one is complete.
 
     Returns:
         The path.
 
     Raises:
         SchemaError: If the run does not follow the schema; no file is touched then.
-        StoreError: If the path is taken, or the disk is full; what was there before is still there then.
+        StoreError: If the path is taken, or the disk is full; an existing store is then unchanged.
 
     Example:
         >>> import numpy as np
@@ -111,8 +111,8 @@ def export_netcdf(
 
     Args:
         run: See `as_run`.
-        path: Of the file, by custom ending in ``.nc``.
-        overwrite: Replace what is there.
+        path: Path of the file, by convention ending in ``.nc``.
+        overwrite: Replace an existing file.
 
     Returns:
         The path.
@@ -136,12 +136,12 @@ def export_netcdf(
 
 
 def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
-    """Open a run written by `save`, `train` or `export_netcdf`; of a Zarr store values are read when they are needed.
+    """Open a run written by `save`, `train` or `export_netcdf`; values of a Zarr store are read when needed.
 
     Reading values raises a `StoreError` once the store was removed or replaced; ``run.load()`` reads all of them now.
 
     Args:
-        path: Of a Zarr store or a netCDF file.
+        path: Path of a Zarr store or a netCDF file.
 
     Returns:
         The run.
@@ -165,10 +165,10 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
         raise StoreError(f"There is no run at {path}; check the path.")
     try:
         if path.is_dir():
-            # A run that grows is consistent only as its consolidated metadata say.
+            # A store that is being written is consistent only through its consolidated metadata.
             from workbench.io.watched_store import WatchedStore
 
-            store: Any = WatchedStore(path)  # xarray takes Zarr's stores, which its annotation leaves out
+            store: Any = WatchedStore(path)  # xarray accepts Zarr's stores, which its annotation does not list
             run = xr.open_datatree(store, engine="zarr", consolidated=_is_consolidated(path))
         else:
             # Closed at once: HDF5 crashes where a forgotten file is closed in one thread while another opens one.
@@ -206,7 +206,7 @@ def with_text(data: xr.DataTree, *, of_variable_length: bool) -> xr.DataTree: ..
 
 
 def with_text(data: xr.DataTree | xr.Dataset, *, of_variable_length: bool) -> xr.DataTree | xr.Dataset:
-    """The same data with text as variable-length strings, as Zarr has them, or as NumPy's usual fixed-length ones."""
+    """The same data with text as variable-length strings, as Zarr stores it, or as NumPy's fixed-length strings."""
     import xarray as xr
 
     dtype = np.dtypes.StringDType() if of_variable_length else np.str_

@@ -1,4 +1,4 @@
-"""Logs of training that are no store of ours: CSV files and TensorBoard folders."""
+"""Read the training logs of other tools: CSV files and TensorBoard folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-#: Name of a monitor -> what logs call it, in lower case; the first that is found counts.
+#: Name of a monitor -> its names in logs, in lower case; the first that is found is used.
 NAMES: dict[str, tuple[str, ...]] = {
     "loss": ("loss", "train/loss", "train_loss", "training_loss", "loss/train", "train/loss_step", "train_loss_step"),
     "grad_norm": (
@@ -41,20 +41,20 @@ NAMES: dict[str, tuple[str, ...]] = {
     "accuracy": ("accuracy", "train/accuracy", "acc", "train_acc"),
     "batch_size": ("batch_size", "train/batch_size", "global_batch_size"),
 }
-#: Cells of a CSV file that hold nothing.
+#: Contents of a CSV cell that count as empty.
 _EMPTY = ["", *(form for word in ("none", "null", "na") for form in (word, word.upper(), word.capitalize()))]
 _STEPS = ("step", "global_step", "train/global_step", "_step", "iteration", "iter", "update", "num_updates")
 
 
 def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = False) -> xr.Dataset:
-    """The numbers of each step from a log, as monitors that `workbench.diagnose` takes.
+    """Read the numbers of each step from a log, as monitors that `workbench.diagnose` accepts.
 
     Args:
-        path: Of a CSV file with one row a step, in any order of columns, or of a folder of TensorBoard events. Columns
-            and tags are known by their usual names (``loss``, ``train/loss``, ``lr``, ..., Hugging Face's Trainer's
-            included).
-        allow_gaps: Take a log in which steps are missing; what lies in a hole is then simply not known. A log that was
-            thinned evenly, such as every ten steps, needs no permission.
+        path: Path of a CSV file with one row for each step, in any order of columns, or of a folder of TensorBoard
+            events. Columns and tags are found by their usual names (``loss``, ``train/loss``, ``lr``, ..., also those
+            of Hugging Face's Trainer).
+        allow_gaps: Accept a log in which steps are missing. A log that was thinned evenly, such as to every tenth
+            step, is accepted in any case.
 
     Returns:
         Dataset of ``MONITORS`` variables with dim ``step``, as many as the log has; a number that a row lacks is NaN.
@@ -62,7 +62,7 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = False) -> xr.Da
     Raises:
         StoreError: If there is nothing at the path, or it cannot be read.
         SchemaError: If it has no steps or no loss, a step comes twice or falls, or steps are missing.
-        MissingPackageError: If a TensorBoard folder is given and the package is not there.
+        MissingPackageError: If a TensorBoard folder is given and the package is not installed.
 
     Example:
         >>> import workbench as wb
@@ -93,7 +93,7 @@ def _read_csv(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     import pandas as pd
 
     try:
-        # A row may have more cells than the header; names come apart where the header has one twice.
+        # A row may have more cells than the header; a name that the header has twice becomes two names.
         table = pd.read_csv(
             path, dtype=str, encoding="utf-8-sig", skip_blank_lines=False, skipinitialspace=True, index_col=False,
             keep_default_na=False, na_values=_EMPTY, usecols=lambda _: True,
@@ -127,7 +127,7 @@ def _read_csv(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def _numbers(path: Path, column: pd.Series[str]) -> np.ndarray:
-    """A column as numbers; NaN where a cell is empty or not there."""
+    """A column as numbers; NaN where a cell is empty or missing."""
     try:
         return column.to_numpy(dtype=np.float64, na_value=np.nan)
     except ValueError:
@@ -174,7 +174,7 @@ def _read_events(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def _check_steps(path: Path, steps: np.ndarray, *, allow_gaps: bool) -> None:
-    """Steps rise, and evenly."""
+    """Refuse steps that do not rise, or not evenly."""
     apart = np.diff(steps)
     if len(bad := np.flatnonzero(apart <= 0)):
         at = int(bad[0])

@@ -1,4 +1,4 @@
-"""Reading a Zarr store that may go away while a run from it is open."""
+"""Read a Zarr store that may be removed or replaced while a run from it is open."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class WatchedStore(LocalStore):
-    """A folder, for reading, that says when it has gone.
+    """A read-only folder store that raises an error once it was removed or replaced.
 
-    To Zarr a chunk that is not there is one full of the fill value, so a run that was removed while it was open would
+    Zarr reads a missing chunk as one full of the fill value, so a run that was removed while it was open would
     read as zeros, and one that was replaced as a mixture of both.
 
     Args:
-        root: Of the store.
+        root: Path of the store.
     """
 
     def __init__(self, root: Path | str, *, read_only: bool = True) -> None:
@@ -31,13 +31,13 @@ class WatchedStore(LocalStore):
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """The bytes at a key, as `zarr.storage.LocalStore` gives them; None: none were written there.
+        """The bytes at a key, as `zarr.storage.LocalStore` gives them; None if none were written there.
 
         Raises:
-            StoreError: If the store is not there any more, or another one is in its place.
+            StoreError: If the store no longer exists, or another one is in its place.
         """
         found = await super().get(key, prototype, byte_range)
-        # Looked at after reading: what was read before the store went is right.
+        # Checked after reading: bytes that were read before the store was removed are right.
         if not self._is_there() or (found is None and self._is_array_gone(key)):
             raise StoreError(
                 f"The run at {self.root} was removed or replaced after it had been opened; open it again if there is "
@@ -52,6 +52,6 @@ class WatchedStore(LocalStore):
             return False
 
     def _is_array_gone(self, key: str) -> bool:
-        """Whether a chunk is missing with its whole array; one full of the fill value is never written."""
+        """Whether a chunk is missing because its entire array is; a chunk full of the fill value is never written."""
         *array, last = key.rstrip("/0123456789").split("/")
         return last == "c" and not self.root.joinpath(*array, "zarr.json").exists()

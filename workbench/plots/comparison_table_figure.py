@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-#: What a run tells beside its spectra, in the order of the columns; whole numbers first.
+#: Variables of a run besides its spectra, in the order of the columns; integers first.
 _COUNTS = ("step", "divergence_step")
 _RESULTS = ("final_loss", "final_accuracy", "best_accuracy")
 

@@ -1,4 +1,4 @@
-"""Criteria of every unit beside each other, each measured by its own healthy band."""
+"""Criteria of any unit in one figure, each relative to its own healthy band."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 #: Of the axis and of a row, in bokeh's pixels, and the room that a letter beside it takes there.
 _WIDTH, _ROW, _LETTER = 360, 24, 6.3
-#: How far from the band a mark may stand; what lies further stands there.
+#: Largest distance of a mark from the band; values further away are drawn there.
 _REACH = 1.6
-#: State -> colour and marker; shape alone tells them apart too.
+#: State -> colour and marker; states differ in shape as well as in colour.
 STATE_LOOKS: dict[str, tuple[str, str]] = {
     CriterionState.HEALTHY: (outcome_colors.SURVIVED, "circle"),
     CriterionState.AT_RISK: ("#8f7a00", "triangle"),

@@ -1,4 +1,4 @@
-"""What the figures of divergence prediction take out of a dataset, and what they say where it is not there."""
+"""Read the columns of a dataset for the figures of divergence prediction, and report missing ones."""
 
 from __future__ import annotations
 

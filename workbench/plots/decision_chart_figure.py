@@ -1,4 +1,4 @@
-"""What to do with a run before it starts: the paper's chart of the spectrum, and ours of the predicted risk."""
+"""Decision charts of a run before it starts: the paper's chart of the spectrum, and ours of the predicted risk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = ("published", "risk")
 _SIZE = (600, 360)
 #: Range of the probabilities, with room for points at 0 and 1.
 _SHARES = (-0.05, 1.05)
-#: So many points may have names in the picture; more are told by the pointer alone.
+#: Largest number of points with names in the figure; with more, only the pointer shows them.
 _MOST_NAMES = 20
 #: More intervals than these hide the points.
 _MOST_INTERVALS = 40
@@ -383,7 +383,7 @@ def _draw_points(draw: Primitives, chart: DecisionChart) -> None:
 
 
 def _draw_names(draw: Primitives, chart: DecisionChart, taken: Sequence[Box]) -> int:
-    """Names beside the points; how many found no room."""
+    """Names next to the points, and the number of those without room."""
     if not chart.names or len(chart.x) > _MOST_NAMES:
         return 0
     places = chart.pixels(chart.x, chart.y)

@@ -1,4 +1,4 @@
-"""A diagnosis: the causes by probability, what speaks for and against them, and when it was seen."""
+"""Figures of a diagnosis: the causes by probability, the evidence for and against them, and its steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _WIDTH, _ROW = 420, 24
 _SOURCE = "wb.diagnose()"
 _TABLE = {"what": "table of evidence", "source": _SOURCE, "dim": "evidence"}
-#: Where marks would cover each other along the steps, the words beside them stand on lines of their own.
+#: Where marks would cover each other along the steps, their labels are on separate lines.
 _LONGEST_NAME = 40
 
 
@@ -71,10 +71,10 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
 
 
 def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -> Any:
-    """Draw how much each sign speaks for a cause (to the right) or against it (to the left), grouped by cause.
+    """Draw the evidence of each symptom for a cause (to the right) or against it (to the left), grouped by cause.
 
     Args:
-        evidence: Dim ``evidence``: cause, weight (signed log-odds), and sign or quantity, by which signs are called.
+        evidence: Dim ``evidence``: cause, weight (signed log-odds), and sign or quantity, the names of the symptoms.
         n: Signs of each cause with a bar of their own, those that weigh most; the others are summed up in one bar.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
@@ -95,7 +95,7 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
     if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
         raise OptionError(f"n is {n!r}, expected a whole number of at least 1.")
     cause, names, weight = _grouped(evidence, n)
-    # One row for the name of each cause, then its signs.
+    # One row for the name of each cause, then its symptoms.
     height, heads, up = np.zeros(len(weight)), {}, 0.0
     for i, name in enumerate(cause):
         if name not in heads:
@@ -104,7 +104,7 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
     at = height
     reach = 1.35 * float(np.nanmax(np.abs(weight))) or 1.0
     with style.drawing(backend) as hv:
-        draw = Primitives(hv, backend, "log-odds", "sign")
+        draw = Primitives(hv, backend, "log-odds", "symptom")
         for is_it, color in ((weight >= 0, outcome_colors.DIVERGED), (weight < 0, outcome_colors.SURVIVED)):
             if is_it.any():
                 columns, tips = {"name": np.array(names)[is_it]}, [("", "@name")]
@@ -131,7 +131,7 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
 
 
 def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
-    """Draw at which step each sign was seen, one row a sign, the earliest above; the size is what it weighs.
+    """Draw at which step each symptom was seen, one row for each, the earliest above; the size is its weight.
 
     Args:
         evidence: Dim ``evidence``: sign or quantity, step (below 0 or NaN: no step), weight.
@@ -141,7 +141,7 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
         A holoviews Layout of one panel with options for that backend only.
 
     Raises:
-        SchemaError: If a variable lacks, or no sign has a step.
+        SchemaError: If a variable is missing, or no symptom has a step.
         OptionError: If the backend does not exist.
 
     Example:
@@ -158,7 +158,7 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
         if at >= 0:
             seen[name, at] = max(seen.get((name, at), 0.0), float(np.nan_to_num(heavy)))
     if not seen:
-        raise SchemaError("No sign of the evidence has a step, so there is no timeline; draw evidence_bars().")
+        raise SchemaError("No symptom of the evidence has a step, so there is no timeline; draw evidence_bars().")
     first: dict[str, float] = {}
     for name, at in seen:
         first[name] = min(at, first.get(name, at))
@@ -167,7 +167,7 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
     n_elsewhere = int((~(step >= 0)).sum())
     margin = 0.04 * (last or 1.0)
     with style.drawing(backend) as hv:
-        draw = Primitives(hv, backend, "step", "sign")
+        draw = Primitives(hv, backend, "step", "symptom")
         heights = np.array(list(lines.values()))
         draw.bars(0, heights, last + margin, heights, color=style.NEUTRAL, width=0.6, alpha=0.5)
         for (name, at), heavy in seen.items():
@@ -180,9 +180,9 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
                 columns={"name": np.array([name])},
                 tips=[("", "@name")],
             )
-        note = [f"{n_elsewhere} sign{'s' if n_elsewhere > 1 else ''} of the whole run not shown"] if n_elsewhere else []
+        note = [f"{n_elsewhere} symptom{'s' * (n_elsewhere > 1)} without a step not shown"] if n_elsewhere else []
         panel = draw.panel(
-            title="When the signs were seen",
+            title="When the symptoms were seen",
             note=note,
             view=((-margin, last + 2 * margin), (heights.min() - 0.6, 0.6)),
             size=(_WIDTH, _ROW * len(lines) + 12),
@@ -194,7 +194,7 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
 
 
 def _grouped(evidence: xr.Dataset, n: int) -> tuple[list[str], list[str], np.ndarray]:
-    """Cause, name and weight of each bar: causes by what speaks for them together, signs from for to against."""
+    """Cause, name and weight of each bar: causes by their total evidence, symptoms from for to against."""
     rows = columns_of(evidence, ["cause", _name_of(evidence), "weight"], **_TABLE)
     cause, weight = rows["cause"].astype(str), np.nan_to_num(rows["weight"].astype(float))
     names = np.array(_signs(rows[_name_of(evidence)]))

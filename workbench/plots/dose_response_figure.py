@@ -1,4 +1,4 @@
-"""What each control, or each dose of one, does: divergence and accuracy, one row a control, the published beside."""
+"""Effect of each control, or of each dose: divergence and accuracy, one row for each control, with published values."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ class Responses:
 
     @property
     def silent(self) -> list[int]:
-        """Rows in which no run says anything."""
+        """Rows without any run."""
         return np.flatnonzero(np.isnan(self.values)).tolist()
 
     @property
     def note(self) -> str:
-        """What the markers are."""
+        """The legend of the markers."""
         few, many = self.n_runs.min(), self.n_runs.max()
         n_runs = f"{few}" if few == many else f"{few} to {many}"
         words = [f"● ours, {n_runs} runs" + (", 95 % interval" if self.measure == "divergence_rate" else "")]

@@ -1,4 +1,4 @@
-"""What drives a predicted risk: how much each feature adds to the log-odds of divergence."""
+"""Drivers of a predicted risk: the contribution of each feature to the log-odds of divergence."""
 
 from __future__ import annotations
 

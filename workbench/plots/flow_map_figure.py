@@ -1,4 +1,4 @@
-"""What amplifies and what attenuates along depth: the signal on its way forward, the gradient on its way back."""
+"""Gains along depth: of the signal on its way forward, of the gradient on its way back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names beside points so that none covers another name or a point."""
+"""Place names next to points so that none covers another name or a point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The modes of a spectrum as they are drawn: columns, the view that holds them, and the words beside them."""
+"""The modes of a spectrum as they are drawn: columns, the view that contains them, and their labels."""
 
 from __future__ import annotations
 

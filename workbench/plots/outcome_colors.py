@@ -1,4 +1,4 @@
-"""How figures show what became of a run, or what is predicted: one pair of colours and one ramp between them."""
+"""Colours of the outcome of a run and of a predicted risk: one pair of colours and a ramp between them."""
 
 from __future__ import annotations
 

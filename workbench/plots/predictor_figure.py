@@ -1,4 +1,4 @@
-"""Which single number foretells divergence: ours beside what the paper publishes, as a chart and as a table."""
+"""Single predictors of divergence: ours and the published ones, as a chart and as a table."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _OURS_AT, _PUBLISHED_AT, _END = 1.06, 1.5, 1.92
 
 
 def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
-    """Draw the area under the ROC curve of each predictor, ours beside the published, with intervals and in numbers.
+    """Draw the area under the ROC curve of each predictor, ours and the published one, with intervals and in numbers.
 
     One row a predictor. A dot with a line is ours with its interval, a hollow diamond what the paper publishes, and a
     small hollow triangle ours among runs of one architecture alone: where it falls to the upright line at .5, the score
-    only tells architectures apart. Below .5, higher scores are the safer ones.
+    only separates architectures. Below .5, higher scores are the safer ones.
 
     Args:
         table: Dataset with dim ``predictor`` (and perhaps a coordinate ``long_name``, shown instead): auroc, low, high;
@@ -107,7 +107,7 @@ def predictor_frame(table: xr.Dataset, *, digits: int = 3) -> pd.DataFrame:
         digits: Decimals; at least 1.
 
     Returns:
-        Numbers under two rows of names: "ours" or "published", then what. Columns in which nothing is known are left
+        Numbers under two rows of names: "ours" or "published", then the quantity. Columns without any value are left
         out; NaN elsewhere means unknown.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Lines, dots, bars and words of one panel, described once and drawn by both backends."""
+"""Lines, dots, bars and texts of one panel, described once and drawn by both backends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Primitives:
 
     @property
     def ink(self) -> str:
-        """Colour of words and rules."""
+        """Colour of texts and rules."""
         return style.NEUTRAL if self.is_bokeh else style.INK
 
     def line(

@@ -1,4 +1,4 @@
-"""What a radar chart shows: axes with stated ranges, outlines on them, and the words beside them."""
+"""The content of a radar chart: axes with stated ranges, outlines on them, and labels."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RadarAxis:
 
     @property
     def span(self) -> str:
-        """The range in words."""
+        """The range as text."""
         return f"{self.lowest:g} to {self.highest:g}"
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _SOURCE = "workbench.risk.scores.reliability()"
 _WIDTH, _HEIGHT, _BELOW, _GAP = 380, 340, 90, 18
 _SPAN = (-0.02, 1.02)
-#: By how much the bins of several predictions stand beside each other.
+#: Horizontal distance between the bins of several predictions.
 _DODGE = 0.012
 
 
@@ -32,9 +32,9 @@ def reliability(
 ) -> Any:
     """Draw how often runs really diverged against the probability that was predicted, with the number of runs below.
 
-    One dot a bin of runs of similar predicted probability. On the dashed diagonal predictions come true; below it they
-    cry wolf, above it they are too calm. The bars are the intervals of the observed share: a bin of few runs says
-    little, and the panel below says how few.
+    One dot for each bin of runs of similar predicted probability. On the dashed diagonal predictions are calibrated;
+    below it they are too high, above it too low. The bars are the intervals of the observed share, which are wide for
+    bins of few runs; the panel below shows the number of runs.
 
     Args:
         reliability: Dataset with dim ``bin``: mean_probability, rate (share that diverged), low, high and n_runs; NaN

@@ -1,4 +1,4 @@
-"""How the predicted risk of divergence rises with the learning rate, with its interval and the measured runs."""
+"""The predicted risk of divergence over the learning rate, with its interval and the measured runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _SIZE = (560, 300)
-#: Where the runs stand: below 0 those that survived, above 1 those that diverged.
+#: Vertical position of the runs: below 0 those that converged, above 1 those that diverged.
 _RUG = 0.07
 
 

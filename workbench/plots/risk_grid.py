@@ -122,7 +122,7 @@ class RiskGrid:
 
 @dataclass(frozen=True)
 class Runs:
-    """What became of runs whose architecture has a row.
+    """The outcomes of runs whose architecture has a row.
 
     Attributes:
         row: Of the architecture, shape (run,).
@@ -168,7 +168,7 @@ class Runs:
 
     @property
     def remarks(self) -> list[str]:
-        """What is not drawn."""
+        """A note on what is not drawn."""
         if not self.n_elsewhere:
             return []
         return [f"{self.n_elsewhere} run{'s' if self.n_elsewhere > 1 else ''} elsewhere not shown"]

@@ -1,4 +1,4 @@
-"""How well scores tell the runs that diverge from those that survive: ROC curves."""
+"""How well scores separate diverging runs from others: ROC curves."""
 
 from __future__ import annotations
 

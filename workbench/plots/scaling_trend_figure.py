@@ -1,4 +1,4 @@
-"""How a quantity goes with the size of a model, and what that foretells of a larger one."""
+"""Draw how a quantity scales with the size of a model, and its extrapolation to a larger one."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def scaling_trend(
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw a ladder of sizes: what was measured, the trend with its interval, and what it foretells at the target.
+    """Draw a ladder of sizes: what was measured, the trend with its interval, and its prediction at the target.
 
     Small dots are single seeds, the line is the trend and the strip its prediction interval. The large mark is the
-    value foretold, full where the ladder supports it and hollow where it does not; a cross is what was measured at the
+    predicted value, full where the ladder supports it and hollow where it does not; a cross is what was measured at the
     target. Of a single study with a coordinate check a second panel shows, for each layer group, the power of the width
     that its updates grow with: in the standard parametrization above the shaded range, in muP within.
 
@@ -108,7 +108,7 @@ class Ladder:
         curve_size: Widths or depths of the trend.
         curve: The trend, its lower and its upper end, shape (3, point).
         goal: Width or depth of the target.
-        at_target: Value foretold, and its interval's ends.
+        at_target: Predicted value, and its interval's ends.
         measured_at_target: Mean over seeds, lower and upper end; NaN: not measured.
         is_supported: Whether the ladder supports it.
         reason: Why not.
@@ -237,7 +237,7 @@ def _draw_ladder(draw: Primitives, ladder: Ladder, look: Mapping[str, str], *, i
         draw.dots([ladder.goal], [value], color=color, marker=marker, size=13, tips=tips, label=label, **goal)
     value, low, high = ladder.measured_at_target
     if np.isfinite(value):
-        place = ladder.goal * 1.06  # beside the value foretold, or they hide each other
+        place = ladder.goal * 1.06  # next to the predicted value, or they hide each other
         draw.bars(place, low, place, high, color=color, width=1.2, dash="dashed")
         tips = [("", ladder.name), ("measured", "$y"), ("between", f"{low:.3g} and {high:.3g}")]
         draw.dots([place], [value], color=color, size=9, is_hollow=True, alpha=0.0, tips=tips)  # for the pointer
@@ -264,7 +264,7 @@ def _view(values: np.ndarray, is_log: bool) -> tuple[float, float]:
 
 def _note(ladders: list[Ladder]) -> str:
     """The small lines: what the marks are, and then each sentence with the ladders that it holds for."""
-    words = ["dots: seeds", "strip: prediction interval", "large mark: foretold at the target"]
+    words = ["dots: seeds", "strip: prediction interval", "large mark: predicted at the target"]
     if any(np.isfinite(ladder.measured_at_target[0]) for ladder in ladders):
         words.append("× measured there")
     said: dict[str, list[str]] = {}
@@ -288,7 +288,7 @@ def _equally_high(*notes: str) -> list[str]:
 
 
 def _sentences(ladder: Ladder) -> list[str]:
-    """What the reader has to know of one ladder."""
+    """The notes on one ladder."""
     parts = [] if ladder.is_supported else [f"not supported (hollow). {ladder.reason}"]
     n_outside = int((~np.isfinite(ladder.value)).sum())
     parts += [f"{n_outside} values outside of what was tried are not shown."] if n_outside else []

@@ -1,4 +1,4 @@
-"""What every figure of spectra accepts, and which step and layers of it are shown."""
+"""The inputs that every figure of spectra accepts, and the selection of step and layers."""
 
 from __future__ import annotations
 

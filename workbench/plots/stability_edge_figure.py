@@ -1,4 +1,4 @@
-"""Where training breaks: the share of runs that diverge against the learning rate."""
+"""The edge of stability: the share of diverging runs over the learning rate."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class EdgeCurve:
 
     @property
     def label(self) -> str:
-        """What stands at the end of the line."""
+        """The label at the end of the line."""
         if self.stable is None:
             return f"{self.control}: stable at no rate"
         stable = self.columns["learning_rate"][self.stable]

@@ -1,4 +1,4 @@
-"""How every figure looks: colours that hold on white and on JupyterLab's dark theme, and the two drawing backends."""
+"""The style of all figures: colours for white and for JupyterLab's dark theme, and the two drawing backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in a run, as the timeline shows it: alarms, faults, actions, and the lead of the first alarm."""
+"""The events of a run in the timeline: alarms, faults, actions, and the lead time of the first alarm."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class TimelineEvent:
         step: Updates before it.
         kind: Such as ``"alarm"``.
         source: What showed it; of an alarm the signal, of a fault its name.
-        score: Of an alarm, how many times the threshold; NaN: none.
-        message: In plain words.
+        score: Score of an alarm, in multiples of the threshold; NaN: none.
+        message: Description shown to the user.
         layer: Where; None: nowhere in particular.
         head: Where; None: nowhere in particular.
     """
@@ -41,7 +41,7 @@ class TimelineEvent:
 
     @property
     def place(self) -> str:
-        """Layer and head in words; empty if there are none."""
+        """Layer and head as text; empty if there are none."""
         found = [f"{name} {at}" for name, at in (("layer", self.layer), ("head", self.head)) if at is not None]
         return ", ".join(found)
 
@@ -68,7 +68,7 @@ class FaultSpan:
 
 @dataclass(frozen=True)
 class AlarmLead:
-    """From the first alarm of a mechanism to the first sign that anyone would have seen.
+    """The lead time, from the first alarm of a mechanism to the first established signal or divergence.
 
     Attributes:
         first: The alarm of the mechanism.
@@ -142,7 +142,7 @@ def fault_spans(events: Iterable[TimelineEvent]) -> list[FaultSpan]:
 
 
 def lead_time(events: Sequence[TimelineEvent]) -> AlarmLead | None:
-    """How long before loss, gradient norm and spike score the first mechanism alarmed; None unless both happened.
+    """The lead time of the first mechanism alarm before loss, gradient norm and spike score; None unless both occurred.
 
     Where a fault was switched on, alarms before it are not counted: they are false alarms, not warnings.
     """

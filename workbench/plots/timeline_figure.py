@@ -40,15 +40,15 @@ def timeline(
 
     The first panel has a row a run and says what happened: where a fault was on, the first alarm of each signal
     (filled: a mechanism; hollow: loss, gradient norm or spike score), actions, the divergence, and the lead time from
-    the first mechanism's alarm to the first sign that anyone would have seen. Below, one panel a signal and one line a
-    run; alarms stand on the line of their own signal.
+    the first mechanism's alarm to the first established signal or divergence. Below, one panel for each signal and one
+    line for each run; alarms are on the line of their own signal.
 
     Args:
         runs: One run, or several by name. They may have recorded other parts and other steps, and need no events.
         signals: Names as of ``wb.signals.names(run)``, such as ``"effective_rank D2"``. None: loss and gradient norm,
-            the signals that alarmed first, and those that tell mechanisms apart.
-        reduce: Over layers, heads, modules and experts: ``"min"``, ``"max"`` or ``"mean"``. None: what shows trouble
-            first, the minimum of ranks and entropies and the maximum of the rest.
+            the signals that alarmed first, and those that distinguish mechanisms.
+        reduce: Over layers, heads, modules and experts: ``"min"``, ``"max"`` or ``"mean"``. None: the worst value, the
+            minimum of ranks and entropies and the maximum of the rest.
         healthy: Runs known to be healthy: the range between two quantiles of their values, along the steps, is shaded.
             A number takes, for each run, its own values before that step, as a constant range.
         band: The two quantiles.

@@ -1,4 +1,4 @@
-"""What the timeline shows: what happened in each run, and each signal of all runs on one axis."""
+"""The panels of the timeline: the events of each run, and each signal of all runs on one axis."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FARTHEST = 1e3
 
 @dataclass(frozen=True)
 class Story:
-    """What happened in one run.
+    """The events of one run.
 
     Attributes:
         run: Its name.
@@ -133,7 +133,7 @@ class PanelAxis:
 
     @classmethod
     def of(cls, variable: str, values: np.ndarray, *, shows_all: bool = False) -> PanelAxis:
-        """Logarithmic as in `traces`, but with the explosion in view: it is what a timeline is looked at for.
+        """Logarithmic as in `traces`, but with the divergence in view, as a timeline has to show it.
 
         Args:
             variable: Without its term.

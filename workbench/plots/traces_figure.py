@@ -1,4 +1,4 @@
-"""What happened while training: monitors and spectral measures over steps, several runs in one panel."""
+"""Traces of training: monitors and spectral measures over steps, several runs in one panel."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Trace:
 
     @property
     def label(self) -> str:
-        """What the legend says."""
+        """The text of the legend."""
         return self.run if self.diverged is None else f"{self.run} × step {self.diverged}"
 
     @property

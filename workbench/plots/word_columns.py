@@ -1,4 +1,4 @@
-"""Many words of a panel at once, as one element: `Primitives.words` makes one each, which is slow for tens of them."""
+"""Many texts of a panel as one element, as one element for each by `Primitives.words` is slow for tens of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says of an assessment: what was measured, what follows from it, what to do."""
+"""The report of an assessment: measurements, conclusions, decisions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _KINDS: dict[str, str] = {
     DecisionKind.STOP_RULE: "Stop the run when",
 }
 _N_ACTIONS = 3
-#: What a criterion with a band asks of the number, by state.
+#: Phrases for a number with a healthy band, by state.
 _STANDING: dict[str, str] = {
     CriterionState.FAILING: "far outside",
     CriterionState.AT_RISK: "outside",
@@ -53,12 +53,12 @@ def assessment_document(tree: xr.DataTree) -> Document:
     """The report of an assessment.
 
     Raises:
-        SchemaError: If the tree lacks what its report rests on.
+        SchemaError: If the tree lacks a number of its report.
     """
     numbers = Numbers(tree)
     verdict = numbers.attribute("verdict").text
     spoken = (observed(numbers), cause(numbers), decisions(numbers))
-    # Facts and actions repeat what the sections say, but each must lead somewhere on its own.
+    # Facts and actions repeat the sections, but each needs its own link.
     facts, first = most_important(numbers), actions(numbers)
     cited = [quantity for section in spoken for quantity in section.cited]
     cited += [fact.quantity for fact in facts] + [quantity for sentence in first for quantity in sentence.quantities]
@@ -144,7 +144,7 @@ def actions(numbers: Numbers) -> tuple[Sentence, ...]:
 def most_important(numbers: Numbers) -> tuple[Fact, ...]:
     """The risk and the largest stable rate where they are known, and the worst criteria: three numbers at most.
 
-    Of a stand-in only what is bad: its rates are not those of the design, and its health says nothing of it.
+    For a stand-in only bad criteria: its rates are not those of the design, and its healthy criteria exclude nothing.
     """
     facts = []
     if knows_risk(numbers):
@@ -170,9 +170,9 @@ def most_important(numbers: Numbers) -> tuple[Fact, ...]:
 
 
 def knows_risk(numbers: Numbers) -> bool:
-    """Whether the risk is that of the model itself, and the risk model has seen such cases.
+    """Whether the risk is that of the model itself, within the applicability of the risk model.
 
-    Trees of an older workbench have numbers without either; the first screen and what is said of the risk do without.
+    Trees of an older workbench lack this information.
     """
     if not numbers.has("risk") or is_stand_in(numbers):
         return False
@@ -183,13 +183,13 @@ def knows_risk(numbers: Numbers) -> bool:
 
 
 def _risk_anchors(numbers: Numbers) -> set[str]:
-    """Where criteria stand that judge a risk."""
+    """Indices of the criteria that judge a risk."""
     ids, paths = numbers.names("criteria", "criterion"), numbers.texts("criteria", "path")
     return {numbers.criterion(name).anchor for name, path in zip(ids, paths, strict=True) if path.strip("/") == "risk"}
 
 
 def worst_criteria(numbers: Numbers) -> list[Quantity]:
-    """Measured criteria, failing ones first, the surest first among those of one state."""
+    """Measured criteria, failing ones first, within a state by falling confidence."""
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
     sure = [float(numbers.value("criteria", "confidence", criterion=row).value) for row in range(len(ids))]
     rows = [row for row in range(len(ids)) if states[row] != CriterionState.NOT_MEASURED]
@@ -198,7 +198,7 @@ def worst_criteria(numbers: Numbers) -> list[Quantity]:
 
 
 def risk_sentences(numbers: Numbers) -> list[Sentence]:
-    """What a measured risk says: with and without the trials, how far the rate may go, how familiar the case is."""
+    """Sentences on a measured risk: with and without the trials, the largest stable rate, the applicability."""
     if not numbers.has("risk"):
         return []
     if not knows_risk(numbers):
@@ -260,7 +260,7 @@ def _why_no_risk(numbers: Numbers) -> list[Sentence]:
 
 
 def _trials(numbers: Numbers) -> list[Sentence]:
-    """What became of the trials of the plan."""
+    """The outcome of the trials of the plan."""
     part = next(
         (part for part in ("rehearsal", "risk") if numbers.has(part) and "share_broken" in numbers.node(part)), ""
     )
@@ -271,7 +271,7 @@ def _trials(numbers: Numbers) -> list[Sentence]:
     return [say(f"Of the trials of the first updates{of}, {{share}} broke.", share=share)]
 
 
-#: What the variables of the risk are called in the table, where their own names say too little.
+#: Names of the variables of the risk in the table, where their own names are unclear.
 _RISK_NAMES = {
     "probability": "risk of divergence, risk model alone",
     "low": "risk model alone, lower end",
@@ -290,7 +290,7 @@ def _risk(numbers: Numbers, name: str) -> Quantity:
 
 
 def _what_stood_in(numbers: Numbers) -> Sentence:
-    """What was run in the place of a design that is too large."""
+    """A sentence on the stand-in of a design that is too large."""
     return say(
         "Models {width} wide stood in for it: before training with its variances, so that signals and gradients pass "
         "as they would at the full width, once with all blocks; in the trials with {depth} blocks, as their library "
@@ -301,7 +301,7 @@ def _what_stood_in(numbers: Numbers) -> Sentence:
 
 
 def is_stand_in(numbers: Numbers) -> bool:
-    """Whether what was run is another model than what is assessed."""
+    """Whether the model that was run is not the subject."""
     if numbers.has_attribute("is_stand_in"):
         return bool(numbers.attribute("is_stand_in").value)
     sizes = ("width", "depth")  # a tree of an older workbench
@@ -313,7 +313,7 @@ def is_stand_in(numbers: Numbers) -> bool:
 
 
 def stand_in_of(numbers: Numbers) -> str:
-    """What was run in the place of what is assessed; empty if that itself was."""
+    """A description of the stand-in that was run; empty if the subject itself was."""
     if not is_stand_in(numbers):
         return ""
     width, depth = (numbers.attribute(f"measured_{size}").text for size in ("width", "depth"))
@@ -344,7 +344,7 @@ def _tally(numbers: Numbers) -> Sentence:
 
 
 def _standing(numbers: Numbers, name: str) -> Item:
-    """Where a criterion stands against its band."""
+    """The position of a criterion relative to its band."""
     row = numbers.names("criteria", "criterion").index(name)
     quantity = numbers.criterion(name)
     layer = int(numbers.value("criteria", "layer", criterion=row).value)
@@ -386,7 +386,7 @@ def _mode(numbers: Numbers, row: int, mode: str, state: str) -> Item:
         quantity = numbers.criterion(worst)
         told = {"meaning": capitalized(clause(meaning)) + ": " if meaning else "", "name": quantity.meaning}
         if state == CriterionState.HEALTHY:
-            told["meaning"] = f"No sign that {clause(meaning)}: "
+            told["meaning"] = f"No evidence that {clause(meaning)}: "
         if state == CriterionState.NOT_MEASURED:
             sentences.append(say("{meaning}{name} is {value}.", **told, value=quantity))
         else:
@@ -436,7 +436,7 @@ def _decision(numbers: Numbers, row: int) -> Item:
 
 
 def _decision_sentence(numbers: Numbers, row: int, *, stands_alone: bool = False) -> Sentence:
-    """A decision with the number that it rests on; one that stands alone says what its heading would."""
+    """A decision with its supporting number; without a heading it includes the heading's text."""
     text = clause(numbers.text("decisions", "text", decision=row))
     is_stop = numbers.text("decisions", "kind", decision=row) == DecisionKind.STOP_RULE
     if stands_alone and is_stop and not text.startswith(("stop", "do not")):

@@ -1,4 +1,4 @@
-"""What a report says of several designs beside each other: which are safe, what sets them apart, which to take."""
+"""The report of a comparison of designs: which are stable, how they differ, which to choose."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def comparison_document(tree: xr.DataTree) -> Document:
     """The report of a comparison of designs.
 
     Raises:
-        SchemaError: If the tree lacks what its report rests on.
+        SchemaError: If the tree lacks a number of its report.
     """
     numbers = Numbers(tree)
     names = numbers.names("designs", "design")

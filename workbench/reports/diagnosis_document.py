@@ -1,4 +1,4 @@
-"""What a report says of a diagnosis: what happened to a run, which cause explains it, how to make sure."""
+"""The report of a diagnosis: the failure of a run, its likely causes, the deciding experiments."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _LEAD = (
     "report rest on; the folded ones hold the rest."
 )
 _N_ACTIONS = 3
-#: Signs that are told of what was observed; the table has all.
+#: Number of observed symptoms in the text; the table has all.
 _N_TOLD = 10
-#: Signs that are told for a cause, and against it; the table has all.
+#: Numbers of symptoms for and against a cause in the text; the table has all.
 _N_SIGNS = 4
-#: Causes below this share are told together.
+#: Causes below this probability share one sentence.
 _UNLIKELY = 0.05
-#: Signs that no sentence cites, and that change the odds by less than half, are folded away.
+#: Symptoms that no sentence cites, and that change the odds by less than half, are folded away.
 _WEAK = 0.4
 
 
@@ -51,7 +51,7 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
     """The report of a diagnosis.
 
     Raises:
-        SchemaError: If the tree lacks what its report rests on.
+        SchemaError: If the tree lacks a number of its report.
     """
     numbers = Numbers(tree)
     spoken = (observed(numbers), cause(numbers), decisions(numbers))
@@ -77,20 +77,20 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
 
 
 def observed(numbers: Numbers) -> ReportSection:
-    """V1: when it failed, and what was seen, each sign once."""
+    """V1: when it failed, and the observed symptoms, each once."""
     blocks: list[Block] = [Lead("What the record of the run shows, before any cause is named.")]
     if _has_step(numbers):
         blocks.append(Paragraph((_how_it_failed(numbers),)))
     signs, n_signs = _strongest(numbers)
     if signs:
-        blocks += [Heading("Signs"), Items(tuple(Item("", (_sign(numbers, row),)) for row in signs))]
+        blocks += [Heading("Symptoms"), Items(tuple(Item("", (_sign(numbers, row),)) for row in signs))]
     if n_signs > len(signs):
-        blocks.append(Lead("The table of evidence in V3 has the other signs, which weigh less."))
+        blocks.append(Lead("The table of evidence in V3 has the other symptoms, which weigh less."))
     return ReportSection("v1", "Observed phenomenon", tuple(blocks))
 
 
 def _strongest(numbers: Numbers) -> tuple[list[int], int]:
-    """A row of each sign that weighs most for or against any cause, strongest first; and how many signs there are."""
+    """Rows of the symptoms with the largest weights, strongest first, and the number of all symptoms."""
     weights = numbers.node("evidence")["weight"].values
     texts = numbers.texts("evidence", "sentence")
     rows: dict[str, int] = {}
@@ -100,10 +100,10 @@ def _strongest(numbers: Numbers) -> tuple[list[int], int]:
 
 
 def cause(numbers: Numbers) -> ReportSection:
-    """V2: the causes by falling probability, with what speaks for and against each."""
+    """V2: the causes by falling probability, with the evidence for and against each."""
     ids = numbers.names("causes", "cause")
     owners = numbers.texts("evidence", "cause")
-    lead = "Which cause explains the signs, and how surely."
+    lead = "Which cause explains the symptoms, and how surely."
     if not _has_failed(numbers):
         lead = "Which cause would be likeliest if the run failed after all, by learning too little."
     blocks: list[Block] = [Lead(lead)]
@@ -132,7 +132,7 @@ def cause(numbers: Numbers) -> ReportSection:
 
 
 def decisions(numbers: Numbers) -> ReportSection:
-    """V4: the experiments that would make sure, cheapest first as the tree orders them, and what came of those done."""
+    """V4: the deciding experiments in the order of the tree, and the outcomes of those that were run."""
     lead = "What to do, in this order. Each step names the numbers that it rests on."
     if not _has_failed(numbers):
         lead = "Nothing needs to be done, unless the run should have learned more. Then, in this order:"
@@ -146,7 +146,7 @@ def decisions(numbers: Numbers) -> ReportSection:
 
 
 def _first_actions(numbers: Numbers) -> tuple[Sentence, ...]:
-    """What came of the experiments that were done, and the next ones."""
+    """The outcomes of the experiments that were run, and the next ones."""
     rows = sorted(_experiments_in_order(numbers), key=lambda row: not _outcome_of(numbers, row))
     if not rows:
         return (_change_of_the_cause(numbers),)
@@ -230,7 +230,7 @@ def _evidence_tables(numbers: Numbers, cited: list[Quantity]) -> list[ReportTabl
         ReportTable("Evidence; positive log-odds speak for the cause, negative against it", columns, tuple(shown))
     ]
     if weak:
-        caption = f"{len(weak)} more signs, each of which changes the odds of its cause by less than half"
+        caption = f"{len(weak)} more symptoms, each of which changes the odds of its cause by less than half"
         elsewhere = f'they stand with the others in tree["evidence"], where the weight is below {_WEAK}'
         tables.append(ReportTable(caption, columns, tuple(weak), is_folded=True, elsewhere=elsewhere))
     return tables
@@ -246,16 +246,16 @@ def _probability(numbers: Numbers, row: int) -> Quantity:
 
 
 def _value(numbers: Numbers, row: int) -> Quantity:
-    """The value of a sign, with the unit that its own row says."""
+    """The value of a symptom, with the unit of its row."""
     units = numbers.text("evidence", "units", evidence=row)
     quantity = numbers.value("evidence", "value", evidence=row, meaning=_name(numbers, row))
-    if math.isnan(quantity.value):  # a loss that broke, not one that nobody looked at
+    if math.isnan(quantity.value):  # a loss that diverged, not one that was not measured
         return replace(quantity, text="not finite")
     return replace(quantity, units=units_in_words(units, quantity.value))
 
 
 def _name(numbers: Numbers, row: int) -> str:
-    """What a sign is called; several may look at the same variable."""
+    """The name of a symptom; several may use the same variable."""
     which = "sign" if "sign" in numbers.node("evidence") else "quantity"
     return title_of(numbers.text("evidence", which, evidence=row))
 
@@ -317,13 +317,13 @@ def _to_do(numbers: Numbers, row: int) -> Sentence:
 
 
 def _outcome_of(numbers: Numbers, row: int) -> str:
-    """Empty: it was not done."""
+    """Empty if it was not run."""
     has_outcomes = "outcome" in numbers.node("experiments")
     return numbers.text("experiments", "outcome", experiment=row) if has_outcomes else ""
 
 
 def _done(numbers: Numbers, row: int) -> Sentence:
-    """What came of an experiment; a loss that is not finite is left to the words of the outcome."""
+    """The outcome of an experiment; a loss that is not finite is described by its sentence only."""
     about = lowered(numbers.text("experiments", "title", experiment=row))
     words = {"value": "loss with the change", "twin_value": "loss without it"}
     slots = {
@@ -370,7 +370,7 @@ def _how_it_failed(numbers: Numbers) -> Sentence:
     step = _failure_step(numbers)
     if _has_failed(numbers):
         return say("The run failed at step {step}.", step=step)
-    return say("The loss shows no failure; the signs are read as if it had begun at step {step}.", step=step)
+    return say("The loss shows no failure; the symptoms are read as if it had begun at step {step}.", step=step)
 
 
 def _has_failed(numbers: Numbers) -> bool:

@@ -1,4 +1,4 @@
-"""What a report consists of, whatever file it becomes: sentences that rest on numbers, tables, pictures, sections."""
+"""The content of a report, independent of its file format: sentences with numbers, tables, figures, sections."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def say(template: str, **slots: str | Quantity) -> Sentence:
     """A sentence from a text with slots, such as ``say("The risk is {risk}.", risk=quantity)``.
 
     Raises:
-        ValueError: If no slot holds a quantity: a report says nothing that rests on no number.
+        ValueError: If no slot holds a quantity, as every statement of a report needs a supporting number.
     """
     parts: list[str | Quantity] = []
     for text, slot, _, _ in string.Formatter().parse(template):
@@ -52,7 +52,7 @@ def say(template: str, **slots: str | Quantity) -> Sentence:
 
 @dataclass(frozen=True)
 class Lead:
-    """One line that says what a section is about, and states nothing."""
+    """One line that introduces a section and makes no statement."""
 
     text: str
 
@@ -110,8 +110,7 @@ class ReportTable:
         columns: Titles.
         rows: Cells, one a column.
         is_folded: Whether it opens only when asked to.
-        elsewhere: Where the rows stand in the tree, for files in which a table that nobody asked for is in the way;
-            empty: they have it as well.
+        elsewhere: Where the rows are in the tree, for files that leave folded tables out; empty: they have it too.
     """
 
     caption: str

@@ -1,4 +1,4 @@
-"""V3 of every report: each number that a sentence rests on, and everything else that was measured."""
+"""V3 of every report: all cited numbers, and all other measurements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from workbench.reports.quantity import Numbers, Quantity
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Longer dimensions are told by their extremes.
+#: Longer dimensions are summarized by their extremes.
 _MOST_ROWS = 48
 #: Columns of values side by side, so that a table fits on paper.
 MOST_COLUMNS = 5

@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: no script, no network, pictures inside."""
+"""A report as one self-contained HTML file: no script, no network, embedded figures."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ _DOCUMENTS = {
 
 
 def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Tell people what a tree says: what was observed, why, everything that was measured, and what to do.
+    """Write a report of a tree: observations, causes, all measurements, and decisions.
 
-    Every sentence that states something links to the number that it rests on. Nothing is computed: a number that the
-    tree does not have is an error, and no file is written then.
+    Every statement links to its supporting number. Nothing is computed: a number that the tree lacks is an error, and
+    no file is written then.
 
     Args:
-        tree: From ``wb.assess``, ``wb.diagnose`` or ``wb.compare_designs``, or opened by ``wb.open_run``; or one design
-            of a comparison, such as ``comparison["gpt2"]``.
+        tree: Tree from ``wb.assess``, ``wb.diagnose`` or ``wb.compare_designs``, or opened by ``wb.open_run``; or one
+            design of a comparison, such as ``comparison["gpt2"]``.
         path: What is written depends on its ending. ``.html``: one page that needs no network and no other file.
             ``.md``: Markdown with its pictures in the folder ``NAME_pictures`` beside it. ``.ipynb``: a notebook with
             the same text, whose cells draw the pictures again from ``NAME.nc`` beside it, the tree as a netCDF file.
@@ -44,7 +44,7 @@ def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool =
         The path.
 
     Raises:
-        SchemaError: If it is no such tree, or it lacks what its report rests on.
+        SchemaError: If it is no such tree, or it lacks a number of its report.
         StoreError: If the ending is another, a file is there already, or the place cannot be written.
         MissingPackageError: If the packages that draw its pictures are not installed.
 
@@ -67,7 +67,7 @@ def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool =
 
 
 def check_target(path: Path, *, overwrite: bool = False) -> Path | None:
-    """Refuse a path that `report` could not write; returns what would stand beside it.
+    """Refuse a path that `report` could not write; returns the file or folder that it would write next to it.
 
     Raises:
         StoreError: If the ending is none of a report, or something is there.
@@ -92,7 +92,7 @@ def alone(tree: xr.DataTree) -> xr.DataTree:
 
 
 def document_of(tree: xr.DataTree) -> Document:
-    """What is to be said of a tree.
+    """Make the content of the report of a tree.
 
     Raises:
         SchemaError: If it is no tree of a known kind, or it lacks what its report rests on.

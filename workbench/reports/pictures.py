@@ -1,4 +1,4 @@
-"""The pictures of a report: figures of `workbench.plots` of the parts of a tree, and the same as images in a text."""
+"""The figures of a report: figures of `workbench.plots` of the parts of a tree, also as images within a text."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def evidence(evidence: xr.Dataset) -> list[Block]:
             "evidence",
             "What speaks for and against each cause",
             "Bars to the right speak for the cause, bars to the left against it; +0.69 doubles the odds.",
-            "Diverging bars of the log-odds of every sign, grouped by cause.",
+            "Diverging bars of the log-odds of every symptom, grouped by cause.",
         )
     ]
     if (np.asarray(evidence["step"].values, dtype=float) >= 0).any():
@@ -80,9 +80,9 @@ def evidence(evidence: xr.Dataset) -> list[Block]:
             _picture(
                 "evidence_timeline",
                 "evidence",
-                "When the signs were seen",
-                "Each mark is a sign at the step at which it was seen, the largest where it weighs most.",
-                "Marks of the signs along the steps of the run.",
+                "When the symptoms were seen",
+                "Each mark is a symptom at the step at which it was seen, the largest where it weighs most.",
+                "Marks of the symptoms along the steps of the run.",
             )
         )
     return found

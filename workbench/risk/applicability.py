@@ -1,4 +1,4 @@
-"""How far a case is from everything that the training runs show."""
+"""Applicability of a risk model: the distance of a case from the training runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.risk.features import FEATURES, OPTIMIZER, SIZES, as_cases, sizes_
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Share of the training runs that are familiar to the others, their own configuration left out.
+#: Share of the training runs within the applicability of the others, their own configuration left out.
 _QUANTILE = 0.99
 
 
@@ -41,13 +41,13 @@ class Applicability:
         configurations: np.ndarray,
         sizes: Mapping[str, tuple[float, float]] | None = None,
     ) -> Applicability:
-        """From training runs.
+        """Compute the applicability from training runs.
 
         Args:
             base: Standardised columns without squares and products; shape (run, column).
-            cells: Of each run.
-            configurations: Of each run; at least two.
-            sizes: From `ranges_of`; None: not known.
+            cells: Cell of each run.
+            configurations: Configuration of each run; at least two different ones.
+            sizes: Ranges from `ranges_of`; None: not known.
         """
         _, first, index = np.unique(cells, return_index=True, return_inverse=True)
         points = np.stack([np.bincount(index, column) for column in base.T], axis=1) if base.shape[1] else base[first]
@@ -58,15 +58,15 @@ class Applicability:
         return cls(points, float(f"{unit:.8g}") if unit > 0 else 1.0, dict(sizes or {}))
 
     def measure(self, feature_map: FeatureMap, known: Known, cases: xr.Dataset) -> CaseDistances:
-        """How far cases are.
+        """Measure the distances of cases.
 
         Args:
-            feature_map: Of the model.
-            known: Of the cases.
+            feature_map: Feature map of the risk model.
+            known: Features of the cases.
             cases: The cases themselves, for their sizes.
 
         Raises:
-            SchemaError: If the cases do not say how large they are.
+            SchemaError: If the cases lack the sizes of their models.
         """
         base = feature_map.matrix(known)[:, : feature_map.n_base]
         to_points = distances(base, self.points)
@@ -78,17 +78,17 @@ class Applicability:
 
 @dataclass(frozen=True)
 class CaseDistances:
-    """How far cases are from the training runs.
+    """Distances of cases from the training runs.
 
     Attributes:
-        feature_map: Of the model.
-        known: Of the cases.
+        feature_map: Feature map of the risk model.
+        known: Features of the cases.
         base: Standardised columns without squares and products; shape (run, column).
         nearest: Those of the nearest training cell.
-        far: Distance to it, in units of the model's; shape (run,).
-        outside: How far each feature is beyond the ranges seen; see `FeatureMap.excess`.
+        far: Distance to it, in units of `Applicability.unit`; shape (run,).
+        outside: How far each feature is beyond its range in the training runs; see `FeatureMap.excess`.
         sizes: Size -> that of each case, shape (run,).
-        size_ranges: Size -> the smallest and largest one seen.
+        size_ranges: Size -> the smallest and largest one in the training runs.
     """
 
     feature_map: FeatureMap
@@ -102,9 +102,9 @@ class CaseDistances:
 
     @property
     def beyond(self) -> np.ndarray:
-        """By which factor each size lies beyond those seen, shape (run, size); 0 inside, infinite if it is not known.
+        """Factor by which each size exceeds its range, shape (run, size); 0 inside, infinite if it is not known.
 
-        Unlike features, which may lie a little beyond what was seen, a size is inside or it is not.
+        Unlike features, which may lie a little beyond their ranges, a size is inside or it is not.
         """
         columns = [np.empty((len(self.far), 0))]
         for name, (low, high) in self.size_ranges.items():
@@ -117,7 +117,7 @@ class CaseDistances:
 
     @property
     def distance(self) -> np.ndarray:
-        """The largest of the three, shape (run,); 1 is the edge of what the training runs show."""
+        """The largest of the three, shape (run,); 1 is the limit of the applicability."""
         outside, beyond = (values.max(axis=1, initial=0.0) for values in (self.outside, self.beyond))
         return np.maximum(np.maximum(self.far, outside), beyond)
 
@@ -138,7 +138,7 @@ class CaseDistances:
         return np.where((beyond > 0) & (beyond >= np.maximum(outside, self.far)), by_size, found)
 
     def farthest_in_words(self) -> str:
-        """What the farthest case has of its farthest feature or size, against what was seen."""
+        """The value of the farthest feature or size of the farthest case, compared with the training runs."""
         worst = int(self.distance.argmax())
         name = str(self.farthest[worst])
         title = title_of(name)
@@ -157,19 +157,19 @@ class CaseDistances:
 
 
 def ranges_of(sweep: xr.Dataset) -> dict[str, tuple[float, float]]:
-    """The smallest and the largest of each size in training runs; of those sizes that the sweep says."""
+    """The smallest and the largest of each size in training runs, for the sizes that the sweep records."""
     sizes = sizes_of(sweep, [name for name in SIZES if name in sweep.variables])
     return {name: (float(values.min()), float(values.max())) for name, values in sizes.items()}
 
 
 def title_of(name: str) -> str:
-    """What people call a feature, and the name that it has in data."""
+    """The title of a feature, and its name in data."""
     long_name = FEATURES[name].long_name
     return long_name if long_name == name else f"{long_name} ({name})"
 
 
 def distances(rows: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Euclidean, shape (row, point); 0 where there are no columns."""
+    """Euclidean distances, shape (row, point); 0 where there are no columns."""
     from scipy.spatial.distance import cdist
 
     return cdist(rows, points) if rows.shape[1] else np.zeros((len(rows), len(points)))

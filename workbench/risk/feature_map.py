@@ -1,4 +1,4 @@
-"""How features enter the linear model: clipped, standardised, squared, multiplied; all fixed by the training runs."""
+"""Transform features for the linear model: clip, standardise, square, multiply; all determined by the training runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Known(NamedTuple):
-    """What is known of cases.
+    """The features of cases.
 
     Attributes:
         log_rate: log10 of the learning rate; shape (run,).
         table: The numeric features; shape (run, feature).
-        optimizer: Names; shape (run,); empty texts where no feature asks for them.
+        optimizer: Names of optimizers; shape (run,); empty where no feature needs them.
     """
 
     log_rate: np.ndarray
@@ -31,13 +31,13 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """From cases to columns of mean 0 and standard deviation 1 over the training runs.
+    """Maps cases to columns of mean 0 and standard deviation 1 over the training runs.
 
-    The columns are the numeric features, one for each optimizer seen, squares, products. What never varied in the
-    training runs is 0 in every column, and its coefficient says nothing.
+    The columns are the numeric features, one for each optimizer in the training runs, squares and products. A feature
+    that never varied in the training runs is 0 in every column, and its coefficient has no meaning.
 
     Attributes:
-        features: Names, the optimizer last if it is there.
+        features: Names, the optimizer last if it is among them.
         optimizers: Those of the training runs, by name; empty where the optimizer is no feature.
         lowest: Smallest finite value of each numeric feature in the training runs; shape (feature,).
         highest: The largest one. Infinite values, such as a breaking rate that no rate tried reaches, are taken
@@ -64,7 +64,7 @@ class FeatureMap:
         cls, cases: xr.Dataset, features: Sequence[str], *, squares: Sequence[str] = (),
         interactions: Sequence[tuple[str, str]] = (),
     ) -> FeatureMap:  # fmt: skip
-        """The one that training runs fix.
+        """The feature map that training runs determine.
 
         Raises:
             OptionError: If a name is no feature, or a square or product names no column.
@@ -120,7 +120,7 @@ class FeatureMap:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The feature that each column belongs to: squares with what is squared, optimizers together."""
+        """The feature that each column belongs to: squares belong to their feature, all optimizers to one."""
         return (
             *self.numeric, *(OPTIMIZER for _ in self.optimizers),
             *(OPTIMIZER if name.startswith(f"{OPTIMIZER} ") else name for name in self.squares),
@@ -128,7 +128,7 @@ class FeatureMap:
         )  # fmt: skip
 
     def read(self, cases: xr.Dataset) -> Known:
-        """What the model needs to know of cases; see `read`."""
+        """The features that the model needs of cases; see `read`."""
         return read(cases, self.features)
 
     def matrix(self, known: Known) -> np.ndarray:
@@ -154,12 +154,12 @@ class FeatureMap:
         return np.stack([*squares, *products], axis=1) if squares or products else np.empty((len(base), 0))
 
     def excess(self, known: Known) -> np.ndarray:
-        """How far each numeric feature, and the optimizer if it is one, lies from the training runs.
+        """Distance of each numeric feature, and of the optimizer if it is a feature, from the training runs.
 
         Returns:
-            Shape (run, feature): 0 at the middle of the range seen, 1 at an eighth of the range beyond its ends;
-            infinite where a feature differs that never varied, where it is infinite as it never was, and where the
-            optimizer is another.
+            Shape (run, feature): 0 at the middle of the range, 1 at an eighth of the range beyond its ends; infinite
+            where a feature differs that never varied, where it is infinite but never was so in the training runs, and
+            where the optimizer is another.
         """
         table = known.table
         width = self.highest - self.lowest
@@ -175,7 +175,7 @@ class FeatureMap:
         return np.concatenate([found, np.where(is_known, 0.0, np.inf)[:, None]], axis=1)
 
     def range_of(self, name: str) -> str:
-        """What the training runs had of a feature, in words."""
+        """The range of a feature in the training runs, as text."""
         if name == OPTIMIZER:
             return " or ".join(self.optimizers)
         place = self.numeric.index(name)
@@ -184,7 +184,7 @@ class FeatureMap:
 
 
 def read(cases: xr.Dataset, features: Sequence[str]) -> Known:
-    """What is known of cases.
+    """Read the features of cases.
 
     Raises:
         OptionError: If a learning rate is no positive number.
@@ -201,12 +201,12 @@ def read(cases: xr.Dataset, features: Sequence[str]) -> Known:
 
 
 def in_words(name: str, value: float) -> str:
-    """A value of a numeric feature, as the quantity that people know."""
+    """A value of a numeric feature as text, on the scale of the original quantity."""
     return f"{FEATURES[name].original(value):.4g}"
 
 
 def _distinct(names: np.ndarray) -> tuple[str, ...]:
-    """Each name once, sorted, whatever its case: "adamw" is "AdamW" to a training plan."""
+    """Each name once, sorted, ignoring case: "adamw" is "AdamW" to a training plan."""
     return tuple(sorted({name.lower(): name for name in sorted(names.tolist())}.values()))
 
 
@@ -223,5 +223,5 @@ def _moments(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-    """To eight digits, so that a model in memory is the one that its file holds."""
+    """Round to eight digits, so that a model in memory equals the one in its file."""
     return np.array([float(f"{value:.8g}") for value in np.ravel(values)]).reshape(np.shape(values))

@@ -1,7 +1,7 @@
-"""What is known of a run before it starts, as numbers that a linear model can use.
+"""The features of the risk model: numbers that are known before a run starts.
 
-Nothing here knows the name of an architecture, of a norm or of an initialization, so that a model nobody has trained
-yet has the same features as any other. Heavy-tailed positive quantities enter as logarithms to base 10.
+No feature depends on the name of an architecture, of a norm or of an initialization, so that an untrained new
+architecture has the same features as any other. Heavy-tailed positive quantities enter as logarithms to base 10.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: The one feature that is a name: a column for each optimizer of the training runs.
 OPTIMIZER = "optimizer"
-#: The learning rate is no feature: the others say the largest stable one.
+#: The learning rate is no feature: the features predict the largest stable one.
 RATE = "learning_rate"
 #: Layer measure -> smallest and largest value of its logarithm; None: it enters as it is. kappa and K may be infinite
 #: (a defective operator; a spectral radius above 1), so K says little beyond the share of layers at its bound.
@@ -39,12 +39,12 @@ _LAYER_MEASURES: dict[str, tuple[float, float] | None] = {
     "update_norm": (1e-6, 1e6),
     "is_informative": None,
 }
-#: What is said of a measure over layers; the change is the last layer's value less the first one's.
+#: Statistics of a measure over layers; the change is the last layer's value less the first one's.
 LAYER_STATISTICS = (*STATISTICS, "change")
-#: How large a model is. Few risk models have it among their features, so it is asked for apart: whatever the features
-#: say, a model of a size that was never trained is not familiar.
+#: The sizes of a model. Few risk models have them among their features, so they are checked separately: a model of a
+#: size outside of the training runs is never familiar.
 SIZES = ("d_model", "n_layers")
-#: What a loss (nat) and a gradient norm must not exceed (RKSP's label of divergence).
+#: Largest loss (nat) and gradient norm without divergence (RKSP's label).
 LIMITS = {"initial_loss": 50.0, "initial_grad_norm": 500.0}
 #: Optimizers in which momentum adds updates up instead of averaging them.
 _ACCUMULATING = ("sgd", "rmsprop")
@@ -55,12 +55,13 @@ class Feature:
     """One number known before training.
 
     Attributes:
-        name: As in lists of features.
-        long_name: For people.
-        needs: Variables and coordinates of a case that it is made from.
+        name: Name in lists of features.
+        long_name: Title shown to the user.
+        needs: Variables and coordinates of a case that it is computed from.
         is_log: Whether it is the logarithm to base 10 of a quantity plus ``shift``.
         shift: See above.
-        measures: From the variables, each of shape (run,), to values of shape (run,); None: a statistic over layers.
+        measures: Function of the variables, each of shape (run,), with values of shape (run,); None: a statistic over
+            layers.
     """
 
     name: str
@@ -71,20 +72,20 @@ class Feature:
     measures: Callable[..., np.ndarray] | None = None
 
     def original(self, value: float) -> float:
-        """A value of the feature as the quantity that people know."""
+        """Convert a value of the feature to the original quantity."""
         return float(10.0**value - self.shift) if self.is_log else float(value)
 
 
 def feature_table(cases: xr.Dataset, names: Sequence[str]) -> xr.DataArray:
-    """The features of cases.
+    """Compute the features of cases.
 
     Args:
-        cases: Runs of a sweep, or what is known before one starts; dim ``run``, and ``layer`` for spectra.
-        names: Of `FEATURES`, without the optimizer, which is no number.
+        cases: Runs of a sweep, or cases before training; dim ``run``, and ``layer`` for spectra.
+        names: Names of `FEATURES`, without the optimizer, which is no number.
 
     Returns:
         Shape (run, feature); never NaN. Infinite where a quantity is, such as a breaking rate that no rate tried
-        reaches; the model clips these at what its training runs show.
+        reaches; the model clips these to the range of its training runs.
 
     Raises:
         OptionError: If a learning rate is no positive number, or a name is no feature.
@@ -157,7 +158,7 @@ def counts_as_diverged(cases: xr.Dataset) -> np.ndarray:
     """Which fresh models count as diverged before the first update, at any learning rate (RKSP's label).
 
     Args:
-        cases: With ``initial_loss`` and ``initial_grad_norm``, as far as they are known.
+        cases: Cases with ``initial_loss`` and ``initial_grad_norm``, as far as they are known.
 
     Returns:
         Shape (run,): the loss is above 50 or the norm of all gradients above 500.
@@ -170,19 +171,19 @@ def counts_as_diverged(cases: xr.Dataset) -> np.ndarray:
 
 
 def column(cases: xr.Dataset, name: str) -> np.ndarray:
-    """One value a run, of a variable or coordinate that may be the same for all; shape (run,)."""
+    """One value for each run, of a variable or coordinate that may be common to all; shape (run,)."""
     return np.broadcast_to(cases[name].values, cases.sizes["run"])
 
 
 def sizes_of(cases: xr.Dataset, names: Sequence[str] = SIZES) -> dict[str, np.ndarray]:
-    """How large the models of cases are.
+    """The sizes of the models of cases.
 
     Args:
-        cases: With dim ``run``.
-        names: Of ``SIZES``.
+        cases: Cases with dim ``run``.
+        names: Names of ``SIZES``.
 
     Returns:
-        Size -> values of shape (run,); NaN where a case does not say.
+        Size -> values of shape (run,); NaN where a case does not have it.
 
     Raises:
         SchemaError: If a size is missing altogether.
@@ -235,7 +236,7 @@ def _lacking(cases: xr.Dataset, names: Sequence[str], lacks: np.ndarray) -> str:
 
 
 def _over_layers(cases: xr.Dataset, measures: set[str]) -> dict[str, np.ndarray]:
-    """Statistics over layers, as `summarize` gives them, but in one go; padded layers are NaN and left out."""
+    """Statistics over layers, as in `summarize`, of all cases at once; padded layers are NaN and ignored."""
     if not measures:
         return {}
     names = sorted(measures)
@@ -257,7 +258,7 @@ def _over_layers(cases: xr.Dataset, measures: set[str]) -> dict[str, np.ndarray]
 
 
 def _change(values: np.ndarray) -> np.ndarray:
-    """Last value that is there less the first one; NaN where there is none."""
+    """Last value that is not NaN less the first one; NaN where there is none."""
     is_there = ~np.isnan(values)
     first = is_there.argmax(axis=1)
     last = values.shape[1] - 1 - is_there[:, ::-1].argmax(axis=1)
@@ -266,7 +267,7 @@ def _change(values: np.ndarray) -> np.ndarray:
 
 
 def _log(values: np.ndarray, *, shift: float = 0.0, low: float = 0.0) -> np.ndarray:
-    """Logarithm to base 10 of what is there, at least of ``low``."""
+    """Logarithm to base 10 of the values, raised to at least ``low``."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.log10(np.maximum(np.asarray(values, dtype=float) + shift, low))
 
@@ -344,7 +345,7 @@ _SPECTRAL = tuple(
 #: Every feature by name.
 FEATURES: dict[str, Feature] = {f.name: f for f in (*_SPECTRAL, *_FORWARD, *_GRADIENT, *_PILOT, *_SETTINGS)}
 
-#: What a case can be judged by without a backward pass, with one batch of gradients, and with ten updates on a copy.
+#: Features that need no backward pass, one batch of gradients, and ten updates on a copy.
 FEATURE_SETS: dict[str, tuple[str, ...]] = {
     "forward": (
         "scale_response",
@@ -360,7 +361,7 @@ FEATURE_SETS: dict[str, tuple[str, ...]] = {
     )
 }
 FEATURE_SETS["gradient"] = (*FEATURE_SETS["forward"], *(feature.name for feature in _GRADIENT))
-#: Beside a pilot run few others help; with all of them predictions for unseen architectures were worse.
+#: With a pilot run few other features help; with all of them predictions for unseen architectures were worse.
 FEATURE_SETS["pilot"] = (
     "rehearsed_rate", "breaking_rate", "overshoot_rate", "initial_grad_norm", "warmup", "mean_rate_share",
     "momentum_gain", "is_clipped", OPTIMIZER,
@@ -368,10 +369,10 @@ FEATURE_SETS["pilot"] = (
 
 
 def features_of(features: str | Sequence[str]) -> tuple[str, ...]:
-    """The names behind the name of a set, or the list itself.
+    """The features of a named set, or the list itself.
 
     Raises:
-        OptionError: If there is no such set or feature, or one is there twice.
+        OptionError: If there is no such set or feature, or one is named twice.
     """
     if isinstance(features, str):
         if features not in FEATURE_SETS:
@@ -382,5 +383,5 @@ def features_of(features: str | Sequence[str]) -> tuple[str, ...]:
         if name not in FEATURES:
             raise OptionError(f"'{name}' is no feature; choose from wb.risk.FEATURES.")
         if names.count(name) > 1:
-            raise OptionError(f"The feature '{name}' is there twice; name each once.")
+            raise OptionError(f"The feature '{name}' is named twice; name each once.")
     return names

@@ -1,4 +1,4 @@
-"""Find the edge: how the weights of a risk model, their calibration and their uncertainty come out of a sweep."""
+"""Fit a risk model to a sweep: its weights, their calibration and their uncertainty."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import xarray as xr
 
 METHODS = ("logistic", "edge")
-#: Strengths of the quadratic penalty to choose from, on the weights of standardised columns.
+#: Candidate strengths of the quadratic penalty on the weights of standardised columns.
 PENALTIES = tuple(float(f"{10.0**power:.3g}") for power in np.arange(-1, 3.1, 0.5))
-#: The rate's column is this much larger than it need be, so that the penalty leaves its slope alone.
+#: The rate's column is scaled by this factor, so that the penalty hardly affects its slope.
 _FREE = 100.0
 #: Rounds of the interval regression; each costs one product of small matrices.
 _N_ROUNDS = 200
@@ -36,8 +36,8 @@ class TrainingTable:
         columns: Shape (run, column).
         log_rate: log10 of the rate; shape (run,).
         label: Whether the run diverged.
-        groups: What is never split; integers from 0.
-        cells: Everything but rate and seed; integers from 0.
+        groups: Groups that are never split; integers from 0.
+        cells: Cells, equal in all settings except rate and seed; integers from 0.
     """
 
     columns: np.ndarray
@@ -52,11 +52,11 @@ def fit(
     squares: Sequence[str] = (), interactions: Sequence[tuple[str, str]] = (), by: str = "configuration",
     penalty: float | None = None, n_bootstrap: int = 200, n_folds: int = 5, level: float = 0.95, seed: int = 0,
 ) -> RiskModel:  # fmt: skip
-    """A model of the risk of divergence, from runs that show it.
+    """Fit a model of the risk of divergence to recorded runs.
 
     log-odds = slope (log10 rate - log10 edge), with the edge linear in the standardised features, so that the risk
-    rises with the rate and the rate of a given risk has a closed form. Slope and edge are calibrated on predictions for
-    groups that a fit has not seen (Platt 1999), which makes the slope as gentle as the edge is uncertain.
+    rises with the rate and the rate of a given risk has a closed form. Slope and edge are calibrated on out-of-fold
+    predictions (Platt 1999), which makes the slope smaller the more uncertain the edge is.
 
     Args:
         sweep: Runs with their outcomes; see `wb.open_sweep`.
@@ -65,19 +65,19 @@ def fit(
         method: ``"logistic"``: logistic regression over all runs. ``"edge"``: each cell's edge is known to lie
             between two rates of its grid, and is regressed on the features (squared distance to that interval); then
             the slope.
-        squares: Columns whose squares enter too.
-        interactions: Pairs of columns whose products enter too.
-        by: Coordinate whose groups are never split when the penalty is chosen, calibrated and resampled.
-        penalty: Strength of the quadratic penalty of the edge's weights; None: what does best on held-out groups.
+        squares: Columns whose squares are added.
+        interactions: Pairs of columns whose products are added.
+        by: Coordinate whose groups are never split in the choice of the penalty, in calibration and resampling.
+        penalty: Strength of the quadratic penalty of the edge's weights; None: the best one on held-out groups.
         n_bootstrap: Resamples of the groups behind the intervals; 0: none.
         n_folds: Folds of groups.
-        level: Of the intervals.
-        seed: Of folds and resamples.
+        level: Level of the intervals.
+        seed: Seed of folds and resamples.
 
     Raises:
         OptionError: If an option is out of range or a name unknown.
-        SchemaError: If the sweep lacks what is needed, all runs ended alike, there are fewer than four groups, or
-            larger rates do not diverge more often.
+        SchemaError: If the sweep lacks a variable, all runs ended alike, there are fewer than four groups, or larger
+            rates do not diverge more often.
 
     Example:
         >>> import workbench as wb
@@ -90,7 +90,7 @@ def fit(
     names = features_of(features)
     _check_options(method, penalty, n_bootstrap, n_folds, level)
     every_run = _outcomes(sweep, by)
-    # What counts as diverged before the first update does so at any rate, and says nothing about the edge.
+    # Models that count as diverged before the first update do so at any rate, and are no evidence on the edge.
     sweep = _outcomes(every_run.isel(run=~counts_as_diverged(every_run)), by)
     feature_map = FeatureMap.of(sweep, names, squares=squares, interactions=interactions)
     known = feature_map.read(sweep)
@@ -131,13 +131,13 @@ def fit(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What fits say about groups that they have not seen.
+    """Out-of-fold predictions.
 
     Attributes:
         offset: log10 of the rate over the predicted edge, not calibrated; shape (run,).
-        factor: What makes scores log-odds, with ``shift``.
+        factor: Factor that, with ``shift``, converts scores to log-odds.
         shift: See above.
-        loss: Log loss of the probabilities that come out, in nats.
+        loss: Log loss of the resulting probabilities, in nats.
     """
 
     offset: np.ndarray
@@ -149,7 +149,7 @@ class HeldOut:
 def _out_of_fold(
     table: TrainingTable, weight: np.ndarray, folds: list[np.ndarray], penalty: float, method: str
 ) -> HeldOut | None:
-    """What fits say about groups that they have not seen; None where the risk does not rise with the rate."""
+    """Out-of-fold predictions; None where the risk does not rise with the rate."""
     from scipy.special import expit
 
     score, offset = np.full((2, len(table.label)), np.nan)
@@ -236,7 +236,7 @@ def _intervals(table: TrainingTable, weight: np.ndarray) -> tuple[np.ndarray, np
 def _bootstrap(
     table: TrainingTable, folds: list[np.ndarray], penalty: float, method: str, n_bootstrap: int, seed: int
 ) -> list[np.ndarray]:
-    """The fit over resampled groups, calibration included; resamples that give no fit are drawn again."""
+    """Repeat the fit on resampled groups, calibration included; resamples without a fit are drawn again."""
     found: list[np.ndarray] = []
     draws = (row for block in resamples(table.groups, len(table.label), 3 * n_bootstrap, seed) for row in block)
     while len(found) < n_bootstrap:
@@ -259,7 +259,7 @@ def _folds(groups: np.ndarray, n_folds: int, seed: int) -> list[np.ndarray]:
 
 
 def _two(low: float, high: float) -> tuple[float, float]:
-    """Two numbers as a file holds them."""
+    """Two numbers, rounded as in a file."""
     first, second = rounded(np.array([low, high])).tolist()
     return first, second
 
@@ -282,7 +282,7 @@ def _check_options(method: str, penalty: float | None, n_bootstrap: int, n_folds
 
 
 def _outcomes(sweep: xr.Dataset, by: str) -> xr.Dataset:
-    """The sweep, if it can be learnt from.
+    """Check that a model can be fitted to the sweep, and return it.
 
     Raises:
         SchemaError: If it cannot.
@@ -303,7 +303,7 @@ def _outcomes(sweep: xr.Dataset, by: str) -> xr.Dataset:
 
 
 def _about(sweep: xr.Dataset, options: dict[str, Any]) -> dict[str, Any]:
-    """What the model is made of, for its card."""
+    """Data and options of the fit, for the model's card."""
     import sklearn
 
     def names(of: str) -> list[str]:

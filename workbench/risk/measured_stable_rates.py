@@ -1,4 +1,4 @@
-"""The largest stable learning rate of a cell, as measured on the cell's own grid, and how near a prediction comes."""
+"""Measure the largest stable learning rate of a cell on the cell's own grid, and the accuracy of predictions."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ if TYPE_CHECKING:
 
 
 def stable_rates(sweep: xr.Dataset, *, below: float = 0.20) -> xr.Dataset:
-    """Between which two learning rates of its grid a cell stops being stable.
+    """Find the two learning rates of its grid between which a cell stops being stable.
 
     A rate is stable where less than the given share of the runs diverge at it and at all smaller rates of the cell
-    (0.20 is the paper's). A cell is what shares every setting but learning rate and seed.
+    (0.20 is the paper's). The runs of a cell share every setting except learning rate and seed.
 
     Args:
-        sweep: With ``cell``, ``learning_rate``, ``has_diverged``; ``architecture`` and ``configuration`` go along.
+        sweep: Sweep with ``cell``, ``learning_rate``, ``has_diverged``; ``architecture`` and ``configuration`` are
+            kept.
         below: Share of runs.
 
     Returns:
         Dataset with dim ``cell``: ``largest_stable_rate``, the geometric mean of ``last_stable`` (the largest stable
         rate of the grid) and ``first_unstable`` (the next one); ``n_runs``, ``n_diverged``. Where the grid ends before
-        the cell breaks, ``is_lower_bound`` is true and the rates are the last of the grid, NaN and NaN; where it is
-        unstable at the smallest rate already, ``is_upper_bound`` is true, ``last_stable`` NaN.
+        the cell diverges, ``is_lower_bound`` is true and the rates are the last of the grid, NaN and NaN; where it is
+        unstable even at the smallest rate, ``is_upper_bound`` is true, ``last_stable`` NaN.
 
     Raises:
         OptionError: If ``below`` is no share above 0.
-        SchemaError: If the sweep lacks what is needed, or has no run.
+        SchemaError: If the sweep lacks a variable, or has no run.
 
     Example:
         >>> import workbench as wb
@@ -48,7 +49,7 @@ def stable_rates(sweep: xr.Dataset, *, below: float = 0.20) -> xr.Dataset:
         raise SchemaError(f"The sweep has no {', '.join(missing) or 'run'}; take one from wb.open_sweep().")
     keep = [name for name in ("architecture", "configuration") if name in sweep.variables]
     cells, first, index = np.unique(sweep["cell"].values, return_index=True, return_inverse=True)
-    order = np.argsort(first)  # as they come in the sweep
+    order = np.argsort(first)  # in the order of the sweep
     rates, diverged = sweep["learning_rate"].values, sweep["has_diverged"].values.astype(bool)
     rows = []
     for i in order:
@@ -79,18 +80,18 @@ def stable_rates(sweep: xr.Dataset, *, below: float = 0.20) -> xr.Dataset:
 
 
 def stable_rate_accuracy(sweep: xr.Dataset, predicted: xr.DataArray, *, below: float = 0.20) -> xr.Dataset:
-    """Predicted over measured largest stable rate, cell by cell.
+    """Compare predicted and measured largest stable rates, cell by cell.
 
     Args:
         sweep: As in `stable_rates`.
-        predicted: Largest stable rate that a model gives each run, dim ``run``; NaN (refused) is left out. A cell's
+        predicted: Largest stable rate that a model gives each run, dim ``run``; NaN (refused) is ignored. A cell's
             prediction is the geometric mean over its runs, whose seeds differ.
         below: Share of runs, the same that the prediction was made for.
 
     Returns:
-        What `stable_rates` gives, and ``predicted`` and ``ratio`` (predicted over measured; NaN where the grid or the
-        model gives none), and ``is_consistent``: whether the prediction lies where the bounds allow, for cells that
-        have nothing but a bound; true for others whose prediction lies between the two rates.
+        The dataset of `stable_rates`, with ``predicted`` and ``ratio`` (predicted over measured; NaN where the grid or
+        the model gives none), and ``is_consistent``: for cells with only a bound, whether the prediction satisfies it;
+        for others whether it lies between the two rates.
 
     Raises:
         OptionError: As `stable_rates`.

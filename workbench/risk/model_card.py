@@ -1,4 +1,4 @@
-"""What a risk model is, how good it is and what it cannot do, as Markdown out of its own numbers."""
+"""The card of a risk model as Markdown: its form, its quality and its limits, from its own numbers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def model_card(
     spread: tuple[float, float],
     sizes: Mapping[str, tuple[float, float]],
 ) -> str:
-    """Data, figures and limits of a model; see `RiskModel` for what is not said here.
+    """Data, figures and limits of a model; see `RiskModel` for the terms.
 
     Args:
-        feature_map: From cases to columns.
-        coefficients: From `RiskModel.coefficients`.
+        feature_map: Feature map of the model.
+        coefficients: Coefficients from `RiskModel.coefficients`.
         about: Data and options that it was fitted with.
-        validation: Figures of `validate`; empty: there are none, which the card then says.
+        validation: Figures of `validate`; empty: not validated, as the card then states.
         spread: Slope within a cell, and standard deviation of the cells' edges.
-        sizes: Size -> the smallest and largest one seen; empty: not known.
+        sizes: Size -> the smallest and largest one in the training runs; empty: not known.
 
     Returns:
         Markdown.

@@ -1,4 +1,4 @@
-"""Risk models from their files: those that `RiskModel.save` wrote, and those that ship with the workbench."""
+"""Load risk models from files: those that `RiskModel.save` wrote, and the shipped ones."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SHIPPED = Path(__file__).parent / "shipped"
 
 
 def load(path: str | Path) -> RiskModel:
-    """Read what `RiskModel.save` wrote; it predicts exactly as before.
+    """Read a model that `RiskModel.save` wrote; its predictions are exactly those of the saved one.
 
     Raises:
-        StoreError: If it is not there, something else, damaged, or written by a newer version.
+        StoreError: If the file is missing, no risk model, damaged, or written by a newer version.
 
     Example:
         >>> import workbench as wb
@@ -43,7 +43,7 @@ def load(path: str | Path) -> RiskModel:
 
 
 def shipped(features: str = "forward") -> RiskModel:
-    """The model that ships with the workbench, fitted to its recorded sweep; its card says how good it is.
+    """The shipped model, fitted to the recorded sweep; its card states its quality.
 
     Args:
         features: ``"forward"`` (forward passes alone), ``"gradient"`` (and one batch of gradients) or ``"pilot"``
@@ -51,7 +51,7 @@ def shipped(features: str = "forward") -> RiskModel:
 
     Raises:
         OptionError: If there is no such set.
-        StoreError: If it is not there.
+        StoreError: If the file is missing.
 
     Example:
         >>> import workbench as wb
@@ -101,7 +101,7 @@ def _pair(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _problem(model: RiskModel) -> str:
-    """What does not fit together; empty if all does."""
+    """The first inconsistency of a model; empty if there is none."""
     feature_map, n_columns = model.feature_map, len(model.feature_map.columns)
     if unknown := [name for name in feature_map.features if name not in FEATURES]:
         return f"it knows a feature '{unknown[0]}' that there is not"

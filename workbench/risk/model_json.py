@@ -1,4 +1,4 @@
-"""The JSON of a risk model's file: written whole or not at all, and read back with its kind and version checked."""
+"""The JSON of a risk model's file: written atomically, and read with a check of kind and version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from workbench.errors import StoreError
 from workbench.io.atomic import check_free, replacing
 
-#: 2: says which sizes of models were seen; a file of version 1 opens, and is not asked about sizes.
+#: 2: records the sizes of the training models; a file of version 1 opens, and its sizes are not checked.
 SCHEMA_VERSION = 2
 _KIND = "stability-workbench risk model"
 
@@ -31,10 +31,10 @@ def write(content: Mapping[str, Any], path: Path, *, overwrite: bool = False) ->
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `write` wrote.
+    """Read the content that `write` wrote.
 
     Raises:
-        StoreError: If it is not there, something else, or written by a newer version.
+        StoreError: If the file is missing, no risk model, or written by a newer version.
     """
     try:
         content: dict[str, Any] = json.loads(path.read_text())
@@ -51,7 +51,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON takes it; what is not finite becomes null."""
+    """Convert a value for JSON; numbers that are not finite become null."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
@@ -62,7 +62,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(content: dict[str, Any]) -> str:
-    """JSON with one row of numbers a line, so that people can read it and versions can be compared."""
+    """JSON with one row of numbers on each line, for reading and for comparing versions."""
     return "{\n" + ",\n".join(f" {json.dumps(key)}: {_lines(value, 1)}" for key, value in content.items()) + "\n}"
 
 

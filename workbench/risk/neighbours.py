@@ -1,4 +1,4 @@
-"""Which recorded runs are most like a case, as the risk model sees it."""
+"""Find the recorded runs nearest to a case in the features of the risk model."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _DISTANCE = {
 
 
 def nearest_runs(model: RiskModel, case: xr.Dataset, sweep: xr.Dataset, n: int = 8) -> xr.Dataset:
-    """The recorded runs that are most like a case.
+    """Find the recorded runs nearest to a case.
 
-    Likeness is the distance in the standardised features of the risk model. The learning rate is none of them, so the
-    runs of one architecture, seed and plan are equally far at any rate.
+    The distance is that in the standardised features of the risk model. The learning rate is none of them, so the
+    runs of one architecture, seed and plan have the same distance at any rate.
 
     Args:
-        model: Whose features count, each in units of its spread over the model's training runs.
-        case: One run, as `workbench.sweeps.measure_case` gives it.
-        sweep: Where to look; runs that lack a feature are left out.
-        n: How many; fewer if there are not so many.
+        model: Risk model with the features, each in units of its spread over the model's training runs.
+        case: One run, as `workbench.sweeps.measure_case` returns it.
+        sweep: The recorded runs; those that lack a feature are ignored.
+        n: Number of runs; fewer if the sweep has fewer.
 
     Returns:
         Rows of the sweep with ``distance`` (unit 1, in units of `Applicability.unit`), ascending; equally far ones in
         the order of the sweep.
 
     Raises:
-        SchemaError: If the case is not one run, a dataset lacks what the model needs, or no run of the sweep has it.
+        SchemaError: If the case is not one run, a dataset lacks a feature, or no run of the sweep has all of them.
         OptionError: If ``n`` is no whole number of at least 1.
 
     Example:
@@ -56,7 +56,7 @@ def nearest_runs(model: RiskModel, case: xr.Dataset, sweep: xr.Dataset, n: int =
 
 
 class Neighbours:
-    """The runs of a sweep, ready to be asked again and again which of them are like a case.
+    """The runs of a sweep, prepared for repeated searches of the nearest runs.
 
     Args:
         model: As in `nearest_runs`.
@@ -85,7 +85,7 @@ class Neighbours:
 
         Args:
             case: As in `nearest_runs`.
-            n: How many cells.
+            n: Number of cells.
 
         Returns:
             As `nearest_runs`, but cell by cell, the nearest first, and by learning rate within a cell; ``distance`` is
@@ -102,7 +102,7 @@ class Neighbours:
         _, index = np.unique(cells, return_inverse=True)
         of_cell = np.full(index.max() + 1, np.inf)
         np.minimum.at(of_cell, index, distance)
-        first = np.full(len(of_cell), len(index))  # equally far cells come as they do in the sweep
+        first = np.full(len(of_cell), len(index))  # cells of equal distance keep the order of the sweep
         np.minimum.at(first, index, np.arange(len(index)))
         rank = np.empty(len(of_cell), int)
         rank[np.lexsort((first, of_cell))] = np.arange(len(of_cell))
@@ -110,7 +110,7 @@ class Neighbours:
         return self._rows(order[rank[index][order] < n], of_cell[index])
 
     def _distances(self, case: xr.Dataset) -> np.ndarray:
-        """Of every run; shape (run,)."""
+        """Distance of every run; shape (run,)."""
         if (n_cases := case.sizes.get("run", 1)) != 1:
             raise SchemaError(f"There are {n_cases} cases, expected one; choose it with case.isel(run=[0]).")
         point = _columns(self.model, case)

@@ -1,4 +1,4 @@
-"""The predictors of RKSP's Table 2 on our runs: what each says about divergence, alone."""
+"""The predictors of RKSP's Table 2, each alone, on our runs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _NEEDS = {
 
 
 def predictor_scores(sweep: xr.Dataset) -> xr.DataArray:
-    """The scores of each run; higher is meant to be more dangerous.
+    """The scores of each run; a higher score predicts divergence.
 
-    Spectral ones are means over the layers of the fresh model; the paper does not say whether the product with kappa is
-    taken before or after the mean, and it is taken after.
+    Spectral ones are means over the layers of the fresh model; the paper does not state whether the product with kappa
+    is taken before or after the mean; here it is taken after.
 
     Args:
-        sweep: With spectra, and with what the baselines saw during training.
+        sweep: Sweep with spectra, and with the baselines' measurements during training.
 
     Returns:
         Shape (run, predictor); NaN where a run has no such value, infinite where kappa is.
@@ -68,17 +68,17 @@ def predictor_scores(sweep: xr.Dataset) -> xr.DataArray:
 def calibrated_score(
     score: ArrayLike, label: ArrayLike, groups: ArrayLike, *, n_folds: int = 5, seed: int = 0
 ) -> np.ndarray:
-    """A score as an honest probability: logistic in the score, fitted on other groups than those it is given for.
+    """Convert a score to a calibrated probability: logistic in the score, fitted out of fold.
 
     Args:
-        score: Finite, shape (run,).
+        score: Finite scores, shape (run,).
         label: Whether the run diverged.
-        groups: What is never split.
+        groups: Groups that are never split.
         n_folds: Folds of groups.
-        seed: Of the folds.
+        seed: Seed of the folds.
 
     Returns:
-        Probabilities out of fold, shape (run,). Where the other folds have one outcome alone, their share of it.
+        Out-of-fold probabilities, shape (run,). Where the other folds have only one outcome, 0 or 1 accordingly.
 
     Example:
         >>> import numpy as np

@@ -1,4 +1,4 @@
-"""From scores of runs that a fit has not seen to honest probabilities, and to how far an edge may be off."""
+"""Calibrate out-of-fold scores to probabilities, and estimate the uncertainty of an edge."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _N_NODES = 24
 
 
 def group_folds(groups: np.ndarray, n_folds: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Training and held-out rows; no group is on both sides, and every row is held out once."""
+    """Yield training and held-out rows; no group is on both sides, and every row is held out once."""
     from sklearn.model_selection import GroupKFold
 
     yield from GroupKFold(n_folds, shuffle=True, random_state=seed).split(groups, groups=groups)
 
 
 def platt(score: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None) -> tuple[float, float]:
-    """Factor and offset that make a score the log-odds of a label (Platt 1999); hardly penalised.
+    """Fit factor and offset that convert a score to the log-odds of a label (Platt 1999); hardly penalised.
 
     Args:
-        score: Shape (run,).
-        label: bool; both outcomes must be there.
-        weight: Of each run.
+        score: Scores, shape (run,).
+        label: bool; both outcomes have to occur.
+        weight: Weight of each run.
     """
     from sklearn.linear_model import LogisticRegression
 
@@ -34,7 +34,7 @@ def platt(score: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
 
 
 def edge_spread(offset: np.ndarray, label: np.ndarray, cells: np.ndarray) -> tuple[float, float]:
-    """How sharp the edge of one cell is, and how far the edges of cells lie from where they were predicted.
+    """Estimate the sharpness of the edge within a cell, and the spread of the cells' edges around their predictions.
 
     Logistic regression with a normal intercept for each cell, by maximum likelihood (Gauss-Hermite quadrature). The
     slope within a cell is steeper than that over all cells, whose edges are not known exactly.
@@ -42,7 +42,7 @@ def edge_spread(offset: np.ndarray, label: np.ndarray, cells: np.ndarray) -> tup
     Args:
         offset: log10 of the rate over a predicted edge, out of fold; shape (run,).
         label: Whether the run diverged.
-        cells: Of each run.
+        cells: Cell of each run.
 
     Returns:
         Slope of the log-odds per factor of ten within a cell, at most 200, and the standard deviation of log10 of the

@@ -1,4 +1,4 @@
-"""The risk of planned runs over a grid of learning rates, as the pictures of risk read it."""
+"""Compute the risk of planned runs over a grid of learning rates, for the figures of risk."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def over_rates(
     names: Sequence[str] | None = None,
     below: float = 0.20,
 ) -> xr.Dataset:
-    """What the risk of each case would be at other learning rates.
+    """Compute the risk of each case at other learning rates.
 
     Args:
         model: The risk model.
-        cases: Planned runs, dim ``run``; their own rates play no part.
+        cases: Planned runs, dim ``run``; their own rates are ignored.
         learning_rate: The rates.
-        names: What the rows are called; None: the architecture of each case.
+        names: Names of the rows; None: the architecture of each case.
         below: Share of risk at the stability edge.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The model of the risk of divergence: what it predicts, what it refuses, and what its predictions are made of."""
+"""The model of the risk of divergence: its predictions, its refusals, and the drivers of a prediction."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _PROBABILITY = {"long_name": "probability of divergence", "units": "1", "meaning
 
 @dataclass(frozen=True)
 class RiskModel:
-    """log-odds of divergence = slope (log10 rate - log10 edge), the edge linear in what is known before training.
+    """log-odds of divergence = slope (log10 rate - log10 edge), the edge linear in features known before training.
 
     Attributes:
-        feature_map: From cases to standardised columns.
-        applicability: How far a case is from the training runs.
+        feature_map: Maps cases to standardised columns.
+        applicability: Distance of a case from the training runs.
         weights: Slope, log10 of the edge at the mean of the training runs, and the edge's weight of each column; the
             first row is the model, the others its bootstrap; shape (1 + resample, 2 + column).
         seen: Smallest and largest log10 (rate / edge) of the training runs.
         log_rate: Mean and standard deviation of log10 rate over the training runs.
         spread: Slope of the log-odds within one cell, and standard deviation of log10 of the edges of cells around
-            what is predicted for them; see `edge_spread`.
+            their predictions; see `edge_spread`.
         about: Data and options that it was fitted with.
         validation: Figures of `validate`, if there are any.
 
@@ -58,31 +58,31 @@ class RiskModel:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What it needs to know beside the learning rate."""
+        """The features that it needs in addition to the learning rate."""
         return self.feature_map.features
 
     @property
     def level(self) -> float:
-        """Of its intervals."""
+        """Level of its intervals."""
         return float(self.about["options"]["level"])
 
     def predict(self, cases: xr.Dataset) -> xr.Dataset:
-        """The probability of divergence.
+        """Predict the probability of divergence.
 
         Args:
-            cases: What is known before training: settings and measurements of a fresh model, dim ``run``.
+            cases: Settings and measurements of fresh models, dim ``run``.
 
         Returns:
             Dataset with dim ``run``: ``probability``; ``low`` and ``high``, percentile interval of the bootstrap over
-            groups (how well the model is known; attribute ``level``); ``distance`` (1: the edge of what the training
-            runs show), ``is_familiar``, ``farthest_feature`` (in which a case is farthest), ``is_rate_seen`` and
+            groups (the uncertainty of the model; attribute ``level``); ``distance`` (1: the limit of its
+            applicability), ``is_familiar``, ``farthest_feature`` (in which a case is farthest), ``is_rate_seen`` and
             ``starts_diverged``. The first three are NaN where a case is not familiar, which one of another size than
-            the training runs never is; the attribute ``warning`` then says so in one sentence, and is empty otherwise.
+            the training runs never is; the attribute ``warning`` then states this in a sentence, else it is empty.
 
-            A rate further below or above the edge than any in the training runs is taken as the last one seen, since
-            the risk can only fall or rise from there; a fresh model whose loss or gradient norm counts as diverged
-            has the probability 1 at any rate. Of a run longer than any seen the probability is that of divergence
-            within as many updates as were seen. The attribute ``note`` says so, and is empty otherwise.
+            A rate further below or above the edge than any in the training runs gets the risk of the last one, since
+            the risk can only fall or rise beyond it; a fresh model whose loss or gradient norm counts as diverged
+            has the probability 1 at any rate. For a run longer than all training runs the probability is that of
+            divergence within their number of updates. The attribute ``note`` states this, and is empty otherwise.
 
         Raises:
             OptionError: If a learning rate is no positive number.
@@ -91,7 +91,7 @@ class RiskModel:
         return self._risk(cases, withholds=True)
 
     def _extrapolated(self, cases: xr.Dataset) -> xr.Dataset:
-        """`predict` with a number for every case, familiar or not; for validation alone, on runs whose end is known."""
+        """`predict` with a number for every case, familiar or not; only for validation, on runs of known outcome."""
         return self._risk(cases, withholds=False)
 
     def _risk(self, cases: xr.Dataset, *, withholds: bool) -> xr.Dataset:
@@ -130,7 +130,7 @@ class RiskModel:
         return xr.Dataset(variables, _coords(cases), about)
 
     def largest_stable_rate(self, cases: xr.Dataset, *, below: float = 0.20) -> xr.Dataset:
-        """The learning rates at which the risk reaches a given one; the rates of the cases play no part.
+        """Predict the learning rates at which the risk reaches a given one; the rates of the cases are ignored.
 
         Args:
             cases: As in `predict`.
@@ -138,16 +138,16 @@ class RiskModel:
 
         Returns:
             Dataset with dim ``run``: ``largest_stable_rate``, at which `predict` gives the probability ``below``. It is
-            cautious: not knowing the edge exactly is part of that risk. ``low`` and ``high``, its percentile interval
+            cautious: the uncertainty of the edge is part of that risk. ``low`` and ``high``, its percentile interval
             of the bootstrap (attribute ``level``). ``expected_stable_rate``, at which the share ``below`` of the
             case's own seeds is expected to diverge, which is what a sweep over rates measures: half of such cases have
             a lower one; ``expected_low`` and ``expected_high`` hold it for a share ``level`` of them. ``edge``, the
             rate of probability .5. ``distance``, ``is_familiar``, ``farthest_feature`` and ``starts_diverged`` as in
             `predict`.
 
-            Rates are NaN where a case is not familiar, where the training runs show no rate of so low or high a risk,
-            and where the fresh model counts as diverged at any rate. The attribute ``warning`` says which, and is empty
-            otherwise.
+            Rates are NaN where a case is not familiar, where the training runs have no rate of so low or high a risk,
+            and where the fresh model counts as diverged at any rate. The attribute ``warning`` states which, and is
+            empty otherwise.
 
         Raises:
             OptionError: If ``below`` is no probability between 0 and 1, or a learning rate no positive number.
@@ -156,7 +156,7 @@ class RiskModel:
         return self._rates(cases, below=below, withholds=True)
 
     def _extrapolated_rates(self, cases: xr.Dataset, *, below: float = 0.20) -> xr.Dataset:
-        """`largest_stable_rate` with a number for every case; for validation alone, as `_extrapolated`."""
+        """`largest_stable_rate` with a number for every case; only for validation, like `_extrapolated`."""
         return self._rates(cases, below=below, withholds=False)
 
     def _rates(self, cases: xr.Dataset, *, below: float, withholds: bool) -> xr.Dataset:
@@ -199,15 +199,15 @@ class RiskModel:
         return xr.Dataset(variables, _coords(cases), about)
 
     def drivers(self, cases: xr.Dataset) -> xr.DataArray:
-        """What moves the log-odds of a case away from those of the training runs' mean.
+        """Compute the contribution of each feature to the log-odds of a case, relative to the training runs' mean.
 
         Args:
             cases: As in `predict`.
 
         Returns:
             Shape (run, feature), the learning rate first; squares are counted with their feature, optimizers together.
-            A row and the attribute ``mean`` add up to the log-odds of the formula, which `predict` follows as far as
-            rates were seen. Rows of cases that are not familiar are NaN, as the coordinate ``is_familiar`` tells.
+            A row and the attribute ``mean`` add up to the log-odds of the formula, which `predict` follows within the
+            range of recorded rates. Rows of cases that are not familiar are NaN; see the coordinate ``is_familiar``.
 
         Raises:
             OptionError: As `predict`.
@@ -228,7 +228,7 @@ class RiskModel:
         return xr.DataArray(table, coords, ["run", "feature"], name="driver", attrs=about)
 
     def coefficients(self) -> xr.DataArray:
-        """What one standard deviation of a column, over the training runs, does to the log-odds.
+        """Change of the log-odds by one standard deviation of each column over the training runs.
 
         Returns:
             By ``feature`` (the learning rate, then every column), with coordinates ``low`` and ``high`` of the
@@ -260,7 +260,7 @@ class RiskModel:
         )
 
     def content(self) -> dict[str, Any]:
-        """Everything that it is, by name, as its file has it."""
+        """All fields by name, as in its file."""
         return {
             "about": self.about,
             "validation": self.validation,
@@ -277,7 +277,7 @@ class RiskModel:
         }
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write it as JSON; `wb.risk.load` reads it.
+        """Write the model as JSON, which `wb.risk.load` reads.
 
         Raises:
             StoreError: If there is something at the path, or it cannot be written.
@@ -285,7 +285,7 @@ class RiskModel:
         return write(self.content(), Path(path), overwrite=overwrite)
 
     def _measure(self, cases: xr.Dataset) -> tuple[CaseDistances, np.ndarray]:
-        """How far cases are, and their columns."""
+        """Distances of cases, and their columns."""
         known = self.feature_map.read(cases)
         return self.applicability.measure(self.feature_map, known, cases), self.feature_map.matrix(known)
 
@@ -294,7 +294,7 @@ class RiskModel:
         return self.weights[:, 1:2] + self.weights[:, 2:] @ columns.T
 
     def _interval(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Percentiles of the bootstrap, which hold the model's own value; NaN without a bootstrap."""
+        """Percentiles of the bootstrap, extended to the model's own value; NaN without a bootstrap."""
         if len(values) == 1:
             return np.full_like(values[0], np.nan), np.full_like(values[0], np.nan)
         low, high = np.quantile(values[1:], [(1 - self.level) / 2, (1 + self.level) / 2], axis=0)
@@ -356,7 +356,7 @@ def _bound(long_name: str, of: str) -> dict[str, str]:
 
 
 def _coords(cases: xr.Dataset) -> dict[str, Any]:
-    """The learning rate, and what names a case, go along."""
+    """The coordinates to keep: the learning rate, and those that name a case."""
     names = (RATE, "study", "architecture", "configuration", "cell", "seed", "run")
     found = {name: cases[name] for name in names if name in cases.variables}
     return {

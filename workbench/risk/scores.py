@@ -1,4 +1,4 @@
-"""How good a score or a probability is: AUROC, calibration, and intervals that know which runs belong together."""
+"""Evaluate scores and probabilities: AUROC, calibration, and intervals from a cluster bootstrap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from numpy.typing import ArrayLike
 
-#: Entries of one block of resamples; keeps the memory of a bootstrap small whatever the number of runs.
+#: Entries of one block of resamples; bounds the memory of a bootstrap for any number of runs.
 _BLOCK = 2_000_000
 
 
@@ -36,19 +36,19 @@ def auroc(
     score: ArrayLike, label: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
     groups: ArrayLike | None = None, level: float = 0.95,
 ) -> Auroc:  # fmt: skip
-    """Chance P(s1 > s0) + P(s1 = s0) / 2 that a run which diverged scores higher (s1) than one which did not (s0).
+    """Probability P(s1 > s0) + P(s1 = s0) / 2 that a run which diverged scores higher (s1) than one which did not (s0).
 
     Args:
-        score: Of each run, higher is more dangerous; may be infinite.
+        score: Score of each run, higher for divergence; may be infinite.
         label: Whether it diverged.
         n_bootstrap: Resamples behind the interval; 0: none.
-        seed: Of the resamples.
-        groups: Runs of a group are drawn together (cluster bootstrap); None: every run is its own.
-        level: Of the percentile interval.
+        seed: Seed of the resamples.
+        groups: Runs of a group are drawn together (cluster bootstrap); None: every run is a group.
+        level: Level of the percentile interval.
 
     Returns:
         Value and interval. Resamples in which all runs end alike are left out. A perfect score has the interval
-        [1, 1]: a bootstrap cannot see what did not happen.
+        [1, 1], as every resample is perfect too.
 
     Raises:
         OptionError: If a score is NaN, lengths differ, or an option is out of range.
@@ -69,12 +69,12 @@ def roc_curve(
     score: ArrayLike, label: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
     groups: ArrayLike | None = None, level: float = 0.95,
 ) -> xr.Dataset:  # fmt: skip
-    """What every threshold on a score catches, and what it costs; arguments as in `auroc`.
+    """Compute the ROC curve, true and false positive rates at every threshold on a score; arguments as in `auroc`.
 
     Returns:
         Dataset with dim ``point``: ``false_positive_rate``, ``true_positive_rate`` and ``threshold`` (at or above it a
-        run is called dangerous; the first, infinite, calls none). Attributes: ``auroc``, ``low``, ``high``, ``level``,
-        ``n_runs``, ``n_diverged``.
+        run counts as positive; the first, infinite, gives no positives). Attributes: ``auroc``, ``low``, ``high``,
+        ``level``, ``n_runs``, ``n_diverged``.
 
     Raises:
         OptionError: As in `auroc`.
@@ -91,7 +91,7 @@ def roc_curve(
 
     found = auroc(score, label, n_bootstrap=n_bootstrap, seed=seed, groups=groups, level=level)
     scores, labels = _pair(score, label)
-    values, rank = np.unique(scores, return_inverse=True)  # scikit-learn takes no infinite score
+    values, rank = np.unique(scores, return_inverse=True)  # scikit-learn accepts no infinite score
     false_positive_rate, true_positive_rate, _ = metrics.roc_curve(labels, rank, drop_intermediate=False)
     columns = {
         "false_positive_rate": false_positive_rate,
@@ -107,10 +107,10 @@ def auroc_within(
     score: ArrayLike, label: ArrayLike, within: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
     groups: ArrayLike | None = None, level: float = 0.95,
 ) -> Auroc:  # fmt: skip
-    """The same among runs of one kind: only pairs that share ``within`` are compared, and every such pair counts once.
+    """AUROC among runs of one kind: only pairs that share ``within`` are compared, and every such pair counts once.
 
-    Within cells (everything but learning rate and seed the same) this asks whether a score sees the learning rate.
-    The other arguments are those of `auroc`.
+    Within cells (all settings except learning rate and seed the same) it measures whether a score depends on the
+    learning rate. The other arguments are those of `auroc`.
 
     Raises:
         OptionError: As in `auroc`.
@@ -150,13 +150,13 @@ def auroc_within(
 def resamples(
     groups: ArrayLike | None, n_runs: int, n_bootstrap: int, seed: int, *, block: int = _BLOCK
 ) -> Iterator[np.ndarray]:
-    """How often each run is drawn when whole groups are drawn with replacement.
+    """Draw groups with replacement and count how often each run is drawn.
 
     Yields:
         Blocks of shape (resample, run).
 
     Raises:
-        OptionError: If there is not one group a run.
+        OptionError: If there is not one group for each run.
     """
     if groups is not None and np.size(groups) != n_runs:
         raise OptionError(f"There are {np.size(groups)} groups for {n_runs} runs, expected one a run.")
@@ -170,13 +170,13 @@ def resamples(
 
 
 def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, level: float = 0.95) -> xr.Dataset:
-    """What was predicted against what happened, in bins of equal width.
+    """Compare predicted probabilities with observed rates, in bins of equal width.
 
     Args:
-        probability: Of divergence, for each run; NaN (refused) is left out and counted.
+        probability: Probability of divergence of each run; NaN (refused) is left out and counted.
         label: Whether the run diverged.
         n_bins: Bins of equal width between 0 and 1, each with its lower bound, the last also with 1.
-        level: Of the Wilson score intervals (Wilson 1927).
+        level: Level of the Wilson score intervals (Wilson 1927).
 
     Returns:
         Dataset with dim ``bin``: ``mean_probability``, ``rate`` (share that diverged), ``low`` and ``high`` (of the
@@ -244,7 +244,7 @@ def calibration_error(probability: ArrayLike, label: ArrayLike, *, n_bins: int =
 
 
 def brier(probability: ArrayLike, label: ArrayLike) -> float:
-    """Mean squared error of the probabilities, mean (p - y)^2 (Brier 1950); lower is better, 0.5 everywhere gets 0.25.
+    """Mean squared error of the probabilities, mean (p - y)^2 (Brier 1950); lower is better, a constant 0.5 gives 0.25.
 
     Raises:
         OptionError: If a probability is none, or lengths differ.

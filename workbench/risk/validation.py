@@ -1,4 +1,4 @@
-"""How good a risk model is on configurations and on whole architectures that it has not seen."""
+"""Validate a risk model on held-out configurations and architectures."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def cross_validate(
     squares: Sequence[str] = (), interactions: Sequence[tuple[str, str]] = (), penalty: float | None = None,
     n_bootstrap: int = 0, level: float = 0.95,
 ) -> xr.Dataset:  # fmt: skip
-    """What models say about groups of runs that they were not fitted on.
+    """Predict groups of runs by models that were not fitted to them.
 
-    Every step is repeated in every fold: scales, penalty, calibration, and how far a case is from what was seen.
+    Every step is repeated in every fold: scales, penalty, calibration and applicability.
 
     Args:
         sweep: Runs with their outcomes.
-        by: Coordinate whose groups are held out whole: ``"configuration"``, ``"architecture"``, ``"cell"``, or any.
+        by: Coordinate whose groups are never split: ``"configuration"``, ``"architecture"``, ``"cell"``, or any.
         test: Other runs to predict, each group of them by a model that was fitted on ``sweep`` without it; None: the
             runs of the sweep itself.
         n_folds: Folds of groups; None: ten, and one group at a time for architectures.
-        below: For the largest stable rates.
-        seed: Of the folds, and of each fit.
-        features: As in `fit`, and so are those that follow.
-        method: Of each fit.
-        squares: Of each fit.
-        interactions: Of each fit.
-        penalty: Of each fit.
-        n_bootstrap: Of each fit; 0: no intervals of the probability.
-        level: Of each fit.
+        below: Risk at the largest stable rates.
+        seed: Seed of the folds, and of each fit.
+        features: As in `fit`, like the arguments below.
+        method: Method of each fit.
+        squares: Squares of each fit.
+        interactions: Interactions of each fit.
+        penalty: Penalty of each fit.
+        n_bootstrap: Resamples of each fit; 0: no intervals of the probability.
+        level: Level of each fit.
 
     Returns:
         Dataset with dim ``run`` in the order of the sweep, or of ``test``: ``probability`` (also where not familiar),
@@ -55,7 +55,7 @@ def cross_validate(
 
     Raises:
         OptionError: If an option is out of range.
-        SchemaError: If the sweep has no such coordinate, or too few groups to learn from.
+        SchemaError: If the sweep has no such coordinate, or too few groups for a fit.
 
     Example:
         >>> import workbench as wb
@@ -88,7 +88,7 @@ def cross_validate(
             penalty=penalty, n_bootstrap=n_bootstrap, level=level, seed=seed,
         )  # fmt: skip
         cases = target.isel(run=held_out)
-        # How good a model is where it is asked too much is known here, for these runs were trained.
+        # The outcome of these runs is known, so the quality outside of the applicability can be measured too.
         found = model._extrapolated(cases).drop_vars("is_rate_seen")
         rates = model._extrapolated_rates(cases, below=below)
         found = found.assign({name: rates[name] for name in _RATES})
@@ -101,7 +101,7 @@ def cross_validate(
 
 
 def _folds_of(group: np.ndarray, target: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Rows to fit on and other rows to predict: each group without itself, all that are new together."""
+    """Yield rows to fit on and rows to predict: each group by the others, all new groups together."""
     is_new = ~np.isin(target, group)
     if is_new.any():
         yield np.arange(len(group)), np.flatnonzero(is_new)
@@ -110,16 +110,16 @@ def _folds_of(group: np.ndarray, target: np.ndarray) -> Iterator[tuple[np.ndarra
 
 
 def figures_of(predicted: xr.Dataset, sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0) -> dict[str, Any]:
-    """The figures of one cross-validation, as plain numbers; NaN where the runs do not say.
+    """The figures of one cross-validation, as plain numbers; NaN where the runs do not determine one.
 
     Args:
-        predicted: From `cross_validate`.
-        sweep: The runs that were predicted.
-        n_bootstrap: Resamples of the groups held out, behind the intervals; 0: none.
-        seed: Of the resamples.
+        predicted: Predictions from `cross_validate`.
+        sweep: The predicted runs.
+        n_bootstrap: Resamples of the groups held out, for the intervals; 0: none.
+        seed: Seed of the resamples.
 
     Returns:
-        ``all`` and ``familiar`` (the runs that the models knew to be familiar), each with ``n_runs``,
+        ``all`` and ``familiar`` (the runs within the models' applicability), each with ``n_runs``,
         ``n_diverged``, ``auroc`` (value, low, high), ``auroc_within_architecture``, ``auroc_within_cell``, ``ece``,
         ``brier``, ``log_loss`` and ``stable_rates``; ``architectures``: the same, briefly, by architecture.
 
@@ -153,24 +153,24 @@ def validate(
     features: str | Sequence[str] = "forward", method: str = "logistic", squares: Sequence[str] = (),
     interactions: Sequence[tuple[str, str]] = (), penalty: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Everything that a model's card says about how good it is; `RiskModel.with_validation` takes it.
+    """Compute all quality figures of a model's card, as `RiskModel.with_validation` takes them.
 
     Args:
         sweep: Runs with their outcomes.
-        by: What is held out, one cross-validation each.
+        by: Coordinates to hold out, one cross-validation each.
         test: As in `cross_validate`.
-        below: For the largest stable rates.
+        below: Risk at the largest stable rates.
         n_bootstrap: As in `figures_of`.
         n_folds: As in `cross_validate`.
-        seed: Of folds and resamples.
-        features: As in `fit`, and so are those that follow.
-        method: Of each fit.
-        squares: Of each fit.
-        interactions: Of each fit.
-        penalty: Of each fit.
+        seed: Seed of folds and resamples.
+        features: As in `fit`, like the arguments below.
+        method: Method of each fit.
+        squares: Squares of each fit.
+        interactions: Interactions of each fit.
+        penalty: Penalty of each fit.
 
     Returns:
-        What `figures_of` gives under each name of ``by``, and ``near_unit_mass``: the paper's score alone, read as a
+        The result of `figures_of` under each name of ``by``, and ``near_unit_mass``: the paper's score alone, read as a
         probability and calibrated on other configurations.
 
     Raises:
@@ -196,7 +196,7 @@ def validate(
 
 
 def mass_figures(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0) -> dict[str, Any]:
-    """How good the paper's score, the near-unit mass M, is alone.
+    """Figures of the paper's score, the near-unit mass M, alone.
 
     Returns:
         ``n_runs``; ``auroc`` (value, low, high), ``auroc_within_architecture``, ``auroc_within_cell``;
@@ -204,7 +204,7 @@ def mass_figures(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0) -
         on other configurations.
 
     Raises:
-        SchemaError: If the sweep lacks what is needed, or all runs ended alike.
+        SchemaError: If the sweep lacks a variable, or all runs ended alike.
 
     Example:
         >>> import workbench as wb
@@ -230,14 +230,14 @@ def mass_figures(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0) -
 def boosted_probability(
     sweep: xr.Dataset, *, by: str = "configuration", seed: int = 0, features: str | Sequence[str] = "forward"
 ) -> np.ndarray:
-    """What gradient-boosted trees, monotone in the rate, say out of fold: whether a linear edge leaves much undone.
+    """Out-of-fold predictions of gradient-boosted trees, monotone in the rate, to compare with the linear edge.
 
-    They are for comparison, and are neither calibrated nor kept.
+    They are only for comparison, and are neither calibrated nor kept.
 
     Args:
         sweep: Runs with their outcomes.
         by: As in `cross_validate`.
-        seed: Of the folds.
+        seed: Seed of the folds.
         features: As in `fit`.
 
     Returns:
@@ -315,7 +315,7 @@ def _within(score: np.ndarray, label: np.ndarray, sweep: xr.Dataset) -> dict[str
 
 
 def _stable(predicted: xr.Dataset, sweep: xr.Dataset) -> dict[str, Any]:
-    """Predicted against measured largest stable rates."""
+    """Compare predicted and measured largest stable rates."""
     below = predicted.attrs["below"]
     found = stable_rate_accuracy(sweep, predicted["expected_stable_rate"], below=below)
     low, high, cautious = (

@@ -1,4 +1,4 @@
-"""One architecture at any size: designs, ladders of sizes, and what they say about the size that is meant."""
+"""One architecture at any size: designs, ladders of sizes, and extrapolation to the target size."""
 
 from workbench.scaling.coordinate_checks import coordinate_check
 from workbench.scaling.designs import Design

@@ -1,4 +1,4 @@
-"""Whether a model that was built at another size has that size, or kept some of the target's."""
+"""Check that a model that was built at another size has that size, and kept none of the target's dimensions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 _NUMBER = re.compile(r"\.\d+\.")
-#: Matrices shrink by the square of the width's ratio. States, ranks and routers that stay as they are make up little of
-#: the blocks at the target's size; a part that makes up more than this share of them was forgotten. Below the second
-#: number of times as many weights nothing is refused: small sizes are rounded up.
+#: Matrices shrink by the square of the width's ratio. States, ranks and routers that keep their size make up little of
+#: the blocks at the target's size; a part that makes up more than this share of them was not resized. A model with less
+#: than the second number times as many parameters is never refused, as small sizes are rounded up.
 _LARGEST_SHARE, _LARGEST_EXCESS = 0.25, 4.0
-#: A size at least as large as this and as the target's width that stays in a thin model was forgotten.
+#: A size at least as large as this and as the target's width that remains in a thin model was not resized.
 _LARGE = 512
 
 
@@ -27,16 +27,16 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def misfit(built: Shapes, target: Shapes, size: tuple[int, int], target_size: tuple[int, int]) -> str:
-    """What is wrong with the size of a model, told by the shapes of its weights.
+    """Find an error in the size of a model from the shapes of its weights.
 
     Args:
-        built: Of the model.
-        target: Of the same design at its own size.
-        size: Width and depth that were asked for.
-        target_size: Those of the target.
+        built: Shapes of the model.
+        target: Shapes of the same design at its own size.
+        size: Requested width and depth.
+        target_size: Width and depth of the target.
 
     Returns:
-        Half a sentence; empty if nothing is wrong that shapes tell.
+        A clause that names the error; empty if the shapes show none.
     """
     (width, depth), (of_width, of_depth) = size, target_size
     counts, of_counts = _n_blocks(built), _n_blocks(target)
@@ -59,21 +59,21 @@ def misfit(built: Shapes, target: Shapes, size: tuple[int, int], target_size: tu
 
 
 def _excess(kept: Mapping[str, tuple[int, int]], ratio: float) -> str:
-    """Whether the blocks have far more weights than the ratio of the widths calls for, and which weight most of them.
+    """Whether the blocks have far more parameters than the ratio of the widths implies, and which weight has the most.
 
     Args:
-        kept: Numbers of each weight in the model and in the target.
+        kept: Number of entries of each weight in the model and in the target.
         ratio: Width of the model over that of the target.
     """
     n, of_n = (sum(sizes) for sizes in zip(*kept.values(), strict=True)) if kept else (0, 1)
     if n <= max(_LARGEST_EXCESS, 1 + _LARGEST_SHARE / ratio) * ratio**2 * of_n:
         return ""
     worst = max(kept, key=lambda name: kept[name][0] - ratio**2 * kept[name][1])
-    return f"its blocks have {n / (ratio**2 * of_n):.2g} times as many weights as that width calls for, most in {worst}"
+    return f"its blocks have {n / (ratio**2 * of_n):.2g} times as many parameters as that width needs, most in {worst}"
 
 
 def _n_blocks(shapes: Shapes) -> dict[str, int]:
-    """Modules in each outermost numbered container."""
+    """Number of modules in each outermost numbered container."""
     found: dict[str, set[str]] = {}
     for name in shapes:
         if match := _NUMBER.search(name):

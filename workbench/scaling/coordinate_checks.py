@@ -1,4 +1,4 @@
-"""Coordinate check: do updates change what the layers put out by as much at every width?"""
+"""Coordinate check: whether updates change the outputs of layers by the same amount at every width."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from workbench.schema.statuses import CoordinateState
 if TYPE_CHECKING:
     import xarray as xr
 
-#: An exponent whose interval lies above the first is growth with the width; below the second, vanishing.
+#: An exponent whose interval lies above the first number means growth with the width; below the second, vanishing.
 LARGEST_EXPONENT, SMALLEST_EXPONENT = 0.25, -0.5
-#: Widths that a verdict takes.
+#: Number of widths that a verdict needs.
 N_WIDTHS = 3
 _PROBE_TOKENS = 128
 
 
 def layer_outputs(model: nn.Module, inputs: Any, anatomy: Anatomy) -> dict[str, Tensor]:
-    """What every layer group of a model puts out for some inputs; the model is left as it was.
+    """Measure the output of every layer group of a model for some inputs; the model is left unchanged.
 
     Args:
         model: Any module.
-        inputs: As for `call_model`.
-        anatomy: Where its residual blocks are.
+        inputs: Inputs as for `call_model`.
+        anatomy: Anatomy of the model.
 
     Returns:
         Name of the group -> tensor: ``embedding`` (the stream before the first block); for each block ``attention
         scores`` (before masking and softmax, where torch's own attention is called), the parts of the block with
-        matrices in them that put out a state of the stream's shape (such as ``attention`` and ``mlp``), and ``stream``
+        matrices in them whose output has the stream's shape (such as ``attention`` and ``mlp``), and ``stream``
         (the state after it); ``logits``.
     """
     model = unwrap(model)
@@ -63,7 +63,7 @@ def layer_outputs(model: nn.Module, inputs: Any, anatomy: Anatomy) -> dict[str, 
 def coordinate_sizes(
     workshop: Workshop, rung: Rung, seed: int, *, learning_rate: float, n_steps: int = 10
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """How large the outputs of the layer groups are at first, and how far some updates move them.
+    """Measure the initial size of the outputs of the layer groups, and their change by a few updates.
 
     Returns:
         Root mean square of each group's output over held-out tokens and features at the start; and of its change since
@@ -92,18 +92,18 @@ def coordinate_check(
     n_steps: int = 10,
     level: float = 0.95,
 ) -> xr.Dataset:
-    """The size of updates in each layer group against the width, at a fixed learning rate (Yang et al. 2022, App. D.1).
+    """Measure how the change of each layer group's output scales with width at a fixed rate (Yang et al. 2022, D.1).
 
     In the maximal update parametrization no group's change depends on the width. In the standard one with Adam it grows
     in the blocks and in the logits, so that the rate that is right for a thin model is too large for a wide one.
 
     Args:
-        workshop: What is built, and how it is trained; warm-up and schedule play no part.
+        workshop: Builder and trainer of the models; warm-up and schedule are ignored.
         rungs: Sizes of one depth.
-        seeds: Of weights and data.
-        learning_rate: One at which even the widest does not diverge.
+        seeds: Seeds of parameters and data.
+        learning_rate: A rate at which even the widest model does not diverge.
         n_steps: Updates.
-        level: Of the intervals.
+        level: Level of the intervals.
 
     Returns:
         Dataset with dims ``rung``, ``seed``, ``step`` (updates done) and ``layer_group``: ``initial_size`` (rung,
@@ -111,7 +111,7 @@ def coordinate_check(
         seed, ``update_size_of_seed``; ``coordinate_exponent`` with ``_low`` and ``_high`` (layer_group), the slope of
         its logarithm, averaged over steps, against that of the width, and ``initial_exponent``;
         ``coordinate_state`` (``"passes"``, ``"grows"``, ``"vanishes"``, ``"diverged"`` or ``"too few widths"``),
-        ``passes_coordinate_check`` and ``coordinate_reason``. NaN: from a divergence on, or where nothing moved.
+        ``passes_coordinate_check`` and ``coordinate_reason``. NaN: from a divergence on, or where no output changed.
 
     Raises:
         OptionError: If the rungs are of several depths, or there are no steps.
@@ -174,7 +174,7 @@ def coordinate_check(
 
 
 def _verdict(data: xr.Dataset) -> tuple[CoordinateState, str]:
-    """How the check ended, and a sentence."""
+    """The result of the check, and a sentence that explains it."""
     widths = data["width"].values
     diverged = np.isnan(data["update_size_of_seed"].values).all(-1)  # (rung, seed, step)
     if diverged.any():
@@ -207,7 +207,7 @@ def _verdict(data: xr.Dataset) -> tuple[CoordinateState, str]:
 
 
 class _Outputs(TorchFunctionMode):
-    """Notes what the layer groups put out, and while it is active the scores of attention calls."""
+    """Records the outputs of the layer groups and, while it is active, the scores of attention calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,18 +222,18 @@ class _Outputs(TorchFunctionMode):
         return result
 
     def enter(self, call: BlockCall) -> None:
-        """A block begins."""
+        """Called when a block begins."""
         self._block, self._shape = call.layer, call.state_in.shape
         if call.layer == 0:
             self._note("embedding", call.state_in)
 
     def leave(self, call: BlockCall) -> None:
-        """A block is through."""
+        """Called when a block has ended."""
         self._note(self._name("stream"), call.state_out)
         self._block = None
 
     def hook_after(self, name: str) -> Callable[..., None]:
-        """For `watch`, after a part of a block."""
+        """A forward hook that records the output of a part of a block."""
 
         def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             del module, args, kwargs
@@ -265,7 +265,7 @@ def _rms(values: Tensor) -> float:
 
 
 def _log(values: np.ndarray) -> np.ndarray:
-    """Logarithms; NaN for what is not positive."""
+    """Logarithms; NaN where a value is not positive."""
     return np.log(np.where(values > 0, values, np.nan))
 
 

@@ -1,4 +1,4 @@
-"""What a design is made from: options of the zoo, or a function; `transformers_source` has the third kind."""
+"""The sources of a design: options of the zoo, or a function; `transformers_source` has the third kind."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from workbench.zoo import ArchitectureConfig, build, count_parameters
 
 
 class DesignSource(ABC):
-    """Where the models of a design come from.
+    """Builder of the models of a design at any size.
 
     Attributes:
-        width: Of the residual stream at the target size.
+        width: Width of the residual stream at the target size.
         depth: Residual blocks at the target size.
         width_per_head: Width of the stream for each attention head; None: there are no heads, or unknown ones.
     """
@@ -40,35 +40,35 @@ class DesignSource(ABC):
 
     @property
     def vocabulary(self) -> int | None:
-        """Tokens at the target size; None: it reads none, or it is not known."""
+        """Size of the vocabulary at the target size; None if the design reads no tokens, or it is not known."""
         return None
 
     @property
     def n_classes(self) -> int | None:
-        """Classes of a design that reads images and can have any number of them; None: it is another, or unknown."""
+        """Number of classes of a design that reads images and can have any number of them; else None."""
         return None
 
     @property
     def target_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the weights at the target size, by name; empty: they are not known without building it."""
+        """Shapes of the weights at the target size, by name; empty if they are not known without building the model."""
         return {}
 
     @abstractmethod
     def describe(self, width: int, depth: int) -> dict[str, Any]:
-        """What is known of a size, as plain values."""
+        """Describe a size as plain values."""
 
     @abstractmethod
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
-        """A fresh model; the caller keeps the global random state."""
+        """Build a fresh model; the caller preserves the global random state."""
 
     @abstractmethod
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """Its weights, tied ones once."""
+        """Number of parameters of a model of a size, tied ones counted once."""
 
     def nearest_width(self, width: int) -> int:
-        """The nearest width that a model can have; of two equally near the smaller.
+        """The nearest width that a model can have; of two equally near ones the smaller.
 
-        A multiple of the width per head, so that heads stay as wide as they are; or, below that, one narrower head.
+        It is a multiple of the width per head, so that heads keep their width, or less than the width of one head.
         """
         per_head = self.width_per_head
         if per_head is None:
@@ -87,14 +87,14 @@ class DesignSource(ABC):
 
 @dataclass(frozen=True)
 class ZooSource(DesignSource):
-    """Options of the zoo."""
+    """A design from options of the zoo."""
 
     config: ArchitectureConfig
 
     @property
     def width(self) -> int:
-        """Of the residual stream."""
-        return self.config.d_model  # which the family says where the user does not
+        """Width of the residual stream."""
+        return self.config.d_model  # set by the family where the user does not set it
 
     @property
     def depth(self) -> int:
@@ -108,7 +108,7 @@ class ZooSource(DesignSource):
 
     @property
     def vocabulary(self) -> int | None:
-        """Tokens; None for images."""
+        """Size of the vocabulary; None for images."""
         return self.config.vocab_size
 
     def describe(self, width: int, depth: int) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class ZooSource(DesignSource):
         return self.at(width, depth, self.config.seed, None).as_dict()
 
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
-        """See `DesignSource`; the zoo has generators of its own."""
+        """See `DesignSource`; the zoo uses its own random generators."""
         return build(self.at(width, depth, seed, vocabulary))
 
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
@@ -140,9 +140,9 @@ class ZooSource(DesignSource):
 
 @dataclass(frozen=True)
 class FunctionSource(DesignSource):
-    """A function from width, depth and seed to a model.
+    """A design from a function of width, depth and seed that returns a model.
 
-    Its vocabulary can be cut where it takes a ``vocabulary``; otherwise it stays what the function makes it.
+    Its vocabulary can be reduced where the function takes a ``vocabulary``; otherwise it is that of the function.
     """
 
     function: Callable[..., nn.Module]
@@ -172,7 +172,7 @@ class FunctionSource(DesignSource):
         return model
 
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """See `DesignSource`; memory is used where the function asks for a device of its own."""
+        """See `DesignSource`; memory is used where the function chooses a device itself."""
         with torch.device("meta"):
             model = self.make(width, depth, 0, vocabulary)
         return sum(weight.numel() for weight in model.parameters())

@@ -27,8 +27,8 @@ class Design:
     """An architecture whose size can be chosen; made by `design`.
 
     Attributes:
-        name: What tables and pictures call it.
-        source: Where its models come from.
+        name: Name in tables and figures.
+        source: Builder of its models.
         width: Width of the residual stream at the target size.
         depth: Residual blocks at the target size.
 
@@ -49,7 +49,7 @@ class Design:
 
     @property
     def vocabulary(self) -> int | None:
-        """Tokens at the target size; None: it reads none, or it is not known."""
+        """Size of the vocabulary at the target size; None if the design reads no tokens, or it is not known."""
         return self.source.vocabulary
 
     @property
@@ -60,41 +60,41 @@ class Design:
     def build(
         self, width: int | None = None, depth: int | None = None, seed: int = 0, *, vocabulary: int | None = None
     ) -> nn.Module:
-        """A model with fresh random weights, as its own library initializes them.
+        """Build a model with fresh random parameters, as its own library initializes them.
 
         Another width keeps the width of the attention heads and has fewer or more of them; a width below that of one
-        head has one narrower head. The ratio of key-value heads, the ratio of the MLP and the number of experts stay;
-        what Mamba derives from the width follows.
+        head has one narrower head. The ratio of key-value heads, the ratio of the MLP and the number of experts do not
+        change; sizes that Mamba derives from the width do.
 
         Args:
-            width: Of the residual stream; None: that of the target size.
+            width: Width of the residual stream; None: that of the target size.
             depth: Residual blocks; None: those of the target size.
-            seed: Of the weights.
-            vocabulary: Tokens, to save the weights of embeddings in thin models, or classes of a design with
-                ``n_classes``; None: those of the design. A design with neither, or of a function that takes none, is
-                left as it is.
+            seed: Seed of the parameters.
+            vocabulary: Size of the vocabulary, to save parameters of embeddings in thin models, or number of classes of
+                a design with ``n_classes``; None: that of the design. It is ignored by a design with neither, or of a
+                function that takes none.
 
         Returns:
             The model in training mode, on the CPU, float32; the global random state is untouched.
 
         Raises:
-            OptionError: If there is no model of that size; it names the nearest width, or what stands against it.
+            OptionError: If there is no model of that size; the message names the nearest width, or the reason.
         """
         width, depth = self._checked(width, depth, vocabulary)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             return self.source.make(width, depth, seed, vocabulary)
 
     def n_weights(self, width: int | None = None, depth: int | None = None, *, vocabulary: int | None = None) -> int:
-        """Weights of a model of a size, tied ones counted once; for arguments and errors see `build`.
+        """Number of parameters of a model of a size, tied ones counted once; for arguments and errors see `build`.
 
-        Nothing is allocated, but by a function that insists on a device.
+        No memory is allocated, except by a function that chooses a device itself.
         """
         width, depth = self._checked(width, depth, vocabulary)
         with torch.random.fork_rng(devices=[]):
             return self.source.count(width, depth, vocabulary)
 
     def nearest_width(self, width: int) -> int:
-        """The nearest width that a model can have; that of a function is taken to be any.
+        """The nearest width that a model can have; a function is assumed to accept any.
 
         Raises:
             OptionError: If the width is no whole number of at least 1.
@@ -134,15 +134,15 @@ def design(
     depth: int | None = None,
     name: str | None = None,
 ) -> Design:
-    """The description of an architecture, to build models of any size from; no weights are read, nothing is fetched.
+    """Describe an architecture so that it can be built at any size; no parameters are read, nothing is fetched.
 
     Args:
         source: A known name (``"gpt2"``, ``"llama-2-7b"``, ``"mixtral-8x7b"``, ``"mamba-130m"``, ``"pythia-160m"``,
             ...; `workbench.scaling.known_designs`); a ``config.json`` or a checkpoint folder that has one; a
             configuration of transformers; a `workbench.zoo.ArchitectureConfig`, or its options as a mapping; a model
             or a subject that has such a configuration; or a function of ``width``, ``depth`` and ``seed`` (and
-            ``vocabulary``, if it likes) that returns a fresh module.
-        width: Width of the residual stream at the target size; None: what the source says. A function says none.
+            optionally ``vocabulary``) that returns a fresh module.
+        width: Width of the residual stream at the target size; None: that of the source. A function needs it.
         depth: Residual blocks at the target size; likewise.
         name: For titles; made from the source if not given.
 
@@ -230,7 +230,7 @@ def _from_file(path: Path) -> tuple[DesignSource, str]:
 
 
 def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
-    """Options as a configuration file has them: the zoo's with its key or a family, transformers' with model_type."""
+    """Read options of a configuration file: the zoo's with its key or a family, transformers' with model_type."""
     options = dict(options)
     if ZOO_KEY in options:
         options["family"] = options.pop(ZOO_KEY)
@@ -247,7 +247,7 @@ def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
     kind = options.pop("model_type")
     try:
         config = transformers.AutoConfig.for_model(kind, **options)
-    except Exception as error:  # of whatever kind: each configuration checks its options in its own way
+    except Exception as error:  # of any kind: each configuration checks its options in its own way
         raise OptionError(
             f"transformers has no architecture '{kind}' of these options ({cause_of(error)}); correct them."
         ) from error
@@ -255,7 +255,7 @@ def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
 
 
 def _is_of_transformers(config: Any) -> bool:
-    """Whether it is a configuration of transformers, which is not imported for that."""
+    """Whether it is a configuration of transformers, without importing transformers."""
     return any(cls.__module__.startswith("transformers.") for cls in type(config).__mro__)
 
 

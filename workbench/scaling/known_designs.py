@@ -29,8 +29,8 @@ def _rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
-#: Name -> class in transformers, its options where they are not the class's own defaults.
-#: Every one is of those whose number of weights is published; the tests compare.
+#: Name -> class in transformers, and its options where they are not the class's defaults.
+#: The number of parameters of each is published, and compared by the tests.
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (_GPT2, {}),
     "gpt2-medium": (_GPT2, {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
@@ -157,13 +157,13 @@ ALIASES = {
 
 
 def known_config(name: str) -> Any | None:
-    """The configuration in transformers of a published architecture.
+    """Look up the configuration in transformers of a published architecture.
 
     Args:
-        name: As in ``KNOWN``; capitals, the name of the organisation before a slash and a final ``-hf`` do not count.
+        name: As in ``KNOWN``; capitals, the name of the organisation before a slash and a final ``-hf`` are ignored.
 
     Returns:
-        The configuration; None: there is none of that name.
+        The configuration; None if there is none of that name.
     """
     found = _short(name)
     if found not in KNOWN:

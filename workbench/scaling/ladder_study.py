@@ -1,4 +1,4 @@
-"""The whole study of a ladder: spectra, flow, coordinate check and stable rate on each rung, and what they predict."""
+"""A scaling study: spectra, flow, coordinate check and stable rate on the rungs of a ladder, and their trends."""
 
 from __future__ import annotations
 
@@ -65,59 +65,59 @@ def scaling_study(
     grad_norm_limit: float = 500.0,
     stops_at_divergence: bool = True,
 ) -> xr.Dataset:
-    """Build an architecture at several sizes, measure each, and say what to expect at the size that is meant.
+    """Build an architecture at several sizes, measure each, and extrapolate to the target size.
 
     The rungs of the ladder are every width at the smallest depth, and every further depth at the largest width. On
     each, from each seed: Koopman spectra and information flow of the fresh model, the learning rate at which short runs
-    begin to diverge, and (on the widths) the coordinate check. A line through the logarithms is carried on to the
-    target; a ladder that does not support it says why.
+    begin to diverge, and (on the widths) the coordinate check. A line through the logarithms is extrapolated to the
+    target; where the ladder does not support this, a reason is given.
 
     Args:
-        make_model: A `Design`, or what `workbench.design` takes: a known name, a configuration, or a function of width,
-            depth and seed.
+        make_model: A `Design`, or a source that `workbench.design` takes: a known name, a configuration, or a function
+            of width, depth and seed.
         widths: Widths of the ladder.
         depths: Depths of the ladder; None: the target's alone.
-        task: What is trained on (`workbench.tasks.as_task`), or a function from the seed to it. The
-            vocabulary of the models is cut to the task's.
-        learning_rate: Of the coordinate check, as the plan says. With a parametrization, at its base width.
-        n_steps: Updates of the runs that look for the largest rate.
-        seeds: Of weights, training and, where ``task`` is a function, data.
-        target_width: Width asked about; None: the design's own (of a function: the largest of the ladder).
-        target_depth: Depth asked about; likewise.
-        edge: How the largest rate is found: ``"trained"``: by runs of ``n_steps``; ``"pilot"``: by ten updates
+        task: The task to train on (`workbench.tasks.as_task`), or a function from the seed to it. The vocabulary of
+            the models is reduced to the task's.
+        learning_rate: Rate of the coordinate check. With a parametrization, at its base width.
+        n_steps: Updates of the runs that find the largest stable rate.
+        seeds: Seeds of parameters, training and, where ``task`` is a function, data.
+        target_width: Target width; None: the design's own (of a function: the largest of the ladder).
+        target_depth: Target depth; likewise.
+        edge: How the largest stable rate is found: ``"trained"``: by runs of ``n_steps``; ``"pilot"``: by ten updates
             at a constant rate, which is quick and mostly too high; ``"none"``: not at all.
         n_coordinate_steps: Updates of the coordinate check; 0: no check.
-        parametrization: Such as ``wb.baselines.MuP(base_width=16)``, put on every model before it is looked at; it
+        parametrization: Such as ``wb.baselines.MuP(base_width=16)``, applied to every model before it is measured; it
             makes the optimizer, so that the rates found are those at its base width.
-        vocabulary: Tokens of the models; None: see ``task``.
-        measures_target: Also measure the target itself, to see how far the ladder was right. It takes no part in the
-            trend.
-        n_snapshots: Token states that the spectra are taken from.
-        largest_reach: See `extrapolated`; 4 is how far `data/make_scaling.py` has tried it.
-        level: Of the intervals.
-        progress: Show a bar; or a function that is told how many parts are done.
-        warmup: Of the short runs; this and what follows as in `workbench.train`.
-        schedule: Of their learning rate.
-        optimizer: Of theirs.
-        optimizer_options: Of that.
+        vocabulary: Size of the models' vocabulary; None: see ``task``.
+        measures_target: Also measure the target itself, to compare it with the extrapolation. The trend does not use
+            it.
+        n_snapshots: Number of token states of the spectra.
+        largest_reach: See `extrapolated`; 4 is the largest factor that `data/make_scaling.py` has tested.
+        level: Level of the intervals.
+        progress: Show a bar; or a function that receives how many parts are done.
+        warmup: Warm-up of the short runs; this and the arguments below are those of `workbench.train`.
+        schedule: Schedule of their learning rate.
+        optimizer: Their optimizer.
+        optimizer_options: Options of the optimizer.
         clip_norm: Largest norm of their gradients; None: no clipping.
-        precision: Of their arithmetic.
+        precision: Precision of their arithmetic.
         loss_limit: A loss above this is a divergence.
         grad_norm_limit: A gradient norm above this is a divergence.
-        stops_at_divergence: Whether they end there.
+        stops_at_divergence: Whether runs end at a divergence.
 
     Returns:
         Dataset with dims ``rung`` (coords ``width``, ``depth``, ``n_weights``), ``seed`` and ``quantity``: ``measured``
         (quantity, rung, seed), and its means over seeds under the name of each quantity, (rung,);
         ``stable_rate_edge``, the geometric mean over seeds, with ``edge_low``, the largest rate stable for every seed,
-        and ``edge_high``, the smallest that none did (0 and infinite: none and all that were tried); the trend
+        and ``edge_high``, the smallest stable for none (0: none tried was stable; infinite: all were); the trend
         (quantity): ``slope`` against the width and ``depth_slope``, with ``_low`` and ``_high``; ``at_target`` with
         ``_low`` and ``_high``; ``is_supported`` and ``reason``; ``scale`` ("log": slopes are exponents); and with
         ``measures_target`` ``measured_at_target``. Of the coordinate check, dims ``step`` and ``layer_group``: see
         `coordinate_check`. NaN: not measured.
 
     Raises:
-        OptionError: If a setting is unknown or impossible, or a size cannot be built; nothing is done then.
+        OptionError: If a setting is unknown or impossible, or a size cannot be built, before anything is trained.
         AnatomyError: If the residual stream cannot be read.
 
     Example:
@@ -155,13 +155,13 @@ def scaling_study(
     done = itertools.count(1)
     with progress_bar(progress is True, total=n_parts, label="scaling", unit="part") as bar:
 
-        def tell() -> None:
+        def advance() -> None:
             bar.update(1)
             if callable(progress):
                 progress(f"part {next(done)} of {n_parts}")
 
-        rows = [[_look(workshop, rung, seed, n_snapshots, tell) for seed in seeds] for rung in places]
-        edges = _edges(workshop, places, seeds, edge, n_steps, tell)
+        rows = [[_measured(workshop, rung, seed, n_snapshots, advance) for seed in seeds] for rung in places]
+        edges = _edges(workshop, places, seeds, edge, n_steps, advance)
         coordinates = xr.Dataset()
         if n_coordinate_steps:
             coordinates = coordinate_check(
@@ -172,8 +172,8 @@ def scaling_study(
                 n_steps=n_coordinate_steps,
                 level=level,
             )
-            tell()
-    names = [EDGE, *_seen(rows)] if edge != "none" else _seen(rows)
+            advance()
+    names = [EDGE, *_measured_names(rows)] if edge != "none" else _measured_names(rows)
     measured = np.array([_values(name, rows, edges) for name in names]).reshape(len(names), len(places), len(seeds))
     study = _assembled(workshop, rungs, seeds, names, measured[:, : len(rungs)], edges[: len(rungs)])
     if measures_target:
@@ -218,15 +218,17 @@ def _design_of(
     return design(make_model, width=width, depth=depth)
 
 
-def _look(workshop: Workshop, rung: Rung, seed: int, n_snapshots: int, tell: Callable[[], None]) -> dict[str, float]:
+def _measured(
+    workshop: Workshop, rung: Rung, seed: int, n_snapshots: int, advance: Callable[[], None]
+) -> dict[str, float]:
     """Spectra and flow of a fresh model, by quantity."""
     model, task = workshop.model(rung, seed), workshop.task_of(seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RankWarning)  # the rank is in the data
+        warnings.simplefilter("ignore", RankWarning)  # the rank is recorded
         spectra = profile(model, task.probe(n_snapshots), n_snapshots=n_snapshots, n_workers=1, progress=False)
     found = {name: float(spectra[name].astype(float).mean()) for name in SPECTRAL}
     found |= _flow(model, task)
-    tell()
+    advance()
     return found
 
 
@@ -242,9 +244,9 @@ def _edges(
     seeds: Sequence[int],
     kind: str,
     n_steps: int,
-    tell: Callable[[], None],
+    advance: Callable[[], None],
 ) -> list[list[StableEdge]]:
-    """The edge of each rung and seed; each search begins where the last one ended."""
+    """Find the edge of each rung and seed; each search starts at the result of the last one."""
     found: list[list[StableEdge]] = []
     start: float | None = None
     for rung in rungs:
@@ -256,18 +258,18 @@ def _edges(
                 edge = pilot_edge(workshop, rung, seed, start=1.0 if start is None else start)
             start = edge.middle if 0 < edge.middle < math.inf else None
             row.append(edge)
-            tell()
+            advance()
         found.append(row)
     return found
 
 
-def _seen(rows: list[list[dict[str, float]]]) -> list[str]:
-    """The quantities that some model has."""
+def _measured_names(rows: list[list[dict[str, float]]]) -> list[str]:
+    """Names of the quantities that were measured on at least one model."""
     return [name for name in rows[0][0] if any(math.isfinite(found[name]) for row in rows for found in row)]
 
 
 def _values(name: str, rows: list[list[dict[str, float]]], edges: list[list[StableEdge]]) -> list[list[float]]:
-    """A quantity of every size and seed."""
+    """Values of a quantity at every size and seed."""
     if name == EDGE:
         return [[edge.middle for edge in row] for row in edges]
     return [[found[name] for found in row] for row in rows]
@@ -281,7 +283,7 @@ def _assembled(
     measured: np.ndarray,
     edges: list[list[StableEdge]],
 ) -> xr.Dataset:
-    """What was measured on the rungs."""
+    """Combine the measurements of the rungs into one dataset."""
     import xarray as xr
 
     data: dict[str, Any] = {"measured": (("quantity", "rung", "seed"), measured)}
@@ -304,7 +306,7 @@ def _assembled(
 
 
 def _at_target(names: Sequence[str], measured: np.ndarray, edges: Sequence[StableEdge]) -> xr.Dataset:
-    """What was measured at the target, shape (quantity, seed)."""
+    """Measurements at the target, shape (quantity, seed)."""
     import xarray as xr
 
     data = {
@@ -318,14 +320,14 @@ def _at_target(names: Sequence[str], measured: np.ndarray, edges: Sequence[Stabl
 
 
 def _mean(name: str, values: np.ndarray) -> float:
-    """Over seeds; the geometric one where the trend is of logarithms."""
+    """Mean over seeds; the geometric mean where the trend is one of logarithms."""
     if rule_of(name)[0] == "linear" or not (np.isfinite(values) & (values > 0)).all():
         return float(np.mean(values))
     return float(np.exp(np.log(values).mean()))
 
 
 def _with_coordinates(study: xr.Dataset, check: xr.Dataset) -> xr.Dataset:
-    """The study with its coordinate check; rungs beyond those of the check are NaN."""
+    """Add the coordinate check to the study; NaN on rungs without a check."""
     n_more = study.sizes["rung"] - check.sizes.get("rung", 0)
     for name, variable in check.data_vars.items():
         if "rung" in variable.dims:

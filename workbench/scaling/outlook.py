@@ -1,4 +1,4 @@
-"""What a scaling study predicts for a size that it did not measure."""
+"""Extrapolate a scaling study to sizes that it did not measure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _N_CURVE = 13
 _ENDS = ("", "_low", "_high")
-#: What is said of the trend of each quantity.
+#: Fields of each quantity's trend that the dataset holds.
 _COLUMNS = (
     "scale", *(f"{name}{end}" for name in ("slope", "depth_slope", "at_target") for end in _ENDS), "is_supported",
     "reason",
@@ -25,20 +25,20 @@ _COLUMNS = (
 def extrapolated(
     study: xr.Dataset, target: tuple[int, int], *, largest_reach: float = 4.0, level: float = 0.95
 ) -> xr.Dataset:
-    """The trends of a study, carried on to any size; nothing is measured again.
+    """Extrapolate the trends of a study to any size; nothing is measured again.
 
-    Beyond the ladder a claim is made of the stable rate alone. Spectra and flow of fresh models level off or turn in
+    Beyond the ladder only the stable rate is claimed. Spectra and flow of fresh models level off or change direction in
     ways that a ladder does not show: in the recorded study their values at the target lay within the intervals too
-    seldom. They need no training, so a fresh model of the target size tells them better.
+    rarely. They need no training, so they are better measured on a fresh model of the target size.
 
     Args:
-        study: From `scaling_study`.
-        target: Width and depth asked about.
-        largest_reach: Of the stable rate; see `fit_trend`.
-        level: Of the intervals.
+        study: Study from `scaling_study`.
+        target: Target width and depth.
+        largest_reach: Largest factor for the stable rate; see `fit_trend`.
+        level: Level of the intervals.
 
     Returns:
-        Dataset with dim ``quantity``, as `scaling_study` says, and the trend from the smallest rung on, ``curve``
+        Dataset with dim ``quantity``, as in `scaling_study`, and the trend from the smallest rung on, ``curve``
         with ``_low`` and ``_high`` (quantity, curve_point) at ``curve_width`` and ``curve_depth``: with ``curve_along``
         "width" to the target's width at the smallest depth, with "depth" to its depth at the largest width.
 

@@ -1,4 +1,4 @@
-"""What a ladder is asked: the quantities of a scaling study, and the variables of its dataset."""
+"""The quantities of a scaling study, and the variables of its dataset."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 EDGE = "stable_rate_edge"
 #: Quantities whose trends held beyond their ladders in the recorded study (`data/make_scaling.py`).
 CARRIED_ON = (EDGE,)
-#: Measures of the spectra, as means over layers, and what they can be.
+#: Measures of the spectra, as means over layers, and their bounds.
 SPECTRAL = {
     "near_unit_mass": ("linear", (0.0, 1.0)),
     "expansive_mass": ("linear", (0.0, 1.0)),
@@ -38,8 +38,8 @@ ATTRS = {
     "coordinate_exponent": {"long_name": "power of the width that the updates grow with", "units": "1"},
     "initial_exponent": {"long_name": "power of the width that the initial outputs grow with", "units": "1"},
     EDGE: {"long_name": "learning rate at which runs begin to diverge", "units": "1", "meaning": "geometric mean"},
-    "edge_low": {"long_name": "largest rate that every seed bore", "units": "1"},
-    "edge_high": {"long_name": "smallest rate that no seed bore", "units": "1"},
+    "edge_low": {"long_name": "largest rate that is stable for every seed", "units": "1"},
+    "edge_high": {"long_name": "smallest rate that is stable for no seed", "units": "1"},
     "slope": {"long_name": "exponent of the width, or change per factor e of it", "units": "1"},
     "depth_slope": {"long_name": "exponent of the depth, or change per factor e of it", "units": "1"},
     "curve": {"long_name": "trend from the smallest rung on", "units": "1"},

@@ -1,4 +1,4 @@
-"""A configuration of transformers at another size: which of its options follow the width, and which the depth."""
+"""Resize a configuration of transformers: which of its options scale with the width, and which with the depth."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _INNER_WIDTH = re.compile(
 )
 #: Options with one entry for each block, or with the numbers of some blocks.
 _OF_BLOCKS = re.compile(r"layer|block|attn|attention|indexer|intermediate|sparsity|windows")
-#: Numbers of blocks at the start of a stack, which are unlike the others.
+#: Numbers of unlike blocks at the start of a stack.
 _FIRST_BLOCKS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 #: Where in each period of a mixed stack a block of another kind stands.
 _OFFSETS = ("attn_layer_offset", "expert_layer_offset")
-#: Chunks that a scan is computed in: they change the time it takes and, but for rounding, nothing else.
+#: Chunk sizes of a scan: they change its time, and its results only by rounding.
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
 LARGEST_CHUNK = 16
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
 #: Numbers of blocks of the decoder and of the encoder, where a model has both.
 _DECODER_DEPTH = ("num_decoder_layers", "decoder_layers")
 _ENCODER_DEPTH = ("num_layers", "encoder_layers", "num_encoder_layers")
-#: Shares of heads below this are rounding.
+#: Shares of heads below this are rounding errors.
 _ROUNDING = 1e-9
 
 
@@ -41,10 +41,10 @@ class _Heads:
 
     Attributes:
         counts: Names of their number.
-        groups: Names of the number of groups that share something, such as keys and values: one for so many heads.
+        groups: Names of the number of groups of heads that share parameters, such as keys and values.
         multiples: Names of numbers that are multiples of the first.
-        sizes: Names of what is as wide as one head, or a part of it.
-        expand: Name of the factor between the width and that of all heads together; empty: they are independent.
+        sizes: Names of sizes that equal the width of one head, or of a part of it.
+        expand: Name of the factor between the width and that of all heads together; empty if they are independent.
     """
 
     counts: tuple[str, ...]
@@ -55,7 +55,7 @@ class _Heads:
 
 
 _ATTENTION_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads")
-#: What a kind takes no later one changes again.
+#: Options that one kind has set are not changed by a later one.
 _KINDS = (
     _Heads(("num_heads",), groups=("n_groups",), sizes=("head_dim",), expand="expand"),
     _Heads(("mamba_n_heads",), groups=("mamba_n_groups",), sizes=("mamba_d_head",), expand="mamba_expand"),
@@ -82,7 +82,7 @@ _KINDS = (
 
 
 def depth_of(config: Any) -> int:
-    """Blocks of the stack that is looked at: the decoder's, where there is an encoder too."""
+    """Number of blocks of the measured stack: the decoder's, where there is an encoder too."""
     if getattr(config, "is_encoder_decoder", False):
         for name in _DECODER_DEPTH:
             if is_count(value := getattr(config, name, None)):
@@ -91,7 +91,7 @@ def depth_of(config: Any) -> int:
 
 
 def n_heads_of(config: Any) -> int | None:
-    """Heads that the width is divided among; None: it names none."""
+    """Number of heads that the width is divided among; None if the configuration names none."""
     for name in (*_ATTENTION_HEADS, "decoder_attention_heads"):
         if is_count(value := getattr(config, name, None)):
             return value
@@ -99,7 +99,7 @@ def n_heads_of(config: Any) -> int | None:
 
 
 def rotated_share(config: Any) -> float:
-    """Share of each head that rotary embeddings turn; 1 where nothing says otherwise."""
+    """Share of each head that rotary embeddings rotate; 1 by default."""
     for rope in _rope_tables(getattr(config, "rope_parameters", None)):
         if isinstance(share := rope.get("partial_rotary_factor"), int | float):
             return share
@@ -108,21 +108,22 @@ def rotated_share(config: Any) -> float:
 
 
 def resized(config: Any, width: int, depth: int, choices: int | None, *, reads_images: bool = False) -> Any:
-    """A copy of a configuration at another size.
+    """Return a copy of a configuration at another size.
 
     Heads keep their width and become fewer; below the width of one head there is a single narrower one. Inner widths
-    and the ranks of factorized matrices are in proportion to the width; experts stay as many. Of options with an entry
-    for each block those of consecutive blocks are taken, from the first place on where these are of most kinds.
+    and the ranks of factorized matrices are in proportion to the width; the number of experts does not change. Of
+    options with an entry for each block those of consecutive blocks are taken, from the first place on where these are
+    of most kinds.
 
     Args:
-        config: It is left alone.
-        width: Of the residual stream.
+        config: The configuration, which is not changed.
+        width: Width of the residual stream.
         depth: Residual blocks; of an encoder-decoder model those of the decoder, and the encoder's in proportion.
-        choices: Tokens, or classes where it reads images; None: as many as it says.
-        reads_images: Whether it is a model of images alone.
+        choices: Number of tokens, or of classes where the model reads images; None: that of the configuration.
+        reads_images: Whether the model reads images only.
     """
     changed = copy.deepcopy(config)
-    if hasattr(changed, "quantization_config"):  # fresh weights are in no format that others were packed into
+    if hasattr(changed, "quantization_config"):  # fresh parameters are not quantized
         del changed.quantization_config
     of_width, of_depth = config.hidden_size, depth_of(config)
     if (width, depth) != (of_width, of_depth):
@@ -136,13 +137,13 @@ def resized(config: Any, width: int, depth: int, choices: int | None, *, reads_i
 
 
 def kv_heads(n_heads: int, sharing: float) -> int:
-    """Key-value heads for so many query heads: as nearly as can be one for each ``sharing`` of them, a divisor."""
+    """Number of key-value heads: the divisor of ``n_heads`` that is nearest to one for ``sharing`` query heads."""
     divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
     return min(divisors, key=lambda n: (abs(math.log(n * sharing / n_heads)), n))
 
 
 def in_proportion(size: int, width: int, of_width: int) -> int:
-    """An inner size at another width: in proportion, and a multiple of 8 where it is none of the width."""
+    """An inner size at another width: in proportion, and a multiple of 8 where it is no multiple of the width."""
     if width == of_width:
         return size
     if size % of_width == 0:
@@ -179,7 +180,7 @@ def _set_width(config: Any, width: int, of_width: int) -> None:
 
 
 def _set_heads(config: Any, kind: _Heads, said: Mapping[str, Any], done: set[str], width: int, of_width: int) -> None:
-    """Heads of one kind, at the new width."""
+    """Set the heads of one kind for the new width."""
     found = [name for name in kind.counts if is_count(said.get(name)) and name not in done]
     expand = said.get(kind.expand)
     if not found or (kind.expand and not is_count(expand)):
@@ -208,7 +209,7 @@ def _set_heads(config: Any, kind: _Heads, said: Mapping[str, Any], done: set[str
 
 
 def _set_head_sizes(config: Any, sizes: Mapping[str, int], factor: float, *, is_bound: bool) -> None:
-    """What is as wide as a head, where the head becomes narrower."""
+    """Set the sizes that follow the width of a head, where the head becomes narrower."""
     for name, size in sizes.items():
         exact = size * factor
         is_whole = is_bound or abs(exact - round(exact)) < _ROUNDING
@@ -216,7 +217,7 @@ def _set_head_sizes(config: Any, sizes: Mapping[str, int], factor: float, *, is_
     if "qk_head_dim" in sizes and "qk_nope_head_dim" in sizes:
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     for rope in _rope_tables(getattr(config, "rope_parameters", None)):
-        for name in ("long_factor", "short_factor"):  # one number for each pair of features that turn together
+        for name in ("long_factor", "short_factor"):  # one number for each pair of features that rotate together
             if isinstance(values := rope.get(name), list | tuple) and values:
                 n = max(1, round(len(values) * factor))
                 rope[name] = [values[i * len(values) // n] for i in range(n)]
@@ -263,7 +264,7 @@ def _set_depth(config: Any, depth: int, of_depth: int) -> None:
 
 
 def _richest(lists: Sequence[Sequence[Any]], depth: int, of_depth: int) -> int:
-    """The first place from which so many consecutive blocks are of most kinds."""
+    """The first index from which ``depth`` consecutive blocks are of most kinds."""
     if not lists or depth >= of_depth:
         return 0
     return max(
@@ -289,7 +290,7 @@ def _set_vocabulary(config: Any, n: int) -> None:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """The configuration, and those within it that describe a part of a block."""
+    """The configuration and its nested ones that describe a part of a block."""
     yield config
     for value in list(vars(config).values()):
         if hasattr(value, "attribute_map") and not is_count(getattr(value, "hidden_size", None)):

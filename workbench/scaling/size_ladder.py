@@ -1,4 +1,4 @@
-"""A ladder of sizes of one design, and short runs on its rungs."""
+"""A ladder of sizes of one design, and short training runs on its rungs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALLEST_DEPTH = 2
 
 
 class Parametrization(Protocol):
-    """Rules that change with the width how a model is initialized and trained, such as `workbench.baselines.MuP`.
+    """Width-dependent rules of initialization and training, such as `workbench.baselines.MuP`.
 
     Example:
         >>> import workbench as wb
@@ -34,10 +34,10 @@ class Parametrization(Protocol):
     """
 
     def apply(self, model: nn.Module) -> Any:
-        """Put them on a fresh model, in place."""
+        """Apply the rules to a fresh model, in place."""
 
     def optimizer(self, model: nn.Module, rate: float, name: str = "AdamW", **options: Any) -> Any:
-        """What ``train(optimizer=)`` takes, made for this model and this rate."""
+        """Make an optimizer for this model and this rate, as ``train(optimizer=)`` takes it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -80,18 +80,18 @@ def rungs_of(design: Design, widths: Sequence[int], depths: Sequence[int]) -> li
 
 @dataclass(frozen=True)
 class Workshop:
-    """Builds the models of a design and trains them briefly, every time from fresh weights.
+    """Builds the models of a design and trains them briefly, each time from fresh parameters.
 
     Attributes:
-        design: What is built.
-        task: What they learn; or a function from the seed to it.
-        training: Fields of `TrainingPlan` but ``n_steps``, ``learning_rate`` and ``seed``.
+        design: The design.
+        task: The task; or a function from the seed to it.
+        training: Fields of `TrainingPlan` except ``n_steps``, ``learning_rate`` and ``seed``.
         parametrization: See `Parametrization`; None: the design's own.
-        vocabulary: Tokens of the models; None: those of the task where it says them and the design has more, else
-            those of the design. Of a design that reads images the same of classes, more or fewer.
+        vocabulary: Size of the models' vocabulary; None: that of the task where it has one and the design's is larger,
+            else that of the design. For a design that reads images likewise the number of classes, more or fewer.
 
     Raises:
-        OptionError: If a setting is unknown, or not this class's to take.
+        OptionError: If a setting is unknown, or not supported here.
 
     Example:
         >>> import workbench as wb
@@ -119,14 +119,14 @@ class Workshop:
         TrainingPlan(n_steps=1, **self.training)
 
     def model(self, rung: Rung, seed: int) -> nn.Module:
-        """A fresh model."""
+        """Build a fresh model."""
         model = self.design.build(rung.width, rung.depth, seed, vocabulary=self._vocabulary())
         if self.parametrization is not None:
             self.parametrization.apply(model)
         return model
 
     def n_weights(self, rung: Rung) -> int:
-        """Weights of the models of a size."""
+        """Number of parameters of the models of a size."""
         return self.design.n_weights(rung.width, rung.depth, vocabulary=self._vocabulary())
 
     def task_of(self, seed: int) -> Task:
@@ -137,14 +137,14 @@ class Workshop:
     def runs(
         self, model: nn.Module, seed: int, rate: float, n_steps: int, *, is_plain: bool = False
     ) -> Iterator[StepRecord]:
-        """Train a model, one record an update.
+        """Train a model and yield one record for each update.
 
         Args:
-            model: From `model`.
-            seed: Of the task and of whatever is random in training.
+            model: A model from `model`.
+            seed: Seed of the task and of all randomness in training.
             rate: Peak learning rate.
             n_steps: Updates.
-            is_plain: At a constant rate, whatever the plan says.
+            is_plain: Train at a constant rate, ignoring the plan's warm-up and schedule.
         """
         training = dict(self.training)
         if is_plain:
@@ -170,7 +170,7 @@ class Workshop:
             run.close()
 
     def cause_of_divergence(self, rung: Rung, seed: int, rate: float, n_steps: int, *, is_plain: bool = False) -> str:
-        """Why a run from fresh weights diverged (RKSP's label); empty if it did not."""
+        """Why a run from fresh parameters diverged (RKSP's label); empty if it did not."""
         cause = ""
         for record in self.runs(self.model(rung, seed), seed, rate, n_steps, is_plain=is_plain):
             cause = record.cause
@@ -188,10 +188,10 @@ class Workshop:
 
 
 def require_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
-    """The seeds, if there are some and none comes twice.
+    """Return the seeds as a tuple.
 
     Raises:
-        OptionError: If not.
+        OptionError: If there are none, or one comes twice.
     """
     seeds = tuple(int(seed) for seed in seeds)
     if not seeds or len(set(seeds)) != len(seeds):

@@ -1,4 +1,4 @@
-"""The largest stable learning rate of a fresh model, by trial."""
+"""Find the largest stable learning rate of a fresh model by trial runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from workbench.scaling.size_ladder import Rung, Workshop
 #: Rates are tried on a grid of powers of this.
 GRID = 2.0
 LOWEST, HIGHEST = GRID**-30, GRID**12
-#: Updates of a pilot run, which shows where to begin.
+#: Updates of the pilot run, which decides where the search begins.
 N_PILOT_UPDATES = 10
 _PILOT_STEP = 8.0
 
 
 @dataclass(frozen=True)
 class StableEdge:
-    """Between which two rates a run from given weights begins to diverge.
+    """The two rates between which a run from given initial parameters begins to diverge.
 
     Attributes:
-        low: Largest rate tried that was stable below the first that was not; 0: none was.
-        high: Smallest rate tried that was not stable; infinite: all were.
-        n_runs: Runs that it took.
+        low: Largest tried rate that was stable below the first that was not; 0: none was.
+        high: Smallest tried rate that was not stable; infinite: all were.
+        n_runs: Number of runs of the search.
 
     Example:
         >>> import workbench as wb
@@ -38,7 +38,7 @@ class StableEdge:
 
     @property
     def middle(self) -> float:
-        """Geometric middle; 0 or infinite where the edge lies outside of what was tried."""
+        """Geometric mean of both rates; 0 or infinite where the edge lies outside of the tried range."""
         return math.sqrt(self.low * self.high) if self.low > 0 else 0.0
 
 
@@ -51,18 +51,18 @@ def find_edge(
     lowest: float = LOWEST,
     highest: float = HIGHEST,
 ) -> StableEdge:
-    """Walk from a rate up or down to the edge, then halve the last step.
+    """Move from a rate up or down to the edge, then bisect the last step.
 
-    As if every rate above one that breaks would break too: near the edge chance decides, which is why an edge should be
-    asked of several seeds.
+    This assumes that every rate above one that diverges would diverge too. Near the edge chance decides, so an edge
+    should be measured with several seeds.
 
     Args:
         breaks: Whether a run at a rate diverges.
-        start: Where to begin; moved to the nearest power of ``step``.
-        n_halvings: Halvings of the last step, in logarithms: two leave a factor of 1.19.
-        step: Factor between two rates of the walk.
-        lowest: Below this rate the walk gives up.
-        highest: Above this rate likewise.
+        start: First rate; rounded to the nearest power of ``step``.
+        n_halvings: Bisections of the last step, in logarithms: two leave a factor of 1.19.
+        step: Factor between two successive rates.
+        lowest: The search stops below this rate.
+        highest: The search stops above this rate.
 
     Example:
         >>> import workbench as wb
@@ -105,14 +105,14 @@ def stable_edge(
     start: float | None = None,
     n_halvings: int = 2,
 ) -> StableEdge:
-    """The edge of the learning rates at which a run of ``n_steps`` updates does not diverge (RKSP's label).
+    """Find the learning rate above which a run of ``n_steps`` updates diverges (RKSP's label).
 
     Args:
-        workshop: What is built, and how it is trained.
+        workshop: Builder and trainer of the models.
         rung: The size.
-        seed: Of weights, data and training.
+        seed: Seed of parameters, data and training.
         n_steps: Updates of each run.
-        start: Where the search begins, such as the edge of another seed; None: at the edge of a pilot run of ten
+        start: First rate of the search, such as the edge of another seed; None: the edge of a pilot run of ten
             updates at a constant rate, found on a grid four times as coarse.
         n_halvings: See `find_edge`.
 
@@ -135,14 +135,14 @@ def stable_edge(
 
 
 def pilot_edge(workshop: Workshop, rung: Rung, seed: int, *, start: float = 1.0, n_halvings: int = 4) -> StableEdge:
-    """The same of ten updates at a constant rate: quick, and an upper bound more often than not.
+    """Find the edge of ten updates at a constant rate: quick, and mostly an upper bound of `stable_edge`.
 
     Args:
-        workshop: See `stable_edge`, as the others.
+        workshop: Builder and trainer of the models.
         rung: The size.
-        seed: Of weights, data and training.
-        start: Where the search begins.
-        n_halvings: Of a step of a factor of 8; four leave one of 1.14.
+        seed: Seed of parameters, data and training.
+        start: First rate of the search.
+        n_halvings: Bisections of a step of a factor of 8; four leave a factor of 1.14.
 
     Example:
         >>> import workbench as wb

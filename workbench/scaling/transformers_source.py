@@ -1,4 +1,4 @@
-"""Designs from configurations of transformers: models of any size, built from nothing but the configuration."""
+"""Designs from configurations of transformers: models of any size, built from the configuration alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DESCRIBED = (
     "time_step_rank", "max_position_embeddings", "image_size", "patch_size", "num_channels", "tie_word_embeddings",
     "initializer_range",
 )  # fmt: skip
-#: So many letters of somebody else's message are repeated.
+#: Longest part of another library's message that is repeated, in characters.
 _LONGEST_CAUSE = 200
 _NOT_EQUAL = (
     "blocks of several widths, expected one stack of equal blocks; pass a function(width, depth, seed) that builds it."
@@ -39,7 +39,7 @@ class TransformersSource(DesignSource):
     """A configuration of transformers.
 
     Raises:
-        OptionError: If it is not one stack of equal blocks whose width and depth it says.
+        OptionError: If it does not describe one stack of equal blocks of a given width and depth.
     """
 
     config: Any
@@ -70,7 +70,7 @@ class TransformersSource(DesignSource):
 
     @property
     def width(self) -> int:
-        """Of the residual stream."""
+        """Width of the residual stream."""
         return self.config.hidden_size
 
     @property
@@ -80,7 +80,7 @@ class TransformersSource(DesignSource):
 
     @property
     def width_per_head(self) -> int | None:
-        """Width of the stream over the number of heads; None also where heads and stream are as wide as they like."""
+        """Width of the stream over the number of heads; None also where both widths are independent."""
         n_heads = n_heads_of(self.config)
         if not n_heads:
             return None
@@ -89,12 +89,12 @@ class TransformersSource(DesignSource):
 
     @property
     def vocabulary(self) -> int | None:
-        """Tokens; None for images."""
+        """Size of the vocabulary; None for images."""
         return None if self.n_classes else getattr(self.config, "vocab_size", None)
 
     @property
     def n_classes(self) -> int | None:
-        """Classes, where images are read."""
+        """Number of classes of a model of images."""
         return self.config.num_labels if self._reads_images else None
 
     @property
@@ -113,7 +113,7 @@ class TransformersSource(DesignSource):
 
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
         """See `DesignSource`."""
-        with self._told(width, depth):
+        with self._naming_the_size(width, depth):
             torch.manual_seed(seed)
             model = self._build(self.at(width, depth, vocabulary))
         self._check(shapes_of(model), width, depth)
@@ -133,7 +133,7 @@ class TransformersSource(DesignSource):
         Raises:
             OptionError: If transformers has no such configuration.
         """
-        with self._told(width, depth):
+        with self._naming_the_size(width, depth):
             config = resized(self.config, width, depth, vocabulary, reads_images=self._reads_images)
             if callable(validate := getattr(config, "validate", None)):
                 validate()
@@ -143,7 +143,7 @@ class TransformersSource(DesignSource):
         return config
 
     def nearest_width(self, width: int) -> int:
-        """See `DesignSource`; where a part of each head is rotated, that part has to be an even number of features."""
+        """See `DesignSource`; the rotated part of each head has to be an even number of features."""
         if width == self.width:
             return width
         if self.width_per_head is None and n_heads_of(self.config):
@@ -160,11 +160,11 @@ class TransformersSource(DesignSource):
 
     @cached_property
     def _target(self) -> tuple[Shapes, int]:
-        """Shapes of the weights at the target size, and how many they are."""
+        """Shapes of the weights at the target size, and the number of parameters."""
         return self._on_meta(self.width, self.depth, None)
 
     def _on_meta(self, width: int, depth: int, vocabulary: int | None) -> tuple[Shapes, int]:
-        with self._told(width, depth), torch.device("meta"):
+        with self._naming_the_size(width, depth), torch.device("meta"):
             model = self._build(self.at(width, depth, vocabulary))
         return shapes_of(model), sum(weight.numel() for weight in model.parameters())
 
@@ -176,13 +176,13 @@ class TransformersSource(DesignSource):
             raise self._refusal(width, depth, reason)
 
     @contextmanager
-    def _told(self, width: int, depth: int) -> Iterator[None]:
-        """Say in one sentence what transformers makes of a size that it cannot build."""
+    def _naming_the_size(self, width: int, depth: int) -> Iterator[None]:
+        """Raise an error of transformers as one sentence that names the size."""
         try:
             yield
         except WorkbenchError:
             raise
-        except Exception as error:  # of whatever kind: nothing is known of the code that builds it
+        except Exception as error:  # of any kind, as any code may build the model
             raise self._refusal(width, depth, cause_of(error)) from error
 
     def _refusal(self, width: int, depth: int, reason: str) -> OptionError:
@@ -204,9 +204,9 @@ class TransformersSource(DesignSource):
 
     @cached_property
     def _class(self) -> Any:
-        """What is built: the class that the configuration names, with the head that it is trained with if it has none.
+        """The class of the models: the one that the configuration names, or one with a head if that has none.
 
-        A bare model has nothing to predict with; it gets the head of the task that its kind is pretrained on.
+        A bare model makes no predictions; it gets the head of the task that its kind is pretrained on.
         """
         import transformers
         from transformers.models.auto import modeling_auto as auto
@@ -224,7 +224,7 @@ class TransformersSource(DesignSource):
             auto.MODEL_FOR_MASKED_LM_MAPPING,
             auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
         ]
-        if getattr(self.config, "is_encoder_decoder", False):  # not the decoder alone, which there may be a class for
+        if getattr(self.config, "is_encoder_decoder", False):  # not the decoder alone, which may have its own class
             heads = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, *heads]
         found = next((cls for mapping in heads if (cls := _class_of(mapping, kind)) is not None), own or bare)
         if found is None:
@@ -235,9 +235,9 @@ class TransformersSource(DesignSource):
 
 
 def cause_of(error: Exception) -> str:
-    """What an exception of somebody else's code says, in one line without a full stop."""
+    """The message of another library's exception, in one line without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # Of a validation the first line names the rule, and the last says what is wrong, after the class of an error.
+    # Of a validation error the first line names the rule; the last names the class of the error, then the reason.
     is_validation = bool(lines) and lines[0].endswith(":")
     says = (lines[-1] if is_validation else lines[0]).rstrip(".") if lines else ""
     says = says if len(says) <= _LONGEST_CAUSE else f"{says[:_LONGEST_CAUSE].rsplit(' ', 1)[0]} …"
@@ -245,7 +245,7 @@ def cause_of(error: Exception) -> str:
 
 
 def _class_of(mapping: Any, kind: type) -> Any:
-    """The class that an auto mapping has for a kind of configuration, the first of several; None: it has none."""
+    """The class that an auto mapping has for a kind of configuration, the first of several; None if it has none."""
     if kind not in mapping:
         return None
     found = mapping[kind]

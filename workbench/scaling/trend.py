@@ -1,4 +1,4 @@
-"""Trends over a ladder of sizes: a line in logarithms, its uncertainty, and whether it may be carried on."""
+"""Trends over a ladder of sizes: a line in logarithms, its uncertainty, and whether it may be extrapolated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-#: Sizes of one kind (widths or depths) that a claim about another takes.
+#: Number of sizes of one kind (widths or depths) that an extrapolation needs.
 N_SIZES = 3
 #: A claim is too vague if the ends of its interval are further apart than this factor (for a share: this difference).
 LARGEST_FACTOR, LARGEST_SHARE = 10.0, 0.5
@@ -34,14 +34,14 @@ class TrendLine:
 
 @dataclass(frozen=True)
 class Trend:
-    """How a quantity goes with the size, and what it should be at the target.
+    """How a quantity scales with the size, and its prediction at the target.
 
     Attributes:
-        scale: ``"log"``: the quantity's logarithm is taken to be linear in the logarithms of width and depth, and the
-            slopes are exponents; ``"linear"``: it is itself, and the slopes are its change per factor e.
+        scale: ``"log"``: the quantity's logarithm is modelled as linear in the logarithms of width and depth, and the
+            slopes are exponents; ``"linear"``: the quantity itself is, and the slopes are its change per factor e.
         width: Slope against the width.
         depth: Slope against the depth.
-        at_target: Value at the target size; NaN: not known.
+        at_target: Value at the target size; NaN: no prediction.
         at_target_low: Lower end of the prediction interval of a mean over as many seeds as each rung has.
         at_target_high: Upper end.
         is_supported: Whether the ladder supports the value at the target.
@@ -70,12 +70,12 @@ _NO_LINE = TrendLine(math.nan, math.nan, math.nan)
 
 
 def line_through(x: np.ndarray, values: np.ndarray, *, level: float = 0.95) -> TrendLine:
-    """The least-squares line through values of several seeds, with a t-interval of its slope.
+    """Fit the least-squares line through values of several seeds, with a t-interval of its slope.
 
     Args:
         x: Coordinate of each rung, shape (rung,).
-        values: Shape (rung, seed); NaN is left out.
-        level: Of the interval.
+        values: Values, shape (rung, seed); NaN is ignored.
+        level: Level of the interval.
     """
     fit = _Fit.of(np.asarray(x, float)[:, None], np.asarray(values, float))
     return _NO_LINE if fit is None or not np.ptp(fit.x[:, 1]) else fit.line(1, level)
@@ -92,23 +92,23 @@ def fit_trend(
     largest_reach: float = 4.0,
     level: float = 0.95,
 ) -> Trend:
-    """The trend of a quantity over a ladder, carried on to the target size.
+    """Fit the trend of a quantity over a ladder and extrapolate it to the target size.
 
     Least squares over all rungs and seeds; the interval at the target follows from Student's t with the scatter about
-    the line, of seeds and of rungs together. Where the rungs significantly bend, it reaches as far as a parabola
-    through them does. Width and depth are taken to act independently of each other.
+    the line, of seeds and of rungs together. Where the rungs are significantly curved, it is extended to the value of a
+    parabola through them. Width and depth are assumed to act independently.
 
     Args:
-        values: Shape (rung, seed); NaN: not measured; infinite or, in logarithms, not positive: outside of what was
-            tried, and then nothing is claimed.
-        widths: Of each rung.
-        depths: Of each rung.
-        target: Width and depth asked about.
+        values: Values, shape (rung, seed); NaN: not measured; infinite or, in logarithms, not positive: outside of the
+            tried range, in which case nothing is claimed.
+        widths: Width of each rung.
+        depths: Depth of each rung.
+        target: Target width and depth.
         scale: See `Trend`.
-        bounds: What the quantity can be; the value at the target is cut to them.
-        largest_reach: Largest factor between the target and the largest rung, in width and in depth, at which a claim
-            is made; 1: none beyond the ladder.
-        level: Of the intervals.
+        bounds: Bounds of the quantity; the value at the target is clipped to them.
+        largest_reach: Largest factor between the target and the largest rung, in width and in depth, up to which a
+            prediction is made; 1: none beyond the ladder.
+        level: Level of the intervals.
 
     Example:
         >>> import numpy as np
@@ -150,16 +150,16 @@ def along_trend(
     bounds: tuple[float, float] = (-math.inf, math.inf),
     level: float = 0.95,
 ) -> np.ndarray:
-    """The trend at several sizes, whether or not it is supported there.
+    """Evaluate the trend at several sizes, whether or not it is supported there.
 
     Args:
-        values: As for `fit_trend`, as are those not named here.
-        widths: Of each rung.
-        depths: Of each rung.
-        goals: Widths and depths asked about, shape (goal, 2).
+        values: Values as for `fit_trend`.
+        widths: Width of each rung.
+        depths: Depth of each rung.
+        goals: Widths and depths to evaluate at, shape (goal, 2).
         scale: See `Trend`.
-        bounds: What the quantity can be.
-        level: Of the intervals.
+        bounds: Bounds of the quantity.
+        level: Level of the intervals.
 
     Returns:
         Value, lower and upper end of its prediction interval, shape (3, goal); NaN: there is no trend.
@@ -183,13 +183,13 @@ class _Fit:
 
     x: np.ndarray  # (point, 1 + column), the first is 1
     coefficients: np.ndarray
-    covariance: np.ndarray  # of the coefficients, in units of the variance of a point
+    covariance: np.ndarray  # covariance of the coefficients, in units of the variance of a point
     variance: float  # NaN without degrees of freedom
     n_free: int
 
     @classmethod
     def of(cls, sizes: np.ndarray, values: np.ndarray) -> _Fit | None:
-        """Through values (rung, seed) at sizes (rung, column); None: nothing is left to fit."""
+        """Fit values (rung, seed) at sizes (rung, column); None if there is nothing to fit."""
         values = values if values.ndim == 2 else values[:, None]
         is_there = np.isfinite(values)
         rows, _ = np.nonzero(is_there)
@@ -208,7 +208,7 @@ class _Fit:
         return cls(x, coefficients, covariance, float(residual @ residual / n_free) if n_free else math.nan, n_free)
 
     def line(self, column: int, level: float) -> TrendLine:
-        """Slope against one column."""
+        """Line along one column."""
         slope = float(self.coefficients[column])
         half = self._quantile(level) * math.sqrt(self.variance * self.covariance[column, column])
         return TrendLine(slope, slope - half, slope + half)
@@ -220,7 +220,7 @@ class _Fit:
         return float(x @ self.coefficients), self._quantile(level) * spread
 
     def p_value(self, column: int) -> float:
-        """Of the coefficient being 0."""
+        """p-value of the hypothesis that the coefficient is 0."""
         error = math.sqrt(self.variance * self.covariance[column, column])
         if not error > 0:
             return math.nan if math.isnan(error) else 0.0
@@ -231,7 +231,7 @@ class _Fit:
 
 
 def _is_censored(values: np.ndarray, scale: str) -> np.ndarray:
-    """Which values say no more than that they lie outside of what was tried."""
+    """Which values are only known to lie outside of the tried range."""
     values = np.asarray(values, float)
     return np.isinf(values) | ((values <= 0) if scale == "log" else False)
 
@@ -269,7 +269,7 @@ def _out_of_reach(sizes: np.ndarray, target: tuple[int, int], largest_reach: flo
 
 
 def _parabolas(sizes: np.ndarray, values: np.ndarray, goal: np.ndarray) -> dict[str, float]:
-    """What a parabola in the width or in the depth says at a size, where the ladder significantly bends; by name."""
+    """Values at a size of a parabola in the width or in the depth, by name, where the curvature is significant."""
     found = {}
     for i, name in enumerate(("width", "depth")[: sizes.shape[1]]):
         if len(np.unique(sizes[:, i].round(6))) < N_SIZES:
@@ -282,7 +282,7 @@ def _parabolas(sizes: np.ndarray, values: np.ndarray, goal: np.ndarray) -> dict[
 
 
 def _bends(parabolas: dict[str, float], middle: float, scale: str) -> str:
-    """Whether a parabola would say something quite different."""
+    """A sentence if a parabola would give a very different value; else empty."""
     limit = math.log(_BEND_FACTOR) if scale == "log" else _BEND_SHARE
     for name, other in parabolas.items():
         if abs(other - middle) > limit:

@@ -1,4 +1,4 @@
-"""Thin models whose fresh signals are those of a wide one: every matrix keeps its fan-in times its variance."""
+"""Build thin models with the gains of a wide one: the product of fan-in and variance of every matrix is preserved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.models.model_sizes import model_sizes
 if TYPE_CHECKING:
     from workbench.scaling.designs import Design
 
-#: A spread is taken to follow the width to a power that is a multiple of this: initializations know 0, -1/2 and -1.
+#: A spread is assumed to scale with the width to a power that is a multiple of this: 0, -1/2 and -1 are in use.
 _STEP_OF_EXPONENT = 0.5
 #: Standard error of the logarithm of a gain of such a model, against the real width (``data/make_matched_width.py``).
 WIDTH_ERROR = 0.15
@@ -23,27 +23,27 @@ WIDTH_ERROR = 0.15
 def matched_width(
     design: Design, width: int, depth: int | None = None, seed: int = 0, *, vocabulary: int | None = None
 ) -> nn.Module:
-    """A thin fresh model that lets signals and gradients through as the design does at its own width.
+    """Build a thin fresh model whose signal and gradient gains are those of the design at its own width.
 
     In the limit of wide layers, the gains of a fresh network depend on the variance of each matrix times its fan-in
     alone (mean field: Poole et al., arXiv:1606.05340; Schoenholz et al., arXiv:1611.01232). Where a library draws
     weights with one fixed spread that product grows with the width, and a model that is merely thin behaves unlike the
     wide one; here each matrix is multiplied by the square root of the ratio of the two products. How spreads depend on
-    width is read from a second model of twice the width, and so are fan-ins, where those of the design are not known.
-    A head that is tied to the embedding is untied first, for the two scale differently.
+    width is estimated from a second model of twice the width, and so are fan-ins, where those of the design are not
+    known. A head that is tied to the embedding is untied first, as the two scale differently.
 
-    It says nothing of training: one learning rate does not do the same to both.
+    The match holds at initialization only: one learning rate has different effects on the two models.
 
     Args:
-        design: At its target size.
-        width: Of the thin model.
+        design: The design at its target size.
+        width: Width of the thin model.
         depth: Residual blocks; None: those of the design.
-        seed: Of the weights.
+        seed: Seed of the parameters.
         vocabulary: As in `Design.build`.
 
     Returns:
-        The model, otherwise as `Design.build` gives it: biases, gains of norms, constants and weights that begin at
-        zero are untouched, and of the target's width nothing is.
+        The model, otherwise as `Design.build` returns it: biases, gains of norms, constants and weights that begin at
+        zero are unchanged, and nothing of the target's width is allocated.
 
     Raises:
         OptionError: If there is no model of that size, or it would be wider than the design.
@@ -105,9 +105,9 @@ def _spread(weight: Tensor) -> float:
 
 
 def _factor(fan_in: list[int], spread: list[float], widths: tuple[int, int, int]) -> float:
-    """What brings a weight of the first width to fan-in times variance of the last, with two widths seen.
+    """The factor that gives a weight of the first width the product of fan-in and variance of the last width.
 
-    The fan-in of the last is what is given third, or lies on the line through the first two.
+    The fan-in of the last width is given as the third one, or extrapolated linearly from the first two.
     """
     thin, wider, target = widths
     if min(spread) == 0:

@@ -1,4 +1,4 @@
-"""What recorded data say: outcomes of sweeps, early warnings, comparisons, published figures, samples."""
+"""Evaluate recorded data: outcomes of sweeps, early warnings, comparisons, published figures, samples."""
 
 import lazy_loader
 

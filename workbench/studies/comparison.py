@@ -1,4 +1,4 @@
-"""Architectures beside each other, as data: each run at one step, with what is published about it."""
+"""Compare architectures as data: each run at one step, with the published figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.studies import published as papers
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Measures of a layer that mean nothing while the layer is the identity; averaged over the informative layers.
+#: Measures without meaning while a layer is the identity; averaged over the informative layers.
 SPECTRAL = (*MASSES, "spectral_radius", "eigenvector_condition", "nonlinearity_ratio", "kreiss_constant")
 #: Measures of a layer that hold in any case; averaged over all layers.
 ENERGETIC = ("energy_gain", "update_norm")
@@ -25,7 +25,7 @@ SOURCES = ("ours", "published")
 
 _OURS = ("architecture",)
 _BOTH = ("architecture", "source")
-#: What `compare` says beside the measures of the schema.
+#: Variables of `compare` in addition to the measures of the schema.
 VARIABLES: dict[str, Variable] = {
     **{name: Variable(_BOTH, "f", long_name, "1", meaning) for name, (long_name, meaning) in papers.SHARES.items()},
     "is_informative": Variable(_OURS, "b", "informative", "1", "at least one layer's update says anything"),
@@ -58,28 +58,28 @@ def compare(
     at: int | str = "first",
     published: Mapping[str, str] | bool = True,
 ) -> xr.Dataset:
-    """Put architectures beside each other, and beside what is published about them (RKSP, architecture tables).
+    """Compare architectures with each other, and with the published figures (RKSP, architecture tables).
 
     Args:
         runs: Run by name: a tree with ``spectra`` (dims ``layer``, ``mode``, possibly ``step``) and, if it was trained,
             ``monitors`` and ``events``; or a spectra dataset alone.
         at: Step of the spectra: ``"first"``, ``"last"``, or a number; the latest recorded step up to that number is
-            taken, and the coordinate ``step`` says which.
-        published: True finds the published row by the run's name, whatever its case and punctuation ("pre_ln" is
-            "Pre-LN"); a mapping from names of runs to names of `published.architectures` goes before that; False leaves
+            taken, as the coordinate ``step`` shows.
+        published: True finds the published row by the run's name, ignoring case and punctuation ("pre_ln" is
+            "Pre-LN"); a mapping from names of runs to names of `published.architectures` has precedence; False leaves
             the published figures out.
 
     Returns:
         Dataset with dims ``architecture`` (in the order given) and ``source`` ("ours", "published").
-        By both dims, NaN where nothing is known: the measures of a layer, averaged over layers as in the paper, and
+        By both dims, NaN where unknown: the measures of a layer, averaged over layers as in the paper, and
         ``reliable_fraction``, ``divergence_rate`` (ours: 0 or 1, of this one run).
-        The published figures are those at initialization, whatever ``at`` says. By ``architecture``, ours only:
+        The published figures are those at initialization, for any ``at``. By ``architecture``, ours only:
         ``is_informative``, ``has_diverged``, ``divergence_step``, ``final_loss``, ``final_accuracy``,
         ``best_accuracy``; coordinates ``step``, ``n_layers``, ``n_informative``, ``rank`` and ``published_as`` (empty:
         no row). Every variable has ``long_name``, ``units`` and ``meaning``.
-        Layers whose update is too small to say anything (an identity initialization has M = 1 and no risk) are left out
-        of the spectral averages, which are NaN where no layer is left; ``energy_gain`` and ``update_norm`` average over
-        all. A measure that is infinite in one layer is infinite.
+        Layers whose update is too small to be informative (an identity initialization has M = 1 and no risk) are left
+        out of the spectral averages, which are NaN where no layer is left; ``energy_gain`` and ``update_norm`` average
+        over all. A measure that is infinite in one layer is infinite.
         A run with monitors and no divergence among its events counts as not diverged.
 
     Raises:
@@ -107,11 +107,11 @@ def compare_checked(
     *,
     published: Mapping[str, str] | bool = True,
 ) -> xr.Dataset:
-    """What `compare` makes of runs that follow the schema, without looking at that again.
+    """Like `compare`, for runs that are known to follow the schema.
 
     Args:
-        runs: From `named_runs`; how their training went is read from them.
-        spectra: Of each run, at one step and of the layers that count, at least one; dims ``layer`` and ``mode``.
+        runs: Runs from `named_runs`, with their outcomes.
+        spectra: Spectra of each run, at one step and of the selected layers, at least one; dims ``layer`` and ``mode``.
         published: As in `compare`.
 
     Returns:
@@ -145,7 +145,7 @@ def compare_checked(
 
 
 def _check_thresholds(spectra: Mapping[str, xr.Dataset]) -> None:
-    """Masses are comparable only if they count the same."""
+    """Refuse spectra of different thresholds, whose masses are not comparable."""
     names = list(spectra)
     for name in names[1:]:
         here, there = _threshold_attrs(spectra[names[0]]), _threshold_attrs(spectra[name])
@@ -181,7 +181,7 @@ def _plain(name: str) -> str:
 
 
 def _averages(spectra: xr.Dataset) -> dict[str, float | int | bool]:
-    """The means over layers of one run at one step, and how many layers they rest on."""
+    """The means over layers of one run at one step, and the number of averaged layers."""
     informative = spectra["is_informative"].values.astype(bool)
     exists = np.isfinite(spectra["eigenvalue"].transpose("layer", "mode").values)
     reliable = spectra["is_reliable"].transpose("layer", "mode").values & exists
@@ -199,7 +199,7 @@ def _averages(spectra: xr.Dataset) -> dict[str, float | int | bool]:
 
 
 def _outcome(run: xr.DataTree) -> dict[str, float | bool]:
-    """How the training of one run went; NaN where it was not watched."""
+    """The outcome of one run; NaN where it was not recorded."""
     monitors = run["monitors"].to_dataset() if "monitors" in run.children else {}
     step = divergence_step(run)
     was_watched = "monitors" in run.children or "events" in run.children
@@ -216,7 +216,7 @@ def _outcome(run: xr.DataTree) -> dict[str, float | bool]:
 
 
 def _final(values: np.ndarray) -> float:
-    """Mean over the last tenth of what was recorded, at least one value; NaN entries are no records."""
+    """Mean over the last tenth of the recorded values, at least one; NaN entries are ignored."""
     recorded = values[~np.isnan(values)]
     return _mean(recorded[-max(1, len(recorded) // 10) :])
 

@@ -1,4 +1,4 @@
-"""How early and how rightly the alarms warned, over many runs: shares, lead times and confusions of a recorded study.
+"""Evaluate a recorded study of alarms: shares of runs, lead times, and the confusion matrix of the attribution.
 
 Every function takes the table of `workbench.samples.early_warning`, or one made like it.
 """
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-#: What everybody watches, each with its alarm, and the end of the run.
+#: The usual signals, each with its alarm, and divergence.
 SIGNS = ("loss", "grad_norm", "spike_score", "divergence")
 _OUTCOMES = ("loss_step", "grad_norm_step", "spike_score_step")
 
@@ -59,14 +59,14 @@ def harmful(runs: xr.Dataset, *, margin: float = 0.05) -> xr.DataArray:
 
 
 def shown_at(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArray:
-    """The first step at which loss, gradient norm, spike score or a divergence showed anything; dim ``run``.
+    """The step of the first alarm of loss, gradient norm or spike score, or of divergence; dim ``run``.
 
     Args:
         runs: The table.
-        signs: Which of these four to look at.
+        signs: Which of these four to use.
 
     Returns:
-        Steps; NaN where nothing ever showed.
+        Steps; NaN where there was none.
 
     Raises:
         SchemaError: If the table lacks a column.
@@ -91,14 +91,14 @@ def shown_at(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArray:
 
 
 def lead_times(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArray:
-    """Steps from the first alarm of a mechanism monitor to the first sign of anything else; dim ``run``.
+    """Steps from the first alarm of a mechanism monitor to the first of the other signals; dim ``run``.
 
     Args:
         runs: The table.
         signs: As in `shown_at`.
 
     Returns:
-        Steps; negative where the mechanism came later, infinite where nothing else ever showed, NaN where the mechanism
+        Steps; negative where the mechanism came later, infinite where no other signal alarmed, NaN where the mechanism
         raised no alarm.
 
     Raises:
@@ -117,7 +117,7 @@ def lead_times(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArra
 
 
 def warned_first(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArray:
-    """Whether a mechanism monitor raised its alarm strictly before any of the signs; bool, dim ``run``.
+    """Whether a mechanism monitor raised its alarm strictly before any of the other signals; bool, dim ``run``.
 
     Args:
         runs: The table.
@@ -134,7 +134,7 @@ def warned_first(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataAr
 
 
 def false_alarms(runs: xr.Dataset) -> xr.Dataset:
-    """How many healthy runs raised an alarm.
+    """Count the healthy runs that raised an alarm.
 
     Args:
         runs: The table.
@@ -164,7 +164,7 @@ def false_alarms(runs: xr.Dataset) -> xr.Dataset:
 
 
 def confusion(runs: xr.Dataset, *, cause: str = "cause_later") -> xr.DataArray:
-    """What the alarmed runs with one fault were put down to, against what it was.
+    """The confusion matrix of the alarmed runs with one fault: the fault and its attribution.
 
     Args:
         runs: The table.
@@ -199,7 +199,7 @@ def confusion(runs: xr.Dataset, *, cause: str = "cause_later") -> xr.DataArray:
 
 
 def attributed_rightly(runs: xr.Dataset, *, cause: str = "cause_later") -> tuple[int, int]:
-    """How many alarmed runs were put down to their fault, or to one of several, and how many were alarmed.
+    """Count the alarmed runs that were attributed to their fault, or to one of several, and all alarmed runs.
 
     Args:
         runs: The table.
@@ -221,7 +221,7 @@ def attributed_rightly(runs: xr.Dataset, *, cause: str = "cause_later") -> tuple
 
 
 def saved(runs: xr.Dataset, *, margin: float = 0.05) -> xr.DataArray:
-    """Which harmful runs automatic actions have saved: alive, and as accurate as the healthy twin; bool, dim ``run``.
+    """Which harmful runs automatic actions saved: converged, as accurate as the paired healthy run; bool, dim ``run``.
 
     Args:
         runs: The table.

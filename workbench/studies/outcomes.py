@@ -1,4 +1,4 @@
-"""How the runs of a sweep ended: divergence rates with their uncertainty, and comparisons that are fair."""
+"""Evaluate the outcomes of a sweep: divergence rates with their uncertainty, and fair comparisons."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 
-#: What one run needs to say.
+#: Variables that every run needs.
 _NEEDED = ("control", "learning_rate", "seed", "has_diverged", "accuracy", "near_unit_mass")
 _CELL = ["learning_rate", "seed"]
-#: What `divergence_rates` says: name -> long name and meaning; unit 1.
+#: Variables of `divergence_rates`: name -> long name and meaning; unit 1.
 RATES = {
     "divergence_rate": ("divergence rate", "share of runs that diverged; NaN: no run"),
     "low": ("lower bound", "of the Wilson interval of the divergence rate; NaN: no run"),
@@ -42,16 +42,16 @@ RATES = {
 
 
 def divergence_rates(outcomes: xr.Dataset, *, by_rate: bool = False, level: float = 0.95) -> xr.Dataset:
-    """How often runs diverged under each control, and how well the others learned.
+    """Compute the divergence rate under each control, and the accuracy of the other runs.
 
-    Two controls may be compared as they stand only where both ran on the same cells (learning rate and seed); see
-    `shared_cells`. The accuracies are those of the runs that converged, and a weak control keeps the easy ones alone:
-    `accuracy_where_both_converge` compares them fairly.
+    Two controls can be compared directly only where both ran on the same cells (learning rate and seed); see
+    `shared_cells`. The accuracies are those of the runs that converged, which under a weak control are only the easy
+    ones: `accuracy_where_both_converge` compares them fairly.
 
     Args:
-        outcomes: One row a run, dim ``run``, as `workbench.samples.shaping` gives them.
-        by_rate: Keep the learning rates apart.
-        level: Of the Wilson score interval (Wilson 1927), between 0 and 1.
+        outcomes: One row for each run, dim ``run``, as `workbench.samples.shaping` returns them.
+        by_rate: Separate the learning rates.
+        level: Level of the Wilson score interval (Wilson 1927), between 0 and 1.
 
     Returns:
         Dataset with dim ``control`` in the order of the runs and, if asked for, ``learning_rate``, ascending: the
@@ -127,12 +127,12 @@ def shared_cells(outcomes: xr.Dataset) -> xr.Dataset:
 def accuracy_where_both_converge(outcomes: xr.Dataset, control: str, reference: str) -> xr.Dataset:
     """Accuracies under two controls on the cells (learning rate and seed) where neither diverged.
 
-    This is the fair comparison: without control only the easy cells converge, and their mean flatters.
+    This is the fair comparison: without control only the easy cells converge, and their mean is biased upwards.
 
     Args:
-        outcomes: One row a run, as `workbench.samples.shaping` gives them.
+        outcomes: One row for each run, as `workbench.samples.shaping` returns them.
         control: Name of a control.
-        reference: Name of what it is compared with, such as ``"none"``.
+        reference: Name of the control to compare with, such as ``"none"``.
 
     Returns:
         Dataset with dim ``cell`` and its ``learning_rate`` and ``seed``: ``accuracy``, ``reference_accuracy`` and
@@ -163,12 +163,12 @@ def accuracy_where_both_converge(outcomes: xr.Dataset, control: str, reference: 
 
 
 def divergence_where_both_ran(outcomes: xr.Dataset, control: str, reference: str) -> xr.Dataset:
-    """Whether a control saves runs, cell by cell (learning rate and seed).
+    """Compare the divergence under two controls, cell by cell (learning rate and seed).
 
     Args:
-        outcomes: One row a run, as `workbench.samples.shaping` gives them.
+        outcomes: One row for each run, as `workbench.samples.shaping` returns them.
         control: Name of a control.
-        reference: Name of what it is compared with, such as ``"none"``.
+        reference: Name of the control to compare with, such as ``"none"``.
 
     Returns:
         Dataset of numbers: ``n_cells`` that both ran on, ``n_saved`` (the reference diverged, the control did not),
@@ -199,16 +199,16 @@ def divergence_where_both_ran(outcomes: xr.Dataset, control: str, reference: str
 
 
 def largest_stable_rate(outcomes: xr.Dataset, *, below: float = 0.20) -> xr.DataArray:
-    """The largest learning rate up to which runs stay alive, under each control.
+    """Find the largest stable learning rate under each control.
 
     Args:
-        outcomes: One row a run, as `workbench.samples.shaping` gives them.
+        outcomes: One row for each run, as `workbench.samples.shaping` returns them.
         below: At this rate and all smaller ones of the grid, less than this share of the runs diverge; 0.20 is the
             paper's.
 
     Returns:
-        By ``control``, in the order of the runs; NaN where too many diverge at the smallest rate already. The
-        coordinate ``is_lower_bound`` says where the grid ends before the control does.
+        By ``control``, in the order of the runs; NaN where too many diverge even at the smallest rate. The
+        coordinate ``is_lower_bound`` is true where the largest rate of the grid is still stable.
 
     Raises:
         SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice.
@@ -237,7 +237,7 @@ def largest_stable_rate(outcomes: xr.Dataset, *, below: float = 0.20) -> xr.Data
 
 
 def _table(outcomes: xr.Dataset) -> pd.DataFrame:
-    """One row a run.
+    """A table with one row for each run.
 
     Raises:
         SchemaError: If it is no table of outcomes.
@@ -275,15 +275,15 @@ def _two_controls(outcomes: xr.Dataset, control: str, reference: str) -> tuple[p
 
 
 def predictor_table(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0) -> xr.Dataset:
-    """AUROC of every predictor of RKSP's Table 2, beside the published one.
+    """AUROC of every predictor of RKSP's Table 2, with the published one.
 
     Args:
         sweep: Runs with their outcomes.
         n_bootstrap: Resamples of the configurations behind the intervals; 0: none.
-        seed: Of the resamples.
+        seed: Seed of the resamples.
 
     Returns:
-        Dataset with dim ``predictor``: ``auroc``, ``low``, ``high`` (a score is never turned round: below .5 it says
+        Dataset with dim ``predictor``: ``auroc``, ``low``, ``high`` (a score is never reversed: below .5 it predicts
         the opposite); ``auroc_within_architecture`` and ``auroc_within_cell``, which compare only runs of one
         architecture, or runs that differ in learning rate and seed alone; ``n_runs`` and ``n_diverged`` that have
         the score; ``published_auroc``, ``published_low``, ``published_high``. NaN where there is none.
@@ -339,7 +339,7 @@ def predictor_table(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0
 def _auroc(score: np.ndarray, label: np.ndarray, groups: np.ndarray, n_bootstrap: int, seed: int) -> Auroc:
     try:
         return auroc(score.tolist(), label.tolist(), groups=groups.tolist(), n_bootstrap=n_bootstrap, seed=seed)
-    except SchemaError:  # those that have the score ended alike
+    except SchemaError:  # all runs with the score ended alike
         return Auroc(np.nan, np.nan, np.nan)
 
 

@@ -1,4 +1,4 @@
-"""Figures of the papers, as data, to be shown beside ours."""
+"""Published figures of the papers as data, to compare with ours."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ _DEPTH: dict[str, dict[str, tuple[float | None, ...]]] = {
     },
 }
 
-#: What `architectures` says beside the measures of the schema: name -> long name and meaning; unit 1.
+#: Variables of `architectures` in addition to the measures of the schema: name -> long name and meaning; unit 1.
 SHARES = {
     "reliable_fraction": ("reliable modes", "share of modes whose residual is at most the threshold"),
     "divergence_rate": ("divergence rate", "share of runs that diverged"),
 }
 
-#: Architecture -> what the architecture tables of RKSP give, at initialization. M < 1 is read as the contractive mass,
+#: Architecture -> figures of the architecture tables of RKSP, at initialization. M < 1 is read as the contractive mass,
 #: as M > 1 is the expansive one. The figures of No-Norm differ a little from those of Table 1 (M .80).
 _ARCHITECTURES = {
     "Pre-LN": {"nonlinearity_ratio": 0.52, "near_unit_mass": 0.16, "spectral_radius": 2.29},
@@ -102,7 +102,7 @@ _ARCHITECTURES = {
     "ViT RMSNorm": {"near_unit_mass": 0.48},
 }
 
-#: Architecture -> its norm in Table 1, which fills what the architecture tables leave open.
+#: Architecture -> its norm in Table 1, which adds figures that the architecture tables lack.
 _NORM_OF = {
     "Pre-LN": "pre_ln",
     "Post-LN": "post_ln",
@@ -267,7 +267,7 @@ def largest_stable_rates() -> xr.DataArray:
 
 
 def shaping_table() -> xr.Dataset:
-    """Published divergence, accuracy and price of KSS and of other controls on No-Norm (RKSP, tables of KSS).
+    """Published divergence, accuracy and cost of KSS and of other controls on No-Norm (RKSP, tables of KSS).
 
     Whether the accuracies count runs that diverged is not known.
 
@@ -332,7 +332,7 @@ def predictor_table() -> xr.Dataset:
 
 
 def decision_chart(*, modest_condition: float | None = None, large_condition: float | None = None) -> xr.Dataset:
-    """Published chart of what to do with a fresh model (RKSP, Fig. 7).
+    """Published decision chart for a fresh model (RKSP, Fig. 7).
 
     Proceed where M < 0.3 and kappa is modest; the risk is high where M > 0.5 or kappa is large: use KSS; between the
     two, caution. The paper gives no number for "modest" and "large" kappa; without one, M alone decides.
@@ -380,10 +380,10 @@ def decision_zones(
     Args:
         near_unit_mass: M of each fresh model.
         eigenvector_condition: Its kappa; may be infinite.
-        chart: From `decision_chart`; None: the published one, in which M alone decides.
+        chart: Chart from `decision_chart`; None: the published one, in which M alone decides.
 
     Returns:
-        Names out of `DECISION_ZONES`, of the common shape of the two; empty where what decides is NaN.
+        Names out of `DECISION_ZONES`, of the common shape of the two; empty where a deciding value is NaN.
 
     Example:
         >>> import workbench as wb

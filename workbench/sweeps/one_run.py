@@ -1,4 +1,4 @@
-"""One run of a sweep, from its settings to its row."""
+"""Execute one run of a sweep, from its settings to its row."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SPIKE_WINDOW, _SPIKE_DEVIATIONS = 20, 3.0
 
 
 def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure a fresh model, train it, and say how it ended.
+    """Measure a fresh model, train it, and return its row.
 
-    One thread computes, so the same settings give the same row wherever a worker of this machine type runs them.
+    Only one thread computes, so the same settings give the same row on every worker of one machine type.
 
     Args:
-        settings: What `RunSettings.as_dict` gives.
+        settings: Settings from `RunSettings.as_dict`.
 
     Returns:
         Values by the names of `workbench.schema.sweeps`.
@@ -58,7 +58,7 @@ def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def outcome(records: list[StepRecord]) -> dict[str, Any]:
-    """How a run went, by the names of ``sweep_schema.OUTCOMES``; without its duration."""
+    """Outcome of a run, by the names of ``sweep_schema.OUTCOMES``; without its duration."""
     loss = np.array([record.loss for record in records])
     grad_norm = np.array([record.grad_norm for record in records])
     last = records[-1]
@@ -80,12 +80,12 @@ def outcome(records: list[StepRecord]) -> dict[str, Any]:
 
 
 def count_spikes(loss: np.ndarray) -> int:
-    """Steps whose loss stands out of the ``20`` before it by more than three of their standard deviations.
+    """Count the steps whose loss exceeds the mean of the ``20`` before it by more than three standard deviations.
 
-    RKSP counts loss spikes without saying what one is; this is our reading.
+    RKSP counts loss spikes without defining one; this is our definition.
 
     Args:
-        loss: Of each step, in nats; what is not finite is a spike.
+        loss: Loss of each step, in nats; a value that is not finite is a spike.
 
     Example:
         >>> import numpy as np

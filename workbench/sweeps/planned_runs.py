@@ -1,4 +1,4 @@
-"""The plan of a run as the settings that a sweep keeps, and cases under another plan."""
+"""Convert plans to and from the settings that a sweep records, and change the plan of a case."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
-    """The plan that settings of a call describe.
+    """Make a plan from the settings of a call.
 
     Raises:
         OptionError: If one is unknown or impossible.
@@ -36,7 +36,7 @@ def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
 
 
 def describe_plan(plan: TrainingPlan, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run by the names of ``sweep_schema.SETTINGS``, as far as plan and configuration say them."""
+    """The settings of a run by the names of ``sweep_schema.SETTINGS``, as far as plan and configuration have them."""
     optimizer = plan.optimizer if isinstance(plan.optimizer, str) else ""
     if isinstance(plan.optimizer, torch.optim.Optimizer):
         optimizer = type(plan.optimizer).__name__
@@ -78,25 +78,25 @@ def replan(
     optimizer_options: Mapping[str, Any] | None = None,
     clip_norm: float | Literal["unchanged"] | None = "unchanged",
 ) -> xr.Dataset:
-    """Cases under other settings, with nothing measured again; settings that are not given stay as each case has them.
+    """Change the settings of cases without measuring them again; settings that are not given keep their value.
 
     Args:
-        case: From `measure_case`, or rows of a sweep.
+        case: Cases from `measure_case`, or rows of a sweep.
         n_steps: Optimizer steps.
         learning_rate: Peak rate.
         warmup: Steps over which the rate rises linearly to its peak.
-        schedule: What follows the warm-up, as `TrainingPlan` has it.
+        schedule: What follows the warm-up, as in `TrainingPlan`.
         optimizer: Name of a class in ``torch.optim``; without ``optimizer_options`` it gets its own defaults.
         optimizer_options: Further arguments of the optimizer.
         clip_norm: Largest norm of all gradients together; None: no clipping.
 
     Returns:
         The same cases with the settings changed. With another optimizer or clipping ``overshoot_rate``,
-        ``breaking_rate`` and ``rehearsed_rate`` are NaN, for they were found with the old one.
+        ``breaking_rate`` and ``rehearsed_rate`` are NaN, because they were measured with the old one.
 
     Raises:
         OptionError: If a setting is impossible, or the case's own schedule is a function or its optimizer not one of
-            torch's, which only its maker knows.
+            torch's, which cannot be made from the record.
 
     Example:
         >>> import workbench as wb
@@ -131,7 +131,7 @@ def replan(
         ):
             value = before.get(name, default)
             if name not in changes and value not in known:
-                raise OptionError(f"The {name} of the case is '{value}', which cannot be planned anew; pass {name}=.")
+                raise OptionError(f"The {name} of the case is '{value}', which is not in the record; pass {name}=.")
         plan = plan_of({**before, **changes})
         settings = describe_plan(plan, {})
         for name in ("family", "norm", "initialization", "init_std", "seed"):

@@ -1,4 +1,4 @@
-"""What one run of a sweep is made from: plain values, checked before anything is trained."""
+"""The settings of one run of a sweep, as plain values that are checked before anything is trained."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _N_HEX = 12
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Everything that decides the numbers of one run of a sweep.
+    """All settings that decide the numbers of one run of a sweep.
 
     Attributes:
-        architecture: What tables and pictures call the model.
-        model: Options of `ArchitectureConfig` but the seed; or ``{"make": "package.module:function", ...}`` for a model
-            of one's own: the function gets the other options and ``seed``, and returns a module. Workers have to be
+        architecture: Name of the model in tables and figures.
+        model: Options of `ArchitectureConfig` except the seed; or ``{"make": "package.module:function", ...}`` for a
+            custom model: the function gets the other options and ``seed``, and returns a module. Workers have to be
             able to import it.
-        task: ``{"name": "associative_recall", ...}``: one of ``TASKS`` and its options but the seed.
-        training: Fields of `TrainingPlan` as plain values, but the seed: ``n_steps``, ``learning_rate``, ...
-        seed: Of the weights, the data and whatever is random in training.
-        study: A label, to select by later; it changes nothing.
-        n_snapshots: Token states that the spectra of the fresh model are taken from.
+        task: ``{"name": "associative_recall", ...}``: one of ``TASKS`` and its options except the seed.
+        training: Fields of `TrainingPlan` as plain values, except the seed: ``n_steps``, ``learning_rate``, ...
+        seed: Seed of the parameters, the data and all other randomness in training.
+        study: A label to select by later; it changes no number.
+        n_snapshots: Number of token states of the fresh model's spectra.
 
     Raises:
         OptionError: If the model, the task or the training is impossible.
@@ -88,7 +88,7 @@ class RunSettings:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> RunSettings:
-        """The settings that `as_dict` wrote."""
+        """Settings from the values that `as_dict` returned."""
         return cls(**settings)
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,24 +97,24 @@ class RunSettings:
 
     @property
     def identity(self) -> str:
-        """12 hexadecimal digits that stand for everything that decides the run's numbers."""
+        """12 hexadecimal digits that identify all settings that decide the run's numbers."""
         return _digest({name: value for name, value in self._plain.items() if name not in ("study", "architecture")})
 
     @property
     def configuration(self) -> str:
-        """12 hexadecimal digits that stand for the model without its seed."""
+        """12 hexadecimal digits that identify the model without its seed."""
         return _digest(
             self._config().as_dict() if "make" not in self.model else self._plain["model"], without=("seed",)
         )
 
     @property
     def cell(self) -> str:
-        """12 hexadecimal digits that stand for all settings but the learning rate and the seed."""
+        """12 hexadecimal digits that identify all settings except the learning rate and the seed."""
         training = {name: value for name, value in self._plain["training"].items() if name != "learning_rate"}
         return _digest({"model": self.configuration, "task": self._plain["task"], "training": training})
 
     def describe(self) -> dict[str, Any]:
-        """What is known of the row before anything is made, by the names of ``sweep_schema.SETTINGS``."""
+        """The columns of the row that the settings decide, by the names of ``sweep_schema.SETTINGS``."""
         config = {} if "make" in self.model else self._config().as_dict()
         names = {name: getattr(self, name) for name in ("study", "architecture", "configuration", "cell")}
         return {
@@ -151,7 +151,7 @@ class RunSettings:
         return make(**options, seed=self.seed)
 
     def plan(self) -> TrainingPlan:
-        """How it is trained.
+        """The training plan.
 
         Raises:
             OptionError: If a setting is unknown or impossible.
@@ -180,24 +180,24 @@ def grid(
     n_snapshots: int = 1024,
     **axes: Any,
 ) -> list[RunSettings]:
-    """Every combination of architectures and settings, as the runs of a sweep.
+    """Make the runs of a sweep: every combination of architectures and settings.
 
     Args:
         architectures: Name -> options of the model, as in `RunSettings`.
-        learning_rate: The rates.
+        learning_rate: The learning rates.
         n_steps: Updates of each run.
         task: One task or several, as in `RunSettings`.
         seed: The seeds.
         study: A label for all of them.
         n_snapshots: As in `RunSettings`.
         **axes: Any option of the models (``norm``, ``init_std``, ``d_model``, ...) or field of `TrainingPlan`
-            (``warmup``, ``schedule``, ``optimizer``, ...): one value, or a list of values to go through.
+            (``warmup``, ``schedule``, ``optimizer``, ...): one value, or a list of values.
 
     Returns:
         The runs: architectures outermost, then the axes in the order given, tasks, rates and seeds.
 
     Raises:
-        OptionError: If an axis is unknown or empty, an architecture says it too, or a combination is impossible.
+        OptionError: If an axis is unknown or empty, an architecture sets it too, or a combination is impossible.
 
     Example:
         >>> import workbench as wb
@@ -216,7 +216,7 @@ def grid(
             raise OptionError(f"'{name}' is no option of a model and no setting of a training run.")
         for title, model in architectures.items():
             if name in model:
-                raise OptionError(f"'{title}' says its {name} itself; leave the axis {name} or that option out.")
+                raise OptionError(f"'{title}' sets its {name} itself; leave the axis {name} or that option out.")
     last = {
         "task": [task] if isinstance(task, Mapping) else list(task),
         "rate": list(learning_rate),
@@ -253,7 +253,7 @@ def _digest(values: Mapping[str, Any], *, without: tuple[str, ...] = ()) -> str:
 
 
 def _as_plain(value: Any) -> Any:
-    """What JSON does not know: NumPy's numbers and read-only mappings."""
+    """Convert types that JSON lacks: NumPy's numbers and read-only mappings."""
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
@@ -262,7 +262,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def _function(place: Any) -> Callable[..., nn.Module]:
-    """A function by ``"package.module:function"``."""
+    """Import a function named ``"package.module:function"``."""
     module, _, name = str(place).partition(":")
     try:
         function = getattr(importlib.import_module(module), name)

@@ -1,8 +1,8 @@
-"""A sweep on disk: one Zarr store, a row a run, in the order of the design; finished rows are marked last.
+"""A sweep on disk: one Zarr store with one row for each run, in the order of the design.
 
-What the design says of a row is there from the beginning; the rest is written row by row, by one process. Zarr
-replaces each of its files in one step, and a row counts only once its mark is there, so a sweep that is killed at any
-moment opens with every row that was finished before.
+The columns that the design decides are written at the beginning; the rest is written row by row, by one process. Zarr
+replaces each of its files in one step, and a row counts only once it is marked as finished, so the store is
+crash-consistent: after a kill at any moment it opens with every row that was finished before.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from workbench.sweeps.run_settings import RunSettings
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Rows in a chunk: it is read and written again with each of its rows, and empty chunks take no room.
+#: Rows in a chunk: it is read and written again with each of its rows, and empty chunks take no space.
 _ROWS_PER_CHUNK = 256
 _MARK = "is_done"
 _KIND = "sweep"
 
 
 class SweepStore:
-    """The store of a sweep that is being made.
+    """The store of a sweep that is being executed.
 
     Args:
-        path: Of the store; it goes on with what is there if that is a sweep of the same design.
+        path: Path of the store; an existing sweep of the same design is continued.
         runs: The design.
-        overwrite: Begin anew, whatever is at ``path``.
+        overwrite: Start again, replacing an existing store at ``path``.
 
     Raises:
         StoreError: If the path holds something else, or a sweep of another design.
@@ -68,18 +68,18 @@ class SweepStore:
         self._mark = cast(zarr.Array, self._group[_MARK])
 
     def missing(self) -> list[int]:
-        """Rows that are not finished."""
+        """Indices of the rows that are not finished."""
         return np.flatnonzero(~np.asarray(self._mark[:])).tolist()
 
     def write(self, index: int, row: Mapping[str, Any]) -> None:
         """Write a finished row.
 
         Raises:
-            StoreError: If it cannot be written, as on a full disk; it is not marked as finished then.
+            StoreError: If it cannot be written, as on a full disk; the row is not marked as finished then.
         """
         try:
             for name, array in self._arrays.items():
-                with np.errstate(over="ignore"):  # what is too large for single precision is infinite
+                with np.errstate(over="ignore"):  # values too large for single precision become infinite
                     value = np.asarray(row[name], dtype=array.dtype)
                 if value.ndim and any(n > m for n, m in zip(value.shape, array.shape[1:], strict=True)):
                     array.resize((array.shape[0], *np.maximum(value.shape, array.shape[1:]).tolist()))
@@ -94,10 +94,10 @@ class SweepStore:
 
 
 def open_sweep(path: str | os.PathLike[str]) -> xr.Dataset:
-    """The finished runs of a sweep, also while it is being made.
+    """Open the finished runs of a sweep, also while it is being executed.
 
     Args:
-        path: Of the store.
+        path: Path of the store.
 
     Returns:
         Dataset with dim ``run``, in the order of the design; see `workbench.schema.sweeps`. ``n_missing`` in its
@@ -131,13 +131,13 @@ def open_sweep(path: str | os.PathLike[str]) -> xr.Dataset:
 
 
 def join(sweeps: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Several sweeps as one, in the order given; layers and modes that a run lacks are NaN.
+    """Join several sweeps into one, in the order given; layers and modes that a run lacks are NaN.
 
     Args:
-        sweeps: From `open_sweep`; attributes in which they differ are dropped.
+        sweeps: Sweeps from `open_sweep`; attributes in which they differ are dropped.
 
     Raises:
-        SchemaError: If there is none, or one is no sweep.
+        SchemaError: If none is given, or one is no sweep.
 
     Example:
         >>> import workbench as wb
@@ -157,7 +157,7 @@ def join(sweeps: Sequence[xr.Dataset]) -> xr.Dataset:
 
 
 def _lay_out(path: Path, runs: Sequence[RunSettings]) -> None:
-    """A store without rows: every array has its full length, and what the design says is in it."""
+    """Create a store in which no row is finished: every array has its full length, with the design's columns filled."""
     import zarr
 
     designed = [run.describe() for run in runs]

@@ -1,4 +1,4 @@
-"""Updates on a copy: the largest stable learning rate of a fresh model, over one update and over ten."""
+"""Trial updates on a copy: the largest stable learning rate of a fresh model, over one update and over ten."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
     Loss = Callable[[Tensor, Tensor], Tensor]
     Batch = tuple[Any, Tensor]
 
-#: Rates tried, coarsely; what lies between two of them is halved this often.
+#: Coarse grid of tried rates; the interval between two of them is halved this often.
 TRIED_RATES = np.geomspace(1e-5, 1e4, 28)
 _N_HALVINGS = 3
-#: A rise of the loss below this share of it is rounding.
+#: A rise of the loss by less than this share of it counts as rounding.
 _SMALLEST_RISE = 1e-4
 #: Updates of a pilot run.
 N_PILOT_UPDATES = 10
 
 
 def pilot_rate(model: nn.Module, batches: Sequence[Batch], plan: TrainingPlan, loss: Loss) -> float:
-    """The learning rate at which a copy diverges within ten updates at that constant rate.
+    """Find the learning rate at which a copy diverges within ten updates at that constant rate.
 
-    Warm-up and schedule play no part. The rate is found by halving, as if every larger one broke it too.
+    Warm-up and schedule are ignored. The rate is found by bisection, assuming that every larger one diverges too.
 
     Args:
-        model: Fresh; it is left alone.
-        batches: The first eleven of the run; fewer make a shorter pilot run.
-        plan: For its optimizer, clipping and label of divergence.
-        loss: From logits and targets.
+        model: A fresh model; it is not changed.
+        batches: The first eleven batches of the run; fewer make a shorter pilot run.
+        plan: Plan with the optimizer, the clipping and the limits of divergence.
+        loss: Function of logits and targets.
 
     Returns:
-        A rate between the smallest and largest of ``TRIED_RATES``; infinite: none of them breaks it; NaN: the optimizer
-        takes several gradients an update, or is a ready one, which cannot be tried on a copy.
+        A rate between the smallest and largest of ``TRIED_RATES``; infinite: none of them diverges; NaN: the optimizer
+        needs several gradients for an update, or is an existing one, which cannot be tried on a copy.
     """
     if _Copy(model, loss).optimizer(plan, 1.0) is None:
         return math.nan
@@ -53,7 +53,7 @@ def pilot_rate(model: nn.Module, batches: Sequence[Batch], plan: TrainingPlan, l
     def breaks(rate: float) -> bool:
         trial = _Copy(model, loss)
         optimizer = trial.optimizer(plan, rate)
-        assert optimizer is not None  # as was seen above
+        assert optimizer is not None  # checked above
         for batch in batches:
             if plan.cause_of_divergence(*trial.measure(batch)):
                 return True
@@ -71,12 +71,12 @@ def pilot_rate(model: nn.Module, batches: Sequence[Batch], plan: TrainingPlan, l
 
 @dataclass
 class _Line:
-    """The weights that the optimizer's first update would give at each rate.
+    """The parameters after the optimizer's first update, as a function of the learning rate.
 
     Attributes:
-        trial: The copy that is moved.
-        base: Its weights as they were.
-        change: What the first update at a learning rate of 1 adds to them.
+        trial: The copy whose parameters are set.
+        base: Its initial parameters.
+        change: The change of the parameters by the first update at a learning rate of 1.
     """
 
     trial: _Copy
@@ -90,10 +90,10 @@ class _Line:
 
 
 def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss) -> dict[str, float]:
-    """The initial gradient norm, and from which rate on the optimizer's first update breaks on its own batch.
+    """Measure the initial gradient norm, and the rates from which the optimizer's first update fails on its own batch.
 
-    The rates are found on ``TRIED_RATES`` and refined by halving; infinite: none tried was too large; NaN: the
-    optimizer takes several gradients a step, or is a ready one, which cannot be tried on a copy.
+    The rates are found on ``TRIED_RATES`` and refined by bisection; infinite: none tried was too large; NaN: the
+    optimizer needs several gradients for a step, or is an existing one, which cannot be tried on a copy.
     """
     trial = _Copy(model, loss)
 
@@ -131,13 +131,13 @@ def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss)
 
 
 def _first_rate(is_too_large: Callable[[float], bool]) -> float:
-    """The smallest rate that is too large: first on the coarse rates, from small to large, then by halving."""
+    """The smallest rate that is too large: first on the coarse rates, from small to large, then by bisection."""
     index = next((i for i, rate in enumerate(TRIED_RATES) if is_too_large(float(rate))), len(TRIED_RATES))
     return _refined(index, is_too_large)
 
 
 def _refined(index: int, is_too_large: Callable[[float], bool]) -> float:
-    """The middle between a tried rate that is too large and the one before it, after some halvings."""
+    """The limit between a tried rate that is too large and the one before it, refined by bisection."""
     if index == len(TRIED_RATES):
         return math.inf
     if index == 0:
@@ -153,8 +153,8 @@ class _Copy:
     """A copy of a model to try updates on, in eval mode: without dropout, every measurement is the same.
 
     Args:
-        model: It is left alone.
-        loss: From logits and targets.
+        model: The model, which is not changed.
+        loss: Function of logits and targets.
     """
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
@@ -163,7 +163,7 @@ class _Copy:
         self.weights = [weight for weight in self.model.parameters() if weight.requires_grad]
 
     def measure(self, batch: Batch) -> tuple[float, float]:
-        """Loss of a batch and norm of all gradients together, which stay on the weights."""
+        """Loss of a batch and norm of all gradients together, which stay on the parameters."""
         inputs, targets = batch
         self.model.zero_grad(set_to_none=True)
         output = call_model(self.model, inputs)
@@ -174,7 +174,7 @@ class _Copy:
         return float(own.detach()), float(torch.nn.utils.get_total_norm(grads))
 
     def optimizer(self, plan: TrainingPlan, rate: float) -> torch.optim.Optimizer | None:
-        """A fresh one at a rate; None: it is a ready one, or takes several gradients an update."""
+        """A fresh optimizer at a rate; None if the plan's already exists, or needs several gradients for an update."""
         if isinstance(plan.optimizer, torch.optim.Optimizer):
             return None
         found = replace(plan, learning_rate=rate).optimizer_for(self.model)

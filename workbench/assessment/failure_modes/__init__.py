@@ -1,4 +1,4 @@
-"""Ways in which training fails: for each, measured criteria, what healthy runs show, and how sure the verdict is."""
+"""Failure modes of training: for each, measured criteria, the healthy band, and the confidence of the verdict."""
 
 from workbench.assessment.failure_modes.criteria_table import CRITERIA, judged
 from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, judge

@@ -1,4 +1,4 @@
-"""All criteria judged over one assessment, as the two tables that reports read."""
+"""Judge all criteria of one assessment, as the two tables that reports read."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import xarray as xr
 
 CRITERIA: tuple[Criterion, ...] = (*FLOW, *PLAN)
-#: A state that is less sure than this does not decide about its failure mode.
+#: A state with less confidence than this does not decide about its failure mode.
 LEAST_CONFIDENCE = 0.5
-#: Why a mode stays open though nothing that was measured of it is bad.
+#: Why a mode stays undecided although none of its measured criteria is bad.
 ALONE = "only a stand-in was measured, and what is healthy of it says nothing of the design"
 TOO_SHORT = "trials of a few updates that do not break say nothing of the rest"
 
@@ -49,10 +49,10 @@ class JudgedCriterion:
 
 
 def judged(tree: xr.DataTree, bands: Mapping[str, HealthyBand] | None = None) -> tuple[xr.Dataset, xr.Dataset]:
-    """Every criterion of an assessment, and what follows for the failure modes.
+    """Judge every criterion of an assessment and, from these, its failure modes.
 
-    A band judges nothing outside of the sizes of the healthy models behind it; a value that is not finite fails all the
-    same. What is healthy of a stand-in, or of trials of a few updates, does not say that the failure mode is far.
+    A band judges no model outside of the sizes of the healthy models behind it; a value that is not finite fails in any
+    case. A healthy value of a stand-in, or of trials of a few updates, does not exclude the failure mode.
 
     Args:
         tree: The measured parts of an assessment, with its sizes as attributes.
@@ -61,7 +61,7 @@ def judged(tree: xr.DataTree, bands: Mapping[str, HealthyBand] | None = None) ->
     Returns:
         Dataset with dim ``criterion``: ``failure_mode``, ``title``, ``value``, ``units``, ``low`` and ``high`` (the
         healthy band; NaN: open), ``failing_low`` and ``failing_high``, ``n_reference``, ``state``, ``confidence`` (NaN:
-        nothing was judged, or what is healthy says nothing), ``layer`` (-1: none), ``path``, ``variable``,
+        not judged, or a healthy value that excludes nothing), ``layer`` (-1: none), ``path``, ``variable``,
         ``selection`` (JSON), ``reason`` and ``is_outside`` (no healthy model of this size was recorded). And one with
         dim ``failure_mode``: ``title``, ``meaning``, ``state``, ``confidence`` (as above), ``worst_criterion`` and
         ``reason`` (of a mode that was not measured; empty: none in particular).
@@ -76,7 +76,7 @@ def judged(tree: xr.DataTree, bands: Mapping[str, HealthyBand] | None = None) ->
 
 
 def _without_acquittal(row: JudgedCriterion) -> JudgedCriterion:
-    """A row that is sure of what is bad alone."""
+    """A row whose healthy state does not exclude its failure mode."""
     return replace(row, acquits=False, confidence=math.nan if row.state == CriterionState.HEALTHY else row.confidence)
 
 
@@ -112,7 +112,7 @@ def _judged(
 
 
 def _hazards(hardware: xr.Dataset) -> list[JudgedCriterion]:
-    """Each hazard of the hardware plan that applies, as its own room judged it."""
+    """Each hazard of the hardware plan that applies, with the state that its measurement found."""
     rows = []
     for i, name in enumerate(hardware["hazard"].values):
         one = hardware.isel(hazard=i)
@@ -172,11 +172,11 @@ def _closed(limit: float) -> float:
 
 
 def _modes(rows: Iterable[JudgedCriterion], why_open: str) -> xr.Dataset:
-    """The worst sure state of each mode's criteria; what none of them could measure is not measured.
+    """The worst state of each mode's criteria that is confident enough; "not measured" if there is none.
 
     Args:
         rows: All criteria.
-        why_open: Why a healthy criterion that acquits nothing leaves its mode open.
+        why_open: Why a healthy criterion that excludes nothing leaves its mode undecided.
     """
     import xarray as xr
 
@@ -189,7 +189,7 @@ def _modes(rows: Iterable[JudgedCriterion], why_open: str) -> xr.Dataset:
             found.append((CriterionState.NOT_MEASURED, math.nan, "", why_open if judged_rows else ""))
             continue
         worst = max(sure, key=lambda row: (row.state.severity, row.confidence))
-        # A healthy mode is as sure as the least sure of its criteria.
+        # The confidence of a healthy mode is that of its least confident criterion.
         confidence = min(row.confidence for row in sure) if worst.state == CriterionState.HEALTHY else worst.confidence
         found.append((worst.state, confidence, worst.criterion, ""))
     states, confidences, worst_ones, reasons = zip(*found, strict=True)

@@ -1,4 +1,4 @@
-"""One measured number against what healthy runs show: a criterion, its reading, and how sure its verdict is."""
+"""A criterion: one measured number, the band of healthy models, and the confidence of its state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.schema.statuses import CriterionState
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Why there is no number where one was looked for.
+#: Why a number could not be measured.
 NOTHING_SEEN = "the model has no such part, or none that can be seen"
 
 
@@ -33,7 +33,7 @@ def _log_odds(x: np.ndarray) -> np.ndarray:
     return np.log(x / (1 - x))
 
 
-#: Scale on which numbers are compared -> to it and back.
+#: Scale on which numbers are compared -> the functions to it and back.
 SCALES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]] = {
     "linear": (np.asarray, np.asarray),
     "log": (_log, np.exp),
@@ -43,13 +43,13 @@ SCALES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray
 
 @dataclass(frozen=True)
 class HealthyBand:
-    """Where healthy values lie.
+    """The range of healthy values.
 
     Attributes:
         low, high: The band, inclusive; infinite where it is open.
         failing_low, failing_high: Beyond these a value is failing, not just at risk; infinite: it never is.
-        n_reference: Healthy recorded models behind the band; 0: it follows from a rule instead.
-        why: Where the limits come from, for people.
+        n_reference: Number of healthy recorded models behind the band; 0: it follows from a rule instead.
+        why: Origin of the limits, shown to the user.
         sizes: Size ("width", "blocks", "experts") -> the smallest and the largest of those models, beyond which the
             band judges nothing; empty: it holds for every size.
     """
@@ -68,7 +68,7 @@ class HealthyBand:
         return self.low == -math.inf and self.high == math.inf
 
     def open_but(self, bad_side: str) -> HealthyBand:
-        """The band with the side open that is not bad."""
+        """The band with its other side open."""
         if bad_side == "high":
             return replace(self, low=-math.inf, failing_low=-math.inf)
         return replace(self, high=math.inf, failing_high=math.inf) if bad_side == "low" else self
@@ -81,8 +81,8 @@ class CriterionReading:
     Attributes:
         value: In the criterion's unit.
         spread: Standard error of the value over repeated measurements; 0: one measurement, or an exact one.
-        selection: Dimension -> index, at which the number stands in the variable.
-        layer: Block that it is about; -1: none in particular.
+        selection: Dimension -> index of the number in the variable.
+        layer: Block of the number; -1: none in particular.
     """
 
     value: float
@@ -93,22 +93,21 @@ class CriterionReading:
 
 @dataclass(frozen=True)
 class Criterion:
-    """A number that tells whether a failure mode is near.
+    """A number that indicates a failure mode.
 
     Attributes:
-        name: Identifies it; names its band in the healthy reference.
-        failure_mode: Which one, by its name in `modes.FAILURE_MODES`.
-        title: For tables.
-        units: Of the value.
-        path, variable: Where the number stands in the tree.
-        reads: From the tree to the reading, or to the sentence why there is none.
-        meaning: What a value outside the band means, for people; one clause.
-        band: Where the limits follow from a rule; None: from the healthy reference.
-        scale: On which value and limits are compared, of ``SCALES``; the spread of a reading is one of its logarithm
-            where this is "log", else of the value itself.
-        bad_side: Where no healthy value lies: "low", "high" or "both"; the other side is open.
-        acquits: Whether a healthy value says that the failure mode is far; otherwise it only does not say that it is
-            near.
+        name: Its id, also the name of its band in the healthy reference.
+        failure_mode: The failure mode, by its name in `modes.FAILURE_MODES`.
+        title: Title in tables.
+        units: Units of the value.
+        path, variable: Where the number is in the tree.
+        reads: Function of the tree that returns the reading, or a sentence why there is none.
+        meaning: Meaning of a value outside the band, shown to the user; one clause.
+        band: The band, where the limits follow from a rule; None: that of the healthy reference.
+        scale: Scale of ``SCALES`` on which value and limits are compared; the spread of a reading is that of its
+            logarithm where this is "log", else of the value itself.
+        bad_side: Side without healthy values: "low", "high" or "both"; the other side is open.
+        acquits: Whether a healthy value excludes the failure mode; otherwise it is no evidence either way.
     """
 
     name: str
@@ -126,11 +125,11 @@ class Criterion:
 
 
 def judge(reading: CriterionReading, band: HealthyBand, *, scale: str = "linear") -> tuple[CriterionState, float]:
-    """State of a reading, and the probability that another measurement would find the same state.
+    """Judge a reading: its state, and the probability that another measurement would find the same state.
 
-    The value is taken as normal with the reading's spread (of its logarithm, on that scale). A band from n healthy
-    models is itself uncertain: the next healthy one lies beyond all of them with probability 2 / (n + 1), one for each
-    end (exchangeability), so no verdict that rests on it is surer than the rest.
+    The value is assumed normal with the reading's spread (of its logarithm, on that scale). A band from n healthy
+    models is itself uncertain: the next healthy one lies beyond all of them with probability 2 / (n + 1), half of it at
+    each end (exchangeability), so no confidence based on the band exceeds 1 minus this.
 
     Args:
         reading: Value and spread.
@@ -173,10 +172,10 @@ def judge(reading: CriterionReading, band: HealthyBand, *, scale: str = "linear"
 
 
 def worst_of(data: xr.Dataset, variable: str, *, largest: bool) -> CriterionReading | str:
-    """The largest or smallest entry of a variable, and where it stands.
+    """Find the largest or smallest entry of a variable, and its index.
 
     Args:
-        data: Holds the variable.
+        data: Dataset with the variable.
         variable: Its name.
         largest: Whether large values are the bad ones.
 
@@ -195,9 +194,9 @@ def worst_of(data: xr.Dataset, variable: str, *, largest: bool) -> CriterionRead
 
 
 def number(data: xr.Dataset, variable: str, *, spread: str | None = None) -> CriterionReading | str:
-    """A variable without dimensions as a reading; or why there is none, which its attribute ``unseen`` may say.
+    """A variable without dimensions as a reading; or why there is none, from its attribute ``unseen`` if it has one.
 
-    What is infinite is a reading, for it was measured; NaN says that there is no such thing.
+    An infinite value is a reading, because it was measured; NaN means that there is none.
     """
     if variable not in data:
         return f"{variable.replace('_', ' ')} was not measured"

@@ -12,10 +12,10 @@ from workbench.assessment.flow_numbers import NUMBERS, SCALE_OF
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Where the numbers of the model that was run stand, and those of the ladder of depths.
+#: Paths of the numbers of the model that was run, and of those of the ladder of depths.
 OF_MODEL, OF_DEPTH = "/flow_numbers", "/depth_flow"
 
-#: Where no healthy value lies, if only on one side.
+#: The side without healthy values, if it is only one.
 _BAD_SIDE = {
     "gradient_gain_steepest": "high", "branch_ratio_max": "high", "attention_logit_std_max": "high",
     "sink_share_max": "high", "token_cosine_last": "high", "max_violation_max": "high",
@@ -24,7 +24,7 @@ _BAD_SIDE = {
 
 
 def _at_target(name: str) -> Callable[[xr.DataTree], CriterionReading | str]:
-    """A number at the target depth, built thin; where depth was not varied, of the model that was run."""
+    """A number of a thin model of the target depth; where depth was not varied, of the model that was run."""
 
     def read(tree: xr.DataTree) -> CriterionReading | str:
         if OF_DEPTH not in tree.groups:

@@ -1,4 +1,4 @@
-"""The failure modes that an assessment looks for."""
+"""The failure modes that an assessment tests."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ class FailureMode:
     """A way in which training fails.
 
     Attributes:
-        title: For people.
-        meaning: What happens in it, one clause.
+        title: Title shown to the user.
+        meaning: Description in one clause.
     """
 
     title: str
     meaning: str
 
 
-#: Those of the structural catalogue (SORT, ai.22) first, in its order, then what a plan and its hardware add.
+#: Those of the structural catalogue (SORT, ai.22) first, in its order, then those of a plan and its hardware.
 FAILURE_MODES: dict[str, FailureMode] = {
     "gradient_flow_collapse": FailureMode(
         "Gradient flow collapse", "gradients vanish or explode on their way through the depth"

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 #: A risk above the first is at risk (half of such runs are lost), above the second failing.
 RISK_LIMIT, RISK_FAILING = 0.5, 0.9
-#: The criteria that a verdict on the plan rests on.
+#: The criteria that decide a verdict on the plan.
 RISK, BROKEN_TRIALS = "divergence_probability", "trials_broken"
-#: A larger share is every trial.
+#: A larger share means every trial.
 ALL_BROKEN = 0.999
-#: Standard errors that an interval of 95 % reaches to either side.
+#: Half width of a 95 % interval, in standard errors.
 _Z95 = 1.96
 _START = "initialization_out_of_band"
 
@@ -75,8 +75,8 @@ PLAN = (
         "tried_probability", _risk, "the run is more likely lost than not",
         HealthyBand(high=RISK_LIMIT, failing_high=RISK_FAILING, why="half of the runs with such a risk diverge"),
     ),
-    # Measured on the plan itself, whatever the risk model knows. Trials that break condemn a plan; that none did in the
-    # first updates does not say what thousands will do, so it acquits none.
+    # Measured on the plan itself, independent of the risk model. Diverged trials are evidence against a plan; trials of
+    # the first updates without divergence do not exclude one after thousands, so they acquit no plan.
     Criterion(
         BROKEN_TRIALS, "divergence_risk", "share of trials of the plan that broke", "1", "/rehearsal", "share_broken",
         _broken_trials, "trials of the first updates broke",

@@ -1,4 +1,4 @@
-"""What healthy runs show: the bands that shipped models were recorded to lie in."""
+"""The healthy reference: bands of the recorded healthy models."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from workbench.assessment.failure_modes.criterion import EDGE_OF_SHARE, SCALES, HealthyBand
 
-#: A band reaches this share of its width beyond the healthy values on either side; chosen so that a healthy model of an
-#: architecture that was left out seldom falls outside (``false_alarms`` in the shipped reference).
+#: A band extends by this share of its width beyond the healthy values on either side; chosen so that a healthy model of
+#: an architecture that was left out rarely falls outside (``false_alarms`` in the shipped reference).
 MARGIN = 0.25
-#: The narrowest width that healthy values are taken to have, on their scale.
+#: The smallest range that healthy values are assumed to have, on their scale.
 _NARROWEST = 0.2
 
 
@@ -38,11 +38,11 @@ def band_of(values: Sequence[float], *, scale: str, margin: float = MARGIN) -> H
     """The band around healthy values.
 
     Args:
-        values: One per healthy model, in the criterion's unit; what is not finite (or not positive, on the scale "log")
-            is left out.
-        scale: Of the margin: "linear", "log" or "share".
-        margin: Share of the values' range that is added at either end. A value is failing where it lies beyond the band
-            by as much as the band is wide.
+        values: One per healthy model, in the criterion's unit; values that are not finite (or not positive, on the
+            scale "log") are ignored.
+        scale: Scale of the margin: "linear", "log" or "share".
+        margin: Share of the values' range that is added at either end. A value is failing where its distance from the
+            band exceeds the band's width.
 
     Returns:
         The band with its number of models; open, with none, if no value is left.
@@ -57,7 +57,7 @@ def band_of(values: Sequence[float], *, scale: str, margin: float = MARGIN) -> H
     low, high = float(x.min()) - margin * width, float(x.max()) + margin * width
     ends = (low, high, low - (high - low), high + (high - low))
     low, high, failing_low, failing_high = (float(back(np.array(end))) for end in ends)
-    if scale == "share":  # where the band reaches the end of what a share can be, that side is open
+    if scale == "share":  # a side where the band reaches 0 or 1 is open
         low, failing_low = (limit if limit > EDGE_OF_SHARE else -math.inf for limit in (low, failing_low))
         high, failing_high = (limit if limit < 1 - EDGE_OF_SHARE else math.inf for limit in (high, failing_high))
     return HealthyBand(low, high, failing_low, failing_high, len(x), "healthy recorded models")

@@ -1,4 +1,4 @@
-"""How large the model is that was measured, how large what it stands for, and whether healthy models were as large."""
+"""Sizes of the measured model and of the subject, and whether healthy models of these sizes were recorded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Size -> how healthy models had it, and how one model has it; ``{}`` is a number or two.
+#: Size -> phrases for several healthy models and for one model; ``{}`` is a number or a range.
 _WORDS = {
     "width": ("were {} wide", "is {} wide"),
     "blocks": ("had {} blocks", "has {}"),
@@ -24,11 +24,10 @@ class Sizes:
     """Sizes of an assessment.
 
     Attributes:
-        width, blocks: Of what is assessed.
-        run_width, run_blocks: Of the model that was run.
-        experts: In each block; 0: none, or nothing says it.
-        is_stand_in: Whether the model that was run is another one than what is assessed: smaller, or with a smaller
-            vocabulary.
+        width, blocks: Those of the subject.
+        run_width, run_blocks: Those of the model that was run.
+        experts: Experts in each block; 0: none, or unknown.
+        is_stand_in: Whether the model that was run is not the subject, but smaller, or with a smaller vocabulary.
     """
 
     width: int
@@ -40,7 +39,7 @@ class Sizes:
 
     @classmethod
     def of(cls, tree: xr.DataTree) -> Sizes | None:
-        """From the attributes of an assessment; None where it has none."""
+        """Read the sizes from the attributes of an assessment; None where it has none."""
         names = ("width", "depth", "measured_width", "measured_depth")
         if any(name not in tree.attrs for name in names):
             return None
@@ -52,12 +51,12 @@ class Sizes:
             run_width,
             run_blocks,
             int(tree.attrs.get("n_experts", 0)),
-            bool(tree.attrs.get("is_stand_in", is_other)),  # which trees of an older workbench do not say
+            bool(tree.attrs.get("is_stand_in", is_other)),  # trees of an older workbench lack it
         )
 
     @property
     def attributes(self) -> dict[str, int]:
-        """As the attributes of an assessment."""
+        """The sizes as attributes of an assessment."""
         return {
             "width": self.width,
             "depth": self.blocks,
@@ -69,14 +68,14 @@ class Sizes:
 
     @property
     def stand_in(self) -> str:
-        """The model that was run, in words."""
+        """A description of the model that was run."""
         return f"a stand-in {self.run_width:,} wide with {self.run_blocks:,} block{'s' * (self.run_blocks != 1)}"
 
     def outside(self, ranges: Ranges) -> str:
-        """Why healthy models of some sizes say nothing about this one; empty if they do.
+        """Why a band of healthy models of some sizes does not apply to this one; empty if it does.
 
-        What was measured and what it stands for must both be inside: a stand-in is given the variances of a wide model
-        in order to do as that one does, so thin healthy models are no measure of it.
+        The measured model and the subject must both be inside: a stand-in has the variances of a wide model, so that
+        its gains are those of that one, and cannot be compared with thin healthy models.
         """
         theirs, own = [], []
         both = {

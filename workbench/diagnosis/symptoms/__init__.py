@@ -1,4 +1,4 @@
-"""Evidence: one function a group of symptoms, each a number of the run, how strongly it speaks, and a sentence."""
+"""Symptoms of a failed run: each a number, its strength as evidence, and a sentence; one function for each group."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _GROUPS = (curve_symptoms, update_symptoms, block_symptoms, attention_symptoms, 
 def read_symptoms(
     record: Record, failure: Failure, *, kinds: Collection[str] = tuple(SymptomKind)
 ) -> dict[str, Symptom]:
-    """Every symptom that the run allows, by name.
+    """Read every symptom that the record allows, by name.
 
     Args:
-        record: Of the run.
-        failure: Of it.
-        kinds: What may be looked at.
+        record: Record of the run.
+        failure: Its failure.
+        kinds: Kinds of symptoms to read.
     """
     found = (symptom for group in _GROUPS for symptom in group(record, failure))
     alone = {symptom.name: symptom for symptom in found if symptom.kind in kinds}
-    # Made of what may be read, so that nothing else comes in through them.
+    # Joint symptoms are made of the allowed ones, so that they use no other data.
     return alone | {symptom.name: symptom for symptom in joint_symptoms(alone)}
 
 

@@ -1,4 +1,4 @@
-"""Symptoms inside attention: where arithmetic with too few bits shows first (arXiv:2606.28116)."""
+"""Symptoms of attention, where arithmetic with too few bits shows first (arXiv:2606.28116)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.formatting import short
 
 
 def attention_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """What the part ``attention`` says, last measured before the failure (of a run that stalled: at its end)."""
+    """Symptoms of the part ``attention``, last measured before the failure (of a stalled run: at its end)."""
     if "attention" not in record.parts:
         return
     steps = record.steps_of("attention")
@@ -126,7 +126,7 @@ def _of_update_spectra(record: Record, at: int) -> Iterator[Symptom]:
 
 
 def _of_query_updates(record: Record, terms: list[str], at: int) -> Iterator[Symptom]:
-    """Whether the updates of the queries spread over more directions as they go on, as rounding makes them."""
+    """Whether the updates of the queries spread over more directions during training, which rounding causes."""
     if "dWq" not in terms or not at:
         return
     rank = np.nanmedian(record.values("attention", "effective_rank")[..., terms.index("dWq")], axis=(1, 2))

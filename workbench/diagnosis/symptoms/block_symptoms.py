@@ -1,4 +1,4 @@
-"""Signs of one block that is unlike its neighbours, and of a stack that is out of band from the start."""
+"""Symptoms of one block that is unlike its neighbours, and of a stack that is out of band from the start."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from workbench.formatting import short
 
 #: Neighbours differ by less than this factor, as a power of ten.
 _ALIKE, _UNLIKE = 0.35, 1.0
-#: Spectral radius that a block has at most, as a power of ten: the first one, and the others.
+#: Largest usual spectral radius, as a power of ten: of the first block, and of the others.
 _FIRST_RADIUS, _RADIUS = 1.75, 1.5
 
 
 def block_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """What differs between the blocks, at the first measurement of each of several quantities."""
+    """Differences between the blocks, at the first measurement of each of several quantities."""
     if record.has("optimizer", "module_weight_norm"):
         yield from _of_modules(record)
     if record.has("activations", "state_norm"):
@@ -41,7 +41,7 @@ def block_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
 
 
 def odd_one(values: np.ndarray) -> tuple[int, float]:
-    """Place and log10 ratio of the value that is most unlike the median of the others; (-1, 0) of fewer than three."""
+    """Index and log10 ratio of the value that is most unlike the median of the others; (-1, 0) of fewer than three."""
     logs = np.log10(np.maximum(np.asarray(values, dtype=np.float64), 1e-12))
     known = np.flatnonzero(np.isfinite(logs))
     if len(known) < 3:
@@ -147,7 +147,7 @@ def _of_states(record: Record, failure: Failure) -> Iterator[Symptom]:
 
 
 def _of_spectra(record: Record) -> Iterator[Symptom]:
-    """What the modes of the first spectra say, which are those of the fresh model where they were taken at step 0."""
+    """Symptoms of the first recorded spectra, which are those of the fresh model where they were taken at step 0."""
     if not record.has("spectra", "spectral_radius"):
         return
     part = record.parts["spectra"]
@@ -158,8 +158,7 @@ def _of_spectra(record: Record) -> Iterator[Symptom]:
     )
     if not np.isfinite(radius).any():
         return
-    # The first block meets the bare embedding, which is small and of low rank, so it may stretch it more than others
-    # do.
+    # The input of the first block is the embedding, which is small and of low rank, so the block may stretch it more.
     excess = np.log10(np.maximum(radius, 1e-12)) - np.where(np.arange(len(radius)) == 0, _FIRST_RADIUS, _RADIUS)
     place: dict[str, Any] = {"path": "/spectra", "variable": "spectral_radius", "step": step}
     top, low = int(np.nanargmax(excess)), int(np.nanargmin(radius))
@@ -200,5 +199,5 @@ def _of_spectra(record: Record) -> Iterator[Symptom]:
 
 
 def _usual(excess: float) -> str:
-    """What is said of a number that is the most unusual of its kind, and still as in other runs."""
+    """The remark on a number that is the most unusual of its run, and still within the usual range."""
     return "" if excess > 0 else ", which is usual"

@@ -1,4 +1,4 @@
-"""Signs of the curves that every log has: the loss, the gradient norm and the learning rate."""
+"""Symptoms of the curves that every log has: the loss, the gradient norm and the learning rate."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from workbench.schema.statuses import FailureKind, SymptomKind
 
 #: A rate that rises by this factor from one step to the next, after the first few, jumps.
 _JUMP, _FIRST = 1.5, 4
-#: A jump may come so many steps before the failure; and a few after it, as its first step is found to within the noise.
+#: A jump may precede the failure by this many steps, or follow it by a few, as the onset is only found to within noise.
 _BEFORE, _AFTER = 40, 20
-#: The rate is spent below this share of its peak.
+#: The rate counts as decayed below this share of its peak.
 _SPENT = 0.1
 
 
 def curve_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """What loss, gradient norm and learning rate say, whatever made them."""
+    """Symptoms of loss, gradient norm and learning rate."""
     yield from _of_the_loss(record, failure)
     yield from _of_the_gradients(record, failure)
     yield from _of_the_rate(record, failure)
@@ -66,9 +66,9 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
         failure.recovered if is_spike else 0.0,
         failure.recovered,
         math.nan,
-        f"Of a rise of {failure.rise:.3g} nats {100 * failure.recovered:.0f} % was made good by the end."
+        f"Of a rise of {failure.rise:.3g} nats {100 * failure.recovered:.0f} % was recovered by the end."
         if is_spike
-        else "There is no rise that was made good.",
+        else "There is no rise that was recovered.",
         **place,
     )
     if is_spike or is_divergence:
@@ -260,7 +260,7 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Symptom]:
 
 
 def _distance(n: int) -> str:
-    """How far before the failure something was, as the end of a sentence."""
+    """The distance to the failure in steps, as the end of a sentence."""
     if n == 0:
         return ", where it failed"
     return f", {in_steps(abs(n))} {'before' if n > 0 else 'after'} the failure"

@@ -1,4 +1,4 @@
-"""Symptoms that are made of others: what several of them say together, which a sum of each alone cannot."""
+"""Symptoms that combine several others, where a sum of separate evidence would not be enough."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from workbench.diagnosis.symptoms.symptom import Symptom, in_steps
 
-#: Any one of these is enough to suspect a block, or the router; in words, what each looks at.
+#: Any one of these is enough to suspect a block, or the router, with the quantity that each measures.
 _OF_BLOCKS = {
     "block_blows_up": "how far it stretches its strongest mode",
     "odd_weights": "the size of its weights",
@@ -21,12 +21,12 @@ _OF_ROUTERS = {
     "auxiliary_loss_rules": "how large the auxiliary loss is",
     "router_is_sure_at_once": "how sure the router is from the start",
 }
-#: The strongest of them has to speak this strongly before the sentence says that something is unusual.
+#: Smallest strength of the strongest of them at which the sentence calls it unusual.
 _UNUSUAL = 0.3
 
 
 def joint_symptoms(symptoms: Mapping[str, Symptom]) -> Iterator[Symptom]:
-    """What the symptoms read so far say together; of those that are not there nothing is assumed."""
+    """Combine the symptoms read so far; missing ones are ignored."""
     if (top := _strongest(symptoms, _OF_BLOCKS)) is not None:
         which = f"Block {top.layer}" if top.layer >= 0 else "A block"
         said = (
@@ -50,7 +50,7 @@ def _strongest(symptoms: Mapping[str, Symptom], names: Iterable[str]) -> Symptom
 
 
 def _of_several(name: str, top: Symptom, sentence: str) -> Symptom:
-    """A symptom whose value says how unusual the strongest of its members is; their own rows have what was measured."""
+    """A symptom whose value is the strength of its strongest member; the members hold the measured values."""
     value = max(top.strength, 0.0)
     return replace(
         top, name=name, sentence=sentence, value=value, units="1", reference=0.0, path="", variable="", selection={}
@@ -62,7 +62,7 @@ def _is_unusual(symptom: Symptom) -> bool:
 
 
 def _burst(symptoms: Mapping[str, Symptom]) -> Iterator[Symptom]:
-    """A rise of the loss that is made good, while neither rate nor rows nor gradients had moved before."""
+    """A rise of the loss that is recovered, while neither rate nor batch size nor gradients had changed before."""
     if "spike_recovers" not in symptoms or "abrupt" not in symptoms:
         return
     excuses = ("rate_jumps", "gradients_build_up", "few_rows", "batches_shrink")
@@ -73,10 +73,10 @@ def _burst(symptoms: Mapping[str, Symptom]) -> Iterator[Symptom]:
         name="rise_out_of_nothing",
         strength=strength,
         sentence=f"The loss rose within {in_steps(max(int(symptoms['abrupt'].value), 1))} and "
-        f"{100 * symptoms['spike_recovers'].value:.0f} % of it was made good, "
+        f"{100 * symptoms['spike_recovers'].value:.0f} % of it was recovered, "
         + (
-            "while rate, rows and gradients before it were unchanged."
+            "while rate, batch size and gradients before it were unchanged."
             if innocence > 0.5
-            else "but rate, rows or gradients had moved before."
+            else "but rate, batch size or gradients had changed before."
         ),
     )

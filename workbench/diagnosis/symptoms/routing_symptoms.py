@@ -1,4 +1,4 @@
-"""Signs of a mixture of experts that routes badly."""
+"""Symptoms of a mixture of experts that routes badly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.schema.statuses import SymptomKind
 
 
 def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """What the part ``router`` says at the end, and what the auxiliary loss weighs."""
+    """Symptoms of the part ``router`` at the end, and of the size of the auxiliary loss."""
     auxiliary = record.monitor("auxiliary_loss")
     if auxiliary is not None:
         loss = record.values("monitors", "loss")
@@ -42,12 +42,12 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
             **place,
         )
     if "router" not in record.parts:
-        if "optimizer" in record.parts or "activations" in record.parts:  # the model was looked at, and has none
+        if "optimizer" in record.parts or "activations" in record.parts:  # the model was measured and has no router
             yield Symptom("has_routers", 0.0, 0.0, 0.0, "No block routes its tokens to experts.", units="block")
             yield Symptom("experts_die", 0.0, 0.0, 0.0, "There are no experts that could go without tokens.")
         return
     steps = record.steps_of("router")
-    # Before a spike the router tells the cause; afterwards it may only have suffered.
+    # Before a spike the router may show the cause; afterwards its state may be a consequence.
     before = np.flatnonzero(steps <= failure.step + 1) if not failure.is_stalled else np.arange(len(steps))
     seen = (
         np.flatnonzero(np.isfinite(record.values("router", "dead_experts")).any(axis=1))

@@ -1,7 +1,7 @@
-"""Signs of the settings: rows of a batch as every step records them, and what the store says of the plan.
+"""Symptoms of the settings: the batch size that every step records, and the plan that the store records.
 
-An engineer reads the plan too. None of these says that a value is wrong in itself, and the fit decides how much each
-is worth; how far the diagnosis gets without them is part of the recorded study.
+None of these says that a value is wrong in itself; the fit decides how much evidence each is. The recorded study also
+measures the diagnosis without them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN_SCHEDULES = ("constant", "cosine", "linear")
 
 
 def setting_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """What the run was told."""
+    """Symptoms of the run's batch size and plan."""
     yield from _of_batches(record, failure)
     yield from _of_plan(record)
 
@@ -44,7 +44,7 @@ def _of_batches(record: Record, failure: Failure) -> Iterator[Symptom]:
         ramp(drop, 0.3, 2.0, low=-1),
         last / first if first > 0 else math.nan,
         1.0,
-        f"A batch has {last:.0f} rows at the end and had {first:.0f} at the start.",
+        f"A batch has {last:.0f} examples at the end and had {first:.0f} at the start.",
         **place,
     )
 
@@ -55,7 +55,7 @@ def _small(rows: float, **place: Any) -> Symptom:
         ramp(math.log2(max(rows, 1)), 3.5, 1.0, low=-0.5),
         rows,
         16.0,
-        f"A batch has {rows:.0f} rows.",
+        f"A batch has {rows:.0f} examples.",
         units="row",
         **place,
     )
@@ -126,7 +126,7 @@ def _setting(name: str, strength: float, value: float, reference: float, sentenc
 
 
 def _adam_eps(training: dict) -> float | None:
-    """The eps of a named optimizer of the Adam kind; None: it has none, or is somebody's own."""
+    """The eps of a named optimizer of the Adam kind; None if it has none, or is a custom one."""
     optimizer = str(training.get("optimizer", "")).lower()
     options = training.get("optimizer_options") or {}
     found = options.get("eps", 1e-8 if "adam" in optimizer else None)

@@ -1,4 +1,4 @@
-"""One symptom: a number read from a run, how strongly it speaks, and the sentence that says so."""
+"""One symptom: a number read from a run, its strength as evidence, and a sentence that states it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from workbench.schema.statuses import SymptomKind
 
 @dataclass(frozen=True)
 class Symptom:
-    """What one reading of a run found.
+    """One number read from a run, as evidence.
 
     Attributes:
         name: Its id, also the name of the feature that the ranking reads.
-        strength: How strongly it speaks: 0 for nothing unusual, about 1 where an engineer would point at it; below 0
-            for the contrary. Never NaN: a symptom that cannot be read is not there.
-        value: What was measured.
-        reference: What runs usually have; NaN: nothing in particular.
-        sentence: For people, with the numbers.
-        units: Of value and reference.
+        strength: Strength of the evidence: 0 for nothing unusual, about 1 where it is striking; below 0 for the
+            contrary. Never NaN: a symptom that cannot be read is left out.
+        value: The measured value.
+        reference: The usual value; NaN: none in particular.
+        sentence: The sentence shown to the user, with the numbers.
+        units: Units of value and reference.
         kind: What it was read from.
-        step: Of the run; -1: none in particular.
+        step: Step of the run; -1: none in particular.
         layer: Block; -1: none in particular.
         path: Part of the run that holds the number, such as ``"/monitors"``; empty: the configuration, checkpoints
             or several other symptoms.
-        variable: In that part.
-        selection: Dimension -> value at which the number stands there, beside the step.
+        variable: Name of the variable in that part.
+        selection: Dimension -> value that selects the number there, besides the step.
     """
 
     name: str
@@ -59,10 +59,10 @@ def ramp(value: float, zero: float, one: float, *, low: float = 0.0, high: float
 
 
 def fold(factor: float) -> str:
-    """A factor in words, such as "12-fold" or "3,380-fold"."""
+    """A factor as text, such as "12-fold" or "3,380-fold"."""
     return f"{short(factor)}-fold"
 
 
 def in_steps(n: int) -> str:
-    """A number of steps in words."""
+    """A number of steps as text."""
     return "one step" if n == 1 else f"{n} steps"

@@ -1,4 +1,4 @@
-"""Signs of the updates: their size against the weights and the rate, and what Adam knows of the gradients."""
+"""Symptoms of the updates: their size relative to weights and rate, and Adam's moments relative to the gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.formatting import short
 
 
 def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """What the part ``optimizer`` says of all modules together (medians over the blocks)."""
+    """Symptoms of the part ``optimizer``, over all modules together (medians over the blocks)."""
     if not record.has("optimizer", "update_ratio"):
         return
     steps = record.steps_of("optimizer")
@@ -64,7 +64,7 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
                 ramp(finite_log10(found), 0.2, 0.8, high=2),
                 found,
                 1.0,
-                f"Around the failure gradients were {short(found)} times what Adam's memory of them says.",
+                f"Around the failure gradients were {short(found)} times what Adam's second moment expects.",
                 variable="adam_staleness",
                 **place,
             )
@@ -84,7 +84,7 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
 
 
 def _shortfall(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
-    """Whether updates are as large as the rate says: with Adam about one rate a step for each weight."""
+    """Whether updates have the size that the rate implies: with Adam about the rate for each weight and step."""
     rate = record.monitor("learning_rate")
     needed = ("module_weight_norm", "module_grad_norm", "gradient_rms")
     if rate is None or not all(record.has("optimizer", name) for name in needed):
@@ -130,7 +130,7 @@ def _shortfall(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
 
 
 def _blocks(record: Record) -> np.ndarray:
-    """Places of the blocks among the modules; of all where none is a block."""
+    """Indices of the blocks among the modules; all indices where none is a block."""
     part = record.parts["optimizer"]
     layer = part["layer"].values if "layer" in part.coords else np.arange(part.sizes["module"])
     found = np.flatnonzero(layer >= 0)
