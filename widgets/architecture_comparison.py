@@ -55,7 +55,7 @@ class ArchitectureComparison(WorkbenchWidget):
         published: Which runs to compare with published figures, as in `workbench.compare`.
 
     Attributes:
-        runs: Every run by name, as `workbench.widgets.recorded_run.RecordedRun`.
+        runs: Every run by name, as `workbench.widgets.comparison.recorded_run.RecordedRun`.
         views: The views by name, each with its own controls and, once it was visible, its figure.
         export_bar: The buttons and fields for files.
 

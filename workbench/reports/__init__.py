@@ -1,8 +1,8 @@
-"""Reports: a tree of an assessment, a diagnosis or a comparison of designs, told to people; `report` is the way in.
+"""Write an assessment, a diagnosis or a comparison of designs as HTML, Markdown or notebook; start at `report`.
 
-quantity.py finds a number in a tree, or says that it is not there; words.py writes it; document.py has sentences with
-slots for such numbers, tables and pictures; assessment.py, diagnosis.py and comparison.py say what is to be said;
-effect_space.py lists everything that was measured; pictures.py draws; html.py, markdown.py and notebook.py write.
+quantity.py finds a number in a tree, or notes that it is missing; document.py holds sentences with slots for such
+numbers, tables and pictures; assessment_document.py, diagnosis_document.py and comparison_document.py compose them;
+effect_space.py lists every measurement; pictures.py draws; html.py, markdown.py and notebook.py write the files.
 """
 
 from workbench.reports.make_report import report

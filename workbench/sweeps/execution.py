@@ -73,7 +73,7 @@ def run(
             index, error = next(iter(failed.items()))
             raise SweepError(
                 f"{len(failed)} of {len(runs)} runs failed, the first being run {index} ({runs[index].architecture}: "
-                f"{type(error).__name__}: {error}); the others are kept: repair the cause and call sweep() again."
+                f"{type(error).__name__}: {error}); the others are kept: fix the cause and call wb.sweeps.run() again."
             ) from error
     return open_sweep(path)
 
