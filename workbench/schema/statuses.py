@@ -116,8 +116,8 @@ class CauseKind(StrEnum):
 class SymptomKind(StrEnum):
     """What a symptom was read from."""
 
-    #: Measurements of the model: spectra, gradients, attention.
+    #: What the run did: loss, gradients, spectra, attention.
     MECHANISM = "mechanism"
-    #: What every step records: loss, rate, rows.
+    #: Learning rate and batch size, as every step records them.
     LOG = "log"
     CONFIGURATION = "configuration"
