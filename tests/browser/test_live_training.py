@@ -76,8 +76,13 @@ def test_kss_is_switched_while_the_modes_move(lab, page, artifacts, notebook):
     # Paused it holds still, in the kernel and on the page; then it goes on.
     press("Pause")
     page.get_by_role("button", name="Resume", exact=True).wait_for(timeout=10_000)
-    wait(lambda: kernel("live.canvas.n_painted == live.canvas.n_sent"), "the last picture")
-    page.wait_for_timeout(300)
+
+    def is_still():  # the step that was being made has ended
+        n_before = n_done()
+        page.wait_for_timeout(500)
+        return n_done() == n_before and kernel("live.canvas.n_painted == live.canvas.n_sent")
+
+    wait(is_still, "the last step and its picture")
     held, still = n_done(), [pixels(maps.nth(i)) for i in range(2)]
     page.wait_for_timeout(500)
     assert n_done() == held
