@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.callbacks.test_kss_loops import gpt2
 from tests.callbacks.test_kss_shaper import kss_with
 from tests.small_training import same_weights
 from workbench.callbacks.gathering import gather
+from workbench.errors import StoreError
 from workbench.training.callback import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -166,3 +168,164 @@ class TestTheExampleOfTheDocs:
         assert events["step"].values[seen].tolist() == [0, 1, 2]
         np.testing.assert_allclose(events["score"].values[seen], run["monitors"]["grad_norm"], rtol=1e-5)
         np.testing.assert_array_equal(run["monitors"]["is_large"], 1.0)
+
+
+class FailsAt(wb.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def end_step(self, step, numbers):
+        if step == self.step:
+            raise KeyError(step)
+
+
+class Watching(wb.Callback):
+    """Notes its calls, and whether a pass goes on while it is called."""
+
+    def __init__(self):
+        self.calls, self.inside, self.numbers = [], False, []
+
+    def begin(self):
+        self.event(0, "at begin")
+
+    def begin_step(self, step):
+        self.calls.append(("begin_step", step))
+
+    def change_batch(self, inputs, targets):
+        self.calls.append(("change_batch", None))
+        return inputs, targets
+
+    @contextmanager
+    def around_pass(self):
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
+    def before_update(self, step, numbers):
+        assert not self.inside
+
+    def end_step(self, step, numbers):
+        assert not self.inside
+        self.numbers.append(numbers)
+
+    def end(self, *, is_broken=False):
+        self.event(0, "at end")
+        super().end(is_broken=is_broken)
+
+    def count(self, name):
+        return sum(call == name for call, _ in self.calls)
+
+
+class OfFirstStates(wb.Callback):
+    """Has a state that JSON does not keep."""
+
+    state = None
+
+    def state_dict(self):
+        return {1: (2, 3)}
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.framework
+class TestHuggingFace:
+    def test_a_training_that_failed_leaves_nothing_to_the_next(self, tmp_path):
+        model, watching, fails = without_dropout(gpt2), Watching(), FailsAt(2)
+        recorder = wb.Recorder(tmp_path / "run.zarr", every=None)
+        callback = wb.trainer_callback(watching, fails, wb.baselines.RandomL2(0.1), recorder)
+        subject = trainer(model, tmp_path, callback, max_steps=4)
+        with pytest.raises(KeyError):
+            subject.train()
+        callback.detach()
+        assert not model._forward_pre_hooks
+        assert not model._forward_hooks
+        assert wb.open_run(tmp_path / "run.zarr").attrs["state"] == "stopped"
+        fails.step, watching.calls = None, []
+        with pytest.raises(StoreError, match="exists already"):  # another run, and the first one is kept
+            subject.train()
+        again = Watching()
+        subject = trainer(model, tmp_path, wb.trainer_callback(again, wb.baselines.RandomL2(0.1)), max_steps=4)
+        subject.train()
+        assert again.count("change_batch") == again.count("begin_step") == 4
+        assert not model._forward_pre_hooks
+
+    def test_a_training_that_failed_and_is_begun_again_at_once(self, tmp_path):
+        model, watching, fails = without_dropout(gpt2), Watching(), FailsAt(2)
+        subject = trainer(model, tmp_path, wb.trainer_callback(watching, fails), max_steps=4)
+        with pytest.raises(KeyError):
+            subject.train()
+        fails.step, watching.calls = None, []
+        subject.train()
+        assert watching.count("change_batch") == 4
+        assert not model._forward_pre_hooks
+
+    def test_the_loss_of_a_smaller_batch_is_a_mean_too(self, tmp_path):
+        losses = []
+        for callbacks in ((), (wb.trainer_callback(wb.faults.small_batch(n_rows=1, start=0)),)):
+            subject = trainer(without_dropout(gpt2), tmp_path, *callbacks, max_steps=1)
+            subject.train()
+            losses.append(next(row["loss"] for row in subject.state.log_history if "loss" in row))
+        assert losses[1] == pytest.approx(losses[0], rel=0.2)
+        assert losses[1] != losses[0]
+
+    def test_other_options_than_those_of_the_checkpoint_are_refused(self, tmp_path):
+        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+        trainer(gpt2(), tmp_path, wb.trainer_callback(wb.baselines.RandomL2(0.1)), **options).train()
+        other = trainer(
+            gpt2(), tmp_path, wb.trainer_callback(wb.baselines.RandomL2(0.5)), **{**options, "max_steps": 4}
+        )
+        with pytest.raises(StoreError, match="made with penalties options"):
+            other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+    def test_states_come_back_as_they_were(self, tmp_path):
+        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+        trainer(gpt2(), tmp_path, wb.trainer_callback(OfFirstStates()), **options).train()
+        resumed = OfFirstStates()
+        subject = trainer(gpt2(), tmp_path, wb.trainer_callback(resumed), **{**options, "max_steps": 3})
+        subject.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert resumed.state == {1: (2, 3)}
+
+
+@pytest.mark.framework
+class TestLightning:
+    def test_a_pass_ends_with_its_backward_pass_and_a_step_begins_once(self, lightning, task):  # noqa: F811
+        watching = Watching()
+        module = lightning_module(lightning, without_dropout(gpt2))
+        fit(lightning, module, wb.lightning_callback(watching), n_steps=3, task=task, accumulate_grad_batches=2)
+        assert [step for name, step in watching.calls if name == "begin_step"] == [0, 1, 2]
+        assert watching.count("change_batch") == 6
+        assert all(numbers["learning_rate"] == 0.01 for numbers in watching.numbers)
+
+    def test_a_training_step_that_takes_the_batch_alone(self, lightning, task):  # noqa: F811
+        class OfBatch(type(lightning_module(lightning, without_dropout(gpt2)))):
+            def training_step(self, batch):
+                return super().training_step(batch, 0)
+
+        module, watching = lightning_module(lightning, without_dropout(gpt2)), Watching()
+        module.__class__ = OfBatch
+        fit(lightning, module, wb.lightning_callback(watching), n_steps=2, task=task)
+        assert watching.count("change_batch") == 2
+        assert "training_step" not in vars(module)
+
+    def test_a_store_is_not_written_twice(self, lightning, task, tmp_path):  # noqa: F811
+        module = lightning_module(lightning, without_dropout(gpt2))
+        callback = wb.lightning_callback(wb.Recorder(tmp_path / "run.zarr", every=None))
+        fit(lightning, module, callback, n_steps=3, task=task)
+        with pytest.raises(StoreError, match="exists already"):
+            fit(lightning, module, callback, n_steps=2, task=task)
+        assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 3
+
+
+@pytest.mark.parametrize("trains_in", ["train", pytest.param("trainer", marks=pytest.mark.framework)])
+def test_events_of_the_beginning_and_the_end_are_kept(trains_in, make_model, task, tmp_path):
+    path = tmp_path / "run.zarr"
+    if trains_in == "train":
+        list(wb.train(make_model(), task, n_steps=2, store=path, callbacks=[Watching()]))
+    else:
+        callback = wb.trainer_callback(Watching(), wb.Recorder(path, every=None))
+        trainer(without_dropout(gpt2), tmp_path, callback, max_steps=2).train()
+    kinds = wb.open_run(path)["events"].to_dataset()["kind"].values.tolist()
+    assert {"at begin", "at end"} <= {*kinds}

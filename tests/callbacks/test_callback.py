@@ -3,7 +3,9 @@
 import dataclasses
 import inspect
 import json
+import shutil
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ import workbench as wb
 from tests.callbacks.test_kss_integrations import fit, lightning, lightning_module, trainer, without_dropout  # noqa: F401
 from tests.callbacks.test_kss_loops import gpt2
 from tests.small_training import same_weights
-from workbench.errors import OptionError
+from workbench.errors import OptionError, StoreError
 from workbench.training.recording import Recording
 from workbench.training.training_plan import TrainingPlan
 
@@ -197,6 +199,103 @@ class TestTheProtocol:
         with pytest.raises(KeyError):
             list(wb.train(model, task, n_steps=3, kss=wb.KSS(), callbacks=[Fails()]))
         assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
+
+    def test_a_pass_that_cannot_begin_leaves_no_other_open(self, make_model, task):
+        inside = []
+
+        class Outer(wb.Callback):
+            @contextmanager
+            def around_pass(self):
+                inside.append(self)
+                try:
+                    yield
+                finally:
+                    inside.pop()
+
+        class Fails(wb.Callback):
+            def around_pass(self):
+                raise KeyError("no context")
+
+        with pytest.raises(KeyError):
+            list(wb.train(make_model(), task, n_steps=1, callbacks=[Outer(), Fails()]))
+        assert inside == []
+
+    @pytest.mark.parametrize("method", ["state_dict", "end"])
+    def test_a_callback_that_fails_at_the_end_leaves_nothing_open(self, make_model, task, tmp_path, method):
+        class Fails(wb.Callback):
+            pass
+
+        def fail(self, **options):
+            raise KeyError(method)
+
+        setattr(Fails, method, fail)
+        model, path = make_model(), tmp_path / "run.zarr"
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"optimizer": optimizer, "warmup": 5, "store": path}
+        with pytest.raises(KeyError):
+            list(wb.train(model, task, n_steps=2, kss=wb.KSS(), callbacks=[Fails()], **settings))
+        assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
+        assert wb.open_run(path).attrs["state"] == "finished"
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+    @pytest.mark.parametrize(
+        ("returned", "said"),
+        [
+            (3.0, "returned a float, expected numbers by name"),
+            ({"x": "text"}, "returned x as a str, expected one number"),
+            ({"x": None}, "returned x as a NoneType, expected one number"),
+            ({"x": torch.ones(2)}, "returned x as a Tensor, expected one number"),
+            ({"loss": 0.0}, "returned 'loss', which the run records already"),
+            ({"step": 3}, "returned 'step', which the run records already"),
+        ],
+    )
+    def test_what_is_no_number_of_its_own_is_refused_at_once(self, make_model, task, returned, said):
+        class Says(wb.Callback):
+            def end_step(self, step, numbers):
+                return returned
+
+        with pytest.raises(OptionError, match=f"callback 'Says' {said}"):
+            list(wb.train(make_model(), task, n_steps=2, callbacks=[Says()]))
+
+    def test_one_callback_does_not_act_on_two_runs_at_once(self, make_model, task):
+        callback = LargeGradients()
+        first = wb.train(make_model(), task, n_steps=3, callbacks=[callback])
+        second = wb.train(make_model(), task, n_steps=3, callbacks=[callback])  # neither has begun
+        next(second)
+        with pytest.raises(OptionError, match="'LargeGradients' acts on another run at this moment"):
+            wb.train(make_model(), task, n_steps=3, callbacks=[callback])
+        assert len(list(second)) == 2
+        with pytest.raises(OptionError, match="was passed to another run since"):
+            next(first)
+
+
+class TestResuming:
+    def stopped(self, make_model, task, tmp_path, **options):
+        """Settings of a run of five steps that ended as if it had been killed: the last checkpoint is of step 4."""
+        settings = {"n_steps": 6, "checkpoint_every": 2, "store": tmp_path / "run.zarr"}
+        run = wb.train(make_model(), task, **settings, **options)
+        for record in run:
+            if record.step == 4:
+                break
+        run.close()
+        shutil.rmtree(tmp_path / "run.checkpoints" / "step-00000005")
+        return settings
+
+    def test_nothing_is_cut_off_before_the_run_goes_on(self, make_model, task, tmp_path):
+        settings = self.stopped(make_model, task, tmp_path)
+        run = wb.train(make_model(), task, resume=True, **settings)
+        assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 5
+        assert next(run).step == 4
+
+    def test_other_callbacks_are_refused(self, make_model, task, tmp_path):
+        settings = self.stopped(make_model, task, tmp_path, recorder=wb.Recorder(every=None))
+        with pytest.raises(StoreError, match="was made with a recorder; resume with the same"):
+            wb.train(make_model(), task, resume=True, **settings)
+
+    def test_a_recorder_that_the_run_did_not_have_is_refused(self, make_model, task, tmp_path):
+        settings = self.stopped(make_model, task, tmp_path)
+        with pytest.raises(OptionError, match="was made without a recorder"):
+            next(wb.train(make_model(), task, resume=True, recorder=wb.Recorder(every=None), **settings))
 
 
 @pytest.mark.framework

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from workbench.callbacks.alarms.replaying import replay
+from workbench.callbacks.alarms.replaying import action_steps, replay
 from workbench.callbacks.responding import Response, ResponseState
 from workbench.errors import OptionError
 from workbench.io.store import open_run
@@ -69,6 +69,7 @@ class Guard(Callback):
         self._raised: tuple[Alarm, ...] = ()
         self._logged: frozenset[str] = frozenset()
         self._state: dict[str, Any] = {}
+        self._early_events: list[Event] = []
 
     def setup(self, run: TrainingRun) -> None:
         """Refuse what does not go together.
@@ -79,7 +80,7 @@ class Guard(Callback):
         """
         super().setup(run)
         # Anew: a trainer may train with one callback several times.
-        self._raised, self._fresh, self._logged, self._state = (), [], frozenset(), {}
+        self._raised, self._fresh, self._logged, self._state, self._early_events = (), [], frozenset(), {}, []
         self._answered, self._response = ResponseState(), None
         if self.alarms is not None and self._actions is not None:
             self._response = Response(self.alarms, self._actions, self._faults, self._answered)
@@ -103,8 +104,14 @@ class Guard(Callback):
 
     def begin(self) -> None:
         """Attach the recorder; in `workbench.train` that waits for the first step, when the store is there."""
-        if not self.run.owns_loop:
-            self._attach(None, None)
+        run, path = self.run, None if self.recorder is None else self.recorder.path
+        if run.owns_loop:
+            if run.step and not self._state:
+                raise OptionError("The run was made without a recorder; resume it without one, or start a run anew.")
+            return
+        self._attach(None, None)
+        if run.step and path is not None and self._response is not None:
+            self._learn(path)
 
     def begin_step(self, step: int) -> None:
         """Keep the recorder's count: float16 may leave out updates that the loop counts."""
@@ -193,6 +200,8 @@ class Guard(Callback):
         """Record an event of another callback, in a trainer whose events nobody else keeps."""
         if self._attached is not None:
             self._attached.output.event(event)
+        elif self.is_running:
+            self._early_events.append(event)
 
     def _attach(self, host: RunOutput | None, probe: Any) -> None:
         if self.recorder is None:
@@ -201,6 +210,9 @@ class Guard(Callback):
         self._attached = self.recorder.attach(
             run.model, run.optimizer, host=host, probe=probe, step=run.step, alarms=alarms
         )
+        early, self._early_events = self._early_events, []
+        for event in early:
+            self._attached.output.event(event)
         if alarms is None:
             return
         self._n_heard = len(alarms.raised)
@@ -214,5 +226,10 @@ class Guard(Callback):
     def _learn(self, store: Path) -> None:
         """Bring the alarms to where the record of a resumed run ends."""
         if self.alarms is not None:
+            run, rest = open_run(store), 0 if self._actions is None else self._actions.rest
             self.alarms.reset()
-            replay(open_run(store), self.alarms)
+            replay(run, self.alarms, rest=rest)
+            self._n_heard = len(self.alarms.raised)
+            if self._response is not None:
+                last = max(action_steps(run), default=0)
+                self._response.recall([alarm for alarm in self.alarms.raised if alarm.step >= last])

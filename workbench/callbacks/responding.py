@@ -85,14 +85,22 @@ class Response:
         self.alarms.rest(step, n_steps=self.actions.rest)
         return done
 
+    def recall(self, alarms: Sequence[Alarm]) -> None:
+        """Wait for more evidence again, as before the run was interrupted.
+
+        Args:
+            alarms: Raised since the last action.
+        """
+        self._waiting = next(filter(self._asks, alarms), None)
+
+    def _asks(self, alarm: Alarm) -> bool:
+        return not alarm.is_outcome or self.actions.reacts_to_outcome
+
     def _request(self, step: int, alarms: Sequence[Alarm]) -> ActionRequest | None:
         """What is to be done now; the first alarm may wait until it is clear what is wrong."""
         if self.state.n_answered >= self.actions.n_most:
             return None
-        for alarm in alarms:
-            if self._waiting is None and (not alarm.is_outcome or self.actions.reacts_to_outcome):
-                self._waiting = alarm
-        first = self._waiting
+        first = self._waiting = self._waiting or next(filter(self._asks, alarms), None)
         if first is None:
             return None
         is_clear = any(alarm.is_outcome or alarm.score >= _CLEAR for alarm in alarms)

@@ -84,7 +84,7 @@ class RunOutput:
 
     def add_dataset(self, part: str, dataset: xr.Dataset) -> None:
         """Write a row that is a dataset with a dimension ``step`` of one."""
-        if self.writer is None:
+        if self.writer is None or part in self._lost:
             return
         try:
             self.writer.add_dataset(part, dataset)

@@ -65,6 +65,7 @@ class TrainingRun:
         scaler: Of the gradients in float16; None: there is none, or the trainer keeps it.
         n_skipped: Batches left out so far.
         stop_reason: Why the run stops after this step, such as ``"by an alarm"``; empty: it goes on.
+        has_begun: Whether its callbacks act.
     """
 
     model: nn.Module
@@ -78,6 +79,7 @@ class TrainingRun:
     scaler: torch.amp.GradScaler | None = None
     n_skipped: int = 0
     stop_reason: str = ""
+    has_begun: bool = False
 
     def stop(self, reason: str) -> None:
         """Let the run end after this step.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import CheckpointError, OptionError, SnapshotError, StoreError
+from workbench.formatting import listed
 from workbench.io.background_writer import BackgroundWriter, RecordingWarning
 from workbench.io.run_output import RunOutput
 from workbench.io.run_parts import Lost
@@ -26,6 +27,7 @@ from workbench.models.run_checkpoints import latest_checkpoint, load_weights
 from workbench.schema.events import Event
 from workbench.tasks.random_stream import RandomStream
 from workbench.training.callback import Callback, PassFunction, PassResult, TrainingRun
+from workbench.training.callback_group import CallbackGroup
 from workbench.training.checkpoints import TrainingState, read_checkpoint, write_checkpoint
 from workbench.training.configuration import describe_run, first_difference
 from workbench.training.recording import (
@@ -44,6 +46,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from workbench.tasks import Task
+
+
+#: What users call the callbacks of the keywords of `workbench.train`.
+_TITLES = {"guard": "a recorder", "kss": "KSS"}
 
 
 class Training:
@@ -78,7 +84,7 @@ class Training:
         overwrite: bool = False,
     ) -> None:
         self.model, self.task, self.plan, self.recording, self.loss = model, task, plan, recording, loss
-        self.callbacks = tuple(callbacks)
+        self.callbacks = CallbackGroup(callbacks)
         self.device = _device_of(model)
         if plan.precision == "float16" and self.device.type != "cuda":
             raise OptionError("float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.")
@@ -90,25 +96,29 @@ class Training:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.precision == "float16")
         self.step = 0
         self._overwrite = overwrite
-        self._writer: RunWriter | None = None
+        self._is_resumed = self._is_open = False
+        self._early_events: list[Event] = []  # before there is an output
         self._output = RunOutput(None)
         self._lacks_checkpoint = False
         self.run = TrainingRun(
             model,
             self.optimizer,
-            lambda event: self._output.event(event),
+            self._take_event,
             probe=self._probe,
             owns_loop=True,
             checkpoints=recording.written_checkpoints,
             scaler=self.scaler,
         )
-        for callback in self.callbacks:
-            callback.setup(self.run)
-        self.configuration = describe_run(model, task, plan, recording, loss, self.callbacks)
-        if resume:
-            self._restore()
-        else:
-            check_places(recording, overwrite=overwrite)
+        self.callbacks.setup(self.run)
+        try:
+            self.configuration = describe_run(model, task, plan, recording, loss, self.callbacks.callbacks)
+            if resume:
+                self._restore()
+            else:
+                check_places(recording, overwrite=overwrite)
+        except BaseException:
+            self.callbacks.end(self.run, is_broken=True)
+            raise
 
     def _restore(self) -> None:
         """Take up the last checkpoint, if it is of this very configuration."""
@@ -132,6 +142,12 @@ class Training:
                     "configuration, or start a run of its own."
                 )
         check_checkpoint_folder(self.recording)
+        names = [callback.name for callback in self.callbacks]
+        if gone := [name for name in state.callbacks if name not in names]:
+            raise StoreError(
+                f"The run at {place} was made with {listed(_TITLES.get(name, name) for name in gone)}; resume with "
+                "the same callbacks, or start a run of its own."
+            )
         load_weights(self.model, place)
         self.optimizer.load_state_dict(state.optimizer)
         self.scaler.load_state_dict(state.scaler)
@@ -140,8 +156,7 @@ class Training:
             if callback.name in state.callbacks:
                 callback.load_state_dict(state.callbacks[callback.name])
         self.step = self.run.step = state.step
-        if self.recording.store is not None:
-            self._writer = RunWriter.reopen(self.recording.store, before_step=self.step)
+        self._is_resumed = True
 
     def steps(self) -> Iterator[StepRecord]:
         """Train, one record a step."""
@@ -150,15 +165,17 @@ class Training:
         was_training = self.model.training
         state, is_whole = "interrupted", True
         try:
-            for callback in self.callbacks:
-                callback.begin()
+            self.callbacks.begin(self.run)
             self._open_output()
         except BaseException:
-            self._end_callbacks(is_broken=True)
+            self.callbacks.end(self.run, is_broken=True)
             raise
         try:
-            if self._writer is not None:
-                self._say_resumed(self._writer.path)
+            if self._is_resumed and self._output.path is not None:
+                self._say_resumed(self._output.path)
+            self._is_open = True
+            for event in self._early_events:
+                self._output.event(event)
             batches = self.task.stream(self.step + self.run.n_skipped)
             while self.step < self.plan.n_steps:
                 spectra, is_due = self._due_spectra(taker)
@@ -183,7 +200,7 @@ class Training:
                 self.step += 1
                 if self.recording.checkpoint_every and self.step % self.recording.checkpoint_every == 0:
                     self._output.flush()  # first: a resumed run does not make the rows before its checkpoint again
-                    self._write_checkpoint()
+                    self._write_checkpoint(self.callbacks.states())
                 self._after_step(batches)
                 if self.run.stop_reason:
                     state = "stopped"
@@ -199,21 +216,26 @@ class Training:
                 self._say("stopped", message=f"Stopped after {self.step} steps.")
             raise
         finally:
-            try:
-                self.model.train(was_training)
-                states = self._callback_states()  # of those that have one when they still act
-                self._end_callbacks(is_broken=state == "interrupted")
-                for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
-                    group["lr"] = peak  # a ready optimizer goes back to its owner as it came
-                self._output.flush(state=state)
-                if is_whole and state in ("stopped", "finished"):
+            states: dict[str, dict[str, Any]] | None = None
+
+            def write_last() -> None:
+                if states is not None and is_whole and state in ("stopped", "finished"):
                     self._write_checkpoint(states)
-            finally:
-                self._output.close()
+
+            with ExitStack() as last:  # called from the last to the first, whatever one of them raises
+                last.callback(self._output.close)
+                last.callback(write_last)
+                last.callback(self._output.flush, state=state)
+                last.callback(self._restore_rates)
+                last.callback(self.callbacks.end, self.run, is_broken=state == "interrupted")
+                last.callback(self.model.train, was_training)
+                states = self.callbacks.states()
 
     def _open_output(self) -> None:
-        every, writer = self.recording.flush_every, self._writer
-        if writer is None:
+        every, store = self.recording.flush_every, self.recording.store
+        if self._is_resumed:
+            writer = None if store is None else RunWriter.reopen(store, before_step=self.step)
+        else:
             writer = open_writer(self.recording, self.configuration, overwrite=self._overwrite)
         if writer is not None:
             # Blocks of the steps are asked for by the output, as it waits for them.
@@ -234,20 +256,17 @@ class Training:
 
     def _step(self, inputs: Any, targets: Any) -> StepRecord:
         """One forward, backward and, unless it diverged, update."""
-        factor = self.plan.rate_factor(self.step)
         for callback in self.callbacks:
             callback.begin_step(self.step)
-        for callback in self.callbacks:
-            factor *= callback.rate_factor
+        factor = self.callbacks.rate_factor(self.plan.rate_factor(self.step))
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * factor
         inputs, targets = on_device_of(self.model, inputs), on_device_of(self.model, targets)
-        for callback in self.callbacks:
-            inputs, targets = callback.change_batch(inputs, targets)
+        inputs, targets = self.callbacks.change_batch(inputs, targets)
         self.model.train()
         with self.random.active():
             one_pass: PassFunction = self._backward
-            for callback in reversed(self.callbacks):
+            for callback in reversed(self.callbacks.callbacks):
                 one_pass = partial(callback.run_pass, one_pass)
             given = one_pass(inputs, targets)
             grad_norm = self._grad_norm() if given.is_finite else math.nan
@@ -266,9 +285,7 @@ class Training:
 
     def _recorded(self, record: StepRecord) -> StepRecord:
         """The record with what callbacks say of the step, handed to the store."""
-        numbers = record.monitors()
-        for callback in self.callbacks:
-            numbers |= callback.end_step(record.step, numbers) or {}
+        numbers = self.callbacks.end_step(record.step, record.monitors())
         outcomes = {callback.name: callback.outcome() for callback in self.callbacks}
         record = replace(
             record,
@@ -291,7 +308,7 @@ class Training:
 
     def _backward(self, inputs: Any, targets: Tensor) -> PassResult:
         """Losses of some examples and, where they are finite, the gradients on the parameters."""
-        with self._around_pass():
+        with self.callbacks.around_pass():
             task_loss, auxiliary, logits = self._losses(inputs, targets)
             total = task_loss if auxiliary is None else task_loss + auxiliary
             is_finite = math.isfinite(total.item())
@@ -300,21 +317,14 @@ class Training:
                 self.scaler.scale(total).backward()
         return PassResult(task_loss.item(), math.nan if auxiliary is None else auxiliary.item(), logits, is_finite)
 
-    def _around_pass(self) -> ExitStack:
-        stack = ExitStack()
-        for callback in self.callbacks:
-            stack.enter_context(callback.around_pass())
-        return stack
-
     def _losses(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Task loss, weighted auxiliary terms or None, and logits."""
         dtype = PRECISIONS[self.plan.precision]
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             output = call_model(self.model, inputs)
             logits = output if isinstance(output, Tensor) else output.logits
-            task_loss, auxiliary = self.loss(logits, targets), auxiliary_loss(self.model, output)
-            for callback in self.callbacks:
-                auxiliary = callback.auxiliary_loss(task_loss, auxiliary)
+            task_loss = self.loss(logits, targets)
+            auxiliary = self.callbacks.auxiliary_loss(task_loss, auxiliary_loss(self.model, output))
             return task_loss, auxiliary, logits
 
     def _grad_norm(self) -> float:
@@ -347,7 +357,7 @@ class Training:
     def _closure(self, inputs: Any, targets: Tensor) -> Tensor:
         """Loss and gradients where an optimizer evaluates them again within a step."""
         self.optimizer.zero_grad(set_to_none=True)
-        with self._around_pass():
+        with self.callbacks.around_pass():
             task_loss, auxiliary, _ = self._losses(inputs, targets)
             total = task_loss if auxiliary is None else task_loss + auxiliary
             total.backward()
@@ -384,17 +394,18 @@ class Training:
     def _say(self, kind: str, **what: Any) -> None:
         self._output.event(Event(self.step, kind, **what))
 
-    def _callback_states(self) -> dict[str, dict[str, Any]]:
-        states = {callback.name: callback.state_dict() for callback in self.callbacks}
-        return {name: state for name, state in states.items() if state}
+    def _take_event(self, event: Event) -> None:
+        if self._is_open:
+            self._output.event(event)
+        else:
+            self._early_events.append(event)
 
-    def _end_callbacks(self, *, is_broken: bool) -> None:
-        """End all of them, whatever one of them raises."""
-        with ExitStack() as stack:
-            for callback in self.callbacks:
-                stack.callback(callback.end, is_broken=is_broken)
+    def _restore_rates(self) -> None:
+        """A ready optimizer goes back to its owner as it came."""
+        for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
+            group["lr"] = peak
 
-    def _write_checkpoint(self, callback_states: dict[str, dict[str, Any]] | None = None) -> None:
+    def _write_checkpoint(self, callback_states: dict[str, dict[str, Any]]) -> None:
         """Write a checkpoint, if checkpoints are on.
 
         Where none can be written, training goes on, and an event ``gap`` says so each time.
@@ -408,7 +419,7 @@ class Training:
             optimizer=self.optimizer.state_dict(),
             scaler=self.scaler.state_dict(),
             random=self.random.state_dict(),
-            callbacks=self._callback_states() if callback_states is None else callback_states,
+            callbacks=callback_states,
         )
         try:
             write_checkpoint(self.model, state, folder)

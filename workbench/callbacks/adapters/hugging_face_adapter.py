@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from workbench.callbacks.adapters.trainer_attachment import Attachment, first_states
 from workbench.callbacks.gathering import gather
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 _NAME = "WorkbenchCallback"
+#: The label of tokens that do not count in the loss.
+_IGNORED = -100
 
 
 def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
@@ -58,7 +60,7 @@ def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
         def __init__(self) -> None:
             self.attachment = Attachment(gathered)
             self.passes: _PassHooks | None = None
-            weakref.finalize(self, self.attachment.end).atexit = False
+            weakref.finalize(self, self.attachment.end, is_broken=True).atexit = False
 
         def on_train_begin(
             self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -72,8 +74,10 @@ def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
                 )
             resumed = _states_in(by_name) if state.global_step else None
             self.attachment.begin(model, optimizer, step=state.global_step, state=resumed)
+            self.passes = None
             if self.attachment.overrides("change_batch", "around_pass", "auxiliary_loss"):
                 self.passes = _PassHooks(self.attachment, model, args.gradient_accumulation_steps)
+                self.attachment.at_end.append(self.passes.remove)
 
         def on_step_begin(
             self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -110,17 +114,14 @@ def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
         def on_train_end(
             self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
         ) -> None:
-            self.detach()
+            self.attachment.end()
 
         def state(self) -> dict[str, Any]:
             return {"args": {}, "attributes": {"saved": self.attachment.state()}}
 
         def detach(self) -> None:
             """Take the callbacks off the model, where training ended by an error."""
-            if self.passes is not None:
-                self.passes.remove()
-                self.passes = None
-            self.attachment.end()
+            self.attachment.end(is_broken=True)
 
     return WorkbenchCallback()
 
@@ -159,11 +160,13 @@ class _PassHooks:
         if not (module.training and torch.is_grad_enabled()):
             return None
         self.close()
-        changed = self._attachment.change_batch(kwargs)
+        changed = dict(self._attachment.change_batch(kwargs))
+        if changed.get("num_items_in_batch") is not None:  # of the whole update, of which the loss is a share
+            changed["num_items_in_batch"] *= _n_items(changed) / _n_items(kwargs)
         # A loss that is a share of the update's is not divided by the trainer any more.
         self._share = 1 / self._n_batches if kwargs.get("num_items_in_batch") is not None else 1.0
         self._open = ExitStack()
-        self._open.enter_context(self._attachment.around_pass())
+        self._open.enter_context(self._attachment.callbacks.around_pass())
         return args, changed
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -175,6 +178,12 @@ class _PassHooks:
             )
         output.loss = self._attachment.with_auxiliary(output.loss, self._share)
         return output
+
+
+def _n_items(batch: Mapping[str, Any]) -> int:
+    """Labels of a batch that count in the loss."""
+    labels = batch.get("labels")
+    return int((labels != _IGNORED).sum()) if isinstance(labels, Tensor) else 1
 
 
 def _states_in(by_name: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -56,7 +57,7 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
             self.losses: list[Tensor] = []
             self.numbers: dict[str, float] = {}
             self.step = 0
-            self.restore: Callable[[], None] | None = None
+            self.passes = ExitStack()
 
         @property
         def state_key(self) -> str:
@@ -75,7 +76,8 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
             self.step = trainer.global_step
             self.attachment.begin(pl_module, trainer.optimizers[0], step=self.step, state=loaded)
             if self.attachment.overrides("change_batch", "around_pass", "auxiliary_loss"):
-                self.restore = _wrap_training_step(pl_module, self.attachment)
+                self.attachment.at_end.append(_wrap_training_step(pl_module, self.attachment, self.passes))
+                self.attachment.at_end.append(self.passes.close)
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: Any) -> None:
             self.attachment.begin_step(trainer.global_step)
@@ -85,6 +87,9 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
             scale = 1.0 if scaler is None else scaler.get_scale()
             n_shares = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             self.losses.append(loss.detach().double() * n_shares / scale)
+
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            self.passes.close()
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             losses, self.losses = self.losses, []
@@ -101,13 +106,13 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
                 pl_module.log_dict(numbers, on_step=True, on_epoch=False)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self.detach()
+            self.attachment.end()
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: Any) -> None:
-            self.detach(is_broken=True)
+            self.attachment.end(is_broken=True)
 
         def teardown(self, trainer: Any, pl_module: Any, stage: Any) -> None:
-            self.detach()
+            self.attachment.end()
 
         def state_dict(self) -> dict[str, Any]:
             return self.attachment.state()
@@ -120,33 +125,37 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
             if self.state_key not in by_name:
                 self.loaded = first_states(by_name)
 
-        def detach(self, *, is_broken: bool = False) -> None:
-            """Take the callbacks off the model."""
-            if self.restore is not None:
-                self.restore()
-                self.restore = None
-            self.attachment.end(is_broken=is_broken)
-
     return WorkbenchCallback()
 
 
-def _wrap_training_step(module: Any, attachment: Attachment) -> Callable[[], None]:
-    """Let callbacks act around the training step of a LightningModule; what it returns takes that back."""
-    inner = module.training_step
-    passes = ExitStack()
+def _wrap_training_step(module: Any, attachment: Attachment, passes: ExitStack) -> Callable[[], None]:
+    """Let callbacks act around the training step of a LightningModule.
 
+    Args:
+        module: Whose training step is wrapped.
+        attachment: Of the callbacks.
+        passes: Closed by the caller after the backward pass.
+
+    Returns:
+        A function that takes the wrapper off.
+    """
+    inner, own = module.training_step, vars(module).get("training_step")
+
+    @functools.wraps(inner)  # Lightning reads the signature, to know which arguments it takes
     def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        passes.close()  # of the batch before: its backward pass is over
+        passes.close()  # of a batch before that had no backward pass
         batch = attachment.change_batch(batch)
-        passes.enter_context(attachment.around_pass())
+        passes.enter_context(attachment.callbacks.around_pass())
         output = inner(batch, *args, **kwargs)
         if isinstance(output, Mapping):
             return {**output, "loss": attachment.with_auxiliary(output["loss"])}
         return output if output is None else attachment.with_auxiliary(output)
 
     def restore() -> None:
-        passes.close()
-        del module.training_step
+        if own is None:
+            del module.training_step
+        else:
+            module.training_step = own
 
     module.training_step = training_step
     return restore

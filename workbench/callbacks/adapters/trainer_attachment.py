@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from workbench.errors import OptionError, StoreError
 from workbench.models.wrapping import innermost
 from workbench.training.callback import Callback, TrainingRun
+from workbench.training.callback_group import CallbackGroup
 from workbench.training.configuration import first_difference
 
 if TYPE_CHECKING:
@@ -29,15 +31,21 @@ class Attachment:
 
     Args:
         callbacks: In the order in which they act.
+
+    Attributes:
+        at_end: Called when they are detached, and forgotten: takes the adapter's own hooks off.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self.callbacks = tuple(callbacks)
+        self.callbacks = CallbackGroup(callbacks)
+        self.at_end: list[Callable[[], None]] = []
         self.run: TrainingRun | None = None
         self._handles: list[RemovableHandle] = []
         self._peaks: list[Any] = []
+        self._rate = math.nan
         self._state: dict[str, Any] = {}
         self._open_step: int | None = None
+        self._begun_step: int | None = None
 
     def begin(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, state: Mapping[str, Any] | None = None
@@ -48,44 +56,53 @@ class Attachment:
             OptionError: If a callback cannot act here.
             StoreError: If the checkpoint was made with other options.
         """
-        self.end()
-        self.run = TrainingRun(model, optimizer, self._take_event, step=step)
+        self.end(is_broken=True)  # a training that an error ended said nothing
+        run = TrainingRun(model, optimizer, self._take_event, step=step)
+        self.callbacks.setup(run)
+        self.run = run
         try:
-            for callback in self.callbacks:
-                callback.setup(self.run)
             for callback in self.callbacks:
                 self._load(callback, (state or {}).get(callback.name))
             inner = innermost(optimizer)
             # Outside of what callbacks do to the rate: set before their hooks, taken back after them.
             self._handles.append(inner.register_step_pre_hook(self._cut_rates))
-            for callback in self.callbacks:
-                callback.begin()
+            self.callbacks.begin(run)
             self._handles.append(inner.register_step_post_hook(self._restore_rates))
         except BaseException:
-            self.end(is_broken=True)
+            self._state = {}
+            self._let_go(is_broken=True)
             raise
 
     def end(self, *, is_broken: bool = False) -> None:
         """Detach; the states stay, for a checkpoint at the very end."""
         if self.run is None:
             return
-        if not is_broken:
-            self.end_step({})
-        self._state = self.state()
+        try:
+            if not is_broken:
+                self.end_step({})
+            self._state = self.state()
+        finally:
+            self._let_go(is_broken=is_broken)
+
+    def _let_go(self, *, is_broken: bool) -> None:
+        run, self.run = self.run, None
+        self._open_step = self._begun_step = None
         with ExitStack() as stack:
-            for callback in self.callbacks:
-                stack.callback(callback.end, is_broken=is_broken)
-        for handle in self._handles:
-            handle.remove()
+            if run is not None:
+                stack.callback(self.callbacks.end, run, is_broken=is_broken)
+            for handle in self._handles:
+                stack.callback(handle.remove)
+            for function in self.at_end:
+                stack.callback(function)
         self._handles.clear()
-        self.run = self._open_step = None
+        self.at_end.clear()
 
     def begin_step(self, step: int) -> None:
-        """The next batch comes; called again within a step where gradients are accumulated."""
+        """The next batch comes; further batches of the step, where gradients are accumulated, begin nothing."""
         if self._open_step is not None and step > self._open_step:
             self.end_step({})
-        if self.run is not None:
-            self._open_step = None if self._open_step == step else self._open_step
+        if self.run is not None and step != self._begun_step:
+            self._begun_step = step
             for callback in self.callbacks:
                 callback.begin_step(step)
 
@@ -109,8 +126,7 @@ class Attachment:
         if self.run is None or step is None:
             return False
         known = {name: float(value) for name, value in numbers.items() if isinstance(value, Real)}
-        for callback in self.callbacks:
-            known |= callback.end_step(step, known) or {}
+        self.callbacks.end_step(step, known | {"learning_rate": self._rate})
         for callback in self.callbacks:
             callback.after_step(step + 1)
         return bool(self.run.stop_reason)
@@ -120,7 +136,7 @@ class Attachment:
         if self.run is None:
             return self._state
         states = {c.name: {"options": _plain(c.describe()), "state": _as_json(c.state_dict())} for c in self.callbacks}
-        return {name: state for name, state in states.items() if state["state"]}
+        return {name: state for name, state in states.items() if any(state.values())}
 
     def to_log(self) -> dict[str, float]:
         """Numbers for the trainer's own logs."""
@@ -150,23 +166,12 @@ class Attachment:
                 f"A batch is a {type(batch).__name__}, expected inputs and targets or a mapping with 'labels', which "
                 "faults of the data and penalties need."
             )
-        for callback in self.callbacks:
-            inputs, targets = callback.change_batch(inputs, targets)
+        inputs, targets = self.callbacks.change_batch(inputs, targets)
         return {**inputs, "labels": targets} if isinstance(batch, Mapping) else type(batch)((inputs, targets))
-
-    @contextmanager
-    def around_pass(self) -> Iterator[None]:
-        """What callbacks put around a forward pass and its backward pass."""
-        with ExitStack() as stack:
-            for callback in self.callbacks:
-                stack.enter_context(callback.around_pass())
-            yield
 
     def with_auxiliary(self, loss: Tensor, share: float = 1.0) -> Tensor:
         """A loss with the terms that callbacks add; ``share`` of them, where gradients of several batches add up."""
-        terms = None
-        for callback in self.callbacks:
-            terms = callback.auxiliary_loss(loss, terms)
+        terms = self.callbacks.auxiliary_loss(loss, None)
         return loss if terms is None else loss + terms * share
 
     def _load(self, callback: Callback, saved: Mapping[str, Any] | None) -> None:
@@ -178,20 +183,20 @@ class Attachment:
                 f"The checkpoint was made with {callback.name} options {name} = {before}, this run says {now}; resume "
                 "with the same options, or start anew."
             )
-        callback.load_state_dict(_of_json(saved["state"]))
+        if saved["state"]:
+            callback.load_state_dict(_of_json(saved["state"]))
 
     def _take_event(self, event: Event) -> None:
         for callback in self.callbacks:
             callback.take_event(event)
 
     def _cut_rates(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        factor = 1.0
-        for callback in self.callbacks:
-            factor *= callback.rate_factor
+        factor = self.callbacks.rate_factor()
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         if factor != 1:
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
+        self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
 
     def _restore_rates(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         for group, peak in zip(optimizer.param_groups, self._peaks, strict=True):
@@ -219,13 +224,15 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_json(state: dict[str, Any]) -> dict[str, Any]:
-    """A state as a Trainer's checkpoint takes it, which is JSON; tensors make it one text."""
+    """A state as a Trainer's checkpoint takes it, which is JSON; what JSON would change becomes one text."""
     try:
-        return json.loads(json.dumps(state))
-    except TypeError:
-        file = io.BytesIO()
-        torch.save(state, file)
-        return {"torch": base64.b64encode(file.getvalue()).decode()}
+        if json.loads(json.dumps(state)) == state:
+            return state
+    except (TypeError, ValueError, RuntimeError):  # tensors, or what compares by elements
+        pass
+    file = io.BytesIO()
+    torch.save(state, file)
+    return {"torch": base64.b64encode(file.getvalue()).decode()}
 
 
 def _of_json(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class Alarms:
         self._follows: dict[str, _Follow] = {}
         self._settling = Settling(self.options)
         self._settings = SettingsFollower(self._settling)
-        self._silent_until = -1
+        self._silent_until = self._last_step = -1
         self._reported = ""
         self.raised: list[Alarm] = []
 
@@ -149,10 +149,9 @@ class Alarms:
         """Step at which the healthy start begins, as far as it can be known by now; it moves on during a warm-up."""
         return self._from + self._settling.end
 
-    @property
-    def is_new(self) -> bool:
-        """Whether it has heard nothing yet."""
-        return not self._follows
+    def is_at(self, step: int) -> bool:
+        """Whether the observations so far are those of a run up to a step: some, and none of that step or later."""
+        return bool(self._follows) and self._last_step < step
 
     def rest(self, step: int, *, n_steps: int) -> None:
         """Raise nothing for a while and forget the recent past, but not the healthy start: after an action."""
@@ -170,6 +169,7 @@ class Alarms:
             Alarms that this measurement raises; most raise none.
         """
         fresh = []
+        self._last_step = max(self._last_step, observation.step)
         if observation.part == "monitors":
             self._settling.update(observation.step - self._from, observation.values)
             self._settings.update(observation.step - self._from, observation.values)

@@ -51,12 +51,14 @@ def observations(run: xr.DataTree) -> Iterator[Observation]:
         yield Observation(step, name, {key: value[row] for key, value in values.items()}, coords)
 
 
-def replay(run: xr.DataTree, alarms: Alarms) -> list[Alarm]:
+def replay(run: xr.DataTree, alarms: Alarms, *, rest: int = 0) -> list[Alarm]:
     """The alarms that a recorded run raises.
 
     Args:
         run: From `workbench.open_run`.
         alarms: As they would have listened; afterwards they are where they would have been.
+
+        rest: Steps for which the alarms rested after each action of the run; see `workbench.Actions`.
 
     Returns:
         In the order of their steps.
@@ -74,6 +76,19 @@ def replay(run: xr.DataTree, alarms: Alarms) -> list[Alarm]:
         >>> raised[0].signal, raised[0].step >= 300
         ('loss', True)
     """
+    answered = action_steps(run) if rest else []
     for observation in observations(run):
+        while answered and answered[0] <= observation.step:
+            alarms.rest(answered.pop(0), n_steps=rest)
         alarms.observe(observation)
+    for step in answered:
+        alarms.rest(step, n_steps=rest)
     return list(alarms.raised)
+
+
+def action_steps(run: xr.DataTree) -> list[int]:
+    """Steps, in their order, after which a recorded run did what its alarms asked for."""
+    if "events" not in run.children:
+        return []
+    events = run.children["events"].to_dataset()
+    return sorted({int(step) for step in events["step"].values[events["kind"].values == "action"]})

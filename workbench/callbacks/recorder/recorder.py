@@ -171,15 +171,17 @@ class Recorder:
         model = module_of(model)
         parameters = OptimizedParameters(bare(model), innermost(optimizer))
         goes_on = self._is_loaded or (self._last_model is not None and self._last_model() is bare(model))
+        step = int(step) if step is not None else self._step if goes_on else 0
+        goes_on &= step > 0  # at step 0 another run begins
         if not goes_on:
             self._step, self._kept_probe = 0, None
-        step = self._step if step is None else int(step)
         goes_on |= self._resumes
         output = self._output(model, step, goes_on=goes_on) if host is None else host
         alarms = self.alarms if alarms is None else alarms
         if alarms is not None and not step:
             alarms.reset()  # another run has a healthy start of its own
-        elif host is None and alarms is not None and alarms.is_new and output.path is not None:
+        elif host is None and alarms is not None and output.path is not None and not alarms.is_at(step):
+            alarms.reset()
             replay(open_run(output.path), alarms)
         self._last_model, self._is_loaded = weakref.ref(bare(model)), False
         probe = next((p for p in (probe, self.probe, self._kept_probe) if p is not None), None)

@@ -1,0 +1,138 @@
+"""Call all callbacks of one run, in the order in which they act."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from workbench.errors import OptionError
+from workbench.training.callback import Callback, TrainingRun
+
+
+class CallbackGroup:
+    """The callbacks of one run; what holds for each holds for the group.
+
+    Args:
+        callbacks: In the order in which they act.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.callbacks = tuple(callbacks)
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self.callbacks)
+
+    def setup(self, run: TrainingRun) -> None:
+        """Set up all of them, or none where one refuses the run.
+
+        Raises:
+            OptionError: If one cannot act on the run, or acts on another one now.
+        """
+        for callback in self.callbacks:
+            if callback.is_running and callback.run is not run and callback.run.has_begun:
+                raise OptionError(
+                    f"Callback '{callback.name}' acts on another run at this moment; end that run first, or make "
+                    "another callback."
+                )
+        try:
+            for callback in self.callbacks:
+                callback.setup(run)
+        except BaseException:
+            self.end(run, is_broken=True)
+            raise
+
+    def begin(self, run: TrainingRun) -> None:
+        """Begin all of them.
+
+        Raises:
+            OptionError: If one was set up for another run since.
+        """
+        for callback in self.callbacks:
+            if not callback.is_running or callback.run is not run:
+                raise OptionError(f"Callback '{callback.name}' was passed to another run since; make one for each run.")
+        run.has_begun = True
+        for callback in self.callbacks:
+            callback.begin()
+
+    def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """The batch as all of them leave it."""
+        for callback in self.callbacks:
+            inputs, targets = callback.change_batch(inputs, targets)
+        return inputs, targets
+
+    @contextmanager
+    def around_pass(self) -> Iterator[None]:
+        """All their contexts around a forward pass and its backward pass."""
+        with ExitStack() as stack:
+            for callback in self.callbacks:
+                stack.enter_context(callback.around_pass())
+            yield
+
+    def auxiliary_loss(self, task_loss: Tensor, auxiliary: Tensor | None) -> Tensor | None:
+        """The terms besides the task's loss as all of them leave them."""
+        for callback in self.callbacks:
+            auxiliary = callback.auxiliary_loss(task_loss, auxiliary)
+        return auxiliary
+
+    def rate_factor(self, planned: float = 1.0) -> float:
+        """The planned share of the peak learning rate, multiplied by the factor of each of them."""
+        for callback in self.callbacks:
+            planned *= callback.rate_factor
+        return planned
+
+    def end_step(self, step: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Hand the numbers of a step from one to the next.
+
+        Returns:
+            These numbers and those that the callbacks add.
+
+        Raises:
+            OptionError: If a callback returns something other than names with one number each, or a name that is taken.
+        """
+        known = dict(numbers)
+        for callback in self.callbacks:
+            known |= _checked_numbers(callback, callback.end_step(step, known), known)
+        return known
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """State by name, of those that have one."""
+        states = {callback.name: callback.state_dict() for callback in self.callbacks}
+        return {name: state for name, state in states.items() if state}
+
+    def end(self, run: TrainingRun, *, is_broken: bool) -> None:
+        """End all that act on a run, whatever one of them raises; in their order, so that the recorder is last."""
+        with ExitStack() as stack:
+            for callback in reversed(self.callbacks):
+                if callback.is_running and callback.run is run:
+                    stack.callback(callback.end, is_broken=is_broken)
+
+
+def _checked_numbers(callback: Callback, found: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise OptionError(
+            f"end_step() of callback '{callback.name}' returned a {type(found).__name__}, expected numbers by name or "
+            "None."
+        )
+    numbers = {}
+    for name, value in found.items():
+        if name in known or name == "step":
+            raise OptionError(
+                f"end_step() of callback '{callback.name}' returned '{name}', which the run records already; choose "
+                "another name."
+            )
+        if isinstance(value, Tensor | np.ndarray) and value.shape == ():
+            value = value.item()
+        if not isinstance(name, str) or not isinstance(value, Real | np.bool_):
+            raise OptionError(
+                f"end_step() of callback '{callback.name}' returned {name} as a {type(value).__name__}, expected one "
+                "number; return its mean or another number, and NaN where there is none."
+            )
+        numbers[name] = value
+    return numbers
