@@ -1,4 +1,4 @@
-"""The training loop: a generator that yields one record a step. No user interface; a thread writes the store."""
+"""The training loop: a generator that yields one record per step. No user interface; a thread writes the store."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Training:
     """One run in training; `steps` is the generator that `workbench.train` returns.
 
     Args:
-        model: Trained where it is, on its device.
-        task: Gives its batches.
-        plan: How to train.
-        recording: What to keep.
-        loss: From logits and targets to a 0-dim tensor.
-        callbacks: Act on it, in this order; see `Callback`.
-        resume: Go on from the last checkpoint.
-        overwrite: Replace the run at the store.
+        model: Model to train in place, on its device.
+        task: Task that gives the batches.
+        plan: Settings of the training.
+        recording: Settings of what is recorded.
+        loss: Function from logits and targets to a 0-dim tensor.
+        callbacks: Callbacks that act on it, in this order; see `Callback`.
+        resume: Whether to continue from the last checkpoint.
+        overwrite: Whether to replace the run at the store.
 
     Raises:
         OptionError: If a setting is impossible, or a callback cannot act on this run.
@@ -111,7 +111,7 @@ class Training:
             check_places(recording, overwrite=overwrite)
 
     def _restore(self) -> None:
-        """Take up the last checkpoint, if it is of this very configuration."""
+        """Load the last checkpoint, if it has the same configuration."""
         folder = self.recording.checkpoint_folder
         if folder is None:
             raise OptionError("resume=True needs to know where from; pass store= or checkpoints=.")
@@ -144,7 +144,7 @@ class Training:
             self._writer = RunWriter.reopen(self.recording.store, before_step=self.step)
 
     def steps(self) -> Iterator[StepRecord]:
-        """Train, one record a step."""
+        """Train, yielding one record per step."""
         # First: a model that cannot be read is refused before a store is made.
         taker = self._spectra_taker() if self.recording.spectra_every else None
         was_training = self.model.training
@@ -177,7 +177,7 @@ class Training:
                     self._say("divergence", **_evidence(record, self.plan))
                 if record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite"):
                     state = "diverged"
-                    self._output.flush(state=state)  # at once: who gets the record may read the store
+                    self._output.flush(state=state)  # at once: the receiver of the record may read the store
                     yield record
                     return
                 self.step += 1
@@ -204,7 +204,7 @@ class Training:
                 states = self._callback_states()  # of those that have one when they still act
                 self._end_callbacks(is_broken=state == "interrupted")
                 for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
-                    group["lr"] = peak  # a ready optimizer goes back to its owner as it came
+                    group["lr"] = peak  # a ready optimizer is returned unchanged to its owner
                 self._output.flush(state=state)
                 if is_whole and state in ("stopped", "finished"):
                     self._write_checkpoint(states)
@@ -221,13 +221,13 @@ class Training:
         self.run.output = self._output
 
     def _say_resumed(self, store: Path) -> None:
-        """That the run goes on, and which rows before that were never written."""
+        """Record that the run is resumed, and which earlier rows were never written."""
         self._say("resumed", message=f"Resumed from the checkpoint of step {self.step}.")
         run = open_run(store)
         first = 0
         if "monitors" in run.children and (known := run.children["monitors"].to_dataset()["step"].values).size:
             first = int(known[-1]) + 1
-        if first < self.step:  # the run ended while the disk was in trouble, but its checkpoint could be written
+        if first < self.step:  # the run ended during disk errors, but its checkpoint could be written
             n_rows = self.step - first
             message = Lost(first, self.step - 1, n_rows, "the run ended before they were written").message("monitors")
             self._say("gap", source="monitors", score=n_rows, message=message)
@@ -265,7 +265,7 @@ class Training:
         )
 
     def _recorded(self, record: StepRecord) -> StepRecord:
-        """The record with what callbacks say of the step, handed to the store."""
+        """The record with the results of the callbacks, passed to the store."""
         numbers = record.monitors()
         for callback in self.callbacks:
             numbers |= callback.end_step(record.step, numbers) or {}
@@ -307,7 +307,7 @@ class Training:
         return stack
 
     def _losses(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Task loss, weighted auxiliary terms or None, and logits."""
+        """The task loss, weighted auxiliary terms or None, and the logits."""
         dtype = PRECISIONS[self.plan.precision]
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             output = call_model(self.model, inputs)
@@ -324,7 +324,7 @@ class Training:
 
     def _cause(self, loss: float, grad_norm: float) -> str:
         if self.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
-            return ""  # float16 overflowed: the scaler leaves out this update and lowers its scale
+            return ""  # float16 overflowed: the scaler skips this update and lowers its scale
         return self.plan.cause_of_divergence(loss, grad_norm)
 
     def _update(self, inputs: Any, targets: Tensor, loss: float, grad_norm: float) -> None:
@@ -332,7 +332,7 @@ class Training:
             callback.before_update(self.step, {"loss": loss, "grad_norm": grad_norm})
         self._clip(grad_norm)
         if takes_several_passes(self.optimizer):
-            # Optimizers hand on what the closure gives, a tensor or a number.
+            # Optimizers return what the closure returns, a tensor or a number.
             closure: Callable[[], Any] = partial(self._closure, inputs, targets)
             self.optimizer.step(closure)
             return
@@ -389,7 +389,7 @@ class Training:
         return {name: state for name, state in states.items() if state}
 
     def _end_callbacks(self, *, is_broken: bool) -> None:
-        """End all of them, whatever one of them raises."""
+        """End all callbacks, even if one of them raises."""
         with ExitStack() as stack:
             for callback in self.callbacks:
                 stack.callback(callback.end, is_broken=is_broken)
@@ -397,7 +397,7 @@ class Training:
     def _write_checkpoint(self, callback_states: dict[str, dict[str, Any]] | None = None) -> None:
         """Write a checkpoint, if checkpoints are on.
 
-        Where none can be written, training goes on, and an event ``gap`` says so each time.
+        If it cannot be written, training continues, and an event ``gap`` records it each time.
         """
         folder = self.recording.written_checkpoints
         if folder is None:
@@ -415,7 +415,7 @@ class Training:
         except StoreError as error:
             message = f"There is no checkpoint of step {state.step}: {error}"
             self._say("gap", source="checkpoint", message=message)
-            if not self._lacks_checkpoint:  # said once, until one was written again
+            if not self._lacks_checkpoint:  # reported once, until one is written again
                 words = "Training goes on; earlier checkpoints are as they were."
                 warnings.warn(f"{message} {words}", RecordingWarning, stacklevel=2)
             self._lacks_checkpoint = True
