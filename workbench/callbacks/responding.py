@@ -67,7 +67,7 @@ class Response:
             step: Updates done, including that of the step.
 
         Returns:
-            Events for actions that were carried out, or why they could not be; empty without a request.
+            Actions, with messages that say what was done or why it could not be; empty without a request.
         """
         request = self._request(step - 1, alarms)
         if request is None:
@@ -122,7 +122,7 @@ class Response:
         )
 
     def _restore_auxiliary_loss(self) -> str:
-        """Switch the auxiliary loss on, in the fault or the callback that has switched it off."""
+        """Switch the auxiliary loss on again, if a fault or the user has switched it off."""
         if self.faults is None or self.faults.keeps_auxiliary_loss:
             return "The auxiliary loss is on already."
         self.faults.switch_off(NoAuxiliaryLoss)

@@ -315,7 +315,7 @@ def _read(
 
 
 def _chart(others: dict[str, np.ndarray], names: tuple[str, ...], is_placed: np.ndarray, **given: Any) -> DecisionChart:
-    """Whether runs diverged, for the points that are drawn."""
+    """The chart of the points that can be drawn, with their outcomes."""
     n = len(is_placed)
     rate = others.get("has_diverged", others.get("divergence_rate", np.full(n, np.nan)))
     outcome = np.select([np.isnan(rate), rate >= 1, rate <= 0], [3, 0, 2], default=1)

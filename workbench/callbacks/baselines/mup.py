@@ -175,7 +175,7 @@ def _scale(module: nn.Module, factor: float) -> None:
 
 
 def _checked(model: nn.Module) -> Transformer:
-    """Check that muP is defined for a model.
+    """Return the model after checking that muP is defined for it.
 
     Raises:
         OptionError: If it is not.

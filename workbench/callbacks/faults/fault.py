@@ -113,7 +113,7 @@ class Fault:
         self._turn(_by_hand=state["by_hand"])
 
     def _turn(self, **change: bool | None) -> bool:
-        """Change the schedule's or the manual setting, notify observers, and return the state of the switch."""
+        """Change what the schedule or the user has set, notify observers, and return the state of the switch."""
         with self._lock:
             before = self.enabled
             vars(self).update(change)

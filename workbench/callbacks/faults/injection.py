@@ -197,7 +197,7 @@ class Injection(Callback):
         return self._on(NoAuxiliaryLoss) is None
 
     def switch_off(self, kind: type[Fault]) -> None:
-        """Switch the auxiliary loss by hand, from the next step on."""
+        """Switch off the fault of a kind by hand, from the next step on."""
         if kind in self._faults:
             self._faults[kind].enabled = False
 

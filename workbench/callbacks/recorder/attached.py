@@ -313,7 +313,7 @@ class AttachedRecorder:
             self._guarded("setup", lambda collectors: collectors.begin(self.step))
 
     def batches_paused(self) -> _Paused:
-        """Count a forward pass, unless it is one of the recorder's own."""
+        """A context in which forward passes do not count, for the recorder's own ones."""
         return _Paused(self.batches)
 
     def _measure_parts(self, collectors: Collectors) -> None:
@@ -373,7 +373,7 @@ class AttachedRecorder:
         self.recorder.publish(observation)
 
     def _raise_alarms(self, alarms: Alarms, observation: Observation) -> None:
-        """Alarms raised by an observation, as events."""
+        """Pass an observation to the alarms, and record what they raise as events."""
         fresh = alarms.observe(observation)
         for alarm in fresh:
             self.event("alarm", step=alarm.step, **alarm.as_event())

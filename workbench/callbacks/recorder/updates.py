@@ -153,7 +153,7 @@ def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _unscaled(optimizer: torch.optim.Optimizer, gradient: Tensor) -> Tensor:
-    """The scale of gradients that a fused optimizer receives from a scaler, and removes itself."""
+    """The gradient without the scale of a scaler, which a fused optimizer removes only within its step."""
     scale = getattr(optimizer, "grad_scale", None)
     return gradient if scale is None else gradient / scale
 
