@@ -15,7 +15,7 @@ _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 def first_rows(batch: Any, targets: Any, n_tokens: int, layout: BatchLayout = BATCH_FIRST) -> tuple[Any, Any]:
-    """The first sequences of a batch and their targets, with about ``n_tokens`` tokens: at least one, cut if it is longer.
+    """The first sequences of a batch and their targets, about ``n_tokens`` tokens: at least one, cut if too long.
 
     Args:
         batch: Batch as `call_model` takes it.
