@@ -31,8 +31,8 @@ class LeadTime:
     Example:
         >>> import workbench as wb
         >>> alarm = wb.alarms.Alarm(100, "effective_rank D2", 1, 2, 3.5, 1.1, is_outcome=False, message="")
-        >>> wb.alarms.LeadTime(mechanism=alarm, outcome=None, divergence=130, by_outcome={}).to_divergence
-        30
+        >>> wb.alarms.LeadTime(mechanism=alarm, outcome=None, divergence=130, by_outcome={}).steps
+        30.0
     """
 
     mechanism: Alarm | None
