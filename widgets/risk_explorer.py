@@ -142,7 +142,7 @@ class RiskExplorer(MeasuringWidget):
             self._stop.layout.display = None
 
     def figure(self, kind: str = "curve", backend: str = "bokeh") -> Any:
-        """What is shown as a figure of its own, to keep or to write with ``workbench.plots.save()``.
+        """The present view as a separate figure, to keep or to write with ``workbench.plots.save()``.
 
         Args:
             kind: ``"curve"`` or ``"drivers"``.

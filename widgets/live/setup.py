@@ -41,11 +41,11 @@ class Setup:
             and never touched; or None: a small transformer without normalization.
         task: Name of one of the choices, a task, or any data that `wb.train` takes; None: associative recall.
         learning_rate: Peak rate.
-        seed: Of fresh weights, of the data of a task chosen by name, and of training.
+        seed: Seed of fresh parameters, of the data of a task chosen by name, and of training.
         n_steps: Updates of a run.
         spectra_every: Steps between two spectra.
-        compare: Whether a second run trains beside the first.
-        control: What that one is called.
+        compare: Whether a second run trains in parallel to the first.
+        control: Name of the second run.
 
     Attributes:
         controls: Every control, to be watched or disabled.

@@ -27,10 +27,10 @@ class SideBySide:
     """Two designs, chosen by name.
 
     Attributes:
-        first, second: The designs.
+        first, second: Choices of the designs.
         only_different: Whether criteria of the same state are left out.
         table: A row a criterion; its ``value`` is the id of the chosen one.
-        evidence: Of the chosen criterion in either design.
+        evidence: Evidence of the chosen criterion in each design.
         box: All of it.
     """
 

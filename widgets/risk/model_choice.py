@@ -55,12 +55,12 @@ ZOO, CHECKPOINT, GIVEN = "zoo", "checkpoint", "given"
 
 @dataclass(frozen=True)
 class Choice:
-    """What the controls said at one moment, for a thread that must not read them.
+    """The values of the controls at one moment, for a thread that must not read them.
 
     Attributes:
         source: A configuration of the zoo, a path or hub name, or a model.
         task: Name of a task, or a task.
-        length: Tokens of a row.
+        length: Number of tokens of an example.
         batch_size: Rows of a batch.
         seed: Of the task; that of the weights is in the configuration.
     """
@@ -73,7 +73,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Of the model, as far as it is known before it is opened."""
+        """The name of the model, as far as it is known before it is opened."""
         if isinstance(self.source, zoo.ArchitectureConfig):
             return title(self.source)
         return self.source if isinstance(self.source, str) else _name_of(self.source)
@@ -128,7 +128,7 @@ class ModelChoice:
     Attributes:
         controls: Every control, to be watched.
         of_zoo: Those of a model of the zoo.
-        shown: What to show, in order.
+        shown: Widgets to show, in order.
 
     Raises:
         OptionError: If there is no such task, or the model is none of these.
