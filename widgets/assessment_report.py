@@ -150,7 +150,7 @@ class AssessmentReport(MeasuringWidget):
         if self._tree is None or self._tree.attrs.get("kind") != "diagnosis":
             raise OptionError("Only a diagnosis has experiments; pass a tree from wb.diagnose().")
         if self._model is None or self._task is None:
-            raise OptionError("An experiment needs the run's model and task; pass model= and task= beside the tree.")
+            raise OptionError("An experiment needs the run's model and task; pass model= and task= with the tree.")
         tree, model, task, replay = self._tree, self._model, self._task, self._replay
 
         def job(check: Callable[[], None], tell: Callable[[str], None]) -> xr.DataTree:

@@ -117,7 +117,7 @@ class LiveTraining(WorkbenchWidget):
         known += ["loss", "penalties"]
         if unknown := [name for name in settings if name not in known]:
             raise OptionError(
-                f"LiveTraining knows no setting '{unknown[0]}'; beside its own it takes {', '.join(known)}."
+                f"LiveTraining knows no setting '{unknown[0]}'; besides its own it takes {', '.join(known)}."
             )
         self._pair = PairedRuns(kss, faults, recorder, alarms, actions)
         self.kss, self.faults, self._names = self._pair.kss, self._pair.faults, self._pair.names

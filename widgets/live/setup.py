@@ -161,7 +161,7 @@ class Setup:
             description=f"compare: {control}",
             indent=False,
             layout={"width": "auto"},
-            tooltip=f"Train the same run {control} beside it: same weights, data and seed",
+            tooltip=f"Also train the same run {control}: same parameters, data and seed",
         )
         row = ipywidgets.Layout(flex_flow="row wrap", align_items="center", grid_gap="2px 10px")
         model = [self.family, self.norm, self.d_model, self.n_layers]

@@ -38,7 +38,7 @@ class SideBySide:
         self._tree: xr.DataTree | None = None
         style = {"style": {"description_width": "64px"}, "layout": {"width": "260px"}}
         self.first = ipywidgets.Dropdown(description="design", **style)
-        self.second = ipywidgets.Dropdown(description="beside", **style)
+        self.second = ipywidgets.Dropdown(description="next to", **style)
         self.only_different = ipywidgets.Checkbox(
             False, description="only where the state differs", indent=False, layout={"width": "auto"}
         )
