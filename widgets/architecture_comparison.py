@@ -49,10 +49,10 @@ class ArchitectureComparison(WorkbenchWidget):
     steps from `update`.
 
     Args:
-        runs: By name: a run, a spectra dataset alone (with or without the dimension ``step``), or the path of a stored
-            run. Runs may have recorded different steps, and may differ in depth and width.
+        runs: Runs by name: a run, a spectra dataset alone (with or without the dimension ``step``), or the path of a
+            stored run. Runs may have recorded different steps, and may differ in depth and width.
         view: The first view; see `view`.
-        published: Which runs to compare with published figures, as in `workbench.compare`.
+        published: Names of the runs to compare with published figures, as in `workbench.compare`.
 
     Attributes:
         runs: Every run by name, as `workbench.widgets.comparison.recorded_run.RecordedRun`.
@@ -186,8 +186,8 @@ class ArchitectureComparison(WorkbenchWidget):
         milliseconds; a model that is new, or of another depth, makes new panels.
 
         Args:
-            name: Of the run.
-            run: As in the constructor.
+            name: Name of the run.
+            run: Run as in the constructor.
 
         Raises:
             SchemaError: If it has no spectra; nothing has changed then.
@@ -230,8 +230,8 @@ class ArchitectureComparison(WorkbenchWidget):
         Args:
             kind: ``"png"``, ``"svg"`` or ``"html"`` for the view; ``"netcdf"`` for everything recorded of the models
                 shown, in one file with a group for each.
-            path: Of the file, the ending may be left out; None takes what the text field says. Its folder is made.
-            overwrite: Replace a file that is already there.
+            path: Path of the file, the ending may be left out; None takes that of the text field. Its folder is made.
+            overwrite: Whether to replace an existing file.
 
         Returns:
             The path of the file.
@@ -284,7 +284,7 @@ class ArchitectureComparison(WorkbenchWidget):
         self._set_steps(step="first")
 
     def _set_steps(self, step: int | str | None) -> None:
-        """Take in the steps of all runs and go to one; None: the last."""
+        """Update the steps of all runs and go to one; None: the last."""
         self._steps = sorted({int(step) for run in self.runs.values() for step in run.steps})
         last = len(self._steps) - 1
         place = 0 if step == "first" else last if step is None else int(np.searchsorted(self._steps, step))
@@ -294,7 +294,7 @@ class ArchitectureComparison(WorkbenchWidget):
         self._slider.value = min(place, last)
 
     def _draw(self) -> None:
-        """Draw what the controls say, in the visible view alone."""
+        """Draw the visible view with the values of the controls."""
         if self._is_writing:
             return
         self._readout.value = str(self.step)

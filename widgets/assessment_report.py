@@ -37,7 +37,7 @@ class AssessmentReport(MeasuringWidget):
 
     Args:
         tree: Tree from ``wb.assess``, ``wb.diagnose`` or ``wb.compare_designs``.
-        subject: What to assess instead: a module, an opened checkpoint, or any source that ``wb.design`` takes.
+        subject: Subject to assess instead: a module, an opened checkpoint, or any source that ``wb.design`` takes.
         plan: Plan of training, hardware and target, as ``wb.assess`` takes it; with ``subject``.
         task: The task that the subject will be trained on; or, with a diagnosis, the task of its run.
         seed: Seed of fresh parameters and of data; with ``subject``.
@@ -150,7 +150,7 @@ class AssessmentReport(MeasuringWidget):
         if self._tree is None or self._tree.attrs.get("kind") != "diagnosis":
             raise OptionError("Only a diagnosis has experiments; pass a tree from wb.diagnose().")
         if self._model is None or self._task is None:
-            raise OptionError("An experiment needs the run's model and task; pass model= and task= beside the tree.")
+            raise OptionError("An experiment needs the run's model and task; pass model= and task= with the tree.")
         tree, model, task, replay = self._tree, self._model, self._task, self._replay
 
         def job(check: Callable[[], None], tell: Callable[[str], None]) -> xr.DataTree:
@@ -169,7 +169,7 @@ class AssessmentReport(MeasuringWidget):
         """Show the report, with a row of its V3 in view and marked.
 
         Args:
-            anchor: Of the row, as `workbench.reports.quantity.Quantity` has it.
+            anchor: Anchor of the row, as `workbench.reports.quantity.Quantity` has it.
         """
         self.view = "report"
         self.page.lead_to(anchor)
@@ -179,8 +179,8 @@ class AssessmentReport(MeasuringWidget):
 
         Args:
             kind: ``"html"``, ``"markdown"``, ``"notebook"`` or ``"netcdf"``.
-            path: Of the file, the ending may be left out; None takes what the text field says. Its folder is made.
-            overwrite: Replace what is already there.
+            path: Path of the file, the ending may be left out; None takes that of the text field. Its folder is made.
+            overwrite: Whether to replace an existing file.
 
         Returns:
             The path of the file.
@@ -195,7 +195,7 @@ class AssessmentReport(MeasuringWidget):
             return save_tree(self._tree, kind, self.save_bar.path.value if path is None else path, overwrite=overwrite)
 
     def close(self) -> None:
-        """Remove the widget and everything in it, visible or not; what goes on is dropped."""
+        """Remove the widget and everything in it, visible or not; a running job is dropped."""
         for view in getattr(self, "_views", {}).values():
             if view not in self._body.children:
                 self._body.children = (*self._body.children, view)
@@ -235,7 +235,7 @@ class AssessmentReport(MeasuringWidget):
                 self._status.value, self._doing.layout.display = words, None
 
     def _end(self, sentence: str) -> None:
-        """Nothing goes on any more."""
+        """Called when no job is running any more."""
         self._progress = None
         self._status.value = said(sentence)
         self._stop.layout.display = "none"

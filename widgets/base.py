@@ -120,10 +120,10 @@ def close_tree(widget: ipywidgets.Widget) -> None:
 
 
 def known(value: T | None, sentence: str = "Nothing is shown yet; call tell() first.") -> T:
-    """A value that must be there by now.
+    """A value that must exist by now.
 
     Raises:
-        OptionError: With the sentence, where it is not.
+        OptionError: If it does not, with the sentence.
     """
     if value is None:
         raise OptionError(sentence)

@@ -34,10 +34,10 @@ VIEW_TIPS = ["Zoom to the unit circle", "Zoom to where most modes are", "Zoom ou
 
 
 class EigenvaluePanels:
-    """One panel a model on common axes; data, texts and ranges can be written, the panels stay.
+    """One panel per model on common axes; data, texts and ranges can be changed, the panels stay.
 
     Args:
-        spectra: By name; they decide the colours of depth, so give all layers.
+        spectra: Spectra by name; they decide the colours of depth, so give all layers.
         limit: See `workbench.plots.eigenvalue_map`.
 
     Attributes:
@@ -83,9 +83,9 @@ class EigenvaluePanels:
         """Write the modes and texts of one panel.
 
         Args:
-            name: Of the model; it is shortened where the panel is narrow.
+            name: Name of the model, shortened where the panel is narrow.
             spectra: The layers shown; dims ``layer`` and ``mode``.
-            columns: From `columns`.
+            columns: Result of `columns`.
             view: The view that the panel will have, to count the modes outside.
             remark: Remark after the name.
             has_key: Explain markers and shading below the panel.

@@ -39,9 +39,9 @@ class ExportBar(ipywidgets.VBox):
 
     Attributes:
         path: The text field; without an ending.
-        buttons: By kind.
+        buttons: Buttons by kind.
         overwrite: The checkbox.
-        note: What was written last.
+        note: Note on the last file written.
     """
 
     def __init__(

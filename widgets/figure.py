@@ -1,7 +1,7 @@
 """A bokeh figure as a Jupyter widget: offline, following the notebook's theme, and with nothing in the saved notebook.
 
 BokehJS comes from the kernel when the page does not have it yet, so no extension call, no network and no copy of the
-library in each notebook is needed. The figure itself is fetched from the kernel too: a page that is reloaded shows what
+library in each notebook is needed. The figure itself is fetched from the kernel too: a reloaded page shows what
 the kernel holds now, not what it held when the cell ran.
 """
 
@@ -202,7 +202,7 @@ def show(figure: Any) -> ipywidgets.DOMWidget:
     """Turn a figure into a widget that JupyterLab displays.
 
     Args:
-        figure: What a function of ``workbench.plots`` returns, for either backend.
+        figure: Figure from a function of ``workbench.plots``, for either backend.
 
     Returns:
         A `Figure` (backend bokeh), or an image (backend matplotlib).

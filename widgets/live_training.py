@@ -1,4 +1,4 @@
-"""Train with the hand on the switches: turn KSS and faults on and off, and see whether the run survives."""
+"""Train interactively: switch KSS and faults on and off, and see whether the run converges."""
 
 from __future__ import annotations
 
@@ -73,19 +73,19 @@ class LiveTraining(WorkbenchWidget):
         kss: The KSS to switch; None: the recommended one, switched off where there are faults.
         compare: Whether the same run with nothing switched on trains next to it.
         spectra_every: Steps between two measurements of the eigenvalues.
-        folder: Where the runs are recorded; None: a temporary one, which is removed when the kernel ends.
+        folder: Folder in which the runs are recorded; None: a temporary one, which is removed when the kernel ends.
         faults: Faults from ``wb.faults``, each with a switch on the page; the runs are then called "with faults" and
             "without faults".
         recorder: Records mechanism monitors of the treatment; the control gets one with the same settings.
         alarms: Alarms on the recorder's monitors, for both runs; the newest are listed under the figure.
-        actions: What alarms may trigger, in the treatment alone.
+        actions: Actions that alarms may trigger, in the treatment only.
         **settings: Further settings of ``wb.train``, such as ``optimizer``, ``warmup`` or ``checkpoint_every``.
 
     Attributes:
         kss: The `workbench.KSS` of the treatment; change it here or on the page, it acts from the next step
             on.
         faults: Those of the treatment; ``live.faults[0].enabled = True``, here or on the page.
-        folder: Where the runs are recorded.
+        folder: Folder in which the runs are recorded.
         setup: The controls of what is trained, by name.
         canvas: The figure.
         alarm_list: The list of the latest alarms.
@@ -117,7 +117,7 @@ class LiveTraining(WorkbenchWidget):
         known += ["loss", "penalties"]
         if unknown := [name for name in settings if name not in known]:
             raise OptionError(
-                f"LiveTraining knows no setting '{unknown[0]}'; beside its own it takes {', '.join(known)}."
+                f"LiveTraining knows no setting '{unknown[0]}'; besides its own it takes {', '.join(known)}."
             )
         self._pair = PairedRuns(kss, faults, recorder, alarms, actions)
         self.kss, self.faults, self._names = self._pair.kss, self._pair.faults, self._pair.names
@@ -157,7 +157,7 @@ class LiveTraining(WorkbenchWidget):
 
     @property
     def status(self) -> str:
-        """One line: what is going on."""
+        """The status in one line."""
         histories = self.canvas.histories.values()
         if self._state == "ready" or not histories:
             return "ready: press Start"
@@ -167,7 +167,7 @@ class LiveTraining(WorkbenchWidget):
 
     @property
     def is_running(self) -> bool:
-        """Whether there are runs that are not over, paused or not."""
+        """Whether there are runs that have not ended, paused or not."""
         return self._trainer is not None
 
     @property
@@ -178,11 +178,11 @@ class LiveTraining(WorkbenchWidget):
 
     @property
     def checkpoints(self) -> list[SavedStep]:
-        """Every checkpoint in the folder, from which `restart` can go on; the latest first."""
+        """Every checkpoint in the folder, from which `restart` can continue; the latest first."""
         return self._branches.saved_steps()
 
     def start(self) -> None:
-        """Train afresh with what the controls say; a run that goes on is stopped first.
+        """Train from the start with the values of the controls; an active run is stopped first.
 
         Raises:
             WorkbenchError: If the controls ask for something impossible.
@@ -190,7 +190,7 @@ class LiveTraining(WorkbenchWidget):
         self._after_stop(self._begin)
 
     def restart(self, checkpoint: SavedStep | None = None) -> None:
-        """Go on from a checkpoint, in a new branch: the treatment with the switches as they stand now.
+        """Continue from a checkpoint, in a new branch: the treatment with the present switches.
 
         Args:
             checkpoint: One of `checkpoints`; None: the latest.
@@ -203,14 +203,14 @@ class LiveTraining(WorkbenchWidget):
         self._after_stop(partial(self._begin, checkpoint or saved[0]))
 
     def pause(self) -> None:
-        """Hold after the present step."""
+        """Pause after the present step."""
         with self.turn:
             if self._trainer is not None:
                 self._trainer.pause()
                 self._show_state("paused")
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         with self.turn:
             if self._trainer is not None:
                 self._pace.rest()
@@ -218,14 +218,14 @@ class LiveTraining(WorkbenchWidget):
                 self._trainer.resume()
 
     def stop(self) -> None:
-        """End the runs after the present step; their stores say "stopped", and a checkpoint is written."""
+        """End the runs after the present step; their status is "stopped", and a checkpoint is written."""
         with self.turn:
             if self._trainer is not None:
                 self._show_state("stopping")
                 self._trainer.stop()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the runs are over. The page stands still meanwhile; in a notebook use `finished`.
+        """Wait until the runs have ended. The page is blocked meanwhile; in a notebook use `finished`.
 
         Args:
             timeout: Seconds to wait at most; None: as long as it takes.
@@ -252,7 +252,7 @@ class LiveTraining(WorkbenchWidget):
         super().close()
 
     def _begin(self, saved: SavedStep | None = None) -> None:
-        """Start the runs, in a new folder; afresh or from a checkpoint."""
+        """Start the runs, in a new folder, from the start or from a checkpoint."""
         place, setup = self._branches.new(), self.setup
         task = setup.build_task()
         stores = {name: place / f"{name}.zarr" for name in self._names[: 1 + setup.compare.value]}
@@ -309,7 +309,7 @@ class LiveTraining(WorkbenchWidget):
         return [] if self._pair.actions is None else self._pair.actions.done
 
     def _after_stop(self, action: Callable[[], None]) -> None:
-        """Run an action when no run goes on any more: now, or when the present ones are closed."""
+        """Run an action when no run is active: now, or when the present ones are closed."""
         with self.turn:
             if self._trainer is None:
                 action()

@@ -21,9 +21,9 @@ def own_panel(drawing: Any, x_range: Range1d, *, frame_width: int) -> tuple[Any,
     """The one panel of a drawing, to be put into a grid of ours and written in place.
 
     Args:
-        drawing: What a function of ``workbench.plots`` returns, of one panel.
+        drawing: Figure from a function of ``workbench.plots``, of one panel.
         x_range: Shared by the panels of the grid.
-        frame_width: Of the panel, in pixels.
+        frame_width: Width of the panel, in pixels.
 
     Returns:
         The holoviews plot of the panel, its figure without a legend, and the line above it.

@@ -142,7 +142,7 @@ class RiskExplorer(MeasuringWidget):
             self._stop.layout.display = None
 
     def figure(self, kind: str = "curve", backend: str = "bokeh") -> Any:
-        """What is shown as a figure of its own, to keep or to write with ``workbench.plots.save()``.
+        """The present view as a separate figure, to keep or to write with ``workbench.plots.save()``.
 
         Args:
             kind: ``"curve"`` or ``"drivers"``.
@@ -236,7 +236,7 @@ class RiskExplorer(MeasuringWidget):
             self.measure()
             return
         self._worker.drop()
-        self._mark_stale("press Measure to look at this model")
+        self._mark_stale("press Measure to measure this model")
 
     def _take(self, found: Measured | None, error: Exception | None) -> None:
         """Show the risk of the model that was measured, or raise why it was not."""
@@ -251,7 +251,7 @@ class RiskExplorer(MeasuringWidget):
 
     def _say_stopped(self) -> None:
         """Show that the figures are those of the model before."""
-        self._mark_stale("stopped; press Measure to look at this model")
+        self._mark_stale("stopped; press Measure to measure this model")
 
     def _draw(self) -> None:
         """Show the planned run."""

@@ -129,5 +129,5 @@ class Tags(anywidget.AnyWidget):
 
 
 def model_tags(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Options for models, each with the look it has in figures that hold all of them."""
+    """Options for models, each with its style in figures that hold all of them."""
     return [{"name": name, "text": name, **model_style(index)} for index, name in enumerate(names)]

@@ -49,7 +49,7 @@ class Timeline(WorkbenchWidget):
         poll_every: Seconds between two readings of the stores.
 
     Attributes:
-        runs: By name, as `workbench.widgets.timeline_parts.followed_run.FollowedRun`.
+        runs: Runs by name, as `workbench.widgets.timeline_parts.followed_run.FollowedRun`.
         canvas: The figure.
 
     Raises:
@@ -327,7 +327,7 @@ def _listed(references: Any) -> list[FollowedRun]:
 
 
 def _detail(run: FollowedRun, step: int, signal: str) -> tuple[Detail, tuple[str, str] | None]:
-    """What a run shows at a step, and the names of its map's rows and columns."""
+    """The details of a run at a step, and the names of its map's rows and columns."""
     heat = run.heat(signal, step) if signal else None
     modes, n_layers = run.modes(step) or (None, 0)
     if heat is None:

@@ -70,6 +70,49 @@ def test_alarms_are_heard_told_and_written(parts, tmp_path):
 
 def test_a_resumed_recorder_has_learned_what_was_healthy(parts, tmp_path):
     loop(wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=alarms_on("update_ratio")), 18, **parts)
+    again = alarms_on("update_ratio")
+    loop(wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=again, resume=True), 40, start=18, **parts)
+    assert [alarm.signal for alarm in again.raised] == ["update_ratio"]
+    assert 20 <= again.raised[0].step <= 24
+
+
+def test_alarms_of_one_run_know_nothing_of_the_run_before(parts):
+    heard = []
+    alarms = alarms_on("update_ratio", on_alarm=lambda alarm: heard.append((alarm.step, alarm.score)))
+    for _ in range(2):
+        model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
+        anew = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3), "task": parts["task"]}
+        loop(wb.Recorder(every=EVERY, alarms=alarms), 40, **anew)
+        assert len(alarms.raised) == 1
+    assert heard[1:] == heard[:1] != []
+
+
+def test_alarms_of_a_run_that_goes_back_forget_what_they_saw_after_it(parts, tmp_path):
+    alarms, path = alarms_on("update_ratio"), tmp_path / "a.zarr"
+    recorder = wb.Recorder(path, every=EVERY, alarms=alarms)
+    loop(recorder, 40, **parts)
+    assert len(alarms.raised) == 1
+    loop(recorder, 18, start=12, rate_from=99, **parts)
+    assert alarms.raised == []
+    assert wb.open_run(path)["monitors"]["step"].values.tolist() == list(range(18))
+
+
+def test_replaying_rests_where_the_run_acted(parts):
+    """After an action the alarms of a resumed run are those of the run that went on."""
+    live, heard = alarms_on("update_ratio"), []
+    recorder = wb.Recorder(every=EVERY)
+    recorder.observe(heard.append)
+    loop(recorder, 40, **parts, rate_from=25)
+    for observation in heard:
+        if observation.part == "optimizer" and observation.step == 21:
+            live.rest(22, n_steps=12)
+        live.observe(observation)
+    rows = {part: [o for o in heard if o.part == part] for part in ("monitors", "optimizer")}
+    tree = {"/events": xr.Dataset({"kind": ("event", ["action"]), "step": ("event", [22])})}
+    for part, found in rows.items():
+        dims = {name: ("layer",) * np.ndim(v) for name, v in found[0].values.items() if np.ndim(v) < 2}
+        values = {name: (("step", *of), np.stack([o.values[name] for o in found])) for name, of in dims.items()}
+        tree[f"/{part}"] = xr.Dataset(values, {"step": [o.step for o in found]})
     again, without = alarms_on("update_ratio"), alarms_on("update_ratio")
     steps = [alarm.step for alarm in replay(xr.DataTree.from_dict(tree), again, rest=12)]
     assert steps == [alarm.step for alarm in live.raised] != []

@@ -70,7 +70,7 @@ class LayerPanels:
     """Panels of several measures in a grid, with one range of depth; each is built when it is first needed.
 
     Args:
-        names: Of every run there is, in the order that decides their looks.
+        names: Names of all runs, in the order that sets their styles.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -84,8 +84,8 @@ class LayerPanels:
         """Make the grid of these measures; whether it is a new one.
 
         Args:
-            measures: In the order shown.
-            spectra: Of every run, to build panels that are not there yet.
+            measures: Measures in the order shown.
+            spectra: Spectra of all runs, to build missing panels.
         """
         for measure in measures:
             if measure not in self.panels or not self.panels[measure].suits(spectra):
@@ -110,7 +110,7 @@ class MeasurePanel:
 
     Args:
         measure: Name of a per-layer variable of the schema.
-        spectra: Of every run there is, in the order that decides their looks.
+        spectra: Spectra of all runs, in the order that sets their styles.
         x_range: The range of depth, shared with the other panels.
 
     Attributes:
@@ -146,7 +146,7 @@ class MeasurePanel:
         Args:
             spectra: All layers, by name of the run.
             layers: The layer numbers shown.
-            depth: As in `workbench.plots.layer_profile`.
+            depth: Kind of depth as in `workbench.plots.layer_profile`.
         """
         values = [np.array([REFERENCE[self.measure]])] if self.measure in REFERENCE else [np.zeros(0)]
         for name, source in self.sources.items():

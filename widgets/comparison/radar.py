@@ -79,13 +79,13 @@ class RadarCharts:
     """A chart for every run there is, of which some are shown.
 
     Args:
-        names: Of the runs, in the order that decides their looks.
+        names: Names of the runs, in the order that sets their styles.
         measures: The axes.
-        comparison: Of some of the runs, from `workbench.compare`.
+        comparison: Comparison of some of the runs, from `workbench.compare`.
 
     Attributes:
         root: The bokeh layout of the charts shown.
-        key: What the axes and the lines mean.
+        key: Meaning of the axes and the lines.
     """
 
     def __init__(self, names: Sequence[str], measures: Sequence[str], comparison: xr.Dataset) -> None:

@@ -22,7 +22,7 @@ class RecordedRun:
     """One run, by the step.
 
     Args:
-        name: What the run is called.
+        name: Name of the run.
         data: A run (a tree with the part ``spectra``, and perhaps ``monitors`` and ``events``), a spectra dataset
             alone, or the path of a stored run. Spectra without the dimension ``step`` count as those of step 0.
 

@@ -33,9 +33,9 @@ class Scene:
     Attributes:
         runs: Every run there is, by name.
         shown: The names of those that are shown, at least one.
-        step: Where the slider stands.
+        step: Step of the slider.
         layers: First and last layer shown.
-        published: As in `workbench.compare`.
+        published: Names of runs as in `workbench.compare`.
     """
 
     runs: Mapping[str, RecordedRun]
@@ -51,7 +51,7 @@ class Scene:
 
     @property
     def places(self) -> dict[str, int]:
-        """The place of every run among the looks: a run keeps its look while others are hidden."""
+        """The style number of every run: a run keeps its style while others are hidden."""
         return {name: place for place, name in enumerate(self.runs)}
 
     @property
@@ -95,7 +95,7 @@ class ComparisonView:
         lock: Held while the figure changes.
 
     Attributes:
-        box: To be shown.
+        box: Widget to show.
         controls: Whose changes ask for a new drawing.
         refused_kinds: Kinds of files that this view has none of, and why.
     """

@@ -31,7 +31,7 @@ _PAGE = """<!DOCTYPE html>
 <style>:root {{ color-scheme: light dark; font: 14px system-ui, sans-serif; }} body {{ margin: 24px; }}</style></head>
 <body>{}</body></html>
 """
-#: What the table has, in its order; columns of which nothing is known are left out.
+#: Columns of the table, in order; those without any value are left out.
 _MEASURES = (
     "near_unit_mass",
     "expansive_mass",
@@ -74,7 +74,7 @@ class TableView(ComparisonView):
 
 
 def comparison_of(scene: Scene) -> xr.Dataset:
-    """The runs shown at this step and in these layers, as `workbench.compare` puts them beside each other.
+    """The runs shown at this step and in these layers, as `workbench.compare` aligns them.
 
     Raises:
         OptionError: If none of them has spectra of these layers yet, or they were measured with different

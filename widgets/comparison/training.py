@@ -117,8 +117,8 @@ class TracePanel:
     those has the variable.
 
     Args:
-        variable: As in `workbench.plots.traces`.
-        runs: Every run there is, in the order that decides their looks.
+        variable: Variable as in `workbench.plots.traces`.
+        runs: All runs, in the order that sets their styles.
         shown: The names of those that are shown.
         x_range: The range of steps, shared with the other panels.
 

@@ -4,7 +4,7 @@ function render({ model, el, signal }) {
   el.setAttribute("aria-label", "Alarms");
   const none = made("div", "workbench-alarms-none", "no alarm so far");
   el.replaceChildren(none);
-  // Lines that are there stay as they are, so that a screen reader says the new ones alone.
+  // Existing lines are not changed, so that a screen reader reads only new ones.
   const rows = new Map();
   follow(model, signal, ({ lines }) => {
     const numbers = new Set(lines.map((line) => line.number));

@@ -2,7 +2,7 @@ const TRACES_EVERY_MS = 300;
 
 const arrayOf = (Kind, view) => new Kind(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
 
-// What the kernel sent, as runs with their modes and traces.
+// The message of the kernel, as runs with their modes and traces.
 function unpacked(content, buffers) {
   const perRun = 3 + 2 * TRACES.length;
   return content.runs.map((run, index) => {
@@ -77,7 +77,7 @@ function render({ model, el, signal }) {
   body.append(left, side);
   el.replaceChildren(status, body);
 
-  // What costs most is painting: a map is drawn anew when its modes are new, the traces a few times a second.
+  // Painting costs most: a map is redrawn when its modes are new, the traces a few times a second.
   let panels = [], recent = [], isStale = true, tracesAt = 0, later = null;
   const drawTraces = (runs, theme, nSteps) => {
     tracesAt = performance.now();

@@ -29,8 +29,8 @@ class LiveModes:
     Attributes:
         step: Updates done before it.
         points: Real and imaginary parts, float32, shape (mode, 2).
-        layer: Of each mode, uint8 (the last one stands for all beyond it).
-        is_reliable: Of each mode, uint8.
+        layer: Layer of each mode, uint8 (the last one stands for all beyond it).
+        is_reliable: Whether each mode is reliable, uint8.
         near_unit_mass: Mean over the layers.
         spectral_radius: The largest of the layers'.
         near_unit: Bounds of the moduli that count as near unit.
@@ -46,7 +46,7 @@ class LiveModes:
 
     @classmethod
     def of(cls, spectra: xr.Dataset) -> LiveModes:
-        """Of spectra with a ``step`` dimension of one."""
+        """Make it from spectra with a ``step`` dimension of one."""
         eigenvalue = spectra["eigenvalue"].values[0]
         layer, mode = np.nonzero(np.isfinite(eigenvalue))
         chosen = eigenvalue[layer, mode]
@@ -71,7 +71,7 @@ class RunHistory:
         n_done: Steps done.
         n_layers: Layers of the model; 0 until there are spectra.
         modes: The latest; None until there are any.
-        verdict: How the run ended, such as ``"diverged at step 42"``; empty while it goes on.
+        verdict: Outcome of the run, such as ``"diverged at step 42"``; empty while it goes on.
         is_broken: Whether it ended in a divergence or an error.
     """
 
@@ -85,7 +85,7 @@ class RunHistory:
 
     @classmethod
     def of(cls, run: xr.DataTree, n_steps: int) -> RunHistory:
-        """Of a run's record so far, for a run that goes on from there."""
+        """Make it from a run's record so far, for a run that continues from there."""
         history = cls(n_steps)
         if "monitors" not in run.children:
             return history
@@ -143,8 +143,8 @@ def pack(histories: dict[str, RunHistory]) -> tuple[list[dict[str, Any]], list[b
     """All of it for the page: a small description of each run, and eleven buffers a run.
 
     Returns:
-        runs: One dict a run.
-        buffers: For each run its points, layers and reliable modes, then steps and values of each trace.
+        runs: Dicts, one per run.
+        buffers: Buffers of each run: its points, layers and reliable modes, then steps and values of each trace.
     """
     runs, buffers = [], []
     for name, history in histories.items():

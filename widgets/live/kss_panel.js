@@ -46,7 +46,7 @@ function render({ model, el, signal }) {
   toggle.onclick = () => send({ enabled: toggle.getAttribute("aria-checked") !== "true" });
   slider.oninput = () => send({ strength: SIGNIFICANT(10 ** Number(slider.value)) });
 
-  // What is being typed stays until Enter or until the field is left; Enter alone would be taken by the notebook.
+  // Typed text stays until Enter or until the field loses focus; the notebook must not receive the Enter key.
   const typed = new Set();
   for (const [name, input] of [["strength", strength], ["interval", interval]]) {
     const commit = () => {
@@ -61,7 +61,7 @@ function render({ model, el, signal }) {
     input.onchange = commit; // the arrows of the field
   }
 
-  // A value under the user's hand stays there until it is let go.
+  // A value that the user is dragging stays until it is released.
   let isHeld = false;
   slider.onpointerdown = () => (isHeld = true);
   const again = follow(model, signal, (control) => {

@@ -1,5 +1,5 @@
 // The page's end of LatestState. Every view of a model draws the same state; it is painted in an animation frame, and the
-// kernel is told after it, not more often than every MILLISECONDS: time that training has for itself.
+// kernel is notified after it, at most once in MILLISECONDS, which leaves time for training.
 const MILLISECONDS = 60;
 const links = new WeakMap();
 
@@ -17,7 +17,7 @@ function linkTo(model) {
     if (link.painted === link.content.number) return;
     link.painted = link.content.number;
     const rest = Math.max(0, MILLISECONDS - (performance.now() - link.toldAt));
-    setTimeout(tell, rest); // a task of its own: it comes after this frame has been painted
+    setTimeout(tell, rest); // a separate task, which runs after this frame has been painted
   };
   link.schedule = () => {
     if (link.isDue) return;
@@ -35,8 +35,8 @@ function linkTo(model) {
   return link;
 }
 
-// Draw with `draw(content, buffers)` whenever there is something new, until the view goes; returns a function that
-// draws what is there once more.
+// Draw with `draw(content, buffers)` whenever there is new content, until the view is removed; returns a function that
+// redraws the present content.
 function follow(model, signal, draw) {
   const link = linkTo(model);
   link.views.add(draw);
@@ -46,7 +46,7 @@ function follow(model, signal, draw) {
   return link.schedule;
 }
 
-// Call when JupyterLab's theme changes, and once its colours are there.
+// Call when JupyterLab's theme changes, and once its colours are loaded.
 function onTheme(signal, act) {
   const theme = new MutationObserver(() => setTimeout(act, 50));
   theme.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });

@@ -40,7 +40,7 @@ class LatestState(anywidget.AnyWidget):
         self.on_msg(self._receive)
 
     def state(self) -> tuple[dict[str, Any], list[bytes]]:
-        """What to show now: a small JSON value and binary buffers. Called in any thread."""
+        """The present content: a small JSON value and binary buffers. Called in any thread."""
         raise NotImplementedError
 
     def refresh(self) -> None:

@@ -26,7 +26,7 @@ class LiveCanvas(LatestState):
 
     Attributes:
         n_steps: Steps that the runs can have.
-        histories: What is drawn, by the name of the run; replace it to draw others.
+        histories: Histories that are drawn, by the name of the run; replace it to draw others.
     """
 
     _esm = script("latest_state.js", "plane.js", "traces.js", "canvas.js")

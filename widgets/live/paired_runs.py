@@ -30,14 +30,14 @@ class PairedRuns:
     button or a schedule switches something; it has a recorder and alarms of the same kind, and no actions.
 
     Args:
-        kss: Of the treatment; None: the recommended one, switched off where there are faults.
-        faults: Of the treatment.
-        recorder: Of the treatment; None: none.
-        alarms: Of the treatment; None: none.
-        actions: Of the treatment; None: none.
+        kss: KSS of the treatment; None: the recommended one, switched off where there are faults.
+        faults: Faults of the treatment.
+        recorder: Recorder of the treatment; None: none.
+        alarms: Alarms of the treatment; None: none.
+        actions: Actions of the treatment; None: none.
 
     Attributes:
-        names: Of the treatment, and of its control.
+        names: Names of the treatment and of its control.
 
     Raises:
         OptionError: If the faults do not go together, or alarms have no recorder, or actions no alarms.

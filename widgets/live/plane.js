@@ -5,8 +5,8 @@ const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
 const FARTHEST = 9;
 const powerOfTen = (k) => (k <= 2 ? String(10 ** k) : "10" + SUPERSCRIPTS[k]);
 
-// A canvas as sharp as the screen, in CSS pixels, on which `paint(context, width, height)` has drawn what changes seldom:
-// it is painted anew when the size, the theme or the key changes, and copied otherwise.
+// A canvas as sharp as the screen, in CSS pixels, on which `paint(context, width, height)` has drawn what rarely changes:
+// it is redrawn when the size, the theme or the key changes, and copied otherwise.
 const backdrops = new WeakMap();
 
 function sheet(canvas, theme, key, paint) {
@@ -78,7 +78,7 @@ function dot(color, isFilled, size) {
   return dots.get(key);
 }
 
-// Where a mode is drawn: on the whole plane, or true to scale in a square around 1.
+// Where a mode is drawn: on the full plane, or true to scale in a square around 1.
 const NEAR = 0.3;
 
 function viewOf(width, height, decades, isNear) {

@@ -41,11 +41,11 @@ class Setup:
             and never touched; or None: a small transformer without normalization.
         task: Name of one of the choices, a task, or any data that `wb.train` takes; None: associative recall.
         learning_rate: Peak rate.
-        seed: Of fresh weights, of the data of a task chosen by name, and of training.
+        seed: Seed of fresh parameters, of the data of a task chosen by name, and of training.
         n_steps: Updates of a run.
         spectra_every: Steps between two spectra.
-        compare: Whether a second run trains beside the first.
-        control: What that one is called.
+        compare: Whether a second run trains in parallel to the first.
+        control: Name of the second run.
 
     Attributes:
         controls: Every control, to be watched or disabled.
@@ -161,7 +161,7 @@ class Setup:
             description=f"compare: {control}",
             indent=False,
             layout={"width": "auto"},
-            tooltip=f"Train the same run {control} beside it: same weights, data and seed",
+            tooltip=f"Also train the same run {control}: same parameters, data and seed",
         )
         row = ipywidgets.Layout(flex_flow="row wrap", align_items="center", grid_gap="2px 10px")
         model = [self.family, self.norm, self.d_model, self.n_layers]

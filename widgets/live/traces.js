@@ -18,7 +18,7 @@ const short = (value) => {
   return String(Number(value.toPrecision(2)));
 };
 
-// 1, 2 or 5 times a power of ten, at or beyond a value: axes that hold still for a while.
+// 1, 2 or 5 times a power of ten, at or beyond a value: axes that change rarely.
 function round125(value, isUp) {
   const power = 10 ** Math.floor(Math.log10(value) + 1e-9);
   const rest = value / power;
@@ -50,7 +50,7 @@ function valueAxis(trace, runs) {
   return { low, high, ticks, place };
 }
 
-// The steps' axis doubles until it holds the whole run.
+// The steps' axis doubles until it holds the full run.
 function lastStep(runs, nSteps) {
   const done = Math.max(1, ...runs.map((run) => run.n_done));
   let last = 25;
@@ -92,7 +92,7 @@ function drawTrace(canvas, theme, trace, runs, nSteps) {
 
   context.fillStyle = theme.kss;
   for (const [from, to] of runs[0]?.kss_spans ?? []) context.fillRect(x(from), TOP, Math.max(x(to) - x(from), 1), bottom - TOP);
-  // A fault: paler than KSS, with a solid edge, so that the two can be told apart where both are on.
+  // A fault: paler than KSS, with a solid edge, so that the two can be distinguished where both are on.
   for (const [from, to] of runs[0]?.fault_spans ?? []) {
     const wide = Math.max(x(to) - x(from), 1);
     context.fillStyle = theme.fault;

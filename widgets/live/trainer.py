@@ -32,7 +32,7 @@ class LiveTrainer:
     turns are each what they would be alone, and runs in two threads would not be.
 
     Args:
-        runs: By name, from `workbench.train`.
+        runs: Runs by name, from `workbench.train`.
         on_record: Called with name and record after each step.
         on_end: Called with name and error, or None, when a run has ended by itself.
         on_stop: Called once, last, when all runs are closed. Like the other two, in the trainer's thread.

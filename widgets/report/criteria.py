@@ -1,4 +1,4 @@
-"""The criteria of an assessment, by failure mode and state; choosing one shows what it rests on."""
+"""The criteria of an assessment, by failure mode and state; choosing one shows its evidence."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Evidence(ipywidgets.VBox):
     """A criterion and its picture.
 
     Attributes:
-        words: What was measured, the healthy band and the reason.
+        words: Text on the measurement, the healthy band and the reason.
         button: Leads to the criterion's row in the report.
         key: Identifies the figure; None before one was drawn.
     """
@@ -58,8 +58,8 @@ class Evidence(ipywidgets.VBox):
         """Show a criterion.
 
         Args:
-            numbers: Of the assessment's tree.
-            name: Of the criterion.
+            numbers: Numbers of the assessment's tree.
+            name: Name of the criterion.
         """
         quantity = numbers.criterion(name)
         data = numbers.node("criteria").sel(criterion=name)

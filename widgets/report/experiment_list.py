@@ -30,7 +30,7 @@ class ExperimentsView:
 
     Attributes:
         table: A row an experiment, in the order proposed; its ``value`` is the chosen one's place in the tree.
-        words: What is changed, what to expect, and the outcome.
+        words: Text on the change, the expectation and the outcome.
         button: Runs the chosen experiment.
         box: All of it.
     """

@@ -13,8 +13,8 @@ class MeasuringProgress:
     """What has been measured, how long it took, and what is being measured.
 
     Args:
-        title: Of what goes on.
-        on_change: Called with the words as HTML, in the thread that calls `tell`.
+        title: Title of the running job.
+        on_change: Function called with the text as HTML, in the thread that calls `tell`.
     """
 
     def __init__(self, title: str, on_change: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-// The report is a page of its own, so it lives in a shadow: its style and its anchors are no business of the notebook's.
+// The report is a separate page in a shadow root, so that its style and anchors do not affect the notebook.
 const REM = 14; // pixels: the size of JupyterLab's text
 const WAITING = "is drawn when it comes into view …";
 
@@ -87,7 +87,7 @@ function render({ model, el, signal }) {
     cameFrom = null;
   };
 
-  // Only the box scrolls: the notebook stays where it is.
+  // Only the box scrolls, not the notebook.
   const bring = (target) => {
     const way = target.getBoundingClientRect().top - box.getBoundingClientRect().top;
     box.scrollTop += way - (target.matches("section") ? 0 : box.clientHeight / 3);
@@ -136,7 +136,7 @@ function render({ model, el, signal }) {
     place.setAttribute("role", "region");
     place.setAttribute("aria-label", figure.dataset.title);
     place.replaceChildren(picture);
-    // What is drawn above the row that was just led to must not push it away.
+    // Content drawn above the row that was just scrolled to must not move it.
     const marked = root.querySelector(".marked");
     if (marked && performance.now() - markedAt < 3000) bring(marked);
   };

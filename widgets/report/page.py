@@ -27,7 +27,7 @@ _FRAME = "picture {number} of the report"
 
 
 class ReportPage(anywidget.AnyWidget):
-    """What `workbench.reports` writes as a file of its own, inside a notebook and in JupyterLab's theme.
+    """The page that `workbench.reports` writes as a file, inside a notebook and in JupyterLab's theme.
 
     Nothing of it is kept in the notebook's file: a page asks the kernel for text and pictures when it is shown.
 
@@ -54,7 +54,7 @@ class ReportPage(anywidget.AnyWidget):
         """Show the report of a tree.
 
         Raises:
-            SchemaError: If it is no such tree, or it lacks what its report rests on; what is shown stays then.
+            SchemaError: If it is no such tree, or lacks a number of its report; the page then stays as it is.
         """
         document = document_of(tree)
         text = html(_framed(document), tree)

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 #: Kind -> ending, label and tip of its button in `workbench.widgets.export.ExportBar`.
 KINDS = {
     "html": (".html", "HTML", "One page that needs no network and no other file"),
-    "markdown": (".md", "Markdown", "Text, with its pictures in a folder beside it"),
+    "markdown": (".md", "Markdown", "Text, with its pictures in a folder next to it"),
     "notebook": (
         ".ipynb",
         "notebook",
-        "The same text, with cells that draw the pictures again from the data beside it",
+        "The same text, with cells that draw the pictures again from the data next to it",
     ),
     "netcdf": (".nc", "netCDF", "Everything that was measured; wb.open_run() opens it"),
 }

@@ -27,10 +27,10 @@ class SideBySide:
     """Two designs, chosen by name.
 
     Attributes:
-        first, second: The designs.
+        first, second: Choices of the designs.
         only_different: Whether criteria of the same state are left out.
         table: A row a criterion; its ``value`` is the id of the chosen one.
-        evidence: Of the chosen criterion in either design.
+        evidence: Evidence of the chosen criterion in each design.
         box: All of it.
     """
 
@@ -38,7 +38,7 @@ class SideBySide:
         self._tree: xr.DataTree | None = None
         style = {"style": {"description_width": "64px"}, "layout": {"width": "260px"}}
         self.first = ipywidgets.Dropdown(description="design", **style)
-        self.second = ipywidgets.Dropdown(description="beside", **style)
+        self.second = ipywidgets.Dropdown(description="next to", **style)
         self.only_different = ipywidgets.Checkbox(
             False, description="only where the state differs", indent=False, layout={"width": "auto"}
         )

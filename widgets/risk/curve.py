@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from workbench.widgets.risk.forecast import Forecast
 
 _HEIGHT = 290
-#: Where recorded runs stand: below 0 those that survived, above 1 those that diverged.
+#: Vertical position of recorded runs: below 0 those that survived, above 1 those that diverged.
 _RUG = 0.1
 _COLOR = style.MODEL_COLORS[7]
 _NO_RUNS: dict[str, list[Any]] = {"rate": [], "place": [], "architecture": [], "ended": []}

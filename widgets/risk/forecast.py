@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from workbench.risk.neighbours import Neighbours
     from workbench.risk.risk_model import RiskModel
 
-#: What counts as little risk, and from where divergence is likely.
+#: Largest risk that counts as low, and smallest at which divergence is likely.
 LOW, HIGH = 0.20, 0.80
 #: Points of the curve, and recorded cells to compare with.
 _N_RATES, _N_CELLS = 97, 5
@@ -27,10 +27,10 @@ class Forecast:
 
     Attributes:
         case: The run as it is planned.
-        prediction: Of `RiskModel.predict`.
-        stable: Of `RiskModel.largest_stable_rate`.
+        prediction: Result of `RiskModel.predict`.
+        stable: Result of `RiskModel.largest_stable_rate`.
         curve: The risk over learning rates, of `workbench.risk.rate_grid.over_rates`.
-        drivers: Of `RiskModel.drivers`.
+        drivers: Result of `RiskModel.drivers`.
         nearest: Every recorded run of the cells that are most like the case.
         recorded_steps: Fewest and most steps of the recorded runs.
     """
@@ -69,8 +69,8 @@ def forecast(model: RiskModel, neighbours: Neighbours, case: xr.Dataset, *, befo
 
     Args:
         model: The risk model.
-        neighbours: Of the same model.
-        case: One run.
+        neighbours: Neighbours by the same model.
+        case: Case of one run.
         before: A forecast of a case that differs in its learning rate alone; what does not depend on that is taken
             over.
     """
@@ -91,7 +91,7 @@ def rates_around(rate: float, stable: xr.Dataset, recorded: np.ndarray) -> np.nd
 
     Args:
         rate: The present one, which is among them.
-        stable: Of `RiskModel.largest_stable_rate`; they hold the edge and its interval.
+        stable: Result of `RiskModel.largest_stable_rate`; they hold the edge and its interval.
         recorded: Rates of runs to compare with; where no edge is known, they hold the middle half of these.
     """
     edge, *interval = (np.log10(float(stable[name].values[0])) for name in ("largest_stable_rate", "low", "high"))

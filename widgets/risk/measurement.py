@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from workbench.risk.risk_model import RiskModel
     from workbench.widgets.risk.model_choice import Choice
 
-#: What trial updates find, and so belongs to optimizer and clipping.
+#: Features measured by trial updates, which depend on optimizer and clipping.
 _OF_A_TRIAL = ("overshoot_rate", "breaking_rate", "rehearsed_rate")
 _OF_AN_UPDATE = ("optimizer", "optimizer_options", "clip_norm")
 
 
 class Efforts(NamedTuple):
-    """How closely a model is looked at, as `measure_case` takes it."""
+    """The effort of the measurement of a model, as `measure_case` takes it."""
 
     takes_gradients: bool
     runs_pilot: bool
@@ -59,8 +59,8 @@ def measure(choice: Choice, settings: dict[str, Any], efforts: Efforts, check: C
 
     Args:
         choice: Model and task.
-        settings: Of the plan.
-        efforts: How closely to look.
+        settings: Settings of the plan.
+        efforts: Effort of the measurement.
         check: Called at every evaluation of the loss, of which a pilot run takes a hundred; what it raises ends it all.
 
     Raises:

@@ -55,13 +55,13 @@ ZOO, CHECKPOINT, GIVEN = "zoo", "checkpoint", "given"
 
 @dataclass(frozen=True)
 class Choice:
-    """What the controls said at one moment, for a thread that must not read them.
+    """The values of the controls at one moment, for a thread that must not read them.
 
     Attributes:
         source: A configuration of the zoo, a path or hub name, or a model.
         task: Name of a task, or a task.
-        length: Tokens of a row.
-        batch_size: Rows of a batch.
+        length: Number of tokens of an example.
+        batch_size: Examples of a batch.
         seed: Of the task; that of the weights is in the configuration.
     """
 
@@ -73,7 +73,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Of the model, as far as it is known before it is opened."""
+        """The name of the model, as far as it is known before it is opened."""
         if isinstance(self.source, zoo.ArchitectureConfig):
             return title(self.source)
         return self.source if isinstance(self.source, str) else _name_of(self.source)
@@ -128,7 +128,7 @@ class ModelChoice:
     Attributes:
         controls: Every control, to be watched.
         of_zoo: Those of a model of the zoo.
-        shown: What to show, in order.
+        shown: Widgets to show, in order.
 
     Raises:
         OptionError: If there is no such task, or the model is none of these.
@@ -244,10 +244,10 @@ class ModelChoice:
         )  # fmt: skip
         self.d_model = whole(config.d_model or 64, "width", 1, 1024, 115)
         self.n_layers = whole(config.n_layers or 4, "layers", 1, 64, 105)
-        self.seed = whole(config.seed or 0, "seed", 0, 2**31, 100, "Of weights, data and training")
+        self.seed = whole(config.seed or 0, "seed", 0, 2**31, 100, "Seed of parameters, data and training")
         self.task = choose(_plain(_TASKS), next(iter(_TASKS)), "task", 215)
-        self.length = whole(16, "length", 1, 4096, 112, "Tokens of a row")
-        self.batch_size = whole(16, "batch", 1, 4096, 110, "Rows of a batch")
+        self.length = whole(16, "length", 1, 4096, 112, "Tokens of an example")
+        self.batch_size = whole(16, "batch", 1, 4096, 110, "Examples of a batch")
         self.of_zoo = [self.family, self.norm, self.initialization, self.init_std, self.d_model, self.n_layers]
         data = [self.task, self.length, self.batch_size]
         self.controls = [self.source, self.path, *self.of_zoo, *data, self.seed]

@@ -15,7 +15,7 @@ from workbench.widgets.tables import CELL, NAME, TABLE
 if TYPE_CHECKING:
     import xarray as xr
 
-#: What the table reads of the runs, beside those of `stable_rates`.
+#: Variables of the runs that the table reads besides those of `stable_rates`.
 NEEDS = (
     "cell", "learning_rate", "has_diverged", "divergence_step", "architecture", "init_std", "d_model", "n_layers",
     "task", "batch_size", "optimizer", "schedule", "warmup", "clip_norm", "n_steps",
@@ -39,7 +39,7 @@ def nearest_table(nearest: xr.Dataset, rate: float) -> str:
     """Outcomes of recorded runs at about the planned rate.
 
     Args:
-        nearest: Of `workbench.risk.neighbours.Neighbours.cells`.
+        nearest: Result of `workbench.risk.neighbours.Neighbours.cells`.
         rate: The planned learning rate.
     """
     stable = {

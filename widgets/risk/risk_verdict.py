@@ -26,7 +26,7 @@ _LOOKS: dict[str, tuple[str, str]] = {
     Verdict.AT_RISK: ("!", "#8a6100"),
     LIKELY_TO_DIVERGE: ("✕", "#b8420a"),
 }
-#: Of a heading inside the widget, and of what explains.
+#: Styles of a heading inside the widget, and of explanations.
 HEAD = "font-weight:700;font-size:15px;line-height:1.4;color:var(--jp-ui-font-color1,#222)"
 MUTED = "font-size:12px;line-height:1.4;white-space:normal;color:var(--jp-ui-font-color2,#616161)"
 _CARD = (

@@ -38,13 +38,13 @@ class Wishes:
     """The settings of the view; any thread may set a field.
 
     Attributes:
-        signals: Top to bottom.
+        signals: Signals from top to bottom.
         shown: Names of the runs that are shown.
         reduce: ``"min"``, ``"max"`` or ``"mean"``; None: the worst value.
         view: First and last step; None: all there are, also those to come.
         width: Pixels that a panel is wide.
         seen: Signals whose panels are on the screen, and the only ones to send lines of; None: all.
-        selection: What is shown beside the panels; None: nothing.
+        selection: Details shown next to the panels; None: nothing.
     """
 
     signals: list[str]
@@ -58,16 +58,16 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Detail:
-    """What one run shows at a step.
+    """The details of one run at a step.
 
     Attributes:
         run: Its name.
         heat: The signal with its layers and heads, shape (row, column); None: there is none.
         rows: Labels of its rows.
         columns: Labels of its columns; one empty label where there are only rows.
-        step: Of the heat map.
+        step: Step of the heat map.
         modes: The nearest recorded ones; None: no spectra.
-        n_layers: Of the modes.
+        n_layers: Number of layers of the modes.
     """
 
     run: str
@@ -85,11 +85,11 @@ class PanelSelection:
 
     Attributes:
         step: The step.
-        signal: Of the heat maps; empty: no signal has layers.
+        signal: Signal of the heat maps; empty: no signal has layers.
         run: Whose alarm it is; empty: none's.
         event: The alarm; None: a step chosen by hand.
         dims: Names of the heat maps' rows and columns.
-        details: One a run.
+        details: Details, one per run.
     """
 
     step: int
@@ -108,10 +108,10 @@ class TimelineCanvas(LatestState):
     """Draws runs on one axis of steps with plain canvases, in the colours of JupyterLab's theme.
 
     Args:
-        runs: By name.
+        runs: Runs by name.
         wishes: What is looked at.
         healthy: Healthy runs, or a number of steps, or None; as in `workbench.plots.timeline`.
-        quantiles: Of the healthy band.
+        quantiles: Quantiles of the healthy band.
         ask: Called with the request of the user on the page, such as ``{"view": [0, 10]}``.
 
     """
@@ -339,7 +339,7 @@ def _marked(run: str, event: TimelineEvent, kind: str) -> dict[str, Any]:
 def _selected(
     selection: PanelSelection | None, shown: Sequence[FollowedRun], buffers: _Buffers
 ) -> dict[str, Any] | None:
-    """What is shown beside the panels."""
+    """The details shown next to the panels."""
     if selection is None:
         return None
     names = {run.name for run in shown}

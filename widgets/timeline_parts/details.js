@@ -1,4 +1,4 @@
-// What is shown of a chosen step: layers and heads as a map, the modes in the complex plane.
+// The details of a chosen step: layers and heads as a map, the modes in the complex plane.
 const HEAT = ["#fde725", "#a0da39", "#4ac16d", "#1fa187", "#277f8e", "#365c8d", "#46327e", "#440154"]; // viridis, backwards
 
 function heatColor(share) {
@@ -8,7 +8,7 @@ function heatColor(share) {
   return `rgb(${mixed.join()})`;
 }
 
-// Bad is dark, in any theme: 0 is the best value of all maps, 1 the worst.
+// Bad values are dark, in any theme: 0 is the best value of all maps, 1 the worst.
 function badness(selection, value) {
   const { low, high, is_log: isLog, is_low_bad: isLowBad } = selection;
   if (!(high > low)) return 0;
@@ -72,7 +72,7 @@ function cellName(selection, detail, k) {
   return `${rows} ${detail.rows[Math.floor(k / n)]}` + (columns ? `, ${columns} ${detail.columns[k % n]}` : "");
 }
 
-// The worst cell in words.
+// The worst cell as text.
 function worstCell(selection, detail, values) {
   let worst = -1;
   values.forEach((value, k) => {
@@ -82,7 +82,7 @@ function worstCell(selection, detail, values) {
   return `${selection.is_low_bad ? "lowest" : "highest"}: ${numberText(values[worst])} at ${cellName(selection, detail, worst)}`;
 }
 
-// Builds what stands beside the panels; returns a function that paints it anew.
+// Builds the details next to the panels; returns a function that redraws them.
 function detailsOf(box, selection, runs, act) {
   const head = made("div", "workbench-timeline-chosen"), title = made("b", "", `step ${selection.step.toLocaleString("en")}`);
   const close = made("button", "workbench-timeline-button", "close");

@@ -35,9 +35,9 @@ class SignalLine:
     Attributes:
         step: Where the value is finite, shape (row,).
         value: Finite, float64, shape (row,).
-        title: What it is, and how it was reduced.
-        variable: Without its term.
-        remark: What is not drawn; empty if all is.
+        title: Title of the signal, and its reduction.
+        variable: Name of the variable, without its term.
+        remark: Note on what is not drawn; empty if everything is.
         n_rows: Rows read of the part, finite or not.
     """
 
@@ -63,7 +63,7 @@ class FollowedRun:
     """Reads a run, and what is new in it.
 
     Args:
-        name: Of the run.
+        name: Name of the run.
         run: A run, or the path of a stored one, which is followed; it may not be over.
         place: Among the looks.
 
@@ -86,7 +86,7 @@ class FollowedRun:
 
     @property
     def story(self) -> Story:
-        """What happened so far."""
+        """The events so far."""
         return self._now.story
 
     @property
@@ -148,8 +148,8 @@ class FollowedRun:
         """One signal; None if the run has none of this name.
 
         Args:
-            name: Of the signal.
-            reduce: As in `workbench.studies.signals.read`.
+            name: Name of the signal.
+            reduce: Reduction as in `workbench.studies.signals.read`.
         """
         now = self._now
         if name not in now.entries:

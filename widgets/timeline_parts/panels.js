@@ -1,4 +1,4 @@
-// The panels over the common axis of steps: what happened, and one signal each.
+// The panels over the common axis of steps: the events, and one signal each.
 const INSET = { left: 58, right: 14, top: 5, bottom: 5 };
 const ROW = 34; // of a run in the lane
 
@@ -27,7 +27,7 @@ function roundTicks(low, high, n) {
   return ticks;
 }
 
-// Plain numbers, with as many digits as tell neighbours apart.
+// Plain numbers, with as many digits as distinguish neighbours.
 function tickText(value, ticks) {
   const largest = Math.max(...ticks.map(Math.abs)), gap = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : largest;
   if (largest && (largest >= 1e5 || largest < 1e-3)) return value === 0 ? "0" : value.toExponential(Math.max(0, Math.min(3, Math.round(Math.log10(largest / gap)))));
@@ -81,7 +81,7 @@ function upright(context, at, top, bottom, color, dash) {
   context.setLineDash([]);
 }
 
-// Where the lead begins and ends, through all panels; without a lead, the first alarm.
+// The begin and end of the lead time, through all panels; without one, the first alarm.
 function drawLandmarks(context, run, x, top, bottom) {
   if (run.lead) {
     upright(context, x(run.lead[0]), top, bottom, faded(run.color, 0.75), [5, 3]);
@@ -140,7 +140,7 @@ function clipToFrame(context, width, height) {
   context.clip();
 }
 
-// One signal of all runs; returns where its marks are.
+// One signal of all runs; returns the positions of its marks.
 function drawPanel(canvas, theme, panel, runs, view, chosen) {
   const { context, width, height } = cleared(canvas, theme);
   const { x } = stepAxis(view, width), top = INSET.top, bottom = height - INSET.bottom, right = width - INSET.right;
@@ -173,7 +173,7 @@ function drawPanel(canvas, theme, panel, runs, view, chosen) {
     if (!named[run]) continue;
     const [first, last] = inView(step, view), isDense = last - first > width;
     context.strokeStyle = context.fillStyle = named[run].color;
-    // Of a dense line nobody sees joints and dashes, which cost most.
+    // Joints and dashes, which cost most, are not visible on a dense line.
     context.lineWidth = isDense ? 1.2 : 1.5;
     context.lineJoin = isDense ? "bevel" : "round";
     context.setLineDash(isDense ? [] : named[run].dash);
@@ -206,7 +206,7 @@ function drawChosen(context, theme, chosen, x, view, height) {
   if (chosen && chosen.step >= view[0] && chosen.step <= view[1]) upright(context, x(chosen.step), 0, height, theme.ink, [2, 2]);
 }
 
-// What happened, a row a run; returns where its marks are.
+// The events, one row per run; returns the positions of its marks.
 function drawLane(canvas, theme, runs, view, chosen) {
   const { context, width, height } = cleared(canvas, theme);
   const { x } = stepAxis(view, width), places = [], bottom = height - 18;
@@ -256,7 +256,7 @@ function drawLane(canvas, theme, runs, view, chosen) {
   return places;
 }
 
-// An arrow from the first mechanism's alarm to the first sign that anyone would have seen, with its length.
+// An arrow from the first mechanism's alarm to the first established signal, with its length.
 function drawLead(context, theme, [start, stop, words], x, y, width) {
   const [from, to] = [x(start), x(stop)], way = Math.sign(to - from) || 1;
   context.strokeStyle = context.fillStyle = theme.ink;

@@ -2,7 +2,7 @@ const PARTS_OF = { monitors: "every step", attention: "attention", router: "rout
 const floats = (view) => new Float32Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
 const bytes = (view) => new Uint8Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
 
-// What the kernel sent, with its arrays in their places.
+// The message of the kernel, with its arrays inserted.
 function filled(content, buffers) {
   const arrays = (item, names) => ({ ...item, ...Object.fromEntries(names.map((name) => [name, floats(buffers[item[name]])])) });
   const panels = content.panels.map((panel) => panel.is_seen ? {
@@ -66,7 +66,7 @@ function render({ model, el, signal }) {
   el.replaceChildren(runBox, tools, keys, body);
 
   let state = null, view = null, panels = [], lanePlaces = [], paintDetails = null, theme = null, isDue = false;
-  // A wish is told at once or, while one is on its way, when that was answered: the latest of each kind.
+  // A request is sent at once or, while one is pending, after its answer: the latest of each kind.
   let waiting = null, token = "", toldAt = 0, timer = null;
   const page = crypto.randomUUID?.() ?? String(Math.random());
   let n = 0;
@@ -114,7 +114,7 @@ function render({ model, el, signal }) {
     requestAnimationFrame(paint);
   };
 
-  // The kernel sends lines of what is on the screen alone.
+  // The kernel sends only the lines on the screen.
   const tellSeen = () => {
     const seen = panels.filter((one) => !one.isOut).map((one) => one.name), said = seen.join("\n");
     if (el.toldSeen === said || !panels.length) return;
@@ -140,7 +140,7 @@ function render({ model, el, signal }) {
   const setText = (element, text) => {
     if (element.textContent !== text) element.textContent = text;
   };
-  const once = (element, key, make) => { // make anew only what has changed: a hand may be on it
+  const once = (element, key, make) => { // rebuild only what has changed: the user may be using it
     const whole = JSON.stringify(key);
     if (element.madeOf === whole) return;
     element.madeOf = whole;
@@ -238,7 +238,7 @@ function render({ model, el, signal }) {
   const draw = (content, buffers) => {
     const isMine = content.token.startsWith(page);
     state = filled(content, buffers);
-    // While the answer to the latest wish is on its way, the page's own view stays.
+    // While the latest request is pending, the page keeps its own view.
     if (view === null || (timer === null && (content.token === token || !isMine || token === ""))) view = content.view;
     if (state.panels.map((panel) => panel.name).join("\n") !== panels.map((one) => one.name).join("\n")) makePanels();
     state.panels.forEach((panel, i) => {

@@ -1,4 +1,4 @@
-"""What acts during training: KSS, faults, penalties, the recorder, alarms and their actions."""
+"""Callbacks that act during training: KSS, faults, penalties, the recorder, alarms and their actions."""
 
 import lazy_loader
 

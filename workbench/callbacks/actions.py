@@ -1,4 +1,4 @@
-"""What an alarm may trigger in a run: off unless asked for, every one recorded."""
+"""Actions that an alarm may trigger in a run: off by default, and each one recorded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarm, Attribution
     from workbench.callbacks.kss import KSS
 
-#: In the order in which they are carried out.
+#: Kinds of action, in the order in which they are carried out.
 KINDS = ("roll_back", "auxiliary_loss", "kss", "cut_rate", "stop")
-#: What to do against what the alarm is put down to. A rate that is too high and a batch that is too small are the same
-#: ratio; data are left behind; what is wrong in the arithmetic does less harm in smaller steps.
+#: Kinds of action for each attributed cause. A rate that is too high and a batch that is too small are the same
+#: ratio; bad data are skipped; errors of the arithmetic do less harm in smaller steps.
 POLICY: Mapping[str, tuple[str, ...]] = {
     "large_rate": ("roll_back", "cut_rate"),
     "small_batch": ("cut_rate",),
@@ -24,18 +24,18 @@ POLICY: Mapping[str, tuple[str, ...]] = {
     "corrupted_data": ("roll_back",),
     "low_precision_attention": ("roll_back", "cut_rate"),
 }
-#: Against everything else.
+#: Kinds of action for every other cause.
 OTHERWISE = ("roll_back", "cut_rate")
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that was done.
+    """An action that was carried out.
 
     Attributes:
-        kind: One of ``KINDS``.
-        step: Updates done when it was done.
-        message: In plain words.
+        kind: Kind of action, one of ``KINDS``.
+        step: Updates done before it.
+        message: Description in plain words.
     """
 
     kind: str
@@ -45,13 +45,13 @@ class Action:
 
 @dataclass(frozen=True)
 class ActionRequest:
-    """What an alarm asks the loop for; several kinds at a time, carried out in the order of ``KINDS``.
+    """The request of an alarm to the training loop; several kinds at a time, carried out in the order of ``KINDS``.
 
     Attributes:
-        kinds: Some of ``KINDS``.
-        alarm: The alarm that asked.
-        attribution: What it was put down to; None where nothing can be said.
-        onset: The last step before the signal changed, as far as it is known.
+        kinds: Requested kinds of action, of ``KINDS``.
+        alarm: Alarm that made the request.
+        attribution: Its attribution; None if there is none.
+        onset: Last step before the signal changed; None: not known.
     """
 
     kinds: tuple[str, ...]
@@ -62,23 +62,23 @@ class ActionRequest:
 
 @dataclass(kw_only=True)
 class Actions:
-    """What alarms may trigger; ``train(..., recorder=, alarms=, actions=Actions())``.
+    """The actions that alarms may trigger; ``train(..., recorder=, alarms=, actions=Actions())``.
 
     Attributes:
-        policy: Cause -> kinds of action, of ``KINDS``; what it does not name gets ``otherwise``.
-        otherwise: Against a cause that the policy does not name.
+        policy: Cause -> kinds of action, of ``KINDS``; causes that it does not name get ``otherwise``.
+        otherwise: Kinds of action for a cause that the policy does not name.
         cut_rate: Factor on the learning rate of each cut, below 1.
-        lowest_rate: Share of the planned rate below which no cut goes.
-        kss: For ``"kss"``: switched on, or made stronger where it is on. It must be the run's own.
-        kss_factor: By which its strength grows where it is on.
-        skip: Batches left out after a roll-back, so that the data of the bad stretch are not met again.
-        wait: Steps from the first alarm to the action, so that it is clearer what is wrong; an alarm of the loss or
+        lowest_rate: Smallest share of the planned rate that cuts may reach.
+        kss: The run's own KSS, for ``"kss"``, which switches it on, or makes it stronger if it is on.
+        kss_factor: Factor on its strength if it is on.
+        skip: Batches left out after a roll-back, so that the data of the bad stretch are not used again.
+        wait: Steps from the first alarm to the action, so that there is more evidence; an alarm of the loss or
             the gradients, or one at ten times its threshold, does not wait.
-        rest: Steps after an action in which no alarm sounds, while the run finds its way.
-        n_most: Actions on alarms after which there are no more.
-        reacts_to_outcome: Whether alarms of loss and gradient norm trigger too.
-        call: Called with each `ActionRequest` first; the kinds of action that it returns replace the policy's; None
-            keeps those.
+        rest: Steps after an action in which no alarm is raised, while the run recovers.
+        n_most: Largest number of actions in a run.
+        reacts_to_outcome: Whether alarms of loss and gradient norm trigger actions too.
+        call: Function called with each `ActionRequest` first; the kinds of action that it returns replace the policy's;
+            None keeps those.
 
     Raises:
         OptionError: If a kind is unknown or a number out of range.
@@ -121,11 +121,11 @@ class Actions:
 
     @property
     def kinds(self) -> set[str]:
-        """Every kind of action that may be asked for."""
+        """Every kind of action that may be requested."""
         return {kind for kinds in (*self.policy.values(), self.otherwise) for kind in kinds}
 
     def answer(self, alarm: Alarm, attribution: Attribution | None, onset: int) -> ActionRequest | None:
-        """What to do about an alarm; None: nothing.
+        """The kinds of action for an alarm; None: nothing.
 
         Raises:
             OptionError: If ``call`` returns an unknown kind.

@@ -1,4 +1,4 @@
-"""What users pass as callbacks -> the callbacks of one run, in the order in which they act."""
+"""The arguments of `workbench.train` -> the callbacks of one run, in the order in which they act."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def gather(
 ) -> list[Callback]:
     """The callbacks of one run.
 
-    KSS first, which measures what the step begins with; then faults and penalties, as the loss is made; then those of
-    the user, in their order; the recorder with its alarms and actions last, as it hears what all others say.
+    KSS first, which measures the state before the step; then faults and penalties, which change the loss; then those of
+    the user, in their order; the recorder with its alarms and actions last, as it receives the output of all others.
 
     Args:
-        callbacks: Of a user's own, or any of those below.
-        kss: At most one.
-        faults: At most one of a kind.
+        callbacks: The user's own callbacks, or any of those below.
+        kss: Koopman Spectral Shaping, at most one.
+        faults: Faults, at most one of a kind.
         penalties: Terms of the loss.
-        recorder: At most one.
-        alarms: Listen to the recorder.
-        actions: What alarms may trigger.
-        seed: Of what faults and penalties draw.
-        stack: Of the blocks that penalties see; see `workbench.read_anatomy`.
+        recorder: Recorder, at most one.
+        alarms: Alarms that receive what the recorder measures.
+        actions: Actions that alarms may trigger.
+        seed: Seed of the random draws of faults and penalties.
+        stack: Stack of the blocks that penalties act on; see `workbench.read_anatomy`.
 
     Raises:
-        OptionError: If something is no callback, or two exclude each other.
+        OptionError: If an argument is no callback, or two exclude each other.
     """
     if isinstance(callbacks, Callback | KSS | Fault | Penalty | Recorder):
         raise OptionError(f"callbacks is one {type(callbacks).__name__}, expected a sequence; pass [it].")

@@ -1,4 +1,4 @@
-"""What watches over a run in training: its recorder, the alarms that listen to it, and what they may trigger."""
+"""The monitoring of a run in training: its recorder, its alarms, and the actions that they trigger."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 class Guard(Callback):
     """Recorder, alarms and actions of one run as a callback.
 
-    In `workbench.train` the recorder writes into the run's own store and hears what the loop knows of each step; in
+    In `workbench.train` the recorder writes into the run's own store and receives the loop's numbers of each step; in
     another trainer it has a store of its own.
 
     Args:
-        recorder: Watches the run.
-        alarms: Listen to it.
-        actions: What they may trigger.
-        faults: Of the run, among which the auxiliary loss may have been switched off.
+        recorder: Recorder of the run.
+        alarms: Alarms on what the recorder measures.
+        actions: Actions that the alarms may trigger.
+        faults: Faults of the run, one of which may have switched off the auxiliary loss.
 
     Raises:
         OptionError: If alarms have no recorder, or actions no alarms.
@@ -72,14 +72,14 @@ class Guard(Callback):
         self._early_events: list[Event] = []
 
     def setup(self, run: TrainingRun) -> None:
-        """Refuse what does not go together.
+        """Refuse incompatible combinations.
 
         Raises:
             OptionError: If the recorder has a store of its own in `workbench.train`, or an action needs checkpoints
                 and there are none.
         """
         super().setup(run)
-        # Anew: a trainer may train with one callback several times.
+        # Reset: a trainer may train with one callback several times.
         self._raised, self._fresh, self._logged, self._state, self._early_events = (), [], frozenset(), {}, []
         self._answered, self._response = ResponseState(), None
         if self.alarms is not None and self._actions is not None:
@@ -95,7 +95,7 @@ class Guard(Callback):
             raise OptionError(f"Rolling back needs checkpoints of wb.train() to go back to; {remedy}.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Load what `state_dict` gave."""
         self._state = dict(state)
         self._answered.load(state)
         self.run.n_skipped = state["n_skipped"]
@@ -103,7 +103,7 @@ class Guard(Callback):
             self.recorder.load_state_dict(state["recorder"])
 
     def begin(self) -> None:
-        """Attach the recorder; in `workbench.train` that waits for the first step, when the store is there."""
+        """Attach the recorder; in `workbench.train` that waits for the first step, when the store exists."""
         run, path = self.run, None if self.recorder is None else self.recorder.path
         if run.owns_loop:
             if run.step and not self._state:
@@ -114,7 +114,7 @@ class Guard(Callback):
             self._learn(path)
 
     def begin_step(self, step: int) -> None:
-        """Keep the recorder's count: float16 may leave out updates that the loop counts."""
+        """Keep the recorder's own count of steps: with float16, updates that the loop counts may be skipped."""
         run = self.run
         if not run.owns_loop or self.recorder is None:
             return
@@ -130,28 +130,28 @@ class Guard(Callback):
 
     @property
     def rate_factor(self) -> float:
-        """What cuts of the rate have left of it."""
+        """The factor on the learning rate after all cuts."""
         return self._answered.rate_factor
 
     def before_update(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Log what another trainer knows before the update: over several ranks it is averaged then."""
+        """Log the numbers that another trainer has before the update: these are averaged over ranks."""
         if self._attached is not None and not self.run.owns_loop:
             self._logged = frozenset(numbers)
             self._attached.log(**numbers)
 
     def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, float]:
-        """Hand over the numbers of a step.
+        """Pass on the numbers of a step.
 
         Returns:
-            What the recorder knows beside them, such as ``batch_size``.
+            Further numbers of the recorder, such as ``batch_size``.
         """
         if self._attached is None:
             return {}
         if not self.run.owns_loop:
-            # What was logged before the update is a mean over ranks now; the rate is read where it acts.
+            # Numbers logged before the update are now means over ranks; the rate is read from the optimizer.
             given = {n: value for n, value in numbers.items() if n not in {*self._logged, "learning_rate"}}
             if not math.isfinite(float(self._attached.pending.get("loss", 0.0))):
-                given.pop("loss", None)  # a Trainer may put another number in the place of a loss that is not finite
+                given.pop("loss", None)  # a Trainer may replace a loss that is not finite by another number
             self._attached.log(**given)
             return {}
         known = self._attached.finish_step(**numbers)
@@ -168,8 +168,8 @@ class Guard(Callback):
         return self._raised
 
     def after_step(self, step: int) -> None:
-        """Do what the alarms of the step ask for."""
-        if not self.run.owns_loop and self.alarms is not None:  # they hear the recorder by themselves
+        """Carry out the actions that the alarms of the step request."""
+        if not self.run.owns_loop and self.alarms is not None:  # they receive the recorder's observations directly
             self._raised = tuple(self.alarms.raised[self._n_heard :])
             self._n_heard += len(self._raised)
         if self._response is not None:
@@ -177,7 +177,7 @@ class Guard(Callback):
                 self.event(step, "action", source=action.kind, message=action.message)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; the alarms learn from the record again."""
+        """The state for a checkpoint; alarms rebuild theirs from the record."""
         if self.is_running:
             self._state = {**self._answered.as_dict(), "n_skipped": self.run.n_skipped}
             if not self.run.owns_loop and self.recorder is not None:
@@ -185,7 +185,7 @@ class Guard(Callback):
         return self._state
 
     def end(self, *, is_broken: bool = False) -> None:
-        """Watch no more; hooks are gone, the state stays for a checkpoint at the very end."""
+        """Stop recording: hooks are removed, the state stays for a checkpoint at the very end."""
         if self.is_running:
             self.state_dict()
         super().end(is_broken=is_broken)
@@ -197,7 +197,7 @@ class Guard(Callback):
             attached.detach(is_broken=is_broken)
 
     def take_event(self, event: Event) -> None:
-        """Record an event of another callback, in a trainer whose events nobody else keeps."""
+        """Record an event of another callback, in a trainer that does not record events itself."""
         if self._attached is not None:
             self._attached.output.event(event)
         elif self.is_running:
@@ -224,7 +224,7 @@ class Guard(Callback):
             self._stop_observing = self.recorder.observe(hear)
 
     def _learn(self, store: Path) -> None:
-        """Bring the alarms to where the record of a resumed run ends."""
+        """Bring the alarms to the state at the end of a resumed run's record."""
         if self.alarms is not None:
             run, rest = open_run(store), 0 if self._actions is None else self._actions.rest
             self.alarms.reset()

@@ -1,4 +1,4 @@
-"""What one measurement of one part of a run gave."""
+"""The result of one measurement of one part of a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Observation:
-    """What one measurement of one part gave.
+    """The result of one measurement of one part.
 
     Attributes:
-        step: The update it belongs to, from 0; measurements are taken right after it (spectra right before it).
-        part: ``"monitors"`` (the numbers of the update itself), or one of the measured parts.
-        values: Of each variable, without the dimension of the steps; dimensions as in `workbench.schema`.
+        step: Update that it belongs to, from 0; measurements are taken right after it (spectra right before it).
+        part: Name of the part: ``"monitors"`` (the numbers of the update itself), or one of the measured parts.
+        values: Values of each variable, without the dimension of the steps; dimensions as in `workbench.schema`.
         coords: Values along those dimensions: ``layer``, ``head``, ``term``, ``module``, ... and ``layer_name``.
     """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Observers:
-    """Functions to call, in the order in which they came; one may end itself while it is called."""
+    """Functions to call, in the order in which they were added; one may remove itself while it is called."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,7 +18,7 @@ class Observers:
         """Call a function from now on.
 
         Returns:
-            A function that ends it.
+            A function that removes it.
         """
         with self._lock:
             self._functions.append(function)
@@ -31,7 +31,7 @@ class Observers:
         return stop
 
     def call(self, *arguments: Any) -> None:
-        """Call all of them, in this thread; what one raises goes through."""
+        """Call all of them, in this thread; exceptions are passed on."""
         with self._lock:
             functions = list(self._functions)
         for function in functions:

@@ -1,4 +1,4 @@
-"""How a run responds to its alarms: which action they ask for, and how it is carried out."""
+"""How a run responds to its alarms: which actions they request, and how these are carried out."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _CLEAR = 10.0
 
 @dataclass
 class ResponseState:
-    """What earlier actions have left behind; it goes into checkpoints.
+    """The effects of earlier actions that last; stored in checkpoints.
 
     Attributes:
-        rate_factor: Share of the planned learning rate that cuts have left.
-        n_answered: Requests that were carried out.
+        rate_factor: Share of the planned learning rate after all cuts.
+        n_answered: Number of requests that were carried out.
         unsound: Steps of the checkpoints that were written after the onset of an alarm.
     """
 
@@ -39,19 +39,19 @@ class ResponseState:
         return {"rate_factor": self.rate_factor, "n_answered": self.n_answered, "unsound": sorted(self.unsound)}
 
     def load(self, values: Mapping[str, Any]) -> None:
-        """Take up what `as_dict` gave."""
+        """Load what `as_dict` gave."""
         self.rate_factor, self.n_answered = values["rate_factor"], values["n_answered"]
         self.unsound = set(values["unsound"])
 
 
 class Response:
-    """Answers the alarms of one run by actions.
+    """Responds to the alarms of one run by actions.
 
     Args:
-        alarms: Say what has changed, and since when.
-        actions: What they may trigger.
-        faults: Of the run, among which the auxiliary loss may have been switched off; None: there are none.
-        state: What earlier actions have left behind.
+        alarms: Alarms, which give the changed signals and their onsets.
+        actions: Actions that they may trigger.
+        faults: Faults of the run, one of which may have switched off the auxiliary loss; None: there are none.
+        state: Lasting effects of earlier actions.
     """
 
     def __init__(self, alarms: Alarms, actions: Actions, faults: Injection | None, state: ResponseState) -> None:
@@ -59,15 +59,15 @@ class Response:
         self._waiting: Alarm | None = None
 
     def answer(self, alarms: Sequence[Alarm], run: TrainingRun, step: int) -> list[Action]:
-        """Carry out what the alarms of a step ask for; afterwards they rest for a while.
+        """Carry out the actions that the alarms of a step request; no alarm is raised for some steps after that.
 
         Args:
-            alarms: Raised in the step.
-            run: The training to act on.
-            step: Updates done, the one of the step included.
+            alarms: Alarms raised in the step.
+            run: Training to act on.
+            step: Updates done, including that of the step.
 
         Returns:
-            What was done, and what could not be done and why; empty if nothing was asked for.
+            Actions, with messages that say what was done or why it could not be; empty without a request.
         """
         request = self._request(step - 1, alarms)
         if request is None:
@@ -97,7 +97,7 @@ class Response:
         return not alarm.is_outcome or self.actions.reacts_to_outcome
 
     def _request(self, step: int, alarms: Sequence[Alarm]) -> ActionRequest | None:
-        """What is to be done now; the first alarm may wait until it is clear what is wrong."""
+        """The request to carry out now; the first alarm may wait for more evidence."""
         if self.state.n_answered >= self.actions.n_most:
             return None
         first = self._waiting = self._waiting or next(filter(self._asks, alarms), None)
@@ -130,7 +130,7 @@ class Response:
         )
 
     def _restore_auxiliary_loss(self) -> str:
-        """Whoever has switched it off."""
+        """Switch the auxiliary loss on again, if a fault or the user has switched it off."""
         if self.faults is None or self.faults.keeps_auxiliary_loss:
             return "The auxiliary loss is on already."
         self.faults.switch_off(NoAuxiliaryLoss)

@@ -1,4 +1,4 @@
-"""Train a model with everything that may act on it: the facade of `workbench.training.loop`."""
+"""Train a model with all callbacks: the public function on top of `workbench.training.loop`."""
 
 from __future__ import annotations
 
@@ -63,64 +63,65 @@ def train(
     alarms: Alarms | None = None,
     actions: Actions | None = None,
 ) -> Iterator[StepRecord]:
-    """Train a model, one record a step.
+    """Train a model, one record per step.
 
-    The run stops when the caller stops asking; it ends by itself after ``n_steps``, or where it diverges (RKSP's label:
+    The run stops when the caller stops iterating; it ends by itself after ``n_steps``, or if it diverges (RKSP's label:
     loss above 50 or gradient norm above 500; a value that is not finite counts). The update of the diverged step is not
-    applied. Randomness within the model comes from a stream of the run's own, so the global random states stay
-    untouched, and runs that take turns in one process are each what they would be alone.
+    applied. Random numbers within the model come from the run's own stream, so the global random states stay
+    unchanged, and runs that alternate in one process give the same results as alone.
 
     Args:
-        model: Any module that returns logits, or an output with ``logits``; or its subject. It is trained where it is,
+        model: Any module that returns logits, or an output with ``logits``; or its subject. It is trained in place,
             on its device. A method ``auxiliary_loss()`` (zoo), or an ``aux_loss`` in the output (Hugging Face), is
             added to the loss.
-        task: From ``wb.tasks``, a DataLoader, a dataset or an iterable of batches; see `workbench.tasks.as_task`.
-        n_steps: Optimizer steps.
-        learning_rate: Peak rate, reached after the warm-up; None: 1e-3, or what a ready optimizer brings.
-        warmup: Steps over which the rate rises linearly to its peak.
-        schedule: What follows the warm-up: ``"constant"``, or ``"cosine"`` or ``"linear"`` down to 0 at ``n_steps``; or
-            a function from the step, counted from 0, to the share of the peak rate.
+        task: Task from ``wb.tasks``, a DataLoader, a dataset or an iterable of batches; see `workbench.tasks.as_task`.
+        n_steps: Number of optimizer steps.
+        learning_rate: Peak rate, reached after the warm-up; None: 1e-3, or that of a ready optimizer.
+        warmup: Number of steps over which the rate rises linearly to its peak.
+        schedule: Schedule after the warm-up: ``"constant"``, or ``"cosine"`` or ``"linear"`` down to 0 at ``n_steps``;
+            or a function from the step, counted from 0, to the share of the peak rate.
         optimizer: Name of a class in ``torch.optim``, in any spelling of case; a function from the parameters to an
             optimizer; or a ready optimizer over the model's parameters.
-        optimizer_options: Further arguments of a named one, such as ``{"weight_decay": 0.1, "betas": (0.9, 0.95)}``.
+        optimizer_options: Further arguments of a named optimizer, such as ``{"weight_decay": 0.1, "betas": (0.9,
+            0.95)}``.
         clip_norm: Largest norm of all gradients together; larger ones are scaled down. None: no clipping.
         precision: ``"float32"``, or ``"bfloat16"`` or ``"float16"`` for automatic mixed precision.
-        seed: Of whatever is random in training itself, such as dropout.
-        loss: From logits and targets to a 0-dim tensor.
+        seed: Seed of all randomness in training itself, such as dropout.
+        loss: Function from logits and targets to a 0-dim tensor.
         loss_limit: A loss above this is a divergence (RKSP's label: 50).
         grad_norm_limit: A norm of all gradients, before clipping, above this is a divergence (RKSP's label: 500).
-        stops_at_divergence: End the run there; otherwise it goes on while everything is finite.
+        stops_at_divergence: Whether divergence ends the run; otherwise it continues while everything is finite.
         store: Path of the run's Zarr store; None: nothing is written.
         flush_every: Steps in a block; a killed process loses at most the last block, as long as the disk works.
-        spectra_every: Take spectra of the residual stream every so many steps, from step 0 on, at the last step and
-            where the run diverges; None: never.
+        spectra_every: Steps between spectra of the residual stream, from step 0 on; also taken at the last step and
+            at divergence; None: never.
         profile_options: Further arguments of `workbench.profile`, such as ``{"n_snapshots": 512}``.
         probe: Inputs to take spectra on; None: the task's own fixed ones.
         checkpoint_every: Steps between checkpoints; None: none.
-        checkpoints: Folder of the checkpoints; None: beside the store, ``run.zarr`` -> ``run.checkpoints``.
-        resume: Go on from the last checkpoint; parameters, optimizer, data and random numbers continue as if the run
-            had never stopped.
-        overwrite: Replace the run that is at ``store``, with its checkpoints.
-        callbacks: What acts during the run: each a `workbench.Callback` of your own, or any of what follows here.
-        kss: Koopman Spectral Shaping; its controls may be turned while the run goes on. A resumed run takes up the
+        checkpoints: Folder of the checkpoints; None: next to the store, ``run.zarr`` -> ``run.checkpoints``.
+        resume: Whether to continue from the last checkpoint; parameters, optimizer, data and random numbers continue as
+            if the run had never stopped.
+        overwrite: Whether to replace the run at ``store``, with its checkpoints.
+        callbacks: Callbacks of the run: each a `workbench.Callback` of your own, or any of the following.
+        kss: Koopman Spectral Shaping; its controls may be changed during the run. A resumed run loads the
             controls of its checkpoint.
         penalties: Terms added to the loss that depend on the residual stream; see `workbench.baselines`.
-        faults: From `workbench.faults`, at most one of a kind; each may be switched on and off while the run goes on. A
-            resumed run takes up the switches of its checkpoint.
-        recorder: Measures the mechanism while the run trains; its parts go into the run's own store.
-        alarms: Listen to the recorder; what they say is in the events and in each `StepRecord`.
-        actions: What an alarm may trigger; None: nothing. After a roll-back steps count on: the step is the number of
-            updates made, and the event says which parameters they begin from.
+        faults: Faults from `workbench.faults`, at most one of a kind; each may be switched on and off during the run. A
+            resumed run loads the switches of its checkpoint.
+        recorder: Recorder that measures the mechanism during the run; its parts go into the run's own store.
+        alarms: Alarms on what the recorder measures; they are in the events and in each `StepRecord`.
+        actions: Actions that alarms may trigger; None: none. After a roll-back steps count on: the step is the number
+            of updates made, and the event gives the step of the restored parameters.
 
     Returns:
-        A generator of `StepRecord`. Closing it writes what was gathered and, where checkpoints are on, one more.
+        A generator of `StepRecord`. Closing it writes all pending rows and, if checkpoints are on, one more.
 
     Raises:
-        OptionError: If a setting is impossible; nothing is done then. When it begins, if a fault cannot act on this
+        OptionError: If a setting is impossible, before anything is done. When it begins, if a fault cannot act on this
             model, or when a batch is met that it cannot act on.
         AnatomyError: When it begins, if spectra or penalties are asked for and the model's blocks cannot be found.
         StoreError: If the store is taken, or holds a run of another configuration; when it begins, if it or the folder
-            of the checkpoints cannot be written. Trouble with the disk later on is a `RecordingWarning`.
+            of the checkpoints cannot be written. Later disk errors give a `RecordingWarning`.
         CheckpointError: If there is nothing to resume from, or it is damaged.
 
     Example:

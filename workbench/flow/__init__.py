@@ -1,4 +1,4 @@
-"""Information flow: how signal and gradient grow or fade along depth, what attention and routing do, and why."""
+"""Information flow: growth and decay of signal and gradient along depth, attention, routing, and singular values."""
 
 from workbench.flow.checkpoint_flows import along_run
 from workbench.flow.flow_measurement import measure

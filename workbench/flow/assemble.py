@@ -1,4 +1,4 @@
-"""What was seen of each block -> the columns of a flow, with a reason for each thing that was not."""
+"""Assemble the measurements of each block into the columns of a flow, with a reason for each missing value."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def of_stream(run: FlowPass, unseen: list[str]) -> dict[str, np.ndarray]:
     """The states between blocks and the gains of blocks.
 
     Args:
-        run: Of the model.
-        unseen: Gets a sentence for what is NaN; so in the functions below.
+        run: Run of the model.
+        unseen: List that gets a sentence for each value that is NaN; also in the functions below.
     """
     blocks = run.blocks
     into, out = [b.entering for b in blocks], [b.leaving for b in blocks]
@@ -80,7 +80,7 @@ def of_sublayers(blocks: list[BlockRecord], anatomy: Anatomy, unseen: list[str])
 
 
 def of_attention(blocks: list[BlockRecord], anatomy: Anatomy, unseen: list[str]) -> dict[str, np.ndarray]:
-    """One number a head."""
+    """One number per head."""
     rows: dict[str, list[np.ndarray]] = {
         name: [] for name in ("attention_entropy_share", "attention_logit_std", "attention_logit_max", "sink_share")
     }
@@ -109,7 +109,7 @@ def of_attention(blocks: list[BlockRecord], anatomy: Anatomy, unseen: list[str])
 
 
 def of_routing(blocks: list[BlockRecord], routers: Mapping[int, Router], unseen: list[str]) -> dict[str, np.ndarray]:
-    """One number a block; NaN for those without a router."""
+    """One number per block; NaN for those without a router."""
     entropy, violation, margin = (np.full(len(blocks), np.nan) for _ in range(3))
     for layer, router in routers.items():
         notes = blocks[layer].notes
@@ -147,7 +147,7 @@ def of_jacobians(jacobians: SequenceJacobians, anatomy: Anatomy, unseen: list[st
 
 
 def no_jacobians(n_layers: int, n_singular: int) -> dict[str, np.ndarray]:
-    """In their place, if they were not asked for."""
+    """Values in place of singular values that were not requested."""
     return {
         "block_singular_value": np.full((n_layers, n_singular), np.nan),
         "block_singular_mean": np.full(n_layers, np.nan),

@@ -1,4 +1,4 @@
-"""Attention and routing of the block that is running, as far as `workbench.monitors.attention_calls` does not tell."""
+"""Attention and routing of the block that is running, beyond what `workbench.monitors.attention_calls` measures."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from workbench.monitors.attention_calls import BlockCalls, BlockNotes, Logits, Products
 from workbench.monitors.matrices import widened
 
-#: Scores as low as this are a mask's.
+#: Scores as low as this are due to a mask.
 _MASKED = -1e4
 
 
 @dataclass(frozen=True)
 class Sharpness:
-    """How far the attention of one layer is from looking everywhere alike.
+    """The deviation of the attention of one layer from uniform attention.
 
     Attributes:
-        logit_std: Deviation of a token's logits over what it sees from their mean there, RMS over tokens, (head,).
+        logit_std: Deviation of a token's logits from their mean over the tokens that it sees, RMS over tokens, (head,).
         sink_share: Attention on the first token of the sequence, mean over tokens, (head,). Only tokens count that see
             it and something else; NaN where there are none.
     """
@@ -32,8 +32,8 @@ def sharpness(logits: Tensor, is_visible: Tensor, rows: Tensor | None = None) ->
     """Scale of the logits and share of the sink.
 
     Args:
-        logits: What enters the softmax, shape (batch, head, token, token).
-        is_visible: What may be seen, boolean, broadcast to it.
+        logits: Input of the softmax, shape (batch, head, token, token).
+        is_visible: Boolean mask of visible tokens, broadcast to it.
         rows: Tokens that count, boolean, shape (batch, token); None: all.
     """
     logits, is_visible = widened(logits), is_visible.expand(logits.shape)
@@ -52,15 +52,15 @@ def sharpness(logits: Tensor, is_visible: Tensor, rows: Tensor | None = None) ->
 
 
 def routing_margin(logits: Tensor, choices: Tensor) -> Tensor:
-    """How safely the choice of experts is made.
+    """The margin of the choice of experts.
 
     Args:
-        logits: Of the router, shape (token, expert).
+        logits: Logits of the router, shape (token, expert).
         choices: Experts chosen, shape (token, k).
 
     Returns:
         Mean over tokens of the softmax probability of the least likely expert chosen less that of the most likely one
-        rejected, 0-dim; negative where a correction overrules the logits, NaN where all experts are chosen.
+        rejected, 0-dim; negative where a correction changes the choice, NaN where all experts are chosen.
     """
     probability = widened(logits).softmax(-1)
     if choices.shape[-1] >= probability.shape[-1]:
@@ -72,10 +72,10 @@ def routing_margin(logits: Tensor, choices: Tensor) -> Tensor:
 
 
 class FlowCalls(BlockCalls):
-    """`BlockCalls` that also measures the sharpness of what it saw.
+    """`BlockCalls` that also measures the sharpness of attention.
 
     Attributes:
-        sharpness: Of the blocks whose attention was seen; keyed by the identity of their notes.
+        sharpness: Sharpness of blocks whose attention was seen; keyed by the identity of their notes.
     """
 
     def __init__(self) -> None:

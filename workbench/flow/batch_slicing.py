@@ -1,4 +1,4 @@
-"""As many sequences and tokens of a batch as are wanted."""
+"""Select a number of sequences and tokens of a batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 def first_rows(batch: Any, targets: Any, n_tokens: int, layout: BatchLayout = BATCH_FIRST) -> tuple[Any, Any]:
-    """The first sequences of a batch and their targets, with about so many tokens; at least one, cut if it is longer.
+    """The first sequences of a batch and their targets, about ``n_tokens`` tokens: at least one, cut if too long.
 
     Args:
-        batch: As `call_model` takes it.
+        batch: Batch as `call_model` takes it.
         targets: A tensor with an entry for each sequence, or None.
-        n_tokens: Most tokens. Only token ids, and what is shaped like them, can be cut within a sequence.
-        layout: Which axis of the batch counts sequences; where that is not known, it is left whole.
+        n_tokens: Largest number of tokens. Only token ids, and tensors shaped like them, can be cut within a sequence.
+        layout: Which axis of the batch counts sequences; if that is not known, it is not cut.
     """
     if layout.inputs is None:
         return batch, targets

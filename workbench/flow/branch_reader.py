@@ -1,4 +1,4 @@
-"""Follow the residual stream through a block: what is added to it, and what it was before and after."""
+"""Follow the residual stream through a block: the branches added to it, and its states before and after."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from workbench.flow.collapse import norm_of, rms
 
 _ADDITIONS = frozenset({"add", "radd", "iadd"})
-#: What changes a state's scale, precision or shape, and nothing else.
+#: Operations that change only the scale, precision or shape of a state.
 _SCALINGS = frozenset({"mul", "rmul", "imul", "multiply", "div", "truediv", "itruediv", "divide"})
 _RESHAPINGS = frozenset(
     {
@@ -32,11 +32,11 @@ class WatchedState:
 
     Args:
         state: Part of a graph; the values that it has now count, also if it is written to later.
-        rows: Which tokens count, boolean; None: all.
+        rows: Boolean mask of the tokens that count; None: all.
 
     Attributes:
         rms: Root mean square of the state.
-        gradient_norm: NaN as long as no gradient has come.
+        gradient_norm: Norm of the gradient; NaN until the backward pass.
     """
 
     def __init__(self, state: Tensor, rows: Tensor | None) -> None:
@@ -50,22 +50,22 @@ class WatchedState:
 
 
 class StreamState(Protocol):
-    """What is known of one state of the stream."""
+    """The sizes of one state of the stream."""
 
     @property
     def rms(self) -> float:
-        """Its root mean square."""
+        """The root mean square of the state."""
 
     @property
     def gradient_norm(self) -> float:
-        """Of the loss's gradient with respect to it; NaN as long as none has come."""
+        """The norm of the loss's gradient with respect to it; NaN until the backward pass."""
 
 
 @dataclass(frozen=True)
 class _PartialSum:
     """A state that was never formed: the stream with some of several branches that are added at once.
 
-    The gradient with respect to it is that of the whole sum.
+    The gradient with respect to it is that of the full sum.
     """
 
     rms: float
@@ -81,10 +81,10 @@ class Sublayer:
     """One addition to the residual stream.
 
     Attributes:
-        name: Path, within the block, of the module that made the branch; empty: no module did.
-        before: The stream before it, after a normalization that the stream itself passes.
-        branch_rms: Of what was added.
-        stream_rms: Of what it was added to, a scaling included.
+        name: Path, within the block, of the module that computed the branch; empty: none.
+        before: Stream before it, after a normalization that the stream itself passes.
+        branch_rms: Root mean square of the branch.
+        stream_rms: Root mean square of the stream that it is added to, including any scaling.
     """
 
     name: str
@@ -98,9 +98,9 @@ class _Member:
     """A tensor that is the residual stream, perhaps scaled or normalized.
 
     Attributes:
-        tensor: Itself; kept, lest its address be used again.
-        n_before: Sub-layers before it.
-        state: Of the stream, without the scaling.
+        tensor: The tensor, kept so that its address is not reused.
+        n_before: Number of sub-layers before it.
+        state: State of the stream, without the scaling.
     """
 
     tensor: Tensor
@@ -116,13 +116,14 @@ class _Summand:
 
 @dataclass
 class BlockStream:
-    """What is known of the stream inside one call of a block.
+    """The measured stream inside one call of a block.
 
     Attributes:
         paths: Module -> its path within the block.
-        rows: Which tokens count; None: all.
+        rows: Mask of the tokens that count; None: all.
         sublayers: Additions so far, in order.
-        reaches_output: Whether what left the block is what the last addition gave, scaled or normalized at most.
+        reaches_output: Whether the output of the block is the result of the last addition, possibly scaled or
+            normalized.
     """
 
     paths: Mapping[nn.Module, str]
@@ -159,14 +160,14 @@ class BranchReader(TorchFunctionMode):
         self.block: BlockStream | None = None
 
     def begin(self, module: nn.Module, state: Tensor, watched: WatchedState, rows: Tensor | None) -> BlockStream:
-        """A block starts, with the tensor that it really gets."""
+        """A block starts, with the tensor that it actually gets."""
         paths = {part: path for path, part in module.named_modules() if path}
         self.block = BlockStream(paths, rows, state.numel())
         self.block.members[id(state)] = _Member(state, 0, watched)
         return self.block
 
     def end(self, state: Tensor) -> None:
-        """The block that is running hands on this state."""
+        """The running block returns this state."""
         block, self.block = self.block, None
         if block is None:
             return
@@ -177,7 +178,7 @@ class BranchReader(TorchFunctionMode):
         block.members, block.labels, block.parts = {}, {}, {}  # they hold the graph
 
     def leave(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Hook after every module inside a block: what it returns is its work."""
+        """Hook after every module inside a block: marks what it returns as stream or as its branch."""
         block = self.block
         if block is None or module not in block.paths:
             return
@@ -261,7 +262,7 @@ class BranchReader(TorchFunctionMode):
 
     @staticmethod
     def _derive(block: BlockStream, source: Tensor, result: Tensor, *, is_new_state: bool) -> None:
-        """The result is what became of the source without a map of its own."""
+        """Mark the result of an operation without weights as stream or branch, like its source."""
         if not _is_of_size(result, block.size):
             return
         member = block.members.get(id(source))
@@ -273,7 +274,7 @@ class BranchReader(TorchFunctionMode):
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """The shortest leading part of each path that tells it from the others; the whole path rather than an index.
+    """The shortest leading part of each path that distinguishes it from the others; the full path rather than an index.
 
     Args:
         names: Paths of modules within a block; empty ones become "branch".

@@ -39,12 +39,12 @@ def along_run(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> xr.Dataset:
-    """`measure` at the checkpoints that lie beside a run's store, on the same inputs.
+    """`measure` at the checkpoints next to a run's store, on the same inputs.
 
     ``store`` is that of the run, such as ``runs/mine.zarr``; `workbench.train` with ``checkpoint_every`` writes its
-    checkpoints beside it. A copy of ``model`` gets the weights of each checkpoint of ``steps`` (None: of all); the
-    model is left alone. The inputs must not be an iterator that can be read only once. All other arguments are those of
-    `measure`.
+    checkpoints next to it. A copy of ``model`` gets the parameters of each checkpoint of ``steps`` (None: of all); the
+    model is not changed. The inputs must not be an iterator that can be read only once. All other arguments are those
+    of `measure`.
 
     Returns:
         As `measure`, with the dim ``step`` before all others.

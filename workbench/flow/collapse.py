@@ -1,4 +1,4 @@
-"""How alike the tokens of a sequence have become, and how large the states are."""
+"""Similarity of the tokens of a sequence, and sizes of states."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def rms(x: Tensor, rows: Tensor | None = None) -> float:
     """Root mean square of all entries, in float64.
 
     Args:
-        x: Shape (..., feature).
-        rows: Which tokens count, boolean, shape (...); None, or of another shape than the tokens: all.
+        x: States, shape (..., feature).
+        rows: Boolean mask of the tokens that count, shape (...); None, or of another shape than the tokens: all.
     """
     norm = norm_of(x, rows)
     n = int(rows.sum()) * x.shape[-1] if _fits(rows, x) else x.numel()
@@ -36,7 +36,7 @@ def token_cosine(states: Tensor, rows: Tensor | None = None) -> float:
 
     Args:
         states: Shape (sequence, ..., feature); of shape (token, feature) they are one sequence.
-        rows: Which tokens count, boolean, shape (sequence, ...); None: all. States that are zero never count.
+        rows: Boolean mask of the tokens that count, shape (sequence, ...); None: all. States that are zero never count.
 
     Returns:
         Between -1 and 1; NaN where no sequence has two tokens that count.
@@ -56,11 +56,11 @@ def token_cosine(states: Tensor, rows: Tensor | None = None) -> float:
 def effective_rank_share(states: Tensor, rows: Tensor | None = None) -> float:
     """Effective rank of the token states (Roy and Vetterli 2007) over the largest possible, min(tokens, features).
 
-    The states are not centred, so that tokens which have become alike count as one direction.
+    The states are not centred, so that tokens with the same state count as one direction.
 
     Args:
         states: Shape (..., feature).
-        rows: Which tokens count, boolean, shape (...); None: all.
+        rows: Boolean mask of the tokens that count, shape (...); None: all.
 
     Returns:
         Between 0 and 1; NaN where all states are zero or one is not finite.

@@ -52,8 +52,8 @@ def measure(
 ) -> xr.Dataset:
     """How signal and gradient pass through a model: what each block and sub-layer amplifies or attenuates.
 
-    The model runs forward and backward once, in eval mode. Weights get no gradients, and modes, random states, hooks,
-    weights and buffers are left as they were.
+    The model runs forward and backward once, in eval mode. Parameters get no gradients, and modes, random states,
+    hooks, parameters and buffers are left as they were.
 
     A sub-layer is one addition to the residual stream. Its gains compare the stream after it (after the normalization
     too, where the stream itself passes one, as in Post-LN) with the stream before, so that the gains of a block's
@@ -61,28 +61,28 @@ def measure(
     gradients as g^(L-l); both are 1 on average at a critical initialization (Schoenholz et al. 2017, arXiv:1611.01232).
 
     Args:
-        subject: From `open_checkpoint`, or any module whose blocks `read_anatomy` finds.
-        inputs: As for `workbench.profile`; of several batches the first is used.
-        targets: Class numbers as `token_loss` takes them, or what ``loss`` takes, with an entry per row of the inputs;
+        subject: Subject from `open_checkpoint`, or any module whose blocks `read_anatomy` finds.
+        inputs: Inputs as for `workbench.profile`; of several batches the first is used.
+        targets: Class numbers as `token_loss` takes them, or as ``loss`` takes them, with an entry per example;
             of several batches those of the first. None: the next tokens where the model gives logits of its tokens,
             otherwise the gradient is that of the output along a random direction. ``attrs["cotangent"]`` says which.
-        loss: From logits and targets to a 0-dim tensor; None: mean cross entropy.
+        loss: Function from logits and targets to a 0-dim tensor; None: mean cross entropy.
         stack: Name of the block stack to read, where a model has several; see `read_anatomy`.
-        anatomy: Of this model, to save reading it again; ``stack`` and ``batch_first`` are ignored then.
+        anatomy: Anatomy of this model, to save reading it again; ``stack`` and ``batch_first`` are ignored then.
         batch_first: As in `workbench.profile`.
         jacobian: Whether to compute singular values, which takes longest.
-        n_singular: Largest singular values to compute.
-        n_tokens: Most tokens to measure: the first sequences of the inputs, at least one. Singular values, attention
-            and routing are of the same or fewer.
-        n_jacobian_tokens: Tokens of the one sequence whose states the Jacobians are of: the first of the row with the
+        n_singular: Number of largest singular values to compute.
+        n_tokens: Largest number of tokens to measure: the first sequences of the inputs, at least one. Singular values,
+            attention and routing are of the same or fewer.
+        n_jacobian_tokens: Number of tokens of the sequence for the Jacobians: the first ones of the example with the
             least padding. Inputs other than token ids are not cut.
         dtype: Precision to compute in, on a copy of the model; None: the model's own.
-        seed: Of the random direction and of what estimates singular values.
+        seed: Seed of the random direction and of the estimates of singular values.
 
     Returns:
         Dataset of `FLOW`: dims ``boundary`` (states between blocks, from 0, which enters the first), ``layer`` (with
         ``layer_name``), ``sublayer`` (with ``sublayer_name`` by layer; "" where there is none), ``head`` and
-        ``singular``. NaN: there is no such thing, or it cannot be seen; ``attrs["unseen"]`` says why, a line a reason.
+        ``singular``. NaN: it does not exist or cannot be seen; ``attrs["unseen"]`` gives the reasons, one per line.
 
     Raises:
         AnatomyError: If the residual stream cannot be read with certainty.
@@ -170,7 +170,7 @@ def _as_dataset(values: dict[str, np.ndarray], layer_names: list[str], attrs: di
 def _read_again(
     anatomy: Anatomy | None, stack: str | None, batch_first: bool | None
 ) -> tuple[None, str | None, bool | None]:
-    """What to read the anatomy of a copy by, where that of the model is known."""
+    """The stack and layout with which to read the anatomy of a copy, if that of the model is known."""
     if anatomy is None:
         return None, stack, batch_first
     axis = anatomy.layout.inputs

@@ -78,10 +78,10 @@ SUMMARY: dict[str, Variable] = {
 
 
 def summarize(flow: xr.Dataset) -> xr.Dataset:
-    """A flow in numbers without dimensions, or one row of them a step.
+    """Summarize a flow in numbers without dimensions, or one row of them per step.
 
     Args:
-        flow: From `measure` or `along_run`.
+        flow: Flow from `measure` or `along_run`.
 
     Returns:
         Dataset of `SUMMARY`, with the flow's provenance; with the dim ``step`` if the flow has one. Gains are averaged
@@ -111,7 +111,7 @@ def summarize(flow: xr.Dataset) -> xr.Dataset:
 
 
 def check_flow(flow: xr.Dataset) -> None:
-    """Refuse what is no flow.
+    """Refuse a dataset that is no flow.
 
     Raises:
         SchemaError: If a variable is missing or has other dimensions.

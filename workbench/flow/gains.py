@@ -1,4 +1,4 @@
-"""One pass forward and one backward through a model, and everything that its blocks show on the way."""
+"""One pass forward and one backward through a model, and the measurements of its blocks."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _PLAIN = {"use_cache": False, "_experts_implementation_internal": "eager"}
 
 @dataclass
 class BlockRecord:
-    """What one call of a block showed.
+    """The measurements of one call of a block.
 
     Attributes:
-        entering: The state that it got.
-        leaving: The state that it handed on.
+        entering: State that entered.
+        leaving: State that left.
         cosine: `token_cosine` of the two.
         rank: `effective_rank_share` of the two.
-        stream: The additions inside.
-        notes: Of attention and routing.
-        sharpness: Of its attention; None: not seen.
+        stream: Additions inside the block.
+        notes: Measurements of attention and routing.
+        sharpness: Sharpness of its attention; None: not seen.
     """
 
     entering: WatchedState
@@ -55,23 +55,23 @@ class BlockRecord:
 class FlowPass:
     """Runs a model on one batch, forward and back to the state that enters its first block.
 
-    The model runs in eval mode; weights get no gradients, and all is left as it was.
+    The model runs in eval mode; parameters get no gradients, and everything is left as it was.
 
     Args:
-        model: Any module.
-        anatomy: Its blocks.
-        batch: As `call_model` takes it.
-        targets: As for `end_of`.
-        loss: As for `end_of`.
-        routers: Layer -> router.
-        seed: As for `end_of`.
+        model: Module to run.
+        anatomy: Anatomy of its blocks.
+        batch: Batch as `call_model` takes it.
+        targets: Targets as for `end_of`.
+        loss: Loss as for `end_of`.
+        routers: Map from layer to router.
+        seed: Seed as for `end_of`.
 
     Attributes:
-        blocks: One record a layer.
-        cotangent: What the gradient is of. Where the loss has none, as with an output head of zeros, it is a random
-            direction at the states that leave the last block.
-        n_tokens: Token states that count at each boundary.
-        failure: Why there are no gradients; empty: there are.
+        blocks: Records, one per layer.
+        cotangent: Quantity that is differentiated. Where the loss has none, as with an output head of zeros, it is a
+            random direction at the states that leave the last block.
+        n_tokens: Number of token states that count at each boundary.
+        failure: Reason why there are no gradients; empty if there are.
 
     Raises:
         SnapshotError: If a block is not reached, or the output gives no gradient.
@@ -113,7 +113,7 @@ class FlowPass:
         self.blocks = [self._records[layer] for layer in range(len(self.sites))]
 
     def _walk_back(self, end: Tensor, seed: int) -> None:
-        """Let the gradient pass all watched states."""
+        """Run the backward pass through all watched states."""
         first, last = self._start, self._end
         if first is None or last is None:  # no block ran, which is refused before
             return
@@ -133,7 +133,7 @@ class FlowPass:
         with torch._C.DisableTorchFunction():
             rows = self._rows_of(state.shape[:-1])
             entering = WatchedState(state, rows)
-            # A tensor of the block's own: it may write into it, and its alias can be told from the state before.
+            # A tensor of the block's own: it may write into it, and the alias is distinct from the previous state.
             state = state.clone()
             router = self.routers.get(call.layer)
             weight = self.model.get_parameter(router.name) if router else None
@@ -175,8 +175,8 @@ class FlowPass:
 
 
 def plain_options(model: nn.Module) -> list[Option]:
-    """What keeps a Hugging Face model from kernels that are made for speed.
+    """Context that keeps a Hugging Face model from using optimized kernels.
 
-    They show nothing of what happens inside of them, and most have neither a second derivative nor float64.
+    They hide their intermediate values, and most have neither a second derivative nor float64.
     """
     return [*known_options(model, _PLAIN), *visible_attention(model)]

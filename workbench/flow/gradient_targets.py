@@ -1,4 +1,4 @@
-"""What the gradient is of: a loss on targets, or a random direction at the output."""
+"""The quantity that is differentiated: a loss on targets, or a random direction at the output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from workbench.errors import SnapshotError
 from workbench.models.losses import token_loss
 
-#: From logits and targets to a 0-dim tensor.
+#: Function from logits and targets to a 0-dim tensor.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -19,11 +19,11 @@ def end_of(output: Any, inputs: Any, targets: Any, loss: Loss | None, *, seed: i
     """The number whose gradient is taken, and a name for it.
 
     Args:
-        output: What the model returned.
-        inputs: What it was given.
-        targets: For the loss; None: the next tokens, where the model gives logits of its tokens.
-        loss: From logits and targets to a 0-dim tensor; None: `token_loss`.
-        seed: Of the random direction that stands for a loss where there are no targets.
+        output: Output of the model.
+        inputs: Inputs of the model.
+        targets: Targets of the loss; None: the next tokens, if the model gives logits of its tokens.
+        loss: Function from logits and targets to a 0-dim tensor; None: `token_loss`.
+        seed: Seed of the random direction that replaces a loss without targets.
 
     Raises:
         SnapshotError: If the output holds no tensor with a gradient, or the targets do not fit it.
@@ -80,7 +80,7 @@ def _predicts(result: Tensor, tokens: Tensor) -> bool:
 
 
 def _next_tokens(tokens: Tensor, inputs: Any) -> Tensor:
-    """The tokens one place on; -100 behind the last, and for padding."""
+    """The tokens shifted by one; -100 after the last, and for padding."""
     targets = torch.full_like(tokens, -100, dtype=torch.int64)
     targets[:, :-1] = tokens[:, 1:]
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None

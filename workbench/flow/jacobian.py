@@ -21,28 +21,28 @@ from workbench.models.config_options import config_options
 from workbench.models.probing import undisturbed
 from workbench.models.site import Site
 
-#: Up to this many entries of a state every singular value is computed.
+#: Largest number of entries of a state for which every singular value is computed.
 EXACT_UP_TO = 768
 #: Rows of a Jacobian that are made together, and random vectors for its mean square.
 _ROWS_AT_A_TIME, _N_PROBES = 128, 16
-#: Of Lanczos: relative size of the residual at which the square of a singular value counts as found.
+#: Relative residual of Lanczos at which the square of a singular value counts as converged.
 _TOLERANCE = 1e-4
 _N_RESTARTS = 12
 #: Share of the largest below which a singular value is not taken from the Gram matrix: its square is mostly rounding.
 _LEAST_SHARE = 1e-4
-#: Largest relative difference of two ways to the same product of Jacobians.
+#: Largest relative difference between two computations of the same product of Jacobians.
 _ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
 class SingularValues:
-    """Of one Jacobian.
+    """The singular values of one Jacobian.
 
     Attributes:
-        largest: As many as were asked for, falling; NaN where there are fewer or they did not converge.
+        largest: Requested number of largest values, descending; NaN where there are fewer or they did not converge.
         mean: Root of the mean of all squared singular values.
         is_exact: Whether all were computed; otherwise `largest` comes from Lanczos and `mean` from random vectors.
-        reason: Why there is none; empty: there is.
+        reason: Reason why there are none; empty if there are.
     """
 
     largest: np.ndarray
@@ -57,8 +57,8 @@ class Jacobian:
     Products with it come from reverse mode twice, so that any operation of a block with a second derivative will do.
 
     Args:
-        function: From a state to a state of as many entries.
-        point: The state.
+        function: Function from a state to a state of equally many entries.
+        point: State at which it is differentiated.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], point: Tensor) -> None:
@@ -120,10 +120,10 @@ def singular_values(
     |J v|^2 of random signs v (Hutchinson 1990).
 
     Args:
-        jacobian: The linear map.
-        n_largest: How many.
-        exact_up_to: Entries of a state up to which the matrix is formed.
-        seed: Of the start of Lanczos and of the random signs.
+        jacobian: Jacobian as a linear map.
+        n_largest: Number of singular values.
+        exact_up_to: Largest number of entries of a state for which the matrix is formed.
+        seed: Seed of the start of Lanczos and of the random signs.
     """
     if jacobian.size <= exact_up_to or n_largest >= jacobian.size:
         return of_matrix(jacobian.dense(), n_largest)
@@ -161,7 +161,7 @@ def _lanczos(jacobian: Jacobian, n: int, start: np.ndarray) -> np.ndarray:
     options = {"v0": start, "ncv": basis, "maxiter": _N_RESTARTS, "return_eigenvectors": False}
     try:
         squares = eigsh(squared, n, tol=_TOLERANCE, **options)
-    except ArpackNoConvergence:  # many lie close together, so that rough ones are good ones
+    except ArpackNoConvergence:  # many are close together, so that approximate ones are good
         try:
             squares = eigsh(squared, n, tol=100 * _TOLERANCE, **options)
         except ArpackNoConvergence as unfinished:
@@ -172,20 +172,20 @@ def _lanczos(jacobian: Jacobian, n: int, start: np.ndarray) -> np.ndarray:
 class SequenceJacobians:
     """Jacobians of a model's blocks at the states of one sequence.
 
-    The Jacobian of a block takes all states of the sequence that enter to all that leave, so that it holds what
+    The Jacobian of a block maps all states of the sequence that enter to all that leave, so that it includes what
     attention carries from token to token. A block is called again as the model called it, with all its other arguments.
 
     Args:
-        model: Any module.
-        anatomy: Its blocks.
-        sequence: One sequence, as `call_model` takes it.
-        exact_up_to: As for `singular_values`.
-        seed: As for `singular_values`.
+        model: Module to differentiate.
+        anatomy: Anatomy of its blocks.
+        sequence: Sequence as `call_model` takes it.
+        exact_up_to: Limit as for `singular_values`.
+        seed: Seed as for `singular_values`.
 
     Attributes:
-        blocks: One a layer.
-        end_to_end: Of all blocks together.
-        n_entries: Of a state.
+        blocks: Singular values, one entry per layer.
+        end_to_end: Singular values of all blocks together.
+        n_entries: Number of entries of a state.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class SequenceJacobians:
                     for site, call, state in zip(self.sites, calls, states, strict=True)
                 ]
                 maps.append(_linearized(self._all_blocks, states[0]))
-        # The graphs are there; walking them neither calls the model nor is slowed by what watches over it.
+        # The graphs exist; differentiating them neither calls the model nor is slowed by its hooks.
         *blocks, whole = maps
         if self.n_entries > self.exact_up_to:
             self.blocks = [self._values(linear, n_largest) for linear in blocks]
@@ -253,7 +253,7 @@ class SequenceJacobians:
         return [calls[layer] for layer in range(len(self.sites))]
 
     def _all_blocks(self, state: Tensor) -> Tensor:
-        """From the state that enters the first block to that which leaves the last, in a run of the whole model."""
+        """From the state that enters the first block to that which leaves the last, in a run of the full model."""
         left: list[Tensor] = []
 
         def leave(call: BlockCall) -> None:
@@ -266,7 +266,7 @@ class SequenceJacobians:
 
 
 def _linearized(function: Callable[[Tensor], Tensor], point: Tensor) -> Jacobian | str:
-    """The Jacobian, or why there is none."""
+    """The Jacobian, or the reason why it cannot be computed."""
     try:
         return Jacobian(function, point)
     except (RuntimeError, NotImplementedError, SnapshotError) as error:
@@ -274,7 +274,7 @@ def _linearized(function: Callable[[Tensor], Tensor], point: Tensor) -> Jacobian
 
 
 def _matrix(linear: Jacobian | str) -> np.ndarray | str:
-    """The Jacobian as a matrix, or why there is none."""
+    """The Jacobian as a matrix, or the reason why it cannot be computed."""
     if isinstance(linear, str):
         return linear
     try:

@@ -34,7 +34,7 @@ class DmdOptions:
         ridge_kind: ``"relative"`` to the mean variance trace(C_xx) / d, or ``"absolute"`` as published.
         rank: Number of leading principal components, found by a randomized range finder; None uses all.
         rank_tolerance: Directions with less than this fraction of the largest variance do not count (numerical rank).
-        seed: Of the random sketch; used only with ``rank``.
+        seed: Seed of the random sketch; used only with ``rank``.
 
     Example:
         >>> import numpy as np
@@ -137,8 +137,8 @@ def whitened_operator(moments: SnapshotMoments, options: DmdOptions | None = Non
     Everything follows from the moments and is differentiable in them.
 
     Args:
-        moments: Of at least three snapshots.
-        options: See `DmdOptions`.
+        moments: Moments of at least three snapshots.
+        options: Options, see `DmdOptions`.
 
     Returns:
         The operator on the span of the states, on the moments' device.
@@ -188,8 +188,8 @@ def koopman_matrix(
     directions, as ``torch.linalg.eigh`` has it, divides by every gap and is infinite for equal variances.
 
     Args:
-        moments: Of at least three snapshots; whatever carries a gradient there does so in the result.
-        options: See `DmdOptions`.
+        moments: Moments of at least three snapshots; the result is differentiable in them.
+        options: Options, see `DmdOptions`.
         has_basis_gradient: Let the span of the leading directions follow the states; else it counts as constant.
 
     Returns:
@@ -273,7 +273,7 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
     numerator is u_j* times what the fit leaves over, whose second moment the operator carries.
 
     Args:
-        operator: From `whitened_operator`.
+        operator: Operator from `whitened_operator`.
 
     Returns:
         The modes; NumPy arrays on the host.

@@ -1,4 +1,4 @@
-"""What is read off a spectrum: mass fractions, their thresholds, and summaries over layers."""
+"""Measures of a spectrum: mass fractions, their thresholds, and summaries over layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATISTICS = ("mean", "max", "min", "std")
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Where one kind of mode ends and the next begins (RKSP Eq. 12 and the masses beside it; all of unit 1).
+    """The bounds between kinds of modes (RKSP Eq. 12 and the related masses; all of unit 1).
 
     Attributes:
         near_unit_lower: Smallest modulus called near-unit, inclusive.
@@ -78,7 +78,7 @@ def mass_fractions(modulus: np.ndarray, thresholds: Thresholds | None = None) ->
 
     Args:
         modulus: |lambda|, shape (..., mode), unit 1; NaN marks modes that do not exist or were filtered out.
-        thresholds: The bounds; the paper's by default.
+        thresholds: Bounds of the masses; the paper's by default.
 
     Returns:
         One array of shape (...) for each name in ``MASSES``, in [0, 1] and adding up to 1; NaN where no mode is left.
@@ -142,11 +142,11 @@ def remeasure(
 
     Args:
         spectra: A spectra dataset, dims ``layer`` and ``mode`` (others may come first).
-        near_unit_lower: As in `Thresholds`; None keeps the value the spectra carry. Likewise the next four.
-        near_unit_upper: See above.
-        contractive_upper: See above.
-        reliable_residual: See above.
-        informative_update: See above.
+        near_unit_lower: Bound as in `Thresholds`; None keeps the value the spectra carry. Likewise the next four.
+        near_unit_upper: Bound, likewise.
+        contractive_upper: Bound, likewise.
+        reliable_residual: Bound, likewise.
+        informative_update: Bound, likewise.
         reliable_only: Count only the reliable modes in the masses.
 
     Returns:

@@ -26,7 +26,7 @@ class SnapshotMoments:
     Attributes:
         n_features: Width of the state.
         n_snapshots: Snapshots seen so far.
-        name: What the snapshots belong to, for error messages.
+        name: Name of the layer of the snapshots, for error messages.
         mean_x: Mean state, shape (feature,).
         mean_d: Mean update, shape (feature,).
         resolution: Relative spacing of the coarsest dtype that the snapshots came in.

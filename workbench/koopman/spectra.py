@@ -42,8 +42,8 @@ def layer_spectrum(moments: SnapshotMoments, options: DmdOptions | None = None) 
     """Every measure of one layer, from its moments (RKSP).
 
     Args:
-        moments: Of at least three snapshots.
-        options: See `DmdOptions`.
+        moments: Moments of at least three snapshots.
+        options: Options, see `DmdOptions`.
 
     Returns:
         The layer's modes and measures.
@@ -89,7 +89,7 @@ def layer_spectra(
 
     Args:
         moments: One object a layer.
-        options: See `DmdOptions`.
+        options: Options, see `DmdOptions`.
         n_workers: Layers at a time; None: as many as this process may use cores.
         progress: Show a bar.
 
@@ -136,7 +136,7 @@ def as_dataset(
         layers: One spectrum a layer.
         layer_names: One name a layer.
         thresholds: Bounds of the masses; the paper's by default.
-        options: What the spectra were made with, for the record.
+        options: Options of the spectra, for the record.
         attrs: Provenance to add: subject, n_snapshots, token_selection, dtype, seed.
 
     Returns:
@@ -207,7 +207,7 @@ def whitened_dmd(
         Y: States leaving, same shape; row i belongs to row i of ``X``.
         options: Ridge, rank and seed; see `DmdOptions`.
         thresholds: Bounds of the masses; the paper's by default.
-        device: Where moments are accumulated.
+        device: Device on which moments are accumulated.
 
     Returns:
         Spectra dataset of one layer.

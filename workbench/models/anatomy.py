@@ -1,4 +1,4 @@
-"""Find the residual stream of any model: run it once, and see which repeated modules hand their output to the next."""
+"""Find the residual stream of any model: run it once, find repeated modules that pass their output on."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Anatomy:
     """The residual blocks of a model, in the order in which the stream passes them.
 
     Attributes:
-        stack: What holds the blocks: a module path such as ``transformer.h``; with ``*`` for an index where the blocks
-            are spread over several containers; ``path[Class]`` for blocks that are plain attributes of ``path``.
+        stack: Container of the blocks: a module path such as ``transformer.h``; with ``*`` for an index where the
+            blocks are spread over several containers; ``path[Class]`` for blocks that are plain attributes of ``path``.
         sites: One per block and call.
         width: Size of the stream's last dimension.
         other_stacks: Further complete stacks, such as the encoder when the decoder was chosen.
-        layout: Which axes of inputs and states count sequences.
+        layout: Layout: the axes of inputs and states that count sequences.
     """
 
     stack: str
@@ -63,16 +63,16 @@ def read_anatomy(
     the longest is taken; its length must be the one that ``model.config`` promises, where there is a config. In an
     encoder-decoder model the decoder is taken.
 
-    Which axis of the states counts sequences is read as well. Where the model's documentation does not say it, one
+    Which axis of the states counts sequences is read as well. If it is not documented for the model, one
     token is changed in a second run: the change spreads along the axis of tokens.
 
-    The model runs in eval mode without gradients. Training flags, random states, weights, buffers and hooks are left
+    The model runs in eval mode without gradients. Training flags, random states, parameters, buffers and hooks are left
     as they were, also if it raises.
 
     Args:
-        model: Any module, or a subject from `open_checkpoint`.
-        inputs: As for `workbench.profile`; one short sequence is enough. Of several batches the first is used.
-        stack: The stack to read instead of the one that would be chosen, named as in ``Anatomy.stack``. Its blocks
+        model: Module, or a subject from `open_checkpoint`.
+        inputs: Inputs as for `workbench.profile`; one short sequence is enough. Of several batches the first is used.
+        stack: Stack to read instead of the one that would be chosen, named as in ``Anatomy.stack``. Its blocks
             must keep the shape of the stream and add to it, but need not hand it on unchanged, nor be as many as the
             config says.
         batch_first: Whether inputs are (batch, token) or (batch, token, feature), rather than with tokens first; None:
@@ -146,7 +146,7 @@ def _last_state(model: nn.Module, site: Site, inputs: Any) -> Tensor:
 
 
 def is_chain(candidate: Candidate) -> bool:
-    """Whether several blocks hand the very state that one returns to the next."""
+    """Whether several blocks pass exactly the state that one returns to the next."""
     return len(candidate.calls) > 1 and candidate.is_complete
 
 
@@ -168,5 +168,5 @@ def _sites(chosen: Candidate) -> tuple[Site, ...]:
 
 
 def _prevailing(slots: list[Slot], all_slots: list[list[Slot]]) -> Slot:
-    """Of several slots that fit, the one that fits in most sites; the first of equals."""
+    """The slot that fits in most sites; the first of equals."""
     return max(dict.fromkeys(slots), key=lambda slot: sum(slot in others for others in all_slots))

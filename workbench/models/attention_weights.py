@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightRecipe:
-    """How to read a weight per head again at any time, without a forward.
+    """A recipe to read a weight per head again at any time, without a forward.
 
     Attributes:
-        parameter: The parameter's path in the model.
-        axis: Its axis that counts outputs.
+        parameter: Path of the parameter in the model.
+        axis: Axis of the parameter that counts outputs.
         index: Indices along that axis, int64, shape (head, head_dim).
-        bias: The bias's path; None without one.
+        bias: Path of the bias; None without one.
         bias_index: Indices into the bias, shape (head, head_dim).
-        norm: The norm between projection and scores, if there is one.
-        inner: The map before this one, for low-rank projections: its index has shape (1, rank).
-        inner_norm: The norm between the two.
+        norm: Norm between projection and scores, if there is one.
+        inner: Map before this one, for low-rank projections: its index has shape (1, rank).
+        inner_norm: Norm between the two.
     """
 
     parameter: str
@@ -79,14 +79,15 @@ class QueryKey:
     Attributes:
         layer: Index of the site.
         site: Name of the site.
-        query: Shape (head, feature, head_dim), so that q = x @ query[head] + query_bias[head].
-        key: Shape (key-value head, feature, head_dim); query head h uses key head h // (heads / key-value heads).
-        query_bias: Shape (head, head_dim); None without one.
-        key_bias: Shape (key-value head, head_dim); None without one.
-        layout: Where the weights lie, in plain words.
-        notes: What to know about their scale: constant factors, norms between projection and scores.
-        query_recipe: How to read the query weights again.
-        key_recipe: How to read the key weights again.
+        query: Query weights, shape (head, feature, head_dim), so that q = x @ query[head] + query_bias[head].
+        key: Key weights, shape (key-value head, feature, head_dim); query head h uses key head h // (heads / key-value
+            heads).
+        query_bias: Query bias, shape (head, head_dim); None without one.
+        key_bias: Key bias, shape (key-value head, head_dim); None without one.
+        layout: Place of the weights in the parameters, in plain words.
+        notes: Notes on their scale: constant factors, norms between projection and scores.
+        query_recipe: Recipe to read the query weights again.
+        key_recipe: Recipe to read the key weights again.
     """
 
     layer: int
@@ -114,7 +115,7 @@ class Unreadable:
     Attributes:
         layer: Index of the site.
         site: Name of the site.
-        reason: One sentence.
+        reason: Reason, one sentence.
     """
 
     layer: int
@@ -132,13 +133,13 @@ def query_key_weights(
     block is `Unreadable`. In blocks with self- and cross-attention the self-attention is read.
 
     Weights behind a norm of the queries or keys are exact up to a positive factor per token; the norm's gain is in
-    them, and ``notes`` says so. In multi-head latent attention only the part without position is one linear map of
+    them, as stated in ``notes``. In multi-head latent attention only the part without position is one linear map of
     the stream, and only that is returned.
 
     Args:
-        model: Any module, or a subject from `open_checkpoint`; left as it was.
-        inputs: As for `workbench.profile`; of several batches the first is used.
-        anatomy: The model's blocks, if they are known already.
+        model: Module, or a subject from `open_checkpoint`; it is not changed.
+        inputs: Inputs as for `workbench.profile`; of several batches the first is used.
+        anatomy: Anatomy of the model, if it is known already.
 
     Returns:
         One entry per site, in order. Weights are copies; ``read()`` gives the current ones.
@@ -170,7 +171,7 @@ def query_key_weights(
 
 @dataclass(frozen=True)
 class _Reading:
-    """What a block's trace says: recipes of query and key, and words."""
+    """Read a block's trace: recipes of query and key, and their descriptions."""
 
     query: WeightRecipe
     key: WeightRecipe

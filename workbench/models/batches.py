@@ -1,4 +1,4 @@
-"""Inputs as users have them -> batches as a model takes them, and which token states of a batch to use."""
+"""Convert inputs of any supported form into batches for a model, and select token states of a batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Tokens in one forward pass, so that activations stay small whatever the input.
 _TOKENS_PER_PASS = 4096
-#: Token states that a task is asked for where nobody says how many.
+#: Default number of token states that a task is asked for.
 TOKENS_OF_A_TASK = 1024
 #: Masks that are 0 at padding, laid out as the inputs; and PyTorch's own, (batch, token), which are True there.
 _MASKS = ("attention_mask", "decoder_attention_mask")
@@ -27,7 +27,7 @@ _PADDING_MASKS = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_m
 
 @runtime_checkable
 class HasProbe(Protocol):
-    """What a task is to those who only need inputs: every task of ``wb.tasks`` has this method."""
+    """The part of a task that provides inputs: every task of ``wb.tasks`` has this method."""
 
     def probe(self, n_tokens: int) -> Any:
         """Inputs with at least ``n_tokens`` token states."""
@@ -48,9 +48,9 @@ class Batches:
     """Batches of model inputs.
 
     Attributes:
-        items: Each a tensor, a mapping of keyword arguments, or a tuple of positional arguments.
-        is_known: Whether all items are there already, rather than coming from an iterator.
-        layout: Which axis of the items counts sequences.
+        items: Batches, each a tensor, a mapping of keyword arguments, or a tuple of positional arguments.
+        is_known: Whether all items exist already, rather than coming from an iterator.
+        layout: Layout of the items.
     """
 
     items: Iterable[Any]
@@ -110,7 +110,7 @@ class Batches:
         return _head(first), Batches(everything(), False)
 
     def first(self) -> Any:
-        """The first batch, whole.
+        """The first batch, not cut.
 
         Raises:
             SnapshotError: If there is none.
@@ -123,7 +123,7 @@ class Batches:
         """Batches that one forward pass can take, cut between sequences and never within one.
 
         Args:
-            layout: Which axis of the inputs counts sequences.
+            layout: Layout of the inputs.
         """
         if not self.is_known:
             return Batches(self.items, False, layout)
@@ -212,12 +212,12 @@ class TokenSelection:
     number of rows is known, the states are spread at random over all of them; from an iterator they are taken in order.
 
     Attributes:
-        n_snapshots: How many to choose in all; None for every one.
+        n_snapshots: Number to choose in total; None for all.
         skip_first: Leading tokens of each sequence to leave out (massive activations sit on the first).
-        seed: Of the random choice.
-        layout: Which axes of inputs and states count sequences.
-        n_chosen: Chosen so far.
-        n_offered: Seen so far that could have been chosen.
+        seed: Seed of the random choice.
+        layout: Layout of inputs and states.
+        n_chosen: Number chosen so far.
+        n_offered: Number so far that could have been chosen.
         has_unused_mask: Whether a mask came that does not fit the states and is not of their tokens, such as that of
             an encoder for states of the decoder.
     """
@@ -240,7 +240,7 @@ class TokenSelection:
         self._generator.manual_seed(self.seed)
 
     def begin(self, batches: Batches) -> None:
-        """Say how much is to come, and how it is laid out."""
+        """Set the number of sequences to expect, and their layout."""
         self.layout = batches.layout
         self._rows_left = None if batches.n_rows is None else sum(batches.n_rows)
 
@@ -253,12 +253,12 @@ class TokenSelection:
         """Indices into the flattened leading axes of the states of one batch, rising.
 
         Args:
-            leading_shape: Of the states, without their feature.
-            batch: That they belong to.
+            leading_shape: Shape of the states, without their feature.
+            batch: Batch that they belong to.
 
         Raises:
             SnapshotError: If a mask hides tokens and does not fit the states.
-            AnatomyError: If ``skip_first`` or a mask needs to know which axis counts sequences, and nobody can tell.
+            AnatomyError: If ``skip_first`` or a mask needs to know which axis counts sequences, and that is not known.
         """
         candidates = self._candidates(leading_shape, batch)
         self.n_offered += len(candidates)
@@ -277,7 +277,7 @@ class TokenSelection:
         return chosen
 
     def describe(self) -> str:
-        """What was chosen, for provenance."""
+        """A description of the choice, for provenance."""
         which = "every token" if self.n_chosen == self.n_offered else f"{self.n_chosen} of {self.n_offered} tokens"
         if self.skip_first:
             which += f", first {self.skip_first} of each sequence left out"
@@ -335,7 +335,7 @@ def _laid_out(mask: Tensor, leading: tuple[int, ...], axis: int | None, states: 
     Args:
         mask: Shape (batch, token), or (token, batch) where ``axis`` is 1.
         leading: Shape of the states without their feature.
-        axis: Of the mask that counts sequences; None: that of the states is not known either.
+        axis: Axis of the mask that counts sequences; None: that of the states is not known either.
         states: Axis of the states that counts sequences.
     """
     if mask.ndim != 2 or len(leading) != 2:
@@ -372,7 +372,7 @@ def count_rows(batch: Any, axis: int = 0) -> int:
 
     Args:
         batch: A tensor, a mapping or a tuple.
-        axis: That counts sequences.
+        axis: Axis that counts sequences.
 
     Raises:
         SnapshotError: If it holds none.
@@ -435,8 +435,8 @@ def take_rows(batch: Any, which: slice | Tensor, axis: int = 0) -> Any:
 
     Args:
         batch: A tensor, a mapping or a tuple; or a task, for its held-out inputs.
-        which: The sequences.
-        axis: That counts sequences.
+        which: Indices of the sequences.
+        axis: Axis that counts sequences.
     """
     batch = inputs_of(batch)
     if isinstance(batch, Tensor):

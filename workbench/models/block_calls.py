@@ -1,4 +1,4 @@
-"""One run of a model: every call of a module that could be a block, and what states went in and came out."""
+"""One run of a model: every call of a module that could be a block, and the states that entered and left."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from workbench.models.calling import run_foreign
 from workbench.models.probing import undisturbed, watch
 
-#: Where a tensor sits in a call's arguments (position or keyword) or in its output (None: the output itself).
+#: Place of a tensor in a call's arguments (position or keyword) or in its output (None: the output itself).
 Slot = int | str | None
 
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that entered or left a call: where it sat, its shape, and a fingerprint of its values."""
+    """A tensor that entered or left a call: its place, its shape, and a fingerprint of its values."""
 
     slot: Slot
     shape: tuple[int, ...]
@@ -28,11 +28,11 @@ class State:
 
 @dataclass
 class Call:
-    """One call of a module: its name, and what tensors went in and came out.
+    """One call of a module: its name, and the tensors that entered and left.
 
     Attributes:
         name: Path of the module.
-        module: The module.
+        module: Module that was called.
         index: When it began, as a running number.
         inputs: Tensors among its arguments.
         outputs: Tensors that it returned.

@@ -1,4 +1,4 @@
-"""How many blocks a model's config promises."""
+"""The number of blocks that a model's config states."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class BlockCount:
     """A number of blocks in a config.
 
     Attributes:
-        n_blocks: The number.
-        where: The option's path in the config.
+        n_blocks: Number of blocks.
+        where: Path of the option in the config.
     """
 
     n_blocks: int
@@ -46,7 +46,7 @@ class BlockCount:
 
 
 def block_counts(model: nn.Module) -> list[BlockCount]:
-    """The numbers of blocks that ``model.config`` promises, that of the main stack first; empty without a config."""
+    """The numbers of blocks that ``model.config`` states, that of the main stack first; empty without a config."""
     config = getattr(model, "config", None)
     if config is None:
         config = next((c for c in (getattr(m, "config", None) for m in model.children()) if c is not None), None)

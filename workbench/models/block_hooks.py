@@ -1,4 +1,4 @@
-"""Which call of which block is this: hooks that know, for everything that follows the residual stream."""
+"""Hooks that identify the calls of blocks, for everything that follows the residual stream."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class BlockCall:
 
     Attributes:
         layer: Index of the site.
-        site: Where the residual stream passes.
+        site: Site of the call.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        output: What the block returned; None before it has.
+        output: Output of the block; None before it has run.
     """
 
     layer: int
@@ -52,20 +52,21 @@ class BlockHooks:
 
     Calls are counted from 0 in every pass, so that a block that is called several times is several layers. Within one
     context, a further pass begins with `begin_pass`. A call that the sites do not have, such as one more of a shared
-    block or the recomputation of a checkpointed one, is passed over or told to ``on_unknown``. Where a block raises and
+    block or the recomputation of a checkpointed one, is ignored or passed to ``on_unknown``. Where a block raises and
     the model goes on, its call is counted and its end is not waited for.
 
     Args:
-        sites: Of an `Anatomy`, or some of them.
-        on_enter: Gets each call before it runs. A tensor that it returns enters the block instead of the state; None
-            leaves it.
-        on_leave: Gets each call when it has run.
+        sites: Sites of an `Anatomy`, or some of them.
+        on_enter: Function that gets each call before it runs. A tensor that it returns enters the block instead of the
+            state; None leaves it.
+        on_leave: Function that gets each call when it has run.
         layers: Indices of the sites to follow; None: all.
-        on_unknown: Gets the first site of a block that is called more often than the sites say; see `refuse_unknown`.
+        on_unknown: Function that gets the first site of a block that is called more often than the sites say; see
+            `refuse_unknown`.
 
     Attributes:
-        sites: As given.
-        blocks: The modules that are followed, each once.
+        sites: Sites as given.
+        blocks: Modules that are followed, each once.
     """
 
     def __init__(
@@ -93,16 +94,16 @@ class BlockHooks:
         return tuple(part for part in inside if part not in self.blocks)
 
     def hooks(self) -> list[HookRequest]:
-        """For `watch`, which attaches them."""
+        """The hooks, for `watch`, which attaches them."""
         before: list[HookRequest] = [(block, self._enter, True) for block in self.blocks]
         return before + [(block, self._leave, False) for block in self.blocks]
 
     def on_enter(self, call: BlockCall) -> Tensor | None:
-        """A block that is followed is about to run."""
+        """Called before a followed block runs."""
         return None if self._on_enter is None else self._on_enter(call)
 
     def on_leave(self, call: BlockCall) -> None:
-        """A block that is followed has run."""
+        """Called after a followed block has run."""
         if self._on_leave is not None:
             self._on_leave(call)
 
@@ -150,7 +151,7 @@ def refuse_unknown(site: Site) -> None:
 
 
 def depth_error(name: str) -> SnapshotError:
-    """Says that a block runs which the anatomy does not know."""
+    """An error that says that a block runs which the anatomy does not know."""
     return SnapshotError(
         f"{name} runs on these inputs but did not when the anatomy was read, so that depth depends on the data; pass "
         "anatomy=wb.read_anatomy(model, inputs) of inputs that reach every block."

@@ -1,4 +1,4 @@
-"""Call a foreign model: with whatever inputs a user has, and with one sentence where it refuses them."""
+"""Call any model with inputs of any supported form; a refusal becomes an error of one sentence."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Call a model with whatever a user has at hand.
+    """Call a model with inputs of any supported form.
 
     Args:
-        model: Any module.
+        model: Module to call.
         inputs: A tensor, passed first (an encoder-decoder model that would miss its decoder's tokens gets the same
             tokens there, or its start token); a mapping, passed as keywords; or a tuple or list, passed by position.
             A model that knows no ``input_ids`` gets them first, without a mask that only marks padding at the end.
@@ -83,7 +83,7 @@ def run_foreign(model: nn.Module, inputs: Any) -> Any:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model takes its inputs: the device of its parameters, or where those that are offloaded are sent to."""
+    """The device of a model's inputs: that of its parameters, or the one that offloaded parameters are sent to."""
     parameters = (parameter.device for parameter in model.parameters() if parameter.device.type != "meta")
     if (device := next(parameters, None)) is not None:
         return device
@@ -94,7 +94,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def on_device_of(model: nn.Module, batch: Any) -> Any:
-    """The batch where the model takes its inputs."""
+    """The batch on the device of the model's inputs."""
     device = device_of(model)
     if isinstance(batch, torch.Tensor):
         return batch.to(device)

@@ -1,4 +1,4 @@
-"""Hooks on, moments out, hooks off: the residual stream of every block, never kept as a whole."""
+"""Hooks on, moments out, hooks off: the moments of the residual stream at every block, without storing it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def capture_moments(
 ) -> list[SnapshotMoments]:
     """Run a model over batches and collect the moments of every block's input and output.
 
-    The model computes what it computes anyway: hooks return None and are removed whatever happens; training mode and
+    The model computes what it computes anyway: hooks return None and are always removed; training mode and
     random state are as before.
 
     Args:
-        model: In any mode; run in eval mode without gradients.
-        anatomy: Where its residual stream is.
-        batches: The inputs.
-        selection: Which token states to use; the same in every layer.
-        after_batch: Called with the number of states chosen so far.
+        model: Model in any mode; it is run in eval mode without gradients.
+        anatomy: Anatomy of the model.
+        batches: Batches of inputs.
+        selection: Selection of token states, the same in every layer.
+        after_batch: Function called with the number of states chosen so far.
 
     Returns:
         One object a site, on the device of the states (on the host where that device has no float64). Where the depth
@@ -104,13 +104,13 @@ def empty_moments(anatomy: Anatomy, layer: int, states: Tensor) -> SnapshotMomen
 
 
 class StreamWatcher(BlockHooks):
-    """Hands over the states that enter and leave each block; the hooks of one capture share it.
+    """Passes on the states that enter and leave each block; the hooks of one capture share it.
 
     Args:
-        anatomy: Where the residual stream is.
-        selection: Which token states to use; the same in every layer.
-        take: Called with the layer, and the states entering and leaving it, each (snapshot, feature); they still
-            belong to the graph of the forward, if it keeps one.
+        anatomy: Anatomy of the model.
+        selection: Selection of token states, the same in every layer.
+        take: Function called with the layer, and the states entering and leaving it, each (snapshot, feature); they
+            still belong to the graph of the forward, if it keeps one.
         layers: Layers to follow; None: all.
     """
 
@@ -138,7 +138,7 @@ class StreamWatcher(BlockHooks):
         self._waiting[call.layer] = self._chosen_of(call.state_in, call.site)
 
     def on_leave(self, call: BlockCall) -> None:
-        """Hand over both."""
+        """Pass on both states."""
         self.take(call.layer, self._waiting.pop(call.layer), self._chosen_of(call.state_out, call.site))
 
     def _chosen_of(self, state: Tensor, site: Site) -> Tensor:

@@ -1,4 +1,4 @@
-"""Open a checkpoint, whatever it is kept in: what comes out is a `Subject` that `profile` can measure."""
+"""Open a checkpoint of any supported format as a `Subject`, which `profile` can measure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workbench.zoo.module_of import module_of
 
 #: The key in a folder's config.json that names one of our own architectures.
 ZOO_KEY = "workbench_architecture"
-#: The key beside it that says how texts become tokens, where that is known: "bytes".
+#: Its key that states how texts become tokens, if known: "bytes".
 TOKENIZER_KEY = "tokenizer"
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
@@ -46,19 +46,20 @@ def open_checkpoint(
         source: A Hugging Face folder or hub name; a folder saved by `save_checkpoint`; a ``.safetensors``, ``.bin``,
             ``.pt`` or ``.pth`` state dict together with ``module``; a ``.gguf`` file; any ``nn.Module``; or a subject.
             A GGUF file is converted once and kept under the user's cache folder.
-        module: The module that a state dict belongs to; its weights are replaced, unless an error is raised.
-        trust_remote_code: Let a Hugging Face checkpoint run Python code of its own.
-        dtype: Of the weights, one that torch computes in; "auto" keeps what the checkpoint has, or what ``module`` has.
-        name: For titles and stores; made from the source if not given.
-        strict: Refuse weights that are not all there or not all used, but for those of another head of the same
+        module: Module that a state dict belongs to; its parameters are replaced, unless an error is raised.
+        trust_remote_code: Whether a Hugging Face checkpoint may run its own Python code.
+        dtype: Type of the parameters, one that torch computes in; "auto" keeps what the checkpoint has, or what
+            ``module`` has.
+        name: Name for titles and stores; made from the source if not given.
+        strict: Whether to refuse missing or unused parameters, except for those of another head of the same
             family. Otherwise open with those that fit: the rest of the model has random values, or those of
-            ``module``, and `Subject.unloaded` says which.
+            ``module``, and `Subject.unloaded` lists them.
 
     Returns:
         The subject, in eval mode unless a module was passed, which is left as it is.
 
     Raises:
-        CheckpointError: If there is nothing to open, or what is there is damaged, unsafe or does not fit.
+        CheckpointError: If the checkpoint does not exist, is damaged, unsafe or does not fit.
 
     Example:
         >>> import workbench as wb
@@ -102,9 +103,9 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
     """Save a model of the zoo so that `open_checkpoint` reads it back: config.json and model.safetensors.
 
     Args:
-        model: From ``wb.zoo``, or its subject, of which the folder notes whether its tokens are bytes.
-        folder: Where to; made if need be.
-        overwrite: Replace a checkpoint that is there.
+        model: Model from ``wb.zoo``, or its subject, of which the folder notes whether its tokens are bytes.
+        folder: Folder to write to; made if needed.
+        overwrite: Whether to replace an existing checkpoint.
 
     Returns:
         The folder.
@@ -186,7 +187,7 @@ def _opened_already(subject: Subject, module: nn.Module | None, dtype: torch.dty
 
 
 def _as_path(source: Any) -> tuple[Path, str]:
-    """What was passed, as a path and as it was written.
+    """The argument, as a path and as text.
 
     Raises:
         CheckpointError: If it cannot be a path.

@@ -22,9 +22,9 @@ class NormStep:
     """A norm behind a projection.
 
     Attributes:
-        gain: The gain's path in the model; None if it has none.
+        gain: Path of the gain in the model; None if it has none.
         gain_offset: 1 if the norm multiplies by 1 + gain, else 0.
-        gain_index: For each column, its index in the flattened gain.
+        gain_index: Index of each column in the flattened gain.
         bias: Path of the bias that it adds.
         is_centred: Whether the mean is subtracted first.
         spans_heads: Whether it normalizes over all heads together rather than within each.
@@ -55,15 +55,15 @@ class ColumnSource:
     """A linear map as a source of columns.
 
     Attributes:
-        origin: The map whose input is the stream: itself, or the one before it.
-        weight: Its matrix; None if that is no parameter.
-        bias: Its bias; None if there is none or it is no parameter.
-        bias_value: The bias that was added.
-        columns: Its outputs at the first token, float64, shape (row, output).
-        into: Its inputs at the first token, shape (row, feature).
-        inner: The map before it, if its input is a norm of that map's output.
-        inner_column: Which outputs of the inner map.
-        inner_norm: The norm between.
+        origin: Map whose input is the stream: itself, or the one before it.
+        weight: Matrix of the map; None if that is no parameter.
+        bias: Bias of the map; None if there is none or it is no parameter.
+        bias_value: Bias that was added.
+        columns: Outputs of the map at the first token, float64, shape (row, output).
+        into: Inputs of the map at the first token, shape (row, feature).
+        inner: Map before it, if its input is a norm of that map's output.
+        inner_column: Indices of the outputs of the inner map.
+        inner_norm: Norm between the two maps.
     """
 
     origin: Projection
@@ -88,14 +88,14 @@ class ColumnSource:
 
 @dataclass(frozen=True)
 class Columns:
-    """Where each column of a target comes from.
+    """The origin of each column of a target.
 
     Attributes:
-        sources: The linear maps.
+        sources: Linear maps.
         source: Index of the map, shape (column,).
-        column: Which of its outputs, shape (column,).
+        column: Index of the output of that map, shape (column,).
         factor: Constant between the two, shape (column,).
-        norm: The norm in between; its ``gain_index`` has shape (column,).
+        norm: Norm in between; its ``gain_index`` has shape (column,).
     """
 
     sources: Sequence[ColumnSource]
@@ -125,8 +125,8 @@ def find_columns(
 
     Args:
         target: Shape (row, column).
-        sources: The maps.
-        norms: The norms that were applied; one may lie between a map and the target, or between two maps.
+        sources: Linear maps.
+        norms: Norms that were applied; one may lie between a map and the target, or between two maps.
         n_batch: Rows.
         n_tokens: Tokens per row.
 
@@ -230,7 +230,7 @@ def _match(target: Tensor, sources: Sequence[Tensor], *, exactly: bool = False) 
 
 
 def _pick(found: tuple[Tensor, Tensor, Tensor], j: int, options: list[tuple[int, int]]) -> None:
-    """Of several equal columns take the one that continues the row; without one, nobody can tell."""
+    """Of several equal columns take the one that continues the row; without one, it is ambiguous."""
     if not options:
         return
     after = (int(found[0][j - 1]), int(found[1][j - 1]) + 1) if j else None

@@ -10,7 +10,7 @@ from torch import nn
 
 #: A config, the name of an option, and its value.
 Option = tuple[Any, str, Any]
-#: How attention is computed. Unlike the property without the suffix, it leaves configs inside of this one alone.
+#: Implementation of attention. Unlike the property without the suffix, it does not change nested configs.
 _ATTENTION = "_attn_implementation_internal"
 
 
@@ -20,7 +20,7 @@ def configs_of(model: nn.Module) -> list[Any]:
 
 
 def known_options(model: nn.Module, values: Mapping[str, Any]) -> list[Option]:
-    """These values, for every config in which the option is there and not None."""
+    """These values, for every config in which the option exists and is not None."""
     return [
         (config, name, value)
         for config in configs_of(model)
@@ -30,7 +30,7 @@ def known_options(model: nn.Module, values: Mapping[str, Any]) -> list[Option]:
 
 
 def visible_attention(model: nn.Module) -> list[Option]:
-    """What makes a model compute attention where it can be seen, instead of in the kernels of flash or flex attention.
+    """The options with which a model computes attention visibly, instead of in the kernels of flash or flex attention.
 
     Models that look their attention up in transformers' ``AttentionInterface`` are switched to "sdpa", or to "eager"
     where they cap their logits or have sinks, for which torch's ``scaled_dot_product_attention`` has no argument. The
@@ -51,7 +51,7 @@ def visible_attention(model: nn.Module) -> list[Option]:
 
 @contextmanager
 def config_options(options: Iterable[Option]) -> Iterator[None]:
-    """Set options, and put them back."""
+    """Set options, and restore them afterwards."""
     undo = []
     try:
         for config, name, value in options:

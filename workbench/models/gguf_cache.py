@@ -19,13 +19,14 @@ _UNLOADED = "unloaded.txt"
 
 
 def converted_folder(path: Path, *, strict: bool = True) -> tuple[Path, str]:
-    """The Hugging Face folder made from a GGUF file; made now if it is not there.
+    """The Hugging Face folder made from a GGUF file; made now if it does not exist.
 
     Quantized weights come out as float32 and keep the noise of their quantization.
 
     Args:
-        path: The GGUF file.
-        strict: Refuse a file that lacks tensors of its model or has too many; otherwise what it lacks is random.
+        path: Path of the GGUF file.
+        strict: Whether to refuse a file that lacks tensors of its model or has too many; otherwise what it lacks is
+            random.
 
     Returns:
         The folder, and one clause on what was not loaded, empty if all was.
@@ -36,7 +37,7 @@ def converted_folder(path: Path, *, strict: bool = True) -> tuple[Path, str]:
     """
     beyond = _check(path)
     whole = cache_folder() / "gguf" / f"{path.stem}-{_digest(path)[:16]}"
-    # What does not fit is kept apart, so that it is never taken for the whole.
+    # Incomplete conversions are kept separately, so that they are never taken for complete ones.
     partial = whole.with_name(f"{whole.name}-partial")
     for folder in (whole,) if strict else (whole, partial):
         if (folder / "config.json").exists():

@@ -23,7 +23,7 @@ _ROUNDING = 16.0
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Which axes count sequences.
+    """The axes that count sequences.
 
     Attributes:
         inputs: Axis of the input tensors that counts sequences, 0 or 1; None: it cannot be told.
@@ -55,15 +55,15 @@ def layout_of(
     never from one sequence to another.
 
     Args:
-        model: The module that ran.
-        inputs: What it was given; at most a few rows.
+        model: Module that ran.
+        inputs: Inputs of that run; at most a few examples.
         leading: Shape of the states without their feature.
-        batch_first: What the user says of the inputs; None: nothing.
-        state_for: From inputs to the states of these, as they leave the last block.
+        batch_first: Layout of the inputs as stated by the user; None: not stated.
+        state_for: Function from inputs to their states, as they leave the last block.
 
     Returns:
         The layout. Where no token depends on another, batch and token cannot be told apart by their effect; axes are
-        None then, and whoever needs them asks by `require`.
+        None then, and code that needs them calls `require`.
 
     Raises:
         AnatomyError: If the states of different sequences depend on each other, or several residual streams are
@@ -105,8 +105,8 @@ def require(axis: int | None, what: str, leading: tuple[int, ...]) -> int:
     """The axis, if it is known.
 
     Args:
-        axis: From a `BatchLayout`.
-        what: Who needs it, for the message.
+        axis: Axis from a `BatchLayout`.
+        what: Name of what needs it, for the message.
         leading: Shape of the states without their feature.
 
     Raises:

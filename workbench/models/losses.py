@@ -1,4 +1,4 @@
-"""What one forward pass says: the task's loss, terms beside it, and how often it is right."""
+"""Results of one forward pass: the task's loss, auxiliary terms, and the accuracy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy over the targets, in nats.
 
     Args:
-        logits: Shape (..., class).
+        logits: Logits, shape (..., class).
         targets: Class numbers, shape (...); -100 is left out.
     """
     return cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
 def auxiliary_loss(model: nn.Module, output: Any) -> Tensor | None:
-    """Weighted terms beside the task's loss: the zoo's own method, or what Hugging Face routers return."""
+    """Weighted auxiliary terms of the loss: the zoo's own method, or what Hugging Face routers return."""
     if callable(own := getattr(model, "auxiliary_loss", None)):
         return own()
     term = None if isinstance(output, Tensor) else getattr(output, "aux_loss", None)
@@ -30,7 +30,7 @@ def auxiliary_loss(model: nn.Module, output: Any) -> Tensor | None:
 
 
 def accuracy_of(logits: Tensor, targets: Tensor) -> float:
-    """Share of the targets that were most likely; NaN where that means nothing."""
+    """Share of the targets that were most likely; NaN if that is not defined."""
     if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
         return math.nan
     is_target = targets != -100

@@ -28,15 +28,15 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model; None: there is no such thing, or nothing says it.
+    """Sizes of a model; None: it does not exist or is not known.
 
     Attributes:
-        n_heads: Query heads of each block.
+        n_heads: Number of query heads of each block.
         n_kv_heads: Key-value heads of each block.
-        depth: Residual blocks.
-        width: Of the residual stream.
-        inner_width: Of the hidden layer of the MLP, or of what takes its place.
-        n_experts: In each block.
+        depth: Number of residual blocks.
+        width: Width of the residual stream.
+        inner_width: Width of the hidden layer of the MLP, or of what replaces it.
+        n_experts: Number of experts in each block.
         vocabulary: Tokens.
         max_length: Longest sequence, in tokens.
         image_size: Pixels along the side of an image.
@@ -111,7 +111,7 @@ def nearest_size(wanted: int, is_possible: Callable[[int], bool], *, highest: in
 
 
 def _side(value: Any) -> Any:
-    """Of a height and a width that are equal one number."""
+    """One number for an equal height and width."""
     is_square = isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]
     return value[0] if is_square else value
 

@@ -39,14 +39,15 @@ class LinearParametrization(ABC):
     """A parametrization of every linear map in the residual blocks."""
 
     def apply(self, model: Subject | nn.Module, inputs: Any = None) -> Callable[[], None]:
-        """Put it on a model, in place, before its optimizer is made.
+        """Apply it to a model, in place, before its optimizer is made.
 
         Args:
-            model: Of the zoo, or any whose blocks `workbench.read_anatomy` finds.
-            inputs: A batch to find the blocks with; a model of the zoo needs none.
+            model: Model of the zoo, or any whose blocks `workbench.read_anatomy` finds.
+            inputs: Batch to find the blocks with; a model of the zoo needs none.
 
         Returns:
-            A function that takes it off; the weights stay as they act. An optimizer made before that is of no more use.
+            A function that removes it; the effective weights stay the same. An optimizer made before cannot be used
+            then.
 
         Raises:
             OptionError: If the model's weights are parametrized already, its blocks hold no linear maps, they cannot
@@ -64,11 +65,11 @@ class LinearParametrization(ABC):
         return lambda: make_plain(model)
 
     def _require(self, name: str, linear: nn.Module) -> None:  # noqa: B027  (most take any)
-        """Refuse a linear map that it cannot be put on."""
+        """Refuse a linear map to which it cannot be applied."""
 
     @abstractmethod
     def _register(self, linear: nn.Module) -> None:
-        """Put it on one linear map."""
+        """Apply it to one linear map."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class UnitNorm(nn.Module):
     """A matrix divided by its largest singular value.
 
     Args:
-        weight: As it is now.
+        weight: Present value of the matrix.
         n_iterations: Power iterations at each reading; only those in training mode are kept.
     """
 
@@ -155,7 +156,7 @@ class UnitNorm(nn.Module):
             self.direction.copy_(self._leading(weight, _FIRST_ITERATIONS)[1])
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The weight as it acts."""
+        """The effective weight."""
         with torch.no_grad():
             left, right = self._leading(weight.detach(), self.n_iterations)
             if self.training:
@@ -163,7 +164,7 @@ class UnitNorm(nn.Module):
         return weight / torch.dot(left, weight @ right)
 
     def extra_repr(self) -> str:
-        """For the run's configuration."""
+        """The description for the run's configuration."""
         return f"n_iterations={self.n_iterations}"
 
     def _leading(self, weight: Tensor, n_iterations: int) -> tuple[Tensor, Tensor]:
@@ -176,7 +177,7 @@ class UnitNorm(nn.Module):
 
 
 def make_plain(model: nn.Module) -> None:
-    """Take all parametrizations off a model; its weights stay as they act."""
+    """Remove all parametrizations of a model; its effective weights stay the same."""
     with _still(model):
         for module in list(model.modules()):
             if parametrize.is_parametrized(module) and isinstance(module.parametrizations, nn.ModuleDict):

@@ -1,4 +1,4 @@
-"""Models that transformers opens: which class a config.json means, and whether all its weights were there."""
+"""Models that transformers opens: the class for a config.json, and whether all its parameters were present."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAPPINGS = (
     "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
     "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
 )
-#: What transformers logs of weights that do not fit, which is said once here.
+#: Log messages of transformers on parameters that do not fit, which are reported once here instead.
 _LOAD_REPORTS = ("LOAD REPORT", "checkpoint seem corrupted")
 
 
@@ -50,12 +50,12 @@ def open_pretrained(
     """The model of a Hugging Face folder or hub name, with all its weights.
 
     Args:
-        source: As transformers takes it.
-        folder: Where its files are; None if they must be fetched first.
-        trust_remote_code: Let it run Python code of its own.
-        dtype: Of the weights, or "auto".
+        source: Source as transformers takes it.
+        folder: Folder of its files; None if they must be fetched first.
+        trust_remote_code: Whether it may run its own Python code.
+        dtype: Type of the parameters, or "auto".
         is_local: Whether to stay off the network.
-        strict: Refuse weights that do not fit; otherwise open with those that do.
+        strict: Whether to refuse parameters that do not fit; otherwise those that fit are loaded.
 
     Returns:
         The model, and one clause on what was not loaded: of strict models at most tensors of another head.
@@ -78,7 +78,7 @@ def open_pretrained(
 
 
 def read_misfit(model: nn.Module, loading_info: Mapping[str, Any]) -> Misfit:
-    """What transformers says that it could not load into a model; tied and ignored tensors are left out already."""
+    """The tensors that transformers could not load into a model; tied and ignored tensors are left out already."""
     own = model.state_dict()
     shapes = {name: shapes_differ(found, expected) for name, found, expected in loading_info["mismatched_keys"]}
     # Tables of indices and of rotary frequencies, which older versions did not save, are computed and never random.
@@ -98,7 +98,7 @@ def refuse_misfit(model: nn.Module, misfit: Misfit, source: str, *, strict: bool
     """Refuse a model some of whose weights are random, or all of them where ``strict`` is off.
 
     Raises:
-        CheckpointError: See above.
+        CheckpointError: If parameters do not fit.
     """
     is_empty = bool(misfit) and {name for name, _ in model.named_parameters()} <= {*misfit.left}
     if misfit and (strict or is_empty):
@@ -108,15 +108,15 @@ def refuse_misfit(model: nn.Module, misfit: Misfit, source: str, *, strict: bool
 
 @dataclass
 class _Loader:
-    """One checkpoint, loaded as often as it takes to find out how.
+    """One checkpoint, loaded repeatedly until a class fits.
 
     Attributes:
-        source: As transformers takes it.
-        config: Of transformers.
-        options: For every ``from_pretrained``.
-        reports: What transformers would have logged of each load.
-        folder: Where its files are, once they are there.
-        weights: What the files hold, once that is known.
+        source: Source as transformers takes it.
+        config: Config of transformers.
+        options: Arguments of every ``from_pretrained``.
+        reports: Log messages of transformers for each load.
+        folder: Folder of its files, once they are fetched.
+        weights: Tensors in the files, once known.
     """
 
     source: str
@@ -200,8 +200,8 @@ class _Loader:
 
         Args:
             cls: A model class or an auto class.
-            plain: Under names without wrappers.
-            without_memory: On the meta device.
+            plain: Whether to use names without wrappers.
+            without_memory: Whether to use the meta device.
         """
         options = {**self.options, "config": self.config, "ignore_mismatched_sizes": True, "output_loading_info": True}
         if without_memory and not self._is_quantized:
@@ -234,7 +234,7 @@ class _Loader:
         return model, read_misfit(model, info)
 
     def _add_what_no_path_gave(self, model: Any) -> None:
-        """What from_pretrained adds to a model from a path, but not to one from a state dict."""
+        """The arguments that from_pretrained adds to a model from a path, but not to one from a state dict."""
         from transformers import GenerationConfig
 
         model.config.name_or_path = model.name_or_path = self.source
@@ -348,11 +348,11 @@ def _integers(model: nn.Module, weights: FolderWeights, misfit: Misfit) -> tuple
 def errors_in_one_sentence(
     source: str, *, remedy: str = "check its config.json, or fetch the checkpoint again"
 ) -> Iterator[None]:
-    """Whatever transformers raises at a checkpoint becomes a CheckpointError.
+    """Context that turns every error of transformers at a checkpoint into a CheckpointError.
 
     Args:
-        source: What it reads.
-        remedy: What to do, where the error does not say.
+        source: Source that is read.
+        remedy: What to do, if the error does not state it.
 
     Raises:
         CheckpointError: With the first line of the error.
@@ -379,7 +379,7 @@ def errors_in_one_sentence(
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says in its first line, or first sentence if that is long, without the full stop."""
+    """The first line of an error, or first sentence if that is long, without the full stop."""
     from huggingface_hub.errors import StrictDataclassError
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -21,9 +21,9 @@ def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRS
     are unambiguous; masks become ones. Other tensors are repeated with 10 % of noise.
 
     Args:
-        model: The model that they are for.
-        inputs: What `call_model` takes.
-        layout: Which axis of the inputs counts sequences; where that is not known they are taken as they are.
+        model: Model that the inputs are for.
+        inputs: Inputs as for `call_model`.
+        layout: Layout of the inputs; if the axis of sequences is not known, they are not changed.
 
     Returns:
         The same structure; it is the same every time, and the global random state is untouched.

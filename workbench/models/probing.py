@@ -1,4 +1,4 @@
-"""Run a foreign model once and leave no trace: hooks, modes, random state, weights and buffers end as they began."""
+"""Run a model once without side effects: hooks, modes, random state, weights and buffers end as they began."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     weights in place on the first call in eval mode), plain attributes and replaced buffers are put back.
 
     Args:
-        model: The module that will run; its existing hooks stay and run.
+        model: Module that will run; its existing hooks stay and run.
     """
     with ExitStack() as stack:
         stack.enter_context(as_written())
@@ -66,7 +66,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def watch(requests: Iterable[HookRequest]) -> Iterator[None]:
-    """Attach hooks, and remove them whatever happens.
+    """Attach hooks, and always remove them.
 
     Args:
         requests: Module, hook, and True for a hook that runs before the module. A hook before gets (module, args,

@@ -1,4 +1,4 @@
-"""From a model and inputs to spectra: the entrance to the mathematical core."""
+"""From a model and inputs to spectra: the interface to the mathematical core."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def profile(
     The model runs once over the inputs, in eval mode and without gradients, and is left as it was found.
 
     Args:
-        subject: From `open_checkpoint`, or any module.
+        subject: Subject from `open_checkpoint`, or any module.
         inputs: Token ids (batch, token) or of one sequence (token,), as a tensor, an array or lists; a mapping of
             keyword arguments (an ``attention_mask`` is respected); a tuple of positional arguments; texts where the
             subject has a tokenizer; an iterable of any of these; or a task of ``wb.tasks``, whose held-out inputs are
@@ -56,17 +56,17 @@ def profile(
         options: Ridge, rank and numerical rank; see `DmdOptions`.
         thresholds: Bounds of the masses; the paper's by default.
         stack: Name of the block stack to read, where a model has several; see `read_anatomy`.
-        anatomy: Of this model, from `read_anatomy`, to save reading it again; ``stack`` and ``batch_first`` are
+        anatomy: Anatomy of this model, from `read_anatomy`, to save reading it again; ``stack`` and ``batch_first`` are
             ignored then.
         batch_first: Whether inputs are (batch, token) or (batch, token, feature), rather than with tokens first; None:
             find out, see `read_anatomy`.
-        seed: Of the choice of tokens and of the randomized rank; None: that of ``options``, by default 0.
-        n_workers: Layers decomposed side by side; None: one a core.
-        progress: Show bars.
+        seed: Seed of the choice of tokens and of the randomized rank; None: that of ``options``, by default 0.
+        n_workers: Number of layers decomposed in parallel; None: one per core.
+        progress: Whether to show progress bars.
 
     Returns:
         Spectra dataset, dims ``layer`` and ``mode``. Where the depth of a forward depends on the data, the variable
-        ``layer_snapshots`` says how many states each layer was measured on.
+        ``layer_snapshots`` is the number of states per layer.
 
     Raises:
         AnatomyError: If the residual stream cannot be read with certainty, or batch and token cannot be told apart.

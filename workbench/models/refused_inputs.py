@@ -18,13 +18,13 @@ _LENGTHS = (
 def reason_for(model: nn.Module, inputs: Any, error: Exception) -> str:
     """One sentence: what was given, what the model expects, what to do.
 
-    The model has failed already, so that this only looks for the likeliest cause: tokens of a wrong kind, beyond the
+    The model has failed already, so that this only searches for the likeliest cause: tokens of a wrong kind, beyond the
     vocabulary or too many, or images of a wrong shape. The model's own error stays in the message where none fits.
 
     Args:
-        model: That raised.
-        inputs: What it was given.
-        error: What it raised.
+        model: Model that raised.
+        inputs: Inputs of the call.
+        error: Error that it raised.
     """
     name = type(model).__name__
     if isinstance(error, torch.OutOfMemoryError):

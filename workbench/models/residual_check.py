@@ -22,16 +22,16 @@ _RELATIVE_SIZE = 1e-2
 
 
 def why_no_blocks(model: nn.Module, inputs: Any, sites: Sequence[Site]) -> str:
-    """Why modules are no residual blocks: their output does not carry their input on; empty if it does.
+    """Why modules are no residual blocks: their output does not contain their input; empty if it does.
 
     A random direction, 1 % of the state in size, is added to the state that enters a block. A residual block hands it
     on, so the output changes in the same direction; a branch whose residual is added elsewhere maps it to an unrelated
     one.
 
     Args:
-        model: The model, left as it was.
-        inputs: What it runs on.
-        sites: The modules; the first, the middle one and the last are tried.
+        model: Model to run; it is not changed.
+        inputs: Inputs of the model.
+        sites: Sites of the modules; the first, the middle one and the last are tried.
 
     Returns:
         One clause.

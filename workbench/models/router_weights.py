@@ -27,16 +27,16 @@ class Router:
     Attributes:
         layer: Index of the site.
         site: Name of the site.
-        name: The weight's path in the model.
-        weight: Shape (expert, feature).
-        bias: Shape (expert,); None without one.
-        n_experts: Experts to choose from.
-        top_k: Experts that each token goes to.
-        scoring: How logits become what is compared: "logits", "softmax" or "sigmoid".
+        name: Path of the weight in the model.
+        weight: Weight, shape (expert, feature).
+        bias: Bias, shape (expert,); None without one.
+        n_experts: Number of experts to choose from.
+        top_k: Number of experts that each token goes to.
+        scoring: Function that is applied to logits before the choice: "logits", "softmax" or "sigmoid".
         is_corrected: Whether a correction per expert is added before the choice, or experts are ruled out by group, so
             that the largest logits need not be the experts chosen.
-        rows: Where the weight lies in the parameter.
-        bias_rows: Where the bias lies in its parameter.
+        rows: Rows of the parameter that are the weight.
+        bias_rows: Entries of its parameter that are the bias.
     """
 
     layer: int
@@ -66,9 +66,9 @@ def router_weights(
     softmax or sigmoid, are what the largest are taken of; that is checked on the values.
 
     Args:
-        model: Any module, or a subject from `open_checkpoint`; left as it was.
-        inputs: As for `workbench.profile`; of several batches the first is used.
-        anatomy: The model's blocks, if they are known already.
+        model: Module, or a subject from `open_checkpoint`; it is not changed.
+        inputs: Inputs as for `workbench.profile`; of several batches the first is used.
+        anatomy: Anatomy of the model, if it is known already.
 
     Returns:
         One entry per block that chooses the largest of something, in order; dense blocks are absent. A block whose
@@ -160,7 +160,7 @@ def _n_different(tensors: list[Tensor]) -> int:
 
 
 def _compared_as(projection: Projection, selection: TopChoice) -> tuple[str, bool] | None:
-    """How a projection's outputs became what was compared; None if they did not."""
+    """The function that turned a projection's outputs into the compared values; None if there is none."""
     n_experts = selection.scores.shape[-1]
     if projection.out.shape[-1] != n_experts or projection.out.numel() != selection.scores.numel():
         return None

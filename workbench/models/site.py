@@ -18,10 +18,10 @@ class Site:
 
     Attributes:
         name: Module path, such as ``transformer.h.3``; later calls of a shared module end in ``#1``, ``#2``, ...
-        module: The block.
-        call: Which call of this module within one forward, from 0.
-        input_slot: Where the state sits in the arguments: a position or a keyword.
-        output_slot: Where it sits in the output: an index or a key; None if the output is the state.
+        module: Module of the block.
+        call: Number of the call of this module within one forward, from 0.
+        input_slot: Place of the state in the arguments: a position or a keyword.
+        output_slot: Place of the state in the output: an index or a key; None if the output is the state.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Site:
         Args:
             args: Positional arguments.
             kwargs: Keyword arguments.
-            state: The other state, shaped like the one that is there.
+            state: State to insert, shaped like the original one.
         """
         slot = self.input_slot
         if isinstance(slot, int):
@@ -63,7 +63,7 @@ class Site:
         """Residual stream leaving the block, shaped like `state_in`.
 
         Args:
-            output: What the block returned: a tensor, or a tuple or mapping that holds it.
+            output: Output of the block: a tensor, or a tuple or mapping that holds it.
 
         Raises:
             AnatomyError: If the state is not where it was when the anatomy was read.

@@ -32,7 +32,7 @@ class Candidate:
 
     @cached_property
     def n_links(self) -> int:
-        """How many calls hand their state on, unchanged, to the next."""
+        """The number of calls that pass their state on, unchanged, to the next."""
         return self._count_links(self.shape)
 
     @cached_property
@@ -141,7 +141,7 @@ def choose_by_name(candidates: Sequence[Candidate], stack: str, are_blocks: AreB
 
     Args:
         candidates: All that ran.
-        stack: The name.
+        stack: Name of the stack.
         are_blocks: Whether the members of a candidate are residual blocks; only such are suggested.
 
     Raises:
@@ -173,7 +173,7 @@ def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBloc
     """The candidate that is the model's residual stream.
 
     Args:
-        model: The model, for its config.
+        model: Model, for its config.
         plausible: Candidates of which at least half of the links hold.
         are_blocks: As in `choose_by_name`.
 
@@ -200,7 +200,7 @@ def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBloc
 def _choose_by_count(
     model: nn.Module, plausible: Sequence[Candidate], counts: Sequence[BlockCount], are_blocks: AreBlocks
 ) -> Candidate:
-    """The complete stack of the length that the config promises; the outermost, and the last to run."""
+    """The complete stack of the length that the config states; the outermost, and the last to run."""
     for position, count in enumerate(counts):
         fitting = [c for c in plausible if c.is_complete and len(c.calls) == count.n_blocks]
         fitting = [

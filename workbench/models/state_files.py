@@ -18,7 +18,7 @@ from workbench.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: What `read_state` reads.
+#: Endings that `read_state` reads.
 STATE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 #: The files that transformers takes the weights from: the first of them that a folder has.
 _WEIGHT_FILES = (
@@ -81,9 +81,9 @@ class FolderWeights:
     """The weights of a Hugging Face folder, of which only the headers are in memory.
 
     Attributes:
-        files: Where the tensors are, in the order in which transformers reads them.
-        names: Of all tensors.
-        n_elements: Of all tensors together.
+        files: Files of the tensors, in the order in which transformers reads them.
+        names: Names of all tensors.
+        n_elements: Number of elements of all tensors together.
         integers: Names of the tensors that hold integers or booleans.
         has_metadata: Whether the index of a sharded checkpoint has the section without which transformers fails.
     """
@@ -130,7 +130,7 @@ def folder_weights(folder: Path) -> FolderWeights | None:
 
 
 def _read_index(path: Path) -> tuple[tuple[Path, ...], bool]:
-    """The files of a sharded checkpoint, all of which are there, and whether its index has metadata."""
+    """The files of a sharded checkpoint, all of which exist, and whether its index has metadata."""
     damaged = f"{path.name} is no index of a sharded checkpoint; fetch it again."
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
@@ -170,7 +170,7 @@ def _header(file: Path) -> list[tuple[str, int, bool]]:
 
 
 def _read_pickle(path: Path, **options: bool) -> object:
-    """What a pickle holds; an UnpicklingError if that is more than tensors and plain values."""
+    """The content of a pickle; an UnpicklingError if that is more than tensors and plain values."""
     damaged = f"{path.name} is damaged or incomplete; fetch it again."
     with path.open("rb") as file:
         # torch takes a zip archive without its end for an old pickle and then suspects code in it.

@@ -22,7 +22,7 @@ _PARALLEL = "module."
 
 @dataclass(frozen=True)
 class Misfit:
-    """Where the tensors of a checkpoint and those of a model differ; false if nowhere.
+    """Differences between the tensors of a checkpoint and those of a model; false if there are none.
 
     Attributes:
         missing: Names of the model's tensors that the checkpoint lacks.
@@ -54,7 +54,7 @@ class Misfit:
         return (*self.missing, *(name for name, _ in self.misshapen))
 
     def found(self) -> str:
-        """What differs, to follow "it": "lacks 2 tensors (a, b) and has 1 unexpected tensor (c)"."""
+        """The differences as text, to follow "it": "lacks 2 tensors (a, b) and has 1 unexpected tensor (c)"."""
         shapes = [f"{name}: {shape}" for name, shape in self.misshapen]
         parts = [
             f"lacks {_counted(self.missing)}" if self.missing else "",
@@ -70,7 +70,7 @@ class Misfit:
         """One clause on what became of the tensors that do not fit, empty if all do.
 
         Args:
-            left: What the model has where the checkpoint has nothing: "random values".
+            left: Values that the model has for missing tensors: "random values".
         """
         parts = [
             f"{_counted(self.left)} left at {left}" if self.left else "",
@@ -98,17 +98,17 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def shapes_differ(found: Collection[int], expected: Collection[int]) -> str:
-    """What `Misfit.misshapen` says of two shapes."""
+    """The text of `Misfit.misshapen` for two shapes."""
     return " instead of ".join(f"({', '.join(map(str, shape))})" for shape in (found, expected))
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """Names as they were before torch.compile and data parallelism wrapped the model.
 
-    A wrapper puts its mark into every name below it; where only some names have it, it stays.
+    A wrapper adds its mark to every name below it; if only some names have it, it is kept.
 
     Args:
-        names: Of a state dict.
+        names: Names of a state dict.
 
     Returns:
         Name -> plain name, the same where nothing is wrapped or two names would become one.
@@ -128,10 +128,10 @@ def load_state(
     Args:
         module: Possibly wrapped by torch.compile or data parallelism, as may be what the state dict was saved from.
         state: Tensors by name.
-        name: Of the file, for messages.
-        remedy: What to do where it does not fit, for messages.
-        left: What the module has where the state dict has nothing; see `Misfit.unloaded`.
-        strict: Refuse a state dict that does not fit; otherwise load what fits.
+        name: Name of the file, for messages.
+        remedy: What to do if it does not fit, for messages.
+        left: Values that the module has for missing tensors; see `Misfit.unloaded`.
+        strict: Whether to refuse a state dict that does not fit; otherwise the tensors that fit are loaded.
 
     Returns:
         One clause on what was not loaded; empty if all was.

@@ -57,13 +57,13 @@ class Subject:
     """A model under study.
 
     Attributes:
-        model: The module, in eval mode as opened; its mode is left alone afterwards.
+        model: Module, in eval mode as opened; its mode is not changed afterwards.
         name: Short name for titles and stores.
-        source: Where it came from, for provenance.
+        source: Origin of the model, for provenance.
         folder: Folder with tokenizer files, where there is one.
         own_tokenizer: Turns texts into token ids, called as those of Hugging Face are, such as `ByteTokenizer`; None:
             the one in the folder.
-        unloaded: One clause on what of the checkpoint was not loaded and what the model has instead; empty if nothing.
+        unloaded: One clause on tensors that were not loaded and their values instead; empty if all were.
 
     Example:
         >>> import workbench as wb
@@ -82,7 +82,7 @@ class Subject:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The subject's own tokenizer, or the one of Hugging Face that lies beside the parameters.
+        """The subject's own tokenizer, or the one of Hugging Face next to the parameters.
 
         Raises:
             CheckpointError: If there is none.

@@ -1,4 +1,4 @@
-"""See what happens inside each block during one forward: projections, norms, attention scores, selections."""
+"""Trace the operations inside each block during one forward: projections, norms, attention scores, selections."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Finding = TypeVar("Finding")
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Where the rows or columns of an operand lie in a parameter.
+    """The place of the rows or columns of an operand in a parameter.
 
     Attributes:
-        name: The parameter's path in the model.
-        axis: The parameter's axis that counts outputs: 0 for [out, in], 1 for [in, out]; 0 for a vector.
+        name: Path of the parameter in the model.
+        axis: Axis of the parameter that counts outputs: 0 for [out, in], 1 for [in, out]; 0 for a vector.
         start: Index of the first output along that axis.
         size: Number of outputs.
     """
@@ -44,11 +44,11 @@ class Projection:
     """A linear map that was applied.
 
     Attributes:
-        weight: Its matrix; None if that is no parameter.
-        bias: Its bias as part of a parameter; None if there is none or it is no parameter.
-        bias_value: The bias that was added, if any.
-        into: What it was applied to, shape (..., feature).
-        out: What came out, shape (..., output).
+        weight: Matrix of the map; None if that is no parameter.
+        bias: Bias as part of a parameter; None if there is none or it is no parameter.
+        bias_value: Bias that was added, if any.
+        into: Inputs of the map, shape (..., feature).
+        out: Outputs of the map, shape (..., output).
     """
 
     weight: ParameterSlice | None
@@ -77,7 +77,7 @@ class Scores:
     Attributes:
         query: Shape (..., token, head_dim).
         key: Shape (..., token, head_dim).
-        n_projections: How many linear maps the block had applied by then.
+        n_projections: Number of linear maps that the block had applied before.
     """
 
     query: Tensor
@@ -103,8 +103,8 @@ class TopChoice:
     """A choice of the largest along the last dimension.
 
     Attributes:
-        scores: What was compared.
-        n_selected: How many were taken.
+        scores: Values that were compared.
+        n_selected: Number of values taken.
         is_top_k: Whether it is a choice of the k largest for certain; a maximum may also keep an exponential in range.
     """
 
@@ -115,7 +115,7 @@ class TopChoice:
 
 @dataclass
 class BlockTrace:
-    """What happened inside one call of a block."""
+    """The operations inside one call of a block."""
 
     state: Tensor
     projections: list[Projection] = field(default_factory=list)
@@ -130,10 +130,10 @@ def trace_blocks(
     """Run the model once and analyse each block as soon as it is through, so that one trace at a time is in memory.
 
     Args:
-        model: The model, left as it was.
-        inputs: What `call_model` takes.
-        anatomy: The model's blocks.
-        analyse: Gets layer, site and trace.
+        model: Model to run; it is not changed.
+        inputs: Inputs as for `call_model`.
+        anatomy: Anatomy of the model's blocks.
+        analyse: Function of layer, site and trace.
 
     Returns:
         What ``analyse`` returned, in the order of the sites.
@@ -208,7 +208,7 @@ class _Recorder(TorchFunctionMode):
         return Normalization(_keep(into), _keep(out), self.name(gain), self.name(bias), gain, bias)
 
     def name(self, tensor: Any) -> str | None:
-        """Name of a whole parameter."""
+        """Name of a full parameter."""
         place = self.locate(tensor)
         return place[0] if place is not None and place[1].shape == tensor.shape else None
 

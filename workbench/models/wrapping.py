@@ -58,7 +58,7 @@ def entrances(model: nn.Module) -> list[nn.Module]:
 
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that moves the weights, out of what wraps it (accelerate, Lightning, SAM)."""
+    """The optimizer that moves the parameters, without its wrappers (accelerate, Lightning, SAM)."""
     for name in ("base_optimizer", "optimizer"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, torch.optim.Optimizer):
@@ -74,9 +74,9 @@ def acting_on_gradients(
     Where the optimizer has a closure make the gradients, as under Lightning, the batch is yet to come.
 
     Args:
-        optimizer: Whose step it is.
-        args: Of the step, as the hook gets them.
-        kwargs: Of the step.
+        optimizer: Optimizer whose step it is.
+        args: Positional arguments of the step, as the hook gets them.
+        kwargs: Keyword arguments of the step.
         act: Called with what the closure returns, every time that it ran; once with None where there is no closure.
 
     Returns:

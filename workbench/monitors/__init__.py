@@ -1,4 +1,4 @@
-"""Monitors: numbers that say early whether a run will stay stable; most are pure functions of tensors."""
+"""Monitors: numbers that warn early of instability; most are pure functions of tensors."""
 
 import lazy_loader
 

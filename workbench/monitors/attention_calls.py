@@ -19,15 +19,15 @@ from workbench.monitors.attention_health import AttentionHealth, measure_attenti
 
 @dataclass(frozen=True)
 class Products:
-    """Attention of a block's tokens among themselves, by what `scaled_dot_product_attention` makes it of.
+    """Attention of a block's tokens among themselves, from the arguments of `scaled_dot_product_attention`.
 
     Attributes:
         q: Queries, shape (batch, query head, token, head_dim).
         k: Keys, shape (batch, key head, token, head_dim).
         rows: Querying tokens that count, shape (batch, token); None: all.
-        scale: As there, like what follows.
-        is_causal: See there.
-        mask: See there; broadcast to (batch, head, token, token).
+        scale: Scale, as in that function.
+        is_causal: Whether attention is causal, as in that function.
+        mask: Mask, as in that function; broadcast to (batch, head, token, token).
     """
 
     q: Tensor
@@ -46,7 +46,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Logits:
-    """The same by what enters its softmax, shape (batch, head, token, token), or with a sink as last column."""
+    """The same from the input of its softmax, shape (batch, head, token, token), or with a sink as last column."""
 
     logits: Tensor
     rows: Tensor | None
@@ -58,17 +58,17 @@ class Logits:
 
 @dataclass
 class BlockNotes:
-    """What is known of one call of a block.
+    """Measurements of one call of a block.
 
     Attributes:
         leading: Shape of the residual stream without its features, such as (batch, token).
-        rows: Which tokens count, boolean, of that shape; None: all.
+        rows: Boolean mask of the tokens that count, of that shape; None: all.
         wants_attention: Whether to measure its attention.
-        router: Its router; None: there is none, or none to measure.
-        router_weight: The parameter in which the router's weight lies.
+        router: Its router; None: there is none, or it is not measured.
+        router_weight: The parameter that contains the router's weight.
         attention: Its first attention of its own tokens among themselves; None: not seen.
-        logits: The router's, shape (token, expert); None: not seen.
-        choices: The experts it chose, shape (token, k); None: not seen.
+        logits: Logits of the router, shape (token, expert); None: not seen.
+        choices: Experts that it chose, shape (token, k); None: not seen.
         batch_axis: Axis of ``leading`` that counts sequences.
     """
 
@@ -88,7 +88,7 @@ class BlockNotes:
         return self.leading.numel()
 
     def rows_as(self, n_rows: int, n_tokens: int) -> Tensor | None:
-        """Which tokens count, shape (batch, token), also where the stream has the two the other way round."""
+        """Which tokens count, shape (batch, token), also for a token-first stream."""
         if self.rows is None:
             return None
         rows = self.rows.movedim(self.batch_axis, 0)
@@ -106,13 +106,13 @@ class BlockCalls(TorchFunctionMode):
         super().__init__()
         self.block: BlockNotes | None = None
         self._maximum: tuple[Tensor, Tensor] | None = None  # of scores, which may be subtracted from them
-        self._casts: list[Tensor] = []  # copies of a router's weight; kept, lest their address be used again
+        self._casts: list[Tensor] = []  # copies of a router's weight; kept, so that their addresses are not reused
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.block is not None and (note := _NOTES.get(getattr(func, "__name__", "").strip("_"))):
-            with torch.no_grad():  # looking needs no graph, the call itself may
+            with torch.no_grad():  # measuring needs no graph, the call itself may
                 note(self, self.block, _Arguments(args, kwargs), result)
         return result
 
@@ -257,7 +257,7 @@ def _is_own_attention(block: BlockNotes, q: Any, k: Any) -> bool:
 
 
 def _packed_mask(mask: Tensor | None, padding: Tensor | None, n_rows: int) -> Tensor | None:
-    """What is added to the scores; in these masks True stands for what may not be seen."""
+    """What is added to the scores; in these masks True marks hidden tokens."""
     parts = []
     if mask is not None:
         mask = mask.reshape(n_rows, -1, *mask.shape[-2:]) if mask.ndim == 3 else mask[None, None]

@@ -11,14 +11,14 @@ from torch import Tensor
 from workbench.errors import OptionError
 from workbench.monitors.matrices import singular_values, upper_factor, widened, without_rounding
 
-#: Scores to hold at a time: on the host what its caches hold, elsewhere enough to keep the device busy.
+#: Scores to hold at a time: on the host what fits its caches, elsewhere enough to keep the device busy.
 _SCORES_ON_HOST, _SCORES_ON_DEVICE = 2**17, 2**23
-#: Scores of what a mask hides, in models that add no larger number.
+#: Largest score of a masked token, in models that add such a number.
 _CUSTOMARY_MASK = -1e4
 
 
 def qk_update_spectrum(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> dict[str, Tensor]:
-    """Singular values of what happened to the query-key products between two states of the weights.
+    """Singular values of the change of the query-key products between two states of the weights.
 
     With dWq = wq1 - wq0 and dWk = wk1 - wk0 the product moves by D2 + D3 (Huang et al. 2026, arXiv:2606.28116). No
     matrix of feature x feature is formed: with R_q and R_k the triangular factors of [dWq, wq0] and [dWk, wk0],
@@ -29,7 +29,7 @@ def qk_update_spectrum(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> di
         wq0: Query weights at the base point, shape (..., query head, feature, head_dim); layers of one shape can be
             stacked in front.
         wk0: Key weights at the base point, shape (..., key head, feature, head_dim). With fewer key than query heads,
-            each serves as many query heads in a row.
+            each serves several consecutive query heads.
         wq1: Query weights now.
         wk1: Key weights now.
 
@@ -84,7 +84,7 @@ def qk_update_spectrum(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> di
 
 @dataclass(frozen=True)
 class AttentionHealth:
-    """What the attention of one layer does on some tokens; NaN for a head with a score that is not finite.
+    """Logits and entropy of the attention of one layer on some tokens; NaN for a head with a score that is not finite.
 
     Attributes:
         logit_max: Largest score before the softmax of what may be seen, shape (..., head). Training worsens near 1e3,
@@ -123,8 +123,8 @@ def measure_attention(
     Args:
         q: Queries, shape (batch, query head, token, head_dim), as they enter the scores.
         k: Keys, shape (batch, key head, token, head_dim); fewer heads serve several query heads in a row each.
-        scale: Of the products; None: 1 / sqrt(head_dim).
-        is_causal: Whether a token sees only itself and those before it.
+        scale: Factor on the products; None: 1 / sqrt(head_dim).
+        is_causal: Whether a token attends only to itself and those before it.
         mask: Boolean, True for what may be seen, or added to the scores; shaped like them, (batch, head, token,
             token), or broadcast to it.
         rows: Querying tokens that count, boolean, shape (batch, token); None: all. Tokens that see nothing never count.
@@ -175,8 +175,8 @@ def measure_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionHe
     """The same from what enters the softmax, the mask added.
 
     Args:
-        logits: Shape (batch, head, token, token). What is as low as its precision goes is not seen; as masks of -1e4
-            are about as well, what is there or lower does not count among the tokens that could be seen.
+        logits: Shape (batch, head, token, token). Scores at the lowest value of the precision are masked; as masks of
+            -1e4 are about as well, what is there or lower does not count among the tokens that could be seen.
         rows: As in `measure_attention`.
 
     Returns:
@@ -193,7 +193,7 @@ def measure_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionHe
 
 
 class _Tally:
-    """Adds up a layer's rows of scores, part by part."""
+    """Accumulates a layer's rows of scores, part by part."""
 
     def __init__(self, n_heads: int, device: torch.device) -> None:
         zeros = widened(torch.zeros(4, n_heads, device=device))
@@ -203,7 +203,7 @@ class _Tally:
     def add(
         self, logits: Tensor, is_visible: Tensor | None, rows: Tensor | None, n_choices: Tensor | None = None
     ) -> None:
-        """Take some rows of scores.
+        """Add some rows of scores.
 
         Args:
             logits: Shape (row, head, token, token).
@@ -233,7 +233,7 @@ class _Tally:
         self.n_shares += is_choice.sum((0, -1))
 
     def result(self) -> AttentionHealth:
-        """What was added up; 0 / 0 is NaN."""
+        """The result; 0 / 0 is NaN."""
         largest = self.largest.masked_fill(self.n_entropies == 0, torch.nan)
         return AttentionHealth(largest, self.entropy / self.n_entropies, self.share / self.n_shares)
 

@@ -18,7 +18,7 @@ from workbench.models.wrapping import unwrap
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
 
-#: Gets the model, returns its loss as a 0-dim tensor with a graph.
+#: Function from the model to its loss as a 0-dim tensor with a graph.
 LossOf = Callable[[nn.Module], Tensor]
 
 
@@ -30,23 +30,25 @@ def sharpness(
     n_vectors: int = 20,
     n_products: int = 200,
 ) -> float:
-    """Largest eigenvalue of the Hessian of a loss with respect to all trainable weights.
+    """Largest eigenvalue of the Hessian of a loss with respect to all trainable parameters.
 
     Gradient descent at learning rate eta is stable up to 2 / eta (Cohen et al. 2021, arXiv:2103.00065). The eigenvalue
     comes from the implicitly restarted Lanczos method (ARPACK, by way of SciPy) on Hessian-vector products by double
     backward; attention runs in PyTorch's plain kernel, as the fused ones have no second derivative. The start vector is
     the same every time.
 
-    The loss is taken in eval mode, so without dropout. Weights, their ``.grad``, modes, hooks and random states are
+    The loss is taken in eval mode, so without dropout. Parameters, their ``.grad``, modes, hooks and random states are
     left as they were.
 
     Args:
-        model: Any module whose operations can be differentiated twice.
-        loss_of: Gets the model and returns its loss on some fixed rows, a 0-dim tensor; called once. The rows' forward
-            graph stays in memory meanwhile, so a few rows are enough.
-        tolerance: Relative error of the eigenvalue that is good enough; 0: as exact as the precision allows.
-        n_vectors: Lanczos vectors to hold, each as large as all weights together; at least 3. More converge sooner.
-        n_products: Hessian-vector products to spend at most, roughly; each costs about as much as two training steps.
+        model: Module whose operations can be differentiated twice.
+        loss_of: Function from the model to its loss on fixed examples, a 0-dim tensor; called once. The forward
+            graph stays in memory meanwhile, so use few examples.
+        tolerance: Tolerated relative error of the eigenvalue; 0: as exact as the precision allows.
+        n_vectors: Number of Lanczos vectors, each as large as all parameters together; at least 3. More converge
+            sooner.
+        n_products: Approximate largest number of Hessian-vector products; each costs about as much as two training
+            steps.
 
     Returns:
         In units of the loss (per squared unit of weight), negative at a maximum; NaN if loss or gradient is not finite,
@@ -86,12 +88,12 @@ def preconditioned_sharpness(
 
     Args:
         model: As in `sharpness`.
-        loss_of: As there.
+        loss_of: As in `sharpness`.
         optimizer: Adam or one that keeps ``exp_avg_sq`` and ``step`` like it, after at least one step. H is taken with
             respect to the weights that it holds and that can be trained.
-        tolerance: As there.
-        n_vectors: As there.
-        n_products: As there.
+        tolerance: As in `sharpness`.
+        n_vectors: As in `sharpness`.
+        n_products: As in `sharpness`.
 
     Returns:
         In units of the loss per unit of the gradient, that is 1 / learning rate; NaN as in `sharpness`, and if a second

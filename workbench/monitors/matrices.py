@@ -1,4 +1,4 @@
-"""What a spectrum of singular values says about a matrix; singular values of products that are never formed."""
+"""Measures of a matrix from its singular values; singular values of products that are never formed."""
 
 from __future__ import annotations
 
@@ -187,12 +187,12 @@ def upper_factor(matrix: Tensor) -> Tensor:
 
 
 def without_rounding(s: Tensor, size: int, *, largest: Tensor | None = None) -> Tensor:
-    """Singular values, those set to 0 that are nothing but rounding.
+    """Singular values, with those within rounding set to 0.
 
     Args:
         s: Shape (..., n).
         size: Rows or columns of the matrix, whichever are more.
-        largest: The size of what the matrix is a sum of, shape (...); None: the largest singular value.
+        largest: Size of the terms that the matrix is a sum of, shape (...); None: the largest singular value.
     """
     largest = s.amax(-1) if largest is None else largest
     floor = size * torch.finfo(s.dtype).eps * largest

@@ -1,4 +1,4 @@
-"""Health of an update: how large it is, whether the optimizer's memory still fits, whether epsilon takes over."""
+"""Health of an update: its size, the staleness of the optimizer's moments, and the influence of epsilon."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def gradient_rms(gradients: Tensors) -> Tensor:
 
 
 def update_ratio(before: Tensors, after: Tensors) -> Tensor:
-    """RMS(dw) / RMS(w) of what happened between two states of the same weights; about 1e-3 a step is customary.
+    """RMS(dw) / RMS(w) of the change between two states of the same parameters; about 1e-3 per step is usual.
 
     Args:
-        before: One weight or several.
+        before: One parameter or several.
         after: The same, later.
 
     Returns:
@@ -63,14 +63,15 @@ def update_ratio(before: Tensors, after: Tensors) -> Tensor:
 
 
 def adam_staleness(gradients: Tensors, second_moments: Tensors, eps: float = 1e-8) -> Tensor:
-    """RMS_t = sqrt(mean(g^2 / max(v, eps^2))): about 1 while Adam's second moment knows the gradients.
+    """RMS_t = sqrt(mean(g^2 / max(v, eps^2))): about 1 while Adam's second moment matches the gradients.
 
     Spikes above it come a few steps before spikes of the loss (Wortsman et al. 2023, arXiv:2304.13013).
 
     Args:
         gradients: Gradients of this step, one tensor or several.
-        second_moments: v, what the optimizer divides by under a root; with Adam's bias correction if it has one.
-        eps: Adam's, at least 0.
+        second_moments: Second moments v, whose roots the optimizer divides by; with Adam's bias correction if it has
+            one.
+        eps: Epsilon of Adam, at least 0.
 
     Returns:
         0-dim, a number; NaN for no entries, and where a gradient or moment is NaN.

@@ -1,4 +1,4 @@
-"""One pass over a few fixed examples: what attention, routers and the residual stream do there."""
+"""One pass over a few fixed examples: measures of attention, routers and the residual stream."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ _OF_ROUTING = (
 
 
 class ModelProbe:
-    """Measures a model by running it on the same examples again and again.
+    """Measures a model by running it on the same examples repeatedly.
 
-    The pass is one of its own: eval mode, no gradients, whatever precision the weights have. Modes, random states,
-    weights, buffers, plain attributes and hooks are left as they were, so training goes on unchanged.
+    The pass is separate from training: eval mode, no gradients, in the precision of the parameters. Modes, random
+    states, weights, buffers, plain attributes and hooks are left as they were, so training goes on unchanged.
 
     Args:
-        model: Any module.
-        anatomy: Its blocks.
+        model: Module to measure.
+        anatomy: Anatomy of its blocks.
         inputs: One batch, as `call_model` takes it; a few examples; or a task. Tokens that an
             ``attention_mask`` hides do not count.
-        routers: What `router_weights` gives for this model; None: it is asked, which runs the model once.
+        routers: Result of `router_weights` for this model; None: it is called, which runs the model once.
 
     Attributes:
         router_layers: Indices of the blocks with a router that can be read, in order.
         n_experts: Experts of each of them.
-        unreadable: Why values are NaN that no measurement will ever give, one sentence each; filled by `take`. A value
-            that is NaN because the model's numbers are gets no sentence.
+        unreadable: Reasons for values that are NaN in every measurement, one sentence each; filled by `take`. A value
+            that is NaN because the model's numbers are NaN gets no sentence.
 
     Example:
         >>> import torch
@@ -103,7 +103,7 @@ class ModelProbe:
         """Run the model and measure.
 
         Args:
-            parts: What to measure: "attention", "router", "activations".
+            parts: Parts to measure: "attention", "router", "activations".
 
         Returns:
             One entry per part that the model has, float64:
@@ -136,7 +136,7 @@ class ModelProbe:
         return taken
 
     def _with_attention(self, run: _Pass) -> _Pass:
-        """A pass in which attention is seen: where kernels hide it, one more, so that all else is the model's own."""
+        """A pass in which attention is visible: an additional one if kernels hide it, so that the rest is unchanged."""
         if not (options := visible_attention(self.model)):
             return run
         with config_options(options):
@@ -185,7 +185,7 @@ class ModelProbe:
         if choices is None:
             self._say(f"The choices of the router of {router.site} cannot be seen, only its logits.")
             return values
-        if bool(logits.isnan().any()):  # the largest of nothing is no choice
+        if bool(logits.isnan().any()):  # the choice is not defined for NaN
             return values
         load = expert_load(choices, router.n_experts)
         values |= {"expert_load": load, "max_violation": max_violation(load), "dead_experts": dead_experts(load)}
@@ -214,12 +214,12 @@ class ModelProbe:
 
 
 class _Pass:
-    """One forward of a `ModelProbe`, and what was seen during it.
+    """One forward pass of a `ModelProbe`, and its measurements.
 
     Attributes:
-        notes: Of each block that ran.
+        notes: Measurements of each block that ran.
         states: Name -> value of each block that ran.
-        output: What the model returned.
+        output: Output of the model.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class _Pass:
             self.output = call_model(model, batch)
 
     def rows_of(self, leading: torch.Size) -> Tensor | None:
-        """Which tokens of that leading shape count, boolean; None: all."""
+        """Boolean mask of the tokens that count, of that leading shape; None: all."""
         if leading not in self._rows:
             chosen = TokenSelection(None, layout=self.layout).choose(leading, self.batch)
             rows = torch.zeros(leading.numel(), dtype=torch.bool)
@@ -263,7 +263,7 @@ class _Pass:
 
 
 def _logits_in(output: Any) -> Tensor | None:
-    """What a model returns as logits, shape (..., class): by that name, or the tensor that is there or comes first."""
+    """The logits of a model, shape (..., class): by that name, or the output itself or its first tensor."""
     if isinstance(output, Mapping):
         output = output.get("logits")
     elif hasattr(output, "logits"):
@@ -275,7 +275,7 @@ def _logits_in(output: Any) -> Tensor | None:
 
 
 def _stacked(values: Sequence[Tensor | None], width: int | None) -> np.ndarray:
-    """One row per value, shape (value, width), or (value,) of 0-dim values with no width; NaN where there is none."""
+    """One row per value, shape (value, width), or (value,) of 0-dim values with no width; NaN for missing ones."""
     out = np.full((len(values),) if width is None else (len(values), width), np.nan)
     for i, value in enumerate(values):
         if value is not None:

@@ -1,4 +1,4 @@
-"""Health of a router: are its experts told apart, are its choices sharp, is the load shared, do choices flip."""
+"""Health of a router: similarity of its experts, entropy of its choices, balance of the load, changes of choices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.monitors.matrices import widened
 def router_similarity(weight: Tensor) -> Tensor:
     """Mean cosine between the rows of two experts, (E |mean w_i/|w_i||^2 - 1) / (E - 1).
 
-    It rises towards 1 where experts become alike (Huang et al. 2026, arXiv:2606.28116).
+    It rises towards 1 as experts become similar (Huang et al. 2026, arXiv:2606.28116).
 
     Args:
         weight: Router weights, shape (..., expert, feature).
@@ -41,13 +41,13 @@ def router_similarity(weight: Tensor) -> Tensor:
 
 
 def router_conditioning(weight: Tensor) -> Tensor:
-    """How far rows reach from their mean, max_i |w_i - mean| / |mean| (Huang et al. 2026, arXiv:2606.28116).
+    """Largest distance of rows from their mean, max_i |w_i - mean| / |mean| (Huang et al. 2026, arXiv:2606.28116).
 
     Args:
         weight: Router weights, shape (..., expert, feature).
 
     Returns:
-        Shape (...), a number from 0 (all experts alike, or one expert) to inf (mean zero); NaN for weights that are
+        Shape (...), a number from 0 (all experts equal, or one expert) to inf (mean zero); NaN for weights that are
         all zero, and where a weight is not finite.
 
     Example:
@@ -104,7 +104,7 @@ def expert_load(choices: Tensor, n_experts: int) -> Tensor:
 
     Args:
         choices: Indices of the experts that each token goes to, shape (..., token, k).
-        n_experts: Experts to choose from.
+        n_experts: Number of experts to choose from.
 
     Returns:
         Shape (..., expert), adding up to 1; NaN where there are no tokens.
@@ -136,7 +136,7 @@ def max_violation(load: Tensor) -> Tensor:
         load: Shares or counts, shape (..., expert).
 
     Returns:
-        Shape (...), from 0 (all alike) to expert - 1 (one gets everything); NaN where there is no load.
+        Shape (...), from 0 (all equal) to expert - 1 (one gets everything); NaN where there is no load.
 
     Example:
         >>> import torch
@@ -149,7 +149,7 @@ def max_violation(load: Tensor) -> Tensor:
 
 
 def dead_experts(load: Tensor) -> Tensor:
-    """Number of experts that got nothing.
+    """Number of experts without a token.
 
     Args:
         load: Shares or counts, shape (..., expert).

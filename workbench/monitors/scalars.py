@@ -39,13 +39,13 @@ class SpikeScore:
     """`spike_score` of values that come one by one; memory is bounded by the window.
 
     Args:
-        window: How many of the latest values make mean and deviation.
-        n_sigma: How many standard deviations make a spike.
-        n_least: How many values there must be before one is judged.
+        window: Number of latest values for mean and deviation.
+        n_sigma: Number of standard deviations of a spike.
+        n_least: Number of values needed before one is judged.
 
     Attributes:
-        n_spikes: Spikes so far.
-        n_judged: Values judged so far.
+        n_spikes: Number of spikes so far.
+        n_judged: Number of values judged so far.
 
     Raises:
         OptionError: If an option is out of range.
@@ -74,7 +74,7 @@ class SpikeScore:
         return self.n_spikes / self.n_judged if self.n_judged else math.nan
 
     def update(self, value: float) -> bool:
-        """Take the next value; whether it is a spike."""
+        """Add the next value; return whether it is a spike."""
         value, is_spike = float(value), False
         if not math.isfinite(value):
             is_spike, is_judged = True, True
@@ -95,13 +95,13 @@ def spike_score(values: Iterable[float], *, window: int = 1000, n_sigma: float =
     A value is a spike if it lies at least ``n_sigma`` standard deviations from the mean of the ``window`` finite values
     before it, or of all before it while there are fewer; the value itself is not among them, the deviation is theirs
     (dividing by their number). The first ``n_least`` finite values are not judged. A value that is not finite is a
-    spike wherever it stands, and enters no mean.
+    spike at any position, and enters no mean.
 
     Args:
         values: One per step, in order.
-        window: How many of the latest values make mean and deviation.
-        n_sigma: How many standard deviations make a spike.
-        n_least: How many values there must be before one is judged.
+        window: Number of latest values for mean and deviation.
+        n_sigma: Number of standard deviations of a spike.
+        n_least: Number of values needed before one is judged.
 
     Returns:
         Between 0 and 1; the paper gives it in percent. NaN if there were too few values to judge any.

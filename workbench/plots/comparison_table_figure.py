@@ -1,4 +1,4 @@
-"""A comparison as a table to read."""
+"""A comparison of architectures as a table of numbers."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _RESULTS = ("final_loss", "final_accuracy", "best_accuracy")
 
 
 def comparison_table(comparison: xr.Dataset, *, measures: Sequence[str] | None = None, digits: int = 3) -> pd.DataFrame:
-    """A comparison as a table: one row an architecture, ours and published side by side.
+    """A comparison as a table: one row per architecture, our values next to published ones.
 
     Args:
-        comparison: From `workbench.compare`.
-        measures: Which of its variables by ``architecture`` and ``source``; None takes those of the radar chart, the
+        comparison: Dataset from `workbench.compare`.
+        measures: Names of its variables by ``architecture`` and ``source``; None takes those of the radar chart, the
             share of reliable modes and the divergence rate.
         digits: Significant digits; at least 1.
 
     Returns:
-        Numbers under two rows of names: the variable, then "ours" or "published". Columns in which nothing is known are
+        Numbers under two rows of names: the variable, then "ours" or "published". Columns without any value are
         left out; NaN elsewhere means unknown. The step of the spectra comes first, the outcome of the training last.
 
     Raises:
         SchemaError: If the dataset is no comparison, or has no such measure.
-        OptionError: If there are no digits.
+        OptionError: If ``digits`` is below 1.
 
     Example:
         >>> import workbench as wb

@@ -22,20 +22,20 @@ _TOOLTIPS = """<div style="font-size:12px;line-height:1.45">layer @layer, mode @
 
 @dataclass(frozen=True)
 class PlaneStyle:
-    """What one panel shows beside its modes.
+    """What one panel shows in addition to its modes.
 
     Attributes:
-        title: Above the panel.
+        title: Text above the panel.
         note: One small line under the title.
         key: Small lines below the panel.
-        view: What the panel shows of the plane.
-        scale: Depth as colour.
-        has_scale: Draw the colour bar on the right.
+        view: Part of the plane that the panel shows.
+        scale: Colour scale of the depth.
+        has_scale: Whether the colour bar is drawn on the right.
         side: Width and height of the frame in pixels (bokeh).
         inches: Width and height of the panel (matplotlib).
-        row: Name of the row of panels that begins with this one, written on the left.
-        has_axis: Whether the real and the imaginary axis say numbers and names; they are bare otherwise.
-        word: Written in the middle, in place of modes that are not there.
+        row: Name of the row of panels that begins with this one, on its left.
+        has_axis: Whether the real and the imaginary axis have a name and numbers.
+        word: Text in the middle, for a panel without modes.
     """
 
     title: str
@@ -53,14 +53,14 @@ class PlaneStyle:
 
 @dataclass(frozen=True)
 class Scale:
-    """Depth as colour: one step a layer of the deepest model; numbered only if all models are equally deep."""
+    """Colour scale of depth, one step per layer of the deepest model; numbered only if all models are equally deep."""
 
     n_layers: int
     is_shared: bool
 
     @property
     def colors(self) -> list[str]:
-        """One colour a layer of the deepest model."""
+        """One colour per layer of the deepest model."""
         return style.depth_colors(self.n_layers)
 
     @property
@@ -71,7 +71,7 @@ class Scale:
 
     @property
     def ticks(self) -> dict[float, str]:
-        """Depth -> what the colour bar says there."""
+        """Depth -> label of the colour bar at that depth."""
         if not self.is_shared:
             return {0.0: "first layer", 1.0: "last"}
         numbers = range(0, self.n_layers, max(1, -(-self.n_layers // 8)))

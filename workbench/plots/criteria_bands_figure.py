@@ -17,7 +17,7 @@ from workbench.schema.statuses import CriterionState
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Of the axis and of a row, in bokeh's pixels, and the room that a letter beside it takes there.
+#: Width of the axis and height of a row in bokeh's pixels, and the width of a letter next to it.
 _WIDTH, _ROW, _LETTER = 360, 24, 6.3
 #: Largest distance of a mark from the band; values further away are drawn there.
 _REACH = 1.6
@@ -32,10 +32,10 @@ _LONGEST_TITLE = 46
 
 
 def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
-    """Draw criteria against their healthy bands: one row each, all bands the same shaded column.
+    """Draw criteria against their healthy bands: one row per criterion, all bands scaled to one shaded column.
 
     Inside the band the axis is linear, or logarithmic where the band is wide (with one end, the ratio to it decides);
-    outside it is compressed, and what lies too far stands at the edge. Shape and colour are the state; a hollow mark
+    outside it is compressed; values too far out are at the edge. Shape and colour show the state; a hollow mark
     was not measured or has no band.
 
     Args:
@@ -46,7 +46,7 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
         A holoviews Layout of one panel with options for that backend only.
 
     Raises:
-        SchemaError: If a variable lacks.
+        SchemaError: If a variable is missing.
         OptionError: If the backend does not exist.
 
     Example:
@@ -94,7 +94,7 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
             is_out = places == end
             column_of_words(draw, end + math.copysign(0.1, end), height[is_out], [sign] * is_out.sum(), align="center")
         column_of_words(draw, right + 0.12, height, told)
-        # A row of its own: what stands above the frame of a matplotlib figure moves with the frame's height.
+        # In its own row: text above the frame of a matplotlib figure moves with the frame's height.
         draw.words(left + 0.1, 1.0, "shaded: healthy   compressed outside   ‹ ›: further out than drawn")
         titles = [clipped(str(title), _LONGEST_TITLE) for title in rows["title"]]
         panel = draw.panel(
@@ -114,10 +114,10 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
 
 
 def place_in_band(value: float, low: float, high: float) -> float:
-    """Where a value stands against a band that reaches from 0 to 1; NaN where there is no value or no band.
+    """Position of a value on an axis on which the band reaches from 0 to 1; NaN where there is no value or no band.
 
     With both ends it is linear inside, logarithmic where the band spans more than a factor of ten. With an upper end
-    alone, 1 is that end and 0 is zero; with a lower end alone, 0 is that end and what is twice as large stands at one
+    alone, 1 is that end and 0 is zero; with a lower end alone, 0 is that end and a value twice as large is at one
     half. Outside, the distance is compressed up to the reach.
     """
     has_low, has_high = math.isfinite(low), math.isfinite(high)

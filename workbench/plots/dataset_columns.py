@@ -27,15 +27,15 @@ def columns_of(
     """Variables along one dimension, as arrays.
 
     Args:
-        data: Any dataset.
-        needed: Names that must be there.
-        what: What the dataset should be, such as "ROC curve", for the sentence of the error.
-        source: Where to get one from, such as "wb.profile()".
-        optional: Names that are taken where they are there.
-        dim: Their dimension; None: any one that they share.
+        data: Dataset to read.
+        needed: Names of the variables that must exist.
+        what: Kind of dataset expected, such as "ROC curve", for the error message.
+        source: Function that makes one, such as "wb.profile()".
+        optional: Names of variables that are read if they exist.
+        dim: Dimension of the variables; None: any that they share.
 
     Raises:
-        SchemaError: If it is no dataset, lacks a variable, or one of them has another shape, or there is no row.
+        SchemaError: If it is no dataset, lacks a variable, has one of another shape, or is empty.
     """
     import xarray as xr
 
@@ -57,7 +57,7 @@ def columns_of(
 def by_name(
     data: xr.Dataset | Mapping[str, xr.Dataset], *, what: str, source: str, name: str = ""
 ) -> dict[str, xr.Dataset]:
-    """Datasets by name; a single one is given the name.
+    """Datasets by name; a single one gets the given name.
 
     Raises:
         SchemaError: If there is none.
@@ -75,7 +75,7 @@ def by_name(
 
 
 def names_along(data: xr.Dataset | xr.DataArray, dim: str) -> list[str]:
-    """Texts to show for the rows: the coordinate ``long_name`` or else the dimension's own; numbers if it has none."""
+    """Labels of the rows: the coordinate ``long_name`` or else the dimension's own; numbers if it has none."""
     if "long_name" in data.coords and data["long_name"].dims == (dim,):
         return [str(name) for name in data["long_name"].values]
     if dim in data.coords:

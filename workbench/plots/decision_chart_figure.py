@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 KINDS = ("published", "risk")
 _SIZE = (600, 360)
-#: Range of the probabilities, with room for points at 0 and 1.
+#: Range of the probability axis, with room for points at 0 and 1.
 _SHARES = (-0.05, 1.05)
-#: Largest number of points with names in the figure; with more, only the pointer shows them.
+#: Largest number of points with names in the figure; with more, they are shown only under the pointer.
 _MOST_NAMES = 20
-#: More intervals than these hide the points.
+#: Largest number of intervals drawn; more would hide the points.
 _MOST_INTERVALS = 40
 _ZONE_COLORS = (outcome_colors.SURVIVED, style.NEUTRAL, outcome_colors.DIVERGED)
 _ZONE_ALPHAS = (0.16, 0.10, 0.18)
@@ -43,26 +43,26 @@ def decision_chart(
     stop_above: float = 0.80,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw models or planned runs in the zones of a decision, with what really became of them.
+    """Draw models or planned runs in the zones of a decision, with their outcomes.
 
     ``"published"`` is the paper's chart (RKSP, Fig. 7): near-unit mass M to the right, eigenvector condition kappa
     upwards; proceed, caution, high risk. The paper gives no number for kappa, so that without ``limits`` M alone
     decides. ``"risk"`` is ours: how far the learning rate lies from the predicted stability edge to the right, the
-    predicted probability of divergence upwards; proceed, caution, stop. A bar is an interval: where it crosses a
-    border, so does what is known.
+    predicted probability of divergence upwards; proceed, caution, stop. A bar is an interval: where it crosses
+    the border of a zone, the decision is uncertain.
 
     Points that diverged are filled, those that survived hollow; each zone says how many of its runs diverged. Up to 20
     points are named, and up to 40 have their intervals.
 
     Args:
-        points: Dataset with one dimension, named by its coordinate or by ``name``. For ``"published"``: near_unit_mass
-            and eigenvector_condition, one value a model (the mean over layers of the fresh model). For ``"risk"``:
+        points: Dataset of one dimension; names from its coordinate or ``name``. ``"published"``: near_unit_mass
+            and eigenvector_condition, one value per model (the mean over layers of the fresh model). For ``"risk"``:
             probability, learning_rate and largest_stable_rate; where known low and high, largest_stable_rate_low and
             largest_stable_rate_high, is_familiar. For both, where known, has_diverged or divergence_rate.
-        kind: See above.
-        limits: Of the zones of the published chart, from `workbench.published.decision_chart`; None: as published.
-        proceed_below: Probability below which ours says proceed.
-        stop_above: Probability above which ours says stop.
+        kind: Which of the two charts.
+        limits: Borders of the published chart's zones, from `workbench.published.decision_chart`; None: published.
+        proceed_below: Probability below which our chart recommends to proceed.
+        stop_above: Probability above which our chart recommends to stop.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -70,7 +70,7 @@ def decision_chart(
 
     Raises:
         SchemaError: If the points lack a variable, or none has a place in the chart.
-        OptionError: If the kind or the backend does not exist, or the probabilities are none or out of order.
+        OptionError: If the kind or the backend does not exist, or the probabilities are invalid or out of order.
 
     Example:
         >>> import workbench as wb
@@ -120,23 +120,23 @@ class DecisionChart:
     """Points and zones, ready to be drawn.
 
     Attributes:
-        title: Of the figure.
+        title: Title of the figure.
         axes: Names of the axes.
-        view: Their ranges.
-        ticks: Their ticks.
-        formats: Of the numbers.
-        is_log: Whether they are logarithmic.
+        view: Ranges of the axes.
+        ticks: Ticks of the axes.
+        formats: Formats of the numbers on the axes.
+        is_log: Whether each axis is logarithmic.
         cells: Zones as boxes: left, bottom, right, top and the index of the zone; together they fill the view.
-        words_below: Whether the words of the zones stand at the lower end of theirs.
-        zones: Words of each zone, the safest first.
-        x: Of each point, inside the view.
-        y: Of each point, inside the view.
-        bars: Intervals: ends of strokes, shape (4, bar).
+        words_below: Whether the label of a zone is at its lower end.
+        zones: Label of each zone, the safest first.
+        x: Horizontal position of each point, inside the view.
+        y: Vertical position of each point, inside the view.
+        bars: Ends of the strokes that show intervals, shape (4, bar).
         zone: Index of each point's zone.
-        names: Of the points; empty: none.
-        told: What the pointer says of each point.
-        outcome: Index into the outcomes that there are: diverged, some did, survived, not known.
-        is_faint: Points that the model should not be believed on.
+        names: Names of the points; an empty name is not drawn.
+        told: Text under the pointer for each point.
+        outcome: Index into the possible outcomes: diverged, some did, survived, not known.
+        is_faint: Whether the model is not applicable to a point.
         rules: Dashed lines: x, y, colour.
         note: Phrases under the title.
     """
@@ -162,7 +162,7 @@ class DecisionChart:
     note: list[str]
 
     def pixels(self, x: Any, y: Any) -> np.ndarray:
-        """Places on the frame, in pixels from its lower left corner, shape (point, 2)."""
+        """Positions of the points on the frame, in pixels from its lower left corner, shape (point, 2)."""
         places = []
         for values, (low, high), is_log, side in zip((x, y), self.view, self.is_log, _SIZE, strict=True):
             scale = np.log if is_log else np.asarray
@@ -170,14 +170,14 @@ class DecisionChart:
         return np.stack(places, axis=-1)
 
     def point(self, left: float, bottom: float) -> tuple[float, float]:
-        """The place of a pixel in the view."""
+        """The position of a pixel in the units of the axes."""
         found = []
         for at, (low, high), is_log, side in zip((left, bottom), self.view, self.is_log, _SIZE, strict=True):
             found.append(float(low * (high / low) ** (at / side) if is_log else low + (high - low) * at / side))
         return found[0], found[1]
 
     def words(self, zone: int) -> str:
-        """Of a zone: what to do, and how many of its runs diverged."""
+        """The label of a zone: what to do, and how many of its runs diverged."""
         is_told = (self.zone == zone) & np.isin(self.outcome, (0, 2))
         if not is_told.any() or (self.outcome == 1).any():
             return self.zones[zone]
@@ -194,7 +194,7 @@ def _published_chart(points: xr.Dataset, limits: xr.Dataset | None) -> DecisionC
     borders = limits["eigenvector_condition"].values
     shown = [*finite, *borders[np.isfinite(borders)]]
     high = max(100.0, 1.6 * max(shown, default=1.0))
-    # Room at the sides for points on the frame, and below for the words: no condition is less than 1.
+    # Room at the sides for points on the frame, and below for the labels: no condition number is less than 1.
     view = ((-0.03, 1.03), (high**-0.16, high**1.05))
     x_edges = [view[0][0], *limits["near_unit_mass"].values.tolist(), view[0][1]]
     y_edges = [view[1][0], *np.unique(borders[np.isfinite(borders)]).tolist(), view[1][1]]
@@ -303,7 +303,7 @@ def _risk_chart(points: xr.Dataset, borders: tuple[float, float]) -> DecisionCha
 def _read(
     points: xr.Dataset, needed: Sequence[str], optional: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], tuple[str, ...]]:
-    """The first two of the variables, all of them with the outcomes, and the names of the points."""
+    """The first two variables, all variables and outcomes, and the names of the points."""
     source = "wb.published and wb.profile()" if needed[0] == "near_unit_mass" else "wb.risk"
     known = (*optional, "has_diverged", "divergence_rate")
     columns = columns_of(points, needed, optional=known, what="set of points", source=source)
@@ -315,7 +315,7 @@ def _read(
 
 
 def _chart(others: dict[str, np.ndarray], names: tuple[str, ...], is_placed: np.ndarray, **given: Any) -> DecisionChart:
-    """Of the points that have a place."""
+    """The chart of the points that can be drawn, with their outcomes."""
     n = len(is_placed)
     rate = others.get("has_diverged", others.get("divergence_rate", np.full(n, np.nan)))
     outcome = np.select([np.isnan(rate), rate >= 1, rate <= 0], [3, 0, 2], default=1)
@@ -337,7 +337,7 @@ def _left_out(is_missing: np.ndarray) -> list[str]:
 
 
 def _draw_zones(draw: Primitives, chart: DecisionChart) -> list[Box]:
-    """Grounds and their words, where data are rarest; the boxes that the words fill."""
+    """Draw the zones with labels where points are rarest; return the boxes that the labels fill."""
     for left, bottom, right, top, zone in chart.cells:
         draw.boxes(left, bottom, right, top, colors=_ZONE_COLORS[zone], alpha=_ZONE_ALPHAS[zone])
     taken = []
@@ -383,7 +383,7 @@ def _draw_points(draw: Primitives, chart: DecisionChart) -> None:
 
 
 def _draw_names(draw: Primitives, chart: DecisionChart, taken: Sequence[Box]) -> int:
-    """Names next to the points, and the number of those without room."""
+    """Draw names next to the points; return the number of names without room."""
     if not chart.names or len(chart.x) > _MOST_NAMES:
         return 0
     places = chart.pixels(chart.x, chart.y)

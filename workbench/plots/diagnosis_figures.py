@@ -34,7 +34,7 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
         A holoviews Layout of one panel with options for that backend only.
 
     Raises:
-        SchemaError: If a variable lacks.
+        SchemaError: If a variable is missing.
         OptionError: If the backend does not exist.
 
     Example:
@@ -74,15 +74,15 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
     """Draw the evidence of each symptom for a cause (to the right) or against it (to the left), grouped by cause.
 
     Args:
-        evidence: Dim ``evidence``: cause, weight (signed log-odds), and sign or quantity, the names of the symptoms.
-        n: Signs of each cause with a bar of their own, those that weigh most; the others are summed up in one bar.
+        evidence: Dim ``evidence``: cause, weight (signed log-odds), and ``sign`` or ``quantity``, symptoms' names.
+        n: Number of symptoms of each cause with their own bar, largest weight first; the others share one bar.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout of one panel with options for that backend only.
 
     Raises:
-        SchemaError: If a variable lacks.
+        SchemaError: If a variable is missing.
         OptionError: If ``n`` is not positive, or the backend does not exist.
 
     Example:
@@ -134,7 +134,7 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
     """Draw at which step each symptom was seen, one row for each, the earliest above; the size is its weight.
 
     Args:
-        evidence: Dim ``evidence``: sign or quantity, step (below 0 or NaN: no step), weight.
+        evidence: Dim ``evidence``: ``sign`` or ``quantity``, step (below 0 or NaN: no step), weight.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:

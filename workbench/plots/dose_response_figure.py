@@ -29,17 +29,17 @@ def dose_response(
     published: xr.Dataset | bool = True,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw what came of each control: one row a control, one panel a measure, as in the paper's Fig. 2.
+    """Draw the outcomes of each control: one row per control, one panel per measure, as in the paper's Fig. 2.
 
     A dot with a line is the share of diverged runs with its Wilson interval; for the other measures, the dot is the
-    mean of the runs that converged and the small dots are these runs. A hollow diamond is what the paper publishes. The
+    mean of the runs that converged and the small dots are these runs. A hollow diamond is the published value. The
     vertical line is our reference. Rows are comparable where the same learning rates and seeds were run; see
     `workbench.studies.outcomes.shared_cells`.
 
     Args:
-        outcomes: One row a run, as `workbench.samples.shaping` gives them, which also gives the order of the controls.
-        measures: ``"divergence_rate"``, ``"accuracy"`` or ``"near_unit_mass"``.
-        reference: Control whose value is drawn through all rows, where there are runs of it; None: no such line.
+        outcomes: Table with one row per run, as from `workbench.samples.shaping`; it also orders the controls.
+        measures: Any of ``"divergence_rate"``, ``"accuracy"`` or ``"near_unit_mass"``.
+        reference: Control whose value is drawn as a line through all rows, if it has runs; None: no line.
         published: Published figures by control, as `workbench.published.shaping_table` gives them; True: these; False:
             none.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
@@ -74,18 +74,18 @@ def dose_response(
 
 @dataclass(frozen=True)
 class Responses:
-    """One measure of all controls.
+    """Values of one measure for all controls.
 
     Attributes:
-        measure: Its name.
-        controls: Names of the rows, from above.
-        values: Ours, shape (control,); NaN where no run says anything.
+        measure: Name of the measure.
+        controls: Names of the controls, from the top row down.
+        values: Our values, shape (control,); NaN without a usable run.
         intervals: Lower and upper bounds, shape (2, control); NaN for means.
-        n_runs: Runs that the value is taken over, shape (control,).
+        n_runs: Number of runs behind each value, shape (control,).
         runs: Columns ``row`` and ``value`` of the single runs behind a mean; empty for the divergence rate.
-        published: shape (control,); NaN where nothing is published.
-        reference: Value of the reference; NaN: none.
-        reference_name: Its name.
+        published: Published values, shape (control,); NaN where there is none.
+        reference: Value of the reference control; NaN: none.
+        reference_name: Name of the reference control.
     """
 
     measure: str
@@ -102,7 +102,7 @@ class Responses:
     def of(
         cls, outcomes: xr.Dataset, measure: str, *, reference: str | None = None, published: xr.Dataset | None = None
     ) -> Responses:
-        """Take one measure out of a table of outcomes; see `dose_response`."""
+        """Compute one measure from a table of outcomes; see `dose_response`."""
         rates = divergence_rates(outcomes)
         controls = tuple(map(str, rates["control"].values))
         if measure == "divergence_rate":
@@ -126,7 +126,7 @@ class Responses:
 
     @property
     def title(self) -> str:
-        """Of the measure, over the runs it is taken over."""
+        """The name of the axis: the measure, and which runs it covers."""
         return RATES[self.measure][0] + ("" if self.measure == "divergence_rate" else ", converged runs")
 
     @property
@@ -155,7 +155,7 @@ class Responses:
 
 
 def _elements(hv: Any, panel: Responses) -> dict[str, Any]:
-    """The parts of a panel by name; rows count downwards from 0."""
+    """The elements of a panel by name; rows count downwards from 0."""
     x, y = hv.Dimension("value", label=panel.title), hv.Dimension("place", label="control")
     place = -np.arange(len(panel.controls), dtype=float)
     has_ours, has_published = ~np.isnan(panel.values), ~np.isnan(panel.published)

@@ -20,16 +20,16 @@ _MOST_RUNS = 4
 
 
 def drivers(drivers: xr.DataArray, *, n: int = 10, backend: str = "bokeh") -> Any:
-    """Draw what moves the risk of a run away from that of the mean training run: one bar a feature, biggest first.
+    """Draw how features move the risk of a run from that of the mean training run: one bar each, largest first.
 
     Bars to the right, in the colour of divergence, raise the risk; bars to the left, in that of survival, lower it.
-    The unit is the log-odds: +0.69 doubles the odds of divergence. What is too small to have a bar of its own is summed
-    up in the last one, so that the bars add up to the whole.
+    The unit is the log-odds: +0.69 doubles the odds of divergence. Features beyond the first ``n`` are summed up
+    in the last bar, so that the bars add up to the total.
 
     Args:
-        drivers: From ``RiskModel.drivers()``: by ``feature``, perhaps also by ``run`` (at most 4), each a panel with
+        drivers: Array of ``RiskModel.drivers()`` by ``feature``, perhaps by ``run`` (at most 4), each a panel with
             the same rows. Attribute ``mean``, where known: log-odds of the mean training run.
-        n: Features with a bar of their own.
+        n: Number of features with their own bar.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -82,12 +82,12 @@ def drivers(drivers: xr.DataArray, *, n: int = 10, backend: str = "bokeh") -> An
 
 @dataclass(frozen=True)
 class Bars:
-    """The bars of the figure.
+    """The values of the bars.
 
     Attributes:
-        features: Names of the rows, from above; the last may be the sum of the rest.
+        features: Names of the rows, from the top down; the last may be the sum of the rest.
         runs: Names of the panels; empty for a single one without a name.
-        values: Log-odds, shape (run, feature).
+        values: Contributions to the log-odds, shape (run, feature).
         mean: Log-odds of the mean training run; NaN: not known.
     """
 
@@ -98,7 +98,7 @@ class Bars:
 
     @classmethod
     def of(cls, drivers: xr.DataArray, *, n: int = 10) -> Bars:
-        """Choose and order the rows; see `drivers`."""
+        """Choose and sort the features; see `drivers`."""
         import xarray as xr
 
         if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
@@ -139,7 +139,7 @@ class Bars:
         return cls(tuple(rows), _run_names(drivers), columns, float(drivers.attrs.get("mean", np.nan)))
 
     def note(self, run: int) -> list[str]:
-        """What the bars of a run add up to."""
+        """A note on the sum of a run's bars."""
         total = float(self.values[run].sum())
         if np.isnan(self.mean):
             return [f"together {total:+.2f}"]
@@ -148,7 +148,7 @@ class Bars:
 
 
 def _ticks(reach: float) -> list[tuple[float, str]]:
-    """Zero and one or two round numbers on each side."""
+    """Ticks: zero, and one or two round numbers on each side."""
     step = decades(reach / 4, reach / 1.5)[0]
     places = [i * step for i in range(-4, 5) if abs(i * step) <= 0.95 * reach]
     return [(at, f"{at:+g}" if at else "0") for at in places]

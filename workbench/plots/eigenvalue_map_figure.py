@@ -1,4 +1,4 @@
-"""The eigenvalues of every layer in the complex plane, one panel a model."""
+"""The eigenvalues of every layer in the complex plane, one panel per model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-# What a widget that redraws these panels needs beside the figure.
+# What a widget that redraws these panels needs besides the figure.
 
 
 def eigenvalue_map(
@@ -30,22 +30,22 @@ def eigenvalue_map(
     columns: int = 3,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw the eigenvalues of each layer in the complex plane, one panel a model, all on the same linked axes.
+    """Draw the eigenvalues of each layer in the complex plane, one panel per model, all on the same linked axes.
 
     The unit circle is drawn and the near-unit band shaded. Colour is depth. Modes whose residual is too large are
     hollow; modes of a layer whose update is too small to say anything are crosses.
 
     Args:
         spectra: One spectra dataset or run, or several by name; dims ``layer``, ``mode``, and ``step`` if you name one.
-        step: Of runs that hold several: ``"first"``, ``"last"``, or a number (the latest recorded step up to it). The
-            titles say which step it is.
+        step: Step to show: ``"first"``, ``"last"``, or a number (the latest recorded step up to it). The
+            titles name the step.
         layers: Layer numbers to show, for example ``range(4)``; None shows all.
-        reliable_only: Leave out the modes whose residual is too large, from the picture and from the masses.
+        reliable_only: Leave out modes whose residual is too large, from the figure and from the masses.
         limit: Half the width of the view, unit 1. None fits all modes but shows at most 1.5, so that the unit circle
-            stays large; ``"all"`` shows every mode. Each panel says how many modes lie outside.
+            stays large; ``"all"`` shows every mode. Each panel states how many modes lie outside.
         center: Middle of the view on the real axis. Modes of deep models crowd around 1: with 1.0 and no limit, the
             view holds two thirds of them.
-        columns: Panels in a row.
+        columns: Panels per row.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:

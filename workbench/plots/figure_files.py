@@ -23,16 +23,16 @@ def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, 
     """Write a figure to a file, completely or not at all.
 
     Args:
-        figure: What ``eigenvalue_map()`` and the other functions of this package return.
-        path: Ends in ``.html`` for a figure of backend bokeh, or ``.png``, ``.svg`` or ``.pdf`` for matplotlib.
-        overwrite: Replace a file that is already there.
+        figure: Figure from ``eigenvalue_map()`` or another function of this package.
+        path: File to write, ``.html`` for a figure of backend bokeh, ``.png``, ``.svg`` or ``.pdf`` for matplotlib.
+        overwrite: Whether to replace an existing file.
         dpi: Pixels per inch of a PNG.
 
     Returns:
         The path.
 
     Raises:
-        StoreError: If the ending does not fit the figure, the folder is not there, the file is, or the disk is full.
+        StoreError: If the ending does not fit the figure, the folder is missing, the file exists, or the disk is full.
         MissingPackageError: If the packages that draw are not installed.
 
     Example:
@@ -77,7 +77,7 @@ def bokeh_plot(figure: Any) -> Any:
 
 
 def _set_toolbars(layout: Any) -> None:
-    """No logo, and dragging selects where there are modes to select; left alone, bokeh starts with panning."""
+    """No logo; dragging selects modes if there are any to select. By default, bokeh starts with panning."""
     from bokeh.models import BoxSelectTool, Toolbar
 
     for toolbar in layout.select({"type": Toolbar}):
@@ -102,7 +102,7 @@ def _html(figure: Any) -> bytes:
 
     from bokeh.embed import json_item
 
-    # bokeh's own file_html() adds links to whatever other extensions are loaded; this page has none.
+    # bokeh's own file_html() adds links to all other loaded extensions; this page has none.
     library = files("bokeh").joinpath("server/static/js/bokeh.min.js").read_text(encoding="utf-8")
     item = json.dumps(json_item(bokeh_plot(figure).state)).replace("</", "<\\/")
     return _PAGE.format(library=library, item=item).encode()

@@ -1,4 +1,4 @@
-"""Gains along depth: of the signal on its way forward, of the gradient on its way back."""
+"""Gains along depth, of the signal in the forward pass and of the gradient in the backward pass."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: Both have a contrast of at least 3 on white and on #111111, and differ for all eyes.
+#: Both have a contrast of at least 3 on white and on #111111, and differ with any colour vision.
 AMPLIFIED, ATTENUATED = "#d55e00", "#1f77d4"
 _MOST_MODELS = 6
-#: Models up to which there is room to name their sub-layers.
+#: Largest number of models with room for the names of their sub-layers.
 _MOST_NAMED = 3
-#: Models up to which all stand in one row; more are wrapped.
+#: Largest number of models in one row; more are wrapped.
 _MOST_COLUMNS, _WRAPPED_COLUMNS = 4, 3
-#: Of a figure of bokeh, and what axes and legend, and the gap beside each frame, take of it.
+#: Width of a bokeh figure, and the parts of it for axes and legend, and for the gap next to each frame.
 _TOTAL_WIDTH, _BESIDE, _BETWEEN_COLUMNS = 1200, 152, 54
 _MOST_WIDTH, _HEIGHT, _GAP = 460, 190, 30
 #: Distance of the lower frame from the upper one on a matplotlib figure, and of a row of models from the next.
 _BETWEEN, _BETWEEN_ROWS = 64, 90
-#: Room that a letter of a note and of a title takes.
+#: Width of a letter of a note and of a title.
 _LETTER, _LETTER_OF_TITLE = 6.2, 9.0
 _NEEDED = (
     *("state_rms", "gradient_norm", "signal_gain", "gradient_gain"),
@@ -44,17 +44,17 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
     """Draw how signal and gradient grow or fade from block to block, several models side by side on common scales.
 
     Above, the size of the residual stream from the first block to the last, over that of the state that enters; below,
-    the size of the loss's gradient on its way back, over that of the state that leaves the last block. Each box is a
+    the size of the loss's gradient, over that of the state that leaves the last block. Each box is a
     sub-layer, or a block whose sub-layers were not seen: as wide as its part of the block and as high as its gain, in
     one colour if it amplifies in that direction and in another if it attenuates. The axes are logarithmic: equal gains
     are equally high. The small line names the sub-layers of a block from left to right.
 
     Args:
-        flow: From `workbench.flow.measure`, or several by name; of one step.
+        flow: Dataset from `workbench.flow.measure` for one step, or several by name.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
-        A holoviews Layout with one column a model, more than four in two rows of three, and options for that backend
+        A holoviews Layout with one column per model, more than four in two rows of three, and options for that backend
         only.
 
     Raises:
@@ -74,7 +74,7 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
     width = min(_MOST_WIDTH, int((_TOTAL_WIDTH - _BESIDE) / n_columns - _BETWEEN_COLUMNS))
     spans = [_span([getattr(path, way) for path in paths]) for way in ("forward", "backward")]
     notes = [_notes(paths, way, width) for way in ("forward", "backward")]
-    # Frames of a matplotlib figure stand where they are told, and their notes need room between them.
+    # Frames of a matplotlib figure have fixed places, and their notes need room between them.
     above = [_HEIGHT + 13 * (1 + ways[0].count("\n")) for ways in notes]
     height = sum(above) + _BETWEEN + _BETWEEN_ROWS
     n_rows = -(-len(paths) // n_columns)
@@ -111,16 +111,16 @@ _UNITS = ("signal over entering", "gradient over leaving")
 
 @dataclass(frozen=True)
 class Way:
-    """One direction through a model.
+    """The sizes and gains along one direction through a model.
 
     Attributes:
         axis: Name of the direction.
-        size: At the boundaries between blocks, over that where it begins, shape (boundary,); NaN: not known.
-        left: Of each box, in blocks.
-        right: Of each box.
-        before: Size before it, in the direction of the flow.
-        after: Size after it.
-        name: What it is.
+        size: Size at the block boundaries, relative to the first in this direction, shape (boundary,); NaN: not known.
+        left: Left edge of each box, in blocks.
+        right: Right edge of each box.
+        before: Size before each box, in the direction of the flow.
+        after: Size after each box.
+        name: Name of the sub-layer or block.
         note: Phrases for the small lines above the frame.
     """
 
@@ -135,13 +135,13 @@ class Way:
 
     @property
     def gain(self) -> np.ndarray:
-        """Of each box."""
+        """The gain of each box."""
         return self.after / self.before
 
 
 @dataclass(frozen=True)
 class FlowPath:
-    """What is drawn of one model: its name, how many blocks it has, both directions, and a block's sub-layers."""
+    """What is drawn for one model: its name, how many blocks it has, both directions, and a block's sub-layers."""
 
     name: str
     n_layers: int
@@ -151,7 +151,7 @@ class FlowPath:
 
 
 def paths_of(flow: xr.Dataset | Mapping[str, xr.Dataset]) -> list[FlowPath]:
-    """What is drawn; see `flow_map`."""
+    """Compute what is drawn; see `flow_map`."""
     flows = by_name(flow, what="flow", source="wb.flow.measure()")
     if len(flows) > _MOST_MODELS:
         raise SchemaError(
@@ -201,7 +201,7 @@ def _way(flow: xr.Dataset, axis: str, of_state: str, kind: str) -> Way:
 
 
 def _sublayers(flow: xr.Dataset, layer: int, kind: str) -> tuple[np.ndarray, list[str]]:
-    """Gains of a block's sub-layers and their names; where one is not known that of the block."""
+    """Gains of a block's sub-layers and their names; where one is not known, the gain of the block."""
     gains = flow[f"sublayer_{kind}_gain"].values[layer]
     labels = flow["sublayer_name"].values[layer] if "sublayer_name" in flow.coords else np.full(len(gains), "")
     is_there = (labels != "") | np.isfinite(gains)
@@ -254,14 +254,14 @@ def _span(ways: Sequence[Way]) -> tuple[float, float]:
 
 
 def _depth_ticks(n_layers: int, width: int) -> list[tuple[float, str]]:
-    """The number of a block in its middle; of every second, fifth, ... where there is no room."""
+    """Ticks with the number of a block in its middle; only every second, fifth, ... without room for all."""
     most = max(2, width // 34)
     every = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 100, 10**6) if n_layers / step <= most)
     return [(layer + 0.5, str(layer)) for layer in range(0, n_layers, every)]
 
 
 def _size_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of each decade, or fewer; more where there would be one or two."""
+    """Ticks at 1, 2 and 5 of each decade, or fewer; more if only one or two would remain."""
     ticks = decades(low, high, n_most=6)
     if len(ticks) > 2:
         return ticks
@@ -271,7 +271,7 @@ def _size_ticks(low: float, high: float) -> list[float]:
 
 
 def _notes(paths: Sequence[FlowPath], axis: str, width: int) -> list[str]:
-    """The small lines of each frame, as many for all: bokeh cuts off frames that it has to move down."""
+    """The small lines of each frame, equally many for all: bokeh cuts off frames that it has to move down."""
     named = axis == "forward" and len(paths) <= _MOST_NAMED
     phrases = [[*getattr(path, axis).note, *([path.parts] if named else [])] for path in paths]
     notes = [flowed(of_path, n_characters=width / _LETTER) for of_path in phrases]

@@ -11,12 +11,12 @@ from workbench.plots import style
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-#: One inch of a matplotlib figure for so many pixels of a bokeh frame.
+#: Number of pixels of a bokeh frame that correspond to one inch of a matplotlib figure.
 PIXELS_AN_INCH = 100
 
 
 def axes_bokeh(formats: tuple[str, str], is_log: tuple[bool, bool]) -> Callable[..., None]:
-    """A holoviews hook: percent or plain numbers where the ticks were left to bokeh."""
+    """A holoviews hook: percent or plain numbers where bokeh chooses the ticks."""
 
     def hook(plot: Any, element: Any) -> None:
         from bokeh.models import BasicTickFormatter, FixedTicker, NumeralTickFormatter
@@ -34,7 +34,7 @@ def axes_bokeh(formats: tuple[str, str], is_log: tuple[bool, bool]) -> Callable[
 
 
 def frame_bokeh(grid: bool, bounds: tuple[float, float] | None) -> Callable[..., None]:
-    """A holoviews hook: rules or none, the length of the horizontal axis, and the legend beside the frame's top."""
+    """A holoviews hook: rules or none, the length of the horizontal axis, and the legend next to the frame's top."""
 
     def hook(plot: Any, element: Any) -> None:
         figure = plot.state
@@ -50,7 +50,7 @@ def frame_bokeh(grid: bool, bounds: tuple[float, float] | None) -> Callable[...,
 
 
 def axes_matplotlib(ticks: tuple[Any, Any], formats: tuple[str, str]) -> Callable[..., None]:
-    """A holoviews hook: percent or plain numbers, and no minor ticks beside given ones."""
+    """A holoviews hook: percent or plain numbers, and no minor ticks if the ticks are given."""
 
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.ticker import NullFormatter, NullLocator, PercentFormatter, StrMethodFormatter
@@ -73,7 +73,7 @@ def frame_matplotlib(
 ) -> Callable[..., None]:
     """A holoviews hook: rules or none, the length of the horizontal axis, and the frame's place on the figure.
 
-    The place may lie beyond the figure, which is cut to what is drawn when it is rendered.
+    The place may be outside of the figure, which is cropped to its content when it is rendered.
     """
 
     def hook(plot: Any, element: Any) -> None:
@@ -87,7 +87,7 @@ def frame_matplotlib(
         frame.set_aspect("auto")
         frame.set_box_aspect(None)
         inches = Bbox.from_bounds(*(side / PIXELS_AN_INCH for side in box))
-        # When it is drawn: holoviews changes the figure's size after the hooks.
+        # Only when the figure is drawn: holoviews changes the figure's size after the hooks.
         frame.set_axes_locator(
             lambda axes, renderer: inches.transformed(axes.figure.dpi_scale_trans + axes.figure.transFigure.inverted())
         )
@@ -109,11 +109,11 @@ def bare_matplotlib(bare: tuple[bool, bool]) -> Callable[..., None]:
 
 
 def head_matplotlib(title: str, note: str) -> Callable[..., None]:
-    """A holoviews hook: a title and, between it and the frame, as many small lines as the note has."""
+    """A holoviews hook: a title and, between it and the frame, the lines of the note in small letters."""
 
     def hook(plot: Any, element: Any) -> None:
         style.title_matplotlib(title, note=note)(plot, element)
-        pad = 8 + 13 * (note.count("\n") + 1 if note else 0)  # some signs of the notes are taller than letters
+        pad = 8 + 13 * (note.count("\n") + 1 if note else 0)  # some symbols in the notes are taller than letters
         look = {"fontsize": style.TITLE_SIZE, "fontweight": "bold", "color": style.INK}
         plot.handles["axis"].set_title(title, loc="left", pad=pad, **look)
 
@@ -121,7 +121,7 @@ def head_matplotlib(title: str, note: str) -> Callable[..., None]:
 
 
 def weight_matplotlib(weight: str) -> Callable[..., None]:
-    """A holoviews hook: words in bold, or not."""
+    """A holoviews hook: text in bold, or not."""
 
     def hook(plot: Any, element: Any) -> None:
         for artist in np.ravel(plot.handles.get("artist", [])):
@@ -131,7 +131,7 @@ def weight_matplotlib(weight: str) -> Callable[..., None]:
 
 
 def legend_matplotlib(entries: Sequence[Mapping[str, Any]]) -> Callable[..., None]:
-    """A holoviews hook: the labels to the right of the frame; entries of the same label are one."""
+    """A holoviews hook: the labels to the right of the frame; entries with the same label are merged."""
 
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.lines import Line2D

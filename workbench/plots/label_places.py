@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Of the letters that `workbench.plots.primitives.Primitives.words` writes, in pixels.
+#: Size of the letters that `workbench.plots.primitives.Primitives.words` writes, in pixels.
 LETTER, LINE = 6.9, 13.0
 _GAP, _RADIUS = 8.0, 5.0
 
@@ -32,13 +32,13 @@ def place_labels(
     frame: tuple[float, float],
     taken: Sequence[Box] = (),
 ) -> list[Box | None]:
-    """Where each label goes: beside, above or below its point, wherever there is room first.
+    """Choose the place of each label: next to, above or below its point, the first with room.
 
     Args:
-        points: In pixels from the frame's lower left corner.
-        labels: One a point; an empty one needs no place.
+        points: Positions in pixels from the frame's lower left corner.
+        labels: One label per point; an empty one needs no place.
         frame: Width and height in pixels.
-        taken: Rectangles that other words fill.
+        taken: Rectangles that other texts fill.
 
     Returns:
         Box of each label; None where there is no room. Earlier labels choose first.

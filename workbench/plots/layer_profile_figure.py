@@ -1,4 +1,4 @@
-"""Every measure of a layer against depth, several models in one panel."""
+"""Per-layer measures against depth, several models in one panel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MEASURES = ("near_unit_mass", "spectral_radius", "eigenvector_condition", "nonlinearity_ratio")
 LOGARITHMIC = frozenset({"eigenvector_condition", "kreiss_constant", "covariance_condition"})
-#: The value that separates decay from growth, where there is one.
+#: The value that separates decay from growth, if there is one.
 REFERENCE = {"spectral_radius": 1.0, "energy_gain": 1.0, "kreiss_constant": 1.0}
 
 
@@ -32,20 +32,20 @@ def layer_profile(
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw each measure against depth: one panel a measure, one line a model.
+    """Draw each measure against depth: one panel per measure, one line per model.
 
     Layers whose update is too small to say anything have hollow markers. Values that are not finite are left out and
     named in the panel's second line.
 
     Args:
         spectra: One spectra dataset or run, or several by name; dims ``layer``, ``mode``, and ``step`` if you name one.
-        step: Of runs that hold several: ``"first"``, ``"last"``, or a number (the latest recorded step up to it). The
-            legend says which step it is.
+        step: Step to show: ``"first"``, ``"last"``, or a number (the latest recorded step up to it). The
+            legend names the step.
         measures: Names of per-layer variables of the schema.
         depth: ``"index"`` (layer number) or ``"fraction"`` (0 first layer, 1 last). None takes the fraction only if
             the models differ in depth.
-        columns: Panels in a row.
-        places: Place of each model among the looks (`style.model_style`), by name; None: the order given.
+        columns: Panels per row.
+        places: Style number of each model (`style.model_style`), by name; None: in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -102,7 +102,7 @@ def measure_columns(spectra: xr.Dataset, measure: str, *, depth: str = "index") 
 
 
 def remark(models: Mapping[str, xr.Dataset], measure: str) -> str:
-    """Which layers of a measure are not finite and therefore not drawn; empty if there are none."""
+    """A note on the layers whose measure is not finite and therefore not drawn; empty if there are none."""
     remarks = []
     for name, data in models.items():
         value = data[measure].values.astype(float)

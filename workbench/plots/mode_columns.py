@@ -1,4 +1,4 @@
-"""The modes of a spectrum as they are drawn: columns, the view that contains them, and their labels."""
+"""The modes of a spectrum as columns to draw, the view that contains them, and their labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: The default view never goes beyond this, so that the unit circle stays large beside a model of spectral radius 11.
+#: The default view never goes beyond this, so that the unit circle stays large next to a model of spectral radius 11.
 WIDEST_DEFAULT_LIMIT = 1.5
 NARROWEST_LIMIT = 1.2
 
@@ -22,12 +22,12 @@ NARROWEST_LIMIT = 1.2
 def mode_columns(
     spectra: xr.Dataset, *, n_layers: int | None = None, reliable_only: bool = False
 ) -> dict[str, np.ndarray]:
-    """The modes of one spectra dataset as columns of equal length, one row a mode, ready to draw.
+    """The modes of one spectra dataset as columns of equal length, one row per mode, ready to draw.
 
     Args:
         spectra: Dims ``layer`` and ``mode``; modes whose eigenvalue is NaN do not exist and are dropped.
-        n_layers: Layers of the whole model, if the dataset holds only some of them.
-        reliable_only: Drop also the modes that are not reliable.
+        n_layers: Number of layers of the model, if the dataset holds only some of them.
+        reliable_only: Whether to drop also the modes that are not reliable.
 
     Returns:
         ``real``, ``imag``, ``modulus``, ``residual`` (float32), ``layer``, ``mode`` (int), ``depth`` (0 the model's
@@ -37,7 +37,7 @@ def mode_columns(
     eigenvalue = spectra["eigenvalue"].transpose("layer", "mode").values
     reliable = spectra["is_reliable"].transpose("layer", "mode").values
     row, mode = np.nonzero(np.isfinite(eigenvalue) & (reliable | (not reliable_only)))
-    # Hollow markers first and deep layers last, so that what can be trusted lies on top.
+    # Hollow markers first and deep layers last, so that reliable modes are on top.
     order = np.lexsort((row, reliable[row, mode]))
     row, mode = row[order], mode[order]
     chosen = eigenvalue[row, mode]
@@ -120,7 +120,7 @@ def headline(
     return line
 
 
-# As `spectral.measures.summarize` gives them, at a hundredth of its time: a slider asks for a dozen panels at once.
+# As `spectral.measures.summarize` gives them, in a hundredth of the time: a slider redraws a dozen panels at once.
 def _mean(values: np.ndarray) -> float:
     is_known = ~np.isnan(values)
     return float(values.sum(where=is_known) / is_known.sum()) if is_known.any() else np.nan
@@ -132,7 +132,7 @@ def _largest(values: np.ndarray) -> float:
 
 
 def key(spectra: xr.Dataset) -> str:
-    """Two lines below a panel: what filled and hollow markers and the shading mean."""
+    """Two lines below a panel: the meaning of filled and hollow markers and of the shading."""
     lower, upper, residual = (
         spectra.attrs[name] for name in ("near_unit_lower", "near_unit_upper", "reliable_residual")
     )

@@ -11,13 +11,13 @@ from workbench.plots import style
 if TYPE_CHECKING:
     from workbench.plots.primitives import Primitives
 
-#: Blue and vermilion: apart for every eye, and visible on white and on #111111.
+#: Blue and vermilion: distinguishable with any colour vision, and visible on white and on #111111.
 SURVIVED, DIVERGED = style.MODEL_COLORS[0], style.MODEL_COLORS[1]
-#: Paler than these two, so that marks and words stand out on a cell.
+#: Paler than these two, so that marks and text are readable on a cell.
 _RAMP = ("#5f9fe2", "#f7f4ee", "#ea8a3e")
-#: A cell of which nothing is predicted.
+#: Colour of a cell without a prediction.
 UNKNOWN = "#b4b4b4"
-#: Marks on coloured cells, which are as bright in a dark theme.
+#: Colour of marks on coloured cells, which are equally bright in a dark theme.
 MARK, MARK_GROUND = "#1a1a1a", "#ffffff"
 
 

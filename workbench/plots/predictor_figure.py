@@ -1,4 +1,4 @@
-"""Single predictors of divergence: ours and the published ones, as a chart and as a table."""
+"""Our and published single predictors of divergence, as a chart and as a table."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _COUNTS = ("n_runs", "n_diverged")
 _PUBLISHED = ("published_auroc", "published_low", "published_high")
 _WITHIN = ("auroc_within_architecture", "auroc_within_cell")
 _WIDTH, _ROW = 640, 34
-#: The columns of numbers to the right of the chart, where 1 is its end.
+#: Positions of the columns of numbers to the right of the chart, which ends at 1.
 _OURS_AT, _PUBLISHED_AT, _END = 1.06, 1.5, 1.92
 
 
 def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
-    """Draw the area under the ROC curve of each predictor, ours and the published one, with intervals and in numbers.
+    """Draw the area under the ROC curve of each predictor, ours and the published one, with intervals and numbers.
 
-    One row a predictor. A dot with a line is ours with its interval, a hollow diamond what the paper publishes, and a
-    small hollow triangle ours among runs of one architecture alone: where it falls to the upright line at .5, the score
+    One row per predictor. A dot with a line is our value with its interval, a hollow diamond the published one, and a
+    small hollow triangle ours among runs of one architecture: where it falls to the vertical line at .5, the score
     only separates architectures. Below .5, higher scores are the safer ones.
 
     Args:
         table: Dataset with dim ``predictor`` (and perhaps a coordinate ``long_name``, shown instead): auroc, low, high;
             where known n_runs, n_diverged, published_auroc, published_low, published_high, auroc_within_architecture
-            and auroc_within_cell; NaN: not known. attrs ``level``: of our intervals.
+            and auroc_within_cell; NaN: not known. attrs ``level``: that of our intervals.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout of one panel with options for that backend only.
 
     Raises:
-        SchemaError: If the dataset is no table of predictors, or has no row.
+        SchemaError: If the dataset is no table of predictors, or is empty.
         OptionError: If the backend does not exist.
 
     Example:
@@ -100,19 +100,19 @@ def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
 
 
 def predictor_frame(table: xr.Dataset, *, digits: int = 3) -> pd.DataFrame:
-    """The same table as numbers to read: one row a predictor, ours and published side by side.
+    """The same table as numbers: one row per predictor, our values next to published ones.
 
     Args:
-        table: As for `predictor_table`.
-        digits: Decimals; at least 1.
+        table: Dataset as for `predictor_table`.
+        digits: Number of decimals; at least 1.
 
     Returns:
         Numbers under two rows of names: "ours" or "published", then the quantity. Columns without any value are left
         out; NaN elsewhere means unknown.
 
     Raises:
-        SchemaError: If the dataset is no table of predictors, or has no row.
-        OptionError: If there are no digits.
+        SchemaError: If the dataset is no table of predictors, or is empty.
+        OptionError: If ``digits`` is below 1.
 
     Example:
         >>> import workbench as wb
@@ -141,7 +141,7 @@ def predictor_frame(table: xr.Dataset, *, digits: int = 3) -> pd.DataFrame:
 
 
 def _columns(table: xr.Dataset) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Names of the rows and all columns, NaN where nothing is known."""
+    """Names of the rows and all columns, NaN for unknown values."""
     optional = (*_WITHIN, *_COUNTS, *_PUBLISHED)
     columns = columns_of(table, _OURS, optional=optional, what="table of predictors", source=_SOURCE, dim="predictor")
     if np.isnan(columns["auroc"].astype(float)).all():

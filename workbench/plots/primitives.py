@@ -13,7 +13,7 @@ from workbench.plots import frames, style
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-#: Width of a letter of the notes, with what the legend and the margins leave them beyond the frame.
+#: Width of a letter of the notes, and the room beyond the frame that legend and margins leave to them.
 _PIXELS_A_LETTER = 5.4
 _TICK_FORMATS: dict[str, Callable[[float], str]] = {"plain": "{:g}".format, "percent": percent}
 
@@ -57,7 +57,7 @@ class Primitives:
             self._legend.append({"label": label, "color": color, "dash": dash, "width": width})
 
     def band(self, x: Any, low: Any, high: Any, *, color: str, alpha: float = 0.18) -> None:
-        """A filled strip between two lines; where either is NaN there is none."""
+        """A filled strip between two lines; nothing where either is NaN."""
         x, low, high = (np.asarray(column, float) for column in (x, low, high))
         for piece in stretches(np.isfinite(low) & np.isfinite(high)):
             columns = (x[piece], low[piece], high[piece])
@@ -76,7 +76,7 @@ class Primitives:
         dash: str = "solid",
         alpha: float = 1.0,
     ) -> None:
-        """Straight strokes from one end each to the other, such as intervals; those with a NaN are left out."""
+        """Straight segments between two ends each, such as intervals; those with a NaN are left out."""
         ends = np.array(np.broadcast_arrays(*(np.atleast_1d(np.asarray(v, float)) for v in (x0, y0, x1, y1))))
         ends = ends[:, np.isfinite(ends).all(0)]
         if ends.size:
@@ -127,17 +127,17 @@ class Primitives:
         """Markers, with columns to show under the pointer.
 
         Args:
-            x: Horizontal places.
-            y: Vertical places.
-            color: Of the marker.
-            edge: Colour of its rim; None: that of the marker.
-            marker: A name of `style.MODEL_MARKERS`.
+            x: Horizontal positions.
+            y: Vertical positions.
+            color: Colour of the marker.
+            edge: Colour of its edge; None: that of the marker.
+            marker: One of the names in `style.MODEL_MARKERS`.
             size: Diameter in pixels.
             alpha: Opacity.
-            is_hollow: Only the rim is drawn.
-            columns: Further columns.
-            tips: Of the pointer; empty: none.
-            label: Entry of the legend.
+            is_hollow: Whether only the edge is drawn.
+            columns: Further columns, for ``tips``.
+            tips: Lines shown under the pointer; empty: none.
+            label: Entry in the legend.
         """
         columns = dict(columns or {})
         data = {str(self.x): np.asarray(x, float), str(self.y): np.asarray(y, float)} | columns
@@ -166,7 +166,7 @@ class Primitives:
         size: float = style.TICK_SIZE - 0.5,
         is_bold: bool = False,
     ) -> None:
-        """A text whose ``align`` and ``valign`` edge stands at the point."""
+        """A text whose ``align`` and ``valign`` edge is at the point."""
         word = self.hv.Labels(
             {(str(self.x), str(self.y)): [(float(x), float(y))], "text": [text]}, [self.x, self.y], "text"
         )
@@ -206,19 +206,19 @@ class Primitives:
         """Everything drawn so far as one holoviews Overlay with options for this backend only.
 
         Args:
-            title: Above the frame.
+            title: Title above the frame.
             note: Phrases for the small lines under the title, as many on a line as the frame is wide.
             view: Ranges of the axes, x then y, as are the pairs below.
-            size: Of the frame in bokeh's pixels.
-            names: Of the axes.
-            ticks: Places, or pairs of place and text; None: chosen by the backend.
-            formats: ``"plain"`` or ``"percent"``.
+            size: Size of the frame in bokeh's pixels.
+            names: Names of the axes.
+            ticks: Positions, or pairs of position and text; None: chosen by the backend.
+            formats: Format of the numbers, ``"plain"`` or ``"percent"``.
             is_log: Whether the axis is logarithmic.
-            legend: Whether the labels given stand to the right.
-            grid: Whether rules are drawn.
+            legend: Whether the labels are listed to the right.
+            grid: Whether grid lines are drawn.
             bare: Whether the axis has neither name nor numbers.
             bounds: Ends of the horizontal axis line; None: the whole frame.
-            at: Left and lower edge of the frame on a matplotlib figure, in the same pixels; bokeh lays out by itself.
+            at: Left and lower edge of the frame on a matplotlib figure, in the same pixels; bokeh ignores it.
         """
         note = flowed(note, n_characters=size[0] // _PIXELS_A_LETTER)
         ticks = tuple(_worded(at, form) for at, form in zip(ticks, formats, strict=True))
@@ -261,7 +261,7 @@ class Primitives:
 
 
 def stretches(is_in: np.ndarray) -> list[slice]:
-    """The runs of True in a row, as slices."""
+    """Stretches of consecutive True values, as slices."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(is_in, int), [0]])))
     return [slice(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
@@ -290,7 +290,7 @@ def decades(low: float, high: float, *, n_most: int = 7) -> list[float]:
 
 
 def _worded(places: Any, form: str) -> Any:
-    """Ticks as pairs of place and text."""
+    """Ticks as pairs of position and text."""
     if places is None or (len(places) and isinstance(places[0], tuple)):
         return places
     return [(float(at), _TICK_FORMATS[form](at)) for at in places]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: In an order in which what is published lies side by side, so that its line has few gaps.
+#: Ordered so that published measures are adjacent, and their line has few gaps.
 DEFAULT_MEASURES = (
     "expansive_mass",
     "near_unit_mass",
@@ -26,7 +26,7 @@ DEFAULT_MEASURES = (
     "nonlinearity_ratio",
     "eigenvector_condition",
 )
-#: Positive without a bound, so their axis is logarithmic; with the smallest possible value, where there is one.
+#: Measures without an upper bound, drawn on a logarithmic axis, with their smallest possible value if any.
 LOGARITHMIC = {
     "spectral_radius": None,
     "eigenvector_condition": 1.0,
@@ -42,10 +42,10 @@ class RadarAxis:
 
     Attributes:
         measure: Name of the variable.
-        title: What it is called.
-        lowest: Value in the centre.
+        title: Title of the axis.
+        lowest: Value at the centre.
         highest: Value at the rim.
-        is_logarithmic: Kind of the scale.
+        is_logarithmic: Whether the scale is logarithmic.
         angle: Direction, in radians from the right, counter-clockwise.
     """
 
@@ -57,14 +57,14 @@ class RadarAxis:
     angle: float
 
     def place(self, value: float) -> float:
-        """Distance from the centre, 0 to 1; NaN for what has no place: NaN, infinite, or 0 on a logarithmic axis."""
+        """Distance from the centre, 0 to 1; NaN if it cannot be drawn: NaN, infinite, or 0 on a logarithmic axis."""
         if not math.isfinite(value) or (self.is_logarithmic and value <= 0):
             return math.nan
         scale = math.log if self.is_logarithmic else float
         return (scale(value) - scale(self.lowest)) / (scale(self.highest) - scale(self.lowest))
 
     def point(self, distance: float) -> tuple[float, float]:
-        """Where a distance from the centre lies in the picture."""
+        """Coordinates of the point at a distance from the centre."""
         return distance * math.cos(self.angle), distance * math.sin(self.angle)
 
     @property
@@ -106,13 +106,13 @@ def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> li
 
 @dataclass(frozen=True)
 class RadarChart:
-    """One architecture on the axes.
+    """The values of one architecture on the axes.
 
     Attributes:
-        name: Of the architecture.
-        place: Among the looks, see `style.model_style`.
-        values: ``"ours"`` and ``"published"``, each one value an axis; NaN: unknown.
-        note: Step, divergence, and whether the spectra say anything.
+        name: Name of the architecture.
+        place: Number of its style, see `style.model_style`.
+        values: For ``"ours"`` and ``"published"`` one value per axis; NaN: unknown.
+        note: Step, divergence, and whether the update was too small for a spectrum.
     """
 
     name: str
@@ -140,7 +140,7 @@ class RadarChart:
 
     @property
     def has_published(self) -> bool:
-        """Whether anything about it is published."""
+        """Whether it has published values."""
         return any(math.isfinite(value) for value in self.values["published"])
 
 
@@ -152,7 +152,7 @@ def outline(axes: list[RadarAxis], values: list[float]) -> dict[str, np.ndarray]
 
 
 def labelled_points(axes: list[RadarAxis], columns: dict[str, np.ndarray], *, who: str) -> dict[str, np.ndarray]:
-    """The points of an `outline` that have a place, with what a pointer is told of each."""
+    """The points of an `outline` that can be drawn, with the text under the pointer for each."""
     has_place = np.isfinite(columns["x"][:-1])  # the last point only closes the line
     table = {key: column[:-1][has_place] for key, column in columns.items()}
     table["measure"] = np.array([axis.title for axis in axes], dtype=object)[has_place]
@@ -162,7 +162,7 @@ def labelled_points(axes: list[RadarAxis], columns: dict[str, np.ndarray], *, wh
 
 @dataclass(frozen=True)
 class Texts:
-    """The words of one picture: title, one line under it, lines below, and a text at the end of each axis."""
+    """The texts of one chart: title, one line under it, lines below, and a label at the end of each axis."""
 
     title: str
     note: str
@@ -181,7 +181,7 @@ class Texts:
 
     @classmethod
     def of_all(cls, axes: list[RadarAxis], charts: list[RadarChart]) -> Texts:
-        """All architectures: the ranges at the axes; what has no place in the chart below it."""
+        """All architectures: ranges at the axes, and values that cannot be drawn below the chart."""
         at_axes = [_at_axis(axis, axis.span + (", log" if axis.is_logarithmic else "")) for axis in axes]
         lines = ["dashed: published, at initialization"] if any(chart.has_published for chart in charts) else []
         for chart in charts:
@@ -197,13 +197,13 @@ class Texts:
 
 
 def _scales(axes: list[RadarAxis]) -> str:
-    """What dashes mean, and the range of each axis, in lines."""
+    """Lines with the meaning of dashes and the range of each axis."""
     by_span: dict[str, list[str]] = {}
     for axis in axes:
         by_span.setdefault(f"{axis.span}{', logarithmic' if axis.is_logarithmic else ''}", []).append(axis.title)
     lines = ["dashed and (in parentheses): published, at initialization", "from centre to rim:"]
     for span, titles in by_span.items():
-        # No line ends inside a title.
+        # Lines are not broken inside a title.
         items = ", ".join(title.replace(" ", "\xa0") for title in titles)
         lines += textwrap.wrap(f"{items} {span}".replace(f" {span}", "\xa0" + span.replace(" ", "\xa0")), 60)
     return "\n".join(lines)
@@ -217,7 +217,7 @@ def _at_axis(axis: RadarAxis, text: str) -> str:
 
 
 def _round(value: float, *, down: bool) -> float:
-    """The next of 1, 2, 5, 10, ... up or down."""
+    """The next larger or smaller of 1, 2, 5, 10, ..."""
     decade = 10.0 ** math.floor(math.log10(value))
     steps = [factor * decade for factor in (1, 2, 5, 10)]
     fitting = [step for step in steps if (step <= value * 1.0001 if down else step >= value * 0.9999)]

@@ -1,4 +1,4 @@
-"""Architectures as radar charts: one axis a measure, ours solid, published dashed."""
+"""Radar charts of architectures: one axis per measure, our values solid, published ones dashed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-# What a widget that redraws these charts needs beside the figure.
+# What a widget that redraws these charts needs besides the figure.
 
-#: More fillings than this only hide each other.
+#: Largest number of filled outlines; more would hide each other.
 _N_FILLED = 4
 _RINGS = (0.25, 0.5, 0.75, 1.0)
-#: What a picture shows: half its width, its bottom and its top, where the rim has radius 1.
+#: View of a chart: half its width, its bottom and its top, where the rim has radius 1.
 _WIDTH, _LOW, _HIGH = 1.95, -1.5, 1.5
 
 
@@ -33,20 +33,20 @@ def radar(
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw a comparison as radar charts (after RKSP Fig. 6): one axis a measure, growing outwards.
+    """Draw a comparison as radar charts (after RKSP Fig. 6): one axis per measure, growing outwards.
 
     Fractions run from 0 in the centre to 1 at the rim; measures without a bound run over a logarithmic range of round
     numbers that holds every architecture, which the figure states. Published figures are dashed with hollow markers. A
     value that is unknown or infinite leaves a gap, and is written as "–" or "∞".
 
     Args:
-        comparison: From `workbench.compare`.
+        comparison: Dataset from `workbench.compare`.
         measures: At least three of its variables by ``architecture`` and ``source``; None takes the masses near and
             beyond 1, the spectral radius, the nonlinearity ratio and the eigenvector condition.
         overlay: Draw all architectures into one chart, which is readable for about four. By default each has a chart of
             its own with its values in figures, published ones in parentheses.
-        columns: Charts in a row.
-        places: Place of each architecture among the looks (`style.model_style`), by name; None: the order given.
+        columns: Charts per row.
+        places: Style number of each architecture (`style.model_style`), by name; None: in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -94,7 +94,7 @@ def radar(
 
 
 def _elements(hv: Any, axes: list[RadarAxis], charts: list[RadarChart]) -> Iterator[tuple[str, Any, RadarChart | None]]:
-    """What is drawn, from bottom to top: kind, element without a look, and its architecture."""
+    """What is drawn, from bottom to top: kind, element without style, and its architecture."""
     dims = [hv.Dimension("x"), hv.Dimension("y")]
     rings = [np.array([axis.point(ring) for axis in [*axes, axes[0]]]) for ring in _RINGS]
     spokes = [np.array([(0.0, 0.0), axis.point(1.0)]) for axis in axes]

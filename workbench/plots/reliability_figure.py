@@ -1,4 +1,4 @@
-"""Whether predicted probabilities of divergence come true: the reliability diagram."""
+"""Reliability diagram: predicted probabilities of divergence against observed frequencies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reliability(
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw how often runs really diverged against the probability that was predicted, with the number of runs below.
+    """Draw the observed share of diverged runs against the predicted probability, with the number of runs below.
 
     One dot for each bin of runs of similar predicted probability. On the dashed diagonal predictions are calibrated;
     below it they are too high, above it too low. The bars are the intervals of the observed share, which are wide for
@@ -40,7 +40,7 @@ def reliability(
         reliability: Dataset with dim ``bin``: mean_probability, rate (share that diverged), low, high and n_runs; NaN
             or 0 runs: an empty bin, which is not drawn; attrs ``ece``, the expected calibration error, and perhaps
             ``level``, that of the intervals, and ``n_left_out``, runs that got no prediction. Or several by name.
-        places: Place of each prediction among the looks (`style.model_style`), by name; None: the order given.
+        places: Style number of each prediction (`style.model_style`), by name; None: in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -109,13 +109,13 @@ def reliability(
 
 @dataclass(frozen=True)
 class Bins:
-    """The bins of one prediction that hold runs.
+    """The non-empty bins of one prediction.
 
     Attributes:
-        name: Of the prediction; may be empty.
+        name: Name of the prediction; may be empty.
         columns: ``mean_probability``, ``rate``, ``low``, ``high`` and ``n_runs``, ascending.
         ece: Expected calibration error.
-        level: Of the intervals.
+        level: Confidence level of the intervals.
         n_left_out: Runs without a prediction.
     """
 
@@ -127,7 +127,7 @@ class Bins:
 
     @property
     def label(self) -> str:
-        """What the legend says, such as "forward: ECE 0.031"."""
+        """The entry in the legend, such as "forward: ECE 0.031"."""
         left_out = f", {self.n_left_out} runs not predicted" if self.n_left_out else ""
         return (f"{self.name}: " if self.name else "") + f"ECE {self.ece:.3f}{left_out}"
 
@@ -136,7 +136,7 @@ def bins_of(reliability: xr.Dataset | Mapping[str, xr.Dataset]) -> list[Bins]:
     """The predictions as `reliability` draws them.
 
     Raises:
-        SchemaError: If there is none, one lacks a variable, or every bin is empty.
+        SchemaError: If there is no dataset, one lacks a variable, or every bin is empty.
     """
     series = []
     needed = ["mean_probability", "rate", "low", "high", "n_runs"]

@@ -28,24 +28,24 @@ def risk_curve(
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw the predicted probability of divergence over the learning rate, of one architecture or of several.
+    """Draw the predicted probability of divergence over the learning rate, for one architecture or several.
 
     The strip around a line is its interval. The large dot is the stability edge, the largest rate with little risk, and
-    the line through it its interval; the legend says both in numbers. Where the model has seen nothing alike the line
-    is dotted, and the ground is grey where there is no prediction. Measured runs stand below 0 % where they survived
-    and above 100 % where they diverged.
+    the line through it its interval; the legend gives both as numbers. Where the model is not applicable the line
+    is dotted, and the background is grey without a prediction. Measured runs are drawn below 0 % if they survived
+    and above 100 % if they diverged.
 
     Args:
-        risk: As for `workbench.plots.risk_map`.
+        risk: Dataset as for `workbench.plots.risk_map`.
         runs: Measured runs, as for `workbench.plots.risk_map`.
-        places: Place of each architecture among the looks (`style.model_style`), by name; None: the order given.
+        places: Style number of each architecture (`style.model_style`), by name; None: in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout of one panel with options for that backend only.
 
     Raises:
-        SchemaError: If the risk or the runs lack a variable or dimension, or a probability or rate is none.
+        SchemaError: If the risk or the runs lack a variable or dimension, or a probability or rate is invalid.
         OptionError: If the backend or an architecture's place does not exist.
 
     Example:
@@ -91,7 +91,7 @@ def _draw_architecture(draw: Primitives, grid: RiskGrid, row: int, look: Mapping
     label = f"{name}: stable up to {words}" if name else f"stable up to {words}"
     if np.isnan(grid.edges[0, row]):
         label = f"{name}: no stable rate predicted" if name else "no stable rate predicted"
-    # The dotted line runs on to the next familiar rate, so that the two meet.
+    # The dotted line continues to the next familiar rate, so that the two lines meet.
     unfamiliar = ~is_familiar
     if unfamiliar.any():
         place = np.arange(len(unfamiliar))
@@ -106,7 +106,7 @@ def _draw_architecture(draw: Primitives, grid: RiskGrid, row: int, look: Mapping
         [f"{percent(low)} to {percent(high)}" for low, high in zip(grid.low[row], grid.high[row], strict=True)]
     )
     is_known = np.isfinite(probability)
-    if draw.is_bokeh and is_known.any():  # unseen, for the pointer
+    if draw.is_bokeh and is_known.any():  # invisible, for the pointer
         tips = [("", name), ("learning rate", "$x"), ("risk", "$y{0 %}"), ("interval", "@shown")][not name :]
         dots: dict[str, Any] = {"color": color, "size": 10, "alpha": 0.0, "tips": tips}
         draw.dots(grid.rates[is_known], probability[is_known], columns={"shown": shown[is_known]}, **dots)

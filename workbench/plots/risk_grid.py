@@ -1,4 +1,4 @@
-"""Predicted risk over learning rates, and what really became of runs, as the figures of risk draw them."""
+"""Predicted risk over learning rates, and outcomes of runs, as the figures of risk draw them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _EXPECTED = "expected a dataset with dims architecture and learning_rate, such as predictions of wb.risk on a grid"
 _EDGE = "largest_stable_rate"
-#: Share of diverging runs up to which a rate counts as stable, where the data say nothing else; the paper's.
+#: Share of diverging runs up to which a rate counts as stable, if the data do not state another; the paper's value.
 _BELOW = 0.20
 
 
@@ -24,15 +24,15 @@ class RiskGrid:
     """Predictions for each architecture at each learning rate.
 
     Attributes:
-        architectures: Names of the rows; one empty name where the data name none.
+        architectures: Names of the rows; one empty name if the data have none.
         rates: Learning rates, ascending, shape (rate,).
-        probability: Of divergence, shape (architecture, rate); NaN: not predicted.
+        probability: Probability of divergence, shape (architecture, rate); NaN: not predicted.
         low: Lower bound of its interval; NaN: not known.
-        high: Upper bound.
+        high: Upper bound of its interval; NaN: not known.
         is_familiar: Whether the case is like those that the model has seen.
         edges: Largest stable rate, its lower and its upper bound, shape (3, architecture); NaN: not known.
         below: Share of diverging runs that defines the largest stable rate.
-        level: Of the intervals.
+        level: Confidence level of the intervals.
     """
 
     architectures: tuple[str, ...]
@@ -50,7 +50,7 @@ class RiskGrid:
         """Read a dataset; see `workbench.plots.risk_map`.
 
         Raises:
-            SchemaError: If it lacks a variable or a dimension, or a rate or probability is none.
+            SchemaError: If it lacks a variable or a dimension, or a rate or probability is invalid.
         """
         import xarray as xr
 
@@ -104,7 +104,7 @@ class RiskGrid:
         return np.exp([2 * place[0] - middle[0], *middle, 2 * place[-1] - middle[-1]])
 
     def edge_in_words(self, row: int) -> str:
-        """Such as "0.0031 [0.0018, 0.005]"."""
+        """The edge and its interval as text, such as "0.0031 [0.0018, 0.005]"."""
         edge, low, high = self.edges[:, row]
         if np.isnan(edge):
             return "not predicted"
@@ -113,7 +113,7 @@ class RiskGrid:
 
     @property
     def edge_meaning(self) -> str:
-        """What the edge is, such as "largest rate with less than 20 % risk, 90 % interval"."""
+        """Definition of the edge as text, such as "largest rate with less than 20 % risk, 90 % interval"."""
         interval = ""
         if not np.isnan(self.edges[1:]).all():
             interval = ", with its interval" if self.level is None else f", {100 * self.level:g} % interval"
@@ -125,10 +125,10 @@ class Runs:
     """The outcomes of runs whose architecture has a row.
 
     Attributes:
-        row: Of the architecture, shape (run,).
-        rate: Learning rate.
-        has_diverged: Whether the run did.
-        n_elsewhere: Runs without a row or outside the view, which are not drawn.
+        row: Row of the architecture, shape (run,).
+        rate: Learning rate, shape (run,).
+        has_diverged: Whether the run diverged, shape (run,).
+        n_elsewhere: Number of runs without a row or outside the view, which are not drawn.
     """
 
     row: np.ndarray
@@ -138,7 +138,7 @@ class Runs:
 
     @classmethod
     def of(cls, runs: xr.Dataset | None, grid: RiskGrid) -> Runs:
-        """Take the runs that a grid has a place for.
+        """Select the runs that a grid can show.
 
         Raises:
             SchemaError: If the dataset lacks a variable.
@@ -158,7 +158,7 @@ class Runs:
 
     @property
     def spots(self) -> np.ndarray:
-        """Heights within a row, between -1 and 1: runs of one rate and row beside each other, diverged ones above."""
+        """Heights within a row, between -1 and 1: runs of one rate and row next to each other, diverged ones above."""
         heights = np.zeros(len(self.row))
         for key in {*zip(self.row.tolist(), self.rate.tolist(), strict=True)}:
             here = np.flatnonzero((self.row == key[0]) & (self.rate == key[1]))
@@ -168,14 +168,14 @@ class Runs:
 
     @property
     def remarks(self) -> list[str]:
-        """A note on what is not drawn."""
+        """A note on runs that are not drawn."""
         if not self.n_elsewhere:
             return []
         return [f"{self.n_elsewhere} run{'s' if self.n_elsewhere > 1 else ''} elsewhere not shown"]
 
 
 def _matrix(risk: xr.Dataset, name: str) -> np.ndarray:
-    """Shape (architecture, rate); NaN where there is no such variable."""
+    """Values of a variable, shape (architecture, rate); NaN if it does not exist."""
     import xarray as xr
 
     shape = risk["probability"]

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _WIDTH, _ROW, _KEY = 580, 48, (240, 12)
-#: Share of the frame's width right of the cells, for the words.
+#: Share of the frame's width right of the cells, for text.
 _WORDS = 0.3
-#: Strokes across a cell that stand for "not familiar".
+#: Number of strokes of the hatching that marks a cell as "not familiar".
 _N_STROKES = 3
 
 
 def risk_map(risk: xr.Dataset, *, runs: xr.Dataset | None = None, backend: str = "bokeh") -> Any:
-    """Draw the predicted probability of divergence: one row an architecture, learning rates to the right.
+    """Draw the predicted probability of divergence: one row per architecture, learning rates to the right.
 
-    The upright bar in a row is the stability edge, the largest rate with little risk, and the line through it its
-    interval; both stand in numbers to the right. Hatched cells are unlike the runs that the model has seen, grey ones
-    have no prediction. Dots are measured runs, filled where they diverged; runs of one rate stand above each other.
+    The vertical bar in a row is the stability edge, the largest rate with little risk, and the line through it its
+    interval; the numbers are on the right. Hatched cells are unlike the runs that the model has seen, grey ones
+    have no prediction. Dots are measured runs, filled if they diverged; runs of one rate are stacked.
 
     Args:
         risk: Dataset with dims ``architecture`` (may be missing: one row) and ``learning_rate``: probability; where
@@ -37,10 +37,10 @@ def risk_map(risk: xr.Dataset, *, runs: xr.Dataset | None = None, backend: str =
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
-        A holoviews Layout of the map and its key of colours, with options for that backend only.
+        A holoviews Layout of the map and its colour key, with options for that backend only.
 
     Raises:
-        SchemaError: If the risk or the runs lack a variable or dimension, or a probability or rate is none.
+        SchemaError: If the risk or the runs lack a variable or dimension, or a probability or rate is invalid.
         OptionError: If the backend does not exist.
 
     Example:

@@ -30,14 +30,14 @@ def roc(
     """Draw the ROC curve of one score, or of several by name, with the area under each in the legend.
 
     A point is one threshold: the share of the diverging runs that it catches against the share of the surviving runs
-    that it calls dangerous. On the screen the pointer shows the threshold. On the dashed diagonal a score is worth
-    nothing; below it, it points the wrong way.
+    that it calls dangerous. On the screen the pointer shows the threshold. On the dashed diagonal a score is no
+    better than chance; below it, its sign is wrong.
 
     Args:
         curves: Dataset with dim ``point``: false_positive_rate, true_positive_rate and threshold (above or at which a
             run is called dangerous; infinite: none is); attrs ``auroc`` and, where known, ``low`` and ``high`` of its
             interval, ``n_runs`` and ``n_diverged``. Or several by name.
-        places: Place of each score among the looks (`style.model_style`), by name; None: the order given.
+        places: Style number of each score (`style.model_style`), by name; None: in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -63,7 +63,7 @@ def roc(
             look, columns = style.model_style(place), line.columns
             x, y = columns["false_positive_rate"], columns["true_positive_rate"]
             draw.line(x, y, color=look["color"], dash=look["dash"], width=2, label=line.label)
-            if draw.is_bokeh:  # unseen, for the pointer
+            if draw.is_bokeh:  # invisible, for the pointer
                 shown = {"threshold": np.array([f"{at:.3g}" for at in columns["threshold"]])}
                 tips = [
                     ("", line.name),
@@ -89,11 +89,11 @@ class RocLine:
     """One curve of the figure.
 
     Attributes:
-        name: Of the score; may be empty.
+        name: Name of the score; may be empty.
         columns: ``false_positive_rate``, ``true_positive_rate`` and ``threshold``.
         auroc: Area under the curve.
         interval: Its lower and upper bound; NaN where none is known.
-        counts: Runs, and those that diverged; empty where not told.
+        counts: Number of runs, and of those that diverged; empty if not known.
     """
 
     name: str
@@ -104,7 +104,7 @@ class RocLine:
 
     @property
     def label(self) -> str:
-        """What the legend says, such as "M: 0.912 [0.853, 0.961]"."""
+        """The entry in the legend, such as "M: 0.912 [0.853, 0.961]"."""
         interval = "" if np.isnan(self.interval).any() else " [{:.3f}, {:.3f}]".format(*self.interval)
         return f"{self.name or 'AUROC'}: {self.auroc:.3f}{interval}"
 

@@ -25,9 +25,9 @@ _NEEDED = (
     "reason", "scale",
 )  # fmt: skip
 _SIZE, _CHECK_WIDTH, _ROW = (520, 320), 330, 17
-#: Room that a letter of a note takes.
+#: Width of a letter of a note.
 _LETTER = 6.2
-#: Glyphs up to which holoviews shows a legend; a study has nine at most.
+#: Largest number of glyphs for which holoviews shows a legend; a study has nine at most.
 _MOST_GLYPHS = 1000
 _CHECK_NOTE = "shaded: no significant growth or vanishing of updates with the width"
 _STATES: dict[str, str] = {
@@ -54,15 +54,15 @@ def scaling_trend(
     """Draw a ladder of sizes: what was measured, the trend with its interval, and its prediction at the target.
 
     Small dots are single seeds, the line is the trend and the strip its prediction interval. The large mark is the
-    predicted value, full where the ladder supports it and hollow where it does not; a cross is what was measured at the
-    target. Of a single study with a coordinate check a second panel shows, for each layer group, the power of the width
+    predicted value, filled if the ladder supports it and hollow if not; a cross is the measurement at the
+    target. For one study with a coordinate check a second panel shows, for each layer group, the power of the width
     that its updates grow with: in the standard parametrization above the shaded range, in muP within.
 
     Args:
-        study: From `workbench.scaling_study`; several by name, or with a dimension ``architecture``.
-        quantity: One of the study's.
-        along: ``"width"`` or ``"depth"``; None: the width where the first ladder has several.
-        places: Place of each study among the looks (`style.model_style`), by name; None: the order given.
+        study: Dataset from `workbench.scaling_study`; several by name, or with a dimension ``architecture``.
+        quantity: Name of a quantity of the study.
+        along: ``"width"`` or ``"depth"``; None: the width if the first ladder has several.
+        places: Style number of each study (`style.model_style`), by name; None: in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -99,19 +99,19 @@ def scaling_trend(
 
 @dataclass(frozen=True)
 class Ladder:
-    """One study as it is drawn.
+    """What is drawn for one study.
 
     Attributes:
-        name: Of the study.
-        size: Widths or depths of the seeds' dots.
-        value: What they measured.
+        name: Name of the study.
+        size: Widths or depths of the runs with single seeds.
+        value: Values measured in these runs.
         curve_size: Widths or depths of the trend.
-        curve: The trend, its lower and its upper end, shape (3, point).
+        curve: Trend, its lower and its upper end, shape (3, point).
         goal: Width or depth of the target.
-        at_target: Predicted value, and its interval's ends.
+        at_target: Predicted value, and the ends of its interval.
         measured_at_target: Mean over seeds, lower and upper end; NaN: not measured.
         is_supported: Whether the ladder supports it.
-        reason: Why not.
+        reason: Why the ladder does not support it.
         is_log: Whether the axis of the values is logarithmic.
         is_off: Whether the target differs from the line in the other direction too.
     """
@@ -131,7 +131,7 @@ class Ladder:
 
     @classmethod
     def of(cls, name: str, data: xr.Dataset, quantity: str, along: str) -> Ladder:
-        """Read off a study.
+        """Read what is drawn from a study.
 
         Raises:
             SchemaError: If it has no such quantity.
@@ -173,7 +173,7 @@ def _studies(study: Any) -> dict[str, xr.Dataset]:
     """Studies by name.
 
     Raises:
-        SchemaError: If one is none.
+        SchemaError: If one is no scaling study.
     """
     import xarray as xr
 
@@ -188,7 +188,7 @@ def _studies(study: Any) -> dict[str, xr.Dataset]:
 
 
 def _told(data: xr.Dataset, name: str) -> Any:
-    """A setting of a study: of one on its own an attribute, of several together a variable."""
+    """A setting of a study: an attribute of a single study, a variable of several together."""
     return data[name].item() if name in data else data.attrs[name]
 
 
@@ -237,7 +237,7 @@ def _draw_ladder(draw: Primitives, ladder: Ladder, look: Mapping[str, str], *, i
         draw.dots([ladder.goal], [value], color=color, marker=marker, size=13, tips=tips, label=label, **goal)
     value, low, high = ladder.measured_at_target
     if np.isfinite(value):
-        place = ladder.goal * 1.06  # next to the predicted value, or they hide each other
+        place = ladder.goal * 1.06  # next to the predicted value, so that neither hides the other
         draw.bars(place, low, place, high, color=color, width=1.2, dash="dashed")
         tips = [("", ladder.name), ("measured", "$y"), ("between", f"{low:.3g} and {high:.3g}")]
         draw.dots([place], [value], color=color, size=9, is_hollow=True, alpha=0.0, tips=tips)  # for the pointer
@@ -245,7 +245,7 @@ def _draw_ladder(draw: Primitives, ladder: Ladder, look: Mapping[str, str], *, i
 
 
 def _extent(ladder: Ladder) -> np.ndarray:
-    """Values that have to be within the view; a strip may leave it where it is wide."""
+    """Values that have to be within the view; a wide strip may leave it."""
     ends = ladder.at_target.copy()
     if ladder.is_log and np.isfinite(ends).all():
         ends[1:] = np.clip(ends[1:], ends[0] / 10, ends[0] * 10)
@@ -263,7 +263,7 @@ def _view(values: np.ndarray, is_log: bool) -> tuple[float, float]:
 
 
 def _note(ladders: list[Ladder]) -> str:
-    """The small lines: what the marks are, and then each sentence with the ladders that it holds for."""
+    """The small lines: the meaning of the marks, then each remark with the ladders that it applies to."""
     words = ["dots: seeds", "strip: prediction interval", "large mark: predicted at the target"]
     if any(np.isfinite(ladder.measured_at_target[0]) for ladder in ladders):
         words.append("× measured there")
@@ -282,13 +282,13 @@ def _wrapped(sentence: str, width: int) -> str:
 
 
 def _equally_high(*notes: str) -> list[str]:
-    """The notes with as many lines each: bokeh cuts off a frame that it has to move down beside another."""
+    """The notes with equally many lines: bokeh cuts off a frame that it has to move down next to another."""
     n_breaks = max(note.count("\n") for note in notes)
     return [note + "\n" * (n_breaks - note.count("\n")) for note in notes]
 
 
 def _sentences(ladder: Ladder) -> list[str]:
-    """The notes on one ladder."""
+    """The remarks on one ladder."""
     parts = [] if ladder.is_supported else [f"not supported (hollow). {ladder.reason}"]
     n_outside = int((~np.isfinite(ladder.value)).sum())
     parts += [f"{n_outside} values outside of what was tried are not shown."] if n_outside else []

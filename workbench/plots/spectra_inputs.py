@@ -22,8 +22,8 @@ def named_spectra(
 
     Args:
         spectra: Spectra datasets or runs.
-        step: ``"first"``, ``"last"``, or a number: the latest recorded step up to it. The names then say which step it
-            is, such as "Pre-LN, step 100". None: the data hold one step or none.
+        step: ``"first"``, ``"last"``, or a number: the latest recorded step up to it. Names state the step that
+            is shown, such as "Pre-LN, step 100". None: the data hold one step or none.
 
     Raises:
         SchemaError: If there is no dataset, one does not follow the schema, or one holds several steps or runs.
@@ -63,12 +63,12 @@ def named_spectra(
 
 
 def given_name(label: str, spectra: xr.Dataset) -> str:
-    """The name that a model was given, of one that `named_spectra` named with its step."""
+    """The original name of a model whose name `named_spectra` extended by its step."""
     return label.removesuffix(_step_in_words(spectra))
 
 
 def select_layers(spectra: xr.Dataset, layers: Iterable[int] | None) -> xr.Dataset:
-    """The layers of one dataset that are asked for and exist, possibly none; None means all."""
+    """The requested layers that exist in one dataset, possibly none; None means all."""
     if layers is None:
         return spectra
     is_chosen = np.isin(spectra["layer"].values, np.fromiter(layers, dtype=int))

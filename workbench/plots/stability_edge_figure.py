@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: Least distance of two labels, as a share of the y axis.
+#: Smallest distance of two labels, as a share of the y axis.
 _LABEL_GAP = 0.085
-#: Share of the width that the labels take.
+#: Share of the width for the labels.
 _LABEL_SHARE = 0.36
-#: By how much controls stand beside each other at one rate, as a share of the distance of two rates.
+#: Horizontal offset between controls at one rate, as a share of the distance of two rates.
 _DODGE = 0.13
 _RATIO = 2.3
 
@@ -31,16 +31,16 @@ def stability_edge(
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw the share of diverged runs against the learning rate: one line a control, with Wilson intervals.
+    """Draw the share of diverged runs against the learning rate: one line per control, with Wilson intervals.
 
-    At each rate the controls stand a little beside each other, so that none hides another. The large marker on each
+    At each rate the controls are slightly offset, so that none hides another. The large marker on each
     line is the largest stable rate, up to which less than ``below`` of the runs diverge; the label at the line's end
-    says it in numbers.
+    gives its value.
 
     Args:
-        outcomes: One row a run, as `workbench.samples.shaping` gives them.
-        below: See `workbench.studies.outcomes.largest_stable_rate`; drawn as a level line.
-        places: Place of each control among the looks (`style.model_style`), by name; None: the order of the runs.
+        outcomes: Table with one row per run, as `workbench.samples.shaping` gives them.
+        below: Share of diverged runs as in `workbench.studies.outcomes.largest_stable_rate`; a horizontal line.
+        places: Style number of each control (`style.model_style`), by name; None: in the order of the runs.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -68,13 +68,13 @@ def stability_edge(
 
 @dataclass(frozen=True)
 class EdgeCurve:
-    """One control of the figure.
+    """The values of one control.
 
     Attributes:
-        control: Its name.
+        control: Name of the control.
         columns: ``learning_rate``, ``share`` of diverged runs, ``low`` and ``high`` of its interval, ``n_runs``; only
             rates with runs.
-        stable: Column of `columns` with the largest stable rate; None: there is none.
+        stable: Column of `columns` with the largest stable rate; None: no rate is stable.
         is_lower_bound: Whether every rate was stable.
         missing: Rates of the other controls at which this one did not run.
     """
@@ -98,7 +98,7 @@ def edges_of(outcomes: xr.Dataset, *, below: float = 0.20) -> list[EdgeCurve]:
     """The controls of a table of outcomes, as `stability_edge` draws them.
 
     Raises:
-        SchemaError: If it is none.
+        SchemaError: If it is no table of outcomes.
         OptionError: If ``below`` is no share.
     """
     stable_rates = largest_stable_rate(outcomes, below=below)
@@ -132,7 +132,7 @@ def spread(values: Sequence[float], gap: float, *, lowest: float = 0.0) -> list[
 
 
 def dodged(rates: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The rates of each control, moved a little to the left or right so that none hides another."""
+    """The rates of each control, slightly offset so that none hides another."""
     known = np.unique(np.concatenate(rates))
     gap = np.diff(np.log(known)).min() if len(known) > 1 else 0.0
     shifts = _DODGE * gap * (np.arange(len(rates)) - (len(rates) - 1) / 2)
@@ -150,7 +150,7 @@ def _note(edges: Sequence[EdgeCurve]) -> str:
 
 
 def _view(edges: Sequence[EdgeCurve]) -> tuple[list[float], float, tuple[float, float]]:
-    """The rates, the place of the labels and the range of the axis, which has room for them."""
+    """The rates, the position of the labels and the range of the axis, which includes them."""
     rates = sorted({float(x) for edge in edges for x in edge.columns["learning_rate"]})
     width = np.log(rates[-1] / rates[0]) or 1.0
     left, start = rates[0] * np.exp(-0.06 * width), rates[-1] * np.exp(0.06 * width)
@@ -263,7 +263,7 @@ def _title(below: float) -> str:
 
 
 def _axes_bokeh(plot: Any, element: Any) -> None:
-    """Plain rates below, percent on the left."""
+    """Plain rates on the x axis, percent on the y axis."""
     from bokeh.models import BasicTickFormatter, NumeralTickFormatter
 
     for axis in plot.state.xaxis:
@@ -273,7 +273,7 @@ def _axes_bokeh(plot: Any, element: Any) -> None:
 
 
 def _axes_matplotlib(rates: Sequence[float]) -> Any:
-    """A holoviews hook: plain rates below, percent on the left."""
+    """A holoviews hook: plain rates on the x axis, percent on the y axis."""
 
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, StrMethodFormatter

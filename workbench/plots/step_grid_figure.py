@@ -1,4 +1,4 @@
-"""Eigenvalues while training: one row a run, one column a step, all on the same axes."""
+"""Eigenvalues during training: one row per run, one column per step, all on the same axes."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def step_grid(
     center: float = 0.0,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw the eigenvalues of each run at several steps: one row a run, one column a step, linked axes.
+    """Draw the eigenvalues of each run at several steps: one row per run, one column per step, linked axes.
 
-    Each panel is one of `eigenvalue_map` and says the mean near-unit mass and the largest radius. A run shows the
+    Each panel is one of `eigenvalue_map` and states the mean near-unit mass and the largest radius. A run shows the
     latest spectra up to the column's step, and names their step; where it had ended before, the panel says why it is
     empty.
 
     Args:
         runs: One run, or several by name. Spectra that name no step are shown in the first column.
-        steps: The columns; None takes up to four of those recorded, evenly spaced as far as there are such.
+        steps: Steps of the columns; None takes up to four recorded ones, as evenly spaced as possible.
         layers: Layer numbers to show; None shows all.
         limit: Half the width of the view, as in `eigenvalue_map`.
         center: Middle of the view on the real axis, as in `eigenvalue_map`.
@@ -109,7 +109,7 @@ class GridCell:
 
     Attributes:
         title: The step that is shown.
-        spectra: At this step; of the run's last spectra where there is a word.
+        spectra: Spectra at this step; the run's last ones if ``word`` is not empty.
         word: Why nothing is shown; empty if something is.
     """
 
@@ -121,12 +121,12 @@ class GridCell:
 def cell_of(
     run: xr.DataTree, step: int, *, name: str, layers: Iterable[int] | None = None, is_first: bool = True
 ) -> GridCell:
-    """What a run shows in the column of one step.
+    """What is shown of a run in the column of one step.
 
     Args:
-        run: With spectra.
-        step: Of the column.
-        name: Of the run, for the sentences.
+        run: Run with spectra.
+        step: Step of the column.
+        name: Name of the run, for messages.
         layers: Layer numbers to show; None shows all.
         is_first: Whether this is the first column, where spectra without a step are shown.
     """
@@ -172,7 +172,7 @@ def _note(cell: GridCell, columns: Mapping[str, np.ndarray], view: View) -> str:
 
 
 def _keys(runs: Mapping[str, xr.DataTree], cells: list[GridCell]) -> str:
-    """What the markers and the shading mean; every kind of key once."""
+    """Meaning of the markers and the shading, each kind once."""
     lines = {"M: mean over layers   ρ: largest": None}
     lines |= dict.fromkeys(key(spectra_of(run)) for run in runs.values())
     if any(not cell.spectra["is_informative"].all() for cell in cells if not cell.word):

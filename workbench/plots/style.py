@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 BACKENDS = ("bokeh", "matplotlib")
 
-#: Shallow to deep. The best that a numerical search found: a contrast of at least 3 on white and on #111111, and the
-#: largest smallest step for normal, protan, deutan and tritan eyes (``tests/plots/test_style.py`` measures both).
+#: Shallow to deep. Found by a numerical search: a contrast of at least 3 on white and on #111111, and the
+#: largest smallest step for normal, protan, deutan and tritan vision (``tests/plots/test_style.py`` measures both).
 DEPTH_RAMP = ("#6244fb", "#996ef7", "#ba78d9", "#b05d95", "#a43e55", "#bb3233", "#ea2e0f")
 
-#: One a model, always together with the marker and dash of the same place, so that colour never stands alone.
+#: One colour per model, always with the marker and dash of the same number, so that colour is never the only cue.
 MODEL_COLORS = ("#1f77d4", "#d55e00", "#0f8f66", "#b25ac8", "#8f7a00", "#7f7f7f", "#e00b4b", "#7656f5")
 MODEL_MARKERS = ("circle", "square", "triangle", "diamond", "inverted_triangle", "star")
 #: The same markers for matplotlib.
@@ -32,7 +32,7 @@ MATPLOTLIB_MARKERS = {
 }
 MODEL_DASHES = ("solid", "dashed", "dotted", "dashdot", "solid", "dashed")
 
-#: Text, axes and grid: the grey whose contrast is the same (4.3) on white and on #111111.
+#: Text, axes and grid: the grey with equal contrast (4.3) on white and on #111111.
 NEUTRAL = "#7a7a7a"
 #: Text and axes of matplotlib figures, which have a white ground of their own in any theme.
 INK = "#333333"
@@ -43,7 +43,7 @@ TICK_SIZE = 9
 
 
 def depth_colors(n_layers: int) -> list[str]:
-    """One colour a layer, shallow to deep, as ``#rrggbb``; evenly spaced on the ramp."""
+    """One colour per layer, shallow to deep, as ``#rrggbb``; evenly spaced on the ramp."""
     anchors = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in DEPTH_RAMP])
     place = np.linspace(0, len(anchors) - 1, max(n_layers, 1))
     channels = [np.interp(place, np.arange(len(anchors)), channel) for channel in anchors.T]
@@ -51,7 +51,7 @@ def depth_colors(n_layers: int) -> list[str]:
 
 
 def model_style(index: int) -> dict[str, str]:
-    """Colour, marker and dash of the model at one place; combinations repeat only after many models."""
+    """Colour, marker and dash with one number; combinations repeat only after many models."""
     return {
         "color": MODEL_COLORS[index % len(MODEL_COLORS)],
         "marker": MODEL_MARKERS[index % len(MODEL_MARKERS)],
@@ -60,14 +60,14 @@ def model_style(index: int) -> dict[str, str]:
 
 
 def model_places(names: Iterable[str], places: Mapping[str, int] | None = None) -> list[int]:
-    """The place of each model among the looks, for `model_style`.
+    """The style number of each model, for `model_style`.
 
     Args:
-        names: Of the models that are drawn.
-        places: By name, perhaps of other models too; None: the order given.
+        names: Names of the models that are drawn.
+        places: Style numbers by name, perhaps also of other models; None: in the order given.
 
     Raises:
-        OptionError: If a model has no place, or one is not a whole number from 0.
+        OptionError: If a model has no style number, or one is not an integer from 0.
     """
     names = list(names)
     if places is None:
@@ -118,11 +118,11 @@ def laid_out(hv: Any, panels: Sequence[Any], backend: str, *, n_columns: int = 1
     """The panels as one holoviews Layout.
 
     Args:
-        hv: From `drawing`.
-        panels: In the order of reading.
-        backend: Of the drawing.
-        n_columns: Panels in a row.
-        of_matplotlib: Options of a layout of matplotlib.
+        hv: Module from `drawing`.
+        panels: Panels in reading order.
+        backend: Backend of the panels.
+        n_columns: Panels per row.
+        of_matplotlib: Options of a matplotlib layout.
     """
     layout = hv.Layout(list(panels)).cols(n_columns)
     if backend == "matplotlib":
@@ -131,7 +131,7 @@ def laid_out(hv: Any, panels: Sequence[Any], backend: str, *, n_columns: int = 1
 
 
 def dress_bokeh(plot: Any, element: Any) -> None:
-    """A holoviews hook: transparent ground, neutral text and grid, no frame on top and right."""
+    """A holoviews hook: transparent background, neutral text and grid, no frame on top and right."""
     figure = plot.state
     figure.background_fill_alpha = 0
     figure.border_fill_alpha = 0
@@ -160,7 +160,7 @@ def dress_bokeh(plot: Any, element: Any) -> None:
 
 
 def note_bokeh(text: str, *, place: str = "above") -> Any:
-    """A holoviews hook: one small line, named ``note_above`` or ``note_below``, beside a bokeh figure.
+    """A holoviews hook: one small line, named ``note_above`` or ``note_below``, next to a bokeh figure.
 
     On the ``left`` it is the bold name of a row of figures.
     """
@@ -185,7 +185,7 @@ def note_bokeh(text: str, *, place: str = "above") -> Any:
 def bare_bokeh(has_axis: tuple[bool, bool]) -> Any:
     """A holoviews hook: no numbers and no name along the x axis, the y axis or both; after `dress_bokeh`.
 
-    The left border is at least as wide for every panel, or bokeh cuts off frames that it moves below one another.
+    The left border is at least as wide for every panel, otherwise bokeh cuts off frames that it stacks.
     """
 
     def hook(plot: Any, element: Any) -> None:
@@ -219,7 +219,7 @@ def title_matplotlib(title: str, *, note: str = "", key: str = "") -> Any:
         axis.set_title("", loc="center")
         axis.set_title(title, loc="left", fontsize=TITLE_SIZE, fontweight="bold", color=INK, pad=18 if note else 7)
         small = {"transform": axis.transAxes, "fontsize": TICK_SIZE - 1, "color": INK}
-        # In points, not in shares of the height: on a tall panel those would reach into the title.
+        # In points, not in shares of the height, which on a tall panel would reach into the title.
         axis.annotate(
             note, (0, 1), (0, 3), xycoords="axes fraction", textcoords="offset points", ha="left", va="bottom",
             fontsize=TICK_SIZE - 1, color=INK,
@@ -268,7 +268,7 @@ def log_ticks_matplotlib(ratio: float) -> Any:
 
 
 def legend_matplotlib(labels: Mapping[str, int], *, has_markers: bool = True) -> Any:
-    """A holoviews hook that writes a legend of all models to the right of a panel; label -> place among the looks."""
+    """A holoviews hook that writes a legend of all models to the right of a panel; label -> style number."""
 
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.lines import Line2D

@@ -1,4 +1,4 @@
-"""The panels of the timeline as holoviews elements, for both backends: one lane a run, one panel a signal."""
+"""The panels of the timeline as holoviews elements, for both backends: one lane per run, one panel per signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from workbench.plots.timeline_panels import SignalPanel, Story
     from workbench.plots.traces_figure import Trace
 
-#: Lines are drawn as their envelope of so many buckets, about two a pixel.
+#: Number of buckets of the envelope that is drawn for a line, about two per pixel.
 _N_BUCKETS = 1200
 _WIDTH, _HEIGHT, _ROW = 660, 112, 54
 _RATIO = 5.6
@@ -35,7 +35,7 @@ class Drawing:
         hv: The holoviews module.
         backend: ``"bokeh"`` or ``"matplotlib"``.
         span: Steps in view.
-        stories: What happened, in the order of the runs.
+        stories: Events of each run, in the order of the runs.
     """
 
     def __init__(self, hv: Any, backend: str, span: tuple[float, float], stories: Sequence[Story]) -> None:
@@ -45,7 +45,7 @@ class Drawing:
         self._cursor: Any = None
 
     def lane(self, band: str = "") -> Any:
-        """What happened, a row a run."""
+        """Draw the events, one lane per run."""
         hv, n = self.hv, len(self.stories)
         dims = [hv.Dimension("step"), hv.Dimension("row", label="run")]
         parts = []
@@ -75,7 +75,7 @@ class Drawing:
         return self._framed(parts, "What happened", note, view=view, height=height, ticks=ticks)
 
     def panel(self, signal: SignalPanel, *, is_last: bool) -> Any:
-        """One signal of all runs."""
+        """Draw one signal of all runs."""
         hv, panel = self.hv, signal.panel
         dims = [hv.Dimension("step"), hv.Dimension("value", label=panel.title)]
         low, high = panel.view
@@ -127,7 +127,7 @@ class Drawing:
         return parts
 
     def _marks(self, story: Story, row: int, color: str, dims: list[Any]) -> list[Any]:
-        """Later alarms, first alarms, actions and the divergence, in a row of the lane."""
+        """Later alarms, first alarms, actions and the divergence, in one line of the lane."""
         onsets = story.onsets
         later = [event for event in story.events if event.kind == "alarm" and event not in onsets]
         parts = []
@@ -149,7 +149,7 @@ class Drawing:
         return parts
 
     def _lead(self, story: Story, row: int, dims: list[Any]) -> list[Any]:
-        """An arrow from the first mechanism's alarm to the first established sign, and its length in words."""
+        """An arrow from the first mechanism's alarm to the first established signal, and its length as text."""
         lead = story.lead
         if lead is None:
             return []
@@ -166,7 +166,7 @@ class Drawing:
         else:
             shape = {"marker": ">" if is_ahead else "<", "s": 26, "edgecolors": "none"}
         parts.append(self._opts(head, color=ink, **shape))
-        # Above the arrow, as near to its middle as the frame allows.
+        # Above the arrow, as close to its middle as the frame allows.
         width = self.span[1] - self.span[0]
         x = float(np.clip((start + stop) / 2, self.span[0] + 0.22 * width, self.span[1] - 0.22 * width))
         label = hv.Labels({("step", "row"): [(x, height + 0.08)], "text": [lead_in_words(lead)]}, dims, "text")
@@ -242,7 +242,7 @@ class Drawing:
         return self.hv.Overlay(parts).opts(**look, **common, xaxis="bottom" if is_last else "bare")
 
     def _linked_cursor(self, plot: Any, element: Any) -> None:
-        """A holoviews hook: one upright line under the pointer, in all panels."""
+        """A holoviews hook: one vertical line under the pointer, in all panels."""
         from bokeh.models import CrosshairTool, Span
 
         if plot.state.select({"type": CrosshairTool}):
@@ -276,7 +276,7 @@ _TIPS = [("", "@what"), ("step", "@step"), ("score", "@score"), ("", "@message")
 
 
 def lead_in_words(lead: Any) -> str:
-    """Such as "effective_rank D2, 620 steps before grad_norm"."""
+    """The lead time as text, such as "effective_rank D2, 620 steps before grad_norm"."""
     first, then = lead.first.source, "divergence" if lead.then.kind == "divergence" else lead.then.source
     n = abs(lead.n_steps)
     if n == 0:
@@ -294,7 +294,7 @@ def _columns(events: Sequence[TimelineEvent]) -> dict[str, list[Any]]:
 
 
 def _landmarks(story: Story) -> list[tuple[TimelineEvent, str]]:
-    """Upright lines through all panels: where the lead begins and ends; or the first alarm and the divergence."""
+    """Vertical lines through all panels where the lead time begins and ends; or the first alarm and the divergence."""
     if story.lead is not None:
         return [(story.lead.first, "dashed"), (story.lead.then, "dotted")]
     first = story.onsets[:1]
@@ -302,7 +302,7 @@ def _landmarks(story: Story) -> list[tuple[TimelineEvent, str]]:
 
 
 def _marks_in_words(stories: Sequence[Story]) -> str:
-    """What the marks mean; of those that occur."""
+    """Meaning of the marks that occur."""
     onsets = [event for story in stories for event in story.onsets]
     alarms = [event for story in stories for event in story.events if event.kind == "alarm"]
     words = {
@@ -326,7 +326,7 @@ def _plain_ticks_bokeh(plot: Any, element: Any) -> None:
 
 
 def _lane_axis_bokeh(plot: Any, element: Any) -> None:
-    """A holoviews hook: names of runs to the right, no line beside them."""
+    """A holoviews hook: names of runs on the right, no axis line."""
     longest = max(len(name) for axis in plot.state.yaxis for name in axis.major_label_overrides.values())
     plot.state.min_border_right = 30 + 9 * longest  # bokeh measures the names before they have their size
     for axis in plot.state.yaxis:
@@ -335,7 +335,7 @@ def _lane_axis_bokeh(plot: Any, element: Any) -> None:
 
 
 def _head_matplotlib(title: str, note: str) -> Any:
-    """A holoviews hook: a title and, above the frame, as many small lines as the note has."""
+    """A holoviews hook: a title and, above the frame, the lines of the note in small letters."""
 
     def hook(plot: Any, element: Any) -> None:
         style.title_matplotlib(title, note=note)(plot, element)

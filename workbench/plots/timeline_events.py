@@ -12,23 +12,23 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: Signals that anyone watches: a mechanism is seen early if its alarm comes before theirs.
+#: Signals that are commonly watched: a mechanism is seen early if its alarm precedes theirs.
 ESTABLISHED = ("loss", "grad_norm", "spike_score")
 #: Kinds of events that the timeline marks.
 
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """Something that happened.
+    """An event of a run.
 
     Attributes:
-        step: Updates before it.
-        kind: Such as ``"alarm"``.
-        source: What showed it; of an alarm the signal, of a fault its name.
+        step: Number of updates before it.
+        kind: Kind of event, such as ``"alarm"``.
+        source: Signal of an alarm, name of a fault.
         score: Score of an alarm, in multiples of the threshold; NaN: none.
         message: Description shown to the user.
-        layer: Where; None: nowhere in particular.
-        head: Where; None: nowhere in particular.
+        layer: Layer of the event; None: no particular one.
+        head: Head of the event; None: no particular one.
     """
 
     step: int
@@ -47,7 +47,7 @@ class TimelineEvent:
 
     @property
     def is_established(self) -> bool:
-        """Whether it is an alarm of what anyone watches: loss, gradient norm, spike score."""
+        """Whether it is an alarm of loss, gradient norm or spike score, which are commonly watched."""
         return self.kind == "alarm" and self.source.split(" ")[0] in ESTABLISHED
 
 
@@ -56,7 +56,7 @@ class FaultSpan:
     """A stretch of steps with a fault switched on.
 
     Attributes:
-        name: Of the fault.
+        name: Name of the fault.
         start: First step with it.
         stop: First step without it again; None: it stayed on.
     """
@@ -122,7 +122,7 @@ def onsets_of(events: Iterable[TimelineEvent]) -> list[TimelineEvent]:
 
 
 def divergence_of(events: Iterable[TimelineEvent]) -> TimelineEvent | None:
-    """The first event that is a divergence."""
+    """The first divergence among events."""
     return next((event for event in events if event.kind == "divergence"), None)
 
 

@@ -1,4 +1,4 @@
-"""Several runs on one axis of steps: their signals, what happened in them, and which signal moved first."""
+"""Several runs on one axis of steps: their signals, their events, and which signal changed first."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ def timeline(
 ) -> Any:
     """Draw signals of several runs over one axis of steps, with alarms, faults, actions, divergence and lead times.
 
-    The first panel has a row a run and says what happened: where a fault was on, the first alarm of each signal
+    The first panel has one lane per run and shows its events: where a fault was on, the first alarm of each signal
     (filled: a mechanism; hollow: loss, gradient norm or spike score), actions, the divergence, and the lead time from
     the first mechanism's alarm to the first established signal or divergence. Below, one panel for each signal and one
     line for each run; alarms are on the line of their own signal.
 
     Args:
-        runs: One run, or several by name. They may have recorded other parts and other steps, and need no events.
-        signals: Names as of ``wb.signals.names(run)``, such as ``"effective_rank D2"``. None: loss and gradient norm,
+        runs: One run, or several by name. They may differ in recorded variables and steps, and need no events.
+        signals: Names as in ``wb.signals.names(run)``, such as ``"effective_rank D2"``. None: loss and gradient norm,
             the signals that alarmed first, and those that distinguish mechanisms.
-        reduce: Over layers, heads, modules and experts: ``"min"``, ``"max"`` or ``"mean"``. None: the worst value, the
+        reduce: Reduction over layers, heads and the like: ``"min"``, ``"max"`` or ``"mean"``. None: the worst, the
             minimum of ranks and entropies and the maximum of the rest.
         healthy: Runs known to be healthy: the range between two quantiles of their values, along the steps, is shaded.
-            A number takes, for each run, its own values before that step, as a constant range.
-        band: The two quantiles.
-        shows_all: Fit the axes to every run, as in `traces`.
-        places: Place of each run among the looks (`style.model_style`), by name; None: the order given.
+            A number: the range of each run's own values before that step.
+        band: The two quantiles of that range.
+        shows_all: Whether the axes fit every run, as in `traces`.
+        places: Style number of each run (`style.model_style`), by name; None: in the order given.
         backend: ``"bokeh"`` for the screen (linked zoom and cursor, details under the pointer) or ``"matplotlib"``.
 
     Returns:
@@ -96,7 +96,7 @@ def timeline(
 def chosen_signals(
     runs: Mapping[str, xr.DataTree], stories: Sequence[Story], signals: Sequence[str] | None
 ) -> list[str]:
-    """The signals asked for, or those worth a first look.
+    """The requested signals, or a default selection.
 
     Raises:
         SchemaError: If no run has one of them, or none is named.
@@ -118,7 +118,7 @@ def chosen_signals(
 
 
 def healthy_runs(healthy: xr.DataTree | Mapping[str, xr.DataTree] | int | None) -> dict[str, xr.DataTree]:
-    """The runs that ``healthy`` names; none if it is a number of steps or None.
+    """The runs in ``healthy``; none if it is a number of steps or None.
 
     Raises:
         SchemaError: If it is neither runs nor a number.
@@ -134,7 +134,7 @@ def healthy_runs(healthy: xr.DataTree | Mapping[str, xr.DataTree] | int | None) 
 
 
 def _line(run: xr.DataTree, name: str, story: Story, reduce: str | None) -> Trace:
-    """One signal of a run; without values if it has none, which the panel then says."""
+    """One signal of a run; without values if the run lacks it, which the panel then states."""
     diverged = None if story.diverged is None else story.diverged.step
     if name not in sig.catalogue(run):
         return Trace(story.run, name, name, np.zeros(0, int), np.zeros(0), diverged=diverged)
@@ -164,7 +164,7 @@ def _bands(
 
 
 def own_band(step: np.ndarray, value: np.ndarray, before: int, quantiles: tuple[float, float]) -> sig.SignalBand:
-    """The range of a line's own values before a step, held over all its steps."""
+    """The range of a line's own values before a step, repeated over all its steps."""
     start = value[(step < before) & np.isfinite(value)]
     if not len(start):
         return sig.SignalBand(np.zeros(0), np.zeros(0), np.zeros(0))

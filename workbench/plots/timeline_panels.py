@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-#: What is so many times as high as the usual, on a logarithmic axis, leaves the view.
+#: On a logarithmic axis, values this many times the usual ones leave the view.
 _FARTHEST = 1e3
 
 
@@ -37,14 +37,14 @@ class Story:
     """The events of one run.
 
     Attributes:
-        run: Its name.
-        place: Among the looks.
-        events: By rising step.
+        run: Name of the run.
+        place: Number of its style.
+        events: Events by rising step.
         faults: Stretches with a fault on.
-        lead: From the first mechanism's alarm to the first established sign; None: not both happened.
-        diverged: Where it diverged; None: it did not.
-        first_step: That anything was recorded at.
-        last_step: That anything was recorded at.
+        lead: From the first mechanism's alarm to the first established signal; None: not both occurred.
+        diverged: Divergence event; None: it did not diverge.
+        first_step: First recorded step.
+        last_step: Last recorded step.
     """
 
     run: str
@@ -58,7 +58,7 @@ class Story:
 
     @classmethod
     def of(cls, name: str, run: xr.DataTree, place: int) -> Story:
-        """Of a run, with or without events."""
+        """Read the events of a run, if it has any."""
         events = events_of(run)
         parts = [node.to_dataset() for node in run.children.values()]
         found = [part["step"].values for part in parts if "step" in part.variables]
@@ -74,13 +74,13 @@ class Story:
 
 @dataclass(frozen=True)
 class SignalPanel:
-    """One signal of all runs.
+    """One signal of all runs, as it is drawn.
 
     Attributes:
-        name: Of the signal.
+        name: Name of the signal.
         panel: Lines, axis and remarks.
-        onsets: Of each run, the first alarm of this signal with the value of the line there; None: no alarm.
-        bands: Place among the looks (None: of other runs) and columns ``step``, ``lower``, ``upper``.
+        onsets: For each run, the first alarm of this signal with the value of the line there; None: no alarm.
+        bands: Style number (None: of other runs) and columns ``step``, ``lower``, ``upper``.
     """
 
     name: str
@@ -124,7 +124,7 @@ class PanelAxis:
     Attributes:
         low: Lowest value.
         high: Highest value in view.
-        is_logarithmic: Its kind.
+        is_logarithmic: Whether it is logarithmic.
     """
 
     low: float
@@ -136,9 +136,9 @@ class PanelAxis:
         """Logarithmic as in `traces`, but with the divergence in view, as a timeline has to show it.
 
         Args:
-            variable: Without its term.
+            variable: Name of the variable, without its term.
             values: Finite values of all runs.
-            shows_all: Keep even what is more than a thousand times what is usual.
+            shows_all: Whether to keep values more than a thousand times the usual ones.
         """
         if not len(values):
             return cls(0.0, 1.0, False)
@@ -153,7 +153,7 @@ class PanelAxis:
 
 
 def panel_of(lines: list[Trace], *, shows_all: bool = False) -> TracesPanel:
-    """The lines of one signal on the axis of the timeline, and what is not drawn of them."""
+    """The lines of one signal on the axis of the timeline, and a note on values that are not drawn."""
     axis = PanelAxis.of(
         lines[0].variable, np.concatenate([line.columns["value"] for line in lines]), shows_all=shows_all
     )

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     import xarray as xr
 
 STATISTICS = ("mean", "max", "min")
-#: Bounded, or read as a shape: always on a linear axis that fits every run.
+#: Bounded variables, or those read by their shape: always on a linear axis that fits every run.
 BOUNDED = frozenset(
     {"accuracy", "learning_rate", "nonlinearity_ratio"} | {name for name in SPECTRA if name.endswith("_mass")}
 )
-#: On a logarithmic axis wherever all values are positive.
+#: Variables on a logarithmic axis if all values are positive.
 UNBOUNDED = LOGARITHMIC | {"grad_norm"}
-#: So is any other variable whose values, in the runs that did not diverge, span more than this.
+#: Any other variable has a logarithmic axis if its values, in runs that did not diverge, span more than this factor.
 _WIDE = 20
-#: Least share of the axis that is left to the runs that did not diverge.
+#: Smallest share of the axis for the runs that did not diverge.
 _LEAST_SHARE = 0.5
 
 _RATIO = 3.2
@@ -43,7 +43,7 @@ def traces(
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw monitors and spectral measures over steps: one panel a variable, one line a run, one axis of steps.
+    """Draw monitors and spectral measures over steps: one panel per variable, one line per run, one axis of steps.
 
     A cross marks the step at which a run diverged, and the legend names it. Gradient norms and condition numbers have a
     logarithmic axis, fractions and learning rates a linear one; other variables a logarithmic one where they are
@@ -56,9 +56,9 @@ def traces(
             measures of the schema, such as ``"near_unit_mass"``.
         statistic: How measures are reduced over layers: ``"mean"``, ``"max"`` or ``"min"``. Layers whose update is too
             small to say anything are left out, as `workbench.compare` does.
-        shows_all: Fit the axes to every run. By default one that diverged leaves the view where it would flatten the
+        shows_all: Whether the axes fit every run. By default a diverged one leaves the view if it would flatten the
             others into less than half of the axis.
-        places: Place of each run among the looks (`style.model_style`), by name; None: the order given.
+        places: Style number of each run (`style.model_style`), by name; None: in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -113,15 +113,15 @@ def traces(
 
 @dataclass(frozen=True)
 class Trace:
-    """One variable of one run.
+    """The values of one variable of one run.
 
     Attributes:
         run: Name of the run.
-        title: Of the variable.
-        variable: Its name.
+        title: Title of the variable.
+        variable: Name of the variable.
         step: Optimizer updates, shape (step,); empty if the run lacks the variable.
         value: As recorded, shape (step,); NaN and infinite where they are.
-        has_markers: Whether it is a spectral measure, recorded now and then.
+        has_markers: Whether it is a spectral measure, which is recorded at few steps.
         silent: Steps at which no layer's update was large enough to say anything.
         diverged: First step that counts as a divergence; None: none.
     """
@@ -157,7 +157,7 @@ class Trace:
 
     @property
     def remarks(self) -> list[str]:
-        """What is not drawn: values that are not finite, or not there."""
+        """A note on what is not drawn: values that are not finite or are missing."""
         if not len(self.step):
             return ["not recorded"]
         remarks = []
@@ -166,7 +166,7 @@ class Trace:
             remarks.append(f"says nothing yet at step {shown}")
         if np.isinf(self.value).any():
             remarks.append(f"infinite from step {self.step[np.isinf(self.value)][0]}")
-        # A monitor that is measured now and then is NaN in between; what is missing where a run diverged is news.
+        # A monitor measured at few steps is NaN in between; only values missing where a run diverged are reported.
         defined = self.step[~np.isnan(self.value)]
         if not len(defined) and len(self.silent) < len(self.step):
             remarks.append("undefined")
@@ -200,10 +200,10 @@ class TracesPanel:
     """The lines of one variable and the axis they share.
 
     Attributes:
-        lines: One a run.
+        lines: One line per run.
         limits: Range of the axis, before padding.
-        is_logarithmic: Kind of the axis.
-        note: What is not drawn; empty if all is.
+        is_logarithmic: Whether the axis is logarithmic.
+        note: Note on what is not drawn; empty if everything is.
     """
 
     lines: list[Trace]
@@ -241,12 +241,12 @@ class TracesPanel:
 
     @property
     def title(self) -> str:
-        """Of the variable, as the runs that have it call it."""
+        """The title of the variable, from the runs that have it."""
         return next((line.title for line in self.lines if len(line.step)), self.lines[0].title)
 
 
 def _known(runs: Mapping[str, xr.DataTree]) -> list[str]:
-    """Variables over steps that at least one run has."""
+    """Names of variables over steps that at least one run has."""
     monitors = [run["monitors"].to_dataset() for run in runs.values() if "monitors" in run.children]
     names = dict.fromkeys(str(name) for data in monitors for name in data.data_vars if _is_trace(data, str(name)))
     if any("spectra" in run.children and "step" in run["spectra"].dims for run in runs.values()):

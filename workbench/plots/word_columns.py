@@ -1,4 +1,4 @@
-"""Many texts of a panel as one element, as one element for each by `Primitives.words` is slow for tens of them."""
+"""Many texts of a panel as one element; one element for each, by `Primitives.words`, is slow for tens of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SIZE = style.TICK_SIZE - 0.5
 
 
 def column_of_words(draw: Primitives, x: Any, y: Any, texts: Sequence[str], *, align: str = "left") -> None:
-    """Texts whose ``align`` edge stands at the points; nothing if there are none.
+    """Draw texts whose ``align`` edge is at the points; nothing if there are none.
 
     Args:
-        draw: Of the panel.
-        x: Horizontal places, or one for all.
-        y: Vertical places.
-        texts: As many as places.
-        align: ``"left"``, ``"center"`` or ``"right"``.
+        draw: Primitives of the panel.
+        x: Horizontal positions, or one for all.
+        y: Vertical positions.
+        texts: One text per position.
+        align: Edge of the text, ``"left"``, ``"center"`` or ``"right"``.
     """
     if not len(texts):
         return

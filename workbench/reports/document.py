@@ -18,12 +18,12 @@ class Sentence:
 
     @property
     def quantities(self) -> list[Quantity]:
-        """What it rests on."""
+        """The quantities that support it."""
         return [part for part in self.parts if isinstance(part, Quantity)]
 
     @property
     def text(self) -> str:
-        """The bare words."""
+        """The text without links."""
         return "".join(part if isinstance(part, str) else _with_units(part) for part in self.parts)
 
 
@@ -38,7 +38,7 @@ def say(template: str, **slots: str | Quantity) -> Sentence:
         parts.append(text)
         if slot is not None:
             parts.append(slots[slot])
-    # Texts that meet become one.
+    # Adjacent texts are joined.
     joined: list[str | Quantity] = []
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
@@ -59,14 +59,14 @@ class Lead:
 
 @dataclass(frozen=True)
 class Heading:
-    """Of a part of a section."""
+    """The heading of a part of a section."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Sentences in a row."""
+    """A paragraph of sentences."""
 
     sentences: tuple[Sentence, ...]
 
@@ -84,7 +84,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Items:
-    """A list; ordered where the order says what comes first."""
+    """A list; ordered if the order is one of priority."""
 
     items: tuple[Item, ...]
     is_ordered: bool = False
@@ -92,7 +92,7 @@ class Items:
 
 @dataclass(frozen=True)
 class TableCell:
-    """Of a table; with a quantity it is the place that sentences link to."""
+    """A cell of a table; one with a quantity is the target of links in sentences."""
 
     text: str
     quantity: Quantity | None = None
@@ -103,14 +103,14 @@ class TableCell:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Rows under a caption; the first cell of each row names it.
+    """Rows under a caption; the first cell of each row is its name.
 
     Attributes:
-        caption: What the rows are.
+        caption: Caption of the table.
         columns: Titles.
-        rows: Cells, one a column.
-        is_folded: Whether it opens only when asked to.
-        elsewhere: Where the rows are in the tree, for files that leave folded tables out; empty: they have it too.
+        rows: Cells of each row, one per column.
+        is_folded: Whether it is collapsed at first.
+        elsewhere: Place of the rows in the tree, for formats that omit folded tables; empty: not omitted.
     """
 
     caption: str
@@ -125,11 +125,11 @@ class Picture:
     """A figure of the tree.
 
     Attributes:
-        title: What it shows.
+        title: Title of the figure.
         caption: How to read it.
-        alternative: What it shows, for who cannot see it.
-        draw: Tree and backend -> figure.
-        code: The same in Python, for a notebook in which the tree is called ``tree``.
+        alternative: Alternative text, for readers who cannot see it.
+        draw: Function from tree and backend to a figure.
+        code: Python code that draws it, for a notebook in which the tree is called ``tree``.
         has_many_marks: Whether it is smaller as pixels than as lines.
     """
 
@@ -146,7 +146,7 @@ Block = Lead | Heading | Paragraph | Items | ReportTable | Picture
 
 @dataclass(frozen=True)
 class ReportSection:
-    """One of the four parts."""
+    """One of the four sections."""
 
     key: str
     title: str
@@ -169,7 +169,7 @@ class ReportSection:
 
     @property
     def cited(self) -> list[Quantity]:
-        """The quantities that its statements and changes rest on."""
+        """The quantities that its statements and changes cite."""
         found = [quantity for sentence in self.sentences for quantity in sentence.quantities]
         for items in self.each(Items):
             found += [quantity for item in items.items if item.change for quantity in item.change[1:]]
@@ -187,18 +187,18 @@ class Fact:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole report.
+    """The content of a report.
 
     Attributes:
-        kind: Such as "Structural assessment".
-        subject: What it is about; the title.
-        verdict: In words; empty where there is none.
-        state: The state whose shape and colour the verdict has.
-        summary: One sentence.
+        kind: Kind of report, such as "Structural assessment".
+        subject: Subject of the report; its title.
+        verdict: Verdict as text; empty if there is none.
+        state: State that sets the shape and colour of the verdict.
+        summary: Summary in one sentence.
         facts: The most important numbers.
-        actions: What to do, in short.
+        actions: Recommended actions, in short.
         sections: V1 to V4.
-        about: Label and text: where it comes from.
+        about: Origin of the report, as labels and texts.
     """
 
     kind: str
@@ -213,12 +213,12 @@ class Document:
 
     @property
     def pictures(self) -> list[Picture]:
-        """Of all sections."""
+        """The quantities of all sections."""
         return [picture for section in self.sections for picture in section.each(Picture)]
 
     @property
     def places(self) -> dict[str, int]:
-        """Anchor -> its number, counted through all tables; what paper has instead of links."""
+        """Anchor -> its number, counted through all tables; printed reports use it instead of links."""
         anchors = [
             cell.quantity.anchor
             for section in self.sections
@@ -231,12 +231,12 @@ class Document:
 
 
 def unique(quantities: Iterable[Quantity]) -> list[Quantity]:
-    """Each place once, in the order met."""
+    """The quantities without duplicates, in order of appearance."""
     return list({quantity.anchor: quantity for quantity in reversed(list(quantities))}.values())[::-1]
 
 
 def numbers_table(caption: str, quantities: Sequence[Quantity]) -> ReportTable:
-    """Value, unit and place of each quantity: where the links of sentences lead."""
+    """Value, unit and place of each quantity: the target of links in sentences."""
     rows = tuple(
         (
             TableCell(quantity.meaning),
@@ -253,7 +253,7 @@ def numbers_table(caption: str, quantities: Sequence[Quantity]) -> ReportTable:
 
 
 def without_empty_columns(table: ReportTable) -> ReportTable:
-    """The same table without the columns in which nothing stands."""
+    """The same table without empty columns."""
     kept = [place for place in range(len(table.columns)) if any(row[place].text for row in table.rows)]
     rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
     return replace(table, columns=tuple(table.columns[place] for place in kept), rows=rows)

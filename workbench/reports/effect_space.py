@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: Longer dimensions are summarized by their extremes.
 _MOST_ROWS = 48
-#: Columns of values side by side, so that a table fits on paper.
+#: Largest number of columns with values, so that a table fits on paper.
 MOST_COLUMNS = 5
 _LEAD = (
     "Everything that was measured. Tables with numbered rows hold the numbers that the sentences of this report rest "
@@ -57,7 +57,7 @@ _TITLES = {
     "experiments": "Experiments",
     "designs": "Designs",
 }
-#: Parts with tables of their own.
+#: Parts that have separate tables.
 TOLD_APART = ("criteria", "failure_modes", "decisions")
 
 
@@ -75,7 +75,7 @@ def assessment_section(numbers: Numbers, cited: Iterable[Quantity]) -> ReportSec
 
 
 def criteria_table(numbers: Numbers, judged: list[Quantity], *, of: str = "") -> ReportTable:
-    """Every criterion, with the band that it is held against and where its number stands."""
+    """Every criterion, with the band that it is compared with and the place of its number."""
     n_reference = [numbers.value("criteria", "n_reference", criterion=row) for row in range(len(judged))]
     rows = tuple(
         (
@@ -142,7 +142,7 @@ def whole_part(data: xr.Dataset, title: str) -> list[ReportTable]:
 
 
 def about(tree: xr.DataTree) -> tuple[tuple[str, str], ...]:
-    """Where a tree comes from, as label and text."""
+    """The origin of a tree, as labels and texts."""
     shown = ("created", "seed", "duration", "versions", "schema_version")
     return tuple((title_of(name), _told(name, tree.attrs[name])) for name in shown if name in tree.attrs)
 
@@ -162,7 +162,7 @@ def _place_of_part(name: str) -> tuple[int, str]:
 
 
 def name_of(variable: xr.DataArray) -> str:
-    """Of a column, with its unit."""
+    """The title of a column, with its unit."""
     units = str(variable.attrs.get("units", ""))
     name = str(variable.attrs.get("long_name") or title_of(str(variable.name)))
     return f"{name} [{units}]" if units not in ("", "1") else name

@@ -35,17 +35,17 @@ def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool =
     Args:
         tree: Tree from ``wb.assess``, ``wb.diagnose`` or ``wb.compare_designs``, or opened by ``wb.open_run``; or one
             design of a comparison, such as ``comparison["gpt2"]``.
-        path: What is written depends on its ending. ``.html``: one page that needs no network and no other file.
-            ``.md``: Markdown with its pictures in the folder ``NAME_pictures`` beside it. ``.ipynb``: a notebook with
-            the same text, whose cells draw the pictures again from ``NAME.nc`` beside it, the tree as a netCDF file.
-        overwrite: Replace files that are there.
+        path: File to write; its ending sets the format. ``.html``: one page that needs no network and no other file.
+            ``.md``: Markdown with its pictures in the folder ``NAME_pictures`` next to it. ``.ipynb``: a notebook with
+            the same text, whose cells draw the pictures again from ``NAME.nc`` next to it, the tree as a netCDF file.
+        overwrite: Whether to replace existing files.
 
     Returns:
         The path.
 
     Raises:
-        SchemaError: If it is no such tree, or it lacks a number of its report.
-        StoreError: If the ending is another, a file is there already, or the place cannot be written.
+        SchemaError: If it is no such tree, or lacks a number that its report cites.
+        StoreError: If the ending is unknown, a file exists already, or the place cannot be written.
         MissingPackageError: If the packages that draw its pictures are not installed.
 
     Example:
@@ -67,10 +67,10 @@ def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool =
 
 
 def check_target(path: Path, *, overwrite: bool = False) -> Path | None:
-    """Refuse a path that `report` could not write; returns the file or folder that it would write next to it.
+    """Refuse a path that `report` could not write; return the further file or folder that it would write.
 
     Raises:
-        StoreError: If the ending is none of a report, or something is there.
+        StoreError: If the ending is none of a report, or a file exists already.
         MissingPackageError: If the packages that draw its pictures are not installed.
     """
     if path.suffix.lower() not in SUFFIXES:
@@ -87,7 +87,7 @@ def check_target(path: Path, *, overwrite: bool = False) -> Path | None:
 
 
 def alone(tree: xr.DataTree) -> xr.DataTree:
-    """The tree itself, or, of one design in a comparison, a tree of its own that shares the numbers."""
+    """The tree itself, or, for one design of a comparison, a separate tree that shares the numbers."""
     return tree if getattr(tree, "parent", None) is None else tree.copy()
 
 
@@ -95,7 +95,7 @@ def document_of(tree: xr.DataTree) -> Document:
     """Make the content of the report of a tree.
 
     Raises:
-        SchemaError: If it is no tree of a known kind, or it lacks what its report rests on.
+        SchemaError: If it is no tree of a known kind, or it lacks a number that its report cites.
     """
     import xarray as xr
 

@@ -1,4 +1,4 @@
-"""A report as Markdown, with pictures in a folder beside it."""
+"""A report as Markdown, with pictures in a folder next to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workbench.reports.document import (
 from workbench.reports.quantity import Quantity
 from workbench.schema.statuses import CriterionState
 
-#: Signs beside the words, so that states can be told apart at a glance.
+#: Symbols next to the words, so that states can be distinguished at a glance.
 _SIGNS: dict[str, str] = {
     CriterionState.HEALTHY: "●",
     CriterionState.AT_RISK: "▲",
@@ -32,11 +32,11 @@ _SIGNS: dict[str, str] = {
 
 
 def markdown(document: Document, show: Callable[[Picture], str]) -> str:
-    """The whole report.
+    """The text of a report.
 
     Args:
-        document: What to write.
-        show: Picture -> the Markdown that stands for it.
+        document: Content of the report.
+        show: Function from a picture to the Markdown that shows it.
     """
     parts = [head(document)]
     for section in document.sections:
@@ -65,7 +65,7 @@ def head(document: Document) -> str:
 
 
 def foot(document: Document) -> str:
-    """Where it comes from."""
+    """The origin of the report."""
     about = "; ".join(f"{plain(label)}: {plain(text)}" for label, text in document.about)
     return f"---\n\n{about}\n\nWritten by the Stability Workbench. Each linked number leads to its row in V3."
 
@@ -118,7 +118,7 @@ def table(block: ReportTable) -> str:
 
 
 def plain(text: str) -> str:
-    """A text that Markdown leaves as it is, on one line."""
+    """A text escaped for Markdown, on one line."""
     text = re.sub(r"[ \t\r\n]+", " ", text)
     text = text.replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`*_\[\]|#$~])", r"\\\1", text)

@@ -1,4 +1,4 @@
-"""A report as a notebook: its text, and cells that draw its pictures again from the tree saved beside it."""
+"""A report as a notebook: its text, and cells that draw its pictures again from the tree saved next to it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ tree"""
 
 
 def notebook(document: Document, tree: xr.DataTree, data_name: str) -> dict[str, Any]:
-    """The notebook, with the pictures that its cells draw already in them.
+    """The notebook, with the pictures of its cells as outputs.
 
     Args:
-        document: What to write.
-        tree: Where the data are.
-        data_name: Of the file beside the notebook that holds the tree.
+        document: Content of the report.
+        tree: Tree with the data.
+        data_name: Name of the file next to the notebook that holds the tree.
     """
     from nbformat import v4
 
@@ -35,7 +35,7 @@ def notebook(document: Document, tree: xr.DataTree, data_name: str) -> dict[str,
     for section in document.sections:
         cells += _section_cells(section, tree)
     cells.append(v4.new_markdown_cell(foot(document)))
-    for place, cell in enumerate(cells):  # nbformat draws them at random
+    for place, cell in enumerate(cells):  # nbformat draws random ids
         cell["id"] = f"cell-{place}"
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     return v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
@@ -51,7 +51,7 @@ def _section_cells(section: ReportSection, tree: xr.DataTree) -> list[Any]:
         return f"\0{len(found) - 1}\0"
 
     cells = []
-    # Text between the marks stays together; a picture becomes a cell with its code and, as output, what it drew.
+    # Text between the marks stays together; a picture becomes a cell with its code and the image as output.
     for place, text in enumerate("\n\n".join(section_lines(section, mark)).split("\0")):
         if place % 2 == 0:
             if text.strip():

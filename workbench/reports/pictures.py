@@ -1,4 +1,4 @@
-"""The figures of a report: figures of `workbench.plots` of the parts of a tree, also as images within a text."""
+"""The figures of a report: `workbench.plots` applied to the parts of a tree, also as embedded images."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from workbench.reports.document import Block
 
-#: More marks than this are smaller as pixels than as lines.
+#: With more marks than this, a PNG is smaller than an SVG.
 _MOST_MARKS = 1500
 _DPI = 110
 
 
 def of_part(name: str, data: xr.Dataset, *, at: str = "") -> list[Block]:
-    """What there is to see of a part of a tree; empty where there is no figure for it."""
+    """The figures of a part of a tree; empty if there is none."""
     path = "/".join(filter(None, (at.strip("/"), name)))
     makers = {
         "risk_over_rates": _risk,
@@ -125,12 +125,12 @@ def risks_of_designs(tree: xr.DataTree) -> xr.Dataset:
 
 
 def image(picture: Picture, tree: xr.DataTree, *, pixels: bool = False) -> tuple[str, bytes]:
-    """A picture drawn for paper.
+    """A picture drawn for print.
 
     Args:
-        picture: What to draw.
-        tree: Where the data are.
-        pixels: Whether it must be a PNG; otherwise the smaller of the two.
+        picture: Picture to draw.
+        tree: Tree with the data.
+        pixels: Whether it must be a PNG; otherwise the smaller of PNG and SVG.
 
     Returns:
         Its MIME type and content.
@@ -172,7 +172,7 @@ def _picture(
     has_many_marks: bool = False,
     **options: Any,
 ) -> Picture:
-    """A figure of `workbench.plots` of one part, perhaps prepared by a function of this module."""
+    """A figure of `workbench.plots` of one part, optionally prepared by a function of this module."""
     data = f'tree["{path}"].to_dataset()'
     data = f"pictures.{prepare}({data})" if prepare else data
     code = f"wb.plots.{figure}({', '.join([data, *(f'{key}={value!r}' for key, value in options.items())])})"
@@ -241,7 +241,7 @@ def _flow(flow: xr.Dataset, path: str) -> list[Block]:
 
 
 def _scaling(scaling: xr.Dataset, path: str) -> list[Block]:
-    if "stable_rate_edge" not in scaling["quantity"].values:  # what else was measured is in the tables
+    if "stable_rate_edge" not in scaling["quantity"].values:  # other measurements are in the tables
         return []
     return [
         _picture(
@@ -271,7 +271,7 @@ def _hardware(hardware: xr.Dataset, path: str) -> list[Block]:
 
 
 def _smaller(png: bytes) -> bytes:
-    """The same picture in at most 256 colours, which figures hardly have more of."""
+    """The same picture in at most 256 colours, and few figures have more."""
     from PIL import Image
 
     picture = Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE)

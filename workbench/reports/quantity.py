@@ -1,4 +1,4 @@
-"""References to numbers in a tree: what a sentence rests on, and the place where a reader can check it."""
+"""References to numbers in a tree: the evidence for a sentence, and the place where a reader can check it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from workbench.formatting import band_in_words, number_in_words, title_of, units
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Words in the names of variables without a unit that are shares of 1, written in percent.
+#: Words in names of variables that are shares of 1 without a unit, and are written in percent.
 _SHARES = {"probability", "share", "confidence", "mass"}
-#: Variables that are bounds of a probability where they stand.
+#: Variables that are bounds of a probability in the given part.
 _BOUNDS_OF_SHARES = {
     *(("risk", name) for name in ("low", "high", "tried_low", "tried_high")),
     *(("designs", name) for name in ("low", "high")),
@@ -27,20 +27,20 @@ _BOUNDS_OF_SHARES = {
 
 @dataclass(frozen=True)
 class Quantity:
-    """One value of a tree, as a sentence names it.
+    """One value of a tree, as a sentence cites it.
 
     Attributes:
-        path: Of the node, such as ``"/flow"``.
-        variable: Of the node; attributes begin with ``@``.
+        path: Path of the node, such as ``"/flow"``.
+        variable: Variable of the node; attributes begin with ``@``.
         selection: Dimension -> index of the value.
         value: Number, truth value or text.
-        units: Of the value; empty where it has none.
-        text: The value in words.
-        meaning: What it is.
-        where: Where it stands, in words.
-        anchor: Of the place in the report that shows it.
-        band: Its healthy band in words; empty where it has none.
-        state: Of the criterion; empty where it is none.
+        units: Unit of the value; empty if it has none.
+        text: The value as text.
+        meaning: Meaning of the value.
+        where: Its place in the tree, as text.
+        anchor: Anchor of the place in the report that shows it.
+        band: Its healthy band as text; empty if it has none.
+        state: State of the criterion; empty if it is none.
     """
 
     path: str
@@ -66,7 +66,7 @@ class Numbers:
     """Finds numbers in a tree, or below one of its nodes.
 
     Attributes:
-        tree: The whole tree.
+        tree: Tree to read, from its root.
         at: Path of the node that paths are relative to; empty: the root.
     """
 
@@ -83,7 +83,7 @@ class Numbers:
                     self._criterion_at[self._absolute(path), variable, selection] = name
 
     def has(self, path: str) -> bool:
-        """Whether there is such a node."""
+        """Whether the node exists."""
         try:
             self.node(path)
         except SchemaError:
@@ -94,7 +94,7 @@ class Numbers:
         """The dataset at a path.
 
         Raises:
-            SchemaError: If there is none.
+            SchemaError: If it does not exist.
         """
         absolute = self._absolute(path)
         try:
@@ -108,7 +108,7 @@ class Numbers:
         """The ids along a dimension of a node.
 
         Raises:
-            SchemaError: If the node or the dimension is not there.
+            SchemaError: If the node or the dimension does not exist.
         """
         data = self.node(path)
         if dim not in data.coords:
@@ -116,10 +116,10 @@ class Numbers:
         return [str(name) for name in np.atleast_1d(data[dim].values)]
 
     def texts(self, path: str, variable: str) -> list[str]:
-        """A variable of texts along its only dimension.
+        """The values of a variable of texts along its only dimension.
 
         Raises:
-            SchemaError: If it is not there.
+            SchemaError: If it does not exist.
         """
         return [str(text) for text in np.atleast_1d(self._array(path, variable).values)]
 
@@ -130,16 +130,16 @@ class Numbers:
     def value(self, path: str, variable: str, *, meaning: str = "", **selection: int) -> Quantity:
         """The value of a variable at an index of each of its dimensions; dimensions of length 1 need none.
 
-        Where a criterion judges this value it is the same quantity as `criterion` gives.
+        If a criterion judges this value, the result is the same as that of `criterion`.
 
         Args:
-            path: Of the node.
-            variable: Of the node.
-            meaning: What it is; empty: as the variable says.
+            path: Path of the node.
+            variable: Variable of the node.
+            meaning: Meaning of the value; empty: that of the variable.
             **selection: Dimension and index.
 
         Raises:
-            SchemaError: If the node, the variable or the index is not there, or it is not one value.
+            SchemaError: If the node, the variable or the index does not exist, or it is not one value.
         """
         given = tuple(sorted((dim, int(index)) for dim, index in selection.items()))
         given = self._canonical(path, variable, given)
@@ -150,16 +150,16 @@ class Numbers:
         return replace(quantity, meaning=meaning) if meaning else quantity
 
     def attribute(self, name: str, *keys: str, path: str = "", meaning: str = "") -> Quantity:
-        """An attribute of a node, or what stands below it where it is JSON.
+        """An attribute of a node, or a value inside it if it is JSON.
 
         Args:
-            name: Of the attribute.
-            *keys: Into the JSON.
-            path: Of the node; empty: the root.
-            meaning: What it is; empty: its name.
+            name: Name of the attribute.
+            *keys: Keys of a value inside the JSON.
+            path: Path of the node; empty: the root.
+            meaning: Meaning of the value; empty: its name.
 
         Raises:
-            SchemaError: If there is none.
+            SchemaError: If it does not exist.
         """
         where, attrs = self._absolute(path), self.node(path).attrs
         if name not in attrs:
@@ -184,17 +184,17 @@ class Numbers:
         )
 
     def has_attribute(self, name: str, *keys: str) -> bool:
-        """Whether `attribute` finds something other than nothing."""
+        """Whether `attribute` finds a value that is not empty."""
         try:
             return self.attribute(name, *keys).value not in (None, "")
         except SchemaError:
             return False
 
     def count(self, path: str, variable: str, equals: str, *, meaning: str) -> Quantity:
-        """How many values of a variable of texts are equal to one.
+        """The number of values of a variable of texts that equal a given one.
 
         Raises:
-            SchemaError: If the variable is not there.
+            SchemaError: If the variable does not exist.
         """
         where, n = self._absolute(path), self.texts(path, variable).count(equals)
         return Quantity(
@@ -213,7 +213,8 @@ class Numbers:
         """The number that a criterion judges, with its band and state, read from where it was measured.
 
         Raises:
-            SchemaError: If there is no such criterion, the place that it names does not exist, or holds another number.
+            SchemaError: If there is no such criterion, the place that it names does not exist, or holds a different
+                number.
         """
         ids = self.names("criteria", "criterion")
         if name not in ids:
@@ -281,7 +282,7 @@ class Numbers:
     def _canonical(
         self, path: str, variable: str, selection: tuple[tuple[str, int], ...]
     ) -> tuple[tuple[str, int], ...]:
-        """The same place, said in one way: counted from the front, without dimensions of length 1."""
+        """The selection in normal form: indices counted from the front, without dimensions of length 1."""
         sizes = self._array(path, variable).sizes
         counted = ((dim, index + sizes.get(dim, 0) if index < 0 else index) for dim, index in selection)
         return tuple((dim, index) for dim, index in counted if sizes.get(dim) != 1 or index != 0)
@@ -314,7 +315,7 @@ class Numbers:
 
 
 def _anchor(*parts: str) -> str:
-    # What is no letter becomes its code, so that two places never share an anchor.
+    # Characters other than letters become their codes, so that two places never share an anchor.
     words = [re.sub(r"[^A-Za-z0-9_/.-]", lambda sign: f"~{ord(sign[0]):x}", part) for part in parts]
     return re.sub(r"[/.]+", "-", f"n-{'-'.join(word.strip('/') for word in words)}").replace("~", "_")
 

@@ -1,4 +1,4 @@
-"""What happened in a run, as its part ``events`` keeps it."""
+"""The events of a run, as stored in its part ``events``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Event:
 
     Attributes:
         step: Updates before it.
-        kind: What happened: ``"fault"``, ``"alarm"``, ``"action"``, ``"gap"``, ``"divergence"``, ...
-        source: What showed it: of an alarm the signal, of a fault its name.
-        score: The value that showed it; of an alarm, how many times the threshold. NaN: none.
+        kind: Kind of event: ``"fault"``, ``"alarm"``, ``"action"``, ``"gap"``, ``"divergence"``, ...
+        source: Signal of an alarm, name of a fault.
+        score: Value that showed it; for an alarm, in multiples of the threshold. NaN: none.
         message: One sentence for people.
         layer: That it is about; -1: none.
         head: That it is about; -1: none.

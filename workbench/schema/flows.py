@@ -9,7 +9,7 @@ _LAYER = ("layer",)
 _SUBLAYER = ("layer", "sublayer")
 _HEAD = ("layer", "head")
 
-#: Of the states between blocks, of blocks and sub-layers; NaN where there is no such thing or it cannot be seen.
+#: Of the states between blocks, of blocks and sub-layers; NaN where they do not exist or cannot be seen.
 FLOW: dict[str, Variable] = {
     "state_rms": Variable(_BOUNDARY, "f", "state RMS", "1", "root mean square of the residual stream's entries"),
     "gradient_norm": Variable(

@@ -28,9 +28,9 @@ class Variable:
     """One variable of a schema.
 
     Attributes:
-        dims: The dimensions it always has; concatenation dimensions may come before them.
+        dims: Dimensions it always has; concatenation dimensions may come before them.
         kind: NumPy kinds allowed: ``f`` float, ``c`` complex, ``b`` bool, ``i`` integer, ``U`` and ``T`` text.
-        long_name: What a plot's axis says.
+        long_name: Label of the axis of a plot.
         units: ``"1"`` for dimensionless.
         meaning: One line for people.
 
@@ -49,7 +49,7 @@ class Variable:
 
     @property
     def attrs(self) -> dict[str, str]:
-        """What an array of it carries."""
+        """The attributes of an array of this variable."""
         return {"long_name": self.long_name, "units": self.units, "meaning": self.meaning}
 
 
@@ -216,7 +216,7 @@ OPTIMIZER: dict[str, Variable] = {
     ),
 }
 
-#: Of the residual stream that leaves each block, on the probe.
+#: Variables of the residual stream that leaves each block, on the probe.
 ACTIVATIONS: dict[str, Variable] = {
     "activation_max": Variable(_LAYER, "f", "largest activation", "1", "largest magnitude; NaN: not finite"),
     "outlier_ratio": Variable(_LAYER, "f", "outlier ratio", "1", "largest over median magnitude; NaN: not finite"),
@@ -242,7 +242,7 @@ CURVATURE: dict[str, Variable] = {
     ),
 }
 
-#: What a recorder looks at beside each update's scalars; each part has its own steps.
+#: Parts that a recorder measures besides the scalars of each update; each part has its own steps.
 PARTS: dict[str, dict[str, Variable]] = {
     "attention": ATTENTION,
     "router": ROUTER,
@@ -266,7 +266,7 @@ EVENTS: dict[str, Variable] = {
     "message": Variable(("event",), "UT", "message", "", "one sentence for people"),
 }
 
-#: Where an event happened; stores of older versions lack them.
+#: Place of an event; stores of older versions lack it.
 EVENT_PLACES: dict[str, Variable] = {
     "layer": Variable(("event",), "i", "layer", "1", "block that it is about; -1: none in particular"),
     "head": Variable(("event",), "i", "head", "1", "attention head that it is about; -1: none in particular"),

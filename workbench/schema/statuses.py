@@ -9,7 +9,7 @@ from enum import IntEnum, StrEnum
 
 
 class Verdict(StrEnum):
-    """What an assessment concludes, from best to worst.
+    """The verdict of an assessment, from best to worst.
 
     "cannot say": nothing that was measured failed, but what was measured does not say that the design will train.
     """
@@ -26,7 +26,7 @@ class Verdict(StrEnum):
 
     @property
     def exit_status(self) -> int:
-        """Of ``workbench assess``; see `ExitStatus` for those that are no verdict."""
+        """The exit status of ``workbench assess``; see `ExitStatus` for those that are no verdict."""
         return {Verdict.PROCEED: 0, Verdict.AT_RISK: 1, Verdict.REFUSE: 2, Verdict.CANNOT_SAY: 4}[self]
 
 
@@ -41,7 +41,7 @@ class ExitStatus(IntEnum):
 
 
 class CriterionState(StrEnum):
-    """Where a measured number lies against its limits, of criteria, failure modes and hazards; from best to worst."""
+    """The state of a number relative to its limits, for criteria, failure modes and hazards; from best to worst."""
 
     HEALTHY = "healthy"
     AT_RISK = "at risk"
@@ -62,7 +62,7 @@ WORST_FIRST = tuple(sorted(CriterionState, key=lambda state: -state.severity))
 
 
 class DecisionKind(StrEnum):
-    """What a decision of an assessment asks for, in the order in which to act."""
+    """The kinds of decisions of an assessment, in the order in which to act."""
 
     PROCEED = "proceed"
     MEASURE = "measure"
@@ -73,7 +73,7 @@ class DecisionKind(StrEnum):
 
 
 class RunState(StrEnum):
-    """How far a recorded run is, as its store says."""
+    """The state of a recorded run, from its store."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -84,7 +84,7 @@ class RunState(StrEnum):
 
 
 class CoordinateState(StrEnum):
-    """How a coordinate check ended: what updates do as the width grows."""
+    """The result of a coordinate check: the behaviour of updates with growing width."""
 
     PASSES = "passes"
     GROWS = "grows"
@@ -94,7 +94,7 @@ class CoordinateState(StrEnum):
 
 
 class FailureKind(StrEnum):
-    """How a run failed, as its loss shows it."""
+    """The way in which a run failed, from its loss."""
 
     DIVERGED = "diverged"
     #: The loss rose above where it had been, and stayed or came back.
@@ -104,7 +104,7 @@ class FailureKind(StrEnum):
 
 
 class CauseKind(StrEnum):
-    """What kind of thing is at fault, from the most common on."""
+    """Kinds of causes, the most common first."""
 
     HYPERPARAMETER = "hyperparameter"
     ARCHITECTURE = "architecture"
@@ -114,7 +114,7 @@ class CauseKind(StrEnum):
 
 
 class SymptomKind(StrEnum):
-    """What a symptom was read from."""
+    """The source of a symptom."""
 
     #: What the run did: loss, gradients, spectra, attention.
     MECHANISM = "mechanism"

@@ -92,7 +92,7 @@ MEASURES: dict[str, Variable] = {
     ),
 }
 
-#: What training gave. The first three are predictors of RKSP Table 2 that need some of it.
+#: Results of training. The first three are predictors of RKSP Table 2 that need some of it.
 OUTCOMES: dict[str, Variable] = {
     "grad_norm_step_100": _number("gradient norm at step 100", "or at the last step of a shorter run"),
     "grad_norm_variance": _number("gradient variance", "variance of the gradient norm over steps 1 to 100, or fewer"),
@@ -109,7 +109,7 @@ OUTCOMES: dict[str, Variable] = {
 
 
 def dtype_of(name: str, kind: str) -> type:
-    """How a sweep stores a variable: settings in full precision, measures in single."""
+    """The encoding of a variable of a sweep: settings in full precision, measures in single."""
     if kind == "f" and name in SETTINGS:
         return np.float64
     return {"f": np.float32, "c": np.complex64, "i": np.int64, "b": np.bool_, "U": np.str_}[kind]

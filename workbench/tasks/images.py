@@ -44,7 +44,7 @@ class Digits(SeededTask):
             transformer, nothing more to see).
         n_channels: Channels, all equal: 3 for models of colour images.
         batch_size: Images in a batch.
-        seed: Of the split and the order.
+        seed: Seed of the split and the order.
         split: ``"train"`` or ``"validation"``.
 
     Example:
@@ -72,7 +72,7 @@ class Digits(SeededTask):
 
     @property
     def states_per_row(self) -> int:
-        """What an image is counted as in `probe`, where its patches are not known."""
+        """The number of tokens that an image counts as in `probe` if its patches are not known."""
         return STATES_PER_IMAGE
 
     @property
@@ -85,7 +85,7 @@ class Digits(SeededTask):
 
         Returns:
             images: float32 in [0, 1], shape (batch, channel, height, width); 1 is ink.
-            targets: The digits as int64, shape (batch,).
+            targets: Digits as int64, shape (batch,).
         """
         rows = split_rows(self.seed, self.split)
         key = (self.name, "order", self.split, self.seed)

@@ -71,7 +71,7 @@ def checksum(batch: tuple[Inputs, Tensor]) -> str:
 
 
 def _form(inputs: Inputs) -> Any:
-    """What has to be equal for batches to be merged."""
+    """The properties that must be equal for batches to be merged."""
     if isinstance(inputs, Mapping):
         return {name: "masked" if _is_masked(name, inputs) else value.shape[1:] for name, value in inputs.items()}
     return inputs.shape[1:]

@@ -30,7 +30,7 @@ class OwnGenerators:
         self.initial_states = self.states()
 
     def states(self) -> list[Any]:
-        """Where each of them stands."""
+        """The state of each of them."""
         return [_get_state(generator) for generator in self._generators]
 
     def restore(self, states: list[Any]) -> None:
@@ -46,7 +46,7 @@ class PrivateDraws:
     epoch. Between the blocks of `active` all of them are as the rest of the process left them.
 
     Args:
-        own: The generators of the source.
+        own: Generators of the source.
     """
 
     def __init__(self, own: OwnGenerators) -> None:

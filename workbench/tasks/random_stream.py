@@ -17,7 +17,7 @@ class RandomStream:
     Two training runs that take turns in one process draw the same numbers as each would alone.
 
     Args:
-        seed: Where the stream begins.
+        seed: Seed of the stream.
         device: A CUDA device whose generator belongs to the stream too.
     """
 
@@ -46,7 +46,7 @@ class RandomStream:
             self._set(outside)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, in types that ``torch.load(weights_only=True)`` reads."""
+        """The state of the stream, in types that ``torch.load(weights_only=True)`` reads."""
         version, internal, gauss = self._state["python"]
         name, keys, *rest = self._state["numpy"]
         return {

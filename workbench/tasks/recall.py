@@ -29,7 +29,7 @@ class AssociativeRecall(SequenceTask):
         vocab_size: Tokens in the vocabulary.
         n_pairs: Pairs in a sequence.
         batch_size: Sequences in a batch.
-        seed: Of the stream of batches.
+        seed: Seed of the stream of batches.
 
     Example:
         >>> import workbench as wb

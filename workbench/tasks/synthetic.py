@@ -31,7 +31,7 @@ class SyntheticLM(SequenceTask):
         length: Tokens in a sequence that the model reads; one more is made, so that every position has a target.
         vocab_size: Tokens in the vocabulary; ids from 10 up occur.
         batch_size: Sequences in a batch.
-        seed: Of the sequences and their order.
+        seed: Seed of the sequences and their order.
         split: ``"train"`` or ``"validation"``.
         n_sequences: Sequences for training.
         n_validation_sequences: Sequences for validation, made apart from those for training.
@@ -80,7 +80,7 @@ class SyntheticLM(SequenceTask):
 
         Returns:
             tokens: int64, shape (batch, token).
-            targets: The token after each of them, same shape.
+            targets: Token after each of them, same shape.
         """
         n_rows = self.n_sequences if self.split == "train" else self.n_validation_sequences
         key = (self.name, "order", self.split, self.seed)
@@ -125,7 +125,7 @@ def segments(generator: random.Random, *, vocab_size: int = 10_000) -> Iterator[
     two segments; the last segment is cut where the sequence is full.
 
     Args:
-        generator: Where the random numbers come from.
+        generator: Generator of the random numbers.
         vocab_size: Token ids lie below it.
 
     Yields:

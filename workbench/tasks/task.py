@@ -1,4 +1,4 @@
-"""What a task is, and what the tasks that are made on the fly have in common."""
+"""The interface of tasks, and the base class of tasks that are generated during training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workbench.errors import OptionError
 
-#: What a model is called with: a tensor, or a mapping of keyword arguments.
+#: Inputs of a model: a tensor, or a mapping of keyword arguments.
 Inputs: TypeAlias = Tensor | Mapping[str, Tensor]
 
 SPLITS = ("train", "validation")
@@ -46,7 +46,7 @@ class Task(Protocol):
         """Inputs with at least ``n_tokens`` token states (or all that there are), the same at any time of training."""
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """What defines the task, ``"task"`` its name: equal descriptions, equal batches."""
+        """The settings of the task, with its name as ``"task"``: equal descriptions, equal batches."""
 
 
 class SeededTask(ABC):

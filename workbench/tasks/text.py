@@ -29,7 +29,7 @@ class TextBytes(SequenceTask):
     Attributes:
         length: Tokens in a sequence.
         batch_size: Sequences in a batch.
-        seed: Of the stream of batches.
+        seed: Seed of the stream of batches.
         split: ``"train"``, or ``"validation"`` for the last tenth of the text.
         vocab_size: 256, the values of a byte.
 
@@ -62,7 +62,7 @@ class TextBytes(SequenceTask):
 
         Returns:
             tokens: Bytes as int64, shape (batch, token).
-            targets: The byte after each of them, same shape.
+            targets: Byte after each of them, same shape.
         """
         text = split_text(self.split)
         generator = batch_generator(self.seed, index)
@@ -98,7 +98,7 @@ def reference_passages(n_passages: int, *, n_characters: int = 400) -> list[str]
     """Passages of English text, evenly spread over Python's language reference.
 
     Args:
-        n_passages: How many.
+        n_passages: Number of passages.
         n_characters: Length of each.
 
     Returns:

@@ -24,7 +24,7 @@ class RandomTokens(SequenceTask):
         length: Tokens in a sequence.
         vocab_size: Tokens in the vocabulary, all equally likely.
         batch_size: Sequences in a batch.
-        seed: Of the stream of batches.
+        seed: Seed of the stream of batches.
 
     Example:
         >>> import workbench as wb
@@ -50,7 +50,7 @@ class RandomTokens(SequenceTask):
 
         Returns:
             tokens: int64, shape (batch, token).
-            targets: The token after each of them, same shape.
+            targets: Token after each of them, same shape.
         """
         shape = (self.batch_size, self.length + 1)
         tokens = torch.randint(self.vocab_size, shape, generator=batch_generator(self.seed, index))

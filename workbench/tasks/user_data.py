@@ -36,7 +36,7 @@ def as_task(source: Any, *, batch_size: int = 32, seed: int = 0) -> Task:
 
             What a batch may be is said in `as_batch`, under what names columns are looked for too.
         batch_size: Rows in a batch, where the source is a dataset; the last batch of an epoch may be smaller.
-        seed: Of all random choices of the source.
+        seed: Seed of all random choices of the source.
 
     Returns:
         A task whose batches depend on nothing but the source and the seed. The source is iterated over with the
@@ -90,7 +90,7 @@ class DataTask:
 
     Args:
         source: Gives the raw batches of one epoch each time it is iterated over.
-        seed: Of all random choices of the source.
+        seed: Seed of all random choices of the source.
         description: More that defines the task.
     """
 
@@ -109,7 +109,7 @@ class DataTask:
 
         Raises:
             OptionError: If ``start`` is negative.
-            WorkbenchError: From a batch of unknown form, or when the source gives nothing any more.
+            WorkbenchError: If a batch has an unknown form, or the source is exhausted.
         """
         require_whole(0, start=start)
         return map(as_batch, islice(self._raw_batches(), start, None))
@@ -135,7 +135,7 @@ class DataTask:
         return copied(self._probes[n_tokens])
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """What is known of the source, and a checksum of its first batch."""
+        """A description of the source, with a checksum of its first batch."""
         return dict(self._description)
 
     def _raw_batches(self) -> Iterator[Any]:
@@ -168,7 +168,7 @@ class OneShotTask:
 
     Args:
         source: Gives batches.
-        seed: Of what the source draws from the global random generators.
+        seed: Seed of the source's draws from the global random generators.
     """
 
     def __init__(self, source: Iterator[Any], *, seed: int) -> None:
@@ -221,7 +221,7 @@ class OneShotTask:
         return merged(known)
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """What is known of the source, and a checksum of its first batch."""
+        """A description of the source, with a checksum of its first batch."""
         return dict(self._description)
 
     def _reading_ahead(self) -> Iterator[tuple[Inputs, Tensor]]:

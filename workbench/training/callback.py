@@ -1,4 +1,4 @@
-"""What acts during training: the one protocol for regularizers, faults, penalties, recorders, alarms, and your own.
+"""The protocol of callbacks: regularizers, faults, penalties, recorders, alarms, and the user's own.
 
 class LargeGradients(wb.Callback):
     def end_step(self, step, numbers):
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a forward and backward pass gave; its gradients are on the parameters.
+    """The result of a forward and backward pass; its gradients are on the parameters.
 
     Attributes:
-        loss: Of the task.
-        auxiliary_loss: Weighted terms beside it; NaN if there are none.
-        logits: As the model gave them.
-        is_finite: Whether the total is; otherwise there was no backward pass.
+        loss: Loss of the task.
+        auxiliary_loss: Weighted further terms; NaN if there are none.
+        logits: Logits of the model.
+        is_finite: Whether the total loss is finite; otherwise there was no backward pass.
     """
 
     loss: float
@@ -45,26 +45,27 @@ class PassResult:
     is_finite: bool
 
 
-#: One forward and backward pass over some examples: inputs and targets -> what it gave; it clears the gradients first.
+#: One forward and backward pass over some examples: inputs and targets -> its result; it clears the gradients first.
 PassFunction = Callable[[Any, Any], PassResult]
 
 
 @dataclass
 class TrainingRun:
-    """The training that callbacks act on, whoever runs its loop.
+    """The training that callbacks act on, in any loop.
 
     Attributes:
-        model: In training, as the loop calls it.
-        optimizer: Over its parameters.
-        on_event: Takes the events of the run.
+        model: Model in training, as the loop calls it.
+        optimizer: Optimizer of its parameters.
+        on_event: Function that takes the events of the run.
         step: Updates done when it begins, above 0 where it is resumed.
-        probe: From a number of tokens to inputs to measure the model on, on its device; None: the trainer has none.
-        owns_loop: Whether the loop is `workbench.train`, which alone can repeat a pass or skip a batch.
-        output: Where `workbench.train` records the run, from its first step on; in another trainer it writes nothing.
+        probe: Function from a number of tokens to inputs to measure the model on, on its device; None: there is none.
+        owns_loop: Whether the loop is `workbench.train`, the only one that can repeat a pass or skip a batch.
+        output: Output in which `workbench.train` records the run, from its first step on; in another trainer it writes
+            nothing.
         checkpoints: Folder of the checkpoints of `workbench.train`; None: there are none.
-        scaler: Of the gradients in float16; None: there is none, or the trainer keeps it.
-        n_skipped: Batches left out so far.
-        stop_reason: Why the run stops after this step, such as ``"by an alarm"``; empty: it goes on.
+        scaler: Gradient scaler for float16; None: there is none, or the trainer keeps it.
+        n_skipped: Number of batches skipped so far.
+        stop_reason: Reason for stopping after this step, such as ``"by an alarm"``; empty: it continues.
         has_begun: Whether its callbacks act.
     """
 
@@ -82,15 +83,15 @@ class TrainingRun:
     has_begun: bool = False
 
     def stop(self, reason: str) -> None:
-        """Let the run end after this step.
+        """End the run after this step.
 
         Args:
-            reason: How the sentence "Stopped after 7 steps, ..." ends, such as ``"by an alarm"``.
+            reason: End of the sentence "Stopped after 7 steps, ...", such as ``"by an alarm"``.
         """
         self.stop_reason = reason
 
     def skip_batches(self, n_batches: int) -> None:
-        """Leave out the next batches.
+        """Skip the next batches.
 
         Raises:
             OptionError: If the trainer cannot.
@@ -101,14 +102,14 @@ class TrainingRun:
 
 
 class Callback:
-    """What acts during training; override what is needed.
+    """Base class of callbacks, which act during training; override the methods you need.
 
     The methods are called in this order: `setup`, before anything is done; `begin`; in each step `begin_step`,
     `change_batch`, `run_pass` with `around_pass` and `auxiliary_loss` in it, `before_update`, `end_step`, `after_step`;
     `end`. Every method of this class leaves the training as it is, to the bit.
 
     Attributes:
-        name: What checkpoints and configurations call it; one of a name in a run.
+        name: Its name in checkpoints and configurations, unique in a run.
 
     Example:
         >>> import workbench as wb
@@ -139,7 +140,7 @@ class Callback:
         """The training it acts on, from `setup` to `end`.
 
         Raises:
-            OptionError: If there is none.
+            OptionError: If no run is active.
         """
         if self._run is None:
             raise OptionError(
@@ -149,25 +150,25 @@ class Callback:
         return self._run
 
     def describe(self) -> Mapping[str, Any]:
-        """What decides the run's numbers, as plain values; a run is resumed only with the same."""
+        """The settings that affect the run's numbers, as plain values; a run is resumed only with the same."""
         return {}
 
     def setup(self, run: TrainingRun) -> None:
-        """Learn which training it will act on, and refuse one that it cannot; nothing of it is changed yet.
+        """Receive the training to act on, and refuse it if that is impossible; nothing of it is changed yet.
 
         Args:
-            run: The training.
+            run: Training to act on.
         """
         self._run = run
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave, in a run that is resumed: after `setup`, before `begin`."""
+        """Load what `state_dict` gave, in a run that is resumed: after `setup`, before `begin`."""
 
     def begin(self) -> None:
-        """Take hold of the model: training begins, no store is made yet."""
+        """Attach to the model: training begins, no store is made yet."""
 
     def begin_step(self, step: int) -> None:
-        """A step begins.
+        """Called at the beginning of a step.
 
         Args:
             step: Updates done before it.
@@ -175,77 +176,77 @@ class Callback:
 
     @property
     def rate_factor(self) -> float:
-        """By what the planned learning rate is multiplied in this step."""
+        """The factor on the planned learning rate in this step."""
         return 1.0
 
     def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """The batch of this step as this callback leaves it."""
+        """Return the batch of this step, changed or not."""
         return inputs, targets
 
     def run_pass(self, one_pass: PassFunction, inputs: Any, targets: Any) -> PassResult:
-        """Do the forward and backward pass; whoever overrides this may repeat it or change the gradients it leaves.
+        """Run the forward and backward pass; an override may repeat it or change its gradients.
 
-        Only `workbench.train` asks for it.
+        Only `workbench.train` calls it.
         """
         return one_pass(inputs, targets)
 
     def around_pass(self) -> AbstractContextManager[Any]:
-        """Entered before each forward pass, left after its backward pass."""
+        """Return a context that is entered before each forward pass and left after its backward pass."""
         return nullcontext()
 
     def auxiliary_loss(self, task_loss: Tensor, auxiliary: Tensor | None) -> Tensor | None:
-        """The terms beside the task's loss as this callback leaves them.
+        """Return the auxiliary terms of the loss, changed or not.
 
         Args:
-            task_loss: 0-dim, with its graph.
-            auxiliary: The model's own and those of callbacks before, 0-dim; None: there are none.
+            task_loss: Loss of the task, 0-dim, with its graph.
+            auxiliary: Terms of the model and of earlier callbacks, 0-dim; None: there are none.
         """
         return auxiliary
 
     def before_update(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Gradients are there, parameters are still the old ones.
+        """Called when gradients are computed and parameters are not yet updated.
 
         Args:
             step: Updates done before this one.
-            numbers: Known of the step by now, such as ``loss``.
+            numbers: Numbers of the step so far, such as ``loss``.
         """
 
     def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, Any] | None:
-        """The update is made.
+        """Called after the update.
 
         Args:
             step: Updates done before it.
-            numbers: Known of the step: ``loss``, ``grad_norm``, ``learning_rate``, ... as far as the trainer knows.
+            numbers: Numbers of the step: ``loss``, ``grad_norm``, ``learning_rate``, ... as far as the trainer knows.
 
         Returns:
-            Numbers to record beside them; None: none.
+            Further numbers to record; None: none.
         """
         return None
 
     def outcome(self) -> Any:
-        """What `StepRecord.outcomes` holds of it, asked after `end_step`; None: nothing."""
+        """The entry of this callback in `StepRecord.outcomes`, read after `end_step`; None: nothing."""
         return None
 
     def after_step(self, step: int) -> None:
-        """The step is recorded and its checkpoint written; the model may be changed now.
+        """Called when the step is recorded and its checkpoint written; the model may be changed now.
 
         Args:
             step: Updates done.
         """
 
     def to_log(self) -> dict[str, float]:
-        """Numbers that a trainer with logs of its own may show, of the last step."""
+        """The numbers of the last step for a trainer with its own logs."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on alike: plain values and tensors."""
+        """The state that a resumed run needs: plain values and tensors."""
         return {}
 
     def take_event(self, event: Event) -> None:
-        """An event of any callback, in a trainer that keeps none itself; a recorder writes it down."""
+        """Called with an event of any callback, in a trainer that does not record events; a recorder writes it."""
 
     def end(self, *, is_broken: bool = False) -> None:
-        """Let go of the model; hooks are gone. May be called again.
+        """Release the model and remove hooks. May be called again.
 
         Args:
             is_broken: Whether training ended by an error.
@@ -253,11 +254,11 @@ class Callback:
         self._run = None
 
     def event(self, step: int, kind: str, **what: Any) -> None:
-        """Note something that happened; nothing is noted outside of a run.
+        """Record an event; does nothing outside of a run.
 
         Args:
-            step: Updates before it.
-            kind: What happened.
+            step: Number of updates before it.
+            kind: Kind of event.
             **what: Further fields of `workbench.schema.Event`: ``source``, ``score``, ``message``, ``layer``, ``head``.
         """
         if self._run is not None:
@@ -265,7 +266,7 @@ class Callback:
 
 
 def checked(callbacks: list[Callback]) -> list[Callback]:
-    """The callbacks, each of its own name.
+    """Return the callbacks after checking that they are valid and have different names.
 
     Raises:
         OptionError: If two have one name, or something is no callback.

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in training: parameters as safetensors, and beside them all that resuming exactly needs."""
+"""Checkpoints of a run in training: parameters as safetensors, and everything else that exact resuming needs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ PARAMETRIZED = "parametrized.safetensors"
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a run needs beside the parameters to go on as if it had never stopped.
+    """The state besides the parameters that a run needs to continue as if it had never stopped.
 
     Attributes:
-        step: Updates done.
-        configuration: Of the run, nested plain values.
-        optimizer: Its state dict.
+        step: Number of updates done.
+        configuration: Configuration of the run, as nested plain values.
+        optimizer: State dict of the optimizer.
         scaler: State dict of the gradient scaler.
         random: State dict of the run's `RandomStream`.
         callbacks: State dict of each callback that has one, by its name.
@@ -51,14 +51,14 @@ class TrainingState:
 
 
 def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Path:
-    """Write one checkpoint, whole or not at all, as ``folder/step-00000500``.
+    """Write one checkpoint, crash-consistently, as ``folder/step-00000500``.
 
     The parameters of a zoo model or a Hugging Face model can be opened with `open_checkpoint`.
 
     Args:
-        model: Whose parameters to keep.
-        state: The rest.
-        folder: Of all checkpoints of the run; one for the same step is replaced.
+        model: Model whose parameters are saved.
+        state: All other state.
+        folder: Folder of all checkpoints of the run; one for the same step is replaced.
 
     Returns:
         The checkpoint's folder.
@@ -79,14 +79,15 @@ def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Pa
 
 
 def branch_run(store: Path | str, new_store: Path | str, *, step: int) -> Path:
-    """Copy a run as it was at one of its checkpoints; ``train(..., store=new_store, resume=True)`` goes on from there.
+    """Copy a run as of one of its checkpoints; ``train(..., store=new_store, resume=True)`` continues from there.
 
-    The run that is copied stays as it is.
+    The original run is not changed.
 
     Args:
-        store: Of a run that is not training at this moment, with its checkpoints beside it.
-        new_store: Of the copy; its checkpoint goes beside it, and its attribute ``branched_from`` says where from.
-        step: Of the checkpoint.
+        store: Store of a run that is not training at this moment, with its checkpoints next to it.
+        new_store: Store of the copy; its checkpoint is next to it, and its attribute ``branched_from`` gives the
+            origin.
+        step: Step of the checkpoint.
 
     Returns:
         The path of the copy.
@@ -115,7 +116,7 @@ def branch_run(store: Path | str, new_store: Path | str, *, step: int) -> Path:
 
 
 def read_checkpoint(place: Path) -> TrainingState:
-    """What a checkpoint holds beside the weights; `load_weights` reads those.
+    """Read what a checkpoint holds besides the parameters, which `load_weights` reads.
 
     Raises:
         CheckpointError: If it is damaged.
@@ -136,7 +137,7 @@ def read_checkpoint(place: Path) -> TrainingState:
 
 @contextmanager
 def _said(place: Path) -> Iterator[None]:
-    """Turn what torch and safetensors raise where they cannot write into a sentence; `replacing` has the system's."""
+    """Turn write errors of torch and safetensors into a sentence; `replacing` handles those of the system."""
     from safetensors import SafetensorError
 
     try:

@@ -1,4 +1,4 @@
-"""What defines a training run, as plain values: stored with it, and compared before it is resumed."""
+"""The configuration of a training run, as plain values: stored with it, and compared before it is resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from workbench.training.recording import Recording
     from workbench.training.training_plan import TrainingPlan
 
-#: What a Hugging Face config says about its making, not about the model.
+#: Entries of a Hugging Face config about its origin, not about the model.
 _PROVENANCE = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
 
 
@@ -30,11 +30,11 @@ def describe_run(
     loss: Callable[..., Any],
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Everything that decides a run's numbers, as JSON gives it back; functions by their names.
+    """All settings that affect a run's numbers, as JSON gives them back; functions by their names.
 
     Returns:
-        ``model``, ``task``, ``training`` and ``spectra``, each a mapping; and by its name what each callback says of
-        itself, which leaves out what may change from step to step and is recorded there, such as switches.
+        ``model``, ``task``, ``training`` and ``spectra``, each a mapping; and, by name, the configuration of each
+        callback, without settings that may change from step to step and are recorded there, such as switches.
     """
     training = plan.as_dict() | {"loss": getattr(loss, "__qualname__", None) or str(loss)}
     if plan.schedule not in ("cosine", "linear"):
@@ -72,7 +72,7 @@ def _parametrizations(model: nn.Module) -> dict[str, int]:
 
 
 def first_difference(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Where two configurations differ first.
+    """The first difference between two configurations.
 
     Returns:
         Dotted name, recorded value and current value ("nothing" where one lacks it); None if they are the same.

@@ -1,4 +1,4 @@
-"""The training loop: a generator that yields one record a step. No user interface; a thread writes the store."""
+"""The training loop: a generator that yields one record per step. No user interface; a thread writes the store."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Training:
     """One run in training; `steps` is the generator that `workbench.train` returns.
 
     Args:
-        model: Trained where it is, on its device.
-        task: Gives its batches.
-        plan: How to train.
-        recording: What to keep.
-        loss: From logits and targets to a 0-dim tensor.
-        callbacks: Act on it, in this order; see `Callback`.
-        resume: Go on from the last checkpoint.
-        overwrite: Replace the run at the store.
+        model: Model to train in place, on its device.
+        task: Task that gives the batches.
+        plan: Settings of the training.
+        recording: Settings of what is recorded.
+        loss: Function from logits and targets to a 0-dim tensor.
+        callbacks: Callbacks that act on it, in this order; see `Callback`.
+        resume: Whether to continue from the last checkpoint.
+        overwrite: Whether to replace the run at the store.
 
     Raises:
         OptionError: If a setting is impossible, or a callback cannot act on this run.
@@ -121,7 +121,7 @@ class Training:
             raise
 
     def _restore(self) -> None:
-        """Take up the last checkpoint, if it is of this very configuration."""
+        """Load the last checkpoint, if it has the same configuration."""
         folder = self.recording.checkpoint_folder
         if folder is None:
             raise OptionError("resume=True needs to know where from; pass store= or checkpoints=.")
@@ -159,7 +159,7 @@ class Training:
         self._is_resumed = True
 
     def steps(self) -> Iterator[StepRecord]:
-        """Train, one record a step."""
+        """Train, yielding one record per step."""
         # First: a model that cannot be read is refused before a store is made.
         taker = self._spectra_taker() if self.recording.spectra_every else None
         was_training = self.model.training
@@ -194,7 +194,7 @@ class Training:
                     self._say("divergence", **_evidence(record, self.plan))
                 if record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite"):
                     state = "diverged"
-                    self._output.flush(state=state)  # at once: who gets the record may read the store
+                    self._output.flush(state=state)  # at once: the receiver of the record may read the store
                     yield record
                     return
                 self.step += 1
@@ -243,13 +243,13 @@ class Training:
         self.run.output = self._output
 
     def _say_resumed(self, store: Path) -> None:
-        """That the run goes on, and which rows before that were never written."""
+        """Record that the run is resumed, and which earlier rows were never written."""
         self._say("resumed", message=f"Resumed from the checkpoint of step {self.step}.")
         run = open_run(store)
         first = 0
         if "monitors" in run.children and (known := run.children["monitors"].to_dataset()["step"].values).size:
             first = int(known[-1]) + 1
-        if first < self.step:  # the run ended while the disk was in trouble, but its checkpoint could be written
+        if first < self.step:  # the run ended during disk errors, but its checkpoint could be written
             n_rows = self.step - first
             message = Lost(first, self.step - 1, n_rows, "the run ended before they were written").message("monitors")
             self._say("gap", source="monitors", score=n_rows, message=message)
@@ -284,7 +284,7 @@ class Training:
         )
 
     def _recorded(self, record: StepRecord) -> StepRecord:
-        """The record with what callbacks say of the step, handed to the store."""
+        """The record with the results of the callbacks, passed to the store."""
         numbers = self.callbacks.end_step(record.step, record.monitors())
         outcomes = {callback.name: callback.outcome() for callback in self.callbacks}
         record = replace(
@@ -318,7 +318,7 @@ class Training:
         return PassResult(task_loss.item(), math.nan if auxiliary is None else auxiliary.item(), logits, is_finite)
 
     def _losses(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Task loss, weighted auxiliary terms or None, and logits."""
+        """The task loss, weighted auxiliary terms or None, and the logits."""
         dtype = PRECISIONS[self.plan.precision]
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             output = call_model(self.model, inputs)
@@ -334,7 +334,7 @@ class Training:
 
     def _cause(self, loss: float, grad_norm: float) -> str:
         if self.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
-            return ""  # float16 overflowed: the scaler leaves out this update and lowers its scale
+            return ""  # float16 overflowed: the scaler skips this update and lowers its scale
         return self.plan.cause_of_divergence(loss, grad_norm)
 
     def _update(self, inputs: Any, targets: Tensor, loss: float, grad_norm: float) -> None:
@@ -342,7 +342,7 @@ class Training:
             callback.before_update(self.step, {"loss": loss, "grad_norm": grad_norm})
         self._clip(grad_norm)
         if takes_several_passes(self.optimizer):
-            # Optimizers hand on what the closure gives, a tensor or a number.
+            # Optimizers return what the closure returns, a tensor or a number.
             closure: Callable[[], Any] = partial(self._closure, inputs, targets)
             self.optimizer.step(closure)
             return
@@ -401,14 +401,14 @@ class Training:
             self._early_events.append(event)
 
     def _restore_rates(self) -> None:
-        """A ready optimizer goes back to its owner as it came."""
+        """Return a ready optimizer to its owner with its own rates."""
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak
 
     def _write_checkpoint(self, callback_states: dict[str, dict[str, Any]]) -> None:
         """Write a checkpoint, if checkpoints are on.
 
-        Where none can be written, training goes on, and an event ``gap`` says so each time.
+        If it cannot be written, training continues, and an event ``gap`` records it each time.
         """
         folder = self.recording.written_checkpoints
         if folder is None:
@@ -426,7 +426,7 @@ class Training:
         except StoreError as error:
             message = f"There is no checkpoint of step {state.step}: {error}"
             self._say("gap", source="checkpoint", message=message)
-            if not self._lacks_checkpoint:  # said once, until one was written again
+            if not self._lacks_checkpoint:  # reported once, until one is written again
                 words = "Training goes on; earlier checkpoints are as they were."
                 warnings.warn(f"{message} {words}", RecordingWarning, stacklevel=2)
             self._lacks_checkpoint = True

@@ -25,16 +25,16 @@ _PRODUCTS = frozenset(
 
 @contextmanager
 def autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Autocast of torch, with its products computed quickly where the processor knows no bfloat16.
+    """Autocast of torch, with its products computed quickly where the processor has no bfloat16 arithmetic.
 
     There torch takes 5 to 30 times as long for a product of bfloat16 matrices as for one in float32. Numbers of
-    bfloat16 are numbers of float32, and hardware that multiplies them adds up in float32 too; so the factors are
-    rounded to bfloat16, multiplied in float32, and the result is rounded, in the backward pass likewise. What differs
-    is the order of the sums.
+    bfloat16 are numbers of float32, and hardware that multiplies them accumulates in float32 too; so the factors are
+    rounded to bfloat16, multiplied in float32, and the result is rounded, also in the backward pass. The only
+    difference is the order of summation.
 
     Args:
         device: Type of the device.
-        dtype: Format of what is computed in low precision; None: nothing is.
+        dtype: Type of low-precision products; None: no autocast.
     """
     if dtype is None:
         yield
@@ -54,7 +54,7 @@ def quick_products() -> Iterator[None]:
 
 
 class _ProductsInFloat32(TorchFunctionMode):
-    """Round the factors of products to bfloat16, multiply them in float32, and round what comes out."""
+    """Round the factors of products to bfloat16, multiply them in float32, and round the result."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -74,7 +74,7 @@ def _is_on_cpu(value: Any) -> bool:
 
 
 def _rounded(value: Any) -> Any:
-    """A float32 tensor of bfloat16 numbers, for tensors and lists of them; what else there is stays."""
+    """A float32 tensor of bfloat16 numbers, for tensors and lists of them; other values are unchanged."""
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
         return type(value)(map(_rounded, value))
     is_cast = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -83,7 +83,7 @@ def _rounded(value: Any) -> Any:
 
 @cache
 def _knows_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 numbers itself; of others than x86 it is taken to."""
+    """Whether the processor multiplies bfloat16 numbers itself; assumed for processors other than x86."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()

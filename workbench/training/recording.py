@@ -1,4 +1,4 @@
-"""What to keep of a run and where: its store, spectra on the way, checkpoints."""
+"""Settings of what is recorded of a run and where: its store, spectra, checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recording:
-    """What to keep of a run, and where: arguments of `workbench.train`, which says what each means.
+    """Settings of what is recorded of a run, and where: arguments of `workbench.train`, documented there.
 
     Example:
         >>> import workbench as wb
@@ -60,23 +60,23 @@ class Recording:
 
     @property
     def checkpoint_folder(self) -> Path | None:
-        """Where checkpoints go; None if nothing is written at all."""
+        """The folder of the checkpoints; None if nothing is written."""
         if self.checkpoints is not None:
             return Path(self.checkpoints)
         return Path(self.store).with_suffix(".checkpoints") if self.store is not None else None
 
     @property
     def written_checkpoints(self) -> Path | None:
-        """Where this run writes checkpoints; None if it writes none."""
+        """The folder to which this run writes checkpoints; None if it writes none."""
         return self.checkpoint_folder if self.checkpoint_every else None
 
 
 class SpectraTaker:
-    """Takes spectra of one model on the same inputs again and again.
+    """Takes spectra of one model on the same inputs repeatedly.
 
     Args:
-        model: The model; its anatomy is read now.
-        inputs: As `workbench.profile` takes them; not an iterator, as they are used each time.
+        model: Model, whose anatomy is read now.
+        inputs: Inputs as for `workbench.profile`; no iterator, as they are used each time.
         options: Further arguments of `workbench.profile`.
 
     Raises:
@@ -93,7 +93,7 @@ class SpectraTaker:
         self._has_warned = False
 
     def take(self, step: int) -> xr.Dataset:
-        """Spectra after ``step`` updates, dims ``step``, ``layer`` and ``mode``; as many modes each time.
+        """Spectra after ``step`` updates, dims ``step``, ``layer`` and ``mode``; always the same number of modes.
 
         Raises:
             SnapshotError: If the stream holds NaN or infinite values, or does not vary.
@@ -126,7 +126,7 @@ def check_places(recording: Recording, *, overwrite: bool) -> None:
 
 
 def check_checkpoint_folder(recording: Recording) -> None:
-    """Refuse a folder that no checkpoint can be written to, which a training would only find out later.
+    """Refuse a folder that no checkpoint can be written to, before the training starts.
 
     Raises:
         StoreError: If checkpoints are on and it cannot be written.

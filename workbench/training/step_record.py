@@ -1,4 +1,4 @@
-"""What one training step gave."""
+"""The record of one training step."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _NUMBERS = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step gave; everything but the update itself belongs to the parameters after ``step`` updates.
+    """The record of one step; everything but the update itself belongs to the parameters after ``step`` updates.
 
     Attributes:
-        step: Updates done before this one.
-        loss: Of the batch, without auxiliary terms, in nats for cross entropy.
+        step: Number of updates done before this one.
+        loss: Loss of the batch, without auxiliary terms, in nats for cross entropy.
         auxiliary_loss: Weighted auxiliary terms as they were added, such as a router's balance or a penalty; NaN if
             there are none.
-        accuracy: Share of the batch's targets that were most likely; NaN where that means nothing.
+        accuracy: Share of the batch's targets that were most likely; NaN if that is not defined.
         grad_norm: Norm of all gradients together, before clipping; NaN if the loss is not finite.
         learning_rate: Largest rate of the optimizer's groups.
-        cause: Why the step counts as diverged: ``"loss"``, ``"grad_norm"`` or ``"non-finite"``; empty otherwise.
-        spectra: Spectra dataset with a ``step`` dimension of one, where they were due.
-        numbers: What callbacks gave to be recorded, such as ``kss_penalty`` and ``batch_size``.
-        outcomes: What callbacks did, by their names.
+        cause: Reason why the step counts as diverged: ``"loss"``, ``"grad_norm"`` or ``"non-finite"``; empty otherwise.
+        spectra: Spectra dataset with a ``step`` dimension of one, if they were due.
+        numbers: Numbers of callbacks to record, such as ``kss_penalty`` and ``batch_size``.
+        outcomes: Results of callbacks, by their names.
     """
 
     step: int
@@ -44,7 +44,7 @@ class StepRecord:
 
     @property
     def shaping(self) -> Any:
-        """What KSS did, a `workbench.callbacks.kss.Shaping`; None: the run has no KSS."""
+        """The record of KSS, a `workbench.callbacks.kss.Shaping`; None: the run has no KSS."""
         return self.outcomes.get("kss")
 
     @property

@@ -26,7 +26,7 @@ PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.floa
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Settings of a training run: arguments of `workbench.train`, which says what each means.
+    """Settings of a training run: arguments of `workbench.train`, documented there.
 
     Example:
         >>> import workbench as wb
@@ -110,16 +110,16 @@ class TrainingPlan:
             raise OptionError("The optimizer holds weights that are not the model's; build it from this very model.")
         if self.learning_rate is not None:
             highest = max(float(group["lr"]) for group in ready.param_groups)
-            for group in ready.param_groups:  # which may differ, and keep their ratio
+            for group in ready.param_groups:  # rates may differ between groups, and keep their ratio
                 share = float(group["lr"]) / highest
                 group["lr"] = self.learning_rate * share
         return ready
 
     def cause_of_divergence(self, loss: float, grad_norm: float) -> str:
-        """Why a step counts as diverged (RKSP's label); empty if it does not.
+        """The reason why a step counts as diverged (RKSP's label); empty if it does not.
 
         Args:
-            loss: Of the step, in the unit of the loss.
+            loss: Loss of the step.
             grad_norm: Norm of all gradients together, before clipping.
 
         Returns:
@@ -133,7 +133,7 @@ class TrainingPlan:
 
 
 def departures(**settings: Any) -> dict[str, Any]:
-    """Those of some settings of a `TrainingPlan` that are not its defaults."""
+    """The settings that differ from the defaults of `TrainingPlan`."""
     defaults = {
         item.name: item.default if item.default_factory is MISSING else item.default_factory()
         for item in fields(TrainingPlan)

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
         def __set__(self, instance: object, value: Value | None) -> None: ...
 else:
     Option = Optional
-#: What stands for the family's default.
+#: Value that means the family's default.
 DEFAULT: Any = None
 
 
@@ -88,7 +88,7 @@ class ArchitectureConfig:
             MLP), "mamba" or "vit".
         d_model: Width of the residual stream.
         n_layers: Residual blocks.
-        norm: Where the normalization sits. ``deep_norm`` is the form that the figures of RKSP Table 1 imply,
+        norm: Place of the normalization. ``deep_norm`` is the form that the figures of RKSP Table 1 imply,
             alpha x + f(LN x); ``deep_norm_post`` is DeepNet's own, LN(alpha x + f(x)) with branch weights scaled by
             beta (Wang et al. 2022, arXiv:2203.00555); ``sub_ln`` has a second norm inside each branch
             (Wang et al. 2022, arXiv:2210.06423). mamba is pre-normalized with RMSNorm, and only so.
@@ -102,16 +102,16 @@ class ArchitectureConfig:
             1 for multi-query; None: as many as ``n_heads``.
         position: "learned" (a vector per position, added once), "rotary" (queries and keys turned, in halves as
             Llama does it) or "none". Images know no "rotary".
-        rotary_base: Of the rotary frequencies; 10,000 by default where there are any.
+        rotary_base: Base of the rotary frequencies; 10,000 by default where there are any.
         qk_norm: RMSNorm of every query and key, per head, before the rotation (as Qwen3).
         window: Tokens that a position sees, itself included: sliding-window attention; None: all before it.
         is_parallel: Attention and MLP side by side on one normalized input, x + a(n(x)) + m(n(x)) (as GPT-J).
-        has_bias: Of the linear maps in the blocks, where the norms keep their own.
+        has_bias: Whether linear maps in the blocks have a bias; norms keep their own.
         mlp: "gelu", "gelu_tanh" (its approximation in GPT-2) or "swiglu" (silu(gate) * up, as Llama).
         mlp_ratio: Hidden width of the MLP (of each expert, of the KAN) over ``d_model``, by default 4 for GELU, 8/3
             for SwiGLU (about as many weights) and 1 for a KAN; what is no whole number is rounded up to a multiple
             of 8.
-        mlp_width: The hidden width itself, instead of ``mlp_ratio``.
+        mlp_width: Hidden width, instead of ``mlp_ratio``.
         n_experts: Experts in each block.
         top_k: Experts that each token goes to.
         normalizes_top_k: Whether the weights of a token's experts are made to add up to 1; by default where there are
@@ -124,11 +124,11 @@ class ArchitectureConfig:
         n_grid: Grid intervals of each spline, G in the KAN paper; a spline has ``n_grid + spline_order`` basis
             functions. RKSP's B is taken to be this (it does not say which of the two it counts).
         spline_order: Degree of the spline's pieces; 3 is cubic.
-        spline_range: The grid covers -spline_range .. spline_range.
+        spline_range: Half the range of the grid, -spline_range .. spline_range.
         spline_std: Standard deviation of the initial spline coefficients; 0.1 in the KAN paper.
         image_size: Height and width of the images; pixels.
         patch_size: Height and width of a patch; divides ``image_size``; pixels.
-        n_channels: Of the images.
+        n_channels: Number of channels of the images.
         n_classes: Outputs of the image classifier.
         initialization: "normal" (every matrix N(0, init_std^2)), "xavier" (matrices uniform as Glorot and Bengio
             2010), or "fixup" and "rezero", which begin as the identity and need ``norm="none"``: see
@@ -136,7 +136,7 @@ class ArchitectureConfig:
         init_std: Standard deviation of weight matrices and embeddings.
         scales_residual_init: Divide the last matrix of each branch by the square root of the number of branches, as
             GPT-2 does.
-        seed: Of the initial weights.
+        seed: Seed of the initial parameters.
 
     Raises:
         OptionError: If the configuration is impossible, or an option does not apply to the family.
@@ -221,7 +221,7 @@ class ArchitectureConfig:
 
     @property
     def title(self) -> str:
-        """What pictures and tables call it where it has no better name, such as "pre_ln transformer"."""
+        """Its name in figures and tables if it has no other, such as "pre_ln transformer"."""
         if self.family == "mamba":  # it knows one norm only
             return self.family
         return f"{self.family} without norm" if self.norm == "none" else f"{self.norm} {self.family}"

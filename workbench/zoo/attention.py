@@ -36,7 +36,7 @@ class Attention(Branch):
         self.out = nn.Linear(width, width, bias=config.has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the branch adds to the stream, shape (batch, token, feature) like ``x``."""
+        """The output of the branch, which is added to the stream, shape (batch, token, feature) like ``x``."""
         x = self.input_bias(x)
         q = self.query_norm(_heads(self.query(x), self.n_heads))
         k = self.key_norm(_heads(self.key(x), self.n_kv_heads))
@@ -67,7 +67,7 @@ def rotate(x: Tensor, base: float) -> Tensor:
 
     Args:
         x: Queries or keys, shape (batch, head, token, feature), an even number of features.
-        base: Of the frequencies, base^(-2i / n_features) radians per token.
+        base: Base of the frequencies, base^(-2i / n_features) radians per token.
 
     Returns:
         Like ``x``; position 0 is unchanged.

@@ -26,9 +26,9 @@ class ZooModel(nn.Module, ABC):
     (batch, channel, height, width), logits (batch, class). Models with losses of their own have ``auxiliary_loss()``.
 
     Attributes:
-        config: What it was made from.
-        blocks: Its residual blocks.
-        head: The output head.
+        config: Configuration of the model.
+        blocks: Residual blocks.
+        head: Output head.
 
     Example:
         >>> import workbench as wb
@@ -53,15 +53,15 @@ class ResidualBlock(nn.Module, ABC):
 
     @abstractmethod
     def branches(self) -> tuple[Branch, ...]:
-        """What is added to the stream, in order."""
+        """The branches that are added to the stream, in order."""
 
 
 class Block(ResidualBlock):
     """One residual block of a transformer: an attention and an MLP branch, joined as ``config.norm`` says.
 
     Args:
-        config: See `ArchitectureConfig`.
-        mlp: The MLP branch.
+        config: Configuration, see `ArchitectureConfig`.
+        mlp: MLP branch.
     """
 
     def __init__(self, config: ArchitectureConfig, mlp: Branch) -> None:

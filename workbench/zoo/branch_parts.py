@@ -1,4 +1,4 @@
-"""What the branches of a residual block have in common: norms, and the scalars of Fixup and ReZero."""
+"""Parts shared by the branches of residual blocks: norms, and the scalars of Fixup and ReZero."""
 
 from __future__ import annotations
 

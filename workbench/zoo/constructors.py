@@ -38,7 +38,7 @@ def build(config: ArchitectureConfig) -> ZooModel:
     """The model of a configuration, with fresh weights.
 
     Args:
-        config: What to build.
+        config: Configuration of the model.
 
     Returns:
         The model in training mode, on the CPU, float32; the global random state is untouched.

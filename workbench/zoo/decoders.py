@@ -22,7 +22,7 @@ class Decoder(ZooModel):
     """Token (and position) embedding, residual blocks, a last norm and an output head.
 
     Args:
-        config: See `ArchitectureConfig`.
+        config: Configuration, see `ArchitectureConfig`.
     """
 
     def __init__(self, config: ArchitectureConfig) -> None:

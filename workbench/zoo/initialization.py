@@ -42,7 +42,7 @@ def initialize(model: ZooModel) -> None:
     """Fill the weights of a model of our own blocks, as this module describes.
 
     Args:
-        model: With its embeddings tied already, where they are to be.
+        model: Model, with its embeddings tied already if they are to be.
     """
     config = model.config
     generator = torch.Generator().manual_seed(config.seed)
@@ -81,7 +81,7 @@ def _fill_matrix(weight: Tensor, config: ArchitectureConfig, generator: torch.Ge
 
 
 def _fill_mixer(mixer: MambaMixer, generator: torch.Generator) -> None:
-    """What a mixer starts from other than a normal distribution."""
+    """Initialize the parameters of a mixer that do not start from a normal distribution."""
     mixer.log_decay.copy_(torch.arange(1, mixer.state_size + 1).log().expand_as(mixer.log_decay))
     nn.init.ones_(mixer.skip)
     for layer in (mixer.convolution, mixer.time_step, mixer.out):

@@ -26,7 +26,7 @@ class MoeTransformer(Decoder):
     can be compared.
 
     Args:
-        config: See `ArchitectureConfig`.
+        config: Configuration, see `ArchitectureConfig`.
 
     Example:
         >>> import torch
@@ -43,7 +43,7 @@ class MoeTransformer(Decoder):
         return Block(config, MoeMlp(config))
 
     def auxiliary_losses(self) -> dict[str, Tensor]:
-        """What the routers of the latest forward cost, without weights, as means over the blocks; each 0-dim.
+        """The unweighted losses of the routers in the latest forward, as means over the blocks; each 0-dim.
 
         Returns:
             ``balance``: see `balance_loss`; taken block by block, so that no block makes up for another. ``z``: mean
@@ -76,8 +76,8 @@ class MoeMlp(Branch):
     dropped: there is no capacity limit.
 
     Attributes:
-        logits: Of the latest forward, shape (batch * token, expert); None before. They hold its graph until the next
-            forward, and stay behind when the module is copied or pickled.
+        logits: Logits of the latest forward, shape (batch * token, expert); None before. They hold its graph until the
+            next forward, and stay behind when the module is copied or pickled.
     """
 
     def __init__(self, config: ArchitectureConfig) -> None:
@@ -88,7 +88,7 @@ class MoeMlp(Branch):
         self.logits: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the branch adds to the stream, shape (batch, token, feature) like ``x``."""
+        """The output of the branch, which is added to the stream, shape (batch, token, feature) like ``x``."""
         states = x.flatten(0, -2)
         self.logits = self.router(states)
         weights, chosen = self.logits.float().softmax(-1).topk(self.top_k, dim=-1)
@@ -106,7 +106,7 @@ class MoeMlp(Branch):
         return [[weight for weights in layer for weight in weights] for layer in layers]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied: not the logits, as tensors with a graph cannot be."""
+        """The state to copy: not the logits, as tensors with a graph cannot be."""
         return {**self.__dict__, "logits": None}
 
 

@@ -30,7 +30,7 @@ class Mlp(Branch):
         self.down = nn.Linear(config.hidden_width, config.d_model, bias=config.has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the branch adds to the stream, shape (batch, token, feature) like ``x``."""
+        """The output of the branch, which is added to the stream, shape (batch, token, feature) like ``x``."""
         hidden = functional.gelu(self.activation_bias(self.up(self.input_bias(x))), approximate=self.approximation)
         return self.down(self.hidden_bias(self.inner_norm(hidden)))
 
@@ -50,7 +50,7 @@ class GatedMlp(Branch):
         self.down = nn.Linear(config.hidden_width, config.d_model, bias=config.has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the branch adds to the stream, shape (batch, token, feature) like ``x``."""
+        """The output of the branch, which is added to the stream, shape (batch, token, feature) like ``x``."""
         return self.down(self.inner_norm(functional.silu(self.gate(x)) * self.up(x)))
 
     def path(self) -> list[list[Tensor]]:
@@ -68,7 +68,7 @@ class KanMlp(Branch):
         self.down = KanLayer.of(config, config.hidden_width, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the branch adds to the stream, shape (batch, token, feature) like ``x``."""
+        """The output of the branch, which is added to the stream, shape (batch, token, feature) like ``x``."""
         return self.down(self.inner_norm(self.up(x)))
 
     def path(self) -> list[list[Tensor]]:

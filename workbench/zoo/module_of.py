@@ -11,7 +11,7 @@ from workbench.errors import AnatomyError
 
 
 class HoldsModel(Protocol):
-    """What a model under study looks like from here: it holds the module as ``model``."""
+    """The part of a model under study that is used here: it holds the module as ``model``."""
 
     @property
     def model(self) -> nn.Module:

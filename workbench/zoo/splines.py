@@ -26,7 +26,7 @@ class KanLayer(nn.Module):
         n_out: Outputs.
         n_grid: Grid intervals.
         order: Degree of the pieces.
-        half_range: The grid covers -half_range .. half_range.
+        half_range: Half the range of the grid, -half_range .. half_range.
     """
 
     def __init__(self, n_in: int, n_out: int, *, n_grid: int, order: int, half_range: float) -> None:

@@ -26,7 +26,7 @@ class Mamba(Decoder):
     differentiable to any order, and linear in the number of tokens backward as well as forward.
 
     Args:
-        config: See `ArchitectureConfig`.
+        config: Configuration, see `ArchitectureConfig`.
 
     Example:
         >>> import torch
@@ -46,7 +46,7 @@ class MambaBlock(ResidualBlock):
     """x + mixer(norm(x)): one branch, without attention or MLP; about half the weights of a transformer's block.
 
     Args:
-        config: See `ArchitectureConfig`.
+        config: Configuration, see `ArchitectureConfig`.
     """
 
     def __init__(self, config: ArchitectureConfig) -> None:
@@ -83,7 +83,7 @@ class MambaMixer(Branch):
         self.out = nn.Linear(width, config.d_model, bias=config.has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the branch adds to the stream, shape (batch, token, feature) like ``x``."""
+        """The output of the branch, which is added to the stream, shape (batch, token, feature) like ``x``."""
         signal, gate = self.expand(x).chunk(2, dim=-1)
         signal = self.convolution(signal.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
         signal = functional.silu(signal)

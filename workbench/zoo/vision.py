@@ -24,7 +24,7 @@ class VisionTransformer(ZooModel):
     belongs to a patch.
 
     Args:
-        config: See `ArchitectureConfig`.
+        config: Configuration, see `ArchitectureConfig`.
 
     Example:
         >>> import torch

@@ -25,22 +25,22 @@ _IGNORED = -100
 def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
     """One callback for a Hugging Face ``Trainer`` by which any callbacks act: ``Trainer(..., callbacks=[it])``.
 
-    They are attached when training begins and detached at its end. An error in training ends it without a word to
-    callbacks: they then stay attached until the next ``train()``, ``callback.detach()``, or the end of the callback
-    itself. What they have to log (``kss_strength``, ``kss_penalty``, ...) goes into the training logs, which means into
-    ``trainer.state.log_history`` and to the callbacks after it: to see it in TensorBoard and the like, set
-    ``report_to="none"`` and pass its callback after this one. Their states go with the checkpoints.
+    They are attached when training begins and detached at its end. If training ends by an error, callbacks are not
+    notified: they then stay attached until the next ``train()``, ``callback.detach()``, or the deletion of the callback
+    itself. Their numbers (``kss_strength``, ``kss_penalty``, ...) go into the training logs, that is, into
+    ``trainer.state.log_history`` and to the callbacks after it: to see them in TensorBoard and the like, set
+    ``report_to="none"`` and pass its callback after this one. Their states are part of the checkpoints.
 
     A recorder counts the Trainer's steps. Loss and gradient norm are those of the Trainer's logs where it logs every
-    step, and else what the recorder sees itself: the losses in the model's outputs, and the norm of the gradients after
-    clipping. Resuming goes on with its store, if it is there, and with the same probe.
+    step, and otherwise those that the recorder computes: the losses in the model's outputs, and the norm of the
+    gradients after clipping. Resuming continues with its store, if it exists, and with the same probe.
 
     Args:
         *callbacks: `workbench.Callback` objects, KSS, a recorder, alarms, actions, faults, penalties.
-        seed: Of what faults and penalties draw.
+        seed: Seed of the random draws of faults and penalties.
 
     Raises:
-        OptionError: If something is no callback. When training begins, if one needs the loop of `workbench.train`.
+        OptionError: If an argument is no callback. When training begins, if one needs the loop of `workbench.train`.
 
     Example:
         >>> import workbench as wb
@@ -55,7 +55,7 @@ def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
     gathered = gather(callbacks, seed=seed)
 
     class WorkbenchCallback(TrainerCallback, ExportableState):
-        """Callbacks of the workbench at work in one Trainer."""
+        """Callbacks of the workbench attached to one Trainer."""
 
         def __init__(self) -> None:
             self.attachment = Attachment(gathered)
@@ -127,12 +127,12 @@ def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
 
 
 class _PassHooks:
-    """What callbacks do around the passes of a Hugging Face model, by hooks on it.
+    """Hooks on a Hugging Face model by which callbacks act around its passes.
 
     Args:
-        attachment: Of the callbacks.
-        model: As the trainer calls it; returns an output with ``loss``.
-        n_batches: Whose gradients add up in one update.
+        attachment: Attachment of the callbacks.
+        model: Model that the trainer calls; returns an output with ``loss``.
+        n_batches: Number of batches whose gradients add up in one update.
     """
 
     def __init__(self, attachment: Attachment, model: nn.Module, n_batches: int) -> None:
@@ -145,13 +145,13 @@ class _PassHooks:
         ]
 
     def close(self) -> None:
-        """The backward pass is over."""
+        """Called after the backward pass."""
         if self._open is not None:
             self._open.close()
             self._open = None
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self.close()
         for handle in self._handles:
             handle.remove()

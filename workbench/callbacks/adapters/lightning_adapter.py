@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
     """One callback for a Lightning ``Trainer`` by which any callbacks act: ``Trainer(callbacks=[it])``.
 
-    They are attached when training begins and detached at its end, by an error too. What they have to log
-    (``kss_strength``, ``kss_penalty``, ...) is logged each step. The loss is what goes backward, the mean over
-    accumulated batches; the gradient norm is that before clipping. Their states go with the checkpoints. One optimizer
-    alone, which Lightning steps; a recorder alone goes with a module that steps its optimizer itself.
+    They are attached when training begins and detached at its end, also after an error. Their numbers
+    (``kss_strength``, ``kss_penalty``, ...) are logged each step. The loss is the one that is differentiated, the mean
+    over accumulated batches; the gradient norm is that before clipping. Their states are part of the checkpoints. One
+    optimizer only, which Lightning steps; for a module that steps its optimizer itself, attach a recorder on its own.
 
     Args:
         *callbacks: `workbench.Callback` objects, KSS, a recorder, alarms, actions, faults, penalties.
-        seed: Of what faults and penalties draw.
+        seed: Seed of the random draws of faults and penalties.
 
     Raises:
         MissingPackageError: If Lightning is not installed.
-        OptionError: If something is no callback. When training begins, if one needs the loop of `workbench.train`.
+        OptionError: If an argument is no callback. When training begins, if one needs the loop of `workbench.train`.
 
     Example:
         >>> import workbench as wb
@@ -49,7 +49,7 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
     gathered = gather(callbacks, seed=seed)
 
     class WorkbenchCallback(base):
-        """Callbacks of the workbench at work in one Trainer."""
+        """Callbacks of the workbench attached to one Trainer."""
 
         def __init__(self) -> None:
             self.attachment = Attachment(gathered)
@@ -162,7 +162,7 @@ def _wrap_training_step(module: Any, attachment: Attachment, passes: ExitStack) 
 
 
 def _lightning() -> ModuleType:
-    """The Lightning that the caller works with: it goes by two names."""
+    """The Lightning package that the caller uses: it exists under two names."""
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:

@@ -1,4 +1,4 @@
-"""What the adapters share: callbacks that a trainer attaches and detaches, with their states in its checkpoints."""
+"""Code shared by the adapters: callbacks that a trainer attaches and detaches, with their states in its checkpoints."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Attachment:
     """Callbacks that a trainer attaches and detaches again and again, with their states in that trainer's checkpoints.
 
     Args:
-        callbacks: In the order in which they act.
+        callbacks: Callbacks in the order in which they act.
 
     Attributes:
-        at_end: Called when they are detached, and forgotten: takes the adapter's own hooks off.
+        at_end: Functions called once when the callbacks are detached; they remove the adapter's own hooks.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -50,7 +50,7 @@ class Attachment:
     def begin(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, state: Mapping[str, Any] | None = None
     ) -> None:
-        """Attach; go on from a checkpoint's state where there is one.
+        """Attach; continue from a checkpoint's state if there is one.
 
         Raises:
             OptionError: If a callback cannot act here.
@@ -64,7 +64,7 @@ class Attachment:
             for callback in self.callbacks:
                 self._load(callback, (state or {}).get(callback.name))
             inner = innermost(optimizer)
-            # Outside of what callbacks do to the rate: set before their hooks, taken back after them.
+            # Around the callbacks' own changes of the rate: set before their hooks, undone after them.
             self._handles.append(inner.register_step_pre_hook(self._cut_rates))
             self.callbacks.begin(run)
             self._handles.append(inner.register_step_post_hook(self._restore_rates))
@@ -98,7 +98,7 @@ class Attachment:
         self.at_end.clear()
 
     def begin_step(self, step: int) -> None:
-        """The next batch comes; further batches of the step, where gradients are accumulated, begin nothing."""
+        """Called before each batch; only the first of a step counts where gradients are accumulated."""
         if self._open_step is not None and step > self._open_step:
             self.end_step({})
         if self.run is not None and step != self._begun_step:
@@ -107,17 +107,17 @@ class Attachment:
                 callback.begin_step(step)
 
     def before_update(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Gradients are there."""
+        """Called when the gradients are computed."""
         if self.run is not None:
             for callback in self.callbacks:
                 callback.before_update(step, numbers)
 
     def updated(self, step: int) -> None:
-        """The update of a step is made; its numbers may still come."""
+        """Called after the update of a step; its numbers may still follow."""
         self._open_step = step
 
     def end_step(self, numbers: Mapping[str, Any]) -> bool:
-        """The numbers of the update just made.
+        """Called with the numbers of the last update.
 
         Returns:
             Whether the run is to stop.
@@ -132,25 +132,25 @@ class Attachment:
         return bool(self.run.stop_reason)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON takes it."""
+        """The state for a checkpoint, as values for JSON."""
         if self.run is None:
             return self._state
         states = {c.name: {"options": _plain(c.describe()), "state": _as_json(c.state_dict())} for c in self.callbacks}
         return {name: state for name, state in states.items() if any(state.values())}
 
     def to_log(self) -> dict[str, float]:
-        """Numbers for the trainer's own logs."""
+        """The numbers for the trainer's own logs."""
         found: dict[str, float] = {}
         for callback in self.callbacks if self.run is not None else ():
             found |= callback.to_log()
         return found
 
     def overrides(self, *names: str) -> bool:
-        """Whether any callback has a method of its own in the place of one of these."""
+        """Whether any callback overrides one of these methods."""
         return any(getattr(type(c), name) is not getattr(Callback, name) for c in self.callbacks for name in names)
 
     def change_batch(self, batch: Any) -> Any:
-        """A batch as the callbacks leave it: a mapping with ``labels``, or inputs and targets.
+        """A batch as changed by the callbacks: a mapping with ``labels``, or inputs and targets.
 
         Raises:
             OptionError: If it is neither.
@@ -204,7 +204,7 @@ class Attachment:
 
 
 def first_states(by_name: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What callbacks of the first version, one for KSS and one for the recorder, left in a trainer's checkpoint.
+    """States that callbacks of the first version, one for KSS and one for the recorder, left in a checkpoint.
 
     Args:
         by_name: State of each callback, by its name.
@@ -219,12 +219,12 @@ def first_states(by_name: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """The value as JSON gives it back."""
     return json.loads(json.dumps(dict(values), default=str))
 
 
 def _as_json(state: dict[str, Any]) -> dict[str, Any]:
-    """A state as a Trainer's checkpoint takes it, which is JSON; what JSON would change becomes one text."""
+    """A state for a Trainer's checkpoint, which is JSON; a state that JSON would change becomes one text."""
     try:
         if json.loads(json.dumps(state)) == state:
             return state

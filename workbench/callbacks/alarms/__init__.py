@@ -1,4 +1,4 @@
-"""Alarms: watched.py says what is watched, detector.py how, calibration.py what is healthy, attribution.py why."""
+"""Alarms: watched signals, detectors of changes, calibration on healthy runs, and attribution to faults."""
 
 from workbench.callbacks.alarms.alarms import Alarm, Alarms
 from workbench.callbacks.alarms.attribution import Attribution, Attributor

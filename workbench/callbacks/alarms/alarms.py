@@ -1,4 +1,4 @@
-"""Alarms: signals that have left what healthy runs do, said as soon as it can be known."""
+"""Alarms: signals that have left the range of healthy runs, reported at the first measurement that shows it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _PLACES = ("layer", "head")
-#: An alarm sounds again only after its score has fallen below this share of the threshold.
+#: A signal raises another alarm only after its score has fallen below this share of the threshold.
 _REARM = 0.5
 
 
@@ -31,17 +31,17 @@ _OVER_A_WINDOW = ("frobenius_norm", "stable_rank", "effective_rank", "spectral_e
 
 @dataclass(frozen=True)
 class Alarm:
-    """One signal that has left what healthy runs do.
+    """An alarm: one signal that has left the range of healthy runs.
 
     Attributes:
-        step: Updates done when it was known.
-        signal: Such as ``"effective_rank D2"``.
-        layer: Where it is worst; -1: the signal has no layers, or it lies outside the blocks.
-        head: Where it is worst; -1: the signal has no heads.
-        score: How many times the threshold.
-        value: Of the signal there, in its own unit.
+        step: Updates done when it was raised.
+        signal: Name of the signal, such as ``"effective_rank D2"``.
+        layer: Layer with the worst value; -1: the signal has no layers, or it is outside the blocks.
+        head: Head with the worst value; -1: the signal has no heads.
+        score: Score in multiples of the threshold.
+        value: Value of the signal there, in its own unit.
         is_outcome: Whether the signal is the loss or the norm of the gradients.
-        message: In plain words.
+        message: Description in plain words.
 
     Example:
         >>> import workbench as wb
@@ -61,7 +61,7 @@ class Alarm:
     message: str
 
     def as_event(self) -> dict[str, Any]:
-        """For a run's events: everything but step and kind."""
+        """The fields of a run's event: everything but step and kind."""
         return {
             "source": self.signal,
             "score": self.score,
@@ -72,20 +72,20 @@ class Alarm:
 
 
 class Alarms:
-    """Listens to a `workbench.Recorder` and raises alarms; causal, so a replay of the record gives the same ones.
+    """Raises alarms from the observations of a `workbench.Recorder`; causal, so a replay gives the same ones.
 
     Each signal is compared with the run's own healthy start, which begins once the run has settled and its warm-up is
-    over, and with its own recent past, in units of how far healthy runs stray. The thresholds follow from the
+    over, and with its own recent past, in units of the spread of healthy runs. The thresholds follow from the
     false-alarm budget, one for the mechanism monitors together and one for loss and gradient norm together.
 
     Args:
-        budget: Share of healthy runs that may raise a false alarm of either group: the knob between early and sure.
-        calibration: What healthy runs do; None: the one that ships, of small transformers (see data/README.md). Your
-            own comes from `calibrate`.
+        budget: Share of healthy runs that may raise a false alarm of either group; a larger one gives earlier alarms.
+        calibration: Ranges of healthy runs; None: the built-in one, of small transformers (see data/README.md). Your
+            own is made by `calibrate`.
         paired: A healthy run of the same model to compare with, step by step, instead of the run's own start.
-        options: Of the detectors; None: those of the calibration.
-        attributor: Names the fault; None: the one that ships.
-        on_alarm: Called with each `Alarm` as it is raised; what it raises goes through to the training loop.
+        options: Options of the detectors; None: those of the calibration.
+        attributor: Model that names the fault; None: the built-in one.
+        on_alarm: Function called with each `Alarm` as it is raised; its exceptions reach the training loop.
 
     Raises:
         OptionError: If the budget is out of range.
@@ -125,7 +125,7 @@ class Alarms:
 
     @property
     def budget(self) -> float:
-        """Share of healthy runs that may raise a false alarm; may be turned at any time."""
+        """Share of healthy runs that may raise a false alarm; may be changed at any time."""
         return self._budget
 
     @budget.setter
@@ -135,7 +135,7 @@ class Alarms:
         self._budget = budget
 
     def reset(self, *, step: int = 0) -> None:
-        """Forget the run so far: its healthy start is learned anew from ``step`` on, after an action for instance."""
+        """Forget the run so far: its healthy start is learned again from ``step`` on, for example after an action."""
         self._from = step
         self._follows: dict[str, _Follow] = {}
         self._settling = Settling(self.options)
@@ -146,7 +146,7 @@ class Alarms:
 
     @property
     def settled_at(self) -> int:
-        """Step at which the healthy start begins, as far as it can be known by now; it moves on during a warm-up."""
+        """Step at which the healthy start begins, as far as it is known so far; it moves on during a warm-up."""
         return self._from + self._settling.end
 
     def is_at(self, step: int) -> bool:
@@ -154,13 +154,13 @@ class Alarms:
         return bool(self._follows) and self._last_step < step
 
     def rest(self, step: int, *, n_steps: int) -> None:
-        """Raise nothing for a while and forget the recent past, but not the healthy start: after an action."""
+        """Raise no alarm for some steps and forget the recent past, but not the healthy start: after an action."""
         self._silent_until, self._reported = step + n_steps, ""
         for follow in self._follows.values():
             follow.forget_past()
 
     def observe(self, observation: Any) -> list[Alarm]:
-        """Take in what a recorder saw.
+        """Process an observation of a recorder.
 
         Args:
             observation: A `workbench.monitors.Observation`.
@@ -205,18 +205,18 @@ class Alarms:
         return self.attributor.attribute(self.features())
 
     def new_attribution(self, fresh: Sequence[Alarm]) -> Attribution | None:
-        """What the signals point to, where alarms are fresh and it is another fault than was said last."""
+        """The attribution, if alarms are recent and it is a different fault than the last one reported."""
         if not fresh or (found := self.attribute()).cause == self._reported:
             return None
         self._reported = found.cause
         return found
 
     def features(self) -> dict[str, float]:
-        """What `attribute` goes by: the latest signed score of each signal, and how the run's settings have changed."""
+        """The input of `attribute`: the latest signed score of each signal, and how the run's settings have changed."""
         return {name: follow.signed for name, follow in self._follows.items()} | self._settings.changes()
 
     def onset(self, signal: str) -> int | None:
-        """The last step before a signal changed, as far as the detectors remember; None where that is too little."""
+        """The last step before a signal changed, as far as the detectors remember; None if that is not enough."""
         follow = self._follows.get(signal)
         return None if follow is None else follow.onset(self._from)
 
@@ -270,19 +270,19 @@ class _Follow:
         self.place = (layer, where[1] if len(where) > 1 else -1)
 
     def forget_past(self) -> None:
-        """Go on as if the signal had no past but its healthy start; the alarm is armed again."""
+        """Forget the past of the signal except its healthy start, and arm the alarm again."""
         self.detector.forget_past()
         self.is_armed = True
 
     def onset(self, offset: int) -> int | None:
-        """See `Alarms.onset`; of the layer and head that were worst."""
+        """See `Alarms.onset`; for the layer and head with the worst value."""
         steps, values = self.detector.past()
         found = onset(steps, values.reshape(len(steps), -1)[:, self.unit]) if len(steps) else None
         return None if found is None else found + offset
 
     def alarm(self, step: int, threshold: float) -> Alarm | None:
         score = float("inf") if self.is_broken else self.score / threshold
-        if not score >= 1:  # also where it is not known
+        if not score >= 1:  # also if it is NaN
             self.is_armed |= score < _REARM
             return None
         if not self.is_armed:
@@ -330,9 +330,9 @@ def watched_values(
 
 
 def _lacks_window(values: Mapping[str, np.ndarray]) -> bool:
-    """Whether updates of queries and keys are left out, as after a resume their window is not full yet.
+    """Whether updates of queries and keys are missing because, after a resume, their window is not full yet.
 
-    Attention itself is measured then; where the parameters are not finite, its logits are not either.
+    Attention itself is still measured then; with parameters that are not finite, its logits are not finite either.
     """
     spectra = [np.asarray(values[name], dtype=np.float64) for name in _OVER_A_WINDOW if name in values]
     logits = np.asarray(values.get("attention_logit_max", np.nan), dtype=np.float64)
@@ -349,7 +349,7 @@ class Pair:
         self._known: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def badness(self, watched: Watched, step: int, shape: tuple[int, ...]) -> np.ndarray:
-        """Of the paired run's latest measurement up to this step; NaN where it has none."""
+        """The values of the paired run's latest measurement up to this step; NaN if it has none."""
         if watched.name not in self._known:
             self._known[watched.name] = self._read(watched)
         steps, values = self._known[watched.name]

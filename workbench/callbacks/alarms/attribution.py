@@ -1,4 +1,4 @@
-"""Which fault do the signals point to? A linear model over the scores, small enough to read, with its evidence."""
+"""Attribution of alarms to a fault by an interpretable linear model of the scores, with its evidence."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from workbench.errors import OptionError, StoreError
 from workbench.io.atomic import write_json
 
 _SHIPPED = Path(__file__).parent / "shipped" / "attribution.json"
-#: Scores beyond this say no more.
+#: Scores are clipped to this.
 _CLIP = 3.0
-#: What is known of a run's settings, and how it is said.
+#: Changes of a run's settings, and their descriptions.
 SETTINGS = {
     "rate_change": ("the learning rate has risen", "the learning rate has fallen"),
     "batch_change": ("the batches have grown", "the batches have shrunk"),
@@ -29,13 +29,13 @@ _N_EVIDENCE = 3
 
 @dataclass(frozen=True)
 class Attribution:
-    """What the signals point to.
+    """The fault that the signals point to, with probabilities and evidence.
 
     Attributes:
         cause: The likeliest fault.
-        probability: Of each fault, falling; adds up to 1. How sure the model is among the faults that it knows, not
-            how likely there is a fault.
-        evidence: What speaks for the cause most, in plain words.
+        probability: Probability of each fault, descending, with sum 1: given that one of the known faults occurred, not
+            the probability that there is a fault.
+        evidence: Strongest evidence for the cause, in plain words.
 
     Example:
         >>> import workbench as wb
@@ -56,7 +56,7 @@ class Attribution:
         return f"This looks like {self.cause.replace('_', ' ')} ({self.probability[self.cause]:.0%}): {because}."
 
     def as_event(self) -> dict[str, Any]:
-        """For a run's events: everything but step and kind."""
+        """The fields of a run's event: everything but step and kind."""
         return {"source": self.cause, "score": self.probability[self.cause], "message": self.message}
 
 
@@ -67,8 +67,8 @@ class Attributor:
     Attributes:
         causes: The faults, shape (cause,).
         features: Names of signals and settings, shape (feature,).
-        weight: Shape (cause, feature).
-        bias: Shape (cause,).
+        weight: Weights, shape (cause, feature).
+        bias: Biases, shape (cause,).
 
     Example:
         >>> import workbench as wb
@@ -86,11 +86,11 @@ class Attributor:
     def fit(
         cls, examples: Iterable[tuple[Mapping[str, float], str]], *, uses_settings: bool = True, penalty: float = 1.0
     ) -> Attributor:
-        """From measurements of faulted runs.
+        """Fit a model to measurements of runs with faults.
 
         Args:
-            examples: Scores of a measurement (signals and settings, by name), and the fault that was there.
-            uses_settings: Whether settings may be evidence; without them the mechanism alone decides.
+            examples: Scores of a measurement (signals and settings, by name), each with the fault that was on.
+            uses_settings: Whether settings may be evidence; without them only the mechanism decides.
             penalty: Strength of the quadratic penalty of the weights.
 
         Raises:
@@ -117,16 +117,16 @@ class Attributor:
         """The likeliest fault.
 
         Args:
-            scores: Of each signal, in units of what healthy runs reach, negative where it went the other way; and of
-                `SETTINGS` what is known: logarithms of the changes of learning rate and batch size, and 1 where the
-                auxiliary loss is gone.
+            scores: Score of each signal, in units of what healthy runs reach, negative in the opposite direction; and
+                for `SETTINGS`, if known: logarithms of the changes of learning rate and batch size, and 1 where the
+                auxiliary loss is missing.
         """
         row = _row(self.features, scores)
         logits = self.weight @ row + self.bias
         probability = np.exp(logits - logits.max())
         probability /= probability.sum()
         best = int(probability.argmax())
-        # What lifts the cause above the mean of the others, feature by feature.
+        # Contribution of each feature to the score of the cause relative to the mean of the others.
         lift = (self.weight[best] - self.weight.mean(axis=0)) * row
         telling = [i for i in np.argsort(-lift)[:_N_EVIDENCE] if lift[i] > 0]
         order = np.argsort(-probability)
@@ -148,10 +148,10 @@ class Attributor:
 
     @classmethod
     def open(cls, path: Path) -> Attributor:
-        """Read what `save` wrote.
+        """Read a file written by `save`.
 
         Raises:
-            StoreError: If it is not there or something else.
+            StoreError: If the file does not exist or has other content.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -165,7 +165,7 @@ class Attributor:
 
     @classmethod
     def shipped(cls) -> Attributor:
-        """The one fitted to the recorded study; see data/README.md."""
+        """The attributor fitted to the recorded study; see data/README.md."""
         return cls.open(_SHIPPED)
 
 

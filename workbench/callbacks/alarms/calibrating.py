@@ -1,4 +1,4 @@
-"""Measure what healthy runs do: the calibration of alarms from one's own runs."""
+"""Calibrate alarms on the user's own healthy runs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def calibrate(
     options: DetectorOptions | None = None,
     about: str = "",
 ) -> Calibration:
-    """What healthy runs do; `workbench.Alarms` takes it.
+    """Measure the ranges of healthy runs, for ``workbench.Alarms(calibration=)``.
 
     Args:
-        runs: Healthy ones of the kind to be watched: same recorder, similar models and lengths; twenty for a budget of
+        runs: Healthy runs of the kind to be watched: same recorder, similar models and lengths; twenty for a budget of
             5 %.
-        options: Of the detectors.
-        about: Where they come from, for people.
+        options: Options of the detectors.
+        about: Origin of the runs, for readers.
 
     Raises:
         OptionError: If there are fewer than five runs.
-        SchemaError: If one has no monitors.
+        SchemaError: If a run has no monitors.
 
     Example:
         >>> import numpy as np
@@ -57,12 +57,12 @@ def calibrate(
 def calibrate_paired(
     pairs: Sequence[tuple[xr.DataTree, xr.DataTree]], *, options: DetectorOptions | None = None, about: str = ""
 ) -> Calibration:
-    """How far two healthy runs of one model go apart; `workbench.Alarms` takes it with ``paired=``.
+    """Measure how far two healthy runs of one model differ, for `workbench.Alarms` with ``paired=``.
 
     Args:
-        pairs: Healthy runs of the same kind: the one to watch, the one to compare it with.
-        options: Of the detectors.
-        about: Where they come from, for people.
+        pairs: Pairs of healthy runs of the same kind: the one to watch, the one to compare it with.
+        options: Options of the detectors.
+        about: Origin of the runs, for readers.
 
     Raises:
         OptionError: If there are fewer than five pairs.
@@ -90,8 +90,8 @@ def departures(
     """The largest departure of each signal over all steps, layers and heads of a run.
 
     Args:
-        run: With monitors.
-        options: Of the detectors.
+        run: Run with monitors.
+        options: Options of the detectors.
         pair: Another run to compare with, step by step.
 
     Returns:

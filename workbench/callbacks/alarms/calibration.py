@@ -1,4 +1,4 @@
-"""How far healthy runs stray: what makes a departure an alarm, at a false-alarm rate that the user sets."""
+"""Calibration of alarms: the spread of healthy runs, which sets the threshold for a given false-alarm rate."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _LEAST_SCALE = 0.02
 
 @dataclass(frozen=True)
 class Calibration:
-    """What healthy runs reach, signal by signal and all together.
+    """The largest departures of healthy runs, for each signal and over all signals.
 
     Attributes:
-        options: Of the detectors that measured it.
+        options: Options of the detectors that measured it.
         scale: Signal name and kind of departure (``"level"``, ``"change"``) -> the departure that scores 1.
         highest: For ``"mechanism"`` and ``"outcome"``: the largest score of each healthy run over all its steps and
             signals, measured with scales from the other runs, rising.
-        about: Where it comes from, for people.
+        about: Origin of the runs, for readers.
 
     Example:
         >>> import workbench as wb
@@ -51,13 +51,13 @@ class Calibration:
         cls, runs: Iterable[Mapping[str, Mapping[str, float]]], options: DetectorOptions, *, groups: Mapping[str, str],
         about: str = "",
     ) -> Calibration:  # fmt: skip
-        """From the largest departures of healthy runs.
+        """Make a calibration from the largest departures of healthy runs.
 
         Args:
-            runs: Of each run: signal name and kind -> largest departure.
-            options: Of the detectors.
+            runs: For each run: signal name and kind -> largest departure.
+            options: Options of the detectors.
             groups: Signal name -> ``"mechanism"`` or ``"outcome"``.
-            about: For people.
+            about: Origin of the runs, for readers.
 
         Raises:
             OptionError: If there are fewer than five runs.
@@ -80,15 +80,15 @@ class Calibration:
         return cls(options, _scales(runs), {group: tuple(sorted(values)) for group, values in highest.items()}, about)
 
     def threshold(self, budget: float, *, group: str = "mechanism") -> float:
-        """The score that a healthy run of the kind calibrated with exceeds at any time with probability ``budget``.
+        """The score that a healthy run, as in the calibration, exceeds at any time with probability ``budget``.
 
         The budget's quantile of the healthy runs (split-conformal: exact for runs that are exchangeable with them). A
-        budget smaller than one over their number plus one is beyond what they can show; the threshold then goes on
+        budget smaller than one over their number plus one needs an extrapolation; the threshold then continues
         from the largest of them along an exponential tail through the upper half.
 
         Args:
-            budget: In (0, 1).
-            group: ``"mechanism"`` or ``"outcome"``.
+            budget: Share of healthy runs, in (0, 1).
+            group: Group of signals, ``"mechanism"`` or ``"outcome"``.
 
         Raises:
             OptionError: If the budget is out of range.
@@ -120,10 +120,10 @@ class Calibration:
 
     @classmethod
     def open(cls, path: Path) -> Calibration:
-        """Read what `save` wrote.
+        """Read a file written by `save`.
 
         Raises:
-            StoreError: If it is not there or something else.
+            StoreError: If the file does not exist or has other content.
         """
         try:
             content: dict[str, Any] = json.loads(Path(path).read_text())
@@ -137,12 +137,12 @@ class Calibration:
 
     @classmethod
     def shipped(cls, *, paired: bool = False) -> Calibration:
-        """The one measured on the recorded healthy runs, alone or in pairs; see data/README.md."""
+        """The calibration measured on the recorded healthy runs, single or paired; see data/README.md."""
         return cls.open(_SHIPPED / ("calibration_paired.json" if paired else "calibration.json"))
 
 
 def _scales(runs: list[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Mean plus deviations of what the runs reach at most; signals that too few runs have are left out."""
+    """Mean plus deviations of the runs' largest departures; signals of too few runs are left out."""
     scales: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(name for run in runs for name in run):
         for kind in KINDS:

@@ -1,4 +1,4 @@
-"""Is a signal still what it was? One number per measurement, causal, for every layer and head of a signal at once."""
+"""Detectors of changes: one number per measurement, causal, for every layer and head of a signal at once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import numpy as np
 from workbench.callbacks.alarms.detector_options import DetectorOptions
 from workbench.callbacks.alarms.settling import Settling
 
-#: Fewer measurements than this on either side of a change are no level.
+#: Smallest number of measurements on either side of a change.
 _LEAST_LEVEL = 3
 
 
 @dataclass(frozen=True)
 class Departure:
-    """How far a signal has gone from what it was, in the bad direction; on the scale of `Watched.badness`.
+    """How far a signal has departed from its past, in the bad direction; on the scale of `Watched.badness`.
 
     Attributes:
-        level: Above the run's healthy start (or a paired run at the same step), shape of the signal; NaN: not known.
-        change: Above the run's own past, shape of the signal; NaN: not known yet.
+        level: Difference to the run's healthy start (or a paired run at the same step), shape of the signal; NaN: not
+            known.
+        change: Difference to the run's own recent past, shape of the signal; NaN: not known yet.
     """
 
     level: np.ndarray
@@ -28,14 +29,14 @@ class Departure:
 
 
 class Detector:
-    """Follows one signal.
+    """Measures the departures of one signal.
 
     Args:
         options: See `DetectorOptions`.
-        part: Of the run, that holds the signal.
+        part: Part of the run that holds the signal.
         has_pair: Whether values come as differences from a paired healthy run, so that 0 is healthy.
-        settling: Of the run, which its owner keeps up to date; None: after ``options.settle`` steps, whatever the
-            learning rate does.
+        settling: Settling of the run, which its owner keeps up to date; None: after ``options.settle`` steps, whatever
+            the learning rate does.
 
     Example:
         >>> import numpy as np
@@ -61,23 +62,23 @@ class Detector:
         self._has_pair = has_pair
         self._start: list[np.ndarray] = []
         self._start_level: np.ndarray | None = None
-        # What is remembered of the recent past: the rows from _first to _end of two tables.
+        # The remembered recent past: the rows from _first to _end of two tables.
         self._steps, self._values = np.empty(0, dtype=np.int64), np.empty(0)
         self._first = self._end = 0
 
     def update(self, step: int, values: np.ndarray) -> Departure | None:
-        """Take in the values of one measurement.
+        """Process the values of one measurement.
 
         Args:
-            step: Of the measurement; rising.
-            values: From `Watched.badness`, any shape, the same every time.
+            step: Step of the measurement; rising.
+            values: Values from `Watched.badness`, of any shape, the same every time.
 
         Returns:
             None while the run settles and its healthy start is being learned.
         """
         options = self.options
         values = np.asarray(values, dtype=np.float64)
-        if self._settling.end != self._settled_at:  # what was learned belongs to the warm-up
+        if self._settling.end != self._settled_at:  # the start learned so far belongs to the warm-up
             self._settled_at = self._settling.end
             self._start.clear()
             self.forget_past()
@@ -100,7 +101,7 @@ class Detector:
         return Departure(level, change)
 
     def past(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps, shape (measurement,), and values, shape (measurement, ...), as far as they are remembered."""
+        """Steps, shape (measurement,), and values, shape (measurement, ...), as far back as they are kept."""
         return self._steps[self._first : self._end], self._values[self._first : self._end]
 
     def forget_past(self) -> None:
@@ -140,12 +141,12 @@ def onset(step: np.ndarray, value: np.ndarray) -> int | None:
     """The step at which a signal's level most likely changed: one break, by least squares (ruptures).
 
     Args:
-        step: Of the measurements, shape (measurement,); rising.
-        value: Of the signal, on a scale on which differences mean the same everywhere, such as `Watched.badness`; NaN
-            is left out.
+        step: Steps of the measurements, shape (measurement,); rising.
+        value: Values of the signal, on a scale on which differences mean the same everywhere, such as
+            `Watched.badness`; NaN is left out.
 
     Returns:
-        The last step before the change; None where there are fewer than six measurements.
+        The last step before the change; None if there are fewer than six measurements.
     """
     import ruptures
 

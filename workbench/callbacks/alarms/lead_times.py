@@ -1,4 +1,4 @@
-"""How long before the loss did the mechanism warn?"""
+"""Lead time of mechanism alarms before alarms of the loss."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _OUTCOMES = frozenset(watched.name for watched in WATCHED if watched.is_outcome)
 
 @dataclass(frozen=True)
 class LeadTime:
-    """When each kind of warning came first; steps, None: it did not.
+    """Steps of the first warning of each kind; None: there was none.
 
     Attributes:
         mechanism: First alarm of a mechanism monitor.
         outcome: First alarm of the loss, the norm of the gradients or the spike score.
-        divergence: Where the run diverged.
+        divergence: Step at which the run diverged.
         by_outcome: First alarm of each of these three.
 
     Example:
         >>> import workbench as wb
         >>> alarm = wb.alarms.Alarm(100, "effective_rank D2", 1, 2, 3.5, 1.1, is_outcome=False, message="")
-        >>> wb.alarms.LeadTime(mechanism=alarm, outcome=None, divergence=130, by_outcome={}).to_divergence
-        30
+        >>> wb.alarms.LeadTime(mechanism=alarm, outcome=None, divergence=130, by_outcome={}).steps
+        30.0
     """
 
     mechanism: Alarm | None
@@ -44,22 +44,22 @@ class LeadTime:
     def steps(self) -> float:
         """Steps from the mechanism's alarm to the first of the others or the divergence; NaN where one is missing.
 
-        Negative where the mechanism came later.
+        Negative if the mechanism's alarm came later.
         """
         ends = [*self.by_outcome.values(), *([] if self.divergence is None else [self.divergence])]
         return math.nan if self.mechanism is None or not ends else float(min(ends) - self.mechanism.step)
 
     @property
     def is_first(self) -> bool:
-        """Whether the mechanism warned, and nothing else had shown anything by then."""
+        """Whether the mechanism warned before every other warning."""
         return self.mechanism is not None and not self.steps <= 0
 
 
 def lead_time(alarms: Iterable[Alarm], *, divergence: int | None = None, since: int = 0) -> LeadTime:
-    """First alarms of each kind.
+    """Find the first alarm of each kind.
 
     Args:
-        alarms: Of one run.
+        alarms: Alarms of one run.
         divergence: Step at which it diverged; None: it did not.
         since: Alarms before this step, such as that of a fault's onset, do not count.
 

@@ -1,4 +1,4 @@
-"""What a run's own record says of its settings: evidence for the attribution, never an alarm."""
+"""Settings of a run, read from its record: evidence for the attribution, never an alarm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from workbench.callbacks.alarms.settling import Settling
 
 _FOLLOWED = ("learning_rate", "batch_size", "auxiliary_loss")
-#: Settings are read off a few of the latest steps, so that a change counts at once.
+#: Number of latest steps from which settings are read; small, so that a change counts at once.
 _N_LATEST = 5
 
 
@@ -21,7 +21,7 @@ class SettingsFollower:
     """How learning rate, batch size and auxiliary loss have changed since the run's healthy start.
 
     Args:
-        settling: Of the run, which its owner keeps up to date.
+        settling: Settling of the run, which its owner keeps up to date.
     """
 
     def __init__(self, settling: Settling) -> None:
@@ -31,8 +31,8 @@ class SettingsFollower:
         self._latest: dict[str, deque[float]] = {name: deque(maxlen=_N_LATEST) for name in _FOLLOWED}
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take in the numbers of one step."""
-        if self._settling.end != self._settled_at:  # what was read belongs to the warm-up
+        """Process the numbers of one step."""
+        if self._settling.end != self._settled_at:  # the values read so far belong to the warm-up
             self._settled_at = self._settling.end
             for read in self._start.values():
                 read.clear()
@@ -44,7 +44,7 @@ class SettingsFollower:
                     self._start[name].append(float(values[name]))
 
     def changes(self) -> dict[str, float]:
-        """Values for `Attributor.attribute`; what cannot be known is left out."""
+        """Values for `Attributor.attribute`; unknown ones are left out."""
         found = {}
         for name, key in (("learning_rate", "rate_change"), ("batch_size", "batch_change")):
             before, now = _median(self._start[name]), _median(self._latest[name])

@@ -1,4 +1,4 @@
-"""A recorded run replayed, one observation at a time, as the recorder gave them."""
+"""A recorded run replayed, one observation at a time, in the order of the recorder."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PARTS = tuple(dict.fromkeys([*(w.part for w in WATCHED if w.part != "monitors")
 
 
 def observations(run: xr.DataTree) -> Iterator[Observation]:
-    """The observations of a recorded run that alarms listen to, in their order.
+    """The observations of a recorded run that alarms receive, in their order.
 
     Args:
-        run: From `workbench.open_run`.
+        run: Run from `workbench.open_run`.
 
     Raises:
         SchemaError: If it has no monitors.
@@ -55,13 +55,13 @@ def replay(run: xr.DataTree, alarms: Alarms, *, rest: int = 0) -> list[Alarm]:
     """The alarms that a recorded run raises.
 
     Args:
-        run: From `workbench.open_run`.
-        alarms: As they would have listened; afterwards they are where they would have been.
+        run: Run from `workbench.open_run`.
+        alarms: Alarms to run on the record; afterwards they are in the state that the run would have left.
 
         rest: Steps for which the alarms rested after each action of the run; see `workbench.Actions`.
 
     Returns:
-        In the order of their steps.
+        Alarms in the order of their steps.
 
     Raises:
         SchemaError: If the run has no monitors.

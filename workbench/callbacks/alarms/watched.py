@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Below this much over its least value, 1, an effective or stable rank is as good as one.
+#: An effective or stable rank that exceeds its smallest value, 1, by less than this counts as one.
 _LEAST_EXCESS = 1e-4
 _TINY = 1e-12
 
@@ -16,14 +16,15 @@ class Watched:
     """One signal that the alarms watch.
 
     Attributes:
-        part: Part of the run that holds it.
-        variable: Its variable.
-        term: Of the update of queries and keys, where the variable has terms: ``"D2"``, ``"dWq"``, ...; else empty.
+        part: Part of the run that holds the signal.
+        variable: Variable of the signal.
+        term: Term of the update of queries and keys, if the variable has terms: ``"D2"``, ``"dWq"``, ...; else empty.
         is_bad_low: Whether it is bad when it falls; otherwise when it rises.
-        scale: What is compared: ``"linear"``, ``"log"``, or ``"excess"``, the logarithm of how far a rank is above 1.
-        is_outcome: Whether it is what everybody watches, the loss or the norm of the gradients; lead times are counted
+        scale: Scale of the comparison: ``"linear"``, ``"log"``, or ``"excess"``, the logarithm of how far a rank is
+            above 1.
+        is_outcome: Whether it is commonly watched: the loss or the norm of the gradients; lead times are counted
             from the others to these.
-        points_to: What it points to, in plain words.
+        points_to: What it indicates, in plain words.
 
     Example:
         >>> import numpy as np
@@ -43,14 +44,14 @@ class Watched:
 
     @property
     def name(self) -> str:
-        """Variable and term, such as ``"effective_rank D2"``."""
+        """The name: variable and term, such as ``"effective_rank D2"``."""
         return f"{self.variable} {self.term}".strip()
 
     def badness(self, values: np.ndarray) -> np.ndarray:
         """Values on a scale on which differences mean the same everywhere and more is worse.
 
         Args:
-            values: As recorded, any shape.
+            values: Values as recorded, of any shape.
 
         Returns:
             The same shape, float64; NaN where a value is NaN, infinite, or negative on a logarithmic scale.
@@ -82,7 +83,7 @@ _NORMS = {
     "W": "the product of queries and keys grows, and with it the attention logits",
 }
 
-#: Every signal that is watched where a run records it.
+#: Every signal that is watched if a run records it.
 WATCHED: tuple[Watched, ...] = (
     Watched("monitors", "loss", scale="linear", is_outcome=True, points_to="the loss itself rises"),
     Watched("monitors", "grad_norm", is_outcome=True, points_to="the gradients grow"),

@@ -4,7 +4,7 @@
         model, settings = control.prepare(make_model, 0.007)
         records = list(wb.train(model, task, n_steps=250, warmup=100, **settings))
 
-Gradient clipping needs nothing from here: it is ``train(clip_norm=)``.
+Gradient clipping is not in this package: it is ``train(clip_norm=)``.
 """
 
 from workbench.callbacks.baselines.control_table import Control, controls

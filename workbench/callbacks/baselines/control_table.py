@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Control:
-    """A way to keep training stable, ready to be put on a run.
+    """A stability control, ready to be applied to a run.
 
     Attributes:
-        name: For tables.
-        settings: Arguments of `workbench.train` that it consists of.
-        parametrization: What is done to the fresh model; None: nothing.
-        rate_factor: The learning rate over the nominal one.
+        name: Name of the control, for tables.
+        settings: Arguments of `workbench.train` that make up the control.
+        parametrization: Parametrization of the fresh model; None: none.
+        rate_factor: Ratio of the learning rate to the nominal one.
 
     Example:
         >>> import workbench as wb
@@ -48,11 +48,12 @@ class Control:
         """A model and the arguments of `workbench.train` to train it with under this control.
 
         Args:
-            make_model: Gives a fresh model of the zoo (for muP, a transformer), for a comparison the same each time.
+            make_model: Function that makes a fresh model of the zoo (for muP, a transformer), in a comparison always
+                the same.
             rate: Nominal peak learning rate.
 
         Returns:
-            The model, parametrized where the control does that, and the settings, the learning rate among them; add
+            The model, parametrized if the control does that, and the settings including the learning rate; add
             ``n_steps``, ``warmup``, ``kss`` and the like.
 
         Raises:
@@ -67,15 +68,15 @@ class Control:
 
 
 def controls(*, base_width: int = 16, rate_factors: Mapping[str, float] | None = None) -> dict[str, Control]:
-    """The controls of the KSS paper's tables, by name, in their order; each with AdamW where it is no optimizer itself.
+    """The controls of the KSS paper's tables, by name, in their order; with AdamW unless the control is an optimizer.
 
     The paper does not say at which rates it compares optimizers. Here the nominal rate is the rate for all of them:
-    Lion takes longer steps than Adam at it, LAMB's are a share of each weight's size, and muP's is the rate at the base
+    Lion takes longer steps than Adam, LAMB's are a share of the size of each tensor, and muP's is the rate at the base
     width.
 
     Args:
-        base_width: Of muP. The paper gives none; at the model's own width muP would change nothing.
-        rate_factors: Name -> rate over the nominal rate, such as ``{"Lion": 0.1}``; 1 where nothing is given.
+        base_width: Base width of muP. The paper gives none; at the model's own width muP would change nothing.
+        rate_factors: Name -> rate over the nominal rate, such as ``{"Lion": 0.1}``; 1 if not given.
 
     Raises:
         OptionError: If a name is unknown or a factor is not positive.

@@ -1,6 +1,6 @@
 """Maximal update parametrization (Yang et al. 2022, arXiv:2203.03466).
 
-The package ``mup`` has had no release since 2022 and wants its own layers in the model, so this is written here, for
+The package ``mup`` has had no release since 2022 and requires its own layers in the model, so this is written here, for
 the zoo's transformer and Adam: the paper's Table 8, in the equivalent form with an output multiplier. With the width
 multiplier m = width / base width:
 
@@ -37,7 +37,7 @@ OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 class MuP:
     """The parametrization relative to a base width, at which it changes nothing.
 
-    All inner widths are taken to grow in proportion to ``d_model``.
+    All inner widths are assumed to grow in proportion to ``d_model``.
 
     Attributes:
         base_width: ``d_model`` at which ``init_std`` and the learning rate are meant.
@@ -64,16 +64,16 @@ class MuP:
                 raise OptionError(f"{name} is {value}, expected a whole number of at least 1.")
 
     def apply(self, model: Subject | nn.Module) -> Callable[[], None]:
-        """Put initial sizes and multipliers on a fresh model, in place, before its optimizer is made.
+        """Apply initial sizes and multipliers to a fresh model, in place, before its optimizer is made.
 
         Args:
             model: A transformer of the zoo with normal initialization and an output head of its own.
 
         Returns:
-            A function that takes the multipliers off; the parameters stay as they act.
+            A function that removes the multipliers; the effective parameters stay the same.
 
         Raises:
-            OptionError: If it is another model, or parametrized already.
+            OptionError: If the model is of another kind, or parametrized already.
         """
         transformer = _checked(module_of(model))
         config = transformer.config
@@ -87,7 +87,7 @@ class MuP:
         _scale(transformer.head, 1 / m)
         blocks: Iterable[Any] = transformer.blocks
         for block in blocks:
-            # Scaled queries are scaled attention logits; a norm of the queries would undo what comes before it.
+            # Scaled queries give scaled attention logits; a norm of the queries would undo any scaling before it.
             _scale(block.attention.query_norm if config.qk_norm else block.attention.query, query_scale)
         return lambda: make_plain(transformer)
 
@@ -96,13 +96,13 @@ class MuP:
         return _checked(module_of(model)).config.d_model / self.base_width
 
     def optimizer(self, model: Subject | nn.Module, rate: float, name: str = "AdamW", **options: Any) -> MuPOptimizer:
-        """For ``train(optimizer=)``, without ``learning_rate``, which would make the groups' rates equal.
+        """The optimizer for ``train(optimizer=)``, without ``learning_rate``, which would make all rates equal.
 
         Args:
-            model: The model that is going to train.
+            model: Model to train.
             rate: Peak rate at the base width.
             name: ``"AdamW"`` or ``"Adam"``.
-            **options: Further arguments of it.
+            **options: Further arguments of the optimizer.
 
         Raises:
             OptionError: If rate, name or model do not fit.
@@ -116,14 +116,14 @@ class MuP:
 
 @dataclass(frozen=True)
 class MuPOptimizer:
-    """Makes Adam with two groups of weights: at the full rate, and the blocks' matrices at a share of it.
+    """Makes Adam with two groups of parameters: at the full rate, and the blocks' matrices at a share of it.
 
     Attributes:
-        rate: Of the first group.
-        multiplier: m; the second group's rate is ``rate / m``.
+        rate: Learning rate of the first group.
+        multiplier: Width multiplier m; the second group's rate is ``rate / m``.
         name: Class in ``torch.optim``.
-        options: Its further arguments.
-        model: Whose parameters it will be given.
+        options: Further arguments of the optimizer.
+        model: Model whose parameters it will be given.
     """
 
     rate: float
@@ -146,7 +146,7 @@ class MuPOptimizer:
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The matrices in the blocks, whose both sides grow with the width."""
+    """The matrices in the blocks both of whose sides grow with the width."""
     blocks: Any = model.blocks
     return [weight for weight in blocks.parameters() if weight.ndim == 2]
 
@@ -159,11 +159,11 @@ class Scaled(nn.Module):
         self.factor = factor
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The weight as it acts."""
+        """The effective weight."""
         return self.factor * weight
 
     def extra_repr(self) -> str:
-        """For the run's configuration."""
+        """The description for the run's configuration."""
         return f"factor={self.factor:.6g}"
 
 
@@ -175,10 +175,10 @@ def _scale(module: nn.Module, factor: float) -> None:
 
 
 def _checked(model: nn.Module) -> Transformer:
-    """A model that muP is worked out for.
+    """Return the model after checking that muP is defined for it.
 
     Raises:
-        OptionError: If it is another.
+        OptionError: If it is not.
     """
     if not isinstance(model, Transformer):
         raise OptionError(

@@ -1,7 +1,7 @@
-"""Optimizers that torch lacks, for ``train(optimizer=)``: functions of the parameters that can say what they make.
+"""Optimizers that torch lacks, for ``train(optimizer=)``: functions of the parameters that describe themselves.
 
 They come from the package pytorch-optimizer. Weight decay is decoupled and .01 in all of them, as in torch's AdamW, so
-that they differ in their update alone.
+that they differ only in their update.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class OptimizerFactory(ABC):
 
 @dataclass(frozen=True)
 class SAM(OptimizerFactory):
-    """Sharpness-aware minimization (Foret et al. 2021, arXiv:2010.01412): the gradient from uphill, where it is worst.
+    """Sharpness-aware minimization (Foret et al. 2021, arXiv:2010.01412): the gradient at the worst point nearby.
 
-    A step goes up by ``rho`` along the gradient g, to w + rho g / |g|, takes the gradient of the same batch there,
-    comes back and hands that to the base optimizer: two forward and backward passes. Loss and gradient norm that
+    A step moves up by ``rho`` along the gradient g, to w + rho g / |g|, takes the gradient of the same batch there,
+    returns and passes it to the base optimizer: two forward and backward passes. Loss and gradient norm that
     `train` records are those of the first pass; clipping applies to both.
 
     Attributes:
-        rho: Radius, in the norm of all parameters together; the paper's .05.
+        rho: Radius, in the norm of all parameters together; the paper uses .05.
         base: Class in ``torch.optim`` that makes the update.
-        options: Further arguments of it.
+        options: Further arguments of that class.
 
     Example:
         >>> import workbench as wb
@@ -80,8 +80,8 @@ class Lion(OptimizerFactory):
     Its authors advise a rate three to ten times below AdamW's, as each of its steps is as long as Adam's longest.
 
     Attributes:
-        betas: Of the update's direction and of the running gradient.
-        weight_decay: Decoupled; per step, times the rate.
+        betas: Decay rates of the update's direction and of the running gradient.
+        weight_decay: Decoupled weight decay per step, times the rate.
 
     Example:
         >>> import workbench as wb
@@ -112,9 +112,9 @@ class LAMB(OptimizerFactory):
     A tensor that is zero, as a fresh bias, has no size and takes one plain step.
 
     Attributes:
-        betas: Of the running gradient and its square.
-        eps: Added to the root of the running square.
-        weight_decay: Decoupled; per step, times the rate.
+        betas: Decay rates of the running gradient and its square.
+        eps: Number added to the root of the running square.
+        weight_decay: Decoupled weight decay per step, times the rate.
 
     Example:
         >>> import workbench as wb

@@ -1,4 +1,4 @@
-"""Penalties on the residual stream, added to the loss: the ones that KSS is compared with.
+"""Penalties on the residual stream, added to the loss: baselines that KSS is compared with.
 
 The KSS paper (arXiv:2602.22988) names them, gives a coefficient of .1 for the gradient penalty alone, and defines none;
 .1 is the default of all. Each is a mean, so that its size does not grow with batch, width or depth.
@@ -24,11 +24,11 @@ LAYERS = ("half", "all")
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream of one forward pass; every state belongs to the pass's graph.
+    """The residual stream of one forward pass; every state is part of its autograd graph.
 
     Attributes:
-        entering: State entering each block, shape (batch, ..., feature).
-        leaving: State leaving each block, shaped like it.
+        entering: States entering each block, shape (batch, ..., feature).
+        leaving: States leaving each block, of the same shapes.
 
     Example:
         >>> import torch
@@ -44,12 +44,12 @@ class Stream:
 
     @property
     def n_layers(self) -> int:
-        """Blocks that the stream passes."""
+        """The number of blocks that the stream passes."""
         return len(self.leaving)
 
     @property
     def device(self) -> torch.device:
-        """Where the states are."""
+        """The device of the states."""
         return self.leaving[0].device
 
 
@@ -89,30 +89,30 @@ class Penalty(ABC):
         """The penalty before its coefficient.
 
         Args:
-            stream: Of the forward pass that gave the loss.
-            task_loss: 0-dim, a mean over the batch.
-            random: To draw from; on the device of the states.
+            stream: Residual stream of the forward pass that gave the loss.
+            task_loss: Loss of the task, 0-dim, a mean over the batch.
+            random: Generator to draw from, on the device of the states.
 
         Returns:
-            A 0-dim tensor, at least 0, with a gradient in the parameters.
+            A 0-dim tensor, at least 0, differentiable in the parameters.
         """
 
     def describe(self) -> dict[str, Any]:
-        """What defines it, as plain values."""
+        """The settings that define it, as plain values."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class GradientPenalty(Penalty):
-    """Squared norm of the loss's gradient in the residual stream that enters the first block, a mean over sequences.
+    """Squared norm of the loss's gradient in the residual stream entering the first block, a mean over sequences.
 
-    The paper gives .1 and no definition. Tokens are discrete, so the nearest thing to the input gradient of double
+    The paper gives .1 and no definition. Tokens are discrete, so the closest analogue of the input gradient of double
     backpropagation (Drucker and LeCun 1992) and of gradient regularization (Ross and Doshi-Velez 2018,
     arXiv:1711.09404) is the gradient in their embeddings; it passes every block, and needs one more backward pass
-    through activations alone, which a gradient in the parameters would not spare.
+    through activations only, which a gradient with respect to the parameters would need as well.
 
-    Of a loss that is a mean over B sequences, B times the squared norm of the batch's gradient is the mean over
-    sequences of the squared norm of each one's own, where the sequences do not see each other. The state's first
+    For a loss that is a mean over B sequences, B times the squared norm of the batch's gradient is the mean over
+    sequences of the squared norm of each one's own, if the sequences are independent. The state's first
     dimension must be the batch.
 
     Example:
@@ -138,7 +138,7 @@ class LayerwisePenalty(Penalty):
     """A penalty that is a mean over layers.
 
     Attributes:
-        layers: ``"half"``, drawn anew each time as KSS draws them, or ``"all"``.
+        layers: ``"half"``, drawn in each step as in KSS, or ``"all"``.
     """
 
     layers: str = "half"
@@ -164,13 +164,13 @@ class LayerwisePenalty(Penalty):
         Args:
             entering: State entering the block, shape (batch, ..., feature).
             leaving: State leaving it, shaped like it.
-            random: To draw from.
+            random: Generator to draw from.
         """
 
 
 @dataclass(frozen=True)
 class RandomL2(LayerwisePenalty):
-    """Mean square of the residual stream's entries, over random layers and tokens: a size penalty blind to spectra.
+    """Mean square of the residual stream's entries, over random layers and tokens: it ignores spectra.
 
     Attributes:
         token_share: Share of the tokens drawn in each layer, in (0, 1]; at least one is.
@@ -204,13 +204,13 @@ class RandomL2(LayerwisePenalty):
 class JacobianPenalty(LayerwisePenalty):
     """Squared Frobenius norm of each block's Jacobian over its size, |J|_F^2 / n: the mean squared singular value.
 
-    J = dy/dx, x the state that enters a block and y, of n entries, the one that leaves it, is that of the whole block,
-    all tokens of a sequence with all others; the penalty is 1 for a block that does nothing. The squared norm of
+    J = dy/dx, x the state that enters a block and y, of n entries, the one that leaves it, is that of the entire block,
+    all tokens of a sequence with all others; the penalty is 1 for the identity. The squared norm of
     J is estimated as |J^T v|^2 with random signs v (Hutchinson 1990; Hoffman et al. 2019, arXiv:1908.02729, do so for
     the Jacobian of the logits), without bias; one draw costs a backward pass through the block's activations.
 
     Attributes:
-        n_projections: Draws of v.
+        n_projections: Number of draws of v.
 
     Example:
         >>> import workbench as wb
@@ -245,7 +245,7 @@ class ActivationVariance(LayerwisePenalty):
     """Variance of each feature of the stream over the batch's tokens, a mean over features.
 
     In the spirit of Littwin and Wolf (2018, arXiv:1811.09764), who regularize by the variance of activations; unlike
-    `RandomL2` it leaves the mean free.
+    `RandomL2` it does not penalize the mean.
 
     Example:
         >>> import workbench as wb
@@ -262,12 +262,12 @@ class ActivationVariance(LayerwisePenalty):
 
 
 def pulled_back_square(entering: Tensor, leaving: Tensor, direction: Tensor) -> Tensor:
-    """|J^T v|^2 of a block, 0-dim, with a gradient in the parameters.
+    """|J^T v|^2 of a block, 0-dim, differentiable in the parameters.
 
     Args:
         entering: State x entering the block, part of the graph.
         leaving: State y leaving it, J = dy/dx.
-        direction: v, shaped like y.
+        direction: Vector v, shaped like y.
     """
     (pulled,) = torch.autograd.grad(leaving, entering, direction, create_graph=True)
     return _wide(pulled).square().sum()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class PenaltyTerms(Callback):
-    """The penalties of a run as a callback; in a loop of one's own they are added by hand.
+    """The penalties of a run as a callback; in the user's own loop they are added explicitly.
 
         terms = PenaltyTerms([JacobianPenalty(0.1)], model=model)
         with terms.watch(step) as penalty_of:
@@ -35,17 +35,17 @@ class PenaltyTerms(Callback):
             penalty = penalty_of(loss)  # None where nothing is due
         (loss if penalty is None else loss + penalty).backward()
 
-    What a penalty draws depends on the seed and the step alone: a pass that is repeated within a step (SAM, LBFGS)
-    meets the same penalty, and no random state is touched.
+    The random draws of a penalty depend only on the seed and the step: a pass that is repeated within a step (SAM,
+    LBFGS) gets the same penalty, and no global random state is changed.
 
     Args:
-        penalties: From this package; a coefficient of 0 switches one off.
-        model: Whose blocks `workbench.read_anatomy` finds; None: that of the run it acts on.
-        seed: Of what the penalties draw.
-        stack: See `workbench.read_anatomy`.
+        penalties: Penalties of this package; a coefficient of 0 switches one off.
+        model: Model whose blocks `workbench.read_anatomy` finds; None: that of the run.
+        seed: Seed of the penalties' random draws.
+        stack: Stack of the blocks; see `workbench.read_anatomy`.
 
     Raises:
-        OptionError: If something among the penalties is none.
+        OptionError: If an element of ``penalties`` is no penalty.
 
     Example:
         >>> import torch
@@ -93,10 +93,10 @@ class PenaltyTerms(Callback):
         return any(penalty.coefficient for penalty in self.penalties)
 
     def read_anatomy(self, inputs: Any) -> None:
-        """Find the residual blocks; `watch` needs it done once.
+        """Find the residual blocks; required once before `watch`.
 
         Args:
-            inputs: A batch as the model will get it; its first two examples are used.
+            inputs: Batch as the model will get it; its first two examples are used.
 
         Raises:
             AnatomyError: If the residual stream cannot be read with certainty, or there is no model yet.
@@ -117,12 +117,12 @@ class PenaltyTerms(Callback):
         return described
 
     def setup(self, run: TrainingRun) -> None:
-        """Act on the model of the run; of a shell around it that cannot be called, on what it holds."""
+        """Act on the model of the run, or, if that is a wrapper that cannot be called, on the model inside."""
         super().setup(run)
         self.model = next(unwrap(module) for module in entrances(run.model) if _has_forward(module))
 
     def begin(self) -> None:
-        """Find the residual blocks, where there is something to run the model on; else in the first step.
+        """Find the residual blocks if there is a probe to run the model on; otherwise in the first step.
 
         Raises:
             AnatomyError: If the residual stream cannot be read with certainty.
@@ -132,24 +132,24 @@ class PenaltyTerms(Callback):
             self.read_anatomy(probe(2))
 
     def begin_step(self, step: int) -> None:
-        """Note the step, which decides what is due."""
+        """Set the step, which determines the penalties that are due."""
         self._step = step
 
     def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """The batch as it is; the blocks are read from it where there was no probe."""
+        """Return the batch unchanged; the blocks are read from it if there was no probe."""
         if self.are_on and self._anatomy is None:
             self.read_anatomy(inputs)
         return inputs, targets
 
     @contextmanager
     def around_pass(self) -> Iterator[None]:
-        """Listen to the forward pass, until `auxiliary_loss` was asked for."""
+        """Capture the forward pass until `auxiliary_loss` is called."""
         with ExitStack() as stack:
             self._listening = stack, stack.enter_context(self.watch(self._step))
             yield
 
     def auxiliary_loss(self, task_loss: Tensor, auxiliary: Tensor | None) -> Tensor | None:
-        """The penalties that are due, beside what there is."""
+        """Add the penalties that are due to the auxiliary loss."""
         if self._listening is None:
             return auxiliary
         (listening, penalty_of), self._listening = self._listening, None
@@ -160,13 +160,13 @@ class PenaltyTerms(Callback):
         return penalty if auxiliary is None else auxiliary + penalty
 
     def end(self, *, is_broken: bool = False) -> None:
-        """Let go of the model."""
+        """Release the model."""
         super().end(is_broken=is_broken)
         self.model = self._anatomy = self._listening = None
 
     @contextmanager
     def watch(self, step: int) -> Iterator[Callable[[Tensor], Tensor | None]]:
-        """Listen to one forward pass.
+        """Capture the states of one forward pass.
 
         Args:
             step: Updates done before this one.

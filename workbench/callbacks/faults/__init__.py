@@ -50,7 +50,7 @@ __all__ = [
 
 
 class CatalogEntry(NamedTuple):
-    """A kind of fault: what makes one, and what it does in one line.
+    """A kind of fault: the function that makes one, and its effect in one line.
 
     Example:
         >>> import workbench as wb
@@ -64,7 +64,7 @@ class CatalogEntry(NamedTuple):
 
 
 def catalog() -> dict[str, CatalogEntry]:
-    """All kinds of faults by name; ``make()`` takes options and needs none.
+    """All kinds of faults by name; all options of ``make()`` are optional.
 
     Example:
         >>> import workbench as wb

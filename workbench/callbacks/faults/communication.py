@@ -1,4 +1,4 @@
-"""Faults of data parallel training, emulated in one process: what may go wrong where gradients meet."""
+"""Faults of data parallel training, emulated in one process: errors in the reduction of gradients."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class DroppedBucket(Fault):
     """Buckets of gradients get lost: in each step each bucket is drawn with probability ``share``, and counts as zero.
 
     Attributes:
-        share: Of the buckets, on average; above 0, at most 1.
-        n_buckets: The parameters from the last to the first, as PyTorch's DDP takes them, in so many parts of about one
+        share: Share of the buckets, on average; above 0, at most 1.
+        n_buckets: Number of parts of the parameters, ordered from last to first as in PyTorch's DDP, of about one
             size.
         lost_from: ``"all_ranks"``: the bucket's whole gradient is zero. ``"one_rank"``: the part of one rank, drawn
-            too, is missing in the mean; then the batch is really split over the ranks, which takes ``n_ranks`` backward
-            passes, each over its share of the examples.
-        n_ranks: Processes, for ``"one_rank"``.
+            too, is missing in the mean; then the batch is actually split over the ranks, which takes ``n_ranks``
+            backward passes, each over its share of the examples.
+        n_ranks: Number of processes, for ``"one_rank"``.
 
     Example:
         >>> import workbench as wb
@@ -58,7 +58,7 @@ class DroppedBucket(Fault):
 
     @property
     def effect(self) -> str:
-        """What it does while it is on."""
+        """Its effect while it is on."""
         what = "lost" if self.lost_from == "all_ranks" else f"lost from one of {self.n_ranks} processes"
         return f"each of {self.n_buckets} buckets of gradients is {what} with probability {self.share:g}"
 
@@ -68,7 +68,7 @@ class DroppedBucket(Fault):
         return self.lost_from == "one_rank"
 
     def drop(self, ranks: Sequence[Gradients], buckets: Sequence[Sequence[int]], generator: torch.Generator) -> None:
-        """Set to zero, in place, what is lost in this step."""
+        """Set to zero, in place, the gradients that are lost in this step."""
         is_lost = torch.rand(len(buckets), generator=generator) < self.share
         loser = torch.randint(self.n_ranks, (len(buckets),), generator=generator)
         for b, bucket in enumerate(buckets):
@@ -84,15 +84,15 @@ class DroppedBucket(Fault):
 class LowPrecisionReduction(Fault):
     """Gradients of several processes are added up in low precision, around a ring.
 
-    The batch is really split over ``n_ranks``: so many backward passes, each over its share of the examples, and memory
-    for so many gradients. As in a ring all-reduce, the gradients are cut into ``n_ranks`` chunks; chunk c starts as the
-    part of rank c and is rounded after each further rank that adds its own. The mean is then taken in float32. Every
-    rank counts alike, as in PyTorch's DDP, also where its examples have fewer targets.
+    The batch is actually split over ``n_ranks``: as many backward passes, each over its share of the examples, and
+    memory for as many gradients. As in a ring all-reduce, the gradients are cut into ``n_ranks`` chunks; chunk c starts
+    as the part of rank c and is rounded after adding that of each further rank. The mean is then taken in float32.
+    Every rank counts alike, as in PyTorch's DDP, also where its examples have fewer targets.
 
     Attributes:
-        n_ranks: Processes, at least 2.
-        dtype: Of the sums: ``"bfloat16"``, ``"float16"``, or ``"float32"`` as the control.
-        n_bits: Bits that are cut off besides, 0 to 8, for bfloat16; see `workbench.faults.cut_low_bits`.
+        n_ranks: Number of processes, at least 2.
+        dtype: Type of the sums: ``"bfloat16"``, ``"float16"``, or ``"float32"`` as the control.
+        n_bits: Number of further bits that are cut off, 0 to 8, for bfloat16; see `workbench.faults.cut_low_bits`.
 
     Example:
         >>> import torch
@@ -121,12 +121,12 @@ class LowPrecisionReduction(Fault):
 
     @property
     def effect(self) -> str:
-        """What it does while it is on."""
+        """Its effect while it is on."""
         cut = f" less {self.n_bits} {'bit' if self.n_bits == 1 else 'bits'}" if self.n_bits else ""
         return f"gradients of {self.n_ranks} processes are added up in {self.dtype}{cut}"
 
     def sent(self, gradient: Tensor) -> Tensor:
-        """What arrives of a gradient or a sum of them, in its dtype."""
+        """A gradient, or a sum of gradients, as it is received, in its dtype."""
         return cut_low_bits(gradient, self.n_bits).to(_DTYPES[self.dtype]).to(gradient.dtype)
 
 
@@ -134,8 +134,8 @@ def ring_sum(ranks: Sequence[Tensor], fault: LowPrecisionReduction) -> Tensor:
     """The sum over ranks as a ring makes it.
 
     Args:
-        ranks: Flat gradient of each rank, all of one length.
-        fault: Says how it is rounded.
+        ranks: Flat gradient of each rank, all of the same length.
+        fault: Fault that defines the rounding.
     """
     chunks = [rank.tensor_split(len(ranks)) for rank in ranks]
     sums = []
@@ -151,13 +151,13 @@ def ring_sum(ranks: Sequence[Tensor], fault: LowPrecisionReduction) -> Tensor:
 class StaleReduction(Fault):
     """The optimizer gets gradients of earlier steps.
 
-    The gradients of the last ``delay`` steps are kept while it is on, and go into checkpoints. Until there are so many,
-    the oldest is used: the first step is not late, the next one by one step, and so on.
+    The gradients of the last ``delay`` steps are kept while it is on, and go into checkpoints. Until there are that
+    many, the oldest is used: the first step is not late, the next one by one step, and so on.
 
     Attributes:
-        delay: In steps.
-        share: Of the buckets that are late, drawn in each step; above 0, at most 1.
-        n_buckets: As in `DroppedBucket`.
+        delay: Delay in steps.
+        share: Share of the buckets that are late, drawn in each step; above 0, at most 1.
+        n_buckets: Number of buckets, as in `DroppedBucket`.
 
     Example:
         >>> import workbench as wb
@@ -179,14 +179,14 @@ class StaleReduction(Fault):
 
     @property
     def effect(self) -> str:
-        """What it does while it is on."""
+        """Its effect while it is on."""
         which = "all gradients" if self.share == 1 else f"{100 * self.share:g} % of the buckets of gradients"
         return f"{which} are those of {self.delay} {'step' if self.delay == 1 else 'steps'} before"
 
     def late(
         self, kept: Sequence[Gradients], buckets: Sequence[Sequence[int]], generator: torch.Generator
     ) -> Gradients:
-        """Of each bucket the newest gradients in ``kept``, or, where it is late, the oldest."""
+        """The newest gradients of each bucket in ``kept``, or the oldest if the bucket is late."""
         is_late = torch.rand(len(buckets), generator=generator) < self.share
         gradients = list(kept[-1])
         for b, bucket in enumerate(buckets):
@@ -200,8 +200,8 @@ def in_buckets(sizes: Sequence[int], n_buckets: int) -> list[list[int]]:
     """Parameters in buckets of about one size, the last parameter first.
 
     Args:
-        sizes: Elements of each parameter.
-        n_buckets: How many; at most as many as there are parameters.
+        sizes: Number of elements of each parameter.
+        n_buckets: Number of buckets; at most as many as there are parameters.
 
     Returns:
         Numbers of the parameters in each bucket; none is empty.

@@ -1,4 +1,4 @@
-"""Faults of how a run is set up: its rate, its batches, its loss, its data."""
+"""Faults of the settings of a run: its rate, its batches, its loss, its data."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LargeRate(Fault):
     """The learning rate is multiplied.
 
     Attributes:
-        factor: By which, after the schedule; above 0.
-        ramp: Steps over which it grows from 1 to that, linearly, each time it is switched on; 0: at once.
+        factor: Factor on the rate, after the schedule; above 0.
+        ramp: Steps over which it grows from 1 to its value, linearly, each time it is switched on; 0: at once.
 
     Example:
         >>> import workbench as wb
@@ -42,22 +42,22 @@ class LargeRate(Fault):
 
     @property
     def effect(self) -> str:
-        """What it does while it is on."""
+        """Its effect while it is on."""
         return f"the learning rate is multiplied by {self.factor:g}" + (
             f", reached over {self.ramp} steps" if self.ramp else ""
         )
 
     def rate_factor(self, n_steps_on: int) -> float:
-        """By what the rate is multiplied in the step after ``n_steps_on`` steps with it."""
+        """The factor on the rate in the step after ``n_steps_on`` steps with it."""
         return 1 + (self.factor - 1) * (min(1.0, (n_steps_on + 1) / self.ramp) if self.ramp else 1.0)
 
 
 @dataclass(kw_only=True, eq=False)
 class SmallBatch(Fault):
-    """Only the first rows of each batch are used.
+    """Only the first examples of each batch are used.
 
     Attributes:
-        n_rows: How many.
+        n_rows: Number of examples used.
 
     Example:
         >>> import torch
@@ -78,16 +78,16 @@ class SmallBatch(Fault):
 
     @property
     def effect(self) -> str:
-        """What it does while it is on."""
+        """Its effect while it is on."""
         if self.n_rows == 1:
             return "only the first row of each batch is used"
         return f"only the first {self.n_rows} rows of each batch are used"
 
     def batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
-        """What is left of a batch.
+        """The part of a batch that is used.
 
         Raises:
-            OptionError: If it has fewer rows.
+            OptionError: If it has fewer examples.
         """
         if (n_rows := count_rows(inputs)) < self.n_rows:
             raise OptionError(f"small_batch keeps n_rows = {self.n_rows} rows, but a batch has {n_rows}; keep fewer.")
@@ -98,7 +98,7 @@ class SmallBatch(Fault):
 class NoAuxiliaryLoss(Fault):
     """The model's own auxiliary loss, such as a router's balance, is left out.
 
-    What is recorded as ``auxiliary_loss`` is what was added: 0, and further penalties, which stay.
+    The recorded ``auxiliary_loss`` is what was added: 0, plus further penalties, which remain.
 
     Example:
         >>> import workbench as wb
@@ -114,7 +114,7 @@ class NoAuxiliaryLoss(Fault):
 
     @property
     def effect(self) -> str:
-        """What it does while it is on."""
+        """Its effect while it is on."""
         return "the model's auxiliary loss is left out"
 
 
@@ -123,8 +123,8 @@ class CorruptedData(Fault):
     """Labels or tokens are replaced by random ones of those in the batch.
 
     Attributes:
-        what: ``"labels"`` (targets but -100) or ``"tokens"`` (of the inputs).
-        share: Of them, each drawn on its own; above 0, at most 1.
+        what: Values to replace: ``"labels"`` (targets but -100) or ``"tokens"`` (of the inputs).
+        share: Share of the values, each drawn independently; above 0, at most 1.
 
     Example:
         >>> import workbench as wb
@@ -146,16 +146,16 @@ class CorruptedData(Fault):
 
     @property
     def effect(self) -> str:
-        """What it does while it is on."""
+        """Its effect while it is on."""
         return f"{100 * self.share:g} % of the {self.what} are replaced by random ones of the batch"
 
     def batch(self, inputs: Any, targets: Tensor, generator: torch.Generator) -> tuple[Any, Tensor]:
-        """A batch with the corruption; what was passed stays as it is.
+        """A corrupted copy of a batch; the arguments are not changed.
 
         Args:
-            inputs: As the model takes them.
-            targets: Their targets.
-            generator: On the CPU.
+            inputs: Inputs of the model.
+            targets: Targets of the inputs.
+            generator: Generator on the CPU.
 
         Raises:
             OptionError: If there are no whole numbers to replace.

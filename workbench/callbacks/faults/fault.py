@@ -18,8 +18,8 @@ from workbench.tasks.task import require_whole
 class Fault:
     """A fault and its switch; `workbench.faults.catalog` lists the kinds.
 
-    ``fault.enabled`` is a plain attribute. It is read once a step, so a script, a schedule or a button may turn it at
-    any time, from any thread; every switch is an event of the run. Nothing else of a fault can change: it is part of
+    ``fault.enabled`` is a plain attribute. It is read once per step, so a script, a schedule or a button may change it
+    at any time, from any thread; every switch is an event of the run. Nothing else of a fault can change: it is part of
     the run's configuration.
 
     Attributes:
@@ -64,12 +64,12 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """What records and events call it: its kind, as a run has one fault of a kind at most."""
+        """Its name in records and events: its kind, as a run has at most one fault of each kind."""
         return self.kind
 
     @property
     def effect(self) -> str:
-        """What it does while it is on, in plain words."""
+        """Its effect while it is on, in plain words."""
         raise NotImplementedError
 
     @property
@@ -83,7 +83,7 @@ class Fault:
         self._turn(_by_hand=bool(value))
 
     def begin_step(self, step: int) -> bool:
-        """Let the schedule act, and say whether the fault is on in this step.
+        """Apply the schedule, and return whether the fault is on in this step.
 
         Args:
             step: Updates done before it.
@@ -95,7 +95,7 @@ class Fault:
         """Call ``observer("enabled", before, after)`` after each switch, in the thread that made it.
 
         Returns:
-            A function that ends it.
+            A function that unsubscribes it.
         """
         return self._observers.add(observer)
 
@@ -105,15 +105,15 @@ class Fault:
         return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The switch, for a checkpoint; None for ``by_hand`` means that the schedule rules."""
+        """The switch, for a checkpoint; None for ``by_hand`` means that the schedule applies."""
         return {"by_hand": self._by_hand}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the switch that `state_dict` gave."""
+        """Set the switch to what `state_dict` gave."""
         self._turn(_by_hand=state["by_hand"])
 
     def _turn(self, **change: bool | None) -> bool:
-        """Change who says what about the switch, notify observers, and return where it stands."""
+        """Change what the schedule or the user has set, notify observers, and return the state of the switch."""
         with self._lock:
             before = self.enabled
             vars(self).update(change)
@@ -127,7 +127,7 @@ def require_share(share: float) -> None:
     """Refuse a share that is not above 0 and at most 1.
 
     Raises:
-        OptionError: That gives the value.
+        OptionError: If it is not; the message gives the value.
     """
     if not (isinstance(share, Real) and 0 < share <= 1):
         raise OptionError(f"share is {share}, expected a number above 0 and at most 1.")
@@ -137,7 +137,7 @@ def require_positive(**options: float) -> None:
     """Refuse options that are not positive, finite numbers.
 
     Raises:
-        OptionError: That names the option.
+        OptionError: If one is not; the message names the option.
     """
     for name, value in options.items():
         if not (isinstance(value, Real) and value > 0 and math.isfinite(value)):

@@ -17,20 +17,20 @@ from torch.utils.hooks import RemovableHandle
 from workbench.models.calling import call_model
 from workbench.models.probing import undisturbed, watch
 
-#: Torch leaves the mode while these run, and whatever they run in turn.
+#: Torch disables the mode while these functions, and those that they call, run.
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 ROUNDINGS = ("truncate", "nearest", "cast")
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Which tensors of the backward pass lose how many bits.
+    """The tensors of the backward pass that lose bits, and how many.
 
     Attributes:
-        n_bits: k, see `cut_low_bits`.
-        rounding: See `cut_low_bits`.
+        n_bits: Number k of bits, see `cut_low_bits`.
+        rounding: Kind of rounding, see `cut_low_bits`.
         output: Whether the saved output O is cut.
-        gradient: Whether the incoming gradient dO is cut, and with it all that is made of it.
+        gradient: Whether the incoming gradient dO is cut, and with it everything computed from it.
 
     Example:
         >>> import torch
@@ -55,14 +55,14 @@ def cut_low_bits(x: Tensor, n_bits: int, rounding: str = "truncate") -> Tensor:
 
     Args:
         x: Floating-point values.
-        n_bits: k in 0..8: how many of the 16 bits become 0; the lowest seven are the mantissa, the eighth is the lowest
-            bit of the exponent. 0 with ``"truncate"`` or ``"nearest"``: ``x`` itself, not even cast.
-        rounding: ``"truncate"``: cast to bfloat16 (to the nearest, as torch does), then ``int16 & (-1 << k)``, so that
-            every value moves towards zero, which is a bias. ``"nearest"``: to the nearest value without these bits, a
-            tie to the even one; nearly without bias for k up to 6. ``"cast"``: the cast alone.
+        n_bits: Number k in 0..8 of the 16 bits that become 0; the lowest seven are the mantissa, the eighth is the
+            lowest bit of the exponent. 0 with ``"truncate"`` or ``"nearest"``: ``x`` itself, not even cast.
+        rounding: Kind of rounding. ``"truncate"``: cast to bfloat16 (to the nearest, as torch does), then ``int16 & (-1
+            << k)``, so that every value moves towards zero, which is a bias. ``"nearest"``: to the nearest value
+            without these bits, a tie to the even one; nearly without bias for k up to 6. ``"cast"``: the cast alone.
 
     Returns:
-        Like ``x``, in its dtype; what is not finite stays as it is.
+        Like ``x``, in its dtype; values that are not finite are unchanged.
 
     Example:
         >>> import torch
@@ -94,22 +94,22 @@ def flash_attention(
     enable_gqa: bool = False,
     cut: Cut = NO_CUT,
 ) -> Tensor:
-    """What ``torch.nn.functional.scaled_dot_product_attention`` computes; its arguments, and ``cut``.
+    """Attention as by ``torch.nn.functional.scaled_dot_product_attention``, with its arguments and ``cut``.
 
     The backward pass is that of flash attention (Dao et al. 2022, arXiv:2205.14135): delta = rowsum(dO * O),
     dS = P * (dP - delta), with O as the forward pass left it. Inside, everything is float32 (float64 for float64),
     whatever the inputs' dtype; P is kept, so memory grows with the square of the number of tokens.
 
     Args:
-        query: Shape (..., token, feature).
-        key: Shape (..., token seen, feature).
-        value: Shape (..., token seen, feature of values).
-        attn_mask: bool (True: is seen) or added to the scores; as torch takes it.
+        query: Queries, shape (..., token, feature).
+        key: Keys, shape (..., token seen, feature).
+        value: Values, shape (..., token seen, feature of values).
+        attn_mask: Mask as in torch: bool (True: is seen), or numbers added to the scores.
         dropout_p: Share of the attention weights to leave out, drawn from torch's generator.
-        is_causal: Each token sees those up to its own number.
-        scale: Of the scores; None: 1 / sqrt(feature).
-        enable_gqa: Fewer heads of keys and values than of queries.
-        cut: What loses bits in the backward pass. Without a cut the gradients are exact.
+        is_causal: Whether each token sees only those up to itself.
+        scale: Factor on the scores; None: 1 / sqrt(feature).
+        enable_gqa: Whether there may be fewer heads of keys and values than of queries.
+        cut: Tensors that lose bits in the backward pass. Without a cut the gradients are exact.
 
     Returns:
         Shape (..., token, feature of values), in the dtype of the inputs, or autocast's.
@@ -147,15 +147,15 @@ def flash_attention(
 
 
 class FlashAttentionMode(TorchFunctionMode):
-    """While it is entered, torch's ``scaled_dot_product_attention`` is `flash_attention`; nothing is patched.
+    """Context in which torch's ``scaled_dot_product_attention`` is `flash_attention`; nothing is patched.
 
-    Torch leaves a mode where a function of its own runs that is written in Python. That is why attention inside
+    Torch disables a mode inside its own functions that are written in Python. That is why attention inside
     ``torch.nn.MultiheadAttention`` is out of reach, and why gradient checkpointing, which runs modules again within the
     backward pass, needs `reaches_recomputation`.
 
     Attributes:
-        cut: What loses bits in backward passes of the forwards to come.
-        n_calls: How often attention was computed.
+        cut: Tensors that lose bits in the backward passes of the following forward passes.
+        n_calls: Number of times that attention was computed.
 
     Example:
         >>> import torch
@@ -185,13 +185,13 @@ class FlashAttentionMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def reaches_recomputation(self, modules: Iterable[nn.Module]) -> list[RemovableHandle]:
-        """Be there too when these modules run again within a backward pass.
+        """Be active also when these modules run again within a backward pass.
 
         Args:
-            modules: Those that call attention themselves; see `attention_modules`.
+            modules: Modules that call attention themselves; see `attention_modules`.
 
         Returns:
-            Handles of the hooks that do it, to be removed at the end.
+            Handles of the hooks that do it, which the caller removes.
         """
         handles = []
         for module in modules:
@@ -220,8 +220,8 @@ def attention_modules(model: nn.Module, inputs: Any) -> list[nn.Module]:
     """Modules that call torch's ``scaled_dot_product_attention`` themselves, found by running the model once.
 
     Args:
-        model: Left as it was.
-        inputs: A few examples, where the model is.
+        model: Model to run; it is left unchanged.
+        inputs: A few examples, on the model's device.
     """
     mode = FlashAttentionMode()
     running: list[tuple[nn.Module, int]] = []
@@ -234,7 +234,7 @@ def attention_modules(model: nn.Module, inputs: Any) -> list[nn.Module]:
         _, n_calls_before = running.pop()
         if mode.n_calls > n_calls_before:
             found.setdefault(module)
-            # Those around it did not call these themselves.
+            # Enclosing modules did not make these calls themselves.
             running[:] = [(outer, n_calls + mode.n_calls - n_calls_before) for outer, n_calls in running]
 
     requests = [(module, hook, hook is enter) for module in model.modules() for hook in (enter, leave)]
@@ -260,7 +260,7 @@ class _FlashAttention(torch.autograd.Function):
         q, k, v, bias, keep, weights, out = ctx.saved_tensors
         dtype, cut = weights.dtype, ctx.cut
         with _without_autocast(q):
-            if torch.is_grad_enabled():  # a second derivative is wanted: the weights have to know where they come from
+            if torch.is_grad_enabled():  # for a second derivative, the weights need their graph
                 weights = _softmax(q, k, bias, ctx.scale)
             out = _lossy(out, cut) if cut.output else out
             d_out = _lossy(d_out, cut) if cut.gradient else d_out
@@ -289,7 +289,7 @@ def _softmax(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
 
 def _lossy(x: Tensor, cut: Cut) -> Tensor:
     lossy = cut_low_bits(x.detach(), cut.n_bits, cut.rounding)
-    # Steps have no derivative; where a second one is wanted, the cut counts as the identity.
+    # Rounding has no useful derivative; for a second derivative, the cut counts as the identity.
     return x + (lossy - x).detach() if torch.is_grad_enabled() and x.requires_grad else lossy
 
 

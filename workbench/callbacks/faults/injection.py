@@ -1,4 +1,4 @@
-"""The faults of one run at work: what the training loop asks in each step."""
+"""The faults of one run: the methods that the training loop calls in each step."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ _AnyFault = TypeVar("_AnyFault", bound=Fault)
 
 
 class Injection(Callback):
-    """The faults of a run as a callback; without any, every method leaves everything as it is.
+    """The faults of a run as a callback; without any fault, no method changes anything.
 
     They act in the order in which data flow, whatever their order in the list: corrupted data, a smaller batch,
     attention, the loss, then gradients: split over ranks, lost, added up, late; and the rate. Gradients are changed
     before their norm is measured.
 
     Args:
-        faults: From `workbench.faults`.
-        seed: Of what they draw: a function of it and the step.
+        faults: Faults from `workbench.faults`.
+        seed: Seed of their random draws, which depend on it and the step.
 
     Raises:
-        OptionError: If something among them is no fault, two are of one kind, or two disagree.
+        OptionError: If an element is no fault, two are of one kind, or two contradict each other.
 
     Example:
         >>> import workbench as wb
@@ -96,10 +96,10 @@ class Injection(Callback):
         return {fault.kind: fault.describe() for fault in self._faults.values()}
 
     def setup(self, run: TrainingRun) -> None:
-        """Take note of the parameters whose gradients may be changed.
+        """Collect the parameters whose gradients may be changed.
 
         Raises:
-            OptionError: If a fault does not go with the trainer, the optimizer or the parameters.
+            OptionError: If a fault is incompatible with the trainer, the optimizer or the parameters.
         """
         super().setup(run)
         self.active, self._on_since, self._kept = (), {}, []  # a trainer may train with one callback several times
@@ -131,7 +131,7 @@ class Injection(Callback):
                 )
 
     def begin(self) -> None:
-        """Find what the faults have to touch in the model, by running it on its probe.
+        """Find the parts of the model that the faults change, by running it on its probe.
 
         Raises:
             OptionError: If it has no attention or no auxiliary loss that could be changed.
@@ -187,7 +187,7 @@ class Injection(Callback):
 
     @property
     def rate_factor(self) -> float:
-        """By what the learning rate is multiplied in this step."""
+        """The factor on the learning rate in this step."""
         fault = self._on(LargeRate)
         return 1.0 if fault is None else fault.rate_factor(self._step - self._on_since[LargeRate])
 
@@ -197,23 +197,23 @@ class Injection(Callback):
         return self._on(NoAuxiliaryLoss) is None
 
     def switch_off(self, kind: type[Fault]) -> None:
-        """By hand, from the next step on."""
+        """Switch off the fault of a kind by hand, from the next step on."""
         if kind in self._faults:
             self._faults[kind].enabled = False
 
     def around_pass(self) -> AbstractContextManager[Any]:
-        """Attention of the fault, in place of torch's."""
+        """The attention of the fault, in place of torch's."""
         return nullcontext() if self._mode is None else self._mode
 
     def auxiliary_loss(self, task_loss: Tensor, auxiliary: Tensor | None) -> Tensor | None:
-        """Nothing of the model's own, where that fault is on."""
+        """Remove the model's own auxiliary loss if that fault is on."""
         return auxiliary if auxiliary is None or self.keeps_auxiliary_loss else torch.zeros_like(auxiliary)
 
     def change_batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
-        """The batch of this step as the faults leave it.
+        """The batch of this step as changed by the faults.
 
         Raises:
-            OptionError: If it has fewer examples than are to be kept, or nothing that could be corrupted.
+            OptionError: If it has fewer examples than are to be kept, or nothing to corrupt.
         """
         if (corrupted := self._on(CorruptedData)) is not None:
             inputs, targets = corrupted.batch(inputs, targets, self._random(corrupted))
@@ -222,10 +222,10 @@ class Injection(Callback):
         return inputs, targets
 
     def run_pass(self, one_pass: PassFunction, inputs: Any, targets: Tensor) -> PassResult:
-        """Forward and backward over a batch, and the faults of its gradients.
+        """Forward and backward pass over a batch, with the faults of its gradients.
 
         Returns:
-            What it gave; over several ranks their mean, with the logits of all.
+            The result of the pass; over several ranks their mean, with the logits of all.
         """
         faults = self._of(*_OF_GRADIENTS)
         if not any(type(fault) in self._on_since for fault in faults):
@@ -243,7 +243,7 @@ class Injection(Callback):
         return whole
 
     def before_update(self, step: int, numbers: Mapping[str, float]) -> None:
-        """In another trainer, the faults of gradients of one rank; and whether there was any attention to change."""
+        """In another trainer: apply the faults of one rank's gradients, and check that attention ran."""
         if not self.is_running or self.run.owns_loop:
             return
         if any(type(fault) in self._on_since for fault in self._of(*_OF_GRADIENTS)):
@@ -254,7 +254,7 @@ class Injection(Callback):
             raise _no_attention(self.run.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on alike, in types that ``torch.load(weights_only=True)`` reads."""
+        """The state that a resumed run needs, in types that ``torch.load(weights_only=True)`` reads."""
         return {
             "switches": {fault.kind: fault.state_dict() for fault in self._faults.values()},
             "on_since": {kind.kind: step for kind, step in self._on_since.items()},
@@ -262,7 +262,7 @@ class Injection(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave; the switches of the faults are set to it."""
+        """Load what `state_dict` gave; the switches of the faults are set to it."""
         for fault in self._faults.values():
             fault.load_state_dict(state["switches"][fault.kind])
         on_since = state["on_since"]
@@ -307,7 +307,7 @@ class Injection(Callback):
             yield take_rows(inputs, which), targets[which]
 
     def _reduced(self, ranks: list[Gradients]) -> Gradients:
-        """What the optimizer gets of the gradients of all ranks."""
+        """The gradients that the optimizer gets, from those of all ranks."""
         if (dropped := self._on(DroppedBucket)) is not None:
             dropped.drop(ranks, self._buckets(dropped.n_buckets), self._random(dropped))
         reduced = self._on(LowPrecisionReduction)
@@ -315,8 +315,8 @@ class Injection(Callback):
         if (stale := self._on(StaleReduction)) is None:
             return gradients
         scaler = self.run.scaler if self.is_running else None
-        scale = 1.0 if scaler is None else scaler.get_scale()  # of the gradients, in float16
-        # Kept without the scale, which may be another one by the time; what overflowed stays infinite.
+        scale = 1.0 if scaler is None else scaler.get_scale()  # scale of the gradients, in float16
+        # Kept without the scale, which may have changed when they are used; overflowed values stay infinite.
         self._kept = [*self._kept[-stale.delay :], [None if g is None else g / scale for g in gradients]]
         late = stale.late(self._kept, self._buckets(stale.n_buckets), self._random(stale))
         return [None if g is None else g * scale for g in late]
@@ -335,7 +335,7 @@ def _no_attention(model: nn.Module) -> OptionError:
 
 def _mean(ranks: list[Gradients], reduced: LowPrecisionReduction | None) -> Gradients:
     """Mean over ranks, in a ring of low precision if there is such a fault."""
-    shapes: dict[int, Tensor] = {}  # of each parameter that has a gradient on any rank
+    shapes: dict[int, Tensor] = {}  # shape of each parameter that has a gradient on any rank
     for i, of_ranks in enumerate(zip(*ranks, strict=True)):
         first = next((gradient for gradient in of_ranks if gradient is not None), None)
         if first is not None:
@@ -350,7 +350,7 @@ def _mean(ranks: list[Gradients], reduced: LowPrecisionReduction | None) -> Grad
 
 
 def _filled(gradient: Tensor | None, shape: Tensor) -> Tensor:
-    """A gradient; zeros shaped like another where there is none."""
+    """A gradient; zeros shaped like another if there is none."""
     return torch.zeros_like(shape) if gradient is None else gradient
 
 

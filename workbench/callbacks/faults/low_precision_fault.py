@@ -17,21 +17,21 @@ _WHAT = {"truncate": "are cut", "nearest": "are rounded off"}
 
 @dataclass(kw_only=True, eq=False)
 class LowPrecisionAttention(Fault):
-    """The backward pass of attention sees its output O and its gradient dO with fewer bits.
+    """The backward pass of attention uses its output O and its gradient dO with fewer bits.
 
     A cut that always goes towards zero makes delta = rowsum(dO * O) too small, and with it the gradients of queries and
     keys wrong in one direction. While the fault is in a run's list, attention is computed by
     `workbench.faults.flash_attention` in every step, with k = 0 while it is off: switching changes the bits and nothing
-    else, and the control run is the same list with the fault off (or ``n_bits=0``, which is the same numbers).
+    else, and the control run has the same list with the fault off (or ``n_bits=0``, which gives the same numbers).
 
     It replaces ``torch.nn.functional.scaled_dot_product_attention``, which the zoo calls, and Hugging Face models
-    loaded with ``attn_implementation="sdpa"``. Gradient checkpointing of modules is followed; where a mere function
+    loaded with ``attn_implementation="sdpa"``. Gradient checkpointing of modules is followed; where a function
     inside of the module that attends is run again, or attention runs within ``torch.nn.MultiheadAttention``, it is out
     of reach (a model with nothing but the latter is refused).
 
     Attributes:
-        n_bits: k, the bits that are lost, 0 to 8; see `workbench.faults.cut_low_bits`.
-        targets: Which lose them: ``"output"`` (O), ``"gradient"`` (dO, with all that is made of it), or both.
+        n_bits: Number k of bits that are lost, 0 to 8; see `workbench.faults.cut_low_bits`.
+        targets: Tensors that lose them: ``"output"`` (O), ``"gradient"`` (dO and everything computed from it), or both.
         rounding: ``"truncate"`` is the fault; ``"nearest"`` a control that loses as many bits with hardly a bias;
             ``"cast"`` (with ``n_bits=0``) the cast to bfloat16 alone.
 
@@ -67,7 +67,7 @@ class LowPrecisionAttention(Fault):
 
     @property
     def effect(self) -> str:
-        """What it does while it is on."""
+        """Its effect while it is on."""
         which = " and ".join(_TARGETS[target] for target in self.targets)
         if self.rounding == "cast":
             return f"{which} are cast to bfloat16 in the backward pass"
@@ -76,5 +76,5 @@ class LowPrecisionAttention(Fault):
 
     @property
     def cut(self) -> Cut:
-        """What is cut while it is on."""
+        """The cut while it is on."""
         return Cut(self.n_bits, self.rounding, "output" in self.targets, "gradient" in self.targets)

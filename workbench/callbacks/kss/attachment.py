@@ -1,4 +1,4 @@
-"""Where KSS takes hold of a model and an optimizer, out of what wraps them."""
+"""Checks of the model and the optimizer, without their wrappers, before KSS is attached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workbench.models.wrapping import is_split
 
 
 def check_attachable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what KSS cannot act on.
+    """Refuse models and optimizers that KSS cannot act on.
 
     Raises:
         OptionError: If it cannot.
@@ -31,7 +31,7 @@ def is_trained(module: nn.Module) -> bool:
 
 
 def recomputation_error(model: nn.Module) -> SnapshotError:
-    """Says that activation checkpointing hides the states from hooks."""
+    """An error that says that activation checkpointing hides the states from hooks."""
     return SnapshotError(
         f"{type(model).__name__} recomputes its activations even in eval mode, which hides them from KSS; use "
         "torch.utils.checkpoint only while module.training is True."

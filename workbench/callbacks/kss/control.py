@@ -26,11 +26,11 @@ class KSSOptions:
         penalty: The penalty as a function of the spectrum.
         n_snapshots: Token states per layer and time. They come from as many examples of the batch as are needed, in a
             pass of their own: 512 states of 64 features are eight for each feature.
-        side: Which states carry the gradient. The operator maps what enters a block to what leaves it; ``"both"`` is
-            the derivative of the penalty as it stands. ``"output"`` asks each block to change what it writes, given
-            what it reads; ``"input"`` the blocks before it to change what it reads.
-        coupling: How the gradient reaches the parameters. ``"gradient"`` adds strength times it to the task's, as
-            adding the penalty to the loss does, except that clipping does not see it; an adaptive optimizer then
+        side: States that carry the gradient. The operator maps what enters a block to what leaves it; ``"both"`` is
+            the full derivative of the penalty. ``"output"`` changes what each block writes, given
+            what it reads; ``"input"`` changes what the blocks before it pass to it.
+        coupling: Way in which the gradient reaches the parameters. ``"gradient"`` adds strength times it to the task's,
+            as adding the penalty to the loss does, except that clipping ignores it; an adaptive optimizer then
             divides both by the same running size. ``"decoupled"`` subtracts learning rate times strength times it after
             the update, as AdamW decouples weight decay. ``"projection"`` steps, after the update, to where the penalty
             would be zero if it were linear: strength times P/|grad P|^2 times its gradient (Polyak 1987), strength 1
@@ -38,10 +38,10 @@ class KSSOptions:
             ``"trust_region"`` uses no gradient: it takes back updates that throw a layer out of its band; see
             ``trust_region``.
         trust_region: The band, for that coupling.
-        trigger: Spectral radius above which a layer takes part; 0: always. A run inside its band then pays for the
-            forward pass alone.
+        trigger: Spectral radius above which a layer takes part; 0: always. A run inside its band then costs only the
+            forward pass.
         skip_first: Leading tokens of each sequence to leave out.
-        seed: Of the choice of layers, examples and tokens.
+        seed: Seed of the choice of layers, examples and tokens.
 
     Example:
         >>> import workbench as wb
@@ -73,7 +73,7 @@ class KSSOptions:
 
 @dataclass(frozen=True)
 class ControlValues:
-    """What KSS does in one step; names as in `KSS`."""
+    """The settings of KSS in one step; names as in `KSS`."""
 
     enabled: bool
     strength: float
@@ -91,7 +91,7 @@ class ControlValues:
 
     @classmethod
     def of_dict(cls, values: Mapping[str, Any]) -> ControlValues:
-        """What `as_dict` gave.
+        """Make settings from what `as_dict` gave.
 
         Raises:
             OptionError: If a value is out of range.
@@ -100,10 +100,10 @@ class ControlValues:
 
 
 class KSSControls:
-    """The controls of KSS and who may turn them; `KSS` is made of it.
+    """The controls of KSS, which may change during training; base of `KSS`.
 
-    The controls are plain attributes. They are read once a step, so a script, a schedule, an alarm or a button may turn
-    them at any time, from any thread, and every change is recorded with the run. Arguments as of `KSS`.
+    The controls are plain attributes. They are read once per step, so a script, a schedule, an alarm or a button may
+    set them at any time, from any thread, and every change is recorded with the run. Arguments as for `KSS`.
     """
 
     #: The controls, in the order in which they are recorded.
@@ -204,7 +204,7 @@ class KSSControls:
         """Call ``observer(name, before, after)`` after each change of a control, in the thread that made it.
 
         Returns:
-            A function that ends it.
+            A function that unsubscribes it.
         """
         return self._observers.add(observer)
 
@@ -219,7 +219,7 @@ class KSSControls:
         return self._control.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up controls that `state_dict` gave."""
+        """Load controls that `state_dict` gave."""
         self.set(**state)
 
     def __repr__(self) -> str:
@@ -232,19 +232,20 @@ class KSSControls:
 
 @dataclass(frozen=True)
 class BandController:
-    """Holds a measure of the spectrum in a band by turning the strength of KSS.
+    """Holds a measure of the spectrum in a band by adjusting the strength of KSS.
 
     After each application the strength is multiplied by ``factor`` if the measure lies above the band, divided by it
-    if it lies below, and left alone within: an integral controller in the logarithm of the strength, which needs no
-    model of how the measure answers.
+    if it lies below, and unchanged within: an integral controller in the logarithm of the strength, which needs no
+    model of how the measure responds.
 
     Attributes:
-        quantity: ``"spectral_radius"``, the largest of the layers measured, or ``"near_unit_mass"``, their mean.
+        quantity: Measure to control: ``"spectral_radius"``, the largest of the layers measured, or
+            ``"near_unit_mass"``, their mean.
         low: Lower edge of the band.
         high: Upper edge of the band.
-        factor: Above 1.
-        weakest: The strength is never lower; above 0, from where it can rise again.
-        strongest: The strength is never higher.
+        factor: Factor of one change of the strength, above 1.
+        weakest: Smallest strength; above 0, so that it can rise again.
+        strongest: Largest strength.
     """
 
     quantity: str = "spectral_radius"
@@ -267,7 +268,7 @@ class BandController:
             )
 
     def adjusted(self, strength: float, measure: float) -> float:
-        """The strength for the next step; unchanged where there is no measure (NaN)."""
+        """The strength for the next step; unchanged if there is no measure (NaN)."""
         if measure > self.high:
             strength *= self.factor
         elif measure < self.low:
@@ -281,7 +282,7 @@ def _checked(name: str, value: Any) -> Any:
     """A control's value in its own type.
 
     Raises:
-        OptionError: If it is none.
+        OptionError: If it is no valid value.
     """
     if name == "enabled":
         return bool(value)

@@ -1,4 +1,4 @@
-"""Koopman Spectral Shaping as users have it."""
+"""Koopman Spectral Shaping: the public class."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 class KSS(KSSControls):
     """Koopman Spectral Shaping (RKSP, arXiv:2602.22988): a penalty on the spectrum of each block, and its controls.
 
-    The controls are plain attributes. They are read once a step, so a script, a schedule, an alarm or a button may turn
-    them at any time, from any thread, and every change is recorded with the run.
+    The controls are plain attributes. They are read once per step, so a script, a schedule, an alarm or a button may
+    set them at any time, from any thread, and every change is recorded with the run.
 
     Args:
         strength: alpha, the weight of the penalty; the paper tries .01 to .20.
         interval: Optimizer steps between two applications; the paper's 10 to 20. Strength over interval is the dose.
         enabled: Whether it acts.
         gamma: Near-unit mass to aim at, in [0, 1]; the paper's 0.3 to 0.5.
-        layers: ``"half"``, drawn anew each time, as the paper does; ``"all"``; or the numbers of the layers.
-        options: What stays fixed over a run.
-        controller: Adjusts the strength by what is measured; see `BandController`.
+        layers: Layers to act on: ``"half"``, drawn each time, as in the paper; ``"all"``; or the numbers of the layers.
+        options: Options that stay fixed over a run.
+        controller: Controller that adjusts the strength by measurements; see `BandController`.
 
     Raises:
         OptionError: If a value is out of range; nothing is changed then.
@@ -52,8 +52,8 @@ class KSS(KSSControls):
     def recommended(cls, **controls: Any) -> KSS:
         """A trust region: with it most runs of our sweeps converged, for the least compute (data/README.md).
 
-        64 token states of each batch, in eight leading directions; all layers, after every update; a block may lengthen
-        the states up to twofold, and beyond that by a quarter more in a step.
+        64 token states of each batch, in eight leading directions; all layers, after every update; a block may increase
+        the norm of the states up to twofold; beyond that, the gain may rise by a quarter per step.
         """
         options = KSSOptions(n_snapshots=64, coupling="trust_region", penalty=PenaltyShape(rank=8))
         return cls(**{"strength": 1.0, "interval": 1, "layers": "all", "options": options, **controls})
@@ -67,14 +67,14 @@ class KSS(KSSControls):
                     optimizer.step()
                     optimizer.zero_grad()
 
-        Gradient accumulation, mixed precision, gradient checkpointing and DDP need nothing more.
+        Gradient accumulation, mixed precision, gradient checkpointing and DDP need no further code.
 
         Args:
             model: The module that the loop calls, or its subject; it may be wrapped by DDP or ``torch.compile``.
-            optimizer: Over its parameters; it may be wrapped too.
+            optimizer: Optimizer of its parameters; it may be wrapped too.
 
         Returns:
-            The `Shaper` at work; leaving its context, or ``detach()``, ends it.
+            The attached `Shaper`; leaving its context, or ``detach()``, ends it.
 
         Raises:
             OptionError: If the optimizer evaluates the loss several times a step (LBFGS) or moves no parameter of

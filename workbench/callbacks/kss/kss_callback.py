@@ -18,10 +18,10 @@ _CONTROLS = ("kss_enabled", "kss_strength", "kss_interval", "kss_gamma")
 
 
 class KSSCallback(Callback):
-    """KSS at work in a run.
+    """KSS as a callback of a run.
 
     Args:
-        kss: Its controls may be turned while the training goes on.
+        kss: KSS whose controls may be changed during training.
     """
 
     name = "kss"
@@ -34,31 +34,31 @@ class KSSCallback(Callback):
 
     @property
     def shaper(self) -> Shaper:
-        """At work on the model of the run, from `begin` to `end`.
+        """The shaper attached to the model of the run, from `begin` to `end`.
 
         Raises:
-            OptionError: If there is none.
+            OptionError: If no run is active.
         """
         if self._shaper is None:
             raise OptionError("KSS acts on no training run now; ask for its shaper while one lasts.")
         return self._shaper
 
     def describe(self) -> Mapping[str, Any]:
-        """What stays fixed of it."""
+        """The options that stay fixed."""
         return self.kss.describe()
 
     def setup(self, run: TrainingRun) -> None:
-        """Begin anew: a trainer may train with one callback several times."""
+        """Reset: a trainer may train with one callback several times."""
         super().setup(run)
         self._state, self._measured = {}, None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the controls at once: whoever resumes the run may turn them before it begins."""
+        """Load the controls at once, so that they may be changed before a resumed run begins."""
         self._state = dict(state)
         self.kss.load_state_dict(state["control"])
 
     def begin(self) -> None:
-        """Attach it to the model; one that cannot be read is refused here, if there is a probe to run it on.
+        """Attach it to the model; one that cannot be read is refused here if there is a probe.
 
         Raises:
             AnatomyError: If the residual stream cannot be read with certainty.
@@ -81,7 +81,7 @@ class KSSCallback(Callback):
         self.shaper.begin_step(step)
 
     def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, Any]:
-        """What it did, and an event for each control that was turned."""
+        """The numbers of the step, and an event for each control that was changed."""
         last = self.shaper.last
         for change in self.shaper.new_changes():
             self.event(step, "kss", source="kss", message=change)
@@ -92,11 +92,11 @@ class KSSCallback(Callback):
         return last.monitors()
 
     def outcome(self) -> Shaping | None:
-        """What it did in this step."""
+        """The record of this step."""
         return self.shaper.last
 
     def to_log(self) -> dict[str, float]:
-        """The controls of the last step, and what was measured last: few steps are logged, or measured."""
+        """The controls of the last step and the latest measurements, as few steps are logged or measured."""
         if self._shaper is None or self._shaper.last is None:
             return {}
         latest = self._shaper.last.monitors()
@@ -104,7 +104,7 @@ class KSSCallback(Callback):
         return {name: float(value) for name, value in measured.items() if not math.isnan(value)}
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; what it was at the end, once the run is over."""
+        """The state for a checkpoint; after the run, its final state."""
         if self._shaper is not None:
             self._state = self._shaper.state_dict()
         return self._state

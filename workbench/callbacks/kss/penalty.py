@@ -1,4 +1,4 @@
-"""The KSS penalty: from the moments of one layer to a number that falls as its spectrum comes into shape."""
+"""The KSS penalty: a function of one layer's moments that decreases as its spectrum approaches the target."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ class PenaltyShape:
         m_soft = mean_j sigmoid(T (a_j - tau_l)) sigmoid(T (tau_u - a_j)).
 
     Attributes:
-        upper: tau_u, the modulus above which a mode counts as unstable; the paper's 1.05.
+        upper: Modulus tau_u above which a mode counts as unstable; the paper's 1.05.
         lower: tau_l, the lower edge of the near-unit band; the paper's 0.90.
-        sharpness: T, how sharply the bounds are drawn; the paper's 20.
+        sharpness: Steepness T of the soft bounds; the paper's 20.
         unstable: Weight of the first sum; the paper's 1.
         beta: Weight of the near-unit term. The paper gives none; 1 makes a layer whose modes are all near-unit (M = 1)
             cost about as much as a single mode of modulus 1.2.
         unstable_term: s(a). ``"softplus"`` is the published sigmoid(T (a - tau_u)) softplus(a - tau_u)^2, which also
             pulls on modes just inside the bound and grows with the square of the modulus. ``"log"`` is
-            relu(log(a / tau_u))^2: zero inside, and of one pull on the parameters whether a mode is at 2 or at 200.
-        rank: Leading directions in which the spectrum is taken; the paper's 32. None: all, several times the cost.
-        ridge: See `DmdOptions`.
-        largest_condition: Where an eigenvalue answers a change of the operator with more than this many times its
-            size (Wilkinson's condition number, 1 for a normal operator), as repeated eigenvalues of a defective one do
-            without bound, its gradient says nothing and the layer is left out.
+            relu(log(a / tau_u))^2: zero inside, with a similar pull on the parameters for a mode at 2 or at 200.
+        rank: Number of leading directions in which the spectrum is taken; the paper's 32. None: all, several times the
+            cost.
+        ridge: Ridge, see `DmdOptions`.
+        largest_condition: Largest sensitivity: where an eigenvalue changes by more than this many times a change of the
+            operator size (Wilkinson's condition number, 1 for a normal operator), as repeated eigenvalues of a
+            defective one do without bound, its gradient is meaningless and the layer is left out.
         has_basis_gradient: Whether the leading directions follow the parameters. Off: they are the frame in which the
             spectrum is read, and a frame that moves lets the penalty fall by turning away from the unstable modes.
     """
@@ -76,7 +77,7 @@ class PenaltyShape:
         """The penalty of one layer.
 
         Args:
-            modulus: |lambda|, shape (mode,), unit 1.
+            modulus: Moduli |lambda|, shape (mode,), unit 1.
             gamma: Near-unit mass to aim at, in [0, 1].
 
         Returns:
@@ -98,7 +99,7 @@ class PenaltyShape:
 
 @dataclass(frozen=True)
 class LayerPenalty:
-    """What one layer contributes.
+    """The contribution of one layer.
 
     Attributes:
         value: The penalty, 0-dim, with a gradient where the moments carry one; None if the layer is left out.
@@ -119,13 +120,13 @@ class LayerPenalty:
 
 
 def layer_penalty(moments: SnapshotMoments, shape: PenaltyShape, *, gamma: float) -> LayerPenalty:
-    """The KSS penalty of one layer, differentiable in whatever the moments came from.
+    """The KSS penalty of one layer, differentiable in the tensors behind the moments.
 
     With X = V diag(lambda) V^-1 the derivative of the penalty in the operator is V^-* diag(dP/dlambda) V^*; it exists
     where eigenvalues are simple.
 
     Args:
-        moments: Of the layer.
+        moments: Moments of the layer.
         shape: The penalty as a function of the moduli.
         gamma: Near-unit mass to aim at.
 

@@ -1,4 +1,4 @@
-"""KSS at work on one model: what is done around each optimizer step."""
+"""KSS attached to one model: its operations around each optimizer step."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Shaper:
     The model's inputs are remembered by a hook. When a step is due, hooks on the optimizer run a few examples of them
     through the model once more, in eval mode, and let the gradient of the penalty act on the parameters. Its own pass
     makes KSS independent of how the loss is scaled, accumulated, recomputed or reduced; the task's loss and gradient
-    norm stay what they are without it.
+    norm are the same as without it.
 
     Attributes:
-        step: Optimizer steps done.
-        last: What was done in the last step; None before the first.
+        step: Number of optimizer steps done.
+        last: Record of the last step; None before the first.
         n_skipped: Layers left out although they were due, by reason, over all steps.
     """
 
@@ -78,7 +78,7 @@ class Shaper:
         self._rates: list[Any] = []
         self._weights_before: dict[nn.Parameter, Tensor] = {}
         self._kept: dict[nn.Parameter, Tensor] = {}
-        remember = torch.compiler.disable(self._remember)  # it writes down what it sees, and is not to be compiled
+        remember = torch.compiler.disable(self._remember)  # it records what passes, and must not be compiled
         self._handles = [
             *(module.register_forward_pre_hook(remember, with_kwargs=True) for module in self._entrances),
             self.optimizer.register_step_pre_hook(self._before_update),
@@ -101,10 +101,10 @@ class Shaper:
         self._kept.clear()
 
     def read_anatomy(self, inputs: Any) -> None:
-        """Find the residual blocks now, not in the first step that is due.
+        """Find the residual blocks now, rather than in the first step that is due.
 
         Args:
-            inputs: What `workbench.read_anatomy` takes.
+            inputs: Inputs as for `workbench.read_anatomy`.
 
         Raises:
             AnatomyError: If the residual stream cannot be read with certainty.
@@ -122,7 +122,7 @@ class Shaper:
         self._read_controls()
 
     def _read_controls(self) -> ControlValues:
-        """The controls for the coming step; what others have changed is noted."""
+        """The controls for the coming step; changes by others are noted."""
         control = self.kss.control
         if self._is_shared and (first := control_of_first_rank(control)) != control:
             self.kss.set(**vars(first))
@@ -136,12 +136,12 @@ class Shaper:
         return control
 
     def new_changes(self) -> list[str]:
-        """What was changed by others since the last call, such as ``strength 5.0 -> 2.0``; the controller's own not."""
+        """The changes by others since the last call, such as ``strength 5.0 -> 2.0``, not by the controller."""
         changes, self._changes = self._changes, []
         return changes
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on alike; plain values, as JSON takes them."""
+        """The state that a resumed run needs, as plain values for JSON."""
         return {
             "control": self.kss.state_dict(),
             "control_before": None if self._control_before is None else self._control_before.as_dict(),
@@ -151,7 +151,7 @@ class Shaper:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave; the controls of the `KSS` object are set to it."""
+        """Load what `state_dict` gave; the controls of the `KSS` object are set to it."""
         self.kss.load_state_dict(state["control"])
         before = state["control_before"]
         self._control_before = None if before is None else ControlValues.of_dict(before)
@@ -161,7 +161,7 @@ class Shaper:
     def _remember(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._is_own_pass or not (module.training and torch.is_grad_enabled()):
             return
-        # Lightning under DDP puts a plain function in the place of forward, whose arguments are not the model's.
+        # Lightning under DDP replaces forward by a plain function, whose arguments are not the model's.
         if not isinstance(module.forward, FunctionType) or hasattr(module.forward, "__wrapped__"):
             self._inputs[module] = named_arguments(bare(module), args, kwargs)
 
@@ -182,7 +182,7 @@ class Shaper:
         self._end_update()
         self.step += 1
         self._control = None
-        self._inputs.clear()  # not to keep a batch alive
+        self._inputs.clear()  # so that no batch is kept alive
 
     def _act(self, control: ControlValues) -> None:
         """Let the penalty act, if it is due."""
@@ -201,15 +201,15 @@ class Shaper:
                 act(bare(called), self._inputs[called], control)
         finally:
             self._is_own_pass = False
-        self._states_per_row = self._states_of_a_row  # from the next step on: within one, examples are to be the same
+        self._states_per_row = self._states_of_a_row  # not within a step: its examples stay
         band, strength = self.kss.controller, control.strength
-        if band is not None and self.kss.strength == strength:  # somebody has turned it meanwhile
+        if band is not None and self.kss.strength == strength:  # unless it was changed meanwhile
             self.kss.strength = band.adjusted(strength, getattr(self.last, band.quantity))
-            # What the controller does is in the strengths recorded, and no event.
+            # Changes by the controller are in the recorded strengths, and are no events.
             before = control if self._control_before is None else self._control_before
             self._control_before = replace(before, strength=self.kss.strength)
 
-    @torch.enable_grad()  # SAM takes its steps without
+    @torch.enable_grad()  # SAM disables gradients in its steps
     def _shape(self, model: nn.Module, inputs: Any, control: ControlValues) -> None:
         """Measure the layers that are due and let their penalty act."""
         parts = self._layer_penalties(model, inputs, control)
@@ -222,7 +222,7 @@ class Shaper:
         skipped |= dict.fromkeys(outside.keys() - acting.keys(), NO_GRADIENT)
         gradients = None
         if acting:
-            # The mean over the layers measured: a layer left out counts as zero, so that no other pulls harder for it.
+            # The mean over the layers measured: a layer left out counts as zero, so that the others do not pull harder.
             total = reduce(torch.add, acting.values()) / len(parts)
             gradients = self._gradients(total)
             if gradients is None:
@@ -253,7 +253,7 @@ class Shaper:
     @torch.no_grad()
     def _begin_update(self, control: ControlValues) -> None:
         """Cut the coming update, and remember the parameters if it is to be measured."""
-        self._end_update()  # of an update that failed
+        self._end_update()  # left over from an update that failed
         if not (control.enabled and control.strength > 0):
             return
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -275,10 +275,10 @@ class Shaper:
 
     @torch.no_grad()
     def _hold_in_band(self, model: nn.Module, inputs: Any, control: ControlValues) -> None:
-        """Take the update back if it threw a layer out of its band."""
+        """Undo the update if it moved a layer out of its band."""
         region, options = self.kss.options.trust_region, self.kss.options
         moments = self._moments_of_layers(model, inputs, control)
-        # The gain needs no eigenvalues; they are then for the record alone, and taken at times.
+        # The gain needs no eigenvalues; they are then only recorded, and taken rarely.
         has_spectra = region.measure == "spectral_radius" or self.step % (SPECTRA_EVERY * control.interval) == 0
         of_spectra = moments if has_spectra else {}
         parts = {i: layer_penalty(m, options.penalty, gamma=control.gamma) for i, m in of_spectra.items()}
@@ -295,7 +295,7 @@ class Shaper:
         self._update_size = region.next_size(self._update_size, control.strength, is_broken=bool(broken))
 
     def _measured(self, moments: SnapshotMoments, part: LayerPenalty | None = None) -> float:
-        """What the trust region watches, of one layer; NaN where there is no spectrum."""
+        """The measure of the trust region for one layer; NaN where there is no spectrum."""
         options = self.kss.options
         if options.trust_region.measure == "energy_gain":
             return energy_gain(moments)
@@ -319,7 +319,7 @@ class Shaper:
         """
         has_gradient = torch.is_grad_enabled()
         options = self.kss.options
-        # Of the step alone: resuming needs no more, and ranks whose last batches differ draw the same layers.
+        # Depends only on the step: resuming needs no more, and ranks whose last batches differ draw the same layers.
         random = np.random.default_rng([options.seed, self.step])
         anatomy = self._anatomy = read_anatomy(model, inputs) if self._anatomy is None else self._anatomy
         layout = anatomy.layout
@@ -360,12 +360,12 @@ class Shaper:
             moments.update(x, y)
         except SnapshotError:
             is_usable = False
-        if not is_usable:  # the penalty will say so, on every rank
+        if not is_usable:  # the penalty reports it, on every rank
             moments = SnapshotMoments.of_nothing_finite(moments.n_features, device=moments.mean_x.device)
         return moments.all_reduce() if self._is_shared else moments
 
     def _gradients(self, total: Tensor) -> dict[nn.Parameter, Tensor] | None:
-        """Of the penalty in the parameters that the optimizer moves; None if it is not finite."""
+        """The gradient of the penalty in the parameters that the optimizer moves; None if it is not finite."""
         weights = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         try:
             with eval_mode(self.model):  # blocks that recompute their forward repeat that of the own pass
@@ -384,7 +384,7 @@ class Shaper:
     def _apply(self, control: ControlValues, penalty: float, gradients: dict[nn.Parameter, Tensor]) -> None:
         coupling = self.kss.options.coupling
         if coupling == "gradient":
-            # A fused optimizer is handed scaled gradients and unscales them itself.
+            # A fused optimizer receives scaled gradients and unscales them itself.
             scale = getattr(self.optimizer, "grad_scale", None)
             for weight, gradient in gradients.items():
                 if weight.grad is None:
@@ -400,7 +400,7 @@ class Shaper:
             weight.add_(gradient, alpha=-control.strength * size)
 
     def _draw_rows(self, n_rows: int, random: np.random.Generator) -> Tensor:
-        """As many examples as the snapshots need; all of them the first time, to learn how many states one has."""
+        """As many examples as the snapshots need; all of them the first time, to count the states of each."""
         wanted = n_rows
         if self._states_per_row:
             wanted = min(n_rows, math.ceil(self.kss.options.n_snapshots / self._states_per_row))

@@ -1,4 +1,4 @@
-"""What KSS did in one step."""
+"""The record of KSS in one step."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shaping:
-    """What KSS did in one step.
+    """The record of KSS in one step.
 
     Attributes:
-        step: Optimizer steps done before this one.
+        step: Number of optimizer steps done before this one.
         control: The controls that the step used.
         layers: Layers measured; empty where nothing was due.
         penalty: Mean penalty of the layers that took part; NaN if none did.
         spectral_radius: Largest over the layers measured; NaN if there is no spectrum, or none was taken.
         near_unit_mass: Mean over the layers measured; NaN likewise.
-        skipped: Why layers were left out although they were due: layer -> reason.
-        n_acting: Layers whose gradient reached the parameters, or for whose sake the update was taken back.
+        skipped: Layers left out although they were due: layer -> reason.
+        n_acting: Number of layers whose gradient reached the parameters, or that caused the update to be undone.
         update_size: Share of the optimizer's own update that was tried; below 1 only in a trust region.
     """
 

@@ -1,4 +1,4 @@
-"""What KSS has to agree on where several processes train one model (DDP)."""
+"""Settings of KSS shared by several processes that train one model (DDP)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from workbench.callbacks.kss.control import ControlValues
 from workbench.models.process_group import message_device
 
-#: How a choice of layers by its name travels as a number; numbers of layers travel as how many follow.
+#: Code of a named choice of layers in the message; layers given by number are sent as their count.
 _CODES = {"half": -1, "all": -2}
 
 
@@ -34,7 +34,7 @@ def control_of_first_rank(control: ControlValues) -> ControlValues:
 
 
 def summed(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Gradients added up over all ranks, in one message."""
+    """Gradients summed over all ranks, in one message."""
     dense = [torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradients, strict=True)]
     message = torch.cat([gradient.flatten() for gradient in dense])
     distributed.all_reduce(message)

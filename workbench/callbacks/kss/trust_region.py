@@ -17,21 +17,21 @@ MEASURES = ("energy_gain", "spectral_radius")
 
 @dataclass(frozen=True)
 class TrustRegion:
-    """When an update is taken back, and how the next ones are cut.
+    """The rule by which an update is undone and the next ones are cut.
 
     An update that lifts the measure of a layer above the band, by more than the share that it may rise in one step, is
     taken back, and the following ones are divided by 1 + strength. With every update that is kept they grow again by
     ``recovery``, up to the optimizer's own: the rule by which trust-region methods find their radius (Nocedal & Wright
-    2006, chapter 4), with the spectrum in the place of the model's error.
+    2006, chapter 4), with the spectrum in place of the model's error.
 
     Attributes:
-        measure: ``"energy_gain"``, by which factor a block lengthens the states, sqrt(E|y|^2 / E|x|^2) about their
-            means, or ``"spectral_radius"``. A block may keep its eigenvalues and yet amplify, as operators that are not
-            normal do; the gain sees both.
-        highest: Upper edge of the band; inside it nothing is ever done.
-        rise: Share by which the measure may rise in one step above the band.
+        measure: ``"energy_gain"``, the factor by which a block increases the norm of the states, sqrt(E|y|^2 / E|x|^2)
+            about their means, or ``"spectral_radius"``. A block may keep its eigenvalues and yet amplify, as operators
+            that are not normal do; the gain includes both.
+        highest: Upper edge of the band; inside the band updates are unchanged.
+        rise: Largest share by which the measure may rise in one step above the band.
         recovery: Factor of the update's size after each one that is kept.
-        smallest: The size never falls below this share of the optimizer's own update.
+        smallest: Smallest size of an update, as a share of the optimizer's own.
     """
 
     measure: str = "energy_gain"
@@ -50,11 +50,11 @@ class TrustRegion:
             raise OptionError(f"smallest is {self.smallest}, expected a share above 0, at most 1.")
 
     def outside(self, measured: Mapping[int, float]) -> list[int]:
-        """Layers above the band; one without a finite measure is."""
+        """Layers above the band; one without a finite measure counts."""
         return [layer for layer, value in measured.items() if not value <= self.highest]
 
     def broken(self, before: Mapping[int, float], after: Mapping[int, float]) -> list[int]:
-        """Layers for whose sake the update is taken back."""
+        """Layers that cause the update to be undone."""
 
         def limit(layer: int) -> float:
             risen = before[layer] * (1 + self.rise)
@@ -68,7 +68,7 @@ class TrustRegion:
 
 
 def energy_gain(moments: SnapshotMoments) -> float:
-    """By which factor a block lengthens the states about their means: sqrt(E|y|^2 / E|x|^2), unit 1."""
+    """The factor by which a block increases the norm of the centred states: sqrt(E|y|^2 / E|x|^2), unit 1."""
     before = float(moments.c_xx.diagonal().sum())
     after = before + float((2 * moments.c_dx.diagonal() + moments.c_dd.diagonal()).sum())
     return math.sqrt(max(after, 0.0) / before) if before > 0 else math.nan

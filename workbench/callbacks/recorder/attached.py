@@ -1,4 +1,4 @@
-"""A recorder at work on one model: what it does around each optimizer step."""
+"""A recorder attached to one model: its operations around each optimizer step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarms
     from workbench.io.run_output import RunOutput
 
-#: Numbers that every update has, in the order in which they are stored; NaN where nobody knows.
+#: Numbers that every update has, in the order in which they are stored; NaN where unknown.
 NUMBERS = (
     "loss",
     "auxiliary_loss",
@@ -42,7 +42,7 @@ NUMBERS = (
     "n_tokens",
     "spike_score",
 )
-#: What is lost with what is no part of its own.
+#: Descriptions of failed measurements that are no part of their own.
 _WORDS = {
     "probe": "What the probe shows (activations, attention logits, routing)",
     "setup": "What was not read yet",
@@ -51,36 +51,37 @@ _WORDS = {
 
 
 class RecorderOwner(Protocol):
-    """What an attached recorder asks of the `Recorder` that attached it."""
+    """The interface of a `Recorder` to the object that it attaches."""
 
     options: RecorderOptions
     n_probe_tokens: int
 
     def keep_probe(self, probe: Any) -> str | None:
-        """Remember the examples that it measures on; JSON of them."""
+        """Remember the examples that it measures on; return them as JSON."""
 
     def publish(self, observation: Observation) -> None:
-        """Hand an observation to loggers and observers."""
+        """Pass an observation to loggers and observers."""
 
     def detached(self, step: int) -> None:
-        """Remember where it ended."""
+        """Remember the step at which it ended."""
 
 
 class AttachedRecorder:
     """A recorder attached to a model and an optimizer; made by `Recorder.attach`.
 
-    Hooks on the optimizer see each update from both sides, hooks on the model count what goes in. Measurements are
+    Hooks on the optimizer run before and after each update, hooks on the model count its inputs. Measurements are
     taken after the update of step s, from 0, where (s + 1) is a multiple of the part's cadence: the row of step s shows
-    the parameters that the loss of step s + 1 will see. Spectra are taken before the update of step s where s is a
-    multiple, as `workbench.train` does.
+    the parameters with which the loss of step s + 1 is computed. Spectra are taken before the update of step s where s
+    is a multiple, as `workbench.train` does.
 
-    Numbers given to `log` belong to the update of the batch that went through the model last: to the coming one before
+    Numbers given to `log` belong to the update of the batch that went through the model last: to the next one before
     ``optimizer.step()``, and still to the one just made until the next batch begins.
 
     Attributes:
-        step: Updates done; whoever counts otherwise may set it between two updates.
-        numbers: Of the last update, as they were stored.
-        is_hosted: Whether the store is another's, who writes the numbers of each update, hears alarms and closes it.
+        step: Updates done; a loop with another count may set it between two updates.
+        numbers: Numbers of the last update, as they were stored.
+        is_hosted: Whether the store has another owner, who writes the numbers of each update, handles alarms and closes
+            it.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class AttachedRecorder:
         self._parameters: OptimizedParameters | None = parameters
         self._reading = reading
         self._collectors: Collectors | None = None
-        self._pending: dict[str, float | Tensor] = {}  # what was logged
-        self._noted: dict[str, float | Tensor] = {}  # what the recorder found itself
+        self._pending: dict[str, float | Tensor] = {}  # numbers logged by the caller
+        self._noted: dict[str, float | Tensor] = {}  # numbers computed by the recorder
         self._open_step: int | None = None
         self._spikes = spikes
         self._has_given_norm = False
@@ -151,13 +152,13 @@ class AttachedRecorder:
         return dict(self._pending)
 
     def flush(self) -> None:
-        """Write what there is, the present step included if its update is made."""
+        """Write all numbers so far, including the present step if its update is done."""
         if self._open_step is not None:
             self._close_row()
         self.output.flush()
 
     def detach(self, *, is_broken: bool = False) -> None:
-        """Remove all hooks and write what there is; the model and the optimizer are let go.
+        """Remove all hooks, write all numbers so far, and release the model and the optimizer.
 
         Args:
             is_broken: Whether training ended by an error.
@@ -182,13 +183,13 @@ class AttachedRecorder:
         """Numbers of an update, such as ``loss`` and ``accuracy``; see the class for which.
 
         Raises:
-            OptionError: If one is no number.
+            OptionError: If a value is no number.
         """
         for name, value in numbers.items():
             self._pending[name] = _as_number(name, value)
 
     def finish_step(self, **numbers: Any) -> dict[str, float]:
-        """Say that no more numbers are to come for this step, also where its update was left out.
+        """End a step: no more numbers follow for it, even if its update was skipped.
 
         A loop that knows when a step ends calls this; others need not. One that counts its steps itself sets ``step``.
 
@@ -203,7 +204,7 @@ class AttachedRecorder:
         return self.numbers
 
     def begin_window(self) -> None:
-        """Compare queries and keys with what they are now: somebody else has changed the parameters.
+        """Take queries and keys as they are now as the new base point, after a change from outside the optimizer.
 
         The measurement after that gives no spectra of updates, as its window is not full.
         """
@@ -212,7 +213,7 @@ class AttachedRecorder:
     # Around the update
 
     def _begin_batch(self) -> None:
-        """A batch goes in: the numbers that come next are not the last update's."""
+        """Called with each batch: numbers logged from now on belong to the next update."""
         if self._open_step is not None:
             self._close_row()
 
@@ -223,15 +224,15 @@ class AttachedRecorder:
 
         def measure(loss: Any) -> None:
             nonlocal has_measured
-            if not has_measured:  # LBFGS asks its closure several times
+            if not has_measured:  # LBFGS calls its closure several times
                 has_measured, self._closure_loss = True, loss
                 self._before_update(optimizer)
 
         return acting_on_gradients(optimizer, args, kwargs, measure)
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients are there, parameters are still the old ones."""
-        if self._open_step is not None:  # no batch was seen since the last update
+        """Called when gradients are computed and parameters are not yet updated."""
+        if self._open_step is not None:  # no batch has passed since the last update
             self._close_row()
         with self.batches_paused():
             if not self._is_ready:
@@ -243,7 +244,7 @@ class AttachedRecorder:
                 self._guarded("optimizer", lambda collectors: collectors.begin_update())
 
     def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
-        # Sharded gradients need every rank, and what has been logged need not be the same on all.
+        # Sharded gradients need every rank, and the logged numbers may differ between ranks.
         if is_shared() or ("grad_norm" not in self._pending and not self._has_given_norm):
             self._noted["grad_norm"] = total_gradient_norm(optimizer)
         self._noted["learning_rate"] = max(float(group["lr"]) for group in optimizer.param_groups)
@@ -261,7 +262,7 @@ class AttachedRecorder:
             self._measure_parts(collectors)
         self.step += 1
         if not self.batches.has_seen and not self.is_hosted:
-            self._close_row()  # nothing will say when the next batch begins
+            self._close_row()  # no hook marks the beginning of the next batch
 
     # Rows
 
@@ -291,7 +292,7 @@ class AttachedRecorder:
     # Measurements
 
     def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the model, once there is a probe; a model that cannot be read has fewer parts."""
+        """Read the model as soon as there is a probe; a model that cannot be read has fewer parts."""
         probe, subjects = self.batches.settle_probe()
         probe = of_first_rank(probe)
         self._is_ready = True
@@ -312,7 +313,7 @@ class AttachedRecorder:
             self._guarded("setup", lambda collectors: collectors.begin(self.step))
 
     def batches_paused(self) -> _Paused:
-        """Forwards of the recorder's own do not count."""
+        """A context in which forward passes do not count, for the recorder's own ones."""
         return _Paused(self.batches)
 
     def _measure_parts(self, collectors: Collectors) -> None:
@@ -334,7 +335,7 @@ class AttachedRecorder:
             self.recorder.publish(Observation(self.step, "spectra", values, coords))
 
     def _guarded(self, part: str, action: Callable[[Collectors], Any]) -> Any:
-        """Do something that may fail, and never stop the training by it: the part is switched off then."""
+        """Run a measurement without ever stopping the training: if it fails, the part is switched off."""
         collectors = self._collectors
         if collectors is None or not collectors.is_on(part):
             return None
@@ -359,12 +360,12 @@ class AttachedRecorder:
         head: int = -1,
         step: int | None = None,
     ) -> None:
-        """Note something that happened; see ``schema.EVENTS``. Without ``step`` it happened now."""
+        """Record an event; see ``schema.EVENTS``. Without ``step`` it is at the present step."""
         at = self.step if step is None else step
         self.output.event(Event(at, kind, source, score, message, layer, head))
 
     def _publish(self, observation: Observation) -> None:
-        """Observers last: what they raise is the caller's."""
+        """Store an observation and pass it on; observers last, as they may raise."""
         if not (self.is_hosted and observation.part == "monitors"):  # those are written by the owner of the store
             self.output.add(observation.part, observation.step, observation.values, observation.coords)
         if self._alarms is not None:
@@ -372,7 +373,7 @@ class AttachedRecorder:
         self.recorder.publish(observation)
 
     def _raise_alarms(self, alarms: Alarms, observation: Observation) -> None:
-        """What the alarms say of an observation, as events."""
+        """Pass an observation to the alarms, and record what they raise as events."""
         fresh = alarms.observe(observation)
         for alarm in fresh:
             self.event("alarm", step=alarm.step, **alarm.as_event())
@@ -381,7 +382,7 @@ class AttachedRecorder:
 
 
 class _Paused:
-    """While it lasts, forwards are the recorder's own."""
+    """Context in which forward passes count as the recorder's own."""
 
     def __init__(self, batches: BatchWatch) -> None:
         self.batches = batches
@@ -394,7 +395,7 @@ class _Paused:
 
 
 def _as_number(name: str, value: Any) -> float | Tensor:
-    """A number, or a tensor of one that nobody has waited for yet."""
+    """A number, or a tensor of one number that may still be computed."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().reshape(())
     if isinstance(value, np.ndarray) and value.size == 1:

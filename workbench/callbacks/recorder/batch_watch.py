@@ -1,4 +1,4 @@
-"""What the training loop feeds the model: counted as it passes, and a few examples of the first batch kept as probe."""
+"""Counts of the training inputs of a model, and a few examples of the first batch kept as probe."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LABELS_OF_UPDATE = "num_items_in_batch"
 
 @dataclass
 class Seen:
-    """What went through one entrance of the model since the last update.
+    """Counts of the inputs of one module by which the model is called, since the last update.
 
     Attributes:
-        n_forwards: How many times it was called.
-        n_rows: Rows in all.
-        n_tokens: Tokens in all: a number, or a 0-dim tensor that nobody has waited for yet.
-        losses: Those in the outputs, 0-dim.
+        n_forwards: Number of calls.
+        n_rows: Number of examples.
+        n_tokens: Number of tokens, or a 0-dim tensor of it that may still be computed.
+        losses: Losses in the outputs, 0-dim.
         are_shares: Whether the losses are shares of the update's, and not means of their own.
     """
 
@@ -54,10 +54,10 @@ class BatchWatch:
     those of the recorder itself do not. Hooks never change what passes.
 
     Args:
-        model: As the loop has it.
-        n_probe_tokens: About how many tokens to keep of the first batch.
-        probe: Inputs to use instead.
-        begin: Called when a training forward begins, before it is counted.
+        model: Model that the loop calls.
+        n_probe_tokens: Approximate number of tokens to keep of the first batch.
+        probe: Inputs to use instead of the first batch.
+        begin: Function called when a training forward begins, before it is counted.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BatchWatch:
         self._entrances = entrances(model)
         self._seen: dict[nn.Module, Seen] = {}
         self._first: dict[nn.Module, Any] = {}
-        # They write down what they see, and are not to be compiled.
+        # They record what passes, and must not be compiled.
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
         self._handles = [
             handle
@@ -83,14 +83,14 @@ class BatchWatch:
         ]
 
     def detach(self) -> None:
-        """Remove the hooks, and forget."""
+        """Remove the hooks and release the inputs."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._entrances, self._seen, self._first, self.probe = [], {}, {}, None
 
     def settle_probe(self) -> tuple[Any, list[nn.Module]]:
-        """The probe: what was given, else examples of the first batch, from now on; None before there was one.
+        """The probe: the given one, or else examples of the first batch; None before the first batch.
 
         Returns:
             It, and the modules that it may be for, out of what wraps them: the one that got it, or all entrances.
@@ -103,7 +103,7 @@ class BatchWatch:
         return self.probe, list(dict.fromkeys(bare(module) for module in modules))
 
     def take(self) -> Seen:
-        """What was seen since the last call, by the outermost entrance that was used."""
+        """The counts since the last call, of the outermost module that was called."""
         seen = next((self._seen[module] for module in self._entrances if module in self._seen), Seen())
         self._seen = {}
         return seen
@@ -139,12 +139,12 @@ class BatchWatch:
             return False
         if torch._C._current_graph_task_id() != -1:  # within backward: gradient checkpointing runs it once more
             return False
-        # Lightning under DDP puts a plain function in the place of forward, whose arguments are not the model's.
+        # Lightning under DDP replaces forward by a plain function, whose arguments are not the model's.
         return not isinstance(module.forward, FunctionType) or hasattr(module.forward, "__wrapped__")
 
 
 def count_tokens(inputs: Any) -> float | Tensor:
-    """Tokens in a batch, what a mask hides left out; NaN where its examples are no sequences."""
+    """Tokens in a batch, masked ones left out; NaN if its examples are no sequences."""
     if isinstance(inputs, Mapping):
         mask = inputs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
@@ -159,7 +159,7 @@ def count_tokens(inputs: Any) -> float | Tensor:
 
 
 def few_rows(inputs: Any, n_tokens: int) -> Any:
-    """Copies of the first examples of a batch, about as many as hold so many tokens; None if it has none.
+    """Copies of the first examples of a batch, about as many as hold that many tokens; None if it has none.
 
     A single example that is longer is cut, where all tensors have one entry a token.
     """

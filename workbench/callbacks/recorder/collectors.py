@@ -1,4 +1,4 @@
-"""The measurements of a recorder on one model: what is read once, and what each part gives when it is due."""
+"""The measurements of a recorder on one model: the model is read once, and each part is measured when it is due."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelReading:
-    """What was read of a model, once: names and places, so that it serves a wrapped or sharded one as well.
+    """The structure of a model, read once: names and places, valid for a wrapped or sharded model as well.
 
     Attributes:
-        anatomy: The residual blocks; None: they cannot be read.
-        query_keys: One per block.
-        routers: Of the blocks that have one.
-        troubles: Why something is missing, by part.
+        anatomy: Anatomy of the residual blocks; None: they cannot be read.
+        query_keys: Query and key weights, one entry per block.
+        routers: Routers of the blocks that have one.
+        troubles: Reason why a part is missing, by part.
     """
 
     anatomy: Anatomy | None
@@ -56,7 +56,7 @@ def read_model(model: nn.Module, inputs: Any) -> ModelReading:
     """Blocks, query and key weights, and routers of a model; the model is left as it was.
 
     Args:
-        model: Out of what wraps it.
+        model: Model without its wrappers.
         inputs: A few examples, as `workbench.models.calling.call_model` takes them.
     """
     troubles = {}
@@ -79,17 +79,17 @@ def read_model(model: nn.Module, inputs: Any) -> ModelReading:
 
 
 class Collectors:
-    """Everything that a recorder measures of one model.
+    """All measurements of a recorder on one model.
 
     Args:
-        options: Of the recorder.
-        subjects: Modules that the probe may be for, the outermost first, each with all weights: the first that can be
-            read is the model.
+        options: Options of the recorder.
+        subjects: Modules that the probe may be for, the outermost first, each with all parameters: the first that can
+            be read is the model.
         optimizer: Innermost.
-        parameters: As the optimizer has them.
-        probe: A few examples that stay the same; None: there are none, and only the updates can be measured.
-        event: Notes something: kind, and what `schema.EVENTS` has.
-        reading: What was read of the model before it was sharded; None: it is read now.
+        parameters: Parameters as the optimizer has them.
+        probe: A few fixed examples; None: only the updates can be measured.
+        event: Function that records an event: kind, and the fields of `schema.EVENTS`.
+        reading: Structure read before the model was sharded; None: it is read now.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Collectors:
         self._update = UpdateCollector(optimizer, parameters, reading.anatomy)
         self._probe_look: ModelProbe | None = None
         self._taker: SpectraTaker | None = None
-        #: Parts that are measured after an update -> from the step and what the probe shows of them to their values.
+        #: Parts that are measured after an update -> function from the step and their probe values to their values.
         self.after_update: dict[str, Callable[[int, dict[str, np.ndarray]], Mapping[str, Any]]] = {
             "attention": self.attention,
             "router": self.router,
@@ -129,7 +129,7 @@ class Collectors:
         }
 
     def begin(self, step: int) -> None:
-        """Say what cannot be recorded, and take base points after ``step`` updates."""
+        """Report what cannot be recorded, and take base points after ``step`` updates."""
         if (reason := self.reading.troubles.get("anatomy")) is not None:
             if self.parameters.are_elsewhere:
                 reason += " Sharded weights can be read before they are: recorder.prepare(model, inputs)."
@@ -152,7 +152,7 @@ class Collectors:
         self._report_unreadable()
 
     def _first_pass(self) -> dict[str, dict[str, np.ndarray]]:
-        """What the probe shows at first; it says what it will ever show."""
+        """Run the probe once, to find the parts that it can measure."""
         anatomy = self.reading.anatomy
         if self.probe is None or anatomy is None or not any(self.is_on(part) for part in PROBED):
             return {}
@@ -169,7 +169,7 @@ class Collectors:
         return part not in self._off
 
     def switch_off(self, part: str) -> None:
-        """Record a part no more."""
+        """Stop recording a part."""
         self._off.add(part)
 
     def coords(self, part: str) -> dict[str, np.ndarray]:
@@ -242,11 +242,11 @@ class Collectors:
         self._update.begin()
 
     def forget_update(self) -> None:
-        """The update did not happen."""
+        """Called if the update was skipped."""
         self._update.forget()
 
     def update(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The update, from both sides."""
+        """The values of the update, from the parameters before and after it."""
         del probed
         values, broken = self._update.end()
         self._report_broken(step, broken)
@@ -300,7 +300,7 @@ class Collectors:
             reshard(self._outermost)
 
     def _read(self, subjects: Sequence[nn.Module]) -> ModelReading:
-        """Read the first module that can be read; a LightningModule is often a shell without a forward."""
+        """Read the first module that can be read; a LightningModule is often a wrapper without a forward."""
         if self.probe is None:
             return ModelReading(None, troubles={"anatomy": "no batch went through it before its first update."})
         readings = []
@@ -331,7 +331,7 @@ class Collectors:
             self._event("not recorded", source=part, message=reason)
 
     def _report_unreadable(self) -> None:
-        """Events for what the probe will never show."""
+        """Record events for the values that the probe cannot give."""
         if self._probe_look is None:
             return
         read = (*self.reading.routers, *self.reading.query_keys)
@@ -341,7 +341,7 @@ class Collectors:
                 self._event("not recorded", source="probe", message=sentence)
 
     def _report_broken(self, step: int, broken: Mapping[int, str]) -> None:
-        """An event for each layer that is not finite, once."""
+        """Record an event for each layer that is not finite, once."""
         for layer, what in broken.items():
             if layer not in self._reported:
                 self._reported.add(layer)

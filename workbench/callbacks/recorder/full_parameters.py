@@ -1,4 +1,4 @@
-"""Parameters as the optimizer has them: in full precision, and whole."""
+"""Parameters as the optimizer has them: in full precision, and gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OptimizedParameters:
     and shapes, in the model's order where several would fit.
 
     Args:
-        model: Out of what wraps it.
+        model: Model without its wrappers.
         optimizer: Innermost.
 
     Raises:
@@ -54,7 +54,7 @@ class OptimizedParameters:
         return self
 
     def get_parameter(self, name: str) -> Tensor:
-        """A weight by its path in the model, whole, without gradient; computed if it is parametrized."""
+        """A weight by its path in the model, gathered, without gradient; computed if it is parametrized."""
         module, _, attribute = name.rpartition(".")
         owner = self.model.get_submodule(module)
         if parametrize.is_parametrized(owner, attribute):
@@ -63,7 +63,7 @@ class OptimizedParameters:
         return whole(self.moved(self.model.get_parameter(name)))
 
     def moved(self, parameter: Tensor) -> Tensor:
-        """What the optimizer moves in the place of a parameter of the model; the parameter, if nothing."""
+        """The tensor that the optimizer moves for a parameter of the model: a copy of it, or the parameter."""
         return self._master.get(id(parameter), parameter).detach()
 
     def moved_names(self) -> dict[int, str]:
@@ -79,7 +79,7 @@ class OptimizedParameters:
 
     @property
     def are_coarse(self) -> bool:
-        """Whether trained parameters are kept in low precision alone."""
+        """Whether trained parameters are kept in low precision only."""
         return any(
             p.dtype in _LOW_PRECISION and id(p) not in self._master
             for p in self._of_model.values()
@@ -88,12 +88,12 @@ class OptimizedParameters:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor whose parts lie on several ranks, put together; every rank has to ask."""
+    """A tensor gathered from the parts on several ranks; every rank has to call it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank."""
+    """The part of a tensor on this rank."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -112,7 +112,7 @@ def readable(model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of gathered weights: FSDP would go on with them after the optimizer has moved the shards."""
+    """Release gathered parameters: FSDP would use them even after the optimizer has updated the shards."""
     for module in model.modules():
         sharded: Any = module if hasattr(module, "unshard") else None
         if hasattr(sharded, "reshard"):

@@ -1,4 +1,4 @@
-"""What is recorded, sent to TensorBoard, Weights & Biases or whatever else takes numbers."""
+"""Recorded values sent to TensorBoard, Weights & Biases or another logger of numbers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from workbench.schema.runs import PARTS
 if TYPE_CHECKING:
     from workbench.callbacks.observation import Observation
 
-#: Over layers, heads, experts or modules.
+#: Statistics over layers, heads, experts or modules.
 _SUMMARIES: dict[str, Callable[[np.ndarray], Any]] = {"mean": np.nanmean, "min": np.nanmin, "max": np.nanmax}
 
 
 def logging_observer(log: Any) -> Callable[[Observation], None]:
-    """A listener for `Recorder.observe` that passes numbers on to another logger.
+    """An observer for `Recorder.observe` that passes numbers on to another logger.
 
     An exception of the logger does not stop the training: the first is a `RecordingWarning`.
 
     Args:
-        log: An object with ``add_scalar(tag, value, step)``, such as ``torch.utils.tensorboard.SummaryWriter``; or a
-            function that takes a dictionary of numbers, as ``log(numbers, step=...)`` like ``wandb.log``, or as
+        log: Logger: an object with ``add_scalar(tag, value, step)``, such as ``torch.utils.tensorboard.SummaryWriter``;
+            or a function that takes a dictionary of numbers, as ``log(numbers, step=...)`` like ``wandb.log``, or as
             ``log(numbers)``, where ``"step"`` is one of them.
 
     Returns:
@@ -60,7 +60,7 @@ def numbers(observation: Observation) -> dict[str, float]:
     """An observation as numbers with names.
 
     Args:
-        observation: Of one part at one step.
+        observation: Observation of one part at one step.
 
     Returns:
         Numbers as they are, ``monitors/loss``; of arrays the mean, minimum and maximum of what is not NaN over layers,

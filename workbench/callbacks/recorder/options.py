@@ -1,4 +1,4 @@
-"""What a recorder measures and how often."""
+"""Options of a recorder: what it measures and how often."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CADENCE: dict[str, int | None] = {
     "curvature": None,
     "spectra": None,
 }
-#: Below this many updates noise outweighs what they add up to.
+#: Below this many updates noise outweighs their sum.
 _SHORTEST_WINDOW = 10
 
 
@@ -32,10 +32,10 @@ def checked_cadence(every: Mapping[str, int | None] | int | None) -> dict[str, i
     """Steps between two measurements of each part.
 
     Args:
-        every: One number for all parts that are on by default; by part, the others as by default; None: never.
+        every: One cadence for all parts that are on by default, or cadences by part; None: never.
 
     Raises:
-        OptionError: If a part is unknown or a number is none.
+        OptionError: If a part is unknown or a cadence is invalid.
     """
     if every is None:
         return dict.fromkeys(CADENCE)

@@ -13,7 +13,7 @@ _MOST_NUMBERS = 1 << 16
 
 
 def to_plain(probe: Any) -> Any:
-    """A probe as JSON takes it; None for one that holds floating-point numbers or is large."""
+    """A probe as values for JSON; None for one that holds floating-point numbers or is large."""
     try:
         plain, n_numbers = _plain(probe)
     except TypeError:
@@ -22,7 +22,7 @@ def to_plain(probe: Any) -> Any:
 
 
 def of_plain(plain: Any) -> Any:
-    """What `to_plain` was given; None for None."""
+    """The probe that `to_plain` was given; None for None."""
     if not isinstance(plain, Mapping):
         return plain
     if "dtype" in plain:

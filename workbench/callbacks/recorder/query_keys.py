@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 
 TERMS = ("D2", "D3", "dWq", "dWk", "W")
-#: What is said of each of them.
+#: Variables computed for each of them.
 SPECTRA_OF_HEADS = ("frobenius_norm", "stable_rank", "effective_rank", "spectral_entropy")
 #: Entries of query weights that are compared in one call; their float64 copies and factors take some ten times that.
 _ENTRIES_AT_A_TIME = 1 << 23
 
 
 class QueryKeyWindow:
-    """Query and key weights as they were at the last measurement, and what became of them.
+    """Changes of query and key weights since the last measurement.
 
     Layers of one shape go through in one call; only the rows of queries and keys are kept, in float32 at least.
 
     Args:
         readings: One per layer.
-        parameters: Where to read them.
+        parameters: Parameters to read them from.
         alpha: Power of the singular values in effective rank and entropy.
     """
 
@@ -48,13 +48,13 @@ class QueryKeyWindow:
         self._base = [self._read(group) for group in self._groups]
 
     def measure(self, n_heads: int) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        """What happened since the base point; the present weights are the next one.
+        """The changes since the base point; the present weights become the next one.
 
         Args:
             n_heads: Length of the dimension of the heads; NaN where a layer has fewer.
 
         Returns:
-            Of each variable an array (layer, head, term), and what is wrong with layers that hold values that are not
+            For each variable an array (layer, head, term), and a description of layers that hold values that are not
             finite.
         """
         shape = (self.n_layers, n_heads, len(TERMS))
@@ -101,6 +101,6 @@ def _wide(weight: Tensor) -> Tensor:
 
 
 def _parts(queries: Tensor) -> list[slice]:
-    """Layers that go through together."""
+    """Groups of layers that are computed together."""
     step = max(1, _ENTRIES_AT_A_TIME // max(1, queries[0].numel()))
     return [slice(start, start + step) for start in range(0, len(queries), step)]

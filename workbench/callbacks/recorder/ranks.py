@@ -1,4 +1,4 @@
-"""What recorders have to agree on where several processes train one model."""
+"""Values shared between recorders of several processes that train one model."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import distributed
 
 from workbench.models.process_group import is_shared, message_device
 
-#: Numbers of an update that are the mean over the ranks that know them, and those that are added up.
+#: Numbers of an update that are the mean over the ranks that know them, and those that are summed.
 MEANS = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
 SUMS = ("batch_size", "n_tokens")
 
 
 def is_first() -> bool:
-    """Whether this process writes."""
+    """Whether this process writes the record."""
     return not is_shared() or distributed.get_rank() == 0
 
 
 def of_all_ranks(numbers: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of an update, over all ranks: one message of fixed length, whatever a rank has logged.
+    """The numbers of an update, over all ranks: one message of fixed length, independent of what a rank has logged.
 
-    Known numbers are averaged or added up; any other stays what it is on its rank.
+    Known numbers are averaged or summed; others keep their value on each rank.
     """
     if not is_shared():
         return dict(numbers)
@@ -45,7 +45,7 @@ def of_all_ranks(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def added_up(values: np.ndarray) -> np.ndarray:
-    """Values added up over all ranks, in float64."""
+    """Values summed over all ranks, in float64."""
     if not is_shared():
         return values
     device = message_device()
@@ -55,7 +55,7 @@ def added_up(values: np.ndarray) -> np.ndarray:
 
 
 def of_first_rank(value: Any) -> Any:
-    """What rank 0 has, on every rank; tensors on the host."""
+    """The value of rank 0, on every rank; tensors on the host."""
     if not is_shared():
         return value
     box: list[Any] = [value]

@@ -1,4 +1,4 @@
-"""The recorder as users have it: what to measure and how often, and where it goes."""
+"""The public class of the recorder: what it measures, how often, and where it writes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Watches any training run: what its parameters, updates and activations do, and its loss beside them.
+    """Measures any training run: its parameters, updates and activations, together with its loss.
 
     One line attaches it to a loop; it removes itself at the end:
 
@@ -58,29 +58,29 @@ class Recorder:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Everything is seen from around the optimizer's step, and in passes of its own over a few examples that stay the same
+    Everything is measured around the optimizer's step, and in passes of its own over a few examples that stay the same
     (eval mode, no gradients), so that gradient accumulation and checkpointing, mixed precision, ``torch.compile``, DDP
-    and FSDP2 need nothing more, and the training is the same to the bit. Once attached it never stops a training run:
-    a part that fails is switched off, with an event and a warning. What an observer raises does go through.
+    and FSDP2 need no further code, and the training is the same to the bit. Once attached it never stops a training
+    run: a part that fails is switched off, with an event and a warning. Exceptions of an observer are passed on.
 
     Args:
-        path: Of the run's store; None: nothing is written, but observers and loggers hear it.
+        path: Path of the run's store; None: nothing is written, only observers and loggers get the values.
         every: Steps between two measurements, by part: ``attention``, ``router``, ``optimizer`` (10 each),
             ``activations`` (50), ``curvature``, ``spectra`` (off); one number for all that are on; None: none, only the
             numbers of each update. The window of ``attention``: queries and keys are compared over so many steps.
         probe: Inputs to measure activations, attention and routing on, a few examples; None: the first examples of the
             first batch. All measurements use the same.
-        n_probe_tokens: About how many tokens of the first batch to take.
+        n_probe_tokens: Approximate number of tokens to take from the first batch.
         alpha: Power of the singular values in effective rank and spectral entropy.
-        loss_of: From the model and the probe to a loss; for ``curvature``.
+        loss_of: Function from the model and the probe to a loss; for ``curvature``.
         profile_options: Further arguments of `workbench.profile`, for ``spectra``.
         log: Loggers of the scalars: a TensorBoard writer, or callables that take a dictionary; one or several.
-        alarms: Hear everything; what they say is among the run's events, and goes to their ``on_alarm``. Attached at
-            step 0 they forget the run before.
+        alarms: Alarms on all measurements; they go into the run's events and to their ``on_alarm``. Attached at
+            step 0 they forget the previous run.
         rows_per_block: Rows of a part that are written at once, in a thread of their own.
-        overwrite: Replace the run at ``path``.
-        resume: Go on with the run at ``path``, from the step given to `attach`: rows from then on are dropped. Where
-            there is none it begins.
+        overwrite: Whether to replace the run at ``path``.
+        resume: Whether to continue the run at ``path`` from the step given to `attach`; later rows are dropped. If
+            there is none it starts.
 
     Raises:
         OptionError: If an option is out of range.
@@ -148,19 +148,19 @@ class Recorder:
         step: int | None = None,
         alarms: Alarms | None = None,
     ) -> AttachedRecorder:
-        """Watch a model that a loop trains: one line before it.
+        """Attach the recorder to a model that a loop trains, with one line before the loop.
 
         Args:
             model: The module that the loop calls, or its subject; it may be wrapped by DDP, FSDP2 or ``torch.compile``.
-            optimizer: Over its parameters, or over copies of them in float32; it may be wrapped too.
-            host: Of another's store, where the parts go beside the numbers of each update, which its owner writes; the
-                owner hands everything to the alarms then.
-            probe: Instead of the recorder's own.
+            optimizer: Optimizer of its parameters, or of copies of them in float32; it may be wrapped too.
+            host: Store of another owner, to which the parts are written; the owner writes the numbers of each update;
+                the owner then passes everything to the alarms.
+            probe: Probe to use instead of the recorder's own.
             step: Updates done; None: 0, or, on the model that it was attached to last, where it was detached.
-            alarms: Instead of the recorder's own.
+            alarms: Alarms to use instead of the recorder's own.
 
         Returns:
-            The recorder at work; leaving its context, or ``detach()``, ends it.
+            The attached recorder; leaving its context, or ``detach()``, ends it.
 
         Raises:
             OptionError: If the optimizer moves no parameter of the model, or the recorder is attached already.
@@ -179,7 +179,7 @@ class Recorder:
         output = self._output(model, step, goes_on=goes_on) if host is None else host
         alarms = self.alarms if alarms is None else alarms
         if alarms is not None and not step:
-            alarms.reset()  # another run has a healthy start of its own
+            alarms.reset()  # a new run has its own healthy start
         elif host is None and alarms is not None and output.path is not None and not alarms.is_at(step):
             alarms.reset()
             replay(open_run(output.path), alarms)
@@ -204,7 +204,7 @@ class Recorder:
         """Read blocks, queries, keys and routers now, from a model that cannot be read later because it is sharded.
 
         Args:
-            model: As it is before ``fully_shard``; names of its parameters stay.
+            model: Model before ``fully_shard``; names of its parameters stay.
             inputs: A few examples.
 
         Raises:
@@ -223,12 +223,12 @@ class Recorder:
         after it still does. With several ranks the usual ones are averaged, if they come before the update.
 
         Raises:
-            OptionError: If the recorder is not attached, or one is no number.
+            OptionError: If the recorder is not attached, or a value is no number.
         """
         self._at_work("log()").log(**numbers)
 
     def event(self, kind: str, **what: Any) -> None:
-        """Note something that happened: ``source``, ``score``, ``message``, ``layer``, ``head``; see ``schema.EVENTS``.
+        """Record an event: ``source``, ``score``, ``message``, ``layer``, ``head``; see ``schema.EVENTS``.
 
         Raises:
             OptionError: If the recorder is not attached.
@@ -236,34 +236,34 @@ class Recorder:
         self._at_work("event()").event(kind, **what)
 
     def observe(self, callback: Callable[[Observation], None]) -> Callable[[], None]:
-        """Call ``callback(observation)`` with every `Observation` as it comes, after it was handed to the store.
+        """Call ``callback(observation)`` with every `Observation` after it was passed to the store.
 
-        What the callback raises goes through to the training loop: it is the caller's code.
+        Exceptions of the callback reach the training loop.
 
         Returns:
-            A function that ends it.
+            A function that unsubscribes it.
         """
         return self._observers.add(callback)
 
     def publish(self, observation: Observation) -> None:
-        """Hand an observation to all loggers, on rank 0 alone, and observers."""
+        """Pass an observation to all loggers, on rank 0 only, and to observers."""
         for logger in self._loggers if is_first() else ():
             logger(observation)
         self._observers.call(observation)
 
     def describe(self) -> dict[str, Any]:
-        """What is measured and how often, as plain values."""
+        """The options that define the measurements, as plain values."""
         return {"every": dict(self.every), "alpha": self.options.alpha, "profile_options": self.options.profile_options}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON takes it; what was recorded before is on disk when this returns."""
+        """The state that a resumed run needs, for JSON; everything recorded is on disk when this returns."""
         if self._attached is not None and self._attached.is_attached:
             self._step = self._attached.step
             self._attached.flush()
         return {"step": self._step, "probe": to_plain(self._kept_probe)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave: with the next `attach`, in the same store if it is there.
+        """Continue from what `state_dict` gave: at the next `attach`, in the same store if it exists.
 
         Raises:
             OptionError: If the recorder is attached.
@@ -275,12 +275,12 @@ class Recorder:
             self._kept_probe = probe
 
     def keep_probe(self, probe: Any) -> Any:
-        """Remember the examples that an attachment measures on, for the next; JSON of them, None if there is none."""
+        """Remember the examples that an attachment measures on, for the next one; return JSON, None if none."""
         self._kept_probe = probe
         return None if (plain := to_plain(probe)) is None else json.dumps(plain)
 
     def detached(self, step: int) -> None:
-        """Remember where an attachment ended."""
+        """Remember the step at which an attachment ended."""
         self._step = step
 
     def _at_work(self, what: str) -> AttachedRecorder:
@@ -289,7 +289,7 @@ class Recorder:
         return self._attached
 
     def _output(self, model: nn.Module, step: int, *, goes_on: bool) -> RunOutput:
-        """The recorder's own store; on rank 0 alone, and what it raises on every rank."""
+        """Open the recorder's own store, on rank 0 only; its errors are raised on every rank."""
         path = self.path
         if path is None:
             return RunOutput(None)

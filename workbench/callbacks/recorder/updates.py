@@ -1,4 +1,4 @@
-"""Health of one update, by module: its gradients, its size, the optimizer's memory."""
+"""Health of one update, by module: its gradients, its size, the optimizer's moments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from workbench.models.anatomy import Anatomy
     from workbench.models.site import Site
 
-#: What is summed of each module, as a sum of squares and a count.
+#: Quantities summed over each module, as a sum of squares and a count.
 _GRADIENT, _WEIGHT, _CHANGE, _STALENESS = range(4)
 
 
@@ -29,8 +29,8 @@ class UpdateCollector:
 
     Args:
         optimizer: Innermost.
-        parameters: Which tensors of the optimizer stand for which of the model.
-        anatomy: The blocks; None: unknown, all parameters are "outside".
+        parameters: Map between the tensors of the optimizer and those of the model.
+        anatomy: Anatomy of the blocks; None: unknown, all parameters are "outside".
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class UpdateCollector:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Right before the update: gradients, and a copy of the parameters."""
+        """Called right before the update: measure gradients, and copy the parameters."""
         self._sums = np.zeros((len(self.module_names), 4, 2))
         self._before = []
         for _, weight, module in self._weights():
@@ -65,10 +65,10 @@ class UpdateCollector:
 
     @torch.no_grad()
     def end(self) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        """Right after it.
+        """Called right after the update.
 
         Returns:
-            Of each variable an array (module,), and what is wrong with layers that hold values that are not finite.
+            For each variable an array (module,), and a description of layers with values that are not finite.
         """
         eps = [math.nan] * len(self.module_names)
         for (group, weight, module), before in zip(self._weights(), self._before, strict=True):
@@ -106,7 +106,7 @@ class UpdateCollector:
         return values, broken
 
     def forget(self) -> None:
-        """Let go of the copy of the parameters, where the update did not happen."""
+        """Release the copy of the parameters if the update was skipped."""
         self._before = []
 
     def _weights(self) -> Sequence[tuple[dict, Tensor, int]]:
@@ -124,7 +124,7 @@ class UpdateCollector:
 
 
 def total_gradient_norm(optimizer: torch.optim.Optimizer) -> float:
-    """Norm of all gradients together, as the optimizer gets them; NaN if there are none."""
+    """Norm of all gradients, as the optimizer receives them; NaN if there are none."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not gradients:
         return math.nan
@@ -134,7 +134,7 @@ def total_gradient_norm(optimizer: torch.optim.Optimizer) -> float:
 
 
 def second_moment(optimizer: torch.optim.Optimizer, group: dict, weight: Tensor) -> Tensor | None:
-    """Adam's second moment of a parameter after bias correction; None where the optimizer keeps none of its shape."""
+    """Adam's second moment of a parameter after bias correction; None if the optimizer keeps none of its shape."""
     state = optimizer.state.get(weight, {})
     moment, n_steps = state.get("exp_avg_sq"), state.get("step", group.get("step"))
     if not isinstance(moment, Tensor) or moment.shape != weight.shape:
@@ -147,13 +147,13 @@ def second_moment(optimizer: torch.optim.Optimizer, group: dict, weight: Tensor)
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fused optimizer just left out its update, because gradients overflowed in float16."""
+    """Whether a fused optimizer just skipped its update because gradients overflowed in float16."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
 
 
 def _unscaled(optimizer: torch.optim.Optimizer, gradient: Tensor) -> Tensor:
-    """Fused optimizers are handed gradients that a scaler has blown up, and unscale them themselves."""
+    """The gradient without the scale of a scaler, which a fused optimizer removes only within its step."""
     scale = getattr(optimizer, "grad_scale", None)
     return gradient if scale is None else gradient / scale
 
@@ -163,7 +163,7 @@ def _is_sharded(weight: Any) -> bool:
 
 
 def _share(weight: Any) -> float:
-    """1 over how many ranks hold the same part of a parameter, for sums over all ranks."""
+    """1 over the number of ranks that hold the same part of a parameter, for sums over all ranks."""
     if not _is_sharded(weight):
         return 1.0
     n_parts = math.prod(
