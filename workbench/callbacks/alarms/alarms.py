@@ -164,7 +164,7 @@ class Alarms:
         """Take in what a recorder saw.
 
         Args:
-            observation: A `workbench.monitors.Observation`.
+            observation: A `workbench.alarms.Observation`.
 
         Returns:
             Alarms that this measurement raises; most raise none.
