@@ -55,10 +55,10 @@ def train(
     checkpoints: Path | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    callbacks: Sequence[Any] = (),
+    callbacks: Sequence[Any] | None = (),
     kss: KSS | None = None,
-    penalties: Sequence[Penalty] = (),
-    faults: Sequence[Fault] = (),
+    penalties: Sequence[Penalty] | None = (),
+    faults: Sequence[Fault] | None = (),
     recorder: Recorder | None = None,
     alarms: Alarms | None = None,
     actions: Actions | None = None,
@@ -101,7 +101,8 @@ def train(
         resume: Go on from the last checkpoint; parameters, optimizer, data and random numbers continue as if the run
             had never stopped.
         overwrite: Replace the run that is at ``store``, with its checkpoints.
-        callbacks: What acts during the run: each a `workbench.Callback` of your own, or any of what follows here.
+        callbacks: What acts during the run: each a `workbench.Callback` of your own, or any of what follows here; None,
+            here and below: nothing.
         kss: Koopman Spectral Shaping; its controls may be turned while the run goes on. A resumed run takes up the
             controls of its checkpoint.
         penalties: Terms added to the loss that depend on the residual stream; see `workbench.baselines`.

@@ -53,8 +53,8 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = False) -> xr.Da
 
     Args:
         path: Path of a CSV file with one row for each step, in any order of columns, or of a folder or file of
-            TensorBoard events. Columns and tags are found by their usual names (``loss``, ``train/loss``, ``lr``, ..., also those
-            of Hugging Face's Trainer).
+            TensorBoard events. Columns and tags are found by their usual names (``loss``, ``train/loss``, ``lr``, ...,
+            also those of Hugging Face's Trainer).
         allow_gaps: Accept a log in which steps are missing. A log that was thinned evenly, such as to every tenth
             step, is accepted in any case.
 
