@@ -135,6 +135,13 @@ def test_every_public_function_and_class_has_an_example():
     assert not lacking, f"Without an example (>>>) in the docstring: {', '.join(lacking)}."
 
 
+def test_what_the_package_names_its_modules_do_not_name_again():
+    """One name for one thing, classes and functions alike; exceptions are not asked about."""
+    again = {id(value): name for name, value in public().items() if "." not in name.removeprefix("wb.")}
+    doubled = {name: again[id(value)] for name, value in public().items() if again.get(id(value), name) != name}
+    assert doubled == {}
+
+
 def test_every_example_of_a_public_name_is_run():
     """The example stands in the source of a module, where it is found, and not in a text that is made at import."""
     for name, value in public().items():

@@ -36,10 +36,12 @@ import workbench.plots
 found["drawing after importing plots"] = loaded(
     "holoviews", "bokeh", "matplotlib", "pandas", "ipywidgets", "IPython"
 )
-try:
-    wb.nothing
-except AttributeError as error:
-    found["unknown name"] = str(error)
+found["unknown name"] = []
+for name in ("nothing", "Trian", "kss", "_private"):
+    try:
+        getattr(wb, name)
+    except AttributeError as error:
+        found["unknown name"].append(str(error))
 wb.KSS()
 import workbench.callbacks.adapters
 found["frameworks before they are asked for"] = loaded("transformers", "lightning", "pytorch_lightning")
@@ -139,7 +141,12 @@ def test_importing_scikit_learn_leaves_the_random_numbers_alone(found):
 
 @pytest.mark.subprocess
 def test_unknown_names_say_so(found):
-    assert "No workbench attribute nothing" in found["unknown name"]
+    assert found["unknown name"] == [
+        "No workbench attribute nothing",
+        "No workbench attribute Trian; did you mean wb.train?",
+        "No workbench attribute kss; did you mean wb.KSS?",
+        "No workbench attribute _private",
+    ]
 
 
 @pytest.mark.subprocess

@@ -4,6 +4,18 @@ The public names are those of ``__init__.pyi``; each loads when it is first used
 and stays headless.
 """
 
+import difflib
+from typing import Any
+
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__ and not name.startswith("_"):
+        known = {each.lower(): each for each in __all__}
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"; did you mean wb.{known[near[0]]}?" if near else ""
+        raise AttributeError(f"No workbench attribute {name}{hint}", name=name)
+    return _load(name)

@@ -184,11 +184,52 @@ class TestTheProtocol:
             (lambda: [LargeGradients(), LargeGradients()], "Two callbacks are called 'LargeGradients'"),
             (lambda: [wb.KSS(), wb.KSS()], "There are 2 KSS, expected one in a run"),
             (lambda: wb.KSS(), r"callbacks is one KSS, expected a sequence; pass \[it\]"),
+            (lambda: wb.Alarms(), r"callbacks is one Alarms, expected a sequence; pass \[it\]"),
+            (lambda: wb.Actions(), r"callbacks is one Actions, expected a sequence; pass \[it\]"),
+            (lambda: LargeGradients, "callbacks is the class LargeGradients, expected a sequence of callbacks"),
+            (lambda: 3, "callbacks is 3, expected a sequence of callbacks"),
+            (lambda: [LargeGradients], r"callbacks holds the class .*; pass an instance: LargeGradients\(\)"),
+            (lambda: [[LargeGradients()]], "callbacks holds a list, expected callbacks; pass them one by one"),
         ],
     )
     def test_what_is_none_is_refused(self, make_model, task, callbacks, sentence):
         with pytest.raises(OptionError, match=sentence):
             wb.train(make_model(), task, n_steps=1, callbacks=callbacks())
+
+    @pytest.mark.parametrize(
+        ("keywords", "sentence"),
+        [
+            ({"kss": True}, r"kss is True, expected a wb.KSS or None; pass kss=wb.KSS\(\)\."),
+            ({"kss": wb.KSS}, r"kss is the class KSS, expected a wb.KSS or None; pass kss=wb.KSS\(\)"),
+            ({"kss": nn.Linear(2, 2)}, "kss is Linear.*, expected a wb.KSS or None"),
+            ({"kss": nn.Sequential(nn.Linear(2, 2))}, "kss is of type Sequential, expected a wb.KSS or None"),
+            ({"recorder": "runs/x.zarr"}, r"recorder is 'runs/x.zarr', .*recorder=wb.Recorder\(\), and .* as store="),
+            ({"alarms": True}, r"alarms is True, expected a wb.Alarms or None; pass alarms=wb.Alarms\(\)"),
+            ({"actions": {}}, r"actions is {}, expected a wb.Actions or None; pass actions=wb.Actions\(\)"),
+            ({"faults": 3}, "faults is 3, expected a sequence of faults"),
+            ({"faults": [wb.faults.LargeRate]}, r"faults holds the class .*; pass an instance: LargeRate\(\)"),
+            ({"penalties": wb.baselines.RandomL2}, "penalties is the class RandomL2, expected a sequence of penalties"),
+        ],
+    )
+    def test_keywords_of_another_type_are_refused(self, make_model, task, keywords, sentence):
+        with pytest.raises(OptionError, match=sentence):
+            wb.train(make_model(), task, n_steps=1, **keywords)
+
+    def test_none_is_nothing(self, make_model, task):
+        plain, same = make_model(), make_model()
+        list(wb.train(plain, task, n_steps=2))
+        list(wb.train(same, task, n_steps=2, callbacks=None, faults=None, penalties=None))
+        assert same_weights(plain, same)
+
+    @pytest.mark.framework
+    def test_an_adapter_takes_callbacks_one_by_one(self):
+        for adapter in (wb.trainer_callback, wb.lightning_callback):
+            with pytest.raises(OptionError, match="callbacks holds a list, expected callbacks; pass them one by one"):
+                adapter([LargeGradients(), wb.KSS()])
+
+    def test_alarms_of_a_recorder_of_another_type_are_refused(self):
+        with pytest.raises(OptionError, match=r"alarms is True, expected wb.Alarms or None; pass alarms=wb.Alarms\("):
+            wb.Recorder(alarms=True)
 
     def test_a_callback_that_fails_leaves_no_hook(self, make_model, task):
         class Fails(wb.Callback):

@@ -1,3 +1,4 @@
+import inspect
 import json
 import math
 import threading
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from workbench.callbacks.kss import BandController, ControlValues, KSSOptions, PenaltyShape
+from workbench.callbacks.kss.control import KSSControls
 from workbench.errors import OptionError
 
 
@@ -44,6 +46,27 @@ def test_a_control_out_of_range_is_refused_everywhere_and_changes_nothing(name, 
     with pytest.raises(OptionError, match=sentence):
         kss.set(enabled=False, **{name: value})
     assert kss.control == before
+
+
+def test_a_misspelled_control_is_refused_with_the_nearest_name():
+    kss = wb.KSS()
+    before = dict(vars(kss))
+    for set_it in (lambda: setattr(kss, "stregth", 3), lambda: kss.set(stregth=3)):
+        with pytest.raises(OptionError, match=r"no control 'stregth' \(did you mean 'strength'\?\); choose from"):
+            set_it()
+    with pytest.raises(OptionError, match="KSS has no control 'power'; choose from enabled, strength, interval"):
+        kss.power = 3
+    assert vars(kss) == before
+    kss.controller = controller = BandController()  # what it has may be set
+    assert kss.controller is controller
+
+
+def test_an_unknown_argument_is_of_kss():
+    with pytest.raises(TypeError, match=r"^KSS.__init__\(\) got an unexpected keyword argument 'stength'"):
+        wb.KSS(stength=1)
+    own, base = (inspect.signature(kind.__init__).parameters for kind in (wb.KSS, KSSControls))
+    assert own == base
+    assert "strength" in inspect.signature(wb.KSS).parameters
 
 
 def test_an_unknown_control_is_named():

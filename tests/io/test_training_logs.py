@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from workbench.diagnosis.diagnose import diagnose
 from workbench.errors import MissingPackageError, SchemaError, StoreError
+from workbench.io.store import open_run
 from workbench.io.training_logs import read_log
 
 
@@ -106,6 +107,32 @@ def test_tensorboard_folder(tmp_path):
     np.testing.assert_allclose(log["loss"], 3 - 0.1 * np.arange(12), rtol=1e-6)
     assert np.isnan(log["grad_norm"].values[1])
     assert log["grad_norm"].values[2] == 3.0
+
+
+@pytest.fixture(params=["CSV", "TensorBoard folder", "TensorBoard file"])
+def log_path(request, tmp_path):
+    """A log of six steps, in each form that there is."""
+    if request.param == "CSV":
+        return write(tmp_path / "log.csv", ["step", "loss"], [[step, 3 - 0.1 * step] for step in range(6)])
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "events")) as writer:
+        for step in range(6):
+            writer.add_scalar("loss", 3 - 0.1 * step, step)
+    (file,) = (tmp_path / "events").iterdir()
+    return file.parent if request.param == "TensorBoard folder" else file
+
+
+def test_the_path_of_a_log_is_diagnosed_as_what_read_log_gives(log_path):
+    by_path, by_data = diagnose(log_path), diagnose(read_log(log_path))
+    assert by_path.attrs.pop("run") == str(log_path)
+    by_data.attrs.pop("run")
+    assert by_path.identical(by_data)
+
+
+def test_a_log_is_no_run_to_open(log_path):
+    with pytest.raises(StoreError, match=r"is a log of another tool, not a run; read it with wb.read_log\(\)"):
+        open_run(log_path)
 
 
 def test_tensorboard_folder_without_scalars(tmp_path):

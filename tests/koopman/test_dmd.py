@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from tests.koopman.snapshots import snapshots
 from tests.oracle import oracle
 from workbench.errors import OptionError, SnapshotError
-from workbench.koopman import DmdOptions, RankWarning, SnapshotMoments, eigenmodes, whitened_dmd, whitened_operator
+from workbench.koopman import RankWarning, SnapshotMoments, eigenmodes, whitened_dmd, whitened_operator
+from workbench.koopman.dmd import DmdOptions
 
 MEASURES = ("spectral_radius", "eigenvector_condition", "nonlinearity_ratio", "update_norm", "energy_gain")
 KINDS = ("linear", "residual", "generic")

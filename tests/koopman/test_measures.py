@@ -1,14 +1,15 @@
 import numpy as np
 import pytest
+import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.koopman.snapshots import snapshots
 from tests.oracle import masses
-from workbench.errors import OptionError
-from workbench.koopman import Thresholds, mass_fractions, near_unit_mass, remeasure, summarize, whitened_dmd
-from workbench.koopman.measures import MASSES
+from workbench.errors import OptionError, SchemaError
+from workbench.koopman import mass_fractions, near_unit_mass, whitened_dmd
+from workbench.koopman.measures import MASSES, Thresholds, depth_thirds, remeasure, summarize
 from workbench.schema.runs import validate_spectra
 
 
@@ -92,3 +93,20 @@ def test_summary_is_over_layers():
     assert list(found.statistic.values) == ["mean", "max", "min", "std"]
     assert "eigenvalue" not in found
     assert float(found.is_informative.sel(statistic="mean")) == 1.0
+
+
+@pytest.mark.parametrize("measure", [summarize, depth_thirds, remeasure])
+@pytest.mark.parametrize(
+    ("spectra", "sentence"),
+    [
+        (
+            xr.DataTree(),
+            r'are a DataTree, expected a dataset; pass its part, such as run\["spectra"\].to_dataset\(\)',
+        ),
+        ("run.zarr", r"are of type str, expected a dataset of wb.profile\(\)"),
+        (xr.Dataset({"loss": ("step", [1.0])}), "has no dimension 'layer', expected spectra"),
+    ],
+)
+def test_what_is_no_spectra_dataset_is_refused(measure, spectra, sentence):
+    with pytest.raises(SchemaError, match=sentence):
+        measure(spectra)

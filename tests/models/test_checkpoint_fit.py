@@ -533,13 +533,17 @@ class _BytesPath:
         return b"model"
 
 
-@pytest.mark.parametrize("source", [None, 3, 2.5, True, b"x", [], {}, (), nn.Linear, _BytesPath()])
+@pytest.mark.parametrize("source", [None, 3, 2.5, True, b"x", [], {}, (), _BytesPath()])
 def test_what_is_no_source_is_refused(source):
     name = type(source).__name__
     assert refusal(source) == (
         f"open_checkpoint() got an object of type {name}; pass the path of a folder or file, a hub name, "
         "or an nn.Module."
     )
+
+
+def test_a_class_is_no_source():
+    assert refusal(nn.Linear) == "The model is the class Linear; pass a model, not its class, such as Linear(...)."
 
 
 @pytest.mark.parametrize("text", ["", " ", "\0", 5000 * "x", "~nobody-here/x", "foo..bar", "a--b", "-x", "x.git"])

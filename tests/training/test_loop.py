@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
 from tests.small_training import same_weights
-from workbench.errors import AnatomyError, OptionError, SnapshotError, StoreError
+from workbench.errors import AnatomyError, CheckpointError, OptionError, SnapshotError, StoreError
 from workbench.koopman.spectra import RankWarning
 
 
@@ -372,7 +372,18 @@ def test_training_mode_is_put_back(make_model, task):
     [
         ({}, TypeError, "n_steps"),
         ({"n_steps": 3, "lr": 0.1}, TypeError, "unexpected keyword argument 'lr'"),
-        ({"n_steps": 3, "flush_every": 0}, OptionError, "flush_every is 0, expected at least 1 step"),
+        ({"n_steps": 3, "flush_every": 0}, OptionError, "flush_every is 0, expected at least 1"),
+        ({"n_steps": 3, "flush_every": None}, OptionError, "flush_every is None, expected a whole number"),
+        ({"n_steps": 3, "spectra_every": 1.5}, OptionError, "spectra_every is 1.5, expected a whole number"),
+        ({"n_steps": 3, "checkpoint_every": "5"}, OptionError, "checkpoint_every is '5', expected a whole number"),
+        ({"n_steps": 0}, OptionError, "n_steps is 0, expected at least 1"),
+        ({"n_steps": 2.5}, OptionError, "n_steps is 2.5, expected a whole number"),
+        ({"n_steps": "10"}, OptionError, "n_steps is '10', expected a whole number"),
+        ({"n_steps": None}, OptionError, "n_steps is None, expected a whole number"),
+        ({"n_steps": 3, "warmup": 1.5}, OptionError, "warmup is 1.5, expected a whole number"),
+        ({"n_steps": 3, "learning_rate": "1e-3"}, OptionError, "learning_rate is '1e-3', expected a positive number"),
+        ({"n_steps": 3, "clip_norm": True}, OptionError, "clip_norm is True, expected a positive number"),
+        ({"n_steps": 3, "loss_limit": None}, OptionError, "loss_limit is None, expected a positive number"),
         ({"n_steps": 3, "checkpoint_every": 2}, OptionError, "checkpoint_every needs a place; pass store="),
         ({"n_steps": 3, "precision": "float16"}, OptionError, "float16 needs a CUDA device"),
         ({"n_steps": 3, "resume": True}, OptionError, "resume=True needs to know where from"),
@@ -381,6 +392,20 @@ def test_training_mode_is_put_back(make_model, task):
 def test_bad_settings_are_refused_at_the_call(make_model, task, settings, error, sentence):
     with pytest.raises(error, match=sentence):
         wb.train(make_model(), task, **settings)
+
+
+def test_numbers_of_numpy_are_numbers(make_model, task):
+    settings = {"warmup": np.int32(1), "learning_rate": np.float32(0.01), "spectra_every": np.int64(2)}
+    records = list(wb.train(make_model(), task, n_steps=np.int64(2), **settings))
+    assert [record.spectra is not None for record in records] == [True, True]
+    assert records[-1].learning_rate == pytest.approx(0.01)
+
+
+def test_a_class_is_no_model(task):
+    with pytest.raises(AnatomyError, match=r"The model is the class Linear; pass a model, not its class, such as Lin"):
+        wb.train(nn.Linear, task, n_steps=1)
+    with pytest.raises(CheckpointError, match=r"The model is the class Linear; pass a model, not its class"):
+        wb.profile(nn.Linear, [[1, 2, 3]])
 
 
 def test_a_taken_store_is_refused_at_the_call_and_kept(make_model, task, tmp_path):

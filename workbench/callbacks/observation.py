@@ -17,6 +17,16 @@ class Observation:
         part: Name of the part: ``"monitors"`` (the numbers of the update itself), or one of the measured parts.
         values: Values of each variable, without the dimension of the steps; dimensions as in `workbench.schema`.
         coords: Values along those dimensions: ``layer``, ``head``, ``term``, ``module``, ... and ``layer_name``.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> alarms = wb.Alarms()
+        >>> for step in range(400):
+        ...     loss = np.array(3.0 if step < 300 else 30.0 + step % 2)
+        ...     raised = alarms.observe(wb.alarms.Observation(step, "monitors", {"loss": loss}))
+        >>> alarms.raised[0].signal, alarms.raised[0].step >= 300
+        ('loss', True)
     """
 
     step: int

@@ -55,10 +55,10 @@ def train(
     checkpoints: Path | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    callbacks: Sequence[Any] = (),
+    callbacks: Sequence[Any] | None = (),
     kss: KSS | None = None,
-    penalties: Sequence[Penalty] = (),
-    faults: Sequence[Fault] = (),
+    penalties: Sequence[Penalty] | None = (),
+    faults: Sequence[Fault] | None = (),
     recorder: Recorder | None = None,
     alarms: Alarms | None = None,
     actions: Actions | None = None,
@@ -102,7 +102,8 @@ def train(
         resume: Whether to continue from the last checkpoint; parameters, optimizer, data and random numbers continue as
             if the run had never stopped.
         overwrite: Whether to replace the run at ``store``, with its checkpoints.
-        callbacks: Callbacks of the run: each a `workbench.Callback` of your own, or any of the following.
+        callbacks: Callbacks of the run: each a `workbench.Callback` of your own, or any of the following;
+            None, here and below: none.
         kss: Koopman Spectral Shaping; its controls may be changed during the run. A resumed run loads the
             controls of its checkpoint.
         penalties: Terms added to the loss that depend on the residual stream; see `workbench.baselines`.

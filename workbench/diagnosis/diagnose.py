@@ -59,7 +59,8 @@ def diagnose(
     are conditional on a failure from one of these causes; they say nothing about other causes.
 
     Args:
-        run: Path of a store, a tree from `workbench.open_run`, or a thinner record from `workbench.read_log`.
+        run: Path of a store, or of a CSV or TensorBoard log; a tree from `workbench.open_run`, or a thinner record from
+            `workbench.read_log`.
         model: The run's model, to check that the checkpoints fit it.
         task: The task it was trained on; only recorded, as `run_experiment` needs it.
         checkpoints: Folder of the checkpoints; None: next to the store, ``run.zarr`` -> ``run.checkpoints``, if there

@@ -19,6 +19,7 @@ import numpy as np
 
 from workbench.errors import SchemaError, StoreError
 from workbench.io.store import open_run
+from workbench.io.training_logs import is_log, read_log
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -89,19 +90,20 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
     """Read a run for the symptoms.
 
     Args:
-        run: Path of a store or netCDF file, a tree as `workbench.open_run` gives it, or a dataset from `read_log`.
+        run: Path of a store or netCDF file, or of a log that `read_log` reads; a tree as `workbench.open_run` gives it,
+            or a dataset from `read_log`.
         weights: Measurement of its checkpoints, see `workbench.diagnosis.checkpoint_evidence`.
 
     Raises:
         StoreError: If there is no run at the path.
-        SchemaError: If it has no monitors with a loss, or too few steps to diagnose.
+        SchemaError: If it has no monitors with a loss, or too few steps to diagnose; if a log lacks steps.
     """
     import xarray as xr
 
     source = ""
     if isinstance(run, str | os.PathLike):
         source = str(Path(run))
-        run = open_run(run)
+        run = read_log(run) if is_log(run) else open_run(run)
     if isinstance(run, xr.Dataset):
         run = xr.DataTree.from_dict({"/monitors": run})
         run.attrs["subject"] = run["monitors"].attrs.get("subject", "")

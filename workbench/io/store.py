@@ -14,6 +14,7 @@ import numpy as np
 
 from workbench.errors import SchemaError, StoreError
 from workbench.io.atomic import check_free, replacing
+from workbench.io.training_logs import is_log
 from workbench.schema.runs import (
     PARTS,
     SCHEMA_VERSION,
@@ -147,7 +148,7 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
         The run.
 
     Raises:
-        StoreError: If there is no run, or it is damaged.
+        StoreError: If there is no run, it is damaged, or it is a log of another tool, which `read_log` reads.
         SchemaError: If it follows the schema of a newer version.
 
     Example:
@@ -163,6 +164,8 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     path = Path(path)
     if not path.exists():
         raise StoreError(f"There is no run at {path}; check the path.")
+    if is_log(path):
+        raise StoreError(f"{path} is a log of another tool, not a run; read it with wb.read_log().")
     try:
         if path.is_dir():
             # A store that is being written is consistent only through its consolidated metadata.

@@ -1,4 +1,4 @@
-"""Read the training logs of other tools: CSV files and TensorBoard folders."""
+"""Read the training logs of other tools: CSV files, and TensorBoard folders or files."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 #: Contents of a CSV cell that count as empty.
 _EMPTY = ["", *(form for word in ("none", "null", "na") for form in (word, word.upper(), word.capitalize()))]
+#: Part of the names of TensorBoard's files of events.
+_EVENT_FILE = "tfevents"
 _STEPS = ("step", "global_step", "train/global_step", "_step", "iteration", "iter", "update", "num_updates")
 
 
@@ -50,9 +52,9 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = False) -> xr.Da
     """Read the numbers of each step from a log, as monitors that `workbench.diagnose` accepts.
 
     Args:
-        path: Path of a CSV file with one row for each step, in any order of columns, or of a folder of TensorBoard
-            events. Columns and tags are found by their usual names (``loss``, ``train/loss``, ``lr``, ..., also those
-            of Hugging Face's Trainer).
+        path: Path of a CSV file with one row for each step, in any order of columns, or of a folder or file of
+            TensorBoard events. Columns and tags are found by their usual names (``loss``, ``train/loss``, ``lr``, ...,
+            also those of Hugging Face's Trainer).
         allow_gaps: Accept a log in which steps are missing. A log that was thinned evenly, such as to every tenth
             step, is accepted in any case.
 
@@ -62,7 +64,7 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = False) -> xr.Da
     Raises:
         StoreError: If there is nothing at the path, or it cannot be read.
         SchemaError: If it has no steps or no loss, a step comes twice or falls, or steps are missing.
-        MissingPackageError: If a TensorBoard folder is given and the package is not installed.
+        MissingPackageError: If a TensorBoard log is given and the package is not installed.
 
     Example:
         >>> import workbench as wb
@@ -75,9 +77,17 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = False) -> xr.Da
     path = Path(path)
     if not path.exists():
         raise StoreError(f"There is no log at {path}; check the path.")
-    steps, columns = _read_events(path) if path.is_dir() else _read_csv(path)
+    steps, columns = _read_events(path) if path.is_dir() or _EVENT_FILE in path.name else _read_csv(path)
     _check_steps(path, steps, allow_gaps=allow_gaps)
     return _dataset(path, steps, columns)
+
+
+def is_log(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is that of a log for `read_log` rather than of a run: a CSV file, or events of TensorBoard."""
+    path = Path(path)
+    if path.is_dir():
+        return not (path / "zarr.json").exists() and any(path.glob(f"*{_EVENT_FILE}*"))
+    return path.is_file() and (_EVENT_FILE in path.name or path.name.lower().endswith((".csv", ".csv.gz")))
 
 
 def _dataset(path: Path, steps: np.ndarray, columns: dict[str, np.ndarray]) -> xr.Dataset:
@@ -145,7 +155,7 @@ def _read_events(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
         raise MissingPackageError(
-            "Reading a TensorBoard folder needs the package tensorboard; install it (pip install tensorboard), or "
+            "Reading a TensorBoard log needs the package tensorboard; install it (pip install tensorboard), or "
             "export a CSV."
         ) from error
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})

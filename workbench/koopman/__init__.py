@@ -1,26 +1,21 @@
 """The mathematical core: moments -> whitened operator -> modes -> measures (RKSP, arXiv:2602.22988)."""
 
-from workbench.koopman.dmd import DmdOptions, WhitenedOperator, eigenmodes, whitened_operator
+from workbench.koopman.dmd import WhitenedOperator, eigenmodes, whitened_operator
 from workbench.koopman.kreiss import kreiss_constant
-from workbench.koopman.measures import Thresholds, depth_thirds, mass_fractions, near_unit_mass, remeasure, summarize
+from workbench.koopman.measures import mass_fractions, near_unit_mass
 from workbench.koopman.moments import SnapshotMoments
 from workbench.koopman.spectra import RankWarning, layer_spectra, layer_spectrum, whitened_dmd
 
 __all__ = [
-    "DmdOptions",
     "RankWarning",
     "SnapshotMoments",
-    "Thresholds",
     "WhitenedOperator",
-    "depth_thirds",
     "eigenmodes",
     "kreiss_constant",
     "layer_spectra",
     "layer_spectrum",
     "mass_fractions",
     "near_unit_mass",
-    "remeasure",
-    "summarize",
     "whitened_dmd",
     "whitened_operator",
 ]

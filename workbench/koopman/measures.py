@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import OptionError
+from workbench.errors import OptionError, SchemaError
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -154,6 +154,7 @@ def remeasure(
 
     Raises:
         OptionError: If the thresholds contradict each other.
+        SchemaError: If it is no spectra dataset.
 
     Example:
         >>> import numpy as np
@@ -163,6 +164,7 @@ def remeasure(
         >>> spectra["near_unit_mass"].item(), wb.remeasure(spectra, near_unit_lower=0.8)["near_unit_mass"].item()
         (0.0, 1.0)
     """
+    _check_spectra(spectra)
     given = {
         "near_unit_lower": near_unit_lower,
         "near_unit_upper": near_unit_upper,
@@ -199,6 +201,9 @@ def summarize(spectra: xr.Dataset) -> xr.Dataset:
         dims (layer,), booleans as fractions. The risk score of the paper is ``near_unit_mass`` at ``mean``.
         Layers whose measure is NaN are left out; an infinite one makes mean and max infinite and std NaN.
 
+    Raises:
+        SchemaError: If it is no spectra dataset.
+
     Example:
         >>> import workbench as wb
         >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
@@ -209,6 +214,7 @@ def summarize(spectra: xr.Dataset) -> xr.Dataset:
     """
     import xarray as xr
 
+    _check_spectra(spectra)
     measures = _per_layer(spectra)
     with np.errstate(invalid="ignore"):
         parts = [
@@ -233,6 +239,7 @@ def depth_thirds(spectra: xr.Dataset) -> xr.Dataset:
 
     Raises:
         OptionError: If there are fewer than three layers.
+        SchemaError: If it is no spectra dataset.
 
     Example:
         >>> import workbench as wb
@@ -243,12 +250,30 @@ def depth_thirds(spectra: xr.Dataset) -> xr.Dataset:
     """
     import xarray as xr
 
+    _check_spectra(spectra)
     n_layers = spectra.sizes["layer"]
     if n_layers < len(THIRDS):
         raise OptionError(f"There are {n_layers} layers, expected at least 3 to speak of thirds.")
     parts = np.array_split(np.arange(n_layers), len(THIRDS))
     means = [_per_layer(spectra).isel(layer=part).mean("layer", keep_attrs=True) for part in parts]
     return xr.concat(means, dim="third", combine_attrs="override").assign_coords(third=list(THIRDS))
+
+
+def _check_spectra(spectra: Any) -> None:
+    """Refuse what is not a dataset with layers, such as the whole run that holds one.
+
+    Raises:
+        SchemaError: That names what to pass.
+    """
+    import xarray as xr
+
+    if isinstance(spectra, xr.DataTree):
+        part = 'run["spectra"].to_dataset()'
+        raise SchemaError(f"The spectra are a DataTree, expected a dataset; pass its part, such as {part}.")
+    if not isinstance(spectra, xr.Dataset):
+        raise SchemaError(f"The spectra are of type {type(spectra).__name__}, expected a dataset of wb.profile().")
+    if "layer" not in spectra.dims:
+        raise SchemaError("The dataset has no dimension 'layer', expected spectra; pass a dataset of wb.profile().")
 
 
 def _per_layer(spectra: xr.Dataset) -> xr.Dataset:

@@ -192,6 +192,10 @@ def _as_path(source: Any) -> tuple[Path, str]:
     Raises:
         CheckpointError: If it cannot be a path.
     """
+    if isinstance(source, type):
+        raise CheckpointError(
+            f"The model is the class {source.__name__}; pass a model, not its class, such as {source.__name__}(...)."
+        )
     text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise CheckpointError(

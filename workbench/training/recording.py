@@ -25,6 +25,7 @@ from workbench.models.batches import Batches
 from workbench.models.profile import profile
 from workbench.models.run_checkpoints import latest_checkpoint
 from workbench.models.subject import Subject
+from workbench.tasks.task import require_whole
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -52,9 +53,8 @@ class Recording:
 
     def __post_init__(self) -> None:
         for name in ("flush_every", "spectra_every", "checkpoint_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionError(f"{name} is {value}, expected at least 1 step.")
+            if name == "flush_every" or getattr(self, name) is not None:
+                require_whole(1, **{name: getattr(self, name)})
         if self.checkpoint_every and self.checkpoint_folder is None:
             raise OptionError("checkpoint_every needs a place; pass store= or checkpoints=.")
 

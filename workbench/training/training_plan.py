@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from workbench.errors import OptionError
+from workbench.tasks.task import require_whole
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
@@ -49,14 +51,17 @@ class TrainingPlan:
     stops_at_divergence: bool = True
 
     def __post_init__(self) -> None:
-        for name, lowest in (("n_steps", 1), ("warmup", 0)):
-            if getattr(self, name) < lowest:
-                raise OptionError(f"{name} is {getattr(self, name)}, expected at least {lowest}.")
+        require_whole(1, n_steps=self.n_steps)
+        require_whole(0, warmup=self.warmup)
         for name in ("learning_rate", "clip_norm", "loss_limit", "grad_norm_limit"):
             value = getattr(self, name)
-            is_open_ended = name.endswith("_limit") and value == math.inf
-            if value is not None and not is_open_ended and not (value > 0 and math.isfinite(value)):
-                raise OptionError(f"{name} is {value}, expected a positive number.")
+            may_be_none, may_be_infinite = name in ("learning_rate", "clip_norm"), name.endswith("_limit")
+            if value is None and may_be_none:
+                continue
+            is_number = isinstance(value, Real | torch.Tensor) and not isinstance(value, bool)
+            if not (is_number and value > 0 and (may_be_infinite or math.isfinite(value))):
+                shown = repr(value) if isinstance(value, str) else value
+                raise OptionError(f"{name} is {shown}, expected a positive number.")
         if not callable(self.schedule) and self.schedule not in SCHEDULES:
             raise OptionError(f"schedule is '{self.schedule}', expected one of {', '.join(SCHEDULES)} or a function.")
         if self.precision not in PRECISIONS:

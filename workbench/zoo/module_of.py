@@ -24,6 +24,10 @@ def module_of(model: HoldsModel | nn.Module) -> nn.Module:
     Raises:
         AnatomyError: If it is no module, or one that runs no hooks.
     """
+    if isinstance(model, type):
+        raise AnatomyError(
+            f"The model is the class {model.__name__}; pass a model, not its class, such as {model.__name__}(...)."
+        )
     module: Any = model if hasattr(model, "get_parameter") else getattr(model, "model", None)
     if not hasattr(module, "get_parameter"):
         raise AnatomyError(

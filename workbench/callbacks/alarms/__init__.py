@@ -1,6 +1,8 @@
 """Alarms: watched signals, detectors of changes, calibration on healthy runs, and attribution to faults."""
 
-from workbench.callbacks.alarms.alarms import Alarm, Alarms
+# `Alarms` is for the library's own imports: its public name is `workbench.Alarms`.
+from workbench.callbacks.alarms.alarms import Alarm
+from workbench.callbacks.alarms.alarms import Alarms as Alarms
 from workbench.callbacks.alarms.attribution import Attribution, Attributor
 from workbench.callbacks.alarms.calibrating import calibrate, calibrate_paired
 from workbench.callbacks.alarms.calibration import Calibration
@@ -9,17 +11,18 @@ from workbench.callbacks.alarms.detector_options import DetectorOptions
 from workbench.callbacks.alarms.lead_times import LeadTime, lead_time, recorded_alarms
 from workbench.callbacks.alarms.replaying import observations, replay
 from workbench.callbacks.alarms.watched import WATCHED, Watched
+from workbench.callbacks.observation import Observation
 
 __all__ = [
     "WATCHED",
     "Alarm",
-    "Alarms",
     "Attribution",
     "Attributor",
     "Calibration",
     "Detector",
     "DetectorOptions",
     "LeadTime",
+    "Observation",
     "Watched",
     "calibrate",
     "calibrate_paired",

@@ -163,7 +163,7 @@ class Alarms:
         """Process an observation of a recorder.
 
         Args:
-            observation: A `workbench.monitors.Observation`.
+            observation: A `workbench.alarms.Observation`.
 
         Returns:
             Alarms that this measurement raises; most raise none.

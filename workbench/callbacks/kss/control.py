@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -191,7 +192,7 @@ class KSSControls:
         """
         unknown = [name for name in controls if name not in self.CONTROLS]
         if unknown:
-            raise OptionError(f"KSS has no control '{unknown[0]}'; choose from {', '.join(self.CONTROLS)}.")
+            raise _no_control(unknown[0])
         checked = {name: _checked(name, value) for name, value in controls.items()}
         with self._lock:
             before = self._control
@@ -221,6 +222,12 @@ class KSSControls:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load controls that `state_dict` gave."""
         self.set(**state)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A misspelled control would otherwise be one more attribute, and change nothing.
+        if not name.startswith("_") and "_control" in vars(self) and not hasattr(self, name):
+            raise _no_control(name)
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return (
@@ -276,6 +283,13 @@ class BandController:
         else:
             return strength
         return min(max(strength, self.weakest), self.strongest)
+
+
+def _no_control(name: str) -> OptionError:
+    """That KSS has no control of this name, with the one that is spelled most alike."""
+    near = difflib.get_close_matches(name, KSSControls.CONTROLS, n=1)
+    hint = f" (did you mean '{near[0]}'?)" if near else ""
+    return OptionError(f"KSS has no control '{name}'{hint}; choose from {', '.join(KSSControls.CONTROLS)}.")
 
 
 def _checked(name: str, value: Any) -> Any:

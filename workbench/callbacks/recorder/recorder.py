@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.callbacks.alarms import Alarms
 from workbench.callbacks.alarms.replaying import replay
 from workbench.callbacks.observation import Observation
 from workbench.callbacks.observers import Observers
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from workbench.callbacks.alarms import Alarms
     from workbench.models.subject import Subject
 
 
@@ -117,6 +117,8 @@ class Recorder:
         for name, value in (("n_probe_tokens", n_probe_tokens), ("rows_per_block", rows_per_block)):
             if value < 1:
                 raise OptionError(f"{name} is {value}, expected at least 1.")
+        if alarms is not None and not isinstance(alarms, Alarms):
+            raise OptionError(f"alarms is {alarms!r}, expected wb.Alarms or None; pass alarms=wb.Alarms().")
         self.every = checked_cadence(every)
         if self.every["curvature"] is not None and loss_of is None:
             raise OptionError("curvature needs the loss as a function; pass loss_of=, from model and probe to a loss.")
