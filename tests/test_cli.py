@@ -154,6 +154,7 @@ def test_the_status_is_that_of_the_process():
     assert "--help" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.render
 def test_from_a_design_and_a_plan_to_a_page(tmp_path, monkeypatch, capsys):
     """Nothing replaced: a tiny design is really assessed."""

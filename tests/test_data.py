@@ -93,6 +93,7 @@ def test_every_architecture_has_a_healthy_and_a_diverged_run(make_runs):
             assert (rate == make_runs.RATES[0]) == (state == "finished")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

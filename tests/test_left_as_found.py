@@ -376,7 +376,13 @@ def shared(tmp_path_factory):
 
 
 CASES = [
-    pytest.param(name, was_run, call, id=f"{call}-{name}{'-run before' * was_run}")
+    pytest.param(
+        name,
+        was_run,
+        call,
+        id=f"{call}-{name}{'-run before' * was_run}",
+        marks=() if was_run or name in ("pre_ln", "moe", "llama") else pytest.mark.slow,
+    )
     for name, was_run in STATES
     for call in CALLS
     if name in CALLS[call].only

@@ -93,6 +93,7 @@ def test_a_model_smaller_than_all_recorded_ones_gets_no_risk_and_a_first_step(sm
     assert np.isnan(modes["confidence"].values[modes["state"].values == "not measured"]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "rate"), [("AdamW", 1.0), pytest.param("SGD", 100.0, marks=pytest.mark.slow)])
 def test_an_absurd_rate_is_found_by_the_trials_where_no_risk_is_known(optimizer, rate):
     model = wb.zoo.transformer(**SMALLER, norm="none", seed=3)
@@ -132,6 +133,7 @@ def thin():
     return tree
 
 
+@pytest.mark.slow
 def test_a_stand_in_gives_no_risk_no_rate_and_no_leave_to_proceed(thin):
     assert (thin.attrs["verdict"], thin.attrs["exit_status"]) == ("cannot say", 4)
     assert thin.attrs["is_stand_in"] == 1
@@ -179,6 +181,7 @@ def test_what_breaks_on_a_stand_in_is_told_of_it_and_no_rate_is_proposed(thin):
     assert "all trials of a stand-in 16 wide with 4 blocks broke" in stop
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_stands_for_no_larger_target(model):
     tree = wb.assess(model, plan=CALM | {"target": {"width": 768}})
     assert (tree.attrs["width"], tree.attrs["measured_width"], tree.attrs["is_stand_in"]) == (768, 24, 1)
@@ -300,6 +303,7 @@ def test_a_comparison_needs_two_designs_with_usable_names(model):
         wb.compare_designs({"a/b": model, "c": model})
 
 
+@pytest.mark.slow
 def test_designs_are_compared_under_one_plan_and_a_repeated_call_gives_the_same_numbers(model, calm):
     other = wb.zoo.transformer(**SIZE, norm="none", seed=3)
     tree = wb.compare_designs({"Pre-LN": model, "No-Norm": other}, plan=CALM)

@@ -17,6 +17,7 @@ def test_the_table_is_the_paper_s():
     assert all(name == control.name for name, control in controls().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_small_model_without_norms_trains_under_every_control(make_model, task, name):
     model, settings = controls()[name].prepare(lambda: make_model("none", d_model=32), 5e-3)

@@ -39,6 +39,7 @@ def changes(norm, task, parametrize):
     return np.polyfit(np.log(WIDTHS), np.log(moved), 1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 @pytest.mark.parametrize("norm", ["none", "pre_ln"])
 def test_activations_move_alike_at_every_width(task, norm):

@@ -106,6 +106,7 @@ def test_lamb_is_its_algorithm(task):
     assert close(model, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 @pytest.mark.parametrize(
     "optimizer", [pytest.param(one, marks=pytest.mark.slow if "SGD" in str(one) else ()) for one in ALL], ids=str

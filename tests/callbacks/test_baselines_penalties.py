@@ -149,6 +149,7 @@ def test_the_gradient_of_the_penalty_is_its_slope(make_model, batch, penalty):
     assert (values[0] - values[1]) / (2 * size) == pytest.approx(square, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 @pytest.mark.parametrize("penalty", ALL, ids=name_of)
 def test_training_under_a_strong_penalty_lowers_it(make_model, task, penalty):

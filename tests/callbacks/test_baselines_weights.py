@@ -24,6 +24,7 @@ def norms_of(model):
     return [float(torch.linalg.matrix_norm(weight.detach(), ord=2)) for weight in block_matrices(model.eval())]
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 @pytest.mark.parametrize("rate", [1e-2, 5e-2])
 def test_spectral_norm_bounds_every_linear_map_of_the_blocks_while_it_trains(make_model, task, rate):

@@ -344,7 +344,16 @@ class TestResuming:
 class TestInOtherTrainers:
     """Faults and penalties act by hooks there, as they do in the loop."""
 
-    @pytest.mark.parametrize("name", ["large_rate", "corrupted_data", "small_batch", "low_precision_attention"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "corrupted_data",
+            *(
+                pytest.param(n, marks=pytest.mark.slow)
+                for n in ("large_rate", "small_batch", "low_precision_attention")
+            ),
+        ],
+    )
     def test_faults_act_in_a_hugging_face_trainer(self, tmp_path, name):
         fault = getattr(wb.faults, name)
         plain, same, faulty = (without_dropout(gpt2) for _ in range(3))

@@ -71,6 +71,7 @@ def test_a_step_shows_at_once_in_both_and_a_slow_rise_only_against_the_start():
     assert of_step.change == 0  # the past has caught up with it
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 def test_memory_is_bounded():
     detector = Detector(OPTIONS)

@@ -132,7 +132,9 @@ def test_it_may_be_turned_from_other_threads(make_model, task, tmp_path):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("large_rate", "stale_reduction") else pytest.mark.slow) for n in MAKE]
+)
 def test_a_resumed_run_has_the_bits_of_one_that_ran_through(name, make_model, task, tmp_path):
     through, resumed = model_for(name, make_model), model_for(name, make_model)
     train(through, task, make_fault(name, start=2, stop=10), store=tmp_path / "through.zarr", checkpoint_every=5)

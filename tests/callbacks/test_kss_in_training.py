@@ -127,7 +127,10 @@ def test_a_button_in_another_thread_acts_from_the_next_step_on(make_model, task)
 @pytest.mark.parametrize(
     ("coupling", "stop_at"),
     [
-        *((coupling, 5) for coupling in ("gradient", "decoupled", "projection", "trust_region")),
+        ("gradient", 5),
+        ("trust_region", 5),
+        pytest.param("decoupled", 5, marks=pytest.mark.slow),
+        pytest.param("projection", 5, marks=pytest.mark.slow),
         pytest.param("gradient", 4, marks=pytest.mark.slow),
     ],
 )
@@ -239,6 +242,7 @@ def radius_of(model, task):
     return float(spectra["spectral_radius"].max())
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("coupling", "strength", "shape"),

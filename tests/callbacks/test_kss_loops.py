@@ -237,6 +237,7 @@ def compiled_afresh():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 @pytest.mark.usefixtures("compiled_afresh")
 @pytest.mark.parametrize("way", ["whole", "in place", "blocks", "used before"])

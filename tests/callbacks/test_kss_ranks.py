@@ -40,6 +40,7 @@ def largest_difference(some, others):
     return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ddp_shaping.COUPLINGS)
 def test_two_ranks_shape_as_one_process_does(ranks, coupling):
     expected = in_one_process(coupling)

@@ -93,6 +93,7 @@ def test_impossible_regions_are_refused(options, message):
     assert str(error.value) == message
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 def test_a_run_that_diverges_without_lives_with_it(no_norm, recall):
     *_, alone = wb.train(no_norm(), recall, n_steps=120, **TOO_FAST)

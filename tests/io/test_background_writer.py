@@ -541,6 +541,7 @@ def test_writers_that_nobody_closes_are_closed_at_the_end(tmp_path):
     assert wb.open_run(paths[0]).attrs["state"] == "left"
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_what_is_written_only_at_the_end_is_written(path):
     """Not one block before it: whatever writing imports, it imports while the interpreter ends."""
@@ -552,6 +553,7 @@ def test_what_is_written_only_at_the_end_is_written(path):
     check_rows(wb.open_run(path), range(60), range(0, 60, EVERY))
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_a_forked_child_leaves_the_run_to_its_parent(path):
     in_new_process(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -362,6 +363,11 @@ FAMILIES: tuple[Family, ...] = (
     _family("beit", VIT, "layers", auto="AutoModel", inputs="pixels"),
 )
 BY_NAME = {family.name: family for family in FAMILIES}
+
+#: For what a family shows as well as the next: every third in `make test`, all of them before a release.
+A_THIRD_FIRST = [
+    pytest.param(family, marks=() if place % 3 == 0 else pytest.mark.slow) for place, family in enumerate(FAMILIES)
+]
 
 
 def build(family: Family, **options: Any) -> nn.Module:

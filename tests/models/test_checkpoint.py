@@ -285,6 +285,7 @@ except wb.WorkbenchError as error: print(type(error).__name__)
     assert not folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_a_hub_name_in_the_local_cache_opens_offline(llama_folder, tmp_path):
     repository = tmp_path / "models--somebody--tiny"

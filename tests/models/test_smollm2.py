@@ -24,6 +24,7 @@ def test_continuation_proves_the_weights(subject):
     assert subject.tokenizer.decode(found[0]) == "The capital of France is Paris."
 
 
+@pytest.mark.slow
 def test_second_opening_takes_the_converted_weights(subject):
     assert (subject.folder / "model.safetensors").exists()
     again = wb.open_checkpoint(wb.samples.smollm2(download=False))

@@ -117,6 +117,7 @@ def test_markers_follow_the_columns_even_if_all_values_are_the_same(calm):
     assert renderer.glyph.fill_color.field == "depth"
 
 
+@pytest.mark.slow
 def test_a_run_is_shown_at_the_step_asked_for(runs):
     run = runs["Pre-LN"]
     for step, shown in ((10, 10), (15, 10), ("last", 20)):

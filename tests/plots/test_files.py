@@ -15,6 +15,7 @@ from workbench.plots.traces_figure import traces
 pytestmark = pytest.mark.render
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draw", "options"), [(eigenvalue_map, {}), (layer_profile, {"measures": ["rank"]})])
 def test_matplotlib_draws_coloured_pixels_and_leaves_no_state(draw, options, calm, ragged, tmp_path):
     import holoviews as hv
@@ -51,7 +52,7 @@ RUN_FIGURES = {
 
 
 #: Figures that another line draws too, of other data.
-AGAIN = ("radar, overlaid", "layer_profile of runs", "eigenvalue_map of runs")
+AGAIN = ("radar", "step_grid", "radar, overlaid", "layer_profile of runs", "eigenvalue_map of runs")
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in AGAIN else ()) for name in RUN_FIGURES])

@@ -78,6 +78,7 @@ def test_models_side_by_side_share_their_scales(calm):
     assert frames[0].frame_width == frames[1].frame_width
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "n_columns"), [pytest.param(4, 4, marks=pytest.mark.slow), (5, 3)])
 def test_a_figure_of_bokeh_is_never_wider_than_1200_pixels(calm, n, n_columns):
     flows = {f"design {i} with a name that is long": calm for i in range(n)}
@@ -93,6 +94,7 @@ def test_a_figure_of_bokeh_is_never_wider_than_1200_pixels(calm, n, n_columns):
     assert has_legend == [i == n_columns - 1 for i in range(2 * n)]
 
 
+@pytest.mark.slow
 def test_wrapped_frames_keep_off_each_other_on_paper(calm):
     frames = matplotlib_axes(flow_map({f"design {i}": calm for i in range(5)}, backend="matplotlib"))
     boxes = [frame.get_tightbbox() for frame in frames if frame.get_visible() and frame.lines]

@@ -57,6 +57,7 @@ def matplotlib_looks(figure):
 LOOKS = {"bokeh": bokeh_looks, "matplotlib": matplotlib_looks}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draw", "backend"),
     [

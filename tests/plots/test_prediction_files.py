@@ -79,7 +79,8 @@ FIGURES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if "," in name else ()) for name in FIGURES]
+    "name",
+    [pytest.param(name, marks=() if name in ("risk_map", "reliability") else pytest.mark.slow) for name in FIGURES],
 )
 def test_both_backends_draw_it_without_a_warning(name, tmp_path, recwarn):
     from matplotlib import pyplot as plt

@@ -54,6 +54,7 @@ def test_numbers_stand_beside_the_chart_and_what_is_unknown_is_a_dash(table):
     assert all(place[0] > 1 for place in shown.values())
 
 
+@pytest.mark.slow
 def test_the_note_claims_counts_only_where_all_share_them(table):
     (frame,) = bokeh_panels(predictor_table(table))
     assert "50 runs" not in note(frame)

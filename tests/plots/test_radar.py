@@ -90,6 +90,7 @@ def test_an_architecture_that_says_nothing(comparison):
     assert len(radar(silent)) == 3
 
 
+@pytest.mark.slow
 def test_one_chart_each_or_all_in_one(comparison):
     panels = bokeh_panels(radar(comparison))
     assert [panel.title.text for panel in panels] == ["Pre-LN", "none", "bare"]

@@ -202,6 +202,7 @@ def test_where_the_model_knows_nothing_the_line_is_dotted_and_the_ground_grey(ri
     assert not elements(next(iter(risk_curve(risk))), "Rectangles")
 
 
+@pytest.mark.slow
 def test_runs_stand_below_and_above_and_the_legend_says_the_edge(risk, runs):
     figure = risk_curve(risk, runs=runs, places={"Pre-LN": 0, "No-Norm": 2})
     (panel,) = figure

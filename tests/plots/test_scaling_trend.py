@@ -81,6 +81,7 @@ def test_the_coordinate_check_marks_what_grows():
     assert shown.title.text == "Coordinate check: updates grow"
 
 
+@pytest.mark.slow
 def test_several_studies_share_one_panel_and_keep_their_looks():
     studies = {"falls": study_of(), "flat": study_of(exponent=0.0, seed=1)}
     figure = scaling_trend(studies, places={"falls": 3, "flat": 1})
@@ -106,11 +107,13 @@ def test_many_studies_have_a_legend_and_no_line_of_the_note_is_longer_than_the_f
     assert "no more than 4 is claimed" in " ".join(lines)
 
 
+@pytest.mark.slow
 def test_panels_side_by_side_have_notes_of_the_same_height():
     both = bokeh_panels(scaling_trend(study_of(target=(1024, 8))))
     assert note(both[0]).count("\n") == note(both[1]).count("\n") > 1
 
 
+@pytest.mark.slow
 def test_a_ladder_without_a_line_has_its_mark_in_the_legend():
     lineless = study_of(checked=False)
     for end in ("", "_low", "_high"):
@@ -128,6 +131,7 @@ def test_what_a_ladder_does_not_support_is_hollow_and_said():
     assert target.opts.get("style", "bokeh").kwargs["fill_alpha"] == 0.0
 
 
+@pytest.mark.slow
 def test_values_outside_of_what_was_tried_are_named():
     study = study_of()
     study["measured"].values[0, 0, 0] = np.inf
@@ -136,6 +140,7 @@ def test_values_outside_of_what_was_tried_are_named():
     assert "1 values outside of what was tried are not shown." in note(bokeh_panels(scaling_trend(study))[0])
 
 
+@pytest.mark.slow
 def test_a_share_has_a_plain_axis():
     shown = bokeh_panels(scaling_trend(study_of(), quantity=MASS))[0]
     assert type(shown.y_scale).__name__ == "LinearScale"

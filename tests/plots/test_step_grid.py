@@ -32,6 +32,7 @@ def test_rows_are_runs_and_columns_are_steps(runs):
     assert figure[-1].Text.I.data[2] == "diverged at step 12"
 
 
+@pytest.mark.slow
 def test_titles_notes_and_shared_axes_in_the_picture(runs):
     panels = bokeh_panels(step_grid({name: runs[name] for name in ("Pre-LN", "none")}))
     assert [panel.title.text for panel in panels] == ["step 0", "step 10", "step 20"] * 2

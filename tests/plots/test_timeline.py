@@ -216,6 +216,7 @@ def test_explosions_stay_in_view_up_to_a_thousand_times_the_usual():
     assert PanelAxis.of("loss", np.zeros(0)) == PanelAxis(0.0, 1.0, False)
 
 
+@pytest.mark.slow
 def test_old_runs_and_runs_without_almost_everything_are_drawn(pair):
     bare = xr.DataTree.from_dict({"monitors": xr.Dataset({"loss": ("step", [2.0, 1.0])}, {"step": [0, 7]})})
     old = run_of({0: 0.9, 10: 1.2}, n_layers=2, width=8, diverged=12)
@@ -255,6 +256,7 @@ def test_a_story_knows_its_first_and_last_step(pair):
     assert Story.of("a", events, 0).last_step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["bokeh", "matplotlib"])
 def test_it_becomes_a_file_that_holds_the_runs_colours(pair, backend, tmp_path):
     ending = {"bokeh": "html", "matplotlib": "png"}[backend]

@@ -128,6 +128,7 @@ def test_the_page_needs_nothing_else(written):
     assert len(images) == len(written.document.pictures) >= 3
 
 
+@pytest.mark.slow
 def test_pictures_are_inside_the_page_and_it_stays_small(tmp_path):
     tree = made_trees.assessment()
     html = report(tree, tmp_path / "a.html").read_text(encoding="utf-8")

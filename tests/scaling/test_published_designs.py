@@ -24,6 +24,7 @@ def n_parameters(model):
     return sum(weight.numel() for weight in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_every_family_is_built_at_two_sizes(family):
     import transformers

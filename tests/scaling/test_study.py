@@ -33,6 +33,7 @@ def study():
     return found
 
 
+@pytest.mark.slow
 def test_rungs_are_the_widths_at_the_smallest_depth_and_the_depths_at_the_largest_width(study):
     assert study["width"].values.tolist() == [8, 16, 24, 24]
     assert study["depth"].values.tolist() == [2, 2, 2, 3]

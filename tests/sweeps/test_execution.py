@@ -49,6 +49,7 @@ def wait_for_a_row(path, process=None, seconds=300):
     pytest.fail("no row was finished", pytrace=False)
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_a_killed_worker_changes_no_result(cluster, alone, tmp_path):
     from distributed import Client
@@ -87,6 +88,7 @@ def test_a_sweep_whose_process_is_killed_goes_on(cluster, alone, tmp_path):
     xr.testing.assert_identical(without_seconds(sweep), without_seconds(alone))
 
 
+@pytest.mark.slow
 def test_a_finished_sweep_starts_no_process(tmp_path, monkeypatch):
     runs = small_grid(seed=[0])
     first = made_alone(runs, tmp_path / "a.zarr")

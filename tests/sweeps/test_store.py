@@ -62,6 +62,7 @@ def test_models_of_different_depth_and_width_share_a_store(tmp_path):
     assert np.isfinite(sweep["eigenvalue"].values).sum(-1).tolist() == [[16, 16, 0], [8, 8, 8]]
 
 
+@pytest.mark.slow
 def test_joined_sweeps_keep_every_row(tmp_path):
     small = made_alone(small_grid(seed=[0])[:1], tmp_path / "a.zarr")
     deep = made_alone(small_grid(seed=[0], n_layers=3, d_model=8)[:2], tmp_path / "b.zarr")

@@ -127,7 +127,9 @@ def disturb():
 
 
 @every_source
-@pytest.mark.parametrize("start", [0, 1, 5, 13])
+@pytest.mark.parametrize(
+    "start", [pytest.param(0, marks=pytest.mark.slow), 1, 5, pytest.param(13, marks=pytest.mark.slow)]
+)
 def test_a_stream_can_be_taken_up_anywhere(make, start):
     """In this process and, with a source made anew, as in another."""
     task = make_task(make)
@@ -233,6 +235,7 @@ def test_the_order_is_the_same_with_and_without_workers():
     assert first(wb.tasks.as_task(loaders[0]), 7) == first(wb.tasks.as_task(loaders[1]), 7)
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_another_process_goes_on_where_this_one_stopped():
     code = textwrap.dedent("""

@@ -21,7 +21,7 @@ N_KILLS = 20
 #: Of the runs that nobody kills, more than any killed one comes to.
 N_STEPS = 45
 #: Those that are made before every change; the others before a release.
-KILLS = [pytest.param(index, marks=() if index in (0, 7, 13, 19) else pytest.mark.slow) for index in range(N_KILLS)]
+KILLS = [pytest.param(index, marks=() if index in (0, 13) else pytest.mark.slow) for index in range(N_KILLS)]
 FLUSH, CHECKPOINT, SPECTRA = (killed_run.SETTINGS[f"{name}_every"] for name in ("flush", "checkpoint", "spectra"))
 
 

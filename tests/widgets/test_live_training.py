@@ -129,6 +129,7 @@ def test_stopping_says_so_in_the_stores_and_leaves_checkpoints(make):
     assert "stopped" in live.canvas.state()[0]["runs"][0]["note"]
 
 
+@pytest.mark.slow
 def test_a_restart_from_an_older_checkpoint_is_a_new_branch_and_goes_on_to_the_bit(make, tmp_path):
     live = make(n_steps=12, checkpoint_every=4, kss=wb.KSS(enabled=False))
     live.start()
