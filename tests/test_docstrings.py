@@ -44,6 +44,8 @@ MEDIUM = frozenset(
         "zoo.conversion",
     )
 )
+#: Modules whose examples take several seconds.
+SLOW = frozenset(f"workbench.{name}" for name in ("assessment.assess", "reports.make_report", "risk.validation"))
 #: Packages whose examples draw.
 RENDER = ("workbench.plots.", "workbench.reports.")
 
@@ -96,6 +98,7 @@ MODULES = modules_with_examples()
 
 def marked(name):
     marks = [pytest.mark.medium] * (name in MEDIUM) + [pytest.mark.render] * name.startswith(RENDER)
+    marks += [pytest.mark.slow] * (name in SLOW)
     return pytest.param(name, marks=marks, id=name)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.subprocess
+pytestmark = [pytest.mark.subprocess, pytest.mark.slow]
 
 #: Run from the unpacked wheel, in a folder of its own, without the tree that it was built from.
 _IN_A_FRESH_PYTHON = """

@@ -233,6 +233,7 @@ def test_the_hardware_plan_is_judged(calm):
     assert np.isfinite(hazards["value"].values).any()
 
 
+@pytest.mark.slow
 def test_an_assessment_is_saved_and_read_back(calm, tmp_path):
     for save, name in ((wb.save, "a.zarr"), (wb.export_netcdf, "a.nc")):
         back = wb.open_run(save(calm, tmp_path / name))

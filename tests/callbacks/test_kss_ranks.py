@@ -13,7 +13,7 @@ from workbench.callbacks.kss.penalty import NOT_FINITE
 from workbench.errors import OptionError
 from workbench.koopman.moments import SnapshotMoments
 
-pytestmark = pytest.mark.subprocess
+pytestmark = [pytest.mark.subprocess, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,6 @@ def largest_difference(some, others):
     return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ddp_shaping.COUPLINGS)
 def test_two_ranks_shape_as_one_process_does(ranks, coupling):
     expected = in_one_process(coupling)

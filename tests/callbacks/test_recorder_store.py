@@ -59,6 +59,7 @@ def loss_of_probe(model, probe):
     return loss_of(model, (tokens, tokens.roll(1, 1)))
 
 
+@pytest.mark.slow
 def test_curvature_is_that_of_the_probe(task):  # noqa: F811
     model, probe = dense(), (task.batch(5)[0][:2],)
     recorder = recorder_with(every={**dict.fromkeys(ALL), "curvature": 3}, probe=probe, loss_of=loss_of_probe)

@@ -43,6 +43,7 @@ def compiled_in_place(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 @pytest.mark.parametrize("compiled", [compiled_by_replacement, compiled_in_place])
 def test_blocks_compiled_one_by_one(plain, compiled):

@@ -136,6 +136,7 @@ def test_equal_states_have_an_axis_too():
     assert frame.y_range.end > 1.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_layers", [1, pytest.param(24, marks=pytest.mark.slow)])
 def test_both_backends_draw_any_depth(n_layers, tmp_path, recwarn):
     gains = np.exp(np.random.default_rng(0).normal(size=(n_layers, 2)))

@@ -31,6 +31,7 @@ def table():
     )
 
 
+@pytest.mark.slow
 def test_ours_and_the_published_stand_in_the_row_of_their_predictor(table):
     (panel,) = figure = predictor_table(table)
     chance, ours_bars, their_bars = elements(panel, "Segments")

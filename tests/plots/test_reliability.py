@@ -51,6 +51,7 @@ def test_two_predictions_stand_beside_each_other():
     assert second.y_range.end > 40
 
 
+@pytest.mark.slow
 def test_the_note_says_what_the_bars_are():
     assert note(bokeh_panels(reliability(ONE))[0]).startswith("40 runs, one dot a bin   bars: 90 % Wilson intervals")
     both = note(bokeh_panels(reliability({"a": ONE, "b": OTHER.assign(n_runs=("bin", [1.0]))}))[0])

@@ -143,6 +143,7 @@ def test_edges_stand_at_the_largest_stable_rate_with_their_interval(risk):
     assert shown["0.5 [0.05, 2]"][1] == -1
 
 
+@pytest.mark.slow
 def test_measured_runs_are_hollow_or_filled(risk, runs):
     panel, _ = risk_map(risk, runs=runs)
     survived, diverged = elements(panel, "Points")

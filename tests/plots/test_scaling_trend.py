@@ -71,6 +71,7 @@ def test_dots_trend_and_target_are_those_of_the_study():
     np.testing.assert_allclose(area.dimension_values(2), of_edge["curve_high"])
 
 
+@pytest.mark.slow
 def test_the_coordinate_check_marks_what_grows():
     check = panels(scaling_trend(study_of()))[1]
     fine, off = elements(check, "Points")
@@ -123,6 +124,7 @@ def test_a_ladder_without_a_line_has_its_mark_in_the_legend():
     assert marks == {"whole": ["Line"], "lineless": ["Scatter"]}
 
 
+@pytest.mark.slow
 def test_what_a_ladder_does_not_support_is_hollow_and_said():
     study = study_of(target=(1024, 4))
     figure = scaling_trend(study)

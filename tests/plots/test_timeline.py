@@ -153,6 +153,7 @@ def test_alarms_stand_on_the_line_of_their_own_signal(pair):
     assert upright == [[120, 120], [190, 190]]
 
 
+@pytest.mark.slow
 def test_panels_share_the_steps_and_the_cursor_and_nothing_else(pair):
     state = bokeh_plot(timeline(pair, signals=["loss", "grad_norm", "effective_rank D2"])).state
     from bokeh.models import CrosshairTool
@@ -233,6 +234,7 @@ def test_old_runs_and_runs_without_almost_everything_are_drawn(pair):
     assert len(timeline(bare)) == 2
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_said(pair):
     run = pair["faulted"].copy(deep=True)
     run["monitors"]["loss"][250:260] = np.inf

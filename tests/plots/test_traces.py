@@ -87,6 +87,7 @@ def test_an_explosion_that_leaves_the_others_half_of_the_axis_stays(trained):
     assert panel.limits[1] == trained["Pre-LN"]["monitors"].grad_norm.max()
 
 
+@pytest.mark.slow
 def test_axes_are_logarithmic_where_it_helps(trained):
     assert panel_of(trained, "grad_norm").is_logarithmic
     run = trained["Pre-LN"].copy(deep=True)

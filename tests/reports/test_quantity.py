@@ -83,6 +83,7 @@ def test_a_selection_that_is_no_json_is_refused():
         Numbers(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 @given(st.lists(st.tuples(st.text(max_size=6), st.text(max_size=6)), min_size=2, max_size=6, unique=True))
 def test_anchors_are_valid_for_links(parts):

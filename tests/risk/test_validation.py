@@ -159,6 +159,7 @@ def test_predicted_over_measured_is_one_a_cell_and_bounds_are_kept_or_not():
     assert wb.risk.share_within(ratios) == 0.6
 
 
+@pytest.mark.slow
 def test_validation_goes_into_the_file_and_the_card(sweep, tmp_path):
     figures = wb.risk.validate(sweep, n_bootstrap=20, n_folds=2, **OPTIONS)
     assert list(figures) == ["configuration", "architecture", "near_unit_mass"]

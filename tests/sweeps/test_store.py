@@ -54,6 +54,7 @@ def test_only_finished_rows_are_read(runs, rows, tmp_path):
     assert wb.sweeps.SweepStore(tmp_path / "a.zarr", runs).missing() == [0, 2]
 
 
+@pytest.mark.slow
 def test_models_of_different_depth_and_width_share_a_store(tmp_path):
     runs = [*small_grid(seed=[0])[:1], *small_grid(seed=[0], n_layers=3, d_model=8)[:1]]
     sweep = made_alone(runs, tmp_path / "a.zarr")

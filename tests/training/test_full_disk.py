@@ -100,6 +100,7 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing(make_model, task, tmp_pat
     assert threads_of(store) == []
 
 
+@pytest.mark.slow
 @recorders
 def test_rows_that_do_not_fit_into_memory_are_a_gap(make_model, task, tmp_path, monkeypatch, has_recorder):
     small = functools.partial(BackgroundWriter, max_bytes=7_000)

@@ -58,6 +58,7 @@ def test_a_selection_on_the_page_arrives_and_is_not_sent_back(figure):
     assert figure.sent == []
 
 
+@pytest.mark.slow
 def test_show_takes_both_backends(spectra):
     assert isinstance(show(plots.layer_profile(spectra)), Figure)
     image = show(plots.layer_profile(spectra, measures=["rank"], backend="matplotlib"))

@@ -87,6 +87,7 @@ def fault_events(live, name):
     return list(zip(events["step"].values.tolist(), events["source"].values.tolist(), strict=True))
 
 
+@pytest.mark.slow
 def test_with_every_fault_off_both_runs_are_the_same_to_the_bit_and_kss_is_off(make):
     live = make(wb.faults.low_precision_attention(), wb.faults.large_rate(factor=3))
     assert not live.kss.enabled
