@@ -19,31 +19,6 @@ import torch
 import workbench as wb
 
 PACKAGE = Path(wb.__file__).parent
-#: Modules whose examples take half a second and more, or import a framework that does.
-MEDIUM = frozenset(
-    f"workbench.{name}"
-    for name in (
-        "assessment.assess",
-        "assessment.design_comparison",
-        "callbacks.adapters.hugging_face_adapter",
-        "callbacks.alarms.calibrating",
-        "callbacks.baselines.penalties",
-        "callbacks.recorder.recorder",
-        "flow.checkpoint_flows",
-        "io.store",
-        "plots.diagnosis_figures",
-        "plots.figure_files",
-        "plots.predictor_figure",
-        "reports.make_report",
-        "risk.fitting",
-        "risk.validation",
-        "studies.samples",
-        "studies.signals",
-        "sweeps.one_run",
-        "sweeps.sweep_store",
-        "zoo.conversion",
-    )
-)
 #: Modules whose examples take several seconds.
 SLOW = frozenset(f"workbench.{name}" for name in ("assessment.assess", "reports.make_report", "risk.validation"))
 #: Packages whose examples draw.
@@ -97,8 +72,7 @@ MODULES = modules_with_examples()
 
 
 def marked(name):
-    marks = [pytest.mark.medium] * (name in MEDIUM) + [pytest.mark.render] * name.startswith(RENDER)
-    marks += [pytest.mark.slow] * (name in SLOW)
+    marks = [pytest.mark.medium] + [pytest.mark.render] * name.startswith(RENDER) + [pytest.mark.slow] * (name in SLOW)
     return pytest.param(name, marks=marks, id=name)
 
 
@@ -159,7 +133,7 @@ def test_every_example_of_a_public_name_begins_with_the_import():
 
 
 def test_only_modules_that_have_examples_are_marked():
-    assert MODULES.keys() >= MEDIUM
+    assert MODULES.keys() >= SLOW
 
 
 def test_an_example_that_is_wrong_fails(tmp_path):
