@@ -45,7 +45,7 @@ test: venv sample  ## What CI runs, within 12 minutes: lint, all unit tests exce
 	$(NBVAL) notebooks/00_start.ipynb
 	$(PYTEST) -m "not slow" tests/browser
 
-full: venv sample  ## Before a release, an hour: lint, every test, notebook and browser test
+full: venv sample  ## Before a release, half an hour: lint, every test, notebook and browser test
 	$(MAKE) --no-print-directory lint unit notebooks browser
 
 # Types on one core, style and imports on the other.
