@@ -16,6 +16,7 @@ from workbench.io.run_access import named_runs
 from workbench.plots.timeline_events import TimelineEvent, signal_of
 from workbench.plots.timeline_figure import chosen_signals, healthy_runs, timeline
 from workbench.studies import signals as sig
+from workbench.studies.lines import checked_quantiles
 from workbench.widgets.base import WorkbenchWidget
 from workbench.widgets.timeline_parts.canvas import Detail, PanelSelection, TimelineCanvas, Wishes
 from workbench.widgets.timeline_parts.followed_run import FollowedRun
@@ -74,7 +75,7 @@ class Timeline(WorkbenchWidget):
         self._is_closed = threading.Event()
         if not poll_every > 0:
             raise OptionError(f"poll_every is {poll_every}, expected a positive number of seconds.")
-        quantiles = sig.checked_quantiles(band)
+        quantiles = checked_quantiles(band)
         self.runs = _followed(runs)
         references: list[FollowedRun] | int | None
         if isinstance(healthy, str | os.PathLike | Mapping):

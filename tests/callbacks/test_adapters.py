@@ -310,6 +310,31 @@ class TestLightning:
         assert watching.count("change_batch") == 2
         assert "training_step" not in vars(module)
 
+    def test_losses_of_a_training_that_failed_are_not_those_of_the_next(self, lightning, task):  # noqa: F811
+        model, seen = without_dropout(gpt2), Watching()
+        callback = wb.lightning_callback(seen)
+        breaks = model.lm_head.register_full_backward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fit(lightning, lightning_module(lightning, model), callback, n_steps=1, task=task, n_batches=1)
+        breaks.remove()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(50.0)  # another loss than that which was left behind
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        fit(lightning, lightning_module(lightning, model), callback, n_steps=1, task=task, n_batches=1)
+        anew = Watching()
+        again = without_dropout(gpt2)
+        with torch.no_grad():
+            again.lm_head.weight.mul_(50.0)
+        fit(
+            lightning,
+            lightning_module(lightning, again),
+            wb.lightning_callback(anew),
+            n_steps=1,
+            task=task,
+            n_batches=1,
+        )
+        assert seen.numbers[-1]["loss"] == anew.numbers[-1]["loss"]
+
     def test_a_store_is_not_written_twice(self, lightning, task, tmp_path):  # noqa: F811
         module = lightning_module(lightning, without_dropout(gpt2))
         callback = wb.lightning_callback(wb.Recorder(tmp_path / "run.zarr", every=None))

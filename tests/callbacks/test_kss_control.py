@@ -1,4 +1,3 @@
-import inspect
 import json
 import math
 import threading
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from workbench.callbacks.kss import BandController, ControlValues, KSSOptions, PenaltyShape
-from workbench.callbacks.kss.control import KSSControls
 from workbench.errors import OptionError
 
 
@@ -59,14 +57,6 @@ def test_a_misspelled_control_is_refused_with_the_nearest_name():
     assert vars(kss) == before
     kss.controller = controller = BandController()  # what it has may be set
     assert kss.controller is controller
-
-
-def test_an_unknown_argument_is_of_kss():
-    with pytest.raises(TypeError, match=r"^KSS.__init__\(\) got an unexpected keyword argument 'stength'"):
-        wb.KSS(stength=1)
-    own, base = (inspect.signature(kind.__init__).parameters for kind in (wb.KSS, KSSControls))
-    assert own == base
-    assert "strength" in inspect.signature(wb.KSS).parameters
 
 
 def test_an_unknown_control_is_named():

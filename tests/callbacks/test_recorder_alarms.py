@@ -15,6 +15,8 @@ from workbench.callbacks.alarms import (
     recorded_alarms,
     replay,
 )
+from workbench.callbacks.responding import Response, ResponseState
+from workbench.training.callback import TrainingRun
 
 pytestmark = pytest.mark.medium
 
@@ -117,6 +119,22 @@ def test_replaying_rests_where_the_run_acted(parts):
     steps = [alarm.step for alarm in replay(xr.DataTree.from_dict(tree), again, rest=12)]
     assert steps == [alarm.step for alarm in live.raised] != []
     assert steps[0] >= 34 > replay(xr.DataTree.from_dict(tree), without)[0].step
+
+
+def test_an_alarm_that_waits_for_more_evidence_waits_on_after_resuming(parts):
+    alarms = alarms_on("update_ratio")
+    actions = wb.Actions(policy={}, otherwise=("stop",), wait=10)
+    alarm = wb.alarms.Alarm(100, "update_ratio", 0, -1, 1.5, 2.0, is_outcome=False, message="It rises.")
+    for is_resumed in (False, True):
+        run = TrainingRun(parts["model"], parts["optimizer"], lambda event: None)
+        response = Response(alarms, actions, None, ResponseState())
+        if is_resumed:
+            response.recall([alarm])
+        else:
+            assert response.answer([alarm], run, 101) == []
+        assert response.answer([], run, 110) == []
+        assert [action.kind for action in response.answer([], run, 111)] == ["stop"]
+        assert run.stop_reason
 
 
 def test_what_the_callback_raises_goes_through(parts):

@@ -365,7 +365,7 @@ FAMILIES: tuple[Family, ...] = (
 BY_NAME = {family.name: family for family in FAMILIES}
 
 #: For what a family shows as well as the next: every third in `make test`, all of them before a release.
-A_THIRD_FIRST = [
+FAMILIES_BY_TIER = [
     pytest.param(family, marks=() if place % 3 == 0 else pytest.mark.slow) for place, family in enumerate(FAMILIES)
 ]
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from tests.models.model_families import (
-    A_THIRD_FIRST,
     BERT,
     BY_NAME,
     FAMILIES,
+    FAMILIES_BY_TIER,
     LLAMA,
     MHA,
     N_TOKENS,
@@ -106,7 +106,7 @@ def test_the_table_covers_the_families_that_were_seen():
     assert len({family.name for family in FAMILIES}) >= 60
 
 
-@pytest.mark.parametrize("family", A_THIRD_FIRST, ids=str)
+@pytest.mark.parametrize("family", FAMILIES_BY_TIER, ids=str)
 def test_family(family):
     """Stack, length and width; the chain of states; and that reading left no trace, bit for bit."""
     model, inputs = build(family), make_inputs(family)

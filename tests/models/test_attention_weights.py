@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.models.model_families import A_THIRD_FIRST, BY_NAME, build, make_inputs
+from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, build, make_inputs
 from workbench.errors import AnatomyError
 from workbench.models.anatomy import read_anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
@@ -173,7 +173,7 @@ WITHOUT = {
 }
 
 
-@pytest.mark.parametrize("family", A_THIRD_FIRST, ids=str)
+@pytest.mark.parametrize("family", FAMILIES_BY_TIER, ids=str)
 def test_family(family):
     """Every attention block is read; the weights explain what the eager scores are made of, and nothing changed."""
     model, inputs = build(family), make_inputs(family)

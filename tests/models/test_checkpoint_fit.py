@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import workbench as wb
-from tests.models.model_families import A_THIRD_FIRST, BY_NAME, build
+from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, build
 from workbench.errors import CheckpointError
 from workbench.models.state_fit import plain_names
 
@@ -101,7 +101,7 @@ def refusal(source, **options):
     return text
 
 
-@pytest.mark.parametrize("family", A_THIRD_FIRST, ids=str)
+@pytest.mark.parametrize("family", FAMILIES_BY_TIER, ids=str)
 def test_every_family_opens_again_bit_for_bit(family, tmp_path):
     model = build(family)
     model.save_pretrained(tmp_path)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.models.model_families import A_THIRD_FIRST, BY_NAME, Family, build, make_inputs
+from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, Family, build, make_inputs
 from workbench.models.anatomy import read_anatomy
 from workbench.models.attention_weights import Unreadable
 from workbench.models.router_weights import Router, router_weights
@@ -49,7 +49,7 @@ def test_family(name):
         assert bias is None or torch.equal(router.bias, bias)
 
 
-@pytest.mark.parametrize("family", [f for f in A_THIRD_FIRST if f.values[0].name not in ROUTERS], ids=str)
+@pytest.mark.parametrize("family", [f for f in FAMILIES_BY_TIER if f.values[0].name not in ROUTERS], ids=str)
 def test_dense_families_have_none(family):
     assert router_weights(build(family), make_inputs(family)) == []
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from workbench.formatting import clipped
 from workbench.plots import style
-from workbench.studies.signals import decimate
+from workbench.studies.lines import decimate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

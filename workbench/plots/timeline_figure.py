@@ -18,6 +18,7 @@ from workbench.plots.timeline_events import (
 from workbench.plots.timeline_panels import SignalPanel, Story
 from workbench.plots.traces_figure import Trace
 from workbench.studies import signals as sig
+from workbench.studies.lines import checked_quantiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +74,7 @@ def timeline(
     """
     trees = named_runs(runs, needs_spectra=False)
     order = style.model_places(trees, places)
-    quantiles = sig.checked_quantiles(band)
+    quantiles = checked_quantiles(band)
     if reduce is not None and reduce not in sig.REDUCTIONS:
         raise OptionError(f"The reduction is '{reduce}', expected one of {', '.join(sig.REDUCTIONS)}.")
     references = healthy_runs(healthy)

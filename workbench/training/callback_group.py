@@ -12,6 +12,10 @@ from torch import Tensor
 
 from workbench.errors import OptionError
 from workbench.training.callback import Callback, TrainingRun
+from workbench.training.step_record import NUMBERS
+
+#: Names that no callback may give its numbers, even where the trainer does not know that number.
+_TAKEN = frozenset({"step", *NUMBERS})
 
 
 class CallbackGroup:
@@ -36,8 +40,8 @@ class CallbackGroup:
         for callback in self.callbacks:
             if callback.is_running and callback.run is not run and callback.run.has_begun:
                 raise OptionError(
-                    f"Callback '{callback.name}' acts on another run at this moment; end that run first, or make "
-                    "another callback."
+                    f"Callback '{callback.name}' acts on another run at this moment; end that run first (close() of "
+                    "what wb.train() returned, detach() of a trainer's callback), or make another callback."
                 )
         try:
             for callback in self.callbacks:
@@ -122,7 +126,7 @@ def _checked_numbers(callback: Callback, found: Any, known: Mapping[str, Any]) -
         )
     numbers = {}
     for name, value in found.items():
-        if name in known or name == "step":
+        if name in known or name in _TAKEN:
             raise OptionError(
                 f"end_step() of callback '{callback.name}' returned '{name}', which the run records already; choose "
                 "another name."

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import xarray as xr
 
-_NUMBERS = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
+#: Numbers of a step that the trainer itself gives.
+NUMBERS = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
 
 
 @dataclass(frozen=True)
@@ -74,4 +75,4 @@ class StepRecord:
 
     def monitors(self) -> dict[str, float]:
         """The numbers of the step; names as in ``schema.MONITORS``."""
-        return {name: getattr(self, name) for name in _NUMBERS} | dict(self.numbers)
+        return {name: getattr(self, name) for name in NUMBERS} | dict(self.numbers)

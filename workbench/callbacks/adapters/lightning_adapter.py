@@ -73,6 +73,7 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
                     "recorder.attach(model, optimizer)."
                 )
             loaded, self.loaded = self.loaded, None
+            self.losses, self.numbers = [], {}
             self.step = trainer.global_step
             self.attachment.begin(pl_module, trainer.optimizers[0], step=self.step, state=loaded)
             if self.attachment.overrides("change_batch", "around_pass", "auxiliary_loss"):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from workbench.callbacks.kss.control import BandController, KSSControls, KSSOptions
+from workbench.callbacks.kss.control import KSSControls, KSSOptions
 from workbench.callbacks.kss.penalty import PenaltyShape
 from workbench.callbacks.kss.shaper import Shaper
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     import torch
     from torch import nn
 
@@ -44,28 +42,6 @@ class KSS(KSSControls):
         >>> kss.enabled
         False
     """
-
-    # Named here too, so that Python's messages and the help of an editor speak of KSS.
-    def __init__(
-        self,
-        *,
-        strength: float = 0.15,
-        interval: int = 10,
-        enabled: bool = True,
-        gamma: float = 0.4,
-        layers: str | Collection[int] = "half",
-        options: KSSOptions | None = None,
-        controller: BandController | None = None,
-    ) -> None:
-        super().__init__(
-            strength=strength,
-            interval=interval,
-            enabled=enabled,
-            gamma=gamma,
-            layers=layers,
-            options=options,
-            controller=controller,
-        )
 
     @classmethod
     def published(cls, **controls: Any) -> KSS:
