@@ -319,7 +319,6 @@ class TestLightning:
         breaks.remove()
         with torch.no_grad():
             model.lm_head.weight.mul_(50.0)  # another loss than that which was left behind
-        before = {name: value.clone() for name, value in model.state_dict().items()}
         fit(lightning, lightning_module(lightning, model), callback, n_steps=1, task=task, n_batches=1)
         anew = Watching()
         again = without_dropout(gpt2)
