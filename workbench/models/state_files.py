@@ -29,8 +29,12 @@ _WEIGHT_FILES = (
 )
 
 
-def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str, Tensor]:
     """The tensors of a ``.safetensors`` file or of a pickle, which is read without running code.
+
+    Args:
+        path: Path of the file.
+        mmap: Whether tensors of a pickle are views of the file, where its format allows that.
 
     Raises:
         CheckpointError: If the file is missing, damaged, holds code, or holds no state dict.
@@ -44,7 +48,7 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         check_safetensors(path)
         return load_file(path)
     try:
-        state = _read_pickle(path)
+        state = _read_pickle(path, mmap=mmap and zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path.name} holds more than tensors, possibly code, and was not loaded; "
