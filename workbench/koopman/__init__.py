@@ -4,11 +4,13 @@ from workbench.koopman.dmd import WhitenedOperator, eigenmodes, whitened_operato
 from workbench.koopman.kreiss import kreiss_constant
 from workbench.koopman.measures import mass_fractions, near_unit_mass
 from workbench.koopman.moments import SnapshotMoments
+from workbench.koopman.sketch import SnapshotSketch
 from workbench.koopman.spectra import RankWarning, layer_spectra, layer_spectrum, whitened_dmd
 
 __all__ = [
     "RankWarning",
     "SnapshotMoments",
+    "SnapshotSketch",
     "WhitenedOperator",
     "eigenmodes",
     "kreiss_constant",

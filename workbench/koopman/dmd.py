@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from workbench.errors import OptionError, SnapshotError
+from workbench.koopman.sketch import SnapshotSketch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,13 +132,13 @@ class OperatorModes:
     left: Tensor | None
 
 
-def whitened_operator(moments: SnapshotMoments, options: DmdOptions | None = None) -> WhitenedOperator:
+def whitened_operator(moments: SnapshotMoments | SnapshotSketch, options: DmdOptions | None = None) -> WhitenedOperator:
     """The operator that maps whitened states to whitened next states (RKSP: A = Yw pinv(Xw)).
 
-    Everything follows from the moments and is differentiable in them.
+    Everything follows from the moments and is differentiable in them; a `SnapshotSketch` carries no gradient.
 
     Args:
-        moments: Moments of at least three snapshots.
+        moments: Moments of at least three snapshots, or their sketch.
         options: Options, see `DmdOptions`.
 
     Returns:
@@ -156,9 +157,11 @@ def whitened_operator(moments: SnapshotMoments, options: DmdOptions | None = Non
     """
     options = options or DmdOptions()
     trace = _total_variance(moments)
+    if isinstance(moments, SnapshotSketch):
+        return _operator_of_sketch(moments, options, trace)
     c_xx = moments.c_xx
     basis, variance, condition = _principal_directions(c_xx, options)
-    ridge = options.ridge * (trace / moments.n_features if options.ridge_kind == "relative" else 1.0)
+    ridge = _ridge(options, trace, moments.n_features)
     whiten = (variance + ridge).rsqrt()
     n_null = basis.shape[1] - len(whiten) if options.rank is None and ridge > 0 else 0
     used = basis[:, n_null:]
@@ -175,6 +178,30 @@ def whitened_operator(moments: SnapshotMoments, options: DmdOptions | None = Non
     )
     matrix = change[n_null:] + torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return WhitenedOperator(matrix, gram, update_gram, unexplained, condition, moments.n_snapshots)
+
+
+def _operator_of_sketch(sketch: SnapshotSketch, options: DmdOptions, trace: float) -> WhitenedOperator:
+    """`whitened_operator` of a sketch: its moments are diagonal in the directions already."""
+    found = sketch.principal_moments(options.rank, options.rank_tolerance)
+    ridge = _ridge(options, trace, sketch.n_features)
+    whiten = (found.variance + ridge).rsqrt()
+    gram = found.variance * whiten.square()
+    cross = found.c_dx * whiten[:, None] * whiten
+    change = cross / gram
+    update_gram = found.c_dd * whiten[:, None] * whiten
+    total = update_gram.diagonal()
+    unexplained, energy = (total - (change * cross).sum(1)).clamp(min=0).sum(), total.sum()
+    if options.rank is None and ridge > 0 and found.n_outside:
+        unexplained = unexplained + (found.update_outside - found.explained_outside).clamp(min=0) / ridge
+        energy = energy + found.update_outside / ridge
+    share = unexplained / energy.clamp(min=torch.finfo(torch.float64).tiny)
+    matrix = change + torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    condition = float(found.variance[-1] / found.variance[0])
+    return WhitenedOperator(matrix, gram, update_gram, share, condition, sketch.n_snapshots)
+
+
+def _ridge(options: DmdOptions, trace: float, n_features: int) -> float:
+    return options.ridge * (trace / n_features if options.ridge_kind == "relative" else 1.0)
 
 
 def koopman_matrix(
@@ -208,27 +235,32 @@ def koopman_matrix(
         left_out = directions[:, : -len(variance)]
         gaps = variance - all_variances[: -len(variance), None]
         basis = basis + left_out @ ((left_out.T @ (c_xx - constant) @ basis) / gaps)
-    ridge = options.ridge * (trace / moments.n_features if options.ridge_kind == "relative" else 1.0)
+    ridge = _ridge(options, trace, moments.n_features)
     whiten = basis * (variance + ridge).rsqrt()
     change = torch.linalg.solve(whiten.T @ c_xx @ whiten, whiten.T @ moments.c_dx @ whiten, left=False)
     return change + torch.eye(len(variance), dtype=change.dtype, device=change.device)
 
 
-def _total_variance(moments: SnapshotMoments) -> float:
+def _total_variance(moments: SnapshotMoments | SnapshotSketch) -> float:
     """Trace of C_xx, once it is clear that there is a spectrum."""
     if moments.n_snapshots < 3:
         raise SnapshotError(
             f"{moments.name[:1].upper()}{moments.name[1:]} has {moments.n_snapshots} snapshots, "
             "expected at least 3; pass more tokens."
         )
-    trace = float(moments.c_xx.detach().diagonal().sum())
+    if isinstance(moments, SnapshotSketch):
+        states, updates, squared_mean = moments.total_variance()
+    else:
+        states, updates = moments.c_xx.detach().diagonal().sum(), moments.c_dd.detach().diagonal().sum()
+        squared_mean = moments.mean_x.detach().square().sum()
+    trace = float(states)
     # A covariance is finite where its diagonal is. Beyond that LAPACK may hang or take the process down.
-    if not np.isfinite(trace) or not bool(torch.isfinite(moments.c_dd.diagonal()).all()):
+    if not np.isfinite(trace) or not bool(torch.isfinite(updates)):
         raise SnapshotError(
             f"The states passing {moments.name} are so large that their squares overflow float64; scale them down."
         )
     # States that are all the same still vary by the rounding of the dtype they came in.
-    noise = moments.resolution**2 * float(moments.mean_x.detach().square().sum())
+    noise = moments.resolution**2 * float(squared_mean)
     if not trace > noise:
         raise SnapshotError(
             f"The states entering {moments.name} are all the same, so there is no spectrum; pass inputs that differ."

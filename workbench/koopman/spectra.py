@@ -20,6 +20,7 @@ from workbench.koopman.dmd import DmdOptions, OperatorModes, eigenmodes, signifi
 from workbench.koopman.kreiss import kreiss_from_modes
 from workbench.koopman.measures import Thresholds, mass_fractions
 from workbench.koopman.moments import SnapshotMoments
+from workbench.koopman.sketch import SnapshotSketch
 from workbench.schema.runs import SCHEMA_VERSION, SPECTRA, validate_spectra
 
 if TYPE_CHECKING:
@@ -38,11 +39,11 @@ class LayerSpectrum:
     values: dict[str, float]
 
 
-def layer_spectrum(moments: SnapshotMoments, options: DmdOptions | None = None) -> LayerSpectrum:
+def layer_spectrum(moments: SnapshotMoments | SnapshotSketch, options: DmdOptions | None = None) -> LayerSpectrum:
     """Every measure of one layer, from its moments (RKSP).
 
     Args:
-        moments: Moments of at least three snapshots.
+        moments: Moments of at least three snapshots, or their sketch.
         options: Options, see `DmdOptions`.
 
     Returns:
@@ -76,7 +77,7 @@ def layer_spectrum(moments: SnapshotMoments, options: DmdOptions | None = None) 
 
 
 def layer_spectra(
-    moments: Sequence[SnapshotMoments],
+    moments: Sequence[SnapshotMoments | SnapshotSketch],
     options: DmdOptions | None = None,
     *,
     n_workers: int | None = None,
@@ -237,7 +238,9 @@ def whitened_dmd(
 
 
 def warn_if_rank_deficient(
-    layers: Sequence[LayerSpectrum], moments: Sequence[SnapshotMoments], options: DmdOptions | None
+    layers: Sequence[LayerSpectrum],
+    moments: Sequence[SnapshotMoments | SnapshotSketch],
+    options: DmdOptions | None,
 ) -> None:
     """Say once which layers have fewer modes than asked, because their states span fewer directions.
 

@@ -1,0 +1,262 @@
+"""Snapshots of one layer in memory that grows with its width, not with its square: kept whole, or as a sketch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Random directions beyond the rank in the range finder, and its power iterations (Halko, Martinsson & Tropp 2011).
+_EXTRA, _N_ITERATIONS = 10, 4
+#: Directions that a sketch keeps, as a multiple of the rank that is asked.
+OVERSAMPLING = 4
+
+
+@dataclass(frozen=True)
+class PrincipalMoments:
+    """Second moments of states x and updates d = y - x in the principal directions of x, by rising variance.
+
+    Attributes:
+        variance: Variances of x along the directions, shape (m,).
+        c_dx: Cross-covariance of update and state in the directions, shape (m of d, m of x).
+        c_dd: Covariance of the update in the directions, shape (m, m).
+        update_outside: Variance of the update outside the directions.
+        explained_outside: Part of it that a linear map of the states explains, in units of the variances.
+        n_outside: Number of directions outside.
+    """
+
+    variance: Tensor
+    c_dx: Tensor
+    c_dd: Tensor
+    update_outside: Tensor
+    explained_outside: Tensor
+    n_outside: int
+
+
+class SnapshotSketch:
+    """Snapshot pairs (x, y) of one layer, for a wide stream with few snapshots or a small rank.
+
+    Up to ``n_features`` snapshots are kept as they come, and the spectra from them are those of the exact moments.
+    Beyond that, with a rank, they are replaced by their moments in the leading ``4 rank`` directions of x, which follow
+    the snapshots as more arrive (incremental principal component analysis: Ross, Lim, Lin & Yang 2008); the total
+    variance stays exact. Memory is O(feature * (snapshot, at most feature)) in the dtype of the snapshots, then
+    O(feature * rank).
+
+    Args:
+        n_features: Width of the state.
+        rank: Number of leading directions wanted; None: all, of at most ``n_features`` snapshots.
+        seed: Seed of the random range finder.
+        name: Name of the layer of the snapshots, for error messages.
+
+    Attributes:
+        n_features: Width of the state.
+        n_snapshots: Snapshots seen so far.
+        name: Name of the layer.
+        resolution: Relative spacing of the coarsest dtype that the snapshots came in.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+        >>> sketch = wb.koopman.SnapshotSketch(96, rank=4).update(x, 0.5 * x)
+        >>> spectrum = wb.koopman.layer_spectrum(sketch, wb.DmdOptions(rank=4))
+        >>> round(spectrum.values["spectral_radius"], 3), spectrum.values["rank"]
+        (0.5, 4)
+    """
+
+    def __init__(self, n_features: int, *, rank: int | None = None, seed: int = 0, name: str = "the layer") -> None:
+        self.n_features = n_features
+        self.name = name
+        self.n_snapshots = 0
+        self.resolution = torch.finfo(torch.float64).eps
+        self._rank, self._seed = rank, seed
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._moments: _Moments | None = None
+
+    def update(self, x: Tensor, y: Tensor) -> SnapshotSketch:
+        """Add snapshots.
+
+        Args:
+            x: States entering, shape (snapshot, feature), any floating dtype; kept, so they must not be written to.
+            y: States leaving, same shape; row i belongs to row i of ``x``.
+
+        Returns:
+            Itself.
+
+        Raises:
+            SnapshotError: If the shapes disagree, a value is NaN or infinite, or there are more snapshots than features
+                and no rank; nothing is added then.
+        """
+        if x.ndim != 2 or x.shape != y.shape or x.shape[1] != self.n_features:
+            raise SnapshotError(
+                f"Snapshots of {self.name} have shapes {tuple(x.shape)} and {tuple(y.shape)}, expected two arrays "
+                f"(snapshot, {self.n_features}); flatten batch and token into the first axis."
+            )
+        if not (x.is_floating_point() and y.is_floating_point()):
+            raise SnapshotError(f"Snapshots of {self.name} are {x.dtype} and {y.dtype}, expected real floating point.")
+        if not bool(torch.isfinite(x.sum(0, dtype=torch.float64) + y.sum(0, dtype=torch.float64)).all()):
+            raise SnapshotError(
+                f"The residual stream holds NaN or infinite values in {self.name}; profile an earlier checkpoint or "
+                "load the weights in float32."
+            )
+        if self._rank is None and self.n_snapshots + len(x) > self.n_features:
+            raise SnapshotError(
+                f"{self.name[:1].upper()}{self.name[1:]} has more snapshots than features, {self.n_features}; pass a "
+                "rank, or use SnapshotMoments."
+            )
+        self.resolution = max(self.resolution, torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps)
+        for i in range(0, len(x), self.n_features):
+            part = x[i : i + self.n_features].detach(), y[i : i + self.n_features].detach()
+            if self._n_kept and self._n_kept + len(part[0]) > self.n_features:
+                self._moments, self._kept = self._gathered(), []
+            self._kept.append(part)
+        self.n_snapshots += len(x)
+        return self
+
+    @property
+    def _n_kept(self) -> int:
+        return sum(len(x) for x, _ in self._kept)
+
+    def principal_moments(self, rank: int | None, rank_tolerance: float) -> PrincipalMoments:
+        """The moments in the leading directions.
+
+        Args:
+            rank: Number of directions; None: all in which the states vary.
+            rank_tolerance: Directions with less than this fraction of the largest variance do not count.
+
+        Raises:
+            SnapshotError: If more directions are asked than the sketch was made for.
+        """
+        if self._rank is not None and (rank is None or rank > self._rank):
+            raise SnapshotError(f"The sketch of {self.name} was made for rank {self._rank}, not {rank or 'all'}.")
+        found = self._gathered(n_directions=rank)
+        n = self.n_snapshots - 1
+        variance = found.sum_xx.diagonal() / n
+        is_used = variance > rank_tolerance * variance[-1]
+        is_used[: len(variance) - (rank or len(variance))] = False
+        variance = variance[is_used]
+        c_dx, c_dd = (sums[is_used][:, is_used] / n for sums in (found.sum_dx, found.sum_dd))
+        outside = (found.total_d / n - c_dd.diagonal().sum()).clamp(min=0)
+        explained = torch.zeros_like(outside)
+        if rank is None:  # columns of C_dx over all features, less what lies in the directions
+            beyond = (found.full_dx[:, is_used] / n).square().sum(0) - c_dx.square().sum(0)
+            explained = (beyond.clamp(min=0) / variance).sum()
+        return PrincipalMoments(variance, c_dx, c_dd, outside, explained, self.n_features - len(variance))
+
+    def total_variance(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Trace of the covariance of the states, that of the updates, and the squared mean of the states."""
+        centred, n = self._centred(), max(self.n_snapshots - 1, 1)
+        return centred.total_x / n, centred.total_d / n, centred.mean_x.square().sum()
+
+    def _centred(self) -> _Centred:
+        """The snapshots kept, with their total over all that came."""
+        x = torch.cat([x.double() for x, _ in self._kept])
+        d = torch.cat([y.double() for _, y in self._kept]) - x
+        n, mean_x, mean_d = len(x), x.mean(0), d.mean(0)
+        x, d = x - mean_x, d - mean_d
+        total_x, total_d = x.square().sum(), d.square().sum()
+        if (before := self._moments) is not None:
+            total = before.n + n
+            weight = (before.n * n / total) ** 0.5  # Chan, Golub & LeVeque 1983
+            shift_x, shift_d = mean_x - before.mean_x, mean_d - before.mean_d
+            x, d = torch.cat([x, weight * shift_x[None]]), torch.cat([d, weight * shift_d[None]])
+            mean_x, mean_d = before.mean_x + shift_x * (n / total), before.mean_d + shift_d * (n / total)
+            n, total_x, total_d = total, before.total_x + x.square().sum(), before.total_d + d.square().sum()
+        return _Centred(n, mean_x, mean_d, total_x, total_d, x, d)
+
+    def _gathered(self, n_directions: int | None = None) -> _Moments:
+        """All snapshots as moments in the leading directions.
+
+        Args:
+            n_directions: Number of directions that are enough if nothing more is to come; None: as many as the sketch
+                keeps.
+        """
+        new, before = self._centred(), self._moments
+        x, d = new.x, new.d
+        if self._rank is None:
+            basis = _row_space(x)
+        elif before is None:
+            wanted = n_directions or OVERSAMPLING * self._rank
+            basis = _leading_rows(x, min(wanted, self.n_features), self._seed)
+        else:
+            scale = before.sum_xx.diagonal().clamp(min=0).sqrt()  # the states' moments are diagonal in the basis
+            rows = torch.cat([x, scale[:, None] * before.basis.T])
+            basis = _leading_rows(rows, min(OVERSAMPLING * self._rank, self.n_features), self._seed)
+        in_x, in_d = x @ basis, d @ basis
+        sum_xx, sum_dx, sum_dd = in_x.T @ in_x, in_d.T @ in_x, in_d.T @ in_d
+        if before is not None:
+            turn = basis.T @ before.basis
+            sum_xx = sum_xx + turn @ before.sum_xx @ turn.T
+            sum_dx = sum_dx + turn @ before.sum_dx @ turn.T
+            sum_dd = sum_dd + turn @ before.sum_dd @ turn.T
+        variance, rotation = torch.linalg.eigh(sum_xx)
+        return _Moments(
+            new.n,
+            new.mean_x,
+            new.mean_d,
+            new.total_x,
+            new.total_d,
+            basis @ rotation,
+            variance.diag(),
+            rotation.T @ sum_dx @ rotation,
+            rotation.T @ sum_dd @ rotation,
+            d.T @ (in_x @ rotation) if self._rank is None else in_x[:0],
+        )
+
+
+@dataclass(frozen=True)
+class _Centred:
+    """Snapshots about their mean, a row each, with means and totals over these and all before."""
+
+    n: int
+    mean_x: Tensor
+    mean_d: Tensor
+    total_x: Tensor
+    total_d: Tensor
+    x: Tensor
+    d: Tensor
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Centred sums over snapshots in the principal directions of x: the columns of ``basis``, by rising variance.
+
+    ``full_dx`` has rows for all features and exists only where every snapshot is kept.
+    """
+
+    n: int
+    mean_x: Tensor
+    mean_d: Tensor
+    total_x: Tensor
+    total_d: Tensor
+    basis: Tensor
+    sum_xx: Tensor
+    sum_dx: Tensor
+    sum_dd: Tensor
+    full_dx: Tensor
+
+
+def _row_space(rows: Tensor) -> Tensor:
+    """Orthonormal directions that span the rows, those of largest variance first, shape (feature, row)."""
+    variance, left = torch.linalg.eigh(rows @ rows.T)
+    scale = variance.clamp(min=torch.finfo(rows.dtype).tiny).sqrt()
+    # Directions of small variance come out of the Gram matrix inaccurate; QR makes them orthogonal to the large ones.
+    return torch.linalg.qr(((left / scale).T @ rows).flip(0).T).Q
+
+
+def _leading_rows(rows: Tensor, n_directions: int, seed: int) -> Tensor:
+    """Randomized range finder with power iterations (Halko, Martinsson & Tropp 2011, Algorithm 4.4)."""
+    generator = torch.Generator().manual_seed(seed)
+    width = min(n_directions + _EXTRA, rows.shape[1])
+    start: Any = torch.randn(rows.shape[1], width, dtype=rows.dtype, generator=generator)
+    basis = start.to(rows.device)
+    for _ in range(_N_ITERATIONS):
+        basis = torch.linalg.qr(rows.T @ (rows @ basis)).Q
+    _, rotation = torch.linalg.eigh((rows @ basis).T @ (rows @ basis))
+    return (basis @ rotation)[:, -n_directions:]

@@ -1,0 +1,210 @@
+"""A model whose weights stay on disk: each part is filled as it runs, and emptied afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from workbench.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+#: Function from names of parameters and buffers to their values.
+ReadWeights = Callable[[Sequence[str]], Mapping[str, "Tensor"]]
+
+
+class StreamedWeights:
+    """The weights of a model on the meta device, read from disk part by part while it runs.
+
+    A part is a block (a member of a repeated container, with all that is inside) or one other module's own weights.
+    Hooks fill a part before it runs and put it back on the meta device afterwards, so that at most the parts that run
+    at the moment are in memory. On the CPU, weights that need no conversion are views of the file.
+
+    Args:
+        model: Model with its parameters on the meta device.
+        read: Function that reads weights by the names of `weight_names`, in the dtype that the model computes in.
+        n_bytes: Bytes of each weight in memory, by name.
+        identity: Text that changes when the files do.
+        device: Device on which the model runs.
+
+    Attributes:
+        device: Device on which the model runs.
+        identity: Text that changes when the files do.
+        n_reads: How often each part was read, by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        read: ReadWeights,
+        n_bytes: Mapping[str, int],
+        *,
+        identity: str,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.device, self.identity = torch.device(device), identity
+        self.n_reads: Counter[str] = Counter()
+        self._read, self._n_bytes = read, dict(n_bytes)
+        self._names = weight_names(model)
+        self._parts = {module: name for name, module in model.named_modules() if _is_part(model, name)}
+        self._whole = {module for module, name in self._parts.items() if _is_member(model, name)}
+        self._running: Counter[nn.Module] = Counter()
+        self._filled: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
+        self._stand_ins: dict[Any, Mapping[str, Tensor]] | None = None
+        self._handles: list[RemovableHandle] = []
+        for module in self._parts:
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def n_bytes(self, module: nn.Module) -> int:
+        """Bytes that the weights of a module take when they are in memory."""
+        return sum(self._n_bytes[name] for name in {self._names[key] for key in _tensors_of(module, whole=True)})
+
+    def hold(self, module: nn.Module) -> Any:
+        """Context in which a part stays filled, however often it runs."""
+
+        @contextmanager
+        def held() -> Iterator[None]:
+            part = next((part for part in module.modules() if part in self._parts), None)
+            parts = [module] if module in self._parts else [] if part is None else [part]
+            for part in parts:
+                self._enter(part)
+            try:
+                yield
+            finally:
+                for part in parts:
+                    self._leave(part)
+
+        return held()
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Context in which blocks of one kind all run with the weights of the first that runs.
+
+        What a model computes is meaningless then; which module passes what to which is not, and it takes one block to
+        be read instead of all of them.
+        """
+        self._stand_ins = {}
+        try:
+            yield
+        finally:
+            self._stand_ins = None
+
+    @contextmanager
+    def everything(self) -> Iterator[None]:
+        """Context in which all weights are filled: for weights that take no memory, or fit in it."""
+        parts = list(self._parts)
+        for part in parts:
+            self._enter(part)
+        try:
+            yield
+        finally:
+            for part in parts:
+                self._leave(part)
+
+    def _enter(self, module: nn.Module, args: Any = None) -> None:
+        self._running[module] += 1
+        if self._running[module] == 1:
+            self._filled[module] = self._fill(module)
+
+    def _leave(self, module: nn.Module, args: Any = None, output: Any = None) -> None:
+        self._running[module] -= 1
+        if self._running[module] <= 0:
+            self._running[module] = 0
+            for owner, name, empty in self._filled.pop(module, ()):
+                table = owner._parameters if name in owner._parameters else owner._buffers
+                table[name] = empty
+
+    def _fill(self, module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+        places = _tensors_of(module, whole=module in self._whole)
+        wanted = {key: self._names[key] for key in places}
+        values = self._values(module, sorted(set(wanted.values())))
+        filled = []
+        for (owner, name), weight_name in wanted.items():
+            table: Any = owner._parameters if name in owner._parameters else owner._buffers
+            filled.append((owner, name, table[name]))
+            value = values[weight_name].to(self.device)
+            table[name] = nn.Parameter(value, requires_grad=False) if table is owner._parameters else value
+        return filled
+
+    def _values(self, module: nn.Module, names: list[str]) -> Mapping[str, Tensor]:
+        prefix = self._parts[module]
+        if self._stand_ins is not None and module in self._whole:
+            local = [name.removeprefix(prefix) for name in names]
+            shapes = tuple(self._n_bytes[name] for name in names)
+            kind = (type(module), tuple(local), shapes)
+            if kind not in self._stand_ins:
+                self._stand_ins[kind] = dict(zip(local, self._read_all(prefix, names).values(), strict=True))
+            return dict(zip(names, self._stand_ins[kind].values(), strict=True))
+        return self._read_all(prefix, names)
+
+    def _read_all(self, part: str, names: list[str]) -> dict[str, Tensor]:
+        self.n_reads[part] += 1
+        found = self._read(names) if names else {}
+        return {name: found[name] for name in names}
+
+
+def weight_names(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """Owner and attribute of every parameter and buffer on the meta device -> its name; one for what is tied."""
+    names: dict[tuple[nn.Module, str], str] = {}
+    first: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and tensor.is_meta:
+                    names[module, name] = first.setdefault(id(tensor), f"{path}.{name}" if path else name)
+    return names
+
+
+def refuse_streamed(model: nn.Module, what: str) -> None:
+    """Refuse a model whose weights are on the meta device.
+
+    Args:
+        model: Model.
+        what: What needs the weights, as the start of a sentence: "Training".
+
+    Raises:
+        CheckpointError: If they are.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise CheckpointError(
+            f"{what} needs all weights of {type(model).__name__} in memory, and they stay on disk; open it with "
+            "open_checkpoint(..., streaming=False)."
+        )
+
+
+def _is_member(model: nn.Module, path: str) -> bool:
+    """Whether a module is a member of a repeated container and in no other member."""
+    parent, _, _ = path.rpartition(".")
+    if not path or not isinstance(model.get_submodule(parent), _CONTAINERS):
+        return False
+    parts = parent.split(".") if parent else []
+    return not any(_is_member(model, ".".join(parts[:i])) for i in range(1, len(parts) + 1))
+
+
+def _is_part(model: nn.Module, path: str) -> bool:
+    """Whether a module is filled on its own: a member with weights, or a module with weights of its own elsewhere."""
+    module = model.get_submodule(path)
+    parts = path.split(".")
+    if any(_is_member(model, ".".join(parts[:i])) for i in range(1, len(parts))):
+        return False
+    return bool(_tensors_of(module, whole=_is_member(model, path)))
+
+
+def _tensors_of(module: nn.Module, *, whole: bool) -> list[tuple[nn.Module, str]]:
+    """Owner and attribute of the parameters and buffers on the meta device."""
+    return [
+        (owner, name)
+        for owner in (module.modules() if whole else [module])
+        for table in (owner._parameters, owner._buffers)
+        for name, tensor in table.items()
+        if tensor is not None and tensor.is_meta
+    ]
