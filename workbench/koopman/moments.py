@@ -61,6 +61,11 @@ class SnapshotMoments:
         moments.n_snapshots = 1
         return moments
 
+    @property
+    def n_bytes(self) -> int:
+        """Memory that the moments take."""
+        return 3 * self._sum_xx.nbytes
+
     def update(self, x: Tensor, y: Tensor) -> SnapshotMoments:
         """Add snapshots.
 

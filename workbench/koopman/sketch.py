@@ -52,10 +52,12 @@ class SnapshotSketch:
         n_features: Width of the state.
         rank: Number of leading directions wanted; None: all, of at most ``n_features`` snapshots.
         seed: Seed of the random range finder.
+        device: Device on which the snapshots are kept.
         name: Name of the layer of the snapshots, for error messages.
 
     Attributes:
         n_features: Width of the state.
+        device: Device on which the snapshots are kept.
         n_snapshots: Snapshots seen so far.
         name: Name of the layer.
         resolution: Relative spacing of the coarsest dtype that the snapshots came in.
@@ -70,8 +72,16 @@ class SnapshotSketch:
         (0.5, 4)
     """
 
-    def __init__(self, n_features: int, *, rank: int | None = None, seed: int = 0, name: str = "the layer") -> None:
-        self.n_features = n_features
+    def __init__(
+        self,
+        n_features: int,
+        *,
+        rank: int | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        name: str = "the layer",
+    ) -> None:
+        self.n_features, self.device = n_features, torch.device(device)
         self.name = name
         self.n_snapshots = 0
         self.resolution = torch.finfo(torch.float64).eps
@@ -111,6 +121,7 @@ class SnapshotSketch:
                 "rank, or use SnapshotMoments."
             )
         self.resolution = max(self.resolution, torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps)
+        x, y = x.to(self.device), y.to(self.device)
         for i in range(0, len(x), self.n_features):
             part = x[i : i + self.n_features].detach(), y[i : i + self.n_features].detach()
             if self._n_kept and self._n_kept + len(part[0]) > self.n_features:
@@ -118,6 +129,11 @@ class SnapshotSketch:
             self._kept.append(part)
         self.n_snapshots += len(x)
         return self
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that the snapshots take."""
+        return sum(x.nbytes + y.nbytes for x, y in self._kept)
 
     @property
     def _n_kept(self) -> int:

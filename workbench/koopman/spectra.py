@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,22 @@ if TYPE_CHECKING:
 
 class RankWarning(UserWarning):
     """The states span fewer dimensions than the stream has."""
+
+
+class HasCounts(Protocol):
+    """What snapshots were seen of a layer: their number and width, and its name."""
+
+    @property
+    def n_snapshots(self) -> int:
+        """Number of snapshots."""
+
+    @property
+    def n_features(self) -> int:
+        """Width of the state."""
+
+    @property
+    def name(self) -> str:
+        """Name of the layer."""
 
 
 @dataclass(frozen=True)
@@ -238,9 +254,7 @@ def whitened_dmd(
 
 
 def warn_if_rank_deficient(
-    layers: Sequence[LayerSpectrum],
-    moments: Sequence[SnapshotMoments | SnapshotSketch],
-    options: DmdOptions | None,
+    layers: Sequence[LayerSpectrum], moments: Sequence[HasCounts], options: DmdOptions | None
 ) -> None:
     """Say once which layers have fewer modes than asked, because their states span fewer directions.
 

@@ -244,6 +244,12 @@ class TokenSelection:
         self.layout = batches.layout
         self._rows_left = None if batches.n_rows is None else sum(batches.n_rows)
 
+    def reset(self) -> None:
+        """Choose from the beginning."""
+        self.n_chosen = self.n_offered = 0
+        self.has_unused_mask = False
+        self._generator.manual_seed(self.seed)
+
     @property
     def is_complete(self) -> bool:
         """Whether no more states are wanted."""

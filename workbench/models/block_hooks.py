@@ -93,10 +93,25 @@ class BlockHooks:
         inside = dict.fromkeys(part for block in self.blocks for part in block.modules())
         return tuple(part for part in inside if part not in self.blocks)
 
-    def hooks(self) -> list[HookRequest]:
-        """The hooks, for `watch`, which attaches them."""
-        before: list[HookRequest] = [(block, self._enter, True) for block in self.blocks]
-        return before + [(block, self._leave, False) for block in self.blocks]
+    def hooks(self, acting: Callable[[], BlockHooks] | None = None) -> list[HookRequest]:
+        """The hooks, for `watch`, which attaches them.
+
+        Args:
+            acting: Function that gives what acts at a call, for passes that take turns; None: this object.
+        """
+        if acting is None:
+            before: list[HookRequest] = [(block, self._enter, True) for block in self.blocks]
+            return before + [(block, self._leave, False) for block in self.blocks]
+
+        def enter(*call: Any) -> Any:
+            return acting()._enter(*call)
+
+        def leave(*call: Any) -> None:
+            acting()._leave(*call)
+
+        return [
+            (block, hook, is_before) for block in self.blocks for hook, is_before in ((enter, True), (leave, False))
+        ]
 
     def on_enter(self, call: BlockCall) -> Tensor | None:
         """Called before a followed block runs."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from workbench.errors import SnapshotError
 from workbench.koopman.moments import SnapshotMoments
+from workbench.koopman.sketch import OVERSAMPLING, SnapshotSketch
 from workbench.models.anatomy import Anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks, depth_error, refuse_unknown
 from workbench.models.calling import on_device_of, run_foreign
-from workbench.models.probing import undisturbed, watch
+from workbench.models.probing import HookRequest, undisturbed, watch
 from workbench.models.site import Site
 from workbench.models.wrapping import unwrap
 
@@ -21,59 +23,141 @@ if TYPE_CHECKING:
 
     from workbench.models.batches import Batches, TokenSelection
 
+    Moments = SnapshotMoments | SnapshotSketch
 
-def capture_moments(
+
+#: Width up to which the moments of all layers are small beside everything else.
+_NARROW = 1024
+
+
+class _HeadReached(BaseException):
+    """Ends a forward whose blocks have all run; no Exception, so that no model catches it."""
+
+
+def capture_layers(
     model: nn.Module,
     anatomy: Anatomy,
     batches: Batches,
     selection: TokenSelection,
+    take: Callable[[int, Moments], None],
     *,
+    rank: int | None = None,
+    layers: Collection[int] | None = None,
     after_batch: Callable[[int], None] = lambda _: None,
-) -> list[SnapshotMoments]:
-    """Run a model over batches and collect the moments of every block's input and output.
+) -> None:
+    """Run a model over batches and pass on the moments of every block's input and output.
 
-    The model computes what it computes anyway: hooks return None and are always removed; training mode and
-    random state are as before.
+    The model computes what it computes anyway, up to its language-model head: hooks return None and are always removed;
+    training mode and random state are as before.
 
     Args:
         model: Model in any mode; it is run in eval mode without gradients.
         anatomy: Anatomy of the model.
         batches: Batches of inputs.
         selection: Selection of token states, the same in every layer.
+        take: Function called with each layer and its moments, on the device of the states (on the host where that
+            device has no float64): as soon as a single batch has passed the layer, else at the end. Where the depth of
+            a forward depends on the data, layers have seen different numbers of snapshots.
+        rank: Number of leading directions wanted; None: all.
+        layers: Layers wanted; None: all.
         after_batch: Function called with the number of states chosen so far.
-
-    Returns:
-        One object a site, on the device of the states (on the host where that device has no float64). Where the depth
-        of a forward depends on the data, layers have seen different numbers of snapshots.
 
     Raises:
         SnapshotError: If the stream holds NaN or infinite values (the message names the layer), or if blocks run that
             the anatomy does not know.
     """
     model = unwrap(model)
+    wanted = range(len(anatomy.sites)) if layers is None else sorted(layers)
     selection.begin(batches)
-    moments: dict[int, SnapshotMoments] = {}
+    is_single = isinstance(batches.items, list) and len(batches.items) == 1
+    moments: dict[int, Moments] = {}
 
     def add(i: int, x: Tensor, y: Tensor) -> None:
         if i not in moments:
-            moments[i] = empty_moments(anatomy, i, x)
+            moments[i] = moments_for(anatomy, i, x, rank=rank, n_snapshots=selection.n_snapshots)
         moments[i].update(x.detach(), y.detach())
+        if is_single:
+            seen.add(i)
+            take(i, moments.pop(i))
 
-    watcher = StreamWatcher(anatomy, selection, add)
-    others = _other_members(model, anatomy)
-    unknown = [(module, _refuse_unknown(name), True) for name, module in others.items()]
-    with undisturbed(model), watcher, watch(unknown):
+    seen: set[int] = set()
+    watcher = StreamWatcher(anatomy, selection, add, layers=layers)
+    with undisturbed(model), watcher, watch(refusals(model, anatomy)), stopping_at_head(model, anatomy):
         for batch in batches.items:
             if selection.is_complete:
                 break
             batch = on_device_of(model, batch)
             watcher.begin(batch)
-            run_foreign(model, batch)
+            with suppress(_HeadReached):
+                run_foreign(model, batch)
             after_batch(selection.n_chosen)
-    silent = [site.name for layer, site in enumerate(anatomy.sites) if layer not in moments]
-    if silent:
-        raise SnapshotError(f"No states passed {silent[0]}; pass inputs that reach every block.")
-    return [moments[layer] for layer in range(len(anatomy.sites))]
+    refuse_silent(anatomy, [layer for layer in wanted if layer not in seen and layer not in moments])
+    for layer in sorted(moments):
+        take(layer, moments.pop(layer))
+
+
+def refusals(model: nn.Module, anatomy: Anatomy) -> list[HookRequest]:
+    """Hooks that refuse blocks which did not run when the anatomy was read."""
+    return [(module, _refuse_unknown(name), True) for name, module in _other_members(model, anatomy).items()]
+
+
+def refuse_silent(anatomy: Anatomy, layers: Sequence[int]) -> None:
+    """Refuse inputs that do not reach some layers.
+
+    Raises:
+        SnapshotError: If there are such layers.
+    """
+    if layers:
+        name = anatomy.sites[layers[0]].name
+        raise SnapshotError(f"No states passed {name}; pass inputs that reach every block.")
+
+
+@contextmanager
+def stopping_at_head(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
+    """End forwards in front of the language-model head, which takes more memory than all else and adds no states.
+
+    A model that runs its head between blocks, to decide whether to go on, runs to its end.
+    """
+    head = head_of(model, anatomy)
+    if head is None:
+        yield
+        return
+    n_left, is_early = 0, False
+
+    def count(call: BlockCall) -> None:
+        nonlocal n_left
+        n_left += 1
+
+    def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        nonlocal n_left, is_early
+        is_early = is_early or 0 < n_left < len(anatomy.sites)
+        if n_left == len(anatomy.sites) and not is_early:
+            raise _HeadReached
+
+    def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        nonlocal n_left, is_early
+        n_left, is_early = 0, False
+
+    hooks = BlockHooks(anatomy.sites, on_leave=count)
+
+    def begin_all(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        begin(module, args, kwargs)
+        hooks.begin_pass()
+
+    with hooks, watch([(model, begin_all, True), (head, stop, True)]):
+        yield
+
+
+def head_of(model: nn.Module, anatomy: Anatomy) -> nn.Module | None:
+    """The linear map to the vocabulary, if there is exactly one: as many outputs as an embedding has entries."""
+    inside = {id(part) for site in anatomy.sites for part in site.module.modules()}
+    sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    heads = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module.out_features in sizes and id(module) not in inside
+    ]
+    return heads[0] if len(heads) == 1 else None
 
 
 def _other_members(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
@@ -94,6 +178,24 @@ def _refuse_unknown(name: str) -> Callable[..., None]:
         raise depth_error(name)
 
     return refuse
+
+
+def moments_for(anatomy: Anatomy, layer: int, states: Tensor, *, rank: int | None, n_snapshots: int | None) -> Moments:
+    """What collects the states of one layer: the moments, or where they are large and not needed whole, a sketch.
+
+    Args:
+        anatomy: Anatomy of the model.
+        layer: Index of the layer.
+        states: States of the layer, for their width and device.
+        rank: Number of leading directions wanted; None: all.
+        n_snapshots: Most snapshots that will come; None: unknown.
+    """
+    moments = empty_moments(anatomy, layer, states)
+    width = moments.n_features
+    is_few = n_snapshots is not None and n_snapshots <= width
+    if width <= _NARROW or not (is_few or (rank is not None and OVERSAMPLING * rank < width)):
+        return moments
+    return SnapshotSketch(width, rank=rank, device=moments.mean_x.device, name=moments.name)
 
 
 def empty_moments(anatomy: Anatomy, layer: int, states: Tensor) -> SnapshotMoments:

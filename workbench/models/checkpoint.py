@@ -36,6 +36,8 @@ def open_checkpoint(
     dtype: torch.dtype | str = "auto",
     name: str | None = None,
     strict: bool = True,
+    streaming: bool | str = "auto",
+    device: torch.device | str = "cpu",
 ) -> Subject:
     """Open a model for study.
 
@@ -54,6 +56,10 @@ def open_checkpoint(
         strict: Whether to refuse missing or unused parameters, except for those of another head of the same
             family. Otherwise open with those that fit: the rest of the model has random values, or those of
             ``module``, and `Subject.unloaded` lists them.
+        streaming: Whether the weights stay on disk and fill each block while it runs, so that the model is never whole
+            in memory; such a subject can be run and profiled, not trained. "auto": if they would take more than half
+            of the free memory.
+        device: Device on which a checkpoint runs; streamed, one block at a time is moved there.
 
     Returns:
         The subject, in eval mode unless a module was passed, which is left as it is.
@@ -84,19 +90,20 @@ def open_checkpoint(
         raise CheckpointError(
             f"{path} is no checkpoint format known here; pass a folder, a .safetensors, .bin, .pt or .gguf file."
         )
+    how = _Streaming.of(streaming, device)
     if path.is_file() and path.suffix in STATE_SUFFIXES:
-        return _open_state(path, module, wanted, name, strict)
+        return _open_state(path, module, wanted, name, strict, how)
     if module is not None:
         raise CheckpointError(f"module= goes with a file of weights, which {text} is not; leave it out.")
     if path.is_dir():
-        return _open_folder(path, trust_remote_code, wanted, name, strict)
+        return _open_folder(path, trust_remote_code, wanted, name, strict, how)
     if path.is_file():
         from workbench.models.gguf_cache import converted_folder
 
         folder, unloaded = converted_folder(path, strict=strict)
-        opened = _open_folder(folder, trust_remote_code, wanted, name or path.stem, strict, source=str(path))
+        opened = _open_folder(folder, trust_remote_code, wanted, name or path.stem, strict, how, source=str(path))
         return replace(opened, unloaded=unloaded or opened.unloaded)
-    return _open_hub(text, trust_remote_code, wanted, name, strict)
+    return _open_hub(text, trust_remote_code, wanted, name, strict, how)
 
 
 def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -226,6 +233,7 @@ def _open_folder(
     dtype: torch.dtype | str,
     name: str | None,
     strict: bool,
+    how: _Streaming,
     source: str | None = None,
 ) -> Subject:
     config_file = folder / "config.json"
@@ -249,17 +257,57 @@ def _open_folder(
         )
     for file in sorted(folder.glob("*.safetensors")):
         check_safetensors(file)
-    tokenizer = None
+    tokenizer, streamed = None, None
     if ZOO_KEY in config:
         tokenizer = _tokenizer_of(config_file, config)
-        model, unloaded = _open_zoo(folder, config, dtype, strict)
+        model, unloaded, streamed = _open_zoo(folder, config, dtype, strict, how)
     else:
         from workbench.models.pretrained import open_pretrained
 
+        weights = folder_weights(folder)
+        is_streamed = weights is not None and how.is_wanted(sum(file.stat().st_size for file in weights.files))
         model, unloaded = open_pretrained(
-            str(folder), folder, trust_remote_code=trust_remote_code, dtype=dtype, strict=strict
+            str(folder),
+            folder,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            strict=strict,
+            without_memory=is_streamed,
         )
-    return Subject(model.eval(), name or folder.name, source or str(folder), folder, unloaded, tokenizer)
+        if is_streamed and weights is not None:
+            from workbench.models.streamed_models import files_identity, stream_pretrained
+
+            model.eval()
+            state = {name: tensor for file in weights.files for name, tensor in lazy_state(file).items()}
+            identity = files_identity([config_file, *weights.files])
+            streamed = stream_pretrained(model, state, identity=identity, device=how.device)
+    model = model.eval() if streamed else model.eval().to(how.device)
+    return Subject(model, name or folder.name, source or str(folder), folder, unloaded, tokenizer, streamed)
+
+
+@dataclass(frozen=True)
+class _Streaming:
+    """Whether the weights of a checkpoint stay on disk, and the device on which it runs."""
+
+    streaming: bool | str
+    device: torch.device
+
+    @classmethod
+    def of(cls, streaming: bool | str, device: torch.device | str) -> _Streaming:
+        if streaming not in (True, False, "auto"):
+            raise CheckpointError(f"streaming={streaming!r} is not known; pass True, False or 'auto'.")
+        try:
+            place = torch.device(device)
+            torch.empty(0, device=place)
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise CheckpointError(f"device={device!r} is not available here; pass 'cpu'.") from error
+        return cls(streaming, place)
+
+    def is_wanted(self, n_bytes: int) -> bool:
+        """Whether weights of this many bytes stay on disk."""
+        if self.streaming == "auto":
+            return n_bytes > free_memory(self.device) / 2
+        return bool(self.streaming)
 
 
 def _tokenizer_of(file: Path, config: dict[str, Any]) -> ByteTokenizer | None:
@@ -279,7 +327,9 @@ def _tokenizer_of(file: Path, config: dict[str, Any]) -> ByteTokenizer | None:
     return ByteTokenizer(config.get("max_length"))
 
 
-def _open_zoo(folder: Path, config: dict[str, Any], dtype: torch.dtype | str, strict: bool) -> tuple[nn.Module, str]:
+def _open_zoo(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype | str, strict: bool, how: _Streaming
+) -> tuple[nn.Module, str, StreamedWeights | None]:
     from workbench import zoo
 
     options = dict(config)
@@ -296,11 +346,24 @@ def _open_zoo(folder: Path, config: dict[str, Any], dtype: torch.dtype | str, st
             f"{folder / 'config.json'} does not describe a {family} ({reason}); fetch the checkpoint again."
         ) from error
     file = folder / "model.safetensors"
-    state = read_state(file)
+    state: Mapping[str, Any] = lazy_state(file)
     if dtype == "auto":
-        dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
+        dtype = next((tensor.dtype for tensor in state.values() if tensor.dtype.is_floating_point), torch.float32)
     remedy = "fetch the checkpoint again or correct its config.json"
-    return model, load_state(model.to(dtype), state, file.name, remedy=remedy, left="random values", strict=strict)
+    return _filled(model.to(dtype), file, remedy=remedy, left="random values", strict=strict, how=how)
+
+
+def _filled(
+    module: nn.Module, file: Path, *, remedy: str, left: str, strict: bool, how: _Streaming
+) -> tuple[nn.Module, str, StreamedWeights | None]:
+    """A module with the weights of a file: in memory, or streamed from it."""
+    if how.is_wanted(file.stat().st_size):
+        from workbench.models.streamed_models import files_identity, stream_plain
+
+        state = lazy_state(file)
+        compare_state(module, state, file.name, remedy=remedy)
+        return module, "", stream_plain(module, state, identity=files_identity([file]), device=how.device)
+    return module, load_state(module, read_state(file), file.name, remedy=remedy, left=left, strict=strict), None
 
 
 def _open_state(

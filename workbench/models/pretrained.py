@@ -46,6 +46,7 @@ def open_pretrained(
     dtype: torch.dtype | str = "auto",
     is_local: bool = True,
     strict: bool = True,
+    without_memory: bool = False,
 ) -> tuple[nn.Module, str]:
     """The model of a Hugging Face folder or hub name, with all its weights.
 
@@ -56,6 +57,8 @@ def open_pretrained(
         dtype: Type of the parameters, or "auto".
         is_local: Whether to stay off the network.
         strict: Whether to refuse parameters that do not fit; otherwise those that fit are loaded.
+        without_memory: Whether to leave the model on the meta device; its weights are compared with the files all the
+            same.
 
     Returns:
         The model, and one clause on what was not loaded: of strict models at most tensors of another head.
@@ -72,7 +75,9 @@ def open_pretrained(
         )
         loader = _Loader(source, config, {**options, "dtype": dtype, "local_files_only": is_local}, reports, folder)
         cls = loader.choose(_model_classes(config, trust_remote_code=trust_remote_code))
-        model, misfit = loader.load_well(cls, strict=strict)
+        if without_memory and loader.is_quantized:
+            raise CheckpointError(f"{source} is quantized and cannot be streamed; open it with streaming=False.")
+        model, misfit = loader.load_well(cls, strict=strict, without_memory=without_memory)
         refuse_misfit(model, misfit, source, strict=strict, remedy="fetch the checkpoint again or correct config.json")
     return model, misfit.unloaded(left="random values")
 
@@ -141,28 +146,30 @@ class _Loader:
                     filled.append(cls)
         return (filled or classes)[0]
 
-    def load_well(self, cls: Any, *, strict: bool) -> tuple[nn.Module, Misfit]:
+    def load_well(self, cls: Any, *, strict: bool, without_memory: bool = False) -> tuple[nn.Module, Misfit]:
         """The model and what does not fit it, under the names that fit better: those of the files or the plain ones."""
         self._find_weights()
         can_read_files = self.weights is None or self.weights.has_metadata
         plain = self._is_wrapped or not can_read_files
         # Weights that do not fit would be made up, in memory that there may not be.
         is_short = strict and self.weights is not None and self._n_parameters(cls) > self.weights.n_elements
+        is_short = is_short or without_memory
         model, misfit = self._load(cls, plain=plain, without_memory=is_short)
         self._find_weights()  # from the hub they are here by now
         if misfit and self._is_wrapped and can_read_files:
             other, its = self._load(cls, plain=not plain, without_memory=is_short)
             if its.n_tensors < misfit.n_tensors:
                 model, misfit, plain = other, its, not plain
-        if self.weights is not None and not self._is_quantized:
+        if self.weights is not None and not self.is_quantized:
             misfit = replace(misfit, integers=_integers(model, self.weights, misfit))
         misfit = self._without_heads(type(model), misfit)
-        if is_short and not misfit:
+        if is_short and not misfit and not without_memory:
             model, _ = self._load(cls, plain=plain, without_memory=False)
         return model, misfit
 
     @property
-    def _is_quantized(self) -> bool:
+    def is_quantized(self) -> bool:
+        """Whether the checkpoint says that its weights are quantized."""
         return getattr(self.config, "quantization_config", None) is not None
 
     @property
@@ -181,7 +188,7 @@ class _Loader:
             self.weights = folder_weights(self.folder)
 
     def _n_parameters(self, cls: Any) -> int:
-        model = None if self._is_quantized else _without_memory(cls, self.config)
+        model = None if self.is_quantized else _without_memory(cls, self.config)
         return 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
 
     def _without_heads(self, cls: Any, misfit: Misfit) -> Misfit:
@@ -204,7 +211,7 @@ class _Loader:
             without_memory: Whether to use the meta device.
         """
         options = {**self.options, "config": self.config, "ignore_mismatched_sizes": True, "output_loading_info": True}
-        if without_memory and not self._is_quantized:
+        if without_memory and not self.is_quantized:
             options["device_map"] = {"": "meta"}
         self.reports.clear()
         try:

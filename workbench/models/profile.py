@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
 
+from workbench.errors import OptionError
 from workbench.io.progress import progress_bar
+from workbench.io.provenance import versions
 from workbench.koopman.dmd import DmdOptions
 from workbench.koopman.measures import Thresholds
-from workbench.koopman.spectra import as_dataset, layer_spectra, warn_if_rank_deficient
+from workbench.koopman.spectra import as_dataset, warn_if_rank_deficient
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import TOKENS_OF_A_TASK, Batches, TokenSelection
-from workbench.models.capture import capture_moments
+from workbench.models.capture import capture_layers
 from workbench.models.checkpoint import open_checkpoint
+from workbench.models.layer_results import LayerResults
+from workbench.models.profile_journal import ProfileJournal
+from workbench.models.streamed_capture import capture_streamed
 from workbench.models.subject import Subject
 from workbench.schema.runs import SPECTRA_COUNTS
 
 if TYPE_CHECKING:
     import xarray as xr
+
+    from workbench.models.streaming import StreamedWeights
 
 
 def profile(
@@ -35,6 +44,7 @@ def profile(
     stack: str | None = None,
     anatomy: Anatomy | None = None,
     batch_first: bool | None = None,
+    layers: Sequence[int] | None = None,
     seed: int | None = None,
     n_workers: int | None = None,
     progress: bool = True,
@@ -60,6 +70,7 @@ def profile(
             ignored then.
         batch_first: Whether inputs are (batch, token) or (batch, token, feature), rather than with tokens first; None:
             find out, see `read_anatomy`.
+        layers: Numbers of the layers to measure, from 0, or from the end where negative; None: all.
         seed: Seed of the choice of tokens and of the randomized rank; None: that of ``options``, by default 0.
         n_workers: Number of layers decomposed in parallel; None: one per core.
         progress: Whether to show progress bars.
@@ -86,35 +97,88 @@ def profile(
     selection = TokenSelection(n_snapshots, skip_first, options.seed)
     probe, batches = Batches.of(inputs, subject, n_tokens=max(n_snapshots or 0, TOKENS_OF_A_TASK)).probe_and_all()
     if anatomy is None:
-        anatomy = read_anatomy(subject.model, probe, stack=stack, batch_first=batch_first)
+        with nullcontext() if subject.streamed is None else subject.streamed.standing_in():
+            anatomy = read_anatomy(subject.model, probe, stack=stack, batch_first=batch_first)
     batches = batches.split(anatomy.layout)
-    with progress_bar(progress, total=n_snapshots, label="forward", unit="token") as bar:
-        moments = capture_moments(
-            subject.model,
-            anatomy,
-            batches,
-            selection,
-            after_batch=lambda n: bar.update(n - bar.n),
-        )
-    layers = layer_spectra(moments, options, n_workers=n_workers, progress=progress)
-    warn_if_rank_deficient(layers, moments, options)
+    wanted = _wanted(layers, anatomy)
     names = [site.name for site in anatomy.sites]
+    if subject.streamed is None:
+        results = LayerResults(options, names, n_workers=n_workers, progress=progress)
+        with progress_bar(progress, total=n_snapshots, label="forward", unit="token") as bar:
+            capture_layers(
+                subject.model,
+                anatomy,
+                batches,
+                selection,
+                results.add,
+                rank=options.rank,
+                layers=wanted,
+                after_batch=lambda n: bar.update(n - bar.n),
+            )
+    else:
+        with progress_bar(progress, total=len(wanted), label="layers", unit="layer") as bar:
+            results = LayerResults(
+                options,
+                names,
+                n_workers=n_workers,
+                journal=_journal(subject.streamed, anatomy, batches, selection, options, wanted),
+                after_layer=bar.update,
+            )
+            capture_streamed(subject, anatomy, batches, selection, results, rank=options.rank, layers=wanted)
+            results.complete()
+    found = results.complete()
+    spectra = [found[layer].spectrum for layer in wanted]
+    warn_if_rank_deficient(spectra, [found[layer] for layer in wanted], options)
+    counts = [found[layer].n_snapshots for layer in wanted]
     attrs = {
         "subject": subject.name,
         "source": subject.source,
         "stack": anatomy.stack,
-        "n_snapshots": max(seen.n_snapshots for seen in moments),
+        "n_snapshots": max(counts),
         "token_selection": selection.describe(),
         "dtype": dtype_name(subject.model),
         "seed": options.seed,
     }
     if subject.unloaded:
         attrs["unloaded"] = subject.unloaded
-    spectra = as_dataset(layers, names, thresholds=thresholds, options=options, attrs=attrs)
-    counts = [seen.n_snapshots for seen in moments]
+    dataset = as_dataset(
+        spectra, [names[layer] for layer in wanted], thresholds=thresholds, options=options, attrs=attrs
+    )
+    dataset = dataset.assign_coords(layer=np.array(wanted))
     if min(counts) < max(counts):
-        spectra["layer_snapshots"] = ("layer", np.array(counts), SPECTRA_COUNTS["layer_snapshots"].attrs)
-    return spectra
+        dataset["layer_snapshots"] = ("layer", np.array(counts), SPECTRA_COUNTS["layer_snapshots"].attrs)
+    if results.journal is not None:
+        results.journal.close()
+    return dataset
+
+
+def _wanted(layers: Sequence[int] | None, anatomy: Anatomy) -> list[int]:
+    """The layers asked for, rising; all by default, those from the end counted as in a list.
+
+    Raises:
+        OptionError: If there is no such layer.
+    """
+    n_layers = len(anatomy.sites)
+    if layers is None:
+        return list(range(n_layers))
+    chosen = [layer for layer in layers if isinstance(layer, int) and -n_layers <= layer < n_layers]
+    if not chosen or len(chosen) != len(list(layers)):
+        raise OptionError(f"layers is {layers!r}, expected numbers of layers from 0 to {n_layers - 1}.")
+    return sorted({layer % n_layers for layer in chosen})
+
+
+def _journal(
+    weights: StreamedWeights,
+    anatomy: Anatomy,
+    batches: Batches,
+    selection: TokenSelection,
+    options: DmdOptions,
+    layers: Sequence[int],
+) -> ProfileJournal:
+    """Where an interrupted profile is kept, under all that its result depends on."""
+    how = (selection.n_snapshots, selection.skip_first, selection.seed)
+    where = (weights.identity, str(weights.device), [site.name for site in anatomy.sites], versions())
+    return ProfileJournal.of(where, how, sorted(asdict(options).items()), list(layers), batches.items)
 
 
 def dtype_name(model: nn.Module) -> str:

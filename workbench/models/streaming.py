@@ -58,8 +58,11 @@ class StreamedWeights:
         self._whole = {module for module, name in self._parts.items() if _is_member(model, name)}
         self._running: Counter[nn.Module] = Counter()
         self._filled: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
+        self._skipped: set[nn.Module] = set()
         self._stand_ins: dict[Any, Mapping[str, Tensor]] | None = None
         self._handles: list[RemovableHandle] = []
+        if self.device.type != "cpu":
+            self._handles.append(model.register_forward_pre_hook(self._move_inputs, prepend=True, with_kwargs=True))
         for module in self._parts:
             self._handles.append(module.register_forward_pre_hook(self._enter))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
@@ -68,22 +71,17 @@ class StreamedWeights:
         """Bytes that the weights of a module take when they are in memory."""
         return sum(self._n_bytes[name] for name in {self._names[key] for key in _tensors_of(module, whole=True)})
 
-    def hold(self, module: nn.Module) -> Any:
+    @contextmanager
+    def hold(self, module: nn.Module) -> Iterator[None]:
         """Context in which a part stays filled, however often it runs."""
-
-        @contextmanager
-        def held() -> Iterator[None]:
-            part = next((part for part in module.modules() if part in self._parts), None)
-            parts = [module] if module in self._parts else [] if part is None else [part]
+        parts = [module] if module in self._parts else []
+        for part in parts:
+            self._enter(part)
+        try:
+            yield
+        finally:
             for part in parts:
-                self._enter(part)
-            try:
-                yield
-            finally:
-                for part in parts:
-                    self._leave(part)
-
-        return held()
+                self._leave(part)
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -99,21 +97,25 @@ class StreamedWeights:
             self._stand_ins = None
 
     @contextmanager
-    def everything(self) -> Iterator[None]:
-        """Context in which all weights are filled: for weights that take no memory, or fit in it."""
-        parts = list(self._parts)
-        for part in parts:
-            self._enter(part)
+    def without(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Context in which some parts are not filled: what calls them does not run them."""
+        self._skipped = set(modules)
         try:
             yield
         finally:
-            for part in parts:
-                self._leave(part)
+            self._skipped = set()
+
+    def _move_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        from torch.utils._pytree import tree_map
+
+        return tree_map(
+            lambda value: value.to(self.device) if isinstance(value, torch.Tensor) else value, (args, kwargs)
+        )
 
     def _enter(self, module: nn.Module, args: Any = None) -> None:
         self._running[module] += 1
         if self._running[module] == 1:
-            self._filled[module] = self._fill(module)
+            self._filled[module] = [] if module in self._skipped else self._fill(module)
 
     def _leave(self, module: nn.Module, args: Any = None, output: Any = None) -> None:
         self._running[module] -= 1

@@ -16,6 +16,8 @@ from workbench.errors import CheckpointError, SnapshotError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from workbench.models.streaming import StreamedWeights
+
 
 class ByteTokenizer:
     """Texts as the bytes of their UTF-8: 256 symbols, none of them special, as `wb.tasks.text_bytes` has them.
@@ -63,6 +65,7 @@ class Subject:
         folder: Folder with tokenizer files, where there is one.
         own_tokenizer: Turns texts into token ids, called as those of Hugging Face are, such as `ByteTokenizer`; None:
             the one in the folder.
+        streamed: Weights that stay on disk and fill each block while it runs; None: they are in memory.
         unloaded: One clause on tensors that were not loaded and their values instead; empty if all were.
 
     Example:
@@ -79,6 +82,7 @@ class Subject:
     folder: Path | None = None
     unloaded: str = ""
     own_tokenizer: Any = None
+    streamed: StreamedWeights | None = None
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -1,0 +1,105 @@
+"""Spectra of layers as their moments come in, a few at a time, so that few moments are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.io.progress import n_cores
+from workbench.koopman.spectra import LayerSpectrum, layer_spectra
+
+if TYPE_CHECKING:
+    from workbench.koopman.dmd import DmdOptions
+    from workbench.models.capture import Moments
+    from workbench.models.profile_journal import ProfileJournal
+
+#: Moments that wait to be decomposed side by side, in bytes.
+_MOST_WAITING = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class FoundLayer:
+    """The spectrum of one layer, without its eigenvectors, and what it was measured on."""
+
+    spectrum: LayerSpectrum
+    n_snapshots: int
+    n_features: int
+    name: str
+
+
+class LayerResults:
+    """Collects moments and decomposes them when they are many or large.
+
+    Args:
+        options: Options of the spectra.
+        names: Name of each layer, for messages.
+        n_workers: Number of layers decomposed in parallel; None: one per core.
+        progress: Whether to show a progress bar while layers are decomposed at the end.
+        journal: Where results are kept as they are made; None: nowhere.
+        after_layer: Function called when a layer is done.
+    """
+
+    def __init__(
+        self,
+        options: DmdOptions,
+        names: Sequence[str],
+        *,
+        n_workers: int | None = None,
+        progress: bool = False,
+        journal: ProfileJournal | None = None,
+        after_layer: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.journal = journal
+        self._options, self._names, self._n_workers, self._progress = options, names, n_workers, progress
+        self._after_layer = after_layer
+        self._waiting: dict[int, Moments] = {}
+        self._found: dict[int, FoundLayer] = {}
+        for layer, kept in ({} if journal is None else journal.finished()).items():
+            self._keep(layer, *kept)
+
+    @property
+    def layers(self) -> set[int]:
+        """Layers that are done."""
+        return set(self._found)
+
+    def add(self, layer: int, moments: Moments) -> None:
+        """Take the moments of a layer.
+
+        Raises:
+            SnapshotError: If a layer has no spectrum.
+        """
+        self._waiting[layer] = moments
+        is_large = sum(seen.n_bytes for seen in self._waiting.values()) >= _MOST_WAITING
+        if is_large and len(self._waiting) >= (self._n_workers or n_cores()):
+            self._decompose()
+
+    def complete(self) -> dict[int, FoundLayer]:
+        """All layers, decomposed.
+
+        Raises:
+            SnapshotError: If a layer has no spectrum.
+        """
+        if self._waiting:
+            self._decompose()
+        return self._found
+
+    def _decompose(self) -> None:
+        layers = list(self._waiting)
+        spectra = layer_spectra(
+            list(self._waiting.values()), self._options, n_workers=self._n_workers, progress=self._progress
+        )
+        for layer, spectrum in zip(layers, spectra, strict=True):
+            seen = self._waiting.pop(layer)
+            if self.journal is not None:
+                self.journal.finish(layer, spectrum, seen.n_snapshots, seen.n_features)
+            self._keep(layer, spectrum, seen.n_snapshots, seen.n_features)
+
+    def _keep(self, layer: int, spectrum: LayerSpectrum, n_snapshots: int, n_features: int) -> None:
+        # Eigenvectors take as much memory as moments, and nothing that follows needs them.
+        modes = replace(spectrum.modes, right=torch.empty(0, 0), left=None)
+        name = f"layer {layer} ({self._names[layer]})"
+        self._found[layer] = FoundLayer(replace(spectrum, modes=modes), n_snapshots, n_features, name)
+        self._after_layer()

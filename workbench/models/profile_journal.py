@@ -1,0 +1,131 @@
+"""What an interrupted profile of a streamed model has done already, on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from workbench.errors import StoreError
+from workbench.io.atomic import replacing
+from workbench.io.cache import cache_folder
+from workbench.koopman.dmd import OperatorModes
+from workbench.koopman.spectra import LayerSpectrum
+
+_FOLDER = "unfinished-profiles"
+
+
+class ProfileJournal:
+    """The finished layers of one profile, and the states in front of the first that is not.
+
+    Kept in a folder of the cache until the profile is complete, under a digest of all that its result depends on.
+
+    Args:
+        folder: Folder to write to; None: nothing is kept.
+
+    Attributes:
+        folder: Folder as given.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of(cls, *parts: Any) -> ProfileJournal:
+        """The journal of a profile, by all that its result depends on.
+
+        Args:
+            *parts: Texts, numbers, tensors, and containers of these. Anything else, such as an iterator, cannot be
+                recognized in another process, and nothing is kept.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        if not _add(digest, parts):
+            return cls(None)
+        return cls(cache_folder() / _FOLDER / digest.hexdigest())
+
+    def finished(self) -> dict[int, tuple[LayerSpectrum, int, int]]:
+        """Spectrum, number of snapshots and width of each layer that is done."""
+        found = {}
+        for file in [] if self.folder is None else sorted(self.folder.glob("layer-*.npz")):
+            with np.load(file) as kept:
+                values = {name.removeprefix("value_"): kept[name].item() for name in kept if name.startswith("value_")}
+                condition = float(values["eigenvector_condition"])
+                modes = OperatorModes(kept["eigenvalue"], kept["residual"], condition, torch.empty(0, 0), None)
+                counts = int(kept["n_snapshots"]), int(kept["n_features"])
+                found[int(file.stem.split("-")[1])] = (LayerSpectrum(modes, values), *counts)
+        return found
+
+    def finish(self, layer: int, spectrum: LayerSpectrum, n_snapshots: int, n_features: int) -> None:
+        """Keep the result of a layer."""
+        if self.folder is not None:
+            arrays: dict[str, Any] = {f"value_{name}": np.array(value) for name, value in spectrum.values.items()}
+            arrays |= {"eigenvalue": spectrum.modes.eigenvalue, "residual": spectrum.modes.residual}
+            with self._writing(f"layer-{layer}.npz") as partial:
+                np.savez(partial, n_snapshots=np.array(n_snapshots), n_features=np.array(n_features), **arrays)
+
+    def keep_states(self, layer: int, outputs: Sequence[Any], inputs: Sequence[bytes]) -> None:
+        """Keep what the blocks of a layer returned, one a pass, and digests of what enters the next."""
+        if self.folder is not None and all(_is_plain(output) for output in outputs):
+            content = {"outputs": list(outputs), "inputs": list(inputs)}
+            with self._writing(f"states-{layer}.pt") as partial:
+                torch.save(content, partial)
+
+    def states(self, layer: int) -> Mapping[str, Any] | None:
+        """What `keep_states` kept; None if there is nothing."""
+        file = None if self.folder is None else self.folder / f"states-{layer}.pt"
+        if file is None or not file.is_file():
+            return None
+        found: Mapping[str, Any] = torch.load(file, weights_only=True, mmap=False)
+        return found
+
+    def forget_states(self, before: int) -> None:
+        """Remove the states of layers before one."""
+        for file in [] if self.folder is None else list(self.folder.glob("states-*.pt")):
+            if int(file.stem.split("-")[1]) < before:
+                file.unlink()
+
+    def close(self) -> None:
+        """Remove everything: the profile is complete."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _writing(self, name: str) -> Any:
+        if self.folder is None:
+            raise StoreError("This profile keeps nothing.")
+        return replacing(self.folder / name)
+
+
+def digest_of(value: Any) -> bytes:
+    """Digest of tensors, numbers and texts in any containers; empty if there is anything else."""
+    digest = hashlib.blake2b(digest_size=16)
+    return digest.digest() if _add(digest, value) else b""
+
+
+def _add(digest: Any, value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        digest.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return True
+    if isinstance(value, Mapping):
+        return _add(digest, list(value.items()))
+    if isinstance(value, tuple | list):
+        digest.update(f"{len(value)} items".encode())
+        return all(_add(digest, item) for item in value)
+    if value is None or isinstance(value, str | int | float | bytes | torch.dtype | torch.device):
+        digest.update(repr(value).encode())
+        return True
+    return False
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be read back without running code."""
+    if isinstance(value, torch.Tensor) or value is None:
+        return True
+    if type(value) in (tuple, list):
+        return all(_is_plain(item) for item in value)
+    return type(value) is dict and all(isinstance(name, str) and _is_plain(item) for name, item in value.items())

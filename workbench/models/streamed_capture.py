@@ -1,0 +1,156 @@
+"""The moments of a model whose weights stay on disk: all batches pass one block, then the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from workbench.models.anatomy import Anatomy
+from workbench.models.calling import on_device_of
+from workbench.models.capture import (
+    Moments,
+    StreamWatcher,
+    head_of,
+    moments_for,
+    refusals,
+    refuse_silent,
+)
+from workbench.models.config_options import config_options, configs_of
+from workbench.models.lockstep import Lockstep, Pass
+from workbench.models.probing import undisturbed, watch
+from workbench.models.profile_journal import digest_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.models.batches import Batches, TokenSelection
+    from workbench.models.layer_results import LayerResults
+    from workbench.models.profile_journal import ProfileJournal
+    from workbench.models.subject import Subject
+
+
+def capture_streamed(
+    subject: Subject,
+    anatomy: Anatomy,
+    batches: Batches,
+    selection: TokenSelection,
+    results: LayerResults,
+    *,
+    rank: int | None,
+    layers: Sequence[int],
+) -> None:
+    """Push batches through a model block by block, and pass on the moments of each block when all are through it.
+
+    Each block is read from disk once. Layers that a journal has are not measured again; where it also has the states in
+    front of the first layer that is missing, and the model hands nothing else from block to block, earlier blocks do
+    not run again either.
+
+    Args:
+        subject: Subject whose weights are streamed.
+        anatomy: Anatomy of its model.
+        batches: Batches of inputs.
+        selection: Selection of token states, the same in every layer.
+        results: Takes the moments.
+        rank: Number of leading directions wanted; None: all.
+        layers: Layers wanted, rising.
+
+    Raises:
+        SnapshotError: See `capture_layers`.
+    """
+    missing = [layer for layer in layers if layer not in results.layers]
+    if not missing:
+        return
+    first = missing[0]
+    states = results.journal.states(first - 1) if results.journal is not None and first else None
+    if states is not None:
+        run = _Run(subject, anatomy, batches, selection, results, rank, missing)
+        if run.resume(first, states):
+            return
+    selection.reset()
+    _Run(subject, anatomy, batches, selection, results, rank, missing).run()
+
+
+class _OtherStatesError(Exception):
+    """What enters the first layer is not what entered it before."""
+
+
+class _Run:
+    """One attempt to push all batches through."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        anatomy: Anatomy,
+        batches: Batches,
+        selection: TokenSelection,
+        results: LayerResults,
+        rank: int | None,
+        layers: Sequence[int],
+    ) -> None:
+        self.subject, self.anatomy, self.batches, self.selection = subject, anatomy, batches, selection
+        self.results, self.rank, self.layers = results, rank, layers
+        self.moments: dict[int, Moments] = {}
+        self.silent: list[int] = []
+
+    def resume(self, first: int, states: Any) -> bool:
+        """Go on with a layer; False if the states that enter it are not those that did."""
+        try:
+            self.run(first, states["outputs"], states["inputs"])
+        except _OtherStatesError:
+            return False
+        return True
+
+    def run(self, first: int = 0, outputs: Sequence[Any] = (), inputs: Sequence[bytes] = ()) -> None:
+        """Push all batches through, from a layer on."""
+        model, weights = self.subject.model, self.subject.streamed
+        if weights is None:
+            raise ValueError("The subject's weights are in memory.")
+        current = threading.local()
+        template = StreamWatcher(self.anatomy, self.selection, self._add, layers=self.layers)
+        self.selection.begin(self.batches)
+        # A cache of keys and values would hold those of every layer.
+        caches = [(config, "use_cache", False) for config in configs_of(model) if hasattr(config, "use_cache")]
+        lockstep = Lockstep(model, weights, self.anatomy.sites, current, head=head_of(model, self.anatomy))
+        with undisturbed(model), config_options(caches), watch(refusals(model, self.anatomy)):
+            lockstep.run(
+                (on_device_of(model, batch) for batch in self.batches.items),
+                self._begin,
+                hooks=template.hooks(lambda: current.watcher),
+                is_enough=lambda: self.selection.is_complete,
+                before_first=lambda passes: self._compare(passes, inputs),
+                after_layer=self._after_layer,
+                first=first,
+                last=self.layers[-1],
+                outputs=outputs,
+            )
+        refuse_silent(self.anatomy, self.silent)
+
+    def _begin(self, batch: Any) -> StreamWatcher:
+        watcher = StreamWatcher(self.anatomy, self.selection, self._add, layers=self.layers)
+        watcher.begin(batch)
+        return watcher
+
+    def _add(self, layer: int, x: Tensor, y: Tensor) -> None:
+        if layer not in self.moments:
+            n = self.selection.n_snapshots
+            self.moments[layer] = moments_for(self.anatomy, layer, x, rank=self.rank, n_snapshots=n)
+        self.moments[layer].update(x.detach(), y.detach())
+
+    def _compare(self, passes: Sequence[Pass], inputs: Sequence[bytes]) -> None:
+        if inputs and [digest_of(one.arguments) for one in passes] != list(inputs):
+            raise _OtherStatesError
+
+    def _after_layer(self, layer: int, passes: Sequence[Pass]) -> None:
+        if layer in self.moments:
+            self.results.add(layer, self.moments.pop(layer))
+        elif layer in self.layers:
+            self.silent.append(layer)
+        journal: ProfileJournal | None = self.results.journal
+        if journal is None or journal.folder is None or not all(one.layer == layer + 1 for one in passes):
+            return
+        digests = [digest_of(one.arguments) for one in passes]
+        if all(digests):
+            journal.keep_states(layer, [one.output for one in passes], digests)
+        undone = [wanted for wanted in self.layers if wanted not in self.results.layers]
+        journal.forget_states(min(undone, default=layer) - 1)
