@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from workbench.errors import SnapshotError
 from workbench.koopman.moments import SnapshotMoments
@@ -19,7 +20,7 @@ from workbench.models.site import Site
 from workbench.models.wrapping import unwrap
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from workbench.models.batches import Batches, TokenSelection
 
@@ -124,38 +125,34 @@ def stopping_at_head(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
         return
     n_left, is_early = 0, False
 
-    def count(call: BlockCall) -> None:
+    def begin(*_: Any) -> None:
+        nonlocal n_left, is_early
+        n_left, is_early = 0, False
+        blocks.begin_pass()
+
+    def leave(call: BlockCall) -> None:
         nonlocal n_left
         n_left += 1
 
-    def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        nonlocal n_left, is_early
+    def stop(*_: Any) -> None:
+        nonlocal is_early
         is_early = is_early or 0 < n_left < len(anatomy.sites)
         if n_left == len(anatomy.sites) and not is_early:
             raise _HeadReached
 
-    def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        nonlocal n_left, is_early
-        n_left, is_early = 0, False
-
-    hooks = BlockHooks(anatomy.sites, on_leave=count)
-
-    def begin_all(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        begin(module, args, kwargs)
-        hooks.begin_pass()
-
-    with hooks, watch([(model, begin_all, True), (head, stop, True)]):
+    blocks = BlockHooks(anatomy.sites, on_leave=leave)
+    with blocks, watch([(model, begin, True), (head, stop, True)]):
         yield
 
 
 def head_of(model: nn.Module, anatomy: Anatomy) -> nn.Module | None:
-    """The linear map to the vocabulary, if there is exactly one: as many outputs as an embedding has entries."""
+    """The linear map to the vocabulary, if there is exactly one: as many outputs as the largest embedding has entries."""
     inside = {id(part) for site in anatomy.sites for part in site.module.modules()}
-    sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    size = max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
     heads = [
         module
         for module in model.modules()
-        if isinstance(module, nn.Linear) and module.out_features in sizes and id(module) not in inside
+        if isinstance(module, nn.Linear) and module.out_features == size and id(module) not in inside
     ]
     return heads[0] if len(heads) == 1 else None
 

@@ -7,7 +7,9 @@ import os
 import re
 import socket
 import tempfile
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from workbench.errors import CheckpointError, WorkbenchError
-from workbench.models.state_files import STATE_SUFFIXES, check_safetensors, read_state
-from workbench.models.state_fit import load_state, tied_names
+from workbench.io.memory import free_memory
+from workbench.models.lazy_state import lazy_state
+from workbench.models.state_files import STATE_SUFFIXES, check_safetensors, folder_weights, read_state
+from workbench.models.state_fit import load_state, refuse_other_names, tied_names
+from workbench.models.streaming import StreamedWeights
 from workbench.models.subject import ByteTokenizer, Subject
 from workbench.zoo.module_of import module_of
 
@@ -330,14 +335,19 @@ def _tokenizer_of(file: Path, config: dict[str, Any]) -> ByteTokenizer | None:
 def _open_zoo(
     folder: Path, config: dict[str, Any], dtype: torch.dtype | str, strict: bool, how: _Streaming
 ) -> tuple[nn.Module, str, StreamedWeights | None]:
+    from accelerate import init_empty_weights
+
     from workbench import zoo
 
     options = dict(config)
     family = options.pop(ZOO_KEY)
     if not isinstance(family, str) or family not in zoo.FAMILIES:
         raise CheckpointError(f"{folder} holds a '{family}', which this version does not know; update the workbench.")
+    file = folder / "model.safetensors"
+    is_streamed = file.is_file() and how.is_wanted(file.stat().st_size)
     try:
-        model = zoo.build(zoo.ArchitectureConfig.from_dict({**options, "family": family}))
+        with init_empty_weights(include_buffers=False) if is_streamed else nullcontext():
+            model = zoo.build(zoo.ArchitectureConfig.from_dict({**options, "family": family}))
     except WorkbenchError as error:
         raise CheckpointError(f"{folder / 'config.json'} does not describe a {family}: {error}") from error
     except Exception as error:  # an option of a wrong type or size fails wherever it is used first
@@ -345,7 +355,6 @@ def _open_zoo(
         raise CheckpointError(
             f"{folder / 'config.json'} does not describe a {family} ({reason}); fetch the checkpoint again."
         ) from error
-    file = folder / "model.safetensors"
     state: Mapping[str, Any] = lazy_state(file)
     if dtype == "auto":
         dtype = next((tensor.dtype for tensor in state.values() if tensor.dtype.is_floating_point), torch.float32)
@@ -361,28 +370,35 @@ def _filled(
         from workbench.models.streamed_models import files_identity, stream_plain
 
         state = lazy_state(file)
-        compare_state(module, state, file.name, remedy=remedy)
+        refuse_other_names(module, state, file.name, remedy=remedy)
         return module, "", stream_plain(module, state, identity=files_identity([file]), device=how.device)
     return module, load_state(module, read_state(file), file.name, remedy=remedy, left=left, strict=strict), None
 
 
 def _open_state(
-    path: Path, module: nn.Module | None, dtype: torch.dtype | str, name: str | None, strict: bool
+    path: Path, module: nn.Module | None, dtype: torch.dtype | str, name: str | None, strict: bool, how: _Streaming
 ) -> Subject:
     if module is None:
         raise CheckpointError(
             f"{path.name} holds weights without an architecture; pass module=, or the folder with its config.json."
         )
-    remedy = "pass the module that it was saved from"
-    left = "the module's own values"
-    unloaded = load_state(module, read_state(path), path.name, remedy=remedy, left=left, strict=strict)
-    if dtype != "auto":
+    if dtype != "auto" and how.is_wanted(path.stat().st_size):
         module.to(dtype)
-    return Subject(module, name or path.stem, str(path), unloaded=unloaded)
+    module, unloaded, streamed = _filled(
+        module,
+        path,
+        remedy="pass the module that it was saved from",
+        left="the module's own values",
+        strict=strict,
+        how=how,
+    )
+    if streamed is None:
+        module.to(device=how.device, dtype=None if isinstance(dtype, str) else dtype)
+    return Subject(module, name or path.stem, str(path), unloaded=unloaded, streamed=streamed)
 
 
 def _open_hub(
-    hub_name: str, trust_remote_code: bool, dtype: torch.dtype | str, name: str | None, strict: bool
+    hub_name: str, trust_remote_code: bool, dtype: torch.dtype | str, name: str | None, strict: bool, how: _Streaming
 ) -> Subject:
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -401,6 +417,13 @@ def _open_hub(
             f"'{hub_name}' is no folder here, and the Hugging Face hub cannot be reached; "
             "check the spelling, go online, or pass a local folder."
         )
+    if how.streaming is True:
+        patterns = ["*token*", "*.model", "*.json", "*.safetensors", "*.py"]
+        with errors_in_one_sentence(hub_name, remedy="try again, or pass a local folder"):
+            folder = Path(snapshot_download(hub_name, allow_patterns=patterns, local_files_only=is_cached))
+        return _open_folder(
+            folder, trust_remote_code, dtype, name or hub_name.split("/")[-1], strict, how, source=f"hub {hub_name}"
+        )
     model, unloaded = open_pretrained(
         hub_name,
         Path(cached).parent if isinstance(cached, str) else None,
@@ -412,7 +435,7 @@ def _open_hub(
     tokenizer_files = ["*token*", "*.model", "config.json"]
     with errors_in_one_sentence(hub_name, remedy="try again, or pass a local folder"):
         folder = Path(snapshot_download(hub_name, allow_patterns=tokenizer_files, local_files_only=is_cached))
-    return Subject(model.eval(), name or hub_name.split("/")[-1], f"hub {hub_name}", folder, unloaded)
+    return Subject(model.eval().to(how.device), name or hub_name.split("/")[-1], f"hub {hub_name}", folder, unloaded)
 
 
 def _can_reach(endpoint: str) -> bool:

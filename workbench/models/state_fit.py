@@ -14,6 +14,8 @@ from workbench.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from workbench.models.lazy_state import LazyTensor
+
 #: What torch.compile puts into the names of the module that it wraps, wherever that stands in the model.
 _COMPILED = "_orig_mod."
 #: What DataParallel and DistributedDataParallel put before every name.
@@ -158,6 +160,39 @@ def load_state(
         raise CheckpointError(f"{name} does not fit {type(module).__name__}: it {misfit.found()}; {remedy}{lenient}.")
     module.load_state_dict(fitting, strict=False)  # all is there but what comes with a tensor that it is tied to
     return misfit.unloaded(left=left)
+
+
+def refuse_other_names(module: nn.Module, state: Mapping[str, LazyTensor], name: str, *, remedy: str) -> None:
+    """Refuse tensors on disk that are not those of a module, by names and shapes.
+
+    Args:
+        module: Module, with its weights anywhere.
+        state: Tensors by name.
+        name: Name of the file, for messages.
+        remedy: What to do if it does not fit, for messages.
+
+    Raises:
+        CheckpointError: If the tensors do not fit.
+    """
+    wanted = {
+        key: tensor for key, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
+    }
+    own, found = plain_names(wanted), {plain: state[key] for key, plain in plain_names(state).items()}
+    held = {id(tensor) for key, tensor in wanted.items() if own[key] in found}
+    both = {key: found[own[key]].shape for key in wanted if own[key] in found}
+    misfit = Misfit(
+        missing=in_order(key for key, tensor in wanted.items() if id(tensor) not in held),
+        unexpected=in_order({*found} - {*own.values()}),
+        misshapen=tuple(
+            (key, shapes_differ(both[key], wanted[key].shape))
+            for key in in_order(key for key in both if tuple(both[key]) != tuple(wanted[key].shape))
+        ),
+        integers=in_order(
+            key for key in both if _has_fraction(wanted[key]) and not found[own[key]].dtype.is_floating_point
+        ),
+    )
+    if misfit:
+        raise CheckpointError(f"{name} does not fit {type(module).__name__}: it {misfit.found()}; {remedy}.")
 
 
 def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:

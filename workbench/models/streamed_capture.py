@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from workbench.models.anatomy import Anatomy
 from workbench.models.calling import on_device_of
 from workbench.models.capture import (
-    Moments,
     StreamWatcher,
     head_of,
     moments_for,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from workbench.models.batches import Batches, TokenSelection
+    from workbench.models.capture import Moments
     from workbench.models.layer_results import LayerResults
     from workbench.models.profile_journal import ProfileJournal
     from workbench.models.subject import Subject

@@ -91,7 +91,9 @@ def _streamed(
 ) -> StreamedWeights:
     tensors: dict[str, Any] = dict(_named_tensors(model))
     n_bytes = {name: tensors[name].numel() * tensors[name].element_size() for name in set(names.values())}
-    for module in model.modules() if torch.device(device).type != "cpu" else ():  # what is in memory already runs where the weights will be
+    for module in (
+        model.modules() if torch.device(device).type != "cpu" else ()
+    ):  # what is in memory already runs where the weights will be
         own: list[dict[str, Any]] = [module._parameters, module._buffers]
         for table in own:
             for name, tensor in table.items():
