@@ -146,7 +146,7 @@ def stopping_at_head(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
 
 
 def head_of(model: nn.Module, anatomy: Anatomy) -> nn.Module | None:
-    """The linear map to the vocabulary, if there is exactly one: as many outputs as the largest embedding has entries."""
+    """The linear map to the vocabulary, if there is exactly one: it has an output for each entry of the embedding."""
     inside = {id(part) for site in anatomy.sites for part in site.module.modules()}
     size = max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
     heads = [

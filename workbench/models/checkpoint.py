@@ -267,9 +267,10 @@ def _open_folder(
         tokenizer = _tokenizer_of(config_file, config)
         model, unloaded, streamed = _open_zoo(folder, config, dtype, strict, how)
     else:
-        from workbench.models.pretrained import open_pretrained
+        from workbench.models.pretrained import errors_in_one_sentence, open_pretrained
 
-        weights = folder_weights(folder)
+        with errors_in_one_sentence(str(folder)):
+            weights = folder_weights(folder)
         is_streamed = weights is not None and how.is_wanted(sum(file.stat().st_size for file in weights.files))
         model, unloaded = open_pretrained(
             str(folder),
