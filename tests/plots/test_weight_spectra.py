@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places
+from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import weight_spectra
 from workbench.plots.style import MODEL_COLORS
@@ -99,6 +99,16 @@ def test_without_a_choice_the_heaviest_tail_of_the_layers_is_shown(spectra):
     without = spectra.assign(alpha=spectra["alpha"] * np.nan)
     assert density_of(without)["matrix"] == spectra["matrix"].values[0]
     assert len(elements(weight_spectra(without)[1], "Curve")) == 1  # the edge alone
+
+
+def test_a_small_model_without_any_fit_is_drawn(recwarn):
+    weights = wb.weights.weight_spectra(wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2), progress=False)
+    above, below = weight_spectra(weights)
+    assert elements(above, "Curve") == elements(below, "Curve") == []
+    assert "undefined for every matrix in a layer" in words(above)
+    assert "undefined for 15 of 15 matrices" in note(bokeh_panels(weight_spectra(weights))[0])
+    assert elements(weight_spectra(weights, measure="stable_rank")[0], "Curve")
+    assert not [str(item.message) for item in recwarn if "dateutil" not in str(item.message)]
 
 
 @pytest.mark.parametrize("backend", ["bokeh", "matplotlib"])

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import workbench as wb
-from workbench.errors import CheckpointError, OptionError, SchemaError
+from workbench.errors import AnatomyError, CheckpointError, OptionError, SchemaError
 from workbench.schema.weights import WEIGHTS, validate_weights
 from workbench.weights import matrix_spectra, weight_spectra
 
@@ -30,6 +30,10 @@ class Weights(nn.Module):
         super().__init__()
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor))
+
+
+class Quantized(torch.Tensor):
+    """A kind of tensor whose entries may be anything."""
 
 
 def of_one(matrix):
@@ -108,6 +112,7 @@ def test_a_random_matrix_has_no_heavy_tail_and_a_planted_one_has():
     values = (1 - (np.arange(300) + 0.5) / 300) ** (-1 / 1.5)  # p(x) ~ x^-2.5
     heavy = of_one(torch.tensor(q * np.sqrt(values) @ r))
     assert float(gaussian["alpha"]) > 4
+    assert float(gaussian["ks_distance"]) > 0.1 > 2 * float(heavy["ks_distance"])
     assert float(gaussian["n_spikes"]) == 0
     assert float(heavy["alpha"]) == pytest.approx(2.5, abs=2 * float(heavy["alpha_error"]))
     assert float(heavy["n_spikes"]) >= 10
@@ -272,6 +277,8 @@ def test_a_reference_that_does_not_match_is_refused(reference, sentence):
             "are parametrized, computed from other parameters",
         ),
         (lambda: weight_spectra("nowhere.safetensors"), CheckpointError, "There is no"),
+        (lambda: weight_spectra(5), AnatomyError, "is a int, expected an nn.Module"),
+        (lambda: weight_spectra(Weights(w=Quantized(random_matrix(9, 9)))), CheckpointError, "w is a Quantized, expec"),
     ],
 )  # fmt: skip
 def test_wrong_input_says_what_to_do(call, error, sentence):

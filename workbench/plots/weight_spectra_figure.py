@@ -94,10 +94,10 @@ def density_of(spectra: xr.Dataset, matrix: str | None = None) -> dict[str, Any]
     """
     names = spectra["matrix"].values.tolist()
     if matrix is None:
-        alpha = spectra["alpha"].values
-        in_layers = np.where(spectra["layer"].values >= 0, alpha, np.nan)
-        alpha = in_layers if np.isfinite(in_layers).any() else alpha
-        matrix = names[int(np.nanargmin(alpha))] if np.isfinite(alpha).any() else names[0]
+        alphas = spectra["alpha"].values
+        in_layers = np.where(spectra["layer"].values >= 0, alphas, np.nan)
+        alphas = in_layers if np.isfinite(in_layers).any() else alphas
+        matrix = names[int(np.nanargmin(alphas))] if np.isfinite(alphas).any() else names[0]
     if matrix not in names:
         raise SchemaError(f"There is no matrix '{matrix}'; choose from those in spectra['matrix'], such as {names[0]}.")
     of_matrix = spectra.isel(matrix=names.index(matrix))
@@ -134,17 +134,19 @@ def _depth_panel(hv: Any, backend: str, spectra: xr.Dataset, measure: str) -> An
             columns["layer"], columns[measure], color=look["color"], marker=look["marker"], size=6, columns=columns,
             tips=tips, label=role,
         )  # fmt: skip
+    if not roles:
+        draw.words(0, 1, "undefined for every matrix in a layer", align="center")
     everything = np.concatenate([columns[measure] for columns in roles.values()] or [np.ones(1)])
-    low, high = float(everything.min()), float(everything.max())
-    is_log = bool(low > 0 and high > _LOGARITHMIC_SPAN * low)
+    lowest, highest = float(everything.min()), float(everything.max())
+    is_log = lowest > 0 and highest > _LOGARITHMIC_SPAN * lowest
     last = max((int(columns["layer"].max()) for columns in roles.values()), default=0)
     return draw.panel(
         title=f"{label[0].upper()}{label[1:]} of each weight matrix",
         note=_depth_note(spectra, measure),
-        view=((-0.4, last + 0.4), (low / 1.15, high * 1.15) if is_log else _padded(low, high)),
+        view=((-0.4, last + 0.4), (lowest / 1.15, highest * 1.15) if is_log else _padded(lowest, highest)),
         size=(_WIDTH, _HEIGHT),
         names=("layer", label),
-        ticks=(list(range(0, last + 1, max(1, last // 10))), decades(low, high) if is_log else None),
+        ticks=(list(range(0, last + 1, max(1, last // 10))), decades(lowest, highest) if is_log else None),
         is_log=(False, is_log),
         legend=True,
         at=(0, _HEIGHT + _BETWEEN),

@@ -53,6 +53,8 @@ def weight_spectra(
     With N the longer side of a matrix, its eigenvalues are those of W'W / N. The exponent alpha of their tail is that
     of `power_law_tail`, as WeightWatcher has it (Martin and Mahoney 2021, arXiv:1810.01075); spikes are the eigenvalues
     beyond a `random_bulk`; the effective rank is that of Roy and Vetterli (2007), exp of the entropy of s / sum s.
+    A power law is fitted whether or not there is one: untrained matrices of 192 to 2,304 rows and columns have an alpha
+    of 3 to 37, a ``ks_distance`` near 0.13, and no spikes. Read alpha together with these.
 
     Singular values of matrices stored in 32 bits and less are roots of the eigenvalues of W'W, several times quicker
     than a singular value decomposition. Their absolute error is at most about 1e-7 of the largest one, the rounding of
@@ -74,6 +76,7 @@ def weight_spectra(
         CheckpointError: If a file cannot be read, a matrix holds a value that is not finite, the reference does not
             match, or there is no matrix to measure.
         OptionError: If ``min_size`` or a layer is impossible, or the weights of a module are parametrized.
+        AnatomyError: If the source is neither a model nor a path.
 
     Example:
         >>> import workbench as wb
@@ -153,7 +156,8 @@ def _state_of(source: Any) -> tuple[dict[str, LazyTensor], str]:
     """The parameters of a model or the tensors of a checkpoint by name, and words for the source.
 
     Raises:
-        CheckpointError: If the checkpoint cannot be read, or a parameter has no values.
+        AnatomyError: If it is neither a model nor a path.
+        CheckpointError: If the checkpoint cannot be read, or a parameter has no values or is no plain tensor.
         OptionError: If the weights are parametrized.
     """
     if isinstance(source, (str, os.PathLike)):
@@ -173,7 +177,13 @@ def _state_of(source: Any) -> tuple[dict[str, LazyTensor], str]:
                 f"The parameter {name} has no values (it is on the device meta); pass the path of the checkpoint, or a "
                 "model with its weights in memory."
             )
-        state[name] = LazyTensor.of(parameter.detach())
+        tensor = parameter.detach()
+        if type(tensor) is not Tensor:  # sharded over ranks, or quantized: its entries are not the weight's
+            raise CheckpointError(
+                f"The parameter {name} is a {type(tensor).__name__}, expected a plain tensor; pass the path of the "
+                "checkpoint, or a model that is neither sharded nor quantized."
+            )
+        state[name] = LazyTensor.of(tensor)
     return state, described
 
 
