@@ -202,6 +202,12 @@ def test_layers_choose():
     assert found.sizes["matrix"] == 12
 
 
+def test_a_reference_with_fewer_layers_is_refused_by_the_matrix_that_it_lacks():
+    deep, flat = (wb.zoo.transformer(d_model=16, n_layers=n, n_heads=2) for n in (2, 1))
+    with pytest.raises(CheckpointError, match="has no matrix blocks.1.attention.query.weight"):
+        weight_spectra(deep, reference=flat, layers=[1], progress=False)
+
+
 def test_tied_weights_appear_once_and_the_model_is_left_alone():
     model = nn.Sequential(nn.Embedding(60, 50), nn.Linear(50, 60, bias=False))
     model[1].weight = model[0].weight

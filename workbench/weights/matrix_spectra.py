@@ -54,11 +54,11 @@ def weight_spectra(
     of `power_law_tail`, as WeightWatcher has it (Martin and Mahoney 2021, arXiv:1810.01075); spikes are the eigenvalues
     beyond a `random_bulk`; the effective rank is that of Roy and Vetterli (2007), exp of the entropy of s / sum s.
     A power law is fitted whether or not there is one: untrained matrices of 192 to 2,304 rows and columns have an alpha
-    of 3 to 37, a ``ks_distance`` near 0.13, and no spikes. Read alpha together with these.
+    of 3 to 37, a ``ks_distance`` near 0.13, and hardly a spike. Read alpha together with these.
 
-    Singular values of matrices stored in 32 bits and less are roots of the eigenvalues of W'W, several times quicker
-    than a singular value decomposition. Their absolute error is at most about 1e-7 of the largest one, the rounding of
-    float32, and values below sqrt(M * 2.2e-16) of it are 0, M the shorter side. Those of float64 matrices are exact.
+    Singular values of matrices stored in 32 bits and less are roots of the eigenvalues of W'W, about twice as quick as
+    a singular value decomposition. Their error is at most about 1e-7 of the largest one, the rounding of float32, and
+    values below sqrt(M * 2.2e-16) of it are 0, M the shorter side. Matrices in float64 are decomposed.
 
     Args:
         source: Subject from `open_checkpoint`, any module, or the path of a checkpoint, which is not loaded as a model.
@@ -98,7 +98,8 @@ def weight_spectra(
             "min_size, or check the source."
         )
     if before is not None:
-        _require_same(planned, _planned(before, layers, min_size)[0], described_before)
+        others = [stack for stack in _planned(before, None, min_size)[0] if layers is None or stack.layer in layers]
+        _require_same(planned, others, described_before)
     rows = []
     with progress_bar(progress, total=sum(stack.n for stack in planned), label="weights", unit="matrix") as bar:
         for stack in planned:
