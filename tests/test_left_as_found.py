@@ -301,6 +301,10 @@ CALLS = {
     ),
     "anatomy": Call(lambda of, _: of.anatomy(), ("read_anatomy",)),
     "weights of attention and routers": Call(weights_read, ("query_key_weights", "router_weights")),
+    "weight spectra": Call(
+        lambda of, _: wb.weights.weight_spectra(of.model, reference=of.model, progress=False),
+        ("weights.weight_spectra",),
+    ),
     "opening": Call(opened, ("open_checkpoint",)),
     "saving": Call(saved, ("save_checkpoint",)),
     "flow": Call(lambda of, _: wb.flow.measure(of.model, of.inputs, targets=of.targets, **FLOW), ("flow.measure",)),

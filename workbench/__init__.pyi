@@ -9,6 +9,7 @@ from . import scaling as scaling
 from . import schema as schema
 from . import sweeps as sweeps
 from . import tasks as tasks
+from . import weights as weights
 from . import zoo as zoo
 from .assessment.assess import assess as assess
 from .assessment.design_comparison import compare_designs as compare_designs

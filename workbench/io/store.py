@@ -24,6 +24,7 @@ from workbench.schema.runs import (
     validate_part,
     validate_spectra,
 )
+from workbench.schema.weights import validate_weights
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -33,6 +34,7 @@ _VALIDATORS: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
     "spectra": validate_spectra,
     "monitors": validate_monitors,
     "events": validate_events,
+    "weights": validate_weights,
     **{part: partial(validate_part, part) for part in PARTS},
 }
 
@@ -41,7 +43,8 @@ def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.Data
     """Make a run from a tree, a dataset or a mapping of parts.
 
     Args:
-        data: A run; a spectra dataset alone; or parts by name, such as ``{"spectra": ..., "monitors": ...}``.
+        data: A run; a dataset of spectra or of weight spectra alone; or parts by name, such as
+            ``{"spectra": ..., "monitors": ...}``.
 
     Returns:
         A tree with one child for each part; the parts' data are shared, not copied.
@@ -52,7 +55,7 @@ def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.Data
     import xarray as xr
 
     if isinstance(data, xr.Dataset):
-        data = {"spectra": data}
+        data = {"weights" if "singular_value" in data else "spectra": data}
     if isinstance(data, xr.DataTree):
         run = data.copy()
     elif isinstance(data, Mapping) and all(isinstance(part, xr.Dataset) for part in data.values()):

@@ -21,6 +21,7 @@ from workbench.plots.stability_edge_figure import stability_edge
 from workbench.plots.step_grid_figure import step_grid
 from workbench.plots.timeline_figure import timeline
 from workbench.plots.traces_figure import traces
+from workbench.plots.weight_spectra_figure import weight_spectra
 
 __all__ = [
     "cause_bars",
@@ -47,6 +48,7 @@ __all__ = [
     "step_grid",
     "timeline",
     "traces",
+    "weight_spectra",
 ]
 
 

@@ -326,7 +326,7 @@ def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
             "wb.koopman.whitened_dmd()."
         )
     optional = {name: rule for name, rule in SPECTRA_COUNTS.items() if name in spectra}
-    _check_variables(spectra, SPECTRA | optional, CONCAT_DIMS)
+    check_variables(spectra, SPECTRA | optional, CONCAT_DIMS)
     for name, kind in SPECTRA_ATTRS.items():
         if name not in spectra.attrs:
             raise SchemaError(f"The spectra carry no attribute '{name}'; keep the attributes that wb.profile() wrote.")
@@ -419,18 +419,23 @@ def validate_events(events: xr.Dataset) -> xr.Dataset:
     missing = [name for name in EVENTS if name not in events]
     if missing:
         raise SchemaError(f"The events lack {', '.join(missing)}; add them, with empty text or NaN where unknown.")
-    _check_variables(events, EVENTS | {name: rule for name, rule in EVENT_PLACES.items() if name in events})
+    check_variables(events, EVENTS | {name: rule for name, rule in EVENT_PLACES.items() if name in events})
     return events
 
 
 def _check_rows(data: xr.Dataset, rules: Mapping[str, Variable]) -> None:
     """Known variables follow their rules, and steps rise."""
-    _check_variables(data, {name: rule for name, rule in rules.items() if name in data})
+    check_variables(data, {name: rule for name, rule in rules.items() if name in data})
     if (np.diff(data["step"].values) <= 0).any():
         raise SchemaError("The steps of the monitors do not rise; sort the rows and drop repeated ones.")
 
 
-def _check_variables(data: xr.Dataset, rules: Mapping[str, Variable], extra_dims: tuple[str, ...] = ()) -> None:
+def check_variables(data: xr.Dataset, rules: Mapping[str, Variable], extra_dims: tuple[str, ...] = ()) -> None:
+    """Variables follow their rules, perhaps along further dimensions.
+
+    Raises:
+        SchemaError: If one has other dimensions or another kind.
+    """
     for name, rule in rules.items():
         variable = data[name]
         core = tuple(dim for dim in variable.dims if dim not in extra_dims)

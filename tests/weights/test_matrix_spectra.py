@@ -1,0 +1,322 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import workbench as wb
+from workbench.errors import AnatomyError, CheckpointError, OptionError, SchemaError
+from workbench.schema.weights import WEIGHTS, validate_weights
+from workbench.weights import matrix_spectra, weight_spectra
+
+
+def spectra_of(tmp_path, state, reference=None, **options):
+    """Through a file, as a checkpoint is read."""
+    paths = []
+    for number, tensors in enumerate([state] + [reference] * (reference is not None)):
+        paths.append(tmp_path / f"{number}.safetensors")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, paths[-1])
+    if reference is not None:
+        options["reference"] = paths[1]
+    return weight_spectra(paths[0], progress=False, **options)
+
+
+class Weights(nn.Module):
+    """Parameters by name alone, in any dtype."""
+
+    def __init__(self, **tensors):
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor))
+
+
+class Quantized(torch.Tensor):
+    """A kind of tensor whose entries may be anything."""
+
+
+def of_one(matrix):
+    return weight_spectra(Weights(w=matrix), progress=False).isel(matrix=0)
+
+
+def random_matrix(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(70, 70), (120, 60), (60, 120)])
+def test_every_number_follows_its_formula(shape, dtype):
+    matrix = random_matrix(*shape, dtype=dtype)
+    found = of_one(matrix)
+    s = np.linalg.svd(matrix.double().numpy(), compute_uv=False)
+    np.testing.assert_allclose(found["singular_value"], s, atol=1e-7 * s[0])
+    share = s / s.sum()
+    assert float(found["frobenius_norm"]) == pytest.approx(np.linalg.norm(matrix.double().numpy()), rel=1e-12)
+    assert float(found["spectral_norm"]) == pytest.approx(s[0], rel=1e-12)
+    assert float(found["stable_rank"]) == pytest.approx((s**2).sum() / s[0] ** 2, rel=1e-12)
+    assert float(found["effective_rank"]) == pytest.approx(np.exp(-(share * np.log(share)).sum()), rel=1e-7)
+    values = s**2 / max(shape)
+    tail = wb.weights.power_law_tail(values)
+    bulk = wb.weights.random_bulk(values, *shape)
+    for name, value in {
+        "alpha": tail.alpha, "alpha_error": tail.error, "ks_distance": tail.distance, "tail_start": tail.start,
+        "n_tail": tail.n_tail, "bulk_variance": bulk.variance, "bulk_edge": bulk.edge, "n_spikes": bulk.n_spikes,
+    }.items():  # fmt: skip
+        assert float(found[name]) == pytest.approx(value, rel=1e-8), name
+    assert (int(found["n_rows"]), int(found["n_columns"])) == shape
+
+
+def test_a_long_matrix_is_read_in_pieces(monkeypatch):
+    matrix = random_matrix(60, 1000)
+    whole = of_one(matrix)
+    monkeypatch.setattr(matrix_spectra, "_ROWS", 64)
+    np.testing.assert_allclose(of_one(matrix)["singular_value"], whole["singular_value"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_matrix_of_rank_one(dtype):
+    found = of_one(torch.outer(torch.arange(1, 81), torch.arange(1, 61)).to(dtype))
+    assert float(found["stable_rank"]) == pytest.approx(1, abs=1e-9)
+    assert float(found["effective_rank"]) == pytest.approx(1, abs=1e-9)
+    assert np.count_nonzero(found["singular_value"]) == 1
+    assert float(found["n_spikes"]) == 1
+    assert np.isnan(found["alpha"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_orthogonal_matrix_has_neither_tail_nor_spike(dtype):
+    found = of_one(3 * torch.linalg.qr(random_matrix(80, 80, dtype=torch.float64)).Q.to(dtype))
+    assert float(found["stable_rank"]) == pytest.approx(80, rel=1e-5)
+    assert float(found["effective_rank"]) == pytest.approx(80, rel=1e-5)
+    assert float(found["n_spikes"]) == 0
+    assert np.isnan(found["alpha"])
+
+
+def test_a_zero_matrix():
+    found = of_one(torch.zeros(60, 60))
+    assert float(found["frobenius_norm"]) == float(found["spectral_norm"]) == 0
+    assert np.isnan([found[name] for name in WEIGHTS if "norm" not in name and name != "singular_value"]).all()
+
+
+def test_few_eigenvalues_have_norms_and_ranks_alone():
+    found = of_one(random_matrix(49, 80))
+    assert np.isnan([found[name] for name in ("alpha", "alpha_error", "n_tail", "bulk_edge", "n_spikes")]).all()
+    assert float(found["stable_rank"]) > 1
+
+
+def test_a_random_matrix_has_no_heavy_tail_and_a_planted_one_has():
+    rng = np.random.default_rng(0)
+    gaussian = of_one(torch.tensor(rng.normal(size=(300, 300))))
+    q, r = (np.linalg.qr(rng.normal(size=(300, 300)))[0] for _ in range(2))
+    values = (1 - (np.arange(300) + 0.5) / 300) ** (-1 / 1.5)  # p(x) ~ x^-2.5
+    heavy = of_one(torch.tensor(q * np.sqrt(values) @ r))
+    assert float(gaussian["alpha"]) > 4
+    assert float(gaussian["ks_distance"]) > 0.1 > 2 * float(heavy["ks_distance"])
+    assert float(gaussian["n_spikes"]) == 0
+    assert float(heavy["alpha"]) == pytest.approx(2.5, abs=2 * float(heavy["alpha_error"]))
+    assert float(heavy["n_spikes"]) >= 10
+
+
+_UNCHANGED = ("stable_rank", "effective_rank", "alpha", "alpha_error", "ks_distance", "n_tail", "n_spikes")
+
+
+@settings(max_examples=20, deadline=None)
+@given(scale=st.floats(1e-150, 1e150), seed=st.integers(0, 99), transpose=st.booleans())
+def test_scaling_permuting_and_transposing(scale, seed, transpose):
+    matrix = random_matrix(80, 60, seed=seed, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = (torch.randperm(n, generator=generator) for n in matrix.shape)
+    moved = scale * matrix[rows][:, columns]
+    before, after = of_one(matrix), of_one(moved.T.contiguous() if transpose else moved)
+    for name in _UNCHANGED:
+        assert float(after[name]) == pytest.approx(float(before[name]), rel=1e-8), name
+    for name, power in {"spectral_norm": 1, "frobenius_norm": 1, "tail_start": 2, "bulk_edge": 2}.items():
+        assert float(after[name]) == pytest.approx(scale**power * float(before[name]), rel=1e-8), name
+
+
+def test_the_difference_of_two_checkpoints(tmp_path):
+    base = random_matrix(100, 60)
+    left, right = random_matrix(100, 1, seed=1), random_matrix(1, 60, seed=2)
+    found = spectra_of(tmp_path, {"w": base + left @ right}, {"w": base}).isel(matrix=0)
+    assert float(found["stable_rank"]) == pytest.approx(1, abs=1e-6)
+    assert float(found["n_spikes"]) == 1
+    norms = torch.linalg.matrix_norm(left @ right) / torch.linalg.matrix_norm(base)
+    assert float(found["relative_change"]) == pytest.approx(float(norms), rel=1e-6)
+    assert found.attrs["reference"].endswith("1.safetensors")
+
+
+def test_no_change_at_all_and_a_reference_of_zeros(tmp_path):
+    matrix = random_matrix(60, 60)
+    same = spectra_of(tmp_path, {"w": matrix}, {"w": matrix}).isel(matrix=0)
+    assert float(same["relative_change"]) == float(same["frobenius_norm"]) == 0
+    from_zero = spectra_of(tmp_path, {"w": matrix}, {"w": torch.zeros(60, 60)}).isel(matrix=0)
+    assert np.isnan(from_zero["relative_change"])
+    wide = weight_spectra(Weights(w=matrix.double()), reference=Weights(w=2 * matrix), progress=False)
+    assert float(wide["relative_change"].item()) == pytest.approx(0.5)
+
+
+def test_a_file_gives_what_its_model_gives():
+    subject = wb.samples.load("pre_ln")
+    of_model = weight_spectra(subject, progress=False)
+    of_file = weight_spectra(wb.samples.embedded("pre_ln") / "model.safetensors", progress=False)
+    assert set(of_model["matrix"].values) == set(of_file["matrix"].values)
+    for name in WEIGHTS:
+        np.testing.assert_array_equal(of_file[name].sel(matrix=of_model["matrix"]), of_model[name])
+    assert of_model.attrs["subject"] == "pre_ln"
+    assert of_file.attrs["source"].endswith("model.safetensors")
+
+
+def test_stacks_kernels_and_what_is_left_out(tmp_path):
+    state = {
+        "layers.0.mlp.experts.up_proj": random_matrix(3, 20, 10),
+        "layers.0.mlp.experts.up_proj_bias": random_matrix(3, 20),
+        "layers.0.mixer.conv1d.weight": random_matrix(32, 1, 4),
+        "layers.1.patch.weight": random_matrix(12, 3, 4, 4),
+        "layers.1.coefficient": random_matrix(16, 16, 7),
+        "layers.1.mask": torch.ones(16, 16, dtype=torch.bool),
+        "layers.1.packed": random_matrix(16, 16).to(torch.float8_e4m3fn),
+        "layers.1.norm.weight": torch.ones(16),
+    }
+    found = spectra_of(tmp_path, state)
+    stack = [f"layers.0.mlp.experts.up_proj[{i}]" for i in range(3)]
+    assert set(found["matrix"].values) == {*stack, "layers.1.patch.weight"}
+    assert set(found.sel(matrix=stack)["role"].values) == {"expert up"}
+    second = np.linalg.svd(state["layers.0.mlp.experts.up_proj"][1].double(), compute_uv=False)
+    np.testing.assert_allclose(found["singular_value"].sel(matrix=stack[1]).dropna("value"), second, rtol=1e-6)
+    patch = found.sel(matrix="layers.1.patch.weight")
+    assert (int(patch["n_rows"]), int(patch["n_columns"]), int(patch["layer"])) == (12, 48, 1)
+    assert np.isnan(found["singular_value"].sel(matrix=stack[0])[10:]).all()
+    assert sorted(found.attrs["left_out"].splitlines()) == [
+        "layers.0.mixer.conv1d.weight: shorter side of 4, below min_size",
+        "layers.0.mlp.experts.up_proj_bias: a bias",
+        "layers.1.coefficient: three dimensions, neither a stack of experts nor a convolution by its name",
+        "layers.1.mask: values of type bool, which are no weights as they stand",
+        "layers.1.packed: float8_e4m3fn without the scales that belong to it",
+    ]
+
+
+def test_layers_choose():
+    found = weight_spectra(wb.samples.load("pre_ln"), layers=[1, 3], progress=False)
+    assert sorted(set(found["layer"].values.tolist())) == [1, 3]
+    assert found.sizes["matrix"] == 12
+
+
+def test_a_reference_with_fewer_layers_is_refused_by_the_matrix_that_it_lacks():
+    deep, flat = (wb.zoo.transformer(d_model=16, n_layers=n, n_heads=2) for n in (2, 1))
+    with pytest.raises(CheckpointError, match="has no matrix blocks.1.attention.query.weight"):
+        weight_spectra(deep, reference=flat, layers=[1], progress=False)
+
+
+def test_tied_weights_appear_once_and_the_model_is_left_alone():
+    model = nn.Sequential(nn.Embedding(60, 50), nn.Linear(50, 60, bias=False))
+    model[1].weight = model[0].weight
+    model.train()
+    found = weight_spectra(torch.nn.DataParallel(model).module, progress=False)
+    assert found["matrix"].values.tolist() == ["0.weight"]
+    assert model.training
+    assert model[0].weight.grad is None
+
+
+def test_matrices_are_read_one_at_a_time(monkeypatch):
+    """No tensor is held when the next one is read."""
+    import weakref
+
+    held, alive = [], []
+
+    class Lazy:
+        shape, dtype = (50, 50), torch.float32
+
+        def read(self):
+            alive.append(sum(reference() is not None for reference in held))
+            tensor = random_matrix(50, 50)
+            held.append(weakref.ref(tensor))
+            return tensor
+
+    monkeypatch.setattr(matrix_spectra, "lazy_state", lambda path: {f"w{i}": Lazy() for i in range(4)})
+    weight_spectra("made_up.safetensors", progress=False)
+    assert alive == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_value_that_is_not_finite_is_refused_by_name(bad, dtype):
+    matrix = random_matrix(20, 30, dtype=dtype)
+    matrix[3, 4] = bad
+    with pytest.raises(CheckpointError, match="^w holds a value that is not finite"):
+        of_one(matrix)
+
+
+def test_a_reference_that_is_not_finite_is_refused_by_name():
+    bad = random_matrix(20, 30)
+    bad[0, 0] = np.nan
+    with pytest.raises(CheckpointError, match="^w holds a value that is not finite"):
+        weight_spectra(Weights(w=random_matrix(20, 30)), reference=Weights(w=bad), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("reference", "sentence"),
+    [
+        ({"v": (20, 30)}, "The reference module Weights has no matrix w; pass a checkpoint of the same model"),
+        ({"w": (20, 30), "v": (20, 20)}, "has a matrix v, which the source lacks"),
+        ({"w": (30, 20)}, r"w has shape \(20, 30\), but \(30, 20\) in the reference"),
+    ],
+)
+def test_a_reference_that_does_not_match_is_refused(reference, sentence):
+    other = Weights(**{name: random_matrix(*shape) for name, shape in reference.items()})
+    with pytest.raises(CheckpointError, match=sentence):
+        weight_spectra(Weights(w=random_matrix(20, 30)), reference=other, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda: weight_spectra(nn.LayerNorm(9)), CheckpointError, "module LayerNorm has no weight matrix to measure"),
+        (lambda: weight_spectra(nn.Linear(9, 9), min_size=10), CheckpointError, "shorter side of at least 10"),
+        (lambda: weight_spectra(nn.Linear(9, 9), min_size=0), OptionError, "min_size is 0, expected an integer from 1"),
+        (lambda: weight_spectra(nn.Linear(9, 9), layers=[0]), OptionError, "the layers are none that the names state"),
+        (lambda: weight_spectra(wb.zoo.transformer(n_layers=2), layers=[2]), OptionError, "the layers are 0 to 1"),
+        (lambda: weight_spectra(nn.Linear(9, 9, device="meta")), CheckpointError, "weight has no values"),
+        (
+            lambda: weight_spectra(nn.utils.parametrizations.weight_norm(nn.Linear(9, 9))),
+            OptionError,
+            "are parametrized, computed from other parameters",
+        ),
+        (lambda: weight_spectra("nowhere.safetensors"), CheckpointError, "There is no"),
+        (lambda: weight_spectra(5), AnatomyError, "is a int, expected an nn.Module"),
+        (lambda: weight_spectra(Weights(w=Quantized(random_matrix(9, 9)))), CheckpointError, "w is a Quantized, expec"),
+    ],
+)  # fmt: skip
+def test_wrong_input_says_what_to_do(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda ds: ds.drop_vars("alpha"), "lacks alpha; make one with wb.weights.weight_spectra"),
+        (lambda ds: ds.drop_vars("role"), "lacks role"),
+        (lambda ds: ds.assign(n_spikes=ds["n_spikes"].astype(int)), "expected kind 'f'"),
+        (lambda ds: ds.assign(singular_value=ds["singular_value"].T), "has dims"),
+        (lambda ds: ds.assign_attrs(schema_version=99), "update the workbench"),
+    ],
+)
+def test_what_does_not_follow_the_schema_is_refused(spoil, sentence):
+    spectra = weight_spectra(Weights(w=random_matrix(60, 60)), progress=False)
+    assert validate_weights(spectra) is spectra
+    with pytest.raises(SchemaError, match=sentence):
+        validate_weights(spoil(spectra))
+
+
+def test_saved_and_opened_they_are_the_same(tmp_path):
+    spectra = weight_spectra(wb.samples.load("no_norm"), layers=[0], progress=False)
+    for path in (wb.save(spectra, tmp_path / "w.zarr"), wb.export_netcdf(spectra, tmp_path / "w.nc")):
+        assert wb.open_run(path)["weights"].to_dataset().identical(spectra)
+    with pytest.raises(SchemaError, match="lacks alpha"):
+        wb.save(spectra.drop_vars("alpha"), tmp_path / "bad.zarr")
+
+
+def test_the_bar_counts_matrices(capsys):
+    weight_spectra(nn.Linear(9, 9))
+    assert "weights" in capsys.readouterr().err

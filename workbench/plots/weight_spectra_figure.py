@@ -1,0 +1,212 @@
+"""Spectra of weights: a measure of every matrix over depth, and the eigenvalue density of one matrix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError
+from workbench.formatting import clipped, three_digits
+from workbench.plots import style
+from workbench.plots.primitives import Primitives, decades
+from workbench.schema.weights import WEIGHT_CHANGES, WEIGHTS, validate_weights
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_WIDTH, _HEIGHT, _BETWEEN = 560, 240, 104
+#: Values that span more than this factor are drawn on a logarithmic axis.
+_LOGARITHMIC_SPAN = 10.0
+#: Smaller eigenvalues, relative to the largest, are left out of the density and counted in its note.
+_LOWEST = 1e-5
+_BINS_A_DECADE = 12
+_MOST_NAMED = 4
+_TAIL, _EDGE = "#d55e00", "#0f8f66"
+
+
+def weight_spectra(
+    spectra: xr.Dataset, *, measure: str = "alpha", matrix: str | None = None, backend: str = "bokeh"
+) -> Any:
+    """Draw a measure of every weight matrix over depth, and below it the eigenvalue density of one matrix.
+
+    Above, one line per role; several matrices of a role in one layer, such as experts, are dots around their mean.
+    Matrices without a layer, such as embeddings, are named in the small line, as are undefined values. Below, the
+    density of the eigenvalues of W'W / N on logarithmic axes, with the power law fitted to its tail and the edge of the
+    bulk that a random matrix would have; eigenvalues beyond the edge, the spikes, are also drawn as single dots.
+
+    Args:
+        spectra: Dataset of `workbench.weights.weight_spectra`.
+        measure: Variable of the matrices to draw, such as ``"alpha"``, ``"stable_rank"`` or ``"n_spikes"``.
+        matrix: Name of the matrix below; None: the one with the smallest alpha, of those in layers.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout of two panels with options for that backend only.
+
+    Raises:
+        SchemaError: If the dataset holds no weight spectra or several steps, there is no such measure or matrix, or
+            the matrix is zero.
+        OptionError: If the backend does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> spectra = wb.weights.weight_spectra(wb.samples.load("pre_ln"), progress=False)
+        >>> figure = wb.plots.weight_spectra(spectra, measure="stable_rank")
+        >>> len(figure)  # panels
+        2
+    """
+    spectra = validate_weights(spectra)
+    if spectra["alpha"].dims != ("matrix",):
+        raise SchemaError(f"The weight spectra run over {', '.join(map(str, spectra['alpha'].dims))}; select one.")
+    rules = WEIGHTS | WEIGHT_CHANGES
+    known = [name for name in rules if name in spectra and rules[name].dims == ("matrix",)]
+    if measure not in known:
+        raise SchemaError(f"There is no measure '{measure}' of a weight matrix; choose from {', '.join(known)}.")
+    density = density_of(spectra, matrix)
+    with style.drawing(backend) as hv:
+        panels = [_depth_panel(hv, backend, spectra, measure), _density_panel(hv, backend, density)]
+        return style.laid_out(hv, panels, backend)
+
+
+def depth_columns(spectra: xr.Dataset, measure: str) -> dict[str, dict[str, np.ndarray]]:
+    """Role -> columns ``layer``, the measure, ``alpha_error``, ``matrix`` of its matrices in layers, where defined."""
+    found = {}
+    is_drawn = (spectra["layer"].values >= 0) & np.isfinite(spectra[measure].values)
+    for role in dict.fromkeys(spectra["role"].values.tolist()):
+        chosen = is_drawn & (spectra["role"].values == role)
+        if chosen.any():
+            names = ("layer", measure, "alpha_error", "matrix")
+            found[role or "other"] = {name: spectra[name].values[chosen] for name in names}
+    return found
+
+
+def density_of(spectra: xr.Dataset, matrix: str | None = None) -> dict[str, Any]:
+    """The eigenvalue density of one matrix, as `weight_spectra` draws it.
+
+    Returns:
+        ``matrix``; ``edges`` of the bins and the ``density`` in each (0: none); ``spikes``, eigenvalues beyond the
+        edge; ``n_below``, those too small to be drawn; ``tail``, two columns of points of the fitted power law; and the
+        variables of the matrix.
+
+    Raises:
+        SchemaError: If there is no such matrix, or it is zero.
+    """
+    names = spectra["matrix"].values.tolist()
+    if matrix is None:
+        alphas = spectra["alpha"].values
+        in_layers = np.where(spectra["layer"].values >= 0, alphas, np.nan)
+        alphas = in_layers if np.isfinite(in_layers).any() else alphas
+        matrix = names[int(np.nanargmin(alphas))] if np.isfinite(alphas).any() else names[0]
+    if matrix not in names:
+        raise SchemaError(f"There is no matrix '{matrix}'; choose from those in spectra['matrix'], such as {names[0]}.")
+    of_matrix = spectra.isel(matrix=names.index(matrix))
+    values = {name: float(of_matrix[name]) for name in WEIGHTS if of_matrix[name].ndim == 0}
+    size = max(int(of_matrix["n_rows"]), int(of_matrix["n_columns"]))
+    eigenvalues = of_matrix["singular_value"].dropna("value").values ** 2 / size
+    if not eigenvalues.any():
+        raise SchemaError(f"The matrix '{matrix}' is zero and has no eigenvalue density; choose another one.")
+    largest = eigenvalues.max()
+    shown = eigenvalues[eigenvalues >= _LOWEST * largest]
+    low, high = np.log10([shown.min(), largest])
+    n_bins = max(int(min(_BINS_A_DECADE * (high - low), 2 * np.sqrt(len(shown)))), 4)
+    edges = np.logspace(low - 1e-9, high + 1e-9, n_bins + 1)
+    density = np.histogram(shown, edges)[0] / np.diff(edges) / len(eigenvalues)
+    start, alpha = values["tail_start"], values["alpha"]
+    x = np.geomspace(start, largest, 50)
+    tail = values["n_tail"] / len(eigenvalues) * (alpha - 1) / start * (x / start) ** -alpha
+    return {
+        **values, "matrix": matrix, "edges": edges, "density": density, "tail": (x, tail),
+        "n_below": len(eigenvalues) - len(shown), "spikes": eigenvalues[eigenvalues > values["bulk_edge"]],
+    }  # fmt: skip
+
+
+def _depth_panel(hv: Any, backend: str, spectra: xr.Dataset, measure: str) -> Any:
+    label = (WEIGHTS | WEIGHT_CHANGES)[measure].long_name
+    roles = depth_columns(spectra, measure)
+    draw = Primitives(hv, backend, "layer", measure)
+    for place, (role, columns) in enumerate(roles.items()):
+        look, layers = style.model_style(place), np.unique(columns["layer"])
+        mean = [columns[measure][columns["layer"] == layer].mean() for layer in layers]
+        draw.line(layers, mean, color=look["color"], dash=look["dash"], width=1.3, label=role)
+        tips = [("", "@matrix"), (label, f"@{measure}")] + [("standard error", "@alpha_error")] * (measure == "alpha")
+        draw.dots(
+            columns["layer"], columns[measure], color=look["color"], marker=look["marker"], size=6, columns=columns,
+            tips=tips, label=role,
+        )  # fmt: skip
+    if not roles:
+        draw.words(0, 1, "undefined for every matrix in a layer", align="center")
+    everything = np.concatenate([columns[measure] for columns in roles.values()] or [np.ones(1)])
+    lowest, highest = float(everything.min()), float(everything.max())
+    is_log = lowest > 0 and highest > _LOGARITHMIC_SPAN * lowest
+    last = max((int(columns["layer"].max()) for columns in roles.values()), default=0)
+    return draw.panel(
+        title=f"{label[0].upper()}{label[1:]} of each weight matrix",
+        note=_depth_note(spectra, measure),
+        view=((-0.4, last + 0.4), (lowest / 1.15, highest * 1.15) if is_log else _padded(lowest, highest)),
+        size=(_WIDTH, _HEIGHT),
+        names=("layer", label),
+        ticks=(list(range(0, last + 1, max(1, last // 10))), decades(lowest, highest) if is_log else None),
+        is_log=(False, is_log),
+        legend=True,
+        at=(0, _HEIGHT + _BETWEEN),
+    )
+
+
+def _depth_note(spectra: xr.Dataset, measure: str) -> list[str]:
+    values, is_outside = spectra[measure].values, spectra["layer"].values < 0
+    outside = [
+        f"{role or clipped(str(name), 24)} {three_digits(value)}"
+        for role, name, value in zip(
+            spectra["role"].values[is_outside],
+            spectra["matrix"].values[is_outside],
+            values[is_outside],
+            strict=True,
+        )
+        if np.isfinite(value)
+    ]
+    if len(outside) > _MOST_NAMED:
+        outside = [*outside[:_MOST_NAMED], f"{len(outside) - _MOST_NAMED} more in no layer"]
+    if measure == "alpha" and np.isfinite(values).any():
+        outside.append(f"median standard error {three_digits(np.nanmedian(spectra['alpha_error'].values))}")
+    if n_undefined := int((~np.isfinite(values)).sum()):
+        outside.append(f"undefined for {n_undefined} of {len(values)} matrices")
+    return outside
+
+
+def _density_panel(hv: Any, backend: str, density: dict[str, Any]) -> Any:
+    edges, height = density["edges"], density["density"]
+    is_seen = height > 0
+    lowest, highest = height[is_seen].min() / 3, height[is_seen].max() * 2
+    right = edges[-1] * 1.3
+    draw = Primitives(hv, backend, "eigenvalue", "density")
+    draw.boxes(edges[:-1][is_seen], lowest, edges[1:][is_seen], height[is_seen], colors=style.NEUTRAL, alpha=0.45)
+    if np.isfinite(density["bulk_edge"]) and density["bulk_edge"] > edges[0]:
+        edge, spikes = density["bulk_edge"], density["spikes"]
+        right = max(right, edge * 1.3)
+        draw.line([edge, edge], [lowest, highest], color=_EDGE, dash="dashed", label="edge of the bulk")
+        if len(spikes):
+            label = f"{len(spikes)} spike{'s' * (len(spikes) > 1)}"
+            draw.dots(spikes, np.full(len(spikes), lowest * 1.35), color=_EDGE, size=5, label=label)
+    note = [f"{density['n_below']} smaller eigenvalues not shown" * bool(density["n_below"])]
+    if np.isfinite(density["alpha"]):
+        draw.line(*density["tail"], color=_TAIL, width=2.4, label="fitted power law")
+        note.insert(
+            0, f"alpha {density['alpha']:.2f} ± {density['alpha_error']:.2f}, D {density['ks_distance']:.3f}, "
+            f"{density['n_tail']:.0f} eigenvalues in the tail",
+        )  # fmt: skip
+    return draw.panel(
+        title=f"Eigenvalues of {clipped(density['matrix'], 52)}",
+        note=note,
+        view=((edges[0] / 1.15, right), (lowest, highest)),
+        size=(_WIDTH, _HEIGHT),
+        names=("eigenvalue of W'W / N", "density"),
+        ticks=(decades(edges[0], right), decades(lowest, highest)),
+        is_log=(True, True),
+        legend=True,
+    )
+
+
+def _padded(low: float, high: float) -> tuple[float, float]:
+    pad = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
+    return low - pad, high + pad

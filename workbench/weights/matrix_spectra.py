@@ -1,0 +1,338 @@
+"""Spectra of every weight matrix of a model or of a checkpoint on disk, one matrix at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import CheckpointError, OptionError
+from workbench.io.progress import progress_bar
+from workbench.io.provenance import versions
+from workbench.models.lazy_state import LazyTensor, lazy_state
+from workbench.models.parametrizations import is_parametrized
+from workbench.models.subject import Subject
+from workbench.models.wrapping import bare
+from workbench.monitors.matrices import effective_rank, frobenius_norm, singular_values, stable_rank, without_rounding
+from workbench.schema.runs import SCHEMA_VERSION
+from workbench.schema.weights import WEIGHT_CHANGES, WEIGHT_COORDS, WEIGHTS, validate_weights
+from workbench.weights.eigenvalue_tails import power_law_tail, random_bulk
+from workbench.weights.names import is_of_experts, layer_of, role_of
+from workbench.zoo.module_of import module_of
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: Rows that are converted to float64 at a time.
+_ROWS = 8192
+
+
+def weight_spectra(
+    source: Subject | nn.Module | str | os.PathLike[str],
+    *,
+    reference: Subject | nn.Module | str | os.PathLike[str] | None = None,
+    layers: Collection[int] | None = None,
+    min_size: int = 8,
+    progress: bool = True,
+) -> xr.Dataset:
+    """Singular values of every weight matrix, and what they say: ranks, norms, heavy tails, spikes.
+
+    Matrices are read one at a time, so that a checkpoint need not fit in memory, and computed in float64 on the device
+    where they are. A stack of experts (three dimensions, "experts" or "exps" in its name) counts as one matrix per
+    expert, and the kernel of a convolution as the matrix (out, in * kernel) that acts on a patch; embeddings and heads
+    are included. Weights that share one parameter appear once. A matrix that packs several maps, such as query, key and
+    value in one, is measured as it is.
+
+    With N the longer side of a matrix, its eigenvalues are those of W'W / N. The exponent alpha of their tail is that
+    of `power_law_tail`, as WeightWatcher has it (Martin and Mahoney 2021, arXiv:1810.01075); spikes are the eigenvalues
+    beyond a `random_bulk`; the effective rank is that of Roy and Vetterli (2007), exp of the entropy of s / sum s.
+    A power law is fitted whether or not there is one: untrained matrices of 192 to 2,304 rows and columns have an alpha
+    of 3 to 37, a ``ks_distance`` near 0.13, and hardly a spike. Read alpha together with these.
+
+    Singular values of matrices stored in 32 bits and less are roots of the eigenvalues of W'W, about twice as quick as
+    a singular value decomposition. Their error is at most about 1e-7 of the largest one, the rounding of float32, and
+    values below sqrt(M * 2.2e-16) of it are 0, M the shorter side. Matrices in float64 are decomposed.
+
+    Args:
+        source: Subject from `open_checkpoint`, any module, or the path of a checkpoint, which is not loaded as a model.
+        reference: Another one with the same names and shapes; the spectra are those of the difference, source minus
+            reference, with ``relative_change``.
+        layers: Numbers of the layers to measure; None: all, and the matrices that belong to none.
+        min_size: Matrices with a shorter side of less are left out.
+        progress: Show a bar.
+
+    Returns:
+        Dataset with dims ``matrix`` and ``value``; see `schema.WEIGHTS` for the variables and for what NaN means.
+        The attribute ``left_out`` names each tensor of two and more dimensions that is left out, and why.
+
+    Raises:
+        CheckpointError: If a file cannot be read, a matrix holds a value that is not finite, the reference does not
+            match, or there is no matrix to measure.
+        OptionError: If ``min_size`` or a layer is impossible, or the weights of a module are parametrized.
+        AnatomyError: If the source is neither a model nor a path.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.samples.load("pre_ln")
+        >>> spectra = wb.weights.weight_spectra(model, layers=[0], progress=False)
+        >>> spectra["role"].values[:4].tolist()
+        ['attention query', 'attention key', 'attention value', 'attention output']
+        >>> bool((spectra["stable_rank"] <= spectra["effective_rank"]).all())
+        True
+    """
+    if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
+        raise OptionError(f"min_size is {min_size!r}, expected an integer from 1.")
+    state, described = _state_of(source)
+    before, described_before = (None, "") if reference is None else _state_of(reference)
+    planned, left_out = _planned(state, layers, min_size)
+    if not planned:
+        raise CheckpointError(
+            f"{described} has no weight matrix to measure, with a shorter side of at least {min_size}; pass a smaller "
+            "min_size, or check the source."
+        )
+    if before is not None:
+        others = [stack for stack in _planned(before, None, min_size)[0] if layers is None or stack.layer in layers]
+        _require_same(planned, others, described_before)
+    rows = []
+    with progress_bar(progress, total=sum(stack.n for stack in planned), label="weights", unit="matrix") as bar:
+        for stack in planned:
+            for row in stack.measured(state, before):
+                rows.append(row)
+                bar.update()
+    attrs = {
+        "schema_version": SCHEMA_VERSION,
+        "subject": source.name if isinstance(source, Subject) else described,
+        "source": described,
+        "reference": described_before,
+        "min_size": min_size,
+        "left_out": "\n".join(left_out),
+        "versions": versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return _as_dataset(rows, attrs)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """A tensor that holds one matrix, or several along its first dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int
+    role: str
+
+    @property
+    def is_one(self) -> bool:
+        return len(self.shape) == 2 or not is_of_experts(self.name)
+
+    @property
+    def n(self) -> int:
+        return 1 if self.is_one else self.shape[0]
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Of each matrix; a convolution is flattened."""
+        shape = self.shape if self.is_one else self.shape[1:]
+        return shape[0], int(np.prod(shape[1:]))
+
+    def measured(self, state: dict[str, LazyTensor], before: dict[str, LazyTensor] | None) -> Iterator[dict[str, Any]]:
+        """Every variable and coordinate of each matrix; the tensor is read once, and let go at the end."""
+        shape = (self.n, *self.matrix_shape)
+        matrices = state[self.name].read().reshape(shape)
+        others = None if before is None else before[self.name].read().reshape(shape)
+        for i in range(self.n):
+            name = self.name if self.is_one else f"{self.name}[{i}]"
+            coords = {"matrix": name, "layer": self.layer, "role": self.role, "n_rows": shape[1], "n_columns": shape[2]}
+            yield coords | _measured(name, matrices[i], None if others is None else others[i])
+
+
+def _state_of(source: Any) -> tuple[dict[str, LazyTensor], str]:
+    """The parameters of a model or the tensors of a checkpoint by name, and words for the source.
+
+    Raises:
+        AnatomyError: If it is neither a model nor a path.
+        CheckpointError: If the checkpoint cannot be read, or a parameter has no values or is no plain tensor.
+        OptionError: If the weights are parametrized.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source).expanduser()
+        return lazy_state(path), str(path)
+    model = bare(module_of(source))
+    described = source.source if isinstance(source, Subject) else f"module {type(model).__qualname__}"
+    if is_parametrized(model):
+        raise OptionError(
+            f"The weights of {type(model).__name__} are parametrized, computed from other parameters; pass "
+            "wb.baselines.plain_copy(model)."
+        )
+    state = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise CheckpointError(
+                f"The parameter {name} has no values (it is on the device meta); pass the path of the checkpoint, or a "
+                "model with its weights in memory."
+            )
+        tensor = parameter.detach()
+        if type(tensor) is not Tensor:  # sharded over ranks, or quantized: its entries are not the weight's
+            raise CheckpointError(
+                f"The parameter {name} is a {type(tensor).__name__}, expected a plain tensor; pass the path of the "
+                "checkpoint, or a model that is neither sharded nor quantized."
+            )
+        state[name] = LazyTensor.of(tensor)
+    return state, described
+
+
+def _planned(
+    state: dict[str, LazyTensor], layers: Collection[int] | None, min_size: int
+) -> tuple[list[_Stack], list[str]]:
+    """The tensors to measure, and one line for each that is left out although it has two dimensions or more.
+
+    Raises:
+        OptionError: If there is no such layer.
+    """
+    stacks = [
+        _Stack(name, tuple(tensor.shape), layer_of(name), role_of(name, state))
+        for name, tensor in state.items()
+        if len(tensor.shape) >= 2
+    ]
+    known = {stack.layer for stack in stacks} - {-1}
+    if layers is not None and (unknown := sorted(set(layers) - known)):
+        range_of = f"{min(known)} to {max(known)}" if known else "none that the names state"
+        raise OptionError(f"There is no layer {unknown[0]}; the layers are {range_of}.")
+    planned, left_out = [], []
+    for stack in stacks:
+        if layers is not None and stack.layer not in layers:
+            continue
+        reason = _reason_against(stack, state[stack.name].dtype, min_size)
+        if reason:
+            left_out.append(f"{stack.name}: {reason}")
+        else:
+            planned.append(stack)
+    return planned, left_out
+
+
+def _reason_against(stack: _Stack, dtype: torch.dtype, min_size: int) -> str:
+    """Why a tensor is not measured; empty if it is."""
+    if not dtype.is_floating_point:
+        return f"values of type {str(dtype).removeprefix('torch.')}, which are no weights as they stand"
+    if dtype.itemsize < 2:
+        return f"{str(dtype).removeprefix('torch.')} without the scales that belong to it"
+    if stack.name.endswith("bias"):
+        return "a bias"
+    if len(stack.shape) == 3 and stack.is_one and "conv" not in stack.name.lower():
+        return "three dimensions, neither a stack of experts nor a convolution by its name"
+    if min(stack.matrix_shape) < min_size:
+        return f"shorter side of {min(stack.matrix_shape)}, below min_size"
+    return ""
+
+
+def _require_same(planned: list[_Stack], others: list[_Stack], described: str) -> None:
+    """Refuse a reference with other matrices.
+
+    Raises:
+        CheckpointError: If a name is missing on one side, or a shape differs.
+    """
+    shapes, other_shapes = ({stack.name: stack.shape for stack in side} for side in (planned, others))
+    remedy = "pass a checkpoint of the same model"
+    for name in [*shapes, *other_shapes]:
+        if name not in other_shapes:
+            raise CheckpointError(f"The reference {described} has no matrix {name}; {remedy}.")
+        if name not in shapes:
+            raise CheckpointError(f"The reference {described} has a matrix {name}, which the source lacks; {remedy}.")
+        if shapes[name] != other_shapes[name]:
+            raise CheckpointError(
+                f"{name} has shape {shapes[name]}, but {other_shapes[name]} in the reference {described}; {remedy}."
+            )
+
+
+def _measured(name: str, matrix: Tensor, other: Tensor | None) -> dict[str, Any]:
+    """Every variable of one matrix.
+
+    Raises:
+        CheckpointError: If a value is not finite.
+    """
+    s, reference_norm = _singular_values(matrix, other)
+    norm = frobenius_norm(s)
+    if not torch.isfinite(norm.square()) or not np.isfinite(reference_norm):
+        raise CheckpointError(
+            f"{name} holds a value that is not finite, or one too large to square; leave its layer out with layers=, "
+            "or take an earlier checkpoint."
+        )
+    values = s.cpu().numpy()
+    largest = float(values[0])
+    # Scaled, so that squares of tiny values are not lost; tails and spikes do not depend on the scale.
+    unit = largest**2 / max(matrix.shape)
+    eigenvalues = np.square(values / largest) if largest else values
+    tail, bulk = power_law_tail(eigenvalues), random_bulk(eigenvalues, *matrix.shape)
+    row = {
+        "singular_value": values,
+        "frobenius_norm": float(norm),
+        "spectral_norm": largest,
+        "stable_rank": float(stable_rank(s)),
+        "effective_rank": float(effective_rank(s, alpha=1)),
+        "alpha": tail.alpha,
+        "alpha_error": tail.error,
+        "ks_distance": tail.distance,
+        "tail_start": tail.start * unit,
+        "n_tail": tail.n_tail,
+        "bulk_variance": bulk.variance * unit,
+        "bulk_edge": bulk.edge * unit,
+        "n_spikes": bulk.n_spikes,
+    }
+    if other is not None:
+        row["relative_change"] = float(norm) / reference_norm if reference_norm else np.nan
+    return row
+
+
+def _singular_values(matrix: Tensor, other: Tensor | None) -> tuple[Tensor, float]:
+    """Singular values of a matrix, or of its difference from another, falling; and the other's Frobenius norm."""
+    if matrix.device.type == "mps":  # which has no float64
+        matrix = matrix.cpu()
+    if other is not None:
+        other = other.to(matrix.device)
+    if matrix.dtype == torch.float64 or (other is not None and other.dtype == torch.float64):
+        wide = matrix.double() if other is None else matrix.double() - other.double()
+        return singular_values(wide), 0.0 if other is None else float(torch.linalg.matrix_norm(other.double()))
+    is_wide = matrix.shape[0] < matrix.shape[1]
+    long = matrix.T if is_wide else matrix
+    long_other = None if other is None else (other.T if is_wide else other)
+    gram = torch.zeros(long.shape[1], long.shape[1], dtype=torch.float64, device=matrix.device)
+    squared = torch.zeros((), dtype=torch.float64, device=matrix.device)
+    for start in range(0, len(long), _ROWS):
+        rows = long[start : start + _ROWS].double()
+        if long_other is not None:
+            other_rows = long_other[start : start + _ROWS].double()
+            squared += other_rows.square().sum()
+            rows = rows - other_rows
+        gram.addmm_(rows.T, rows)
+    if not torch.isfinite(gram.diagonal()).all():  # LAPACK may not end
+        return gram.diagonal() * torch.nan, float(squared.sqrt())
+    squares = torch.linalg.eigvalsh(gram).flip(0)
+    return without_rounding(squares, len(squares)).sqrt(), float(squared.sqrt())
+
+
+def _as_dataset(rows: list[dict[str, Any]], attrs: dict[str, Any]) -> xr.Dataset:
+    import xarray as xr
+
+    longest = max(len(row["singular_value"]) for row in rows)
+    values = np.full((len(rows), longest), np.nan)
+    for i, row in enumerate(rows):
+        values[i, : len(row["singular_value"])] = row["singular_value"]
+    rules = WEIGHTS | {name: rule for name, rule in WEIGHT_CHANGES.items() if name in rows[0]}
+    columns = {name: values if name == "singular_value" else np.array([row[name] for row in rows]) for name in rules}
+    return validate_weights(
+        xr.Dataset(
+            {name: (rule.dims, columns[name], rule.attrs) for name, rule in rules.items()},
+            {
+                name: (rule.dims, np.array([row[name] for row in rows]), rule.attrs)
+                for name, rule in WEIGHT_COORDS.items()
+            },
+            attrs,
+        )
+    )
