@@ -420,27 +420,42 @@ def test_low_precision(vectors):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (ResidualOutside, r"ResidualOutside has no stack of residual blocks"),
         (Stages, r"stages\.\* \(9 blocks, widths 16, 24, 40\).*width of its state changes.*stages\.1 \(5 blocks"),
         (StagesInOneList, r"net\.\* \(14 blocks, widths 16, 24\).*width of its state changes"),
         (TwoStreams, r"blocks carries 2 residual streams side by side"),
         (ScaledBetween, r"blocks \(6 blocks, 4 of 5 links\).*what reaches blocks\.3 is not what"),
-        (WideHead, r"tail \(2 blocks, 1 of 1 links\), holds only \d+% of the weights of all repeated modules"),
         (lambda: nn.Sequential(Block()), r"no stack of residual blocks.*pass its container as stack="),
     ],
     ids=[
-        "residual outside",
         "stages",
         "stages in one list",
         "two streams",
         "scaled between",
-        "small part",
         "single block",
     ],
 )
 def test_refusals(model, message, vectors):
     with pytest.raises(AnatomyError, match=message):
         read_anatomy(model(), vectors)
+
+
+@pytest.mark.parametrize("model", [ResidualOutside, WideHead])
+def test_residuals_outside_of_modules(model, vectors):
+    """Also where a short chain of whole blocks follows, with a small part of all weights."""
+    anatomy = read_anatomy(model(), vectors)
+    assert (anatomy.stack, len(anatomy.sites)) == ("layers", 4)
+
+
+def test_a_small_part_of_all_weights_is_refused(vectors):
+    class Unread(WideHead):
+        def forward(self, x):
+            for norm, branch in self.layers:
+                x = torch.maximum(x, branch(norm(x)))
+            return self.tail(x)
+
+    message = r"tail \(2 blocks, 1 of 1 links\), holds only \d+% of the weights of all repeated modules"
+    with pytest.raises(AnatomyError, match=message):
+        read_anatomy(Unread(), vectors)
 
 
 def test_a_length_that_the_config_does_not_promise():

@@ -160,9 +160,11 @@ def test_branches_are_neither_profiled_nor_suggested():
     for stack in ("layers.*", "layers.0"):
         with pytest.raises(AnatomyError, match=f"The modules of '{stack}' are no residual blocks".replace("*", r"\*")):
             wb.read_anatomy(model, tokens, stack=stack)
+        with pytest.raises(AnatomyError, match=r"What can be named as stack= too: layers \(6 layers"):
+            wb.read_anatomy(model, tokens, stack=stack)
     with pytest.raises(AnatomyError, match=r"layers\.0\.0\.0 has no matrix among its parameters"):
         wb.read_anatomy(model, tokens, stack="layers.*.*")
-    with pytest.raises(AnatomyError, match="no container of this model holds residual blocks"):
+    with pytest.raises(AnatomyError, match="no module of this model is a residual block.*named as stack= too: layers"):
         wb.read_anatomy(model, tokens, stack="nothing")
 
 

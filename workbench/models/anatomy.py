@@ -14,8 +14,9 @@ from workbench.models.block_calls import Slot, record_calls
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import on_device_of, run_foreign
 from workbench.models.layout import BATCH_FIRST, BatchLayout, layout_of
+from workbench.models.outside_residuals import OutsideStack, choose_outside, find_outside_stacks
 from workbench.models.probing import undisturbed
-from workbench.models.residual_check import why_no_blocks
+from workbench.models.residual_check import why_no_blocks, without_matrix
 from workbench.models.site import Site
 from workbench.models.stacks import (
     Candidate,
@@ -26,6 +27,7 @@ from workbench.models.stacks import (
     links_between,
     overlap,
     refuse_several_streams,
+    refuse_shape,
 )
 from workbench.models.wrapping import subject_in, unwrap
 
@@ -62,6 +64,11 @@ def read_anatomy(
     the shape it got, and the very state that the next one gets. Stacks inside the members of another are dropped, and
     the longest is taken; its length must be the one that ``model.config`` promises, where there is a config. In an
     encoder-decoder model the decoder is taken.
+
+    Where no module returns the stream, because a loop adds the residual (``x = x + branch(norm(x))``), the layers are
+    the members of the list that it goes through, and states are read as they enter the next layer or the module after
+    the last. Every state must be the sum of the one before and of what the layer's modules returned, up to rounding.
+    States of such layers can be read but not replaced.
 
     Which axis of the states counts sequences is read as well. If it is not documented for the model, one
     token is changed in a second run: the change spreads along the axis of tokens.
@@ -100,24 +107,46 @@ def read_anatomy(
     inputs = on_device_of(model, inputs)
     calls = record_calls(model, inputs)
     candidates = find_candidates(model, calls)
-    plausible = [c for c in candidates if len(c.calls) > 1 and 2 * c.n_links >= len(c.calls) - 1]
+    plausible = [
+        c for c in candidates if len(c.calls) > 1 and 2 * c.n_links >= len(c.calls) - 1 and not c.alternates_with_norms
+    ]
+
+    def why_not(candidate: Candidate) -> str:
+        """Why the modules of a candidate that is named are no residual blocks; empty if they are."""
+        kinds = {type(call.module) for call in candidate.calls}
+        # A branch and the module that adds it to the stream may be a chain of two.
+        is_sure = is_chain(candidate) and (len(candidate.calls) > 2 or len(kinds) == 1)
+        return without_matrix(_sites(candidate)) if is_sure else why_no_blocks(model, inputs, _sites(candidate))
 
     def are_blocks(candidate: Candidate) -> bool:
-        return is_chain(candidate) or not why_no_blocks(model, inputs, _sites(candidate))
+        return not why_not(candidate)
 
-    chosen = choose(model, plausible, are_blocks) if stack is None else choose_by_name(candidates, stack, are_blocks)
-    refuse_several_streams(chosen, inputs)
-    sites = _sites(chosen)
-    if stack is not None and not is_chain(chosen) and (reason := why_no_blocks(model, inputs, sites)):
-        raise AnatomyError(
-            f"The modules of '{stack}' are no residual blocks: {reason}; choose a container of whole blocks, or "
-            "another model."
-        )
-    others = [
-        c.name
-        for c in plausible
-        if c is not chosen and c.is_complete and not overlap(c, chosen) and is_outer(c, plausible)
-    ]
+    chosen: Candidate | OutsideStack
+    try:
+        if stack is None:
+            chosen = choose(model, plausible, are_blocks)
+        else:
+            chosen = choose_by_name(candidates, stack, are_blocks)
+            if reason := why_not(chosen):
+                raise AnatomyError(
+                    f"The modules of '{stack}' are no residual blocks: {reason}; choose a container of whole blocks, "
+                    "or another model."
+                )
+    except AnatomyError as refusal:
+        outside, unread = find_outside_stacks(model, inputs)
+        chosen = choose_outside(model, outside, unread, stack, refusal)
+        others = [s.name for s in outside if s.is_chain and s.is_apart(chosen)]
+    if isinstance(chosen, OutsideStack):
+        refuse_shape(chosen.name, chosen.shape, chosen.modules, inputs)
+        sites = chosen.sites
+    else:
+        refuse_several_streams(chosen, inputs)
+        sites = _sites(chosen)
+        others = [
+            c.name
+            for c in plausible
+            if c is not chosen and c.is_complete and not overlap(c, chosen) and is_outer(c, plausible)
+        ]
     layout = layout_of(
         model,
         inputs,

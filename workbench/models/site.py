@@ -13,8 +13,50 @@ from workbench.models.block_calls import Slot, arguments, results
 
 
 @dataclass(frozen=True)
+class Place:
+    """A call among whose arguments or results a state can be read.
+
+    Attributes:
+        module: Module that is called.
+        call: Number of the call of this module within one forward, from 0.
+        n_calls: Number of its calls in the forward in which the anatomy was read.
+        slot: Place of the state in the arguments or in the output.
+        is_output: Whether it is read from the output.
+        start: Where its features begin in a tensor that holds two states side by side; None: the tensor is the state.
+    """
+
+    module: nn.Module
+    call: int
+    n_calls: int
+    slot: Slot
+    is_output: bool = False
+    start: int | None = None
+
+    def state_in(self, args: tuple, kwargs: Mapping[str, Any], name: str) -> Tensor:
+        """The state among the arguments.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            name: Name of the site, for the message.
+
+        Raises:
+            AnatomyError: If it is not where it was when the anatomy was read.
+        """
+        state = _take(dict(arguments(args, kwargs)), self.slot, name, "arguments")
+        return state if self.start is None else state.narrow(-1, self.start, state.shape[-1] // 2)
+
+    def state_out(self, output: Any, name: str) -> Tensor:
+        """The state in the output; as `state_in`."""
+        return _take(dict(results(output)), self.slot, name, "output")
+
+
+@dataclass(frozen=True)
 class Site:
     """One place where the residual stream passes a block.
+
+    Where the residual is added outside of modules, no module's output is the state that leaves. It is read where it
+    enters the next module then (``exit``), and ``entry`` is the call that first gets the state that enters.
 
     Attributes:
         name: Module path, such as ``transformer.h.3``; later calls of a shared module end in ``#1``, ``#2``, ...
@@ -22,6 +64,8 @@ class Site:
         call: Number of the call of this module within one forward, from 0.
         input_slot: Place of the state in the arguments: a position or a keyword.
         output_slot: Place of the state in the output: an index or a key; None if the output is the state.
+        entry: Call that gets the state that enters; None: that of ``module`` itself.
+        exit: Call by which the state that leaves is read; None: that of ``module`` itself.
     """
 
     name: str
@@ -29,6 +73,8 @@ class Site:
     call: int
     input_slot: Slot = 0
     output_slot: Slot = None
+    entry: Place | None = None
+    exit: Place | None = None
 
     def state_in(self, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
         """Residual stream entering the block, shape (..., feature), as the block gets it.
@@ -53,7 +99,15 @@ class Site:
             args: Positional arguments.
             kwargs: Keyword arguments.
             state: State to insert, shaped like the original one.
+
+        Raises:
+            AnatomyError: If the residual is added outside of modules, past which another state cannot be passed.
         """
+        if self.exit is not None:
+            raise AnatomyError(
+                f"The residual of {self.name} is added outside of modules, so that its states can be read but not "
+                "replaced; choose a model whose blocks add the residual themselves."
+            )
         slot = self.input_slot
         if isinstance(slot, int):
             return (*args[:slot], state, *args[slot + 1 :]), dict(kwargs)

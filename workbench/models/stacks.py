@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
@@ -20,7 +20,7 @@ AreBlocks = Callable[["Candidate"], bool]
 _MOST_LISTED, _MOST_TRIED = 6, 12
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 #: Least share of the parameters of all repeated modules that a stack must hold if no config confirms its length.
-_LEAST_COVERAGE = 0.5
+LEAST_COVERAGE = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,12 @@ class Candidate:
     def is_complete(self) -> bool:
         """Whether one state of one shape passes through all calls."""
         return bool(self.shape) and self.n_links == len(self.calls) - 1
+
+    @property
+    def alternates_with_norms(self) -> bool:
+        """Whether half of the modules, and not all, have no matrix: a norm and a branch each, but no whole blocks."""
+        plain = sum(all(p.ndim < 2 for p in call.module.parameters()) for call in self.calls)
+        return plain < len(self.calls) <= 2 * plain
 
     @property
     def modules(self) -> list[str]:
@@ -152,7 +158,7 @@ def choose_by_name(candidates: Sequence[Candidate], stack: str, are_blocks: AreB
         others = _listed(candidates, are_blocks)
         raise AnatomyError(
             f"There is no stack '{stack}' whose modules ran; "
-            + (f"expected one of {others}." if others else "no container of this model holds residual blocks.")
+            + (f"expected one of {others}." if others else "no module of this model is a residual block by itself.")
         )
     if not found[0].shape:
         raise AnatomyError(
@@ -186,8 +192,7 @@ def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBloc
             f"{type(model).__name__} has no stack of residual blocks: no two modules of one kind hand a state of one "
             "shape on unchanged"
             + (f" (the config says {counts[0]})" if counts else "")
-            + "; residuals that are added outside of modules cannot be read, and if a single module is the block, pass "
-            "its container as stack=."
+            + "; if a single module is the block, pass its container as stack=."
         )
     if counts:
         return _choose_by_count(model, plausible, counts, are_blocks)
@@ -266,9 +271,18 @@ def _refuse_incomplete(chosen: Candidate, plausible: Sequence[Candidate], are_bl
 
 def _refuse_low_coverage(model: nn.Module, chosen: Candidate, plausible: Sequence[Candidate]) -> None:
     """Refuse a stack that is a small part of the repeated modules: the true blocks then add outside of modules."""
-    inside = {
-        p for c in plausible if c is chosen or c.is_complete for call in c.calls for p in call.module.parameters()
-    }
+    whole = [c for c in plausible if c is chosen or c.is_complete]
+    share = share_of_repeated(model, (call.module for c in whole for call in c.calls))
+    if 0 < share < LEAST_COVERAGE:
+        raise AnatomyError(
+            f"The longest stack, {chosen}, holds only {share:.0%} of the weights of all repeated modules, so the "
+            "residual stream probably runs outside of it; pass as stack= the container of the true blocks."
+        )
+
+
+def share_of_repeated(model: nn.Module, modules: Iterable[nn.Module]) -> float:
+    """Share of the parameters of all repeated modules that these hold; 0 if they hold none."""
+    inside = {p for module in modules for p in module.parameters()}
     repeated = {
         p
         for holder in model.modules()
@@ -277,14 +291,7 @@ def _refuse_low_coverage(model: nn.Module, chosen: Candidate, plausible: Sequenc
         if not _is_end(child)
         for p in child.parameters()
     }
-    if not repeated:
-        return
-    share = sum(p.numel() for p in inside & repeated) / max(1, sum(p.numel() for p in repeated))
-    if share < _LEAST_COVERAGE and inside & repeated:
-        raise AnatomyError(
-            f"The longest stack, {chosen}, holds only {share:.0%} of the weights of all repeated modules, so the "
-            "residual stream probably runs outside of it; pass as stack= the container of the true blocks."
-        )
+    return sum(p.numel() for p in inside & repeated) / max(1, sum(p.numel() for p in repeated))
 
 
 def _is_end(module: nn.Module) -> bool:
@@ -299,23 +306,28 @@ def refuse_several_streams(chosen: Candidate, inputs: Any) -> None:
     Raises:
         AnatomyError: If it is one of these.
     """
-    values = (
-        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
-    )
-    has_tokens = any(isinstance(v, Tensor) and v.ndim == 2 and not v.is_floating_point() for v in values)
-    if has_tokens and len(chosen.shape) > 3:
-        raise AnatomyError(
-            f"The stack {chosen.name} carries several residual streams at once: its state has shape {chosen.shape}, "
-            "expected (batch, token, feature); choose another model, this one cannot be read."
-        )
+    refuse_shape(chosen.name, chosen.shape, [call.module for call in chosen.calls], inputs)
     if len(streams := chosen.streams) > 1:
         raise AnatomyError(
             f"The stack {chosen.name} carries {len(streams)} residual streams side by side, of shapes "
             f"{' and '.join(map(str, streams))}, expected one; choose another model or, as stack=, another stack."
         )
-    widths = {size for call in chosen.calls for p in call.module.parameters() if p.ndim < 3 for size in p.shape}
-    if widths and chosen.shape[-1] not in widths:
+
+
+def refuse_shape(name: str, shape: tuple[int, ...], modules: Sequence[nn.Module], inputs: Any) -> None:
+    """Refuse states of a stack by their shape alone, as `refuse_several_streams` does."""
+    values = (
+        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
+    )
+    has_tokens = any(isinstance(v, Tensor) and v.ndim == 2 and not v.is_floating_point() for v in values)
+    if has_tokens and len(shape) > 3:
         raise AnatomyError(
-            f"The last dimension of the state of {chosen.name}, shape {chosen.shape}, is not its feature dimension; "
+            f"The stack {name} carries several residual streams at once: its state has shape {shape}, "
+            "expected (batch, token, feature); choose another model, this one cannot be read."
+        )
+    widths = {size for module in modules for p in module.parameters() if p.ndim < 3 for size in p.shape}
+    if widths and shape[-1] not in widths:
+        raise AnatomyError(
+            f"The last dimension of the state of {name}, shape {shape}, is not its feature dimension; "
             "only streams with features last can be read."
         )
