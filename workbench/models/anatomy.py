@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,12 @@ from workbench.models.stacks import (
     Candidate,
     choose,
     choose_by_name,
+    feature_axis_of,
     find_candidates,
     is_outer,
     links_between,
     overlap,
     refuse_several_streams,
-    refuse_shape,
 )
 from workbench.models.wrapping import subject_in, unwrap
 
@@ -133,28 +133,31 @@ def read_anatomy(
                     "or another model."
                 )
     except AnatomyError as refusal:
-        outside, unread = find_outside_stacks(model, inputs)
+        outside, unread = find_outside_stacks(model, inputs, {c.name for c in candidates if is_chain(c)})
         chosen = choose_outside(model, outside, unread, stack, refusal)
         others = [s.name for s in outside if s.is_chain and s.is_apart(chosen)]
     if isinstance(chosen, OutsideStack):
-        refuse_shape(chosen.name, chosen.shape, chosen.modules, inputs)
+        axis = feature_axis_of(chosen.name, chosen.shape, chosen.modules, inputs)
         sites = chosen.sites
     else:
-        refuse_several_streams(chosen, inputs)
+        axis = refuse_several_streams(chosen, inputs)
         sites = _sites(chosen)
         others = [
             c.name
             for c in plausible
             if c is not chosen and c.is_complete and not overlap(c, chosen) and is_outer(c, plausible)
         ]
+    shape = list(chosen.shape)
+    shape.append(shape.pop(axis))
+    sites = tuple(replace(site, feature_axis=axis) for site in sites)
     layout = layout_of(
         model,
         inputs,
-        chosen.shape[:-1],
+        tuple(shape[:-1]),
         batch_first=batch_first,
         state_for=lambda given: _last_state(model, sites[-1], given),
     )
-    return Anatomy(chosen.name, sites, chosen.shape[-1], tuple(dict.fromkeys(others)), layout)
+    return Anatomy(chosen.name, sites, shape[-1], tuple(dict.fromkeys(others)), layout)
 
 
 def _last_state(model: nn.Module, site: Site, inputs: Any) -> Tensor:

@@ -7,7 +7,7 @@ its first module gets, and the state that leaves it is what the next module gets
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -98,7 +98,9 @@ class _Visit:
         return self.exits[0]
 
 
-def find_outside_stacks(model: nn.Module, inputs: Any) -> tuple[list[OutsideStack], list[str]]:
+def find_outside_stacks(
+    model: nn.Module, inputs: Any, known: Collection[str] = ()
+) -> tuple[list[OutsideStack], list[str]]:
     """The containers whose members are branches of a residual stream that is added outside of modules.
 
     The state that leaves a layer must be a sum, with constant factors or with one per feature, of the state that
@@ -108,6 +110,7 @@ def find_outside_stacks(model: nn.Module, inputs: Any) -> tuple[list[OutsideStac
     Args:
         model: Model to run, twice; it is not changed.
         inputs: Inputs as for `call_model`.
+        known: Containers whose members are known to hand their state on themselves.
 
     Returns:
         The stacks, and the names of containers whose members pass a state on that is no such sum.
@@ -116,7 +119,8 @@ def find_outside_stacks(model: nn.Module, inputs: Any) -> tuple[list[OutsideStac
     called = {call.module for call in calls}
     found: list[tuple[str, nn.Module, Shape, list[_Visit]]] = []
     for name, container in model.named_modules():
-        if isinstance(container, _CONTAINERS) and container not in called and not _is_grouping(container):
+        is_loop = isinstance(container, _CONTAINERS) and container not in called and name not in known
+        if is_loop and not _is_grouping(container):
             shape, visits = _with_states(_visits(container, calls), calls)
             if visits:
                 found.append((name, container, shape, visits))

@@ -66,6 +66,8 @@ class Site:
         output_slot: Place of the state in the output: an index or a key; None if the output is the state.
         entry: Call that gets the state that enters; None: that of ``module`` itself.
         exit: Call by which the state that leaves is read; None: that of ``module`` itself.
+        feature_axis: Axis of the tensors that counts features: -1, or 1 of images (batch, feature, height, width).
+            Here they are always last.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Site:
     output_slot: Slot = None
     entry: Place | None = None
     exit: Place | None = None
+    feature_axis: int = -1
 
     def state_in(self, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
         """Residual stream entering the block, shape (..., feature), as the block gets it.
@@ -88,7 +91,7 @@ class Site:
         Raises:
             AnatomyError: If the state is not where it was when the anatomy was read.
         """
-        return _take(dict(arguments(args, kwargs)), self.input_slot, self.name, "arguments")
+        return self._with_features_last(_take(dict(arguments(args, kwargs)), self.input_slot, self.name, "arguments"))
 
     def with_state(
         self, args: tuple, kwargs: Mapping[str, Any], state: Tensor
@@ -109,6 +112,8 @@ class Site:
                 "replaced; choose a model whose blocks add the residual themselves."
             )
         slot = self.input_slot
+        if self.feature_axis != -1:
+            state = state.movedim(-1, self.feature_axis)
         if isinstance(slot, int):
             return (*args[:slot], state, *args[slot + 1 :]), dict(kwargs)
         return args, {**kwargs, str(slot): state}
@@ -122,7 +127,10 @@ class Site:
         Raises:
             AnatomyError: If the state is not where it was when the anatomy was read.
         """
-        return _take(dict(results(output)), self.output_slot, self.name, "output")
+        return self._with_features_last(_take(dict(results(output)), self.output_slot, self.name, "output"))
+
+    def _with_features_last(self, state: Tensor) -> Tensor:
+        return state if self.feature_axis == -1 else state.movedim(self.feature_axis, -1)
 
 
 def _take(values: dict[Slot, Any], slot: Slot, name: str, what: str) -> Tensor:

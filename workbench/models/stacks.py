@@ -300,22 +300,29 @@ def _is_end(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or changes_width
 
 
-def refuse_several_streams(chosen: Candidate, inputs: Any) -> None:
-    """Refuse a state that is more than one vector per token, or whose last dimension is not the feature.
+def refuse_several_streams(chosen: Candidate, inputs: Any) -> int:
+    """Refuse a state that is more than one vector per token, or whose features cannot be told.
+
+    Returns:
+        Axis of the state that counts features, as `feature_axis_of`.
 
     Raises:
         AnatomyError: If it is one of these.
     """
-    refuse_shape(chosen.name, chosen.shape, [call.module for call in chosen.calls], inputs)
     if len(streams := chosen.streams) > 1:
         raise AnatomyError(
             f"The stack {chosen.name} carries {len(streams)} residual streams side by side, of shapes "
             f"{' and '.join(map(str, streams))}, expected one; choose another model or, as stack=, another stack."
         )
+    return feature_axis_of(chosen.name, chosen.shape, [call.module for call in chosen.calls], inputs)
 
 
-def refuse_shape(name: str, shape: tuple[int, ...], modules: Sequence[nn.Module], inputs: Any) -> None:
-    """Refuse states of a stack by their shape alone, as `refuse_several_streams` does."""
+def feature_axis_of(name: str, shape: tuple[int, ...], modules: Sequence[nn.Module], inputs: Any) -> int:
+    """The axis of states that counts features: the last, or the second of images; one of the modules' widths.
+
+    Raises:
+        AnatomyError: If it is neither, or a state is more than one vector per token.
+    """
     values = (
         inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
     )
@@ -326,8 +333,11 @@ def refuse_shape(name: str, shape: tuple[int, ...], modules: Sequence[nn.Module]
             "expected (batch, token, feature); choose another model, this one cannot be read."
         )
     widths = {size for module in modules for p in module.parameters() if p.ndim < 3 for size in p.shape}
-    if widths and shape[-1] not in widths:
-        raise AnatomyError(
-            f"The last dimension of the state of {name}, shape {shape}, is not its feature dimension; "
-            "only streams with features last can be read."
-        )
+    if not widths or shape[-1] in widths:
+        return -1
+    if len(shape) == 4 and shape[1] in widths:
+        return 1
+    raise AnatomyError(
+        f"The last dimension of the state of {name}, shape {shape}, is not its feature dimension; only streams with "
+        "features last, or images (batch, feature, height, width), can be read."
+    )
