@@ -29,7 +29,7 @@ from workbench.models.stacks import (
     overlap,
     refuse_several_streams,
 )
-from workbench.models.wrapping import subject_in, unwrap
+from workbench.models.wrapping import runnable, subject_in
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -102,7 +102,7 @@ def read_anatomy(
         >>> anatomy.stack, len(anatomy.sites), anatomy.width
         ('blocks', 3, 16)
     """
-    subject, model = subject_in(model), unwrap(model)
+    subject, model = subject_in(model), runnable(model)
     inputs, _ = Batches.of(inputs, subject).probe_and_all()
     inputs = on_device_of(model, inputs)
     calls = record_calls(model, inputs)

@@ -14,7 +14,7 @@ from workbench.models.block_hooks import BlockCall, BlockHooks, depth_error, ref
 from workbench.models.calling import on_device_of, run_foreign
 from workbench.models.probing import undisturbed, watch
 from workbench.models.site import Site
-from workbench.models.wrapping import unwrap
+from workbench.models.wrapping import runnable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,7 +50,7 @@ def capture_moments(
         SnapshotError: If the stream holds NaN or infinite values (the message names the layer), or if blocks run that
             the anatomy does not know.
     """
-    model = unwrap(model)
+    model = runnable(model)
     selection.begin(batches)
     moments: dict[int, SnapshotMoments] = {}
 
