@@ -281,3 +281,56 @@ def test_exported_graphs_are_refused_in_one_sentence():
         wb.profile(exported.module(), TOKENS, progress=False)
     with pytest.raises(wb.WorkbenchError, match="ExportedProgram"):
         wb.profile(exported, TOKENS, progress=False)
+
+
+# --- parameters that are split over ranks ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def fsdp(model, mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(model, mesh):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    by_column = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, by_column | {"self_attn.o_proj": RowwiseParallel()})
+    return model
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("split", [fsdp, tensor_parallel])
+def test_split_parameters_are_read_whole(plain, mesh, split):
+    model = split(copy.deepcopy(plain), mesh)
+    np.testing.assert_array_equal(eigenvalues(model), eigenvalues(plain))
+    expected = wb.query_key_weights(plain, TOKENS)
+    for found, same in zip(wb.query_key_weights(model, TOKENS), expected, strict=True):
+        assert torch.equal(found.query, same.query)
+        assert torch.equal(found.read(model).key, same.key)
+    assert all(hasattr(p, "full_tensor") for p in model.model.layers[0].self_attn.q_proj.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_flat_parameters(plain, mesh):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(copy.deepcopy(plain), device_id=torch.device("cpu"))
+    with pytest.raises(AnatomyError, match="keeps the parameters of many modules in one.*use_orig_params=True"):
+        eigenvalues(model)
+    model = FullyShardedDataParallel(copy.deepcopy(plain), device_id=torch.device("cpu"), use_orig_params=True)
+    np.testing.assert_array_equal(eigenvalues(model), eigenvalues(plain))

@@ -133,6 +133,11 @@ def read_anatomy(
                     "or another model."
                 )
     except AnatomyError as refusal:
+        if any(hasattr(parameter, "_is_flat_param") for parameter in model.parameters()):
+            raise AnatomyError(
+                f"{type(model).__name__} keeps the parameters of many modules in one, so that none shows which are its "
+                "own; wrap the model with use_orig_params=True, or pass it as it was before."
+            ) from refusal
         outside, unread = find_outside_stacks(model, inputs, {c.name for c in candidates if is_chain(c)})
         chosen = choose_outside(model, outside, unread, stack, refusal)
         others = [s.name for s in outside if s.is_chain and s.is_apart(chosen)]

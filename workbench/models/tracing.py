@@ -18,6 +18,7 @@ from workbench.models.calling import run_foreign
 from workbench.models.computed_weights import effective_map, linear_widths
 from workbench.models.config_options import config_options, visible_attention
 from workbench.models.probing import HookRequest, storage_pointer, undisturbed, watch
+from workbench.models.readable_weights import whole
 from workbench.models.site import Site
 from workbench.models.wrapping import is_split
 
@@ -400,4 +401,4 @@ class _Before:
 
 def _keep(tensor: Tensor) -> Tensor:
     """A copy, for what comes next may be written in place."""
-    return tensor.detach().clone()
+    return whole(tensor.detach()).clone()
