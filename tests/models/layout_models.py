@@ -322,3 +322,40 @@ class Repeated(ScaledSums):
             for norm, branch in self.layers:
                 found.append(self.step(0, found, norm, branch))
         return found
+
+
+class Streams(nn.Module):
+    """Hyper-connections: a block reads a mixture of several streams, adds to each and mixes them.
+
+    Args:
+        axis: Axis of the states that counts streams.
+    """
+
+    n_streams = 4
+
+    class Block(nn.Module):
+        def __init__(self, axis, n_streams):
+            super().__init__()
+            self.axis, self.branch = axis, Branch(WIDTH)
+            self.read, self.write = (nn.Parameter(torch.rand(n_streams)) for _ in range(2))
+            self.mix = nn.Parameter(torch.eye(n_streams) + 0.1 * torch.randn(n_streams, n_streams))
+
+        def forward(self, state):
+            streams = state.movedim(self.axis, 0)
+            added = self.branch(torch.einsum("s,s...->...", self.read, streams))
+            mixed = torch.einsum("st,t...->s...", self.mix, streams) + torch.einsum("s,...->s...", self.write, added)
+            return mixed.movedim(0, self.axis)
+
+    def __init__(self, axis):
+        super().__init__()
+        self.axis, self.embedding = axis, nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(self.Block(axis, self.n_streams) for _ in range(3))
+
+    def states(self, tokens):
+        found = [torch.stack([self.embedding(tokens) * (i + 1) for i in range(self.n_streams)], self.axis)]
+        for layer in self.layers:
+            found.append(layer(found[-1]))
+        return found
+
+    def forward(self, tokens):
+        return self.states(tokens)[-1].sum(self.axis)

@@ -28,6 +28,7 @@ from workbench.models.stacks import (
     links_between,
     overlap,
     refuse_several_streams,
+    stream_axis_of,
 )
 from workbench.models.wrapping import runnable, subject_in
 
@@ -81,7 +82,8 @@ def read_anatomy(
         inputs: Inputs as for `workbench.profile`; one short sequence is enough. Of several batches the first is used.
         stack: Stack to read instead of the one that would be chosen, named as in ``Anatomy.stack``. Its blocks
             must keep the shape of the stream and add to it, but need not hand it on unchanged, nor be as many as the
-            config says.
+            config says. Of states that are several streams side by side, as hyper-connections have them, ``layers:2``
+            is stream 2 of ``layers``, counted from 0; what leaves a block in it comes from the others too.
         batch_first: Whether inputs are (batch, token) or (batch, token, feature), rather than with tokens first; None:
             find out.
 
@@ -103,6 +105,7 @@ def read_anatomy(
         ('blocks', 3, 16)
     """
     subject, model = subject_in(model), runnable(model)
+    stack, stream = _split_stream(stack)
     inputs, _ = Batches.of(inputs, subject).probe_and_all()
     inputs = on_device_of(model, inputs)
     calls = record_calls(model, inputs)
@@ -133,6 +136,8 @@ def read_anatomy(
                     "or another model."
                 )
     except AnatomyError as refusal:
+        if stream is not None:
+            raise
         if any(hasattr(parameter, "_is_flat_param") for parameter in model.parameters()):
             raise AnatomyError(
                 f"{type(model).__name__} keeps the parameters of many modules in one, so that none shows which are its "
@@ -141,7 +146,13 @@ def read_anatomy(
         outside, unread = find_outside_stacks(model, inputs, {c.name for c in candidates if is_chain(c)})
         chosen = choose_outside(model, outside, unread, stack, refusal)
         others = [s.name for s in outside if s.is_chain and s.is_apart(chosen)]
-    if isinstance(chosen, OutsideStack):
+    name, shape, axis, streams = chosen.name, list(chosen.shape), -1, None
+    if stream is not None and not isinstance(chosen, OutsideStack):
+        streams = stream_axis_of(name, chosen.shape, inputs, stream), stream
+        del shape[streams[0]]
+        name = f"{name}:{stream}"
+        sites, others = _sites(chosen), []
+    elif isinstance(chosen, OutsideStack):
         axis = feature_axis_of(chosen.name, chosen.shape, chosen.modules, inputs)
         sites = chosen.sites
     else:
@@ -152,9 +163,8 @@ def read_anatomy(
             for c in plausible
             if c is not chosen and c.is_complete and not overlap(c, chosen) and is_outer(c, plausible)
         ]
-    shape = list(chosen.shape)
     shape.append(shape.pop(axis))
-    sites = tuple(replace(site, feature_axis=axis) for site in sites)
+    sites = tuple(replace(site, feature_axis=axis, stream=streams) for site in sites)
     layout = layout_of(
         model,
         inputs,
@@ -162,7 +172,13 @@ def read_anatomy(
         batch_first=batch_first,
         state_for=lambda given: _last_state(model, sites[-1], given),
     )
-    return Anatomy(chosen.name, sites, shape[-1], tuple(dict.fromkeys(others)), layout)
+    return Anatomy(name, sites, shape[-1], tuple(dict.fromkeys(others)), layout)
+
+
+def _split_stream(stack: str | None) -> tuple[str | None, int | None]:
+    """A stack's name and the number of the stream behind it: ``layers:2`` is stream 2 of ``layers``."""
+    name, colon, number = (stack or "").rpartition(":")
+    return (name, int(number)) if colon and number.isdecimal() else (stack, None)
 
 
 def _last_state(model: nn.Module, site: Site, inputs: Any) -> Tensor:

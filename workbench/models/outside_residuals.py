@@ -174,7 +174,12 @@ def choose_outside(
     if stacks:
         listed = ", ".join(map(str, stacks[:_MOST_LISTED]))
         raise AnatomyError(f"{refusal} What can be named as stack= too: {listed}.") from None
-    others = [name for name in others if stack in (name, None)]
+    others = [
+        name
+        for name in others
+        if stack == name
+        or (stack is None and share_of_repeated(model, model.get_submodule(name).children()) >= LEAST_COVERAGE)
+    ]
     if others:
         raise AnatomyError(
             f"{refusal} The members of {others[0]} are called one by one, but what passes from one to the next is no "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
@@ -68,6 +69,8 @@ class Site:
         exit: Call by which the state that leaves is read; None: that of ``module`` itself.
         feature_axis: Axis of the tensors that counts features: -1, or 1 of images (batch, feature, height, width).
             Here they are always last.
+        stream: Axis of the tensors that counts streams, and the number of the one that is followed; None: the tensors
+            are one stream.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Site:
     entry: Place | None = None
     exit: Place | None = None
     feature_axis: int = -1
+    stream: tuple[int, int] | None = None
 
     def state_in(self, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
         """Residual stream entering the block, shape (..., feature), as the block gets it.
@@ -91,7 +95,7 @@ class Site:
         Raises:
             AnatomyError: If the state is not where it was when the anatomy was read.
         """
-        return self._with_features_last(_take(dict(arguments(args, kwargs)), self.input_slot, self.name, "arguments"))
+        return self._state_of(_take(dict(arguments(args, kwargs)), self.input_slot, self.name, "arguments"))
 
     def with_state(
         self, args: tuple, kwargs: Mapping[str, Any], state: Tensor
@@ -112,6 +116,11 @@ class Site:
                 "replaced; choose a model whose blocks add the residual themselves."
             )
         slot = self.input_slot
+        if self.stream is not None:
+            axis, number = self.stream
+            streams = list(_take(dict(arguments(args, kwargs)), slot, self.name, "arguments").unbind(axis))
+            streams[number] = state
+            state = torch.stack(streams, axis)
         if self.feature_axis != -1:
             state = state.movedim(-1, self.feature_axis)
         if isinstance(slot, int):
@@ -127,9 +136,12 @@ class Site:
         Raises:
             AnatomyError: If the state is not where it was when the anatomy was read.
         """
-        return self._with_features_last(_take(dict(results(output)), self.output_slot, self.name, "output"))
+        return self._state_of(_take(dict(results(output)), self.output_slot, self.name, "output"))
 
-    def _with_features_last(self, state: Tensor) -> Tensor:
+    def _state_of(self, state: Tensor) -> Tensor:
+        """The state in a tensor: one stream of several, with features last."""
+        if self.stream is not None:
+            state = state.select(*self.stream)
         return state if self.feature_axis == -1 else state.movedim(self.feature_axis, -1)
 
 

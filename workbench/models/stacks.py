@@ -300,6 +300,37 @@ def _is_end(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or changes_width
 
 
+def stream_axis_of(name: str, shape: tuple[int, ...], inputs: Any, stream: int) -> int:
+    """The axis of states (batch, token, feature) with one axis more that counts streams, as hyper-connections have it.
+
+    Args:
+        name: Name of the stack.
+        shape: Shape of the states.
+        inputs: Inputs of the run.
+        stream: Number of the stream that is wanted.
+
+    Raises:
+        AnatomyError: If there is no such axis, or more than one would fit, or it has fewer streams.
+    """
+    tokens = _token_shape(inputs)
+    fitting = [a for a in range(len(shape) - 1) if len(shape) == 4 and (*shape[:a], *shape[a + 1 : -1]) == tokens]
+    if len(fitting) != 1 or stream >= shape[fitting[0]]:
+        raise AnatomyError(
+            f"There is no stream {stream} in {name}: its states have shape {shape}, expected one axis beside those of "
+            f"the tokens {tokens}, and no doubt which it is; pass another number, or sequences of another length."
+        )
+    return fitting[0]
+
+
+def _token_shape(inputs: Any) -> tuple[int, ...] | None:
+    """Shape of the token ids among the inputs."""
+    values = (
+        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
+    )
+    ids = (v for v in values if isinstance(v, Tensor) and v.ndim == 2 and not v.is_floating_point())
+    return next((tuple(v.shape) for v in ids), None)
+
+
 def refuse_several_streams(chosen: Candidate, inputs: Any) -> int:
     """Refuse a state that is more than one vector per token, or whose features cannot be told.
 
@@ -323,14 +354,14 @@ def feature_axis_of(name: str, shape: tuple[int, ...], modules: Sequence[nn.Modu
     Raises:
         AnatomyError: If it is neither, or a state is more than one vector per token.
     """
-    values = (
-        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
-    )
-    has_tokens = any(isinstance(v, Tensor) and v.ndim == 2 and not v.is_floating_point() for v in values)
-    if has_tokens and len(shape) > 3:
+    tokens = _token_shape(inputs)
+    if tokens is not None and len(shape) > 3:
+        axes = [a for a in range(len(shape) - 1) if (*shape[:a], *shape[a + 1 : -1]) == tokens]
+        n = shape[axes[0]] if len(axes) == 1 else 0
+        remedy = f"choose one of them by its number, stack='{name}:0' to stack='{name}:{n - 1}'"
         raise AnatomyError(
-            f"The stack {name} carries several residual streams at once: its state has shape {shape}, "
-            "expected (batch, token, feature); choose another model, this one cannot be read."
+            f"The stack {name} carries several residual streams at once: its state has shape {shape}, expected (batch, "
+            f"token, feature); {remedy if n else 'choose another model, this one cannot be read'}."
         )
     widths = {size for module in modules for p in module.parameters() if p.ndim < 3 for size in p.shape}
     if not widths or shape[-1] in widths:
