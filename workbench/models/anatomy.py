@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
 from workbench.models.batches import Batches
-from workbench.models.block_calls import Slot, record_calls
+from workbench.models.block_calls import Slot, has_matrix, record_calls
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import on_device_of, run_foreign
 from workbench.models.layout import BATCH_FIRST, BatchLayout, layout_of
@@ -119,7 +119,10 @@ def read_anatomy(
         kinds = {type(call.module) for call in candidate.calls}
         # A branch and the module that adds it to the stream may be a chain of two.
         is_sure = is_chain(candidate) and (len(candidate.calls) > 2 or len(kinds) == 1)
-        return without_matrix(_sites(candidate)) if is_sure else why_no_blocks(model, inputs, _sites(candidate))
+        if not is_sure:
+            return why_no_blocks(model, inputs, _sites(candidate))
+        is_known = any(has_matrix(call.module) for call in candidate.calls)  # flat or packed weights show no matrix
+        return without_matrix(_sites(candidate)) if is_known else ""
 
     def are_blocks(candidate: Candidate) -> bool:
         return not why_not(candidate)

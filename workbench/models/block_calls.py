@@ -101,6 +101,11 @@ def _could_be_block(module: nn.Module) -> bool:
     return not is_plain_leaf and any(True for _ in module.parameters())
 
 
+def has_matrix(module: nn.Module) -> bool:
+    """Whether a module holds a matrix, as parameter or, quantized, as buffer; norms and sums hold none."""
+    return any(tensor.ndim > 1 for tensor in (*module.parameters(), *module.buffers()))
+
+
 def arguments(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[tuple[Slot, Any]]:
     """Slots and values of a call's arguments."""
     yield from enumerate(args)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
-from workbench.models.block_calls import Call, State, record_calls
+from workbench.models.block_calls import Call, State, has_matrix, record_calls
 from workbench.models.block_counts import block_counts
 from workbench.models.site import Place, Site
 from workbench.models.stacks import LEAST_COVERAGE, share_of_repeated
@@ -289,7 +289,7 @@ def _sites(
     members, seen, sites = list(container.children()), Counter[int](), []
     for visit in visits:
         member, (entry, entering), leaving = members[visit.index], visit.entry, visit.exit
-        branches = {call.module for call in visit.calls if not _is_plain(call.module)}
+        branches = {call.module for call in visit.calls if has_matrix(call.module)}
         # Where a list alternates branches, each is a layer, and its name says which.
         kind = f"#{type(branches.pop()).__name__}" if len(branches) == 1 else ""
         repeated = f"#{seen[visit.index]}" if seen[visit.index] else ""
@@ -307,11 +307,6 @@ def _sites(
     return tuple(sites)
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has no matrix, as norms and sums have none."""
-    return all(p.ndim < 2 for p in module.parameters())
-
-
 # --- sums ------------------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +317,7 @@ def _checked(visits: list[_Visit], shape: Shape, values: dict[int, Call]) -> lis
     for visit in visits:
         inside = [values[call.index] for call in visit.calls if call.index in values]
         entering = _value_of(values, _Exit(*visit.entry, is_output=False), shape)
-        if entering is None or all(_is_plain(call.module) for call in inside):
+        if entering is None or not any(has_matrix(call.module) for call in inside):
             return []
         for place in visit.exits:
             leaving = _value_of(values, place, shape)
@@ -354,7 +349,7 @@ def _is_reached(entering: Tensor, leaving: Tensor, calls: list[Call], shape: Sha
                 continue
             if _is_sum(value, stream, returned):
                 stream.append(value)
-            elif not _is_plain(call.module):
+            elif has_matrix(call.module):
                 returned.append(value)
             elif any(_is_among(z, stream[1:]) or _is_sum(z, stream, returned) for z in given):
                 stream.append(value)  # a norm of a sum

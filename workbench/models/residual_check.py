@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from workbench.models.block_calls import has_matrix
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import run_foreign
 from workbench.models.probing import undisturbed
@@ -50,7 +51,7 @@ def why_no_blocks(model: nn.Module, inputs: Any, sites: Sequence[Site]) -> str:
 
 def without_matrix(sites: Sequence[Site]) -> str:
     """Why modules are no residual blocks: one of them has no matrix, as norms have none; empty if all have."""
-    norm = next((s.name for s in sites if all(p.ndim < 2 for p in s.module.parameters())), "")
+    norm = next((s.name for s in sites if not has_matrix(s.module)), "")
     return f"{norm} has no matrix among its parameters, so it only rescales what passes" if norm else ""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
-from workbench.models.block_calls import Call, Slot
+from workbench.models.block_calls import Call, Slot, has_matrix
 from workbench.models.block_counts import BlockCount, block_counts
 
 #: Whether the members of a candidate are residual blocks.
@@ -66,7 +66,7 @@ class Candidate:
     @property
     def alternates_with_norms(self) -> bool:
         """Whether half of the modules, and not all, have no matrix: a norm and a branch each, but no whole blocks."""
-        plain = sum(all(p.ndim < 2 for p in call.module.parameters()) for call in self.calls)
+        plain = sum(not has_matrix(call.module) for call in self.calls)
         return plain < len(self.calls) <= 2 * plain
 
     @property
