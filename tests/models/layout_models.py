@@ -182,3 +182,180 @@ class Universal(nn.Module):
         for _ in range(2 if tokens[0, 0] < 32 else 4):
             x = self.block[0](x)
         return x
+
+
+class OutsideStream(nn.Module):
+    """Keeps the states of its stream, which no module returns; subclasses say how a layer changes a state."""
+
+    n_layers = 4
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(self.members(i, width) for i in range(self.n_layers))
+        self.final_norm = Gain(width)
+
+    def states(self, tokens):
+        """The states before each layer and after the last."""
+        found = [self.embedding(tokens)]
+        for i, parts in enumerate(self.layers):
+            found.append(self.step(i, found, *parts))
+        return found
+
+    def forward(self, tokens):
+        return self.final_norm(self.states(tokens)[-1])
+
+
+class Sum(nn.Module):
+    """A residual as a module, its scale one number per feature."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x, residual, **unused):
+        return x + residual * self.scale
+
+
+class Triples(OutsideStream):
+    """Norms, branch and residual, as in x-transformers; attention and MLP alternate."""
+
+    def members(self, i, width):
+        branch = Branch(width) if i % 2 == 0 else nn.Sequential(nn.Linear(width, 24), nn.Tanh(), nn.Linear(24, width))
+        return nn.ModuleList([nn.ModuleList([Gain(width), None, None]), branch, Sum(width)])
+
+    def step(self, i, before, norms, branch, residual):
+        x, inner = before[-1], before[-1]
+        return residual(branch(norms[0](x)), inner, mask=None)
+
+
+class Pairs(OutsideStream):
+    """Attention and MLP, each with its norm inside, as in vit-pytorch."""
+
+    def members(self, i, width):
+        return nn.ModuleList(
+            [nn.Sequential(Gain(width), Branch(width)), nn.Sequential(Gain(width), nn.Linear(width, width))]
+        )
+
+    def step(self, i, before, attention, mlp):
+        x = attention(before[-1]) + before[-1]
+        return mlp(x) + x
+
+
+class ScaledSums(OutsideStream):
+    """A number for the stream and one for the branch, neither in a module."""
+
+    def members(self, i, width):
+        return nn.ModuleList([Gain(width), Branch(width)])
+
+    def step(self, i, before, norm, branch):
+        return 0.8 * before[-1] + 0.3 * branch(norm(before[-1]))
+
+
+class Sandwich(OutsideStream):
+    """A norm before and one after the branch."""
+
+    def members(self, i, width):
+        return nn.ModuleList([Gain(width), Branch(width), Gain(width)])
+
+    def step(self, i, before, norm, branch, after):
+        return before[-1] + after(branch(norm(before[-1])))
+
+
+class PostNorms(OutsideStream):
+    """A norm of the sum, twice a layer."""
+
+    def members(self, i, width):
+        return nn.ModuleList([Branch(width), nn.LayerNorm(width), nn.Linear(width, width), nn.LayerNorm(width)])
+
+    def step(self, i, before, attention, first, mlp, second):
+        x = first(before[-1] + attention(before[-1]))
+        return second(x + mlp(x))
+
+
+class AddedSkips(ScaledSums):
+    """The second half gets the states of the first half once more, in the sum."""
+
+    def step(self, i, before, norm, branch):
+        x = before[-1] + branch(norm(before[-1]))
+        return x + 0.5 * before[3 - i] if i >= 2 else x
+
+
+class MergedSkips(ScaledSums):
+    """The second half merges its state with one of the first half, as U-nets do."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__(width)
+        self.merges = nn.ModuleList([None, None, None, nn.Linear(2 * width, width)])
+
+    def states(self, tokens):
+        x, entering, leaving = self.embedding(tokens), [], []
+        for merge, (norm, branch) in zip(self.merges, self.layers, strict=True):
+            x = x if merge is None else merge(torch.cat([x, entering[0]], -1))
+            entering.append(x)
+            x = x + branch(norm(x))
+            leaving.append(x)
+        return [*entering, leaving[-1]]
+
+
+class Gated(ScaledSums):
+    """A gate for each token and feature, computed from the state: no sum with constant factors."""
+
+    def step(self, i, before, norm, branch):
+        gate = torch.sigmoid(before[-1])
+        return gate * before[-1] + (1 - gate) * branch(norm(before[-1]))
+
+
+class NoResidual(ScaledSums):
+    """Branches one after the other."""
+
+    def step(self, i, before, norm, branch):
+        return branch(norm(before[-1]))
+
+
+class Repeated(ScaledSums):
+    """The list once or twice over, by the first token."""
+
+    def states(self, tokens):
+        found = [self.embedding(tokens)]
+        for _ in range(1 if tokens[0, 0] < 32 else 2):
+            for norm, branch in self.layers:
+                found.append(self.step(0, found, norm, branch))
+        return found
+
+
+class Streams(nn.Module):
+    """Hyper-connections: a block reads a mixture of several streams, adds to each and mixes them.
+
+    Args:
+        axis: Axis of the states that counts streams.
+    """
+
+    n_streams = 4
+
+    class Block(nn.Module):
+        def __init__(self, axis, n_streams):
+            super().__init__()
+            self.axis, self.branch = axis, Branch(WIDTH)
+            self.read, self.write = (nn.Parameter(torch.rand(n_streams)) for _ in range(2))
+            self.mix = nn.Parameter(torch.eye(n_streams) + 0.1 * torch.randn(n_streams, n_streams))
+
+        def forward(self, state):
+            streams = state.movedim(self.axis, 0)
+            added = self.branch(torch.einsum("s,s...->...", self.read, streams))
+            mixed = torch.einsum("st,t...->s...", self.mix, streams) + torch.einsum("s,...->s...", self.write, added)
+            return mixed.movedim(0, self.axis)
+
+    def __init__(self, axis):
+        super().__init__()
+        self.axis, self.embedding = axis, nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(self.Block(axis, self.n_streams) for _ in range(3))
+
+    def states(self, tokens):
+        found = [torch.stack([self.embedding(tokens) * (i + 1) for i in range(self.n_streams)], self.axis)]
+        for layer in self.layers:
+            found.append(layer(found[-1]))
+        return found
+
+    def forward(self, tokens):
+        return self.states(tokens)[-1].sum(self.axis)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import workbench as wb
 from tests.models.model_families import (
     BERT,
     BY_NAME,
@@ -420,27 +421,42 @@ def test_low_precision(vectors):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (ResidualOutside, r"ResidualOutside has no stack of residual blocks"),
         (Stages, r"stages\.\* \(9 blocks, widths 16, 24, 40\).*width of its state changes.*stages\.1 \(5 blocks"),
         (StagesInOneList, r"net\.\* \(14 blocks, widths 16, 24\).*width of its state changes"),
         (TwoStreams, r"blocks carries 2 residual streams side by side"),
         (ScaledBetween, r"blocks \(6 blocks, 4 of 5 links\).*what reaches blocks\.3 is not what"),
-        (WideHead, r"tail \(2 blocks, 1 of 1 links\), holds only \d+% of the weights of all repeated modules"),
         (lambda: nn.Sequential(Block()), r"no stack of residual blocks.*pass its container as stack="),
     ],
     ids=[
-        "residual outside",
         "stages",
         "stages in one list",
         "two streams",
         "scaled between",
-        "small part",
         "single block",
     ],
 )
 def test_refusals(model, message, vectors):
     with pytest.raises(AnatomyError, match=message):
         read_anatomy(model(), vectors)
+
+
+@pytest.mark.parametrize("model", [ResidualOutside, WideHead])
+def test_residuals_outside_of_modules(model, vectors):
+    """Also where a short chain of whole blocks follows, with a small part of all weights."""
+    anatomy = read_anatomy(model(), vectors)
+    assert (anatomy.stack, len(anatomy.sites)) == ("layers", 4)
+
+
+def test_a_small_part_of_all_weights_is_refused(vectors):
+    class Unread(WideHead):
+        def forward(self, x):
+            for norm, branch in self.layers:
+                x = torch.maximum(x, branch(norm(x)))
+            return self.tail(x)
+
+    message = r"tail \(2 blocks, 1 of 1 links\), holds only \d+% of the weights of all repeated modules"
+    with pytest.raises(AnatomyError, match=message):
+        read_anatomy(Unread(), vectors)
 
 
 def test_a_length_that_the_config_does_not_promise():
@@ -460,10 +476,102 @@ def test_what_a_stack_named_by_hand_must_be(vectors):
         read_anatomy(Stages(), vectors, stack="stages.*")
 
 
-def test_features_must_be_last():
-    model = nn.Sequential(*[nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(4)])
+def test_features_are_last_or_second_of_images():
+    model = nn.Sequential(*[nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(4)])
     with pytest.raises(AnatomyError, match=r"is not its feature dimension"):
-        read_anatomy(model, torch.randn(2, 8, 9, 9))
+        read_anatomy(model, torch.randn(2, 8, 9))
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x):
+        return x + 0.3 * torch.tanh(self.conv(x))
+
+
+class ConvStages(nn.Module):
+    """Two stages of images with features second, and what lies between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Sequential(*(ConvBlock(w) for _ in range(3))) for w in (6, 10))
+        self.widen = nn.Conv2d(6, 10, 2, stride=2)
+
+    def forward(self, x):
+        return self.stages[1](self.widen(self.stages[0](x)))
+
+
+def test_stages_of_images_with_features_second():
+    torch.manual_seed(0)
+    model, images = ConvStages(), torch.randn(3, 6, 8, 8)
+    with pytest.raises(AnatomyError, match=r"width of its state changes.*stack= one of stages\.0 \(3.*stages\.1 \(3"):
+        read_anatomy(model, images)
+    x = images
+    with torch.no_grad():
+        for stage, width in ((0, 6), (1, 10)):
+            x = model.widen(x) if stage else x
+            anatomy = read_anatomy(model, images, stack=f"stages.{stage}")
+            assert (anatomy.width, anatomy.layout.states) == (width, 0)
+            pairs, _ = passing_states(model, images, anatomy)
+            for (entered, left), block in zip(pairs, model.stages[stage], strict=True):
+                assert torch.equal(entered, x.movedim(1, -1))
+                x = block(x)
+                assert torch.equal(left, x.movedim(1, -1))
+    found = wb.profile(model, images, stack="stages.1", n_snapshots=None, progress=False)
+    assert (found.sizes["mode"], found.attrs["n_snapshots"]) == (10, 3 * 16)
+    gains = wb.flow.measure(model, images, stack="stages.1")["signal_gain"]  # states are replaced there
+    rms = [float(torch.as_tensor(state).square().mean().sqrt()) for state in (pairs[0][0], pairs[0][1])]
+    assert float(gains[0]) == pytest.approx(rms[1] / rms[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "stages"),
+    [
+        (
+            "swin",
+            {
+                "image_size": 32,
+                "patch_size": 2,
+                "embed_dim": 8,
+                "depths": [2, 3],
+                "num_heads": [2, 2],
+                "window_size": 4,
+            },
+            [("encoder.layers.0.blocks", 8), ("encoder.layers.1.blocks", 16)],
+        ),
+        (
+            "convnext",
+            {"patch_size": 2, "hidden_sizes": [8, 12, 24], "depths": [2, 3, 2], "num_stages": 3},
+            [("encoder.stages.0.layers", 8), ("encoder.stages.1.layers", 12), ("encoder.stages.2.layers", 24)],
+        ),
+        (
+            "segformer",
+            {
+                "hidden_sizes": [8, 16],
+                "depths": [2, 2],
+                "num_encoder_blocks": 2,
+                "num_attention_heads": [1, 2],
+                "sr_ratios": [4, 2],
+                "patch_sizes": [7, 3],
+                "strides": [4, 2],
+                "mlp_ratios": [2, 2],
+                "decoder_hidden_size": 16,
+            },
+            [("stages.0.blocks", 8), ("stages.1.blocks", 16)],
+        ),
+    ],
+)
+def test_stages_of_transformers(name, config, stages):
+    """The refusal names each stage, and each can be read by that name."""
+    model = build(Family(name, config, "", auto="AutoModel", inputs="pixels"))
+    images = torch.randn(2, 3, 32, 32)
+    with pytest.raises(AnatomyError) as refusal:
+        read_anatomy(model, images)
+    for stack, width in stages:
+        assert f"{stack} (" in str(refusal.value).split("pass as stack=")[1]
+        assert read_anatomy(model, images, stack=stack).width == width
 
 
 @pytest.mark.parametrize(

@@ -136,18 +136,18 @@ def test_the_model_s_own_error_is_the_cause(gpt2):
 
 
 class Shell(nn.Module):
-    """Holds a network, as a LightningModule does, and has no forward."""
+    """Holds a network and a head, as a LightningModule does, and has no forward."""
 
     def __init__(self):
         super().__init__()
-        self.network = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+        self.network, self.head = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2), nn.Linear(2, 2)
 
 
 def test_models_that_cannot_be_looked_into_end_in_one_sentence():
     zoo = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
     with pytest.raises(AnatomyError, match="Transformer is compiled by TorchScript"):
         wb.profile(torch.jit.trace(zoo, TOKENS), TOKENS, progress=False)
-    with pytest.raises(SnapshotError, match="Shell has no forward of its own"):
+    with pytest.raises(AnatomyError, match=r"Shell has no forward, and 2 of its parts .* such as model\.network"):
         wb.profile(Shell(), TOKENS, progress=False)
     with pytest.raises(SnapshotError, match="parameters of Transformer are on the meta device"):
         wb.profile(zoo.to("meta"), TOKENS, progress=False)

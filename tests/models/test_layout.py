@@ -16,10 +16,12 @@ from tests.models.layout_models import (
     FoldedStreams,
     ResidualOutside,
     ScaledOutside,
+    Streams,
     TwoStreams,
     Universal,
 )
 from workbench.errors import AnatomyError, SnapshotError
+from workbench.models.block_hooks import BlockHooks
 
 pytestmark = pytest.mark.filterwarnings("ignore::workbench.koopman.spectra.RankWarning")
 N_ROWS, N_TOKENS = 6, 20
@@ -155,14 +157,66 @@ def test_several_streams_are_refused_by_name():
             wb.read_anatomy(FoldedStreams().eval(), torch.randint(VOCABULARY, (4, 11)), batch_first=said)
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_one_of_several_streams_can_be_named(axis):
+    torch.manual_seed(0)
+    model, tokens = Streams(axis).eval(), torch.randint(VOCABULARY, (3, 11))
+    with pytest.raises(AnatomyError, match="choose one of them by its number, stack='layers:0' to stack='layers:3'"):
+        wb.read_anatomy(model, tokens)
+    with torch.no_grad():
+        states = model.states(tokens)
+    seen = []
+    for number in (0, 3):
+        anatomy = wb.read_anatomy(model, tokens, stack=f"layers:{number}")
+        assert (anatomy.stack, anatomy.width, anatomy.layout.states) == (f"layers:{number}", WIDTH, 0)
+        with torch.no_grad(), BlockHooks(anatomy.sites, on_leave=lambda call: seen.append(call.state_out)):
+            model(tokens)
+        for found, state in zip(seen[-3:], states[1:], strict=True):
+            assert torch.equal(found, state.select(axis, number))
+    one = spectra(model, tokens, stack="layers:3", skip_first=1)
+    assert (one.attrs["stack"], one.attrs["n_snapshots"]) == ("layers:3", 30)
+    gains = wb.flow.measure(model, tokens, stack="layers:3", jacobian=False)["signal_gain"]  # states are replaced there
+    rms = [float(state.select(axis, 3).square().mean().sqrt()) for state in states]
+    np.testing.assert_allclose(gains, np.divide(rms[1:], rms[:-1]), rtol=1e-5)
+
+
+def test_streams_that_are_not_there_are_refused():
+    model, tokens = Streams(1).eval(), torch.randint(VOCABULARY, (3, 11))
+    with pytest.raises(AnatomyError, match="There is no stream 4 in layers"):
+        wb.read_anatomy(model, tokens, stack="layers:4")
+    with pytest.raises(AnatomyError, match="There is no stream 0 in blocks"):
+        wb.read_anatomy(wb.zoo.transformer(d_model=16, n_layers=3, n_heads=2), tokens, stack="blocks:0")
+    with pytest.raises(AnatomyError, match="There is no stream 1 in layers.*no doubt which it is"):
+        wb.read_anatomy(model, tokens[:, :4], stack="layers:1")  # four tokens, four streams
+    with pytest.raises(AnatomyError):
+        wb.read_anatomy(ResidualOutside().eval(), tokens, stack="layers:0")
+
+
+def test_blocks_that_see_fewer_tokens():
+    """States are counted, not tokens; a mask that does not fit them is refused."""
+
+    class Pooled(Decoder):
+        def forward(self, input_ids, attention_mask=None):
+            return super().forward(input_ids[:, ::2])
+
+    model, tokens = Pooled(ids_first=True, states_first=True).eval(), torch.randint(VOCABULARY, (3, 12))
+    assert spectra(model, tokens).attrs["n_snapshots"] == 18
+    mask = torch.ones_like(tokens)
+    mask[:, 8:] = 0
+    with pytest.raises(SnapshotError, match="hides tokens, but the states have leading shape"):
+        spectra(model, {"input_ids": tokens, "attention_mask": mask})
+
+
 def test_branches_are_neither_profiled_nor_suggested():
     model, tokens = ResidualOutside().eval(), torch.randint(VOCABULARY, (2, 11))
     for stack in ("layers.*", "layers.0"):
         with pytest.raises(AnatomyError, match=f"The modules of '{stack}' are no residual blocks".replace("*", r"\*")):
             wb.read_anatomy(model, tokens, stack=stack)
+        with pytest.raises(AnatomyError, match=r"What can be named as stack= too: layers \(6 layers"):
+            wb.read_anatomy(model, tokens, stack=stack)
     with pytest.raises(AnatomyError, match=r"layers\.0\.0\.0 has no matrix among its parameters"):
         wb.read_anatomy(model, tokens, stack="layers.*.*")
-    with pytest.raises(AnatomyError, match="no container of this model holds residual blocks"):
+    with pytest.raises(AnatomyError, match="no module of this model is a residual block.*named as stack= too: layers"):
         wb.read_anatomy(model, tokens, stack="nothing")
 
 

@@ -152,3 +152,41 @@ def test_the_seed_of_the_options_counts_unless_another_is_given(model, tokens):
     options = wb.DmdOptions(rank=4, seed=5)
     assert wb.profile(model, tokens, options=options, progress=False).attrs["seed"] == 5
     assert wb.profile(model, tokens, options=options, seed=6, progress=False).attrs["seed"] == 6
+
+
+@pytest.mark.parametrize("was_run", [False, True])
+def test_outputs_that_transformers_captures_are_as_many_as_before(was_run):
+    """It adds hooks in the first call that captures, which must not pile up."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=64, num_hidden_layers=3, num_local_experts=2, **sizes)).eval()
+    asked = {"input_ids": torch.randint(64, (2, 12)), "output_hidden_states": True, "output_router_logits": True}
+    if was_run:
+        model(**asked)
+    for _ in range(3):
+        wb.profile(model, asked, progress=False)
+        wb.query_key_weights(model, asked)
+        found = model(**asked)
+        assert (len(found.hidden_states), len(found.router_logits)) == (4, 3)
+
+
+def test_blocks_of_which_some_are_quantized(tokens):
+    """Matrices may be buffers; such blocks are no norms."""
+
+    class Block(nn.Module):
+        def __init__(self, *, is_quantized):
+            super().__init__()
+            self.norm, self.scale = nn.LayerNorm(16), 0.01
+            matrix = torch.randint(-9, 9, (16, 16), dtype=torch.int8)
+            if is_quantized:
+                self.register_buffer("matrix", matrix)
+            else:
+                self.matrix = nn.Parameter(matrix.float())
+
+        def forward(self, x):
+            return x + self.scale * self.norm(x) @ self.matrix.float()
+
+    model = nn.Sequential(nn.Embedding(256, 16), nn.Sequential(*(Block(is_quantized=i < 3) for i in range(4))))
+    assert wb.profile(model, tokens, progress=False).sizes["layer"] == 4
+    assert wb.profile(model, tokens, stack="1", progress=False).sizes["layer"] == 4

@@ -26,7 +26,7 @@ from workbench.models.checkpoint import open_checkpoint
 from workbench.models.profile import dtype_name
 from workbench.models.router_weights import Router, router_weights
 from workbench.models.subject import Subject
-from workbench.models.wrapping import unwrap
+from workbench.models.wrapping import runnable
 from workbench.schema.flows import FLOW
 from workbench.schema.runs import SCHEMA_VERSION
 
@@ -103,7 +103,7 @@ def measure(
         raise OptionError(f"dtype is {dtype}, expected a floating-point type such as torch.float64.")
     targets = next(iter(targets), None) if isinstance(targets, list | tuple) else targets
     subject = open_checkpoint(subject)
-    model = unwrap(subject.model)
+    model = runnable(subject.model)
     probe, batches = Batches.of(inputs, subject, n_tokens=n_tokens).probe_and_all()
     if dtype is not None:
         model, probe = _as_dtype(model, probe, dtype)

@@ -98,6 +98,8 @@ def pipeline_boundaries(emulation: Emulation) -> Finding:
         raise NotMeasured("the model that is measured has one block, so there is no boundary")
     starts = [int(part[0]) for part in torch.arange(depth).tensor_split(n_stages)][1:]
     changed = emulation.copy()
+    if any(site.exit is not None for site in emulation.anatomy.sites):
+        raise NotMeasured("residuals are added outside of modules, so states between stages cannot be rounded")
     for start in starts:
         _send(changed.model, emulation.anatomy.sites[start], plan.compute_dtype)
     fewer = "" if n_stages == plan.hardware.pipeline_parallel else f" (this model has no more than {depth} blocks)"

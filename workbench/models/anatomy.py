@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -10,24 +10,27 @@ from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
 from workbench.models.batches import Batches
-from workbench.models.block_calls import Slot, record_calls
+from workbench.models.block_calls import Slot, has_matrix, record_calls
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import on_device_of, run_foreign
 from workbench.models.layout import BATCH_FIRST, BatchLayout, layout_of
+from workbench.models.outside_residuals import OutsideStack, choose_outside, find_outside_stacks
 from workbench.models.probing import undisturbed
-from workbench.models.residual_check import why_no_blocks
+from workbench.models.residual_check import why_no_blocks, without_matrix
 from workbench.models.site import Site
 from workbench.models.stacks import (
     Candidate,
     choose,
     choose_by_name,
+    feature_axis_of,
     find_candidates,
     is_outer,
     links_between,
     overlap,
     refuse_several_streams,
+    stream_axis_of,
 )
-from workbench.models.wrapping import subject_in, unwrap
+from workbench.models.wrapping import runnable, subject_in
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -63,6 +66,11 @@ def read_anatomy(
     the longest is taken; its length must be the one that ``model.config`` promises, where there is a config. In an
     encoder-decoder model the decoder is taken.
 
+    Where no module returns the stream, because a loop adds the residual (``x = x + branch(norm(x))``), the layers are
+    the members of the list that it goes through, and states are read as they enter the next layer or the module after
+    the last. Every state must be the sum of the one before and of what the layer's modules returned, up to rounding.
+    States of such layers can be read but not replaced.
+
     Which axis of the states counts sequences is read as well. If it is not documented for the model, one
     token is changed in a second run: the change spreads along the axis of tokens.
 
@@ -74,7 +82,8 @@ def read_anatomy(
         inputs: Inputs as for `workbench.profile`; one short sequence is enough. Of several batches the first is used.
         stack: Stack to read instead of the one that would be chosen, named as in ``Anatomy.stack``. Its blocks
             must keep the shape of the stream and add to it, but need not hand it on unchanged, nor be as many as the
-            config says.
+            config says. Of states that are several streams side by side, as hyper-connections have them, ``layers:2``
+            is stream 2 of ``layers``, counted from 0; what leaves a block in it comes from the others too.
         batch_first: Whether inputs are (batch, token) or (batch, token, feature), rather than with tokens first; None:
             find out.
 
@@ -95,37 +104,84 @@ def read_anatomy(
         >>> anatomy.stack, len(anatomy.sites), anatomy.width
         ('blocks', 3, 16)
     """
-    subject, model = subject_in(model), unwrap(model)
+    subject, model = subject_in(model), runnable(model)
+    stack, stream = _split_stream(stack)
     inputs, _ = Batches.of(inputs, subject).probe_and_all()
     inputs = on_device_of(model, inputs)
     calls = record_calls(model, inputs)
     candidates = find_candidates(model, calls)
-    plausible = [c for c in candidates if len(c.calls) > 1 and 2 * c.n_links >= len(c.calls) - 1]
+    plausible = [
+        c for c in candidates if len(c.calls) > 1 and 2 * c.n_links >= len(c.calls) - 1 and not c.alternates_with_norms
+    ]
+
+    def why_not(candidate: Candidate) -> str:
+        """Why the modules of a candidate that is named are no residual blocks; empty if they are."""
+        kinds = {type(call.module) for call in candidate.calls}
+        # A branch and the module that adds it to the stream may be a chain of two.
+        is_sure = is_chain(candidate) and (len(candidate.calls) > 2 or len(kinds) == 1)
+        if not is_sure:
+            return why_no_blocks(model, inputs, _sites(candidate))
+        is_known = any(has_matrix(call.module) for call in candidate.calls)  # flat or packed weights show no matrix
+        return without_matrix(_sites(candidate)) if is_known else ""
 
     def are_blocks(candidate: Candidate) -> bool:
-        return is_chain(candidate) or not why_no_blocks(model, inputs, _sites(candidate))
+        return not why_not(candidate)
 
-    chosen = choose(model, plausible, are_blocks) if stack is None else choose_by_name(candidates, stack, are_blocks)
-    refuse_several_streams(chosen, inputs)
-    sites = _sites(chosen)
-    if stack is not None and not is_chain(chosen) and (reason := why_no_blocks(model, inputs, sites)):
-        raise AnatomyError(
-            f"The modules of '{stack}' are no residual blocks: {reason}; choose a container of whole blocks, or "
-            "another model."
-        )
-    others = [
-        c.name
-        for c in plausible
-        if c is not chosen and c.is_complete and not overlap(c, chosen) and is_outer(c, plausible)
-    ]
+    chosen: Candidate | OutsideStack
+    try:
+        if stack is None:
+            chosen = choose(model, plausible, are_blocks)
+        else:
+            chosen = choose_by_name(candidates, stack, are_blocks)
+            if reason := why_not(chosen):
+                raise AnatomyError(
+                    f"The modules of '{stack}' are no residual blocks: {reason}; choose a container of whole blocks, "
+                    "or another model."
+                )
+    except AnatomyError as refusal:
+        if stream is not None:
+            raise
+        if any(hasattr(parameter, "_is_flat_param") for parameter in model.parameters()):
+            raise AnatomyError(
+                f"{type(model).__name__} keeps the parameters of many modules in one, so that none shows which are its "
+                "own; wrap the model with use_orig_params=True, or pass it as it was before."
+            ) from refusal
+        outside, unread = find_outside_stacks(model, inputs, {c.name for c in candidates if is_chain(c)})
+        chosen = choose_outside(model, outside, unread, stack, refusal)
+        others = [s.name for s in outside if s.is_chain and s.is_apart(chosen)]
+    name, shape, axis, streams = chosen.name, list(chosen.shape), -1, None
+    if stream is not None and not isinstance(chosen, OutsideStack):
+        streams = stream_axis_of(name, chosen.shape, inputs, stream), stream
+        del shape[streams[0]]
+        name = f"{name}:{stream}"
+        sites, others = _sites(chosen), []
+    elif isinstance(chosen, OutsideStack):
+        axis = feature_axis_of(chosen.name, chosen.shape, chosen.modules, inputs)
+        sites = chosen.sites
+    else:
+        axis = refuse_several_streams(chosen, inputs)
+        sites = _sites(chosen)
+        others = [
+            c.name
+            for c in plausible
+            if c is not chosen and c.is_complete and not overlap(c, chosen) and is_outer(c, plausible)
+        ]
+    shape.append(shape.pop(axis))
+    sites = tuple(replace(site, feature_axis=axis, stream=streams) for site in sites)
     layout = layout_of(
         model,
         inputs,
-        chosen.shape[:-1],
+        tuple(shape[:-1]),
         batch_first=batch_first,
         state_for=lambda given: _last_state(model, sites[-1], given),
     )
-    return Anatomy(chosen.name, sites, chosen.shape[-1], tuple(dict.fromkeys(others)), layout)
+    return Anatomy(name, sites, shape[-1], tuple(dict.fromkeys(others)), layout)
+
+
+def _split_stream(stack: str | None) -> tuple[str | None, int | None]:
+    """A stack's name and the number of the stream behind it: ``layers:2`` is stream 2 of ``layers``."""
+    name, colon, number = (stack or "").rpartition(":")
+    return (name, int(number)) if colon and number.isdecimal() else (stack, None)
 
 
 def _last_state(model: nn.Module, site: Site, inputs: Any) -> Tensor:

@@ -20,10 +20,12 @@ from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import Batches
 from workbench.models.calling import on_device_of
 from workbench.models.column_matching import Columns, ColumnSource, NormStep, find_columns, first_token_columns
+from workbench.models.computed_weights import linear_widths, matrix_of
 from workbench.models.probe_inputs import probe_inputs
+from workbench.models.readable_weights import read_parameter, readable
 from workbench.models.site import Site
 from workbench.models.tracing import BlockTrace, PackedAttention, ParameterSlice, Scores, trace_blocks
-from workbench.models.wrapping import subject_in, unwrap
+from workbench.models.wrapping import runnable, subject_in
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -42,6 +44,8 @@ class WeightRecipe:
         norm: Norm between projection and scores, if there is one.
         inner: Map before this one, for low-rank projections: its index has shape (1, rank).
         inner_norm: Norm between the two.
+        is_module: Whether parameter and bias are the path of a module, whose matrix is computed by running it on the
+            unit vectors, as that of an adapter that is not merged.
     """
 
     parameter: str
@@ -52,16 +56,17 @@ class WeightRecipe:
     norm: NormStep | None = None
     inner: WeightRecipe | None = None
     inner_norm: NormStep | None = None
+    is_module: bool = False
 
     def read(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
         """Weight, shape (head, feature, head_dim), and bias, shape (head, head_dim), as they are now."""
-        model = unwrap(model)
-        matrix = model.get_parameter(self.parameter).detach()
+        model = runnable(model)
+        matrix, offset = self._present(model)
         index = self.index.to(matrix.device)
         rows = (matrix if self.axis == 0 else matrix.T)[index]  # (head, head_dim, feature)
         bias = None
-        if self.bias is not None and self.bias_index is not None:
-            bias = model.get_parameter(self.bias).detach()[self.bias_index.to(matrix.device)]
+        if offset is not None and self.bias_index is not None:
+            bias = offset[self.bias_index.to(matrix.device)]
         if self.inner is not None:
             inner, inner_bias = self.inner.read(model)
             inner, inner_bias = _after_norm(model, self.inner_norm, inner, inner_bias)
@@ -70,6 +75,17 @@ class WeightRecipe:
             rows = rows @ inner[0].T
         weight, bias = _after_norm(model, self.norm, rows.transpose(1, 2), bias)
         return weight, bias
+
+    def _present(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """The whole matrix and the whole bias."""
+        if not self.is_module:
+            bias = None if self.bias is None else read_parameter(model, self.bias)
+            return read_parameter(model, self.parameter), bias
+        module = model.get_submodule(self.parameter)
+        widths = linear_widths(module)
+        like = next(p for p in (*module.parameters(), *module.buffers()) if p.is_floating_point())
+        weight, offset = matrix_of(module, widths[0] if widths else 0, like)
+        return weight, None if self.bias is None else offset
 
 
 @dataclass(frozen=True)
@@ -155,14 +171,15 @@ def query_key_weights(
         >>> tuple(first.query.shape)
         (2, 16, 8)
     """
-    subject, model = subject_in(model), unwrap(model)
+    subject, model = subject_in(model), runnable(model)
     inputs = on_device_of(model, Batches.of(inputs, subject).first())
     anatomy = anatomy or read_anatomy(model, inputs)
     made_up = probe_inputs(model, inputs, anatomy.layout)
-    try:
-        readings = trace_blocks(model, made_up, anatomy, _read_block)
-    except (SnapshotError, RuntimeError, ValueError, IndexError, TypeError, KeyError):  # the model may refuse them
-        readings = trace_blocks(model, inputs, anatomy, _read_block)
+    with readable(model):
+        try:
+            readings = trace_blocks(model, made_up, anatomy, _read_block)
+        except (SnapshotError, RuntimeError, ValueError, IndexError, TypeError, KeyError):  # the model may refuse them
+            readings = trace_blocks(model, inputs, anatomy, _read_block)
     return [
         _finish(model, layer, site, reading)
         for (layer, site), reading in zip(enumerate(anatomy.sites), readings, strict=True)
@@ -314,10 +331,16 @@ def _recipe(part: Columns, index: Tensor) -> tuple[WeightRecipe, ColumnSource] |
         before, chosen = source.inner.weight, source.inner_column
         if before is None or chosen is None:
             return "the matrix of a projection is no parameter of the model"
-        inner = WeightRecipe(before.name, before.axis, (chosen + before.start)[None])
+        inner = WeightRecipe(before.name, before.axis, (chosen + before.start)[None], is_module=before.is_module)
         inner = replace(inner, **_bias_of(source.inner, chosen[None]))
     recipe = WeightRecipe(
-        weight.name, weight.axis, column + weight.start, norm=norm, inner=inner, inner_norm=source.inner_norm
+        weight.name,
+        weight.axis,
+        column + weight.start,
+        norm=norm,
+        inner=inner,
+        inner_norm=source.inner_norm,
+        is_module=weight.is_module,
     )
     return replace(recipe, **_bias_of(source, column)), source
 
@@ -333,6 +356,8 @@ def _notes(what: str, part: Columns, index: Tensor, recipe: WeightRecipe) -> lis
     factor = float(part.factor[index].mean())
     if abs(factor - 1) > 1e-4:
         notes.append(f"the {what} reaches the scores times {factor:.4g}")
+    if recipe.is_module:
+        notes.append(f"the {what} weight is no parameter, but the matrix that {recipe.parameter} applies")
     if recipe.norm is not None:
         kind = "a LayerNorm" if recipe.norm.is_centred else "an RMS norm"
         notes.append(f"{what}: exact up to a positive factor per token, for {kind} follows; its gain is included")

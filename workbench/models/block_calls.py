@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,12 @@ Slot = int | str | None
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that entered or left a call: its place, its shape, and a fingerprint of its values."""
+    """A tensor that entered or left a call: its place, its shape, a fingerprint of its values; a copy where kept."""
 
     slot: Slot
     shape: tuple[int, ...]
     fingerprint: bytes
+    value: Tensor | None = None
 
 
 @dataclass
@@ -59,21 +60,33 @@ class Call:
         return [s for s in leaving if s.fingerprint not in entered] or leaving
 
 
-def record_calls(model: nn.Module, inputs: Any) -> list[Call]:
-    """Every call of a module that could be a block, in order of their beginning."""
-    watched = {module: name for name, module in model.named_modules() if name and _could_be_block(module)}
+def record_calls(
+    model: nn.Module, inputs: Any, *, everything: bool = False, keep: Collection[nn.Module] = ()
+) -> list[Call]:
+    """Every call of a module that could be a block, in order of their beginning.
+
+    Args:
+        model: Model to run; it is not changed.
+        inputs: Inputs as for `call_model`.
+        everything: Whether to record every module, the model itself and its leaves included.
+        keep: Modules whose states are kept as values too, on the host.
+    """
+    watched = {
+        module: name for name, module in model.named_modules() if everything or (name and _could_be_block(module))
+    }
     calls: list[Call] = []
     running: list[Call] = []
     clock = iter(range(1 << 62))
 
     def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        running.append(Call(watched[module], module, next(clock), _states(arguments(args, kwargs))))
+        states = _states(arguments(args, kwargs), keep=module in keep)
+        running.append(Call(watched[module], module, next(clock), states))
 
     def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         while running:  # a call that raised inside the model never left
             call = running.pop()
             if call.module is module:
-                call.outputs, call.end = _states(results(output)), next(clock)
+                call.outputs, call.end = _states(results(output), keep=module in keep), next(clock)
                 calls.append(call)
                 return
 
@@ -86,6 +99,11 @@ def record_calls(model: nn.Module, inputs: Any) -> list[Call]:
 def _could_be_block(module: nn.Module) -> bool:
     is_plain_leaf = type(module).__module__.startswith("torch.nn.modules") and not any(True for _ in module.children())
     return not is_plain_leaf and any(True for _ in module.parameters())
+
+
+def has_matrix(module: nn.Module) -> bool:
+    """Whether a module holds a matrix, as parameter or, quantized, as buffer; norms and sums hold none."""
+    return any(tensor.ndim > 1 for tensor in (*module.parameters(), *module.buffers()))
 
 
 def arguments(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[tuple[Slot, Any]]:
@@ -104,9 +122,9 @@ def results(output: Any) -> Iterator[tuple[Slot, Any]]:
         yield None, output
 
 
-def _states(values: Iterator[tuple[Slot, Any]]) -> list[State]:
+def _states(values: Iterator[tuple[Slot, Any]], *, keep: bool = False) -> list[State]:
     return [
-        State(slot, tuple(value.shape), _fingerprint(value))
+        State(slot, tuple(value.shape), _fingerprint(value), value.detach().cpu().clone() if keep else None)
         for slot, value in values
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1 and value.numel()
     ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from workbench.errors import SnapshotError
 from workbench.models.probing import HookRequest, watch
-from workbench.models.site import Site
+from workbench.models.site import Place, Site
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class BlockHooks:
     Calls are counted from 0 in every pass, so that a block that is called several times is several layers. Within one
     context, a further pass begins with `begin_pass`. A call that the sites do not have, such as one more of a shared
     block or the recomputation of a checkpointed one, is ignored or passed to ``on_unknown``. Where a block raises and
-    the model goes on, its call is counted and its end is not waited for.
+    the model goes on, its call is counted and its end is not waited for. Where residuals are added outside of modules,
+    a layer ends as the next module gets its state, and ``on_enter`` may not return another state.
 
     Args:
         sites: Sites of an `Anatomy`, or some of them.
@@ -81,8 +82,11 @@ class BlockHooks:
         self.sites = sites
         self._on_enter, self._on_leave, self._on_unknown = on_enter, on_leave, on_unknown
         wanted = range(len(sites)) if layers is None else layers
-        self._layers = {(id(sites[layer].module), sites[layer].call): layer for layer in wanted}
+        inside = [layer for layer in wanted if sites[layer].exit is None]
+        self._layers = {(id(sites[layer].module), sites[layer].call): layer for layer in inside}
         self._known = {(id(site.module), site.call) for site in sites}
+        self._outside = [layer for layer in wanted if sites[layer].exit is not None]
+        self._called = tuple(dict.fromkeys(sites[layer].module for layer in inside))
         self.blocks = tuple(dict.fromkeys(sites[layer].module for layer in wanted))
         self._attached: AbstractContextManager[None] | None = None
         self.begin_pass()
@@ -97,21 +101,19 @@ class BlockHooks:
         """The hooks, for `watch`, which attaches them.
 
         Args:
-            acting: Function that gives what acts at a call, for passes that take turns; None: this object.
+            acting: Function that gives the object that acts at a call, for passes that take turns; None: this one.
         """
-        if acting is None:
-            before: list[HookRequest] = [(block, self._enter, True) for block in self.blocks]
-            return before + [(block, self._leave, False) for block in self.blocks]
 
-        def enter(*call: Any) -> Any:
-            return acting()._enter(*call)
+        def of(name: str) -> Callable[..., Any]:
+            return getattr(self, name) if acting is None else lambda *call: getattr(acting(), name)(*call)
 
-        def leave(*call: Any) -> None:
-            acting()._leave(*call)
-
-        return [
-            (block, hook, is_before) for block in self.blocks for hook, is_before in ((enter, True), (leave, False))
-        ]
+        requests: list[HookRequest] = [(block, of("_enter"), True) for block in self._called]
+        requests += [(block, of("_leave"), False) for block in self._called]
+        places = [place for layer in self._outside for place in (self.sites[layer].entry, self.sites[layer].exit)]
+        ends = dict.fromkeys(place.module for place in places if place is not None and place.is_output)
+        starts = dict.fromkeys(place.module for place in places if place is not None and not place.is_output)
+        requests += [(module, of("_pass"), True) for module in starts]
+        return requests + [(module, of("_end"), False) for module in ends]
 
     def on_enter(self, call: BlockCall) -> Tensor | None:
         """Called before a followed block runs."""
@@ -126,6 +128,8 @@ class BlockHooks:
         """Count calls from 0 again."""
         self._n_calls: Counter[int] = Counter()
         self._running: list[tuple[nn.Module, int | None]] = []
+        self._open: dict[int, BlockCall] = {}
+        self._n_ended: Counter[int] = Counter()
 
     def __enter__(self) -> BlockHooks:
         self.begin_pass()
@@ -158,6 +162,43 @@ class BlockHooks:
                 if layer is not None:
                     self.on_leave(BlockCall(layer, self.sites[layer], args, kwargs, output))
                 return
+
+    def _pass(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before a call by which states are read: one layer may end here and the next begin."""
+        number = self._n_calls[id(module)]
+        self._n_calls[id(module)] += 1
+
+        def is_here(place: Place | None) -> bool:
+            return place is not None and not place.is_output and place.module is module and place.call == number
+
+        for layer in self._outside:
+            place = self.sites[layer].exit
+            if place is not None and is_here(place) and layer in self._open:
+                self._close(layer, place.state_in(args, kwargs, self.sites[layer].name))
+        for layer in self._outside:
+            site = self.sites[layer]
+            if is_here(site.entry):
+                self._open[layer] = call = BlockCall(layer, site, args, kwargs)
+                state = self.on_enter(call)
+                if state is not None:
+                    site.with_state(args, kwargs, state)
+                continue
+            is_entered = site.entry is not None and site.entry.module is module and number >= site.entry.n_calls
+            if is_entered and self._on_unknown is not None:
+                self._on_unknown(site)
+
+    def _end(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """After a call whose output is the state that leaves a layer."""
+        number = self._n_ended[id(module)]
+        self._n_ended[id(module)] += 1
+        for layer in list(self._open):
+            place = self.sites[layer].exit
+            if place is not None and place.is_output and place.module is module and place.call == number:
+                self._close(layer, place.state_out(output, self.sites[layer].name))
+
+    def _close(self, layer: int, state: Tensor) -> None:
+        call = self._open.pop(layer)
+        self.on_leave(BlockCall(layer, call.site, call.args, call.kwargs, state))
 
 
 def refuse_unknown(site: Site) -> None:

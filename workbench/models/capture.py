@@ -17,7 +17,7 @@ from workbench.models.block_hooks import BlockCall, BlockHooks, depth_error, ref
 from workbench.models.calling import on_device_of, run_foreign
 from workbench.models.probing import HookRequest, undisturbed, watch
 from workbench.models.site import Site
-from workbench.models.wrapping import unwrap
+from workbench.models.wrapping import runnable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +67,7 @@ def capture_layers(
         SnapshotError: If the stream holds NaN or infinite values (the message names the layer), or if blocks run that
             the anatomy does not know.
     """
-    model = unwrap(model)
+    model = runnable(model)
     wanted = range(len(anatomy.sites)) if layers is None else sorted(layers)
     selection.begin(batches)
     is_single = isinstance(batches.items, list) and len(batches.items) == 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from workbench.models.readable_weights import read_parameter
 from workbench.models.tracing import Normalization, ParameterSlice, Projection
 
 #: Largest 1 - cosine between two columns that are the same up to rounding and a factor.
@@ -41,7 +42,7 @@ class NormStep:
         """Current gain, shaped like ``gain_index``."""
         if self.gain is None:
             return torch.ones(self.gain_index.shape, dtype=like.dtype, device=like.device)
-        gain = model.get_parameter(self.gain).detach().flatten()
+        gain = read_parameter(model, self.gain).flatten()
         return (gain + self.gain_offset)[self.gain_index.to(gain.device)].to(like)
 
     def centre(self, weight: Tensor) -> Tensor:

@@ -232,6 +232,7 @@ def storage_pointer(tensor: Any) -> int | None:
     """Address of a tensor's memory; None for what is no tensor or has none (meta tensors, empty ones)."""
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
         return None
+    tensor = getattr(tensor, "_local_tensor", tensor)  # the part of a DTensor on this rank
     try:
         return tensor.untyped_storage().data_ptr() or None
     except (RuntimeError, NotImplementedError):  # tensor subclasses without memory of their own

@@ -102,7 +102,8 @@ def profile(
     batches = batches.split(anatomy.layout)
     wanted = _wanted(layers, anatomy)
     names = [site.name for site in anatomy.sites]
-    if subject.streamed is None:
+    # A residual that is added outside of modules cannot be stopped in front of a block; such a model runs as it is.
+    if subject.streamed is None or any(site.exit is not None for site in anatomy.sites):
         results = LayerResults(options, names, n_workers=n_workers, progress=progress)
         with progress_bar(progress, total=n_snapshots, label="forward", unit="token") as bar:
             capture_layers(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from workbench.models.block_calls import has_matrix
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import run_foreign
 from workbench.models.probing import undisturbed
@@ -36,8 +37,8 @@ def why_no_blocks(model: nn.Module, inputs: Any, sites: Sequence[Site]) -> str:
     Returns:
         One clause.
     """
-    if norm := next((s.name for s in sites if all(p.ndim < 2 for p in s.module.parameters())), ""):
-        return f"{norm} has no matrix among its parameters, so it only rescales what passes"
+    if reason := without_matrix(sites):
+        return reason
     for place in sorted({0, len(sites) // 2, len(sites) - 1}):
         cosine = _carried_on(model, inputs, sites[place])
         if not cosine >= _LEAST_COSINE:
@@ -46,6 +47,12 @@ def why_no_blocks(model: nn.Module, inputs: Any, sites: Sequence[Site]) -> str:
                 f"{cosine:.2f}), so its residual is added outside of it"
             )
     return ""
+
+
+def without_matrix(sites: Sequence[Site]) -> str:
+    """Why modules are no residual blocks: one of them has no matrix, as norms have none; empty if all have."""
+    norm = next((s.name for s in sites if not has_matrix(s.module)), "")
+    return f"{norm} has no matrix among its parameters, so it only rescales what passes" if norm else ""
 
 
 def _carried_on(model: nn.Module, inputs: Any, site: Site) -> float:

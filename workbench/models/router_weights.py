@@ -12,9 +12,10 @@ from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import Unreadable
 from workbench.models.batches import Batches
 from workbench.models.calling import on_device_of
+from workbench.models.readable_weights import read_parameter, readable
 from workbench.models.site import Site
 from workbench.models.tracing import BlockTrace, ParameterSlice, Projection, TopChoice, trace_blocks
-from workbench.models.wrapping import subject_in, unwrap
+from workbench.models.wrapping import runnable, subject_in
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -85,10 +86,11 @@ def router_weights(
         >>> [tuple(router.weight.shape) for router in routers]
         [(4, 16), (4, 16)]
     """
-    subject, model = subject_in(model), unwrap(model)
+    subject, model = subject_in(model), runnable(model)
     inputs = on_device_of(model, Batches.of(inputs, subject).first())
     anatomy = anatomy or read_anatomy(model, inputs)
-    found = trace_blocks(model, inputs, anatomy, _find_router)
+    with readable(model):
+        found = trace_blocks(model, inputs, anatomy, _find_router)
     routers: list[Router | Unreadable] = []
     for layer, (site, finding) in enumerate(zip(anatomy.sites, found, strict=True)):
         if isinstance(finding, str):
@@ -124,7 +126,7 @@ class _Finding:
 
 
 def _read(model: nn.Module, rows: ParameterSlice) -> Tensor:
-    parameter = unwrap(model).get_parameter(rows.name).detach()
+    parameter = read_parameter(runnable(model), rows.name)
     return parameter.narrow(rows.axis, rows.start, rows.size).transpose(0, rows.axis).clone()
 
 
@@ -136,7 +138,7 @@ def _find_router(layer: int, site: Site, trace: BlockTrace) -> _Finding | str | 
             if (how := _compared_as(projection, selection)) is None:
                 continue
             scoring, is_corrected = how
-            if projection.weight is None:
+            if projection.weight is None or projection.weight.is_module:
                 return f"The router of {site.name} multiplies by a matrix that is no parameter of the model."
             n_selected = selection.n_selected
             if not selection.is_top_k:  # the second expert may be chosen in a second step, among the others

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
@@ -13,8 +14,50 @@ from workbench.models.block_calls import Slot, arguments, results
 
 
 @dataclass(frozen=True)
+class Place:
+    """A call among whose arguments or results a state can be read.
+
+    Attributes:
+        module: Module that is called.
+        call: Number of the call of this module within one forward, from 0.
+        n_calls: Number of its calls in the forward in which the anatomy was read.
+        slot: Place of the state in the arguments or in the output.
+        is_output: Whether it is read from the output.
+        start: Where its features begin in a tensor that holds two states side by side; None: the tensor is the state.
+    """
+
+    module: nn.Module
+    call: int
+    n_calls: int
+    slot: Slot
+    is_output: bool = False
+    start: int | None = None
+
+    def state_in(self, args: tuple, kwargs: Mapping[str, Any], name: str) -> Tensor:
+        """The state among the arguments.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            name: Name of the site, for the message.
+
+        Raises:
+            AnatomyError: If it is not where it was when the anatomy was read.
+        """
+        state = _take(dict(arguments(args, kwargs)), self.slot, name, "arguments")
+        return state if self.start is None else state.narrow(-1, self.start, state.shape[-1] // 2)
+
+    def state_out(self, output: Any, name: str) -> Tensor:
+        """The state in the output; as `state_in`."""
+        return _take(dict(results(output)), self.slot, name, "output")
+
+
+@dataclass(frozen=True)
 class Site:
     """One place where the residual stream passes a block.
+
+    Where the residual is added outside of modules, no module's output is the state that leaves. It is read where it
+    enters the next module then (``exit``), and ``entry`` is the call that first gets the state that enters.
 
     Attributes:
         name: Module path, such as ``transformer.h.3``; later calls of a shared module end in ``#1``, ``#2``, ...
@@ -22,6 +65,12 @@ class Site:
         call: Number of the call of this module within one forward, from 0.
         input_slot: Place of the state in the arguments: a position or a keyword.
         output_slot: Place of the state in the output: an index or a key; None if the output is the state.
+        entry: Call that gets the state that enters; None: that of ``module`` itself.
+        exit: Call by which the state that leaves is read; None: that of ``module`` itself.
+        feature_axis: Axis of the tensors that counts features: -1, or 1 of images (batch, feature, height, width).
+            Here they are always last.
+        stream: Axis of the tensors that counts streams, and the number of the one that is followed; None: the tensors
+            are one stream.
     """
 
     name: str
@@ -29,6 +78,10 @@ class Site:
     call: int
     input_slot: Slot = 0
     output_slot: Slot = None
+    entry: Place | None = None
+    exit: Place | None = None
+    feature_axis: int = -1
+    stream: tuple[int, int] | None = None
 
     def state_in(self, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
         """Residual stream entering the block, shape (..., feature), as the block gets it.
@@ -42,7 +95,7 @@ class Site:
         Raises:
             AnatomyError: If the state is not where it was when the anatomy was read.
         """
-        return _take(dict(arguments(args, kwargs)), self.input_slot, self.name, "arguments")
+        return self._state_of(_take(dict(arguments(args, kwargs)), self.input_slot, self.name, "arguments"))
 
     def with_state(
         self, args: tuple, kwargs: Mapping[str, Any], state: Tensor
@@ -53,8 +106,23 @@ class Site:
             args: Positional arguments.
             kwargs: Keyword arguments.
             state: State to insert, shaped like the original one.
+
+        Raises:
+            AnatomyError: If the residual is added outside of modules, past which another state cannot be passed.
         """
+        if self.exit is not None:
+            raise AnatomyError(
+                f"The residual of {self.name} is added outside of modules, so that its states can be read but not "
+                "replaced; choose a model whose blocks add the residual themselves."
+            )
         slot = self.input_slot
+        if self.stream is not None:
+            axis, number = self.stream
+            streams = list(_take(dict(arguments(args, kwargs)), slot, self.name, "arguments").unbind(axis))
+            streams[number] = state
+            state = torch.stack(streams, axis)
+        if self.feature_axis != -1:
+            state = state.movedim(-1, self.feature_axis)
         if isinstance(slot, int):
             return (*args[:slot], state, *args[slot + 1 :]), dict(kwargs)
         return args, {**kwargs, str(slot): state}
@@ -68,7 +136,13 @@ class Site:
         Raises:
             AnatomyError: If the state is not where it was when the anatomy was read.
         """
-        return _take(dict(results(output)), self.output_slot, self.name, "output")
+        return self._state_of(_take(dict(results(output)), self.output_slot, self.name, "output"))
+
+    def _state_of(self, state: Tensor) -> Tensor:
+        """The state in a tensor: one stream of several, with features last."""
+        if self.stream is not None:
+            state = state.select(*self.stream)
+        return state if self.feature_axis == -1 else state.movedim(self.feature_axis, -1)
 
 
 def _take(values: dict[Slot, Any], slot: Slot, name: str, what: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
-from workbench.models.block_calls import Call, Slot
+from workbench.models.block_calls import Call, Slot, has_matrix
 from workbench.models.block_counts import BlockCount, block_counts
 
 #: Whether the members of a candidate are residual blocks.
@@ -20,7 +20,7 @@ AreBlocks = Callable[["Candidate"], bool]
 _MOST_LISTED, _MOST_TRIED = 6, 12
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 #: Least share of the parameters of all repeated modules that a stack must hold if no config confirms its length.
-_LEAST_COVERAGE = 0.5
+LEAST_COVERAGE = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,12 @@ class Candidate:
     def is_complete(self) -> bool:
         """Whether one state of one shape passes through all calls."""
         return bool(self.shape) and self.n_links == len(self.calls) - 1
+
+    @property
+    def alternates_with_norms(self) -> bool:
+        """Whether half of the modules, and not all, have no matrix: a norm and a branch each, but no whole blocks."""
+        plain = sum(not has_matrix(call.module) for call in self.calls)
+        return plain < len(self.calls) <= 2 * plain
 
     @property
     def modules(self) -> list[str]:
@@ -152,7 +158,7 @@ def choose_by_name(candidates: Sequence[Candidate], stack: str, are_blocks: AreB
         others = _listed(candidates, are_blocks)
         raise AnatomyError(
             f"There is no stack '{stack}' whose modules ran; "
-            + (f"expected one of {others}." if others else "no container of this model holds residual blocks.")
+            + (f"expected one of {others}." if others else "no module of this model is a residual block by itself.")
         )
     if not found[0].shape:
         raise AnatomyError(
@@ -186,8 +192,7 @@ def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBloc
             f"{type(model).__name__} has no stack of residual blocks: no two modules of one kind hand a state of one "
             "shape on unchanged"
             + (f" (the config says {counts[0]})" if counts else "")
-            + "; residuals that are added outside of modules cannot be read, and if a single module is the block, pass "
-            "its container as stack=."
+            + "; if a single module is the block, pass its container as stack=."
         )
     if counts:
         return _choose_by_count(model, plausible, counts, are_blocks)
@@ -266,9 +271,18 @@ def _refuse_incomplete(chosen: Candidate, plausible: Sequence[Candidate], are_bl
 
 def _refuse_low_coverage(model: nn.Module, chosen: Candidate, plausible: Sequence[Candidate]) -> None:
     """Refuse a stack that is a small part of the repeated modules: the true blocks then add outside of modules."""
-    inside = {
-        p for c in plausible if c is chosen or c.is_complete for call in c.calls for p in call.module.parameters()
-    }
+    whole = [c for c in plausible if c is chosen or c.is_complete]
+    share = share_of_repeated(model, (call.module for c in whole for call in c.calls))
+    if 0 < share < LEAST_COVERAGE:
+        raise AnatomyError(
+            f"The longest stack, {chosen}, holds only {share:.0%} of the weights of all repeated modules, so the "
+            "residual stream probably runs outside of it; pass as stack= the container of the true blocks."
+        )
+
+
+def share_of_repeated(model: nn.Module, modules: Iterable[nn.Module]) -> float:
+    """Share of the parameters of all repeated modules that these hold; 0 if they hold none."""
+    inside = {p for module in modules for p in module.parameters()}
     repeated = {
         p
         for holder in model.modules()
@@ -277,14 +291,7 @@ def _refuse_low_coverage(model: nn.Module, chosen: Candidate, plausible: Sequenc
         if not _is_end(child)
         for p in child.parameters()
     }
-    if not repeated:
-        return
-    share = sum(p.numel() for p in inside & repeated) / max(1, sum(p.numel() for p in repeated))
-    if share < _LEAST_COVERAGE and inside & repeated:
-        raise AnatomyError(
-            f"The longest stack, {chosen}, holds only {share:.0%} of the weights of all repeated modules, so the "
-            "residual stream probably runs outside of it; pass as stack= the container of the true blocks."
-        )
+    return sum(p.numel() for p in inside & repeated) / max(1, sum(p.numel() for p in repeated))
 
 
 def _is_end(module: nn.Module) -> bool:
@@ -293,29 +300,75 @@ def _is_end(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or changes_width
 
 
-def refuse_several_streams(chosen: Candidate, inputs: Any) -> None:
-    """Refuse a state that is more than one vector per token, or whose last dimension is not the feature.
+def stream_axis_of(name: str, shape: tuple[int, ...], inputs: Any, stream: int) -> int:
+    """The axis of states (batch, token, feature) with one axis more that counts streams, as hyper-connections have it.
+
+    Args:
+        name: Name of the stack.
+        shape: Shape of the states.
+        inputs: Inputs of the run.
+        stream: Number of the stream that is wanted.
+
+    Raises:
+        AnatomyError: If there is no such axis, or more than one would fit, or it has fewer streams.
+    """
+    tokens = _token_shape(inputs)
+    fitting = [a for a in range(len(shape) - 1) if len(shape) == 4 and (*shape[:a], *shape[a + 1 : -1]) == tokens]
+    if len(fitting) != 1 or stream >= shape[fitting[0]]:
+        raise AnatomyError(
+            f"There is no stream {stream} in {name}: its states have shape {shape}, expected one axis beside those of "
+            f"the tokens {tokens}, and no doubt which it is; pass another number, or sequences of another length."
+        )
+    return fitting[0]
+
+
+def _token_shape(inputs: Any) -> tuple[int, ...] | None:
+    """Shape of the token ids among the inputs."""
+    values = (
+        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
+    )
+    ids = (v for v in values if isinstance(v, Tensor) and v.ndim == 2 and not v.is_floating_point())
+    return next((tuple(v.shape) for v in ids), None)
+
+
+def refuse_several_streams(chosen: Candidate, inputs: Any) -> int:
+    """Refuse a state that is more than one vector per token, or whose features cannot be told.
+
+    Returns:
+        Axis of the state that counts features, as `feature_axis_of`.
 
     Raises:
         AnatomyError: If it is one of these.
     """
-    values = (
-        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
-    )
-    has_tokens = any(isinstance(v, Tensor) and v.ndim == 2 and not v.is_floating_point() for v in values)
-    if has_tokens and len(chosen.shape) > 3:
-        raise AnatomyError(
-            f"The stack {chosen.name} carries several residual streams at once: its state has shape {chosen.shape}, "
-            "expected (batch, token, feature); choose another model, this one cannot be read."
-        )
     if len(streams := chosen.streams) > 1:
         raise AnatomyError(
             f"The stack {chosen.name} carries {len(streams)} residual streams side by side, of shapes "
             f"{' and '.join(map(str, streams))}, expected one; choose another model or, as stack=, another stack."
         )
-    widths = {size for call in chosen.calls for p in call.module.parameters() if p.ndim < 3 for size in p.shape}
-    if widths and chosen.shape[-1] not in widths:
+    return feature_axis_of(chosen.name, chosen.shape, [call.module for call in chosen.calls], inputs)
+
+
+def feature_axis_of(name: str, shape: tuple[int, ...], modules: Sequence[nn.Module], inputs: Any) -> int:
+    """The axis of states that counts features: the last, or the second of images; one of the modules' widths.
+
+    Raises:
+        AnatomyError: If it is neither, or a state is more than one vector per token.
+    """
+    tokens = _token_shape(inputs)
+    if tokens is not None and len(shape) > 3:
+        axes = [a for a in range(len(shape) - 1) if (*shape[:a], *shape[a + 1 : -1]) == tokens]
+        n = shape[axes[0]] if len(axes) == 1 else 0
+        remedy = f"choose one of them by its number, stack='{name}:0' to stack='{name}:{n - 1}'"
         raise AnatomyError(
-            f"The last dimension of the state of {chosen.name}, shape {chosen.shape}, is not its feature dimension; "
-            "only streams with features last can be read."
+            f"The stack {name} carries several residual streams at once: its state has shape {shape}, expected (batch, "
+            f"token, feature); {remedy if n else 'choose another model, this one cannot be read'}."
         )
+    widths = {size for module in modules for p in module.parameters() if p.ndim < 3 for size in p.shape}
+    if not widths or shape[-1] in widths:
+        return -1
+    if len(shape) == 4 and shape[1] in widths:
+        return 1
+    raise AnatomyError(
+        f"The last dimension of the state of {name}, shape {shape}, is not its feature dimension; only streams with "
+        "features last, or images (batch, feature, height, width), can be read."
+    )

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.hooks import RemovableHandle
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+#: Owner and attribute of a parameter or buffer.
+Key = tuple[nn.Module, str]
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 #: Function from names of parameters and buffers to their values.
 ReadWeights = Callable[[Sequence[str]], Mapping[str, "Tensor"]]
 
@@ -54,8 +57,9 @@ class StreamedWeights:
         self.n_reads: Counter[str] = Counter()
         self._read, self._n_bytes = read, dict(n_bytes)
         self._names = weight_names(model)
-        self._parts = {module: name for name, module in model.named_modules() if _is_part(model, name)}
-        self._whole = {module for module, name in self._parts.items() if _is_member(model, name)}
+        names = {module: name for name, module in model.named_modules()}
+        self._tensors = _parts_of(model)
+        self._parts = {module: names[module] for module in self._tensors}
         self._running: Counter[nn.Module] = Counter()
         self._filled: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
         self._skipped: set[nn.Module] = set()
@@ -69,7 +73,7 @@ class StreamedWeights:
 
     def n_bytes(self, module: nn.Module) -> int:
         """Bytes that the weights of a module take when they are in memory."""
-        return sum(self._n_bytes[name] for name in {self._names[key] for key in _tensors_of(module, whole=True)})
+        return sum(self._n_bytes[name] for name in {self._names[key] for key in _tensors_in(module)})
 
     @contextmanager
     def hold(self, module: nn.Module) -> Iterator[None]:
@@ -126,8 +130,7 @@ class StreamedWeights:
                 table[name] = empty
 
     def _fill(self, module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-        places = _tensors_of(module, whole=module in self._whole)
-        wanted = {key: self._names[key] for key in places}
+        wanted = {key: self._names[key] for key in self._tensors[module]}
         values = self._values(module, sorted(set(wanted.values())))
         filled = []
         for (owner, name), weight_name in wanted.items():
@@ -139,7 +142,7 @@ class StreamedWeights:
 
     def _values(self, module: nn.Module, names: list[str]) -> Mapping[str, Tensor]:
         prefix = self._parts[module]
-        if self._stand_ins is not None and module in self._whole:
+        if self._stand_ins is not None:
             local = [name.removeprefix(prefix) for name in names]
             shapes = tuple(self._n_bytes[name] for name in names)
             kind = (type(module), tuple(local), shapes)
@@ -154,9 +157,9 @@ class StreamedWeights:
         return {name: found[name] for name in names}
 
 
-def weight_names(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
+def weight_names(model: nn.Module) -> dict[Key, str]:
     """Owner and attribute of every parameter and buffer on the meta device -> its name; one for what is tied."""
-    names: dict[tuple[nn.Module, str], str] = {}
+    names: dict[Key, str] = {}
     first: dict[int, str] = {}
     for path, module in model.named_modules():
         for table in (module._parameters, module._buffers):
@@ -183,30 +186,35 @@ def refuse_streamed(model: nn.Module, what: str) -> None:
         )
 
 
-def _is_member(model: nn.Module, path: str) -> bool:
-    """Whether a module is a member of a repeated container and in no other member."""
-    parent, _, _ = path.rpartition(".")
-    if not path or not isinstance(model.get_submodule(parent), _CONTAINERS):
-        return False
-    parts = parent.split(".") if parent else []
-    return not any(_is_member(model, ".".join(parts[:i])) for i in range(1, len(parts) + 1))
+def _parts_of(model: nn.Module) -> dict[nn.Module, list[Key]]:
+    """Modules that are filled as they run, and the weights that each is filled with.
+
+    Members of a container that run are filled whole, other modules with their own weights; those of a container, which
+    does not run itself, go with the module that holds it.
+    """
+    parts: dict[nn.Module, list[Key]] = {}
+
+    def visit(module: nn.Module, holder: nn.Module) -> None:
+        parts.setdefault(holder, []).extend(_own_tensors(module))
+        for child in module.children():
+            if isinstance(child, _NEVER_CALLED):
+                visit(child, holder)
+            elif isinstance(module, _CONTAINERS):
+                parts.setdefault(child, []).extend(_tensors_in(child))
+            else:
+                visit(child, child)
+
+    visit(model, model)
+    return {module: list(dict.fromkeys(found)) for module, found in parts.items() if found}
 
 
-def _is_part(model: nn.Module, path: str) -> bool:
-    """Whether a module is filled on its own: a member with weights, or a module with weights of its own elsewhere."""
-    module = model.get_submodule(path)
-    parts = path.split(".")
-    if any(_is_member(model, ".".join(parts[:i])) for i in range(1, len(parts))):
-        return False
-    return bool(_tensors_of(module, whole=_is_member(model, path)))
+def _tensors_in(module: nn.Module) -> list[Key]:
+    return [key for part in module.modules() for key in _own_tensors(part)]
 
 
-def _tensors_of(module: nn.Module, *, whole: bool) -> list[tuple[nn.Module, str]]:
+def _own_tensors(module: nn.Module) -> list[Key]:
     """Owner and attribute of the parameters and buffers on the meta device."""
+    tables: tuple[Any, ...] = (module._parameters, module._buffers)
     return [
-        (owner, name)
-        for owner in (module.modules() if whole else [module])
-        for table in (owner._parameters, owner._buffers)
-        for name, tensor in table.items()
-        if tensor is not None and tensor.is_meta
+        (module, name) for table in tables for name, tensor in table.items() if tensor is not None and tensor.is_meta
     ]

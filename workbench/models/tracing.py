@@ -15,9 +15,12 @@ from torch.overrides import TorchFunctionMode
 from workbench.models.anatomy import Anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks, refuse_unknown
 from workbench.models.calling import run_foreign
+from workbench.models.computed_weights import effective_map, linear_widths
 from workbench.models.config_options import config_options, visible_attention
-from workbench.models.probing import storage_pointer, undisturbed, watch
+from workbench.models.probing import HookRequest, storage_pointer, undisturbed, watch
+from workbench.models.readable_weights import whole
 from workbench.models.site import Site
+from workbench.models.wrapping import is_split
 
 Finding = TypeVar("Finding")
 
@@ -31,12 +34,14 @@ class ParameterSlice:
         axis: Axis of the parameter that counts outputs: 0 for [out, in], 1 for [in, out]; 0 for a vector.
         start: Index of the first output along that axis.
         size: Number of outputs.
+        is_module: Whether the name is the path of a module instead, whose matrix is no parameter but computed.
     """
 
     name: str
     axis: int
     start: int
     size: int
+    is_module: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,8 +160,12 @@ def trace_blocks(
 
     hooks = BlockHooks(anatomy.sites, enter, leave, on_unknown=refuse_unknown)
     leaves = [part for part in hooks.parts if not any(True for _ in part.children())]
+    requests: list[HookRequest] = [(part, leaf, False) for part in leaves]
+    for part in hooks.parts if not is_split(model) else ():  # a part of a split model cannot be run by itself
+        if linear_widths(part) is not None:
+            requests += [(part, recorder.begin_linear, True), (part, recorder.end_linear, False)]
     options = config_options(visible_attention(model))
-    with undisturbed(model), options, hooks, watch((part, leaf, False) for part in leaves), recorder:
+    with undisturbed(model), options, hooks, watch(requests), recorder:
         run_foreign(model, inputs)
     return [findings[layer] for layer in sorted(findings)]
 
@@ -173,6 +182,8 @@ class _Recorder(TorchFunctionMode):
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._note(name, parameter)
+        self._paths = {module: name for name, module in model.named_modules()}
+        self._linear: list[tuple[nn.Module, int]] = []
         # Copies of parameters in another precision: their address, and the copy itself lest the address be reused.
         self._copies: list[Tensor] = []
 
@@ -202,6 +213,38 @@ class _Recorder(TorchFunctionMode):
         if gain is not None and gain.ndim > 1 and gain.numel() != output.shape[-1] * output.shape[-2]:
             return
         self.trace.norms.append(self.norm(args[0], output, gain, bias))
+
+    def begin_linear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A module that should be one linear map begins."""
+        if self.trace is not None:
+            self._linear.append((module, len(self.trace.projections)))
+
+    def end_linear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Note the module itself as a linear map if it multiplied by no parameter, or by more than one."""
+        trace = self.trace
+        if trace is None or not self._linear or self._linear[-1][0] is not module:
+            return
+        _, begin = self._linear.pop()
+        if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
+            return
+        inside = trace.projections[begin:]
+        is_adapted = hasattr(module, "base_layer")  # its adapter may be zero now, and will not be
+        if not is_adapted and any(p.weight is not None and torch.equal(p.out, output) for p in inside):
+            return
+        self.trace = None
+        with torch._C.DisableTorchFunction():
+            found = effective_map(module, args[0], output)
+        self.trace = trace
+        if found is None:
+            return
+        kept = [] if is_adapted else [p for p in inside if not torch.equal(p.out, output)]
+        place = ParameterSlice(self._paths[module], 0, 0, output.shape[-1], is_module=True)
+        _, bias = found
+        trace.projections[begin:] = kept
+        has_bias = bool(bias.any())
+        trace.projections.append(
+            Projection(place, place if has_bias else None, bias if has_bias else None, _keep(args[0]), _keep(output))
+        )
 
     def norm(self, into: Tensor, out: Tensor, gain: Tensor | None, bias: Tensor | None) -> Normalization:
         """A norm that was applied."""
@@ -358,4 +401,4 @@ class _Before:
 
 def _keep(tensor: Tensor) -> Tensor:
     """A copy, for what comes next may be written in place."""
-    return tensor.detach().clone()
+    return whole(tensor.detach()).clone()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from workbench.errors import AnatomyError
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,30 @@ def unwrap(model: Subject | nn.Module) -> nn.Module:
     """
     module = module_of(model)
     return getattr(module, "_orig_mod", module)
+
+
+def runnable(model: Subject | nn.Module) -> nn.Module:
+    """The module to call: `unwrap`, and out of a shell without forward, as a LightningModule may be.
+
+    Raises:
+        AnatomyError: As `module_of`; or if a module without forward holds several parts.
+    """
+    module = unwrap(model)
+    if not isinstance(module, nn.Module) or _has_forward(module):
+        return module
+    parts = {name: part for name, part in module.named_children() if any(True for _ in part.parameters())}
+    if len(parts) == 1:
+        return runnable(*parts.values())
+    example = f", such as model.{next(iter(parts))}" if parts else ""
+    raise AnatomyError(
+        f"{type(module).__name__} has no forward, and {len(parts) or 'none'} of its parts hold parameters, expected "
+        f"one; pass the part that maps inputs to outputs{example}."
+    )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), nn.Module)
+    return "forward" in vars(module) or owner.__name__ not in ("Module", "LightningModule")
 
 
 def subject_in(model: Subject | nn.Module) -> Subject | None:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from workbench.errors import AnatomyError
 
@@ -38,4 +39,15 @@ def module_of(model: HoldsModel | nn.Module) -> nn.Module:
             f"{getattr(module, 'original_name', type(module).__name__)} is compiled by TorchScript, which runs no "
             "hooks; pass the module that it was made from."
         )
+    if isinstance(module, GraphModule) and not _calls_modules(module):
+        raise AnatomyError(
+            f"{type(module).__name__} is an exported graph of operations, which calls no modules; pass the module that "
+            "it was made from."
+        )
     return module
+
+
+def _calls_modules(graph: GraphModule) -> bool:
+    """Whether a graph calls modules with parameters; that of ``torch.export`` has none."""
+    called = [graph.get_submodule(str(node.target)) for node in graph.graph.nodes if node.op == "call_module"]
+    return any(True for module in called for _ in module.parameters())

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.callbacks.recorder.full_parameters import OptimizedParameters, readable, reshard
+from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.query_keys import SPECTRA_OF_HEADS, TERMS, QueryKeyWindow
 from workbench.callbacks.recorder.updates import UpdateCollector
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
@@ -20,6 +20,7 @@ from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
 from workbench.models.batches import take_rows
 from workbench.models.calling import on_device_of
+from workbench.models.readable_weights import readable, reshard
 from workbench.models.router_weights import Router, router_weights
 from workbench.models.wrapping import as_written
 from workbench.monitors.curvature import preconditioned_sharpness, sharpness

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from workbench.errors import OptionError
 from workbench.models.probing import undisturbed
+from workbench.models.readable_weights import own_part, whole
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -50,7 +50,7 @@ class OptimizedParameters:
 
     @property
     def as_model(self) -> Any:
-        """Itself, for readers of weights that ask a model for nothing but `get_parameter`."""
+        """Itself, for readers of weights that ask a model for its parameters and modules by name alone."""
         return self
 
     def get_parameter(self, name: str) -> Tensor:
@@ -61,6 +61,10 @@ class OptimizedParameters:
             with undisturbed(self.model):
                 return getattr(owner, attribute).detach().clone()
         return whole(self.moved(self.model.get_parameter(name)))
+
+    def get_submodule(self, name: str) -> nn.Module:
+        """A module by its path in the model, whose matrix is computed by running it."""
+        return self.model.get_submodule(name)
 
     def moved(self, parameter: Tensor) -> Tensor:
         """The tensor that the optimizer moves for a parameter of the model: a copy of it, or the parameter."""
@@ -85,80 +89,6 @@ class OptimizedParameters:
             for p in self._of_model.values()
             if p.requires_grad and id(p) in self._is_moved
         )
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor gathered from the parts on several ranks; every rank has to call it."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor on this rank."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-@contextmanager
-def readable(model: nn.Module) -> Iterator[None]:
-    """Plain parameters everywhere, so that a forward shows which of them it uses.
-
-    Parametrized ones become plain ones with the values they have, sharded ones are gathered. Everything is put back.
-    """
-    with ExitStack() as stack:
-        for module in [m for m in model.modules() if hasattr(m, "unshard") and hasattr(m, "reshard")]:
-            stack.enter_context(_gathered(module))
-        for module in [m for m in model.modules() if parametrize.is_parametrized(m)]:
-            stack.enter_context(_without_parametrization(model, module))
-        yield
-
-
-def reshard(model: nn.Module) -> None:
-    """Release gathered parameters: FSDP would use them even after the optimizer has updated the shards."""
-    for module in model.modules():
-        sharded: Any = module if hasattr(module, "unshard") else None
-        if hasattr(sharded, "reshard"):
-            sharded.reshard()
-
-
-@contextmanager
-def _gathered(module: Any) -> Iterator[None]:
-    """One module of FSDP2 with its parameters gathered, also after its forward."""
-    groups = _shard_groups(module)
-    before = [(group, group.post_forward_mesh_info) for group in groups]
-    for group in groups:
-        group.post_forward_mesh_info = None  # as set_reshard_after_forward(False, recurse=False) does
-    module.unshard()
-    try:
-        yield
-    finally:
-        for group, info in before:
-            group.post_forward_mesh_info = info
-        module.reshard()
-
-
-def _shard_groups(module: Any) -> list[Any]:
-    state = module._get_fsdp_state()
-    group = getattr(state, "_fsdp_param_group", None)
-    return [] if group is None else [group]
-
-
-@contextmanager
-def _without_parametrization(model: nn.Module, module: nn.Module) -> Iterator[None]:
-    table: Any = module.parametrizations
-    names = list(table)
-    with undisturbed(model):
-        values = {name: getattr(module, name).detach().clone() for name in names}
-    parametrized = type(module)
-    del module._modules["parametrizations"]
-    module.__class__ = parametrized.__bases__[0]
-    for name, value in values.items():
-        module._parameters[name] = nn.Parameter(value, requires_grad=False)
-    try:
-        yield
-    finally:
-        for name in names:
-            del module._parameters[name]
-        module.__class__ = parametrized
-        module._modules["parametrizations"] = table
 
 
 def _matched(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from workbench.callbacks.recorder.full_parameters import OptimizedParameters, own_part
+from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.ranks import added_up
+from workbench.models.readable_weights import own_part
 from workbench.monitors.optimizer_health import adam_staleness, gradient_rms
 
 if TYPE_CHECKING:

@@ -1,0 +1,203 @@
+"""Residual streams that loops add: read to the bit where the stream is a sum, else refused."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from tests.models.layout_models import (
+    VOCABULARY,
+    WIDTH,
+    AddedSkips,
+    Gated,
+    MergedSkips,
+    NoResidual,
+    Pairs,
+    PostNorms,
+    Repeated,
+    ResidualOutside,
+    Sandwich,
+    ScaledSums,
+    Triples,
+)
+from workbench.errors import AnatomyError, SnapshotError
+from workbench.models.attention_weights import QueryKey
+from workbench.models.block_hooks import BlockHooks
+
+pytestmark = pytest.mark.filterwarnings("ignore::workbench.koopman.spectra.RankWarning")
+READ = [Triples, Pairs, ScaledSums, Sandwich, PostNorms, AddedSkips, MergedSkips]
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(0))
+
+
+def built(kind):
+    torch.manual_seed(0)
+    return kind().eval()
+
+
+def seen(model, anatomy, tokens):
+    entered, left = [], []
+    hooks = BlockHooks(
+        anatomy.sites,
+        lambda call: entered.append(call.state_in.clone()) and None,
+        lambda call: left.append(call.state_out),
+    )
+    with torch.no_grad(), hooks:
+        model(tokens)
+    return entered, left
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_states_are_those_of_the_loop(kind, tokens):
+    model = built(kind)
+    anatomy = wb.read_anatomy(model, tokens)
+    assert (anatomy.stack, len(anatomy.sites), anatomy.width) == ("layers", 4, WIDTH)
+    with torch.no_grad():
+        states = model.states(tokens)
+    entered, left = seen(model, anatomy, tokens)
+    assert len(entered) == len(left) == 4
+    for i in range(4):
+        assert torch.equal(entered[i], states[i])
+        if kind is not MergedSkips or i < 2:
+            assert torch.equal(left[i], states[i + 1])
+    assert torch.equal(left[3], states[4])
+    # Another batch of another shape, with nothing left behind.
+    assert (
+        wb.profile(model, tokens[:2, :9], anatomy=anatomy, n_snapshots=None, progress=False).attrs["n_snapshots"] == 18
+    )
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_merged_skip_lies_between_two_layers(tokens):
+    """What leaves the layer before is the state without the skip."""
+    model = built(MergedSkips)
+    _, left = seen(model, wb.read_anatomy(model, tokens), tokens)
+    with torch.no_grad():
+        states = model.states(tokens)
+        norm, branch = model.layers[2]
+        assert torch.equal(left[2], states[2] + branch(norm(states[2])))
+        assert not torch.equal(left[2], states[3])
+
+
+class WholeBlocks(nn.Module):
+    """The layers of another model as modules, with the residual inside."""
+
+    def __init__(self, model):
+        super().__init__()
+
+        class Layer(nn.Module):
+            def __init__(self, parts):
+                super().__init__()
+                self.parts = parts
+
+            def forward(self, x):
+                return model.step(0, [x], *self.parts)
+
+        self.embedding, self.blocks = model.embedding, nn.ModuleList(Layer(parts) for parts in model.layers)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Triples, Pairs, PostNorms])
+def test_spectra_and_weights_are_those_of_whole_blocks(kind, tokens):
+    model = built(kind)
+    whole = WholeBlocks(model)
+    expected, found = (wb.profile(m, tokens, n_snapshots=None, progress=False) for m in (whole, model))
+    np.testing.assert_array_equal(found["eigenvalue"], expected["eigenvalue"])
+    same = [q.query for q in wb.query_key_weights(whole, tokens) if isinstance(q, QueryKey)]
+    weights = [q.query for q in wb.query_key_weights(model, tokens) if isinstance(q, QueryKey)]
+    assert len(weights) == len(same) > 1
+    assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+
+
+def test_names_say_which_branch(tokens):
+    """A list that alternates attention and MLP has a layer for each."""
+    names = wb.profile(built(Triples), tokens, progress=False)["layer_name"].values
+    assert list(names) == ["layers.0#Branch", "layers.1#Sequential", "layers.2#Branch", "layers.3#Sequential"]
+    assert [site.name for site in wb.read_anatomy(built(Pairs), tokens).sites][:2] == ["layers.0", "layers.1"]
+
+
+@pytest.mark.parametrize("kind", [Gated, NoResidual])
+def test_what_is_no_sum_is_refused(kind, tokens):
+    for stack in (None, "layers", "layers.*", "layers.0"):
+        with pytest.raises(AnatomyError):
+            wb.read_anatomy(built(kind), tokens, stack=stack)
+    with pytest.raises(AnatomyError, match="The members of layers are called one by one, but .* is no sum"):
+        wb.read_anatomy(built(kind), tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", [Triples, Pairs, PostNorms])
+def test_other_precisions(kind, dtype, tokens):
+    assert len(wb.read_anatomy(built(kind).to(dtype), tokens).sites) == 4
+    with pytest.raises(AnatomyError):
+        wb.read_anatomy(built(NoResidual).to(dtype), tokens)
+
+
+def test_a_branch_and_its_sum_are_no_blocks(tokens):
+    """The two follow each other as blocks do."""
+    model = built(Triples)
+    with pytest.raises(AnatomyError, match=r"no residual blocks.*named as stack= too: layers \(4 layers"):
+        wb.read_anatomy(model, tokens, stack="layers.0")
+
+
+def test_depth_that_depends_on_data(tokens):
+    model = built(Repeated)
+    shallow, deep = tokens.clone(), tokens.clone()
+    shallow[0, 0], deep[0, 0] = 1, 60
+    assert len(wb.read_anatomy(model, shallow, batch_first=True).sites) == 4
+    anatomy = wb.read_anatomy(model, deep, batch_first=True)
+    assert [site.name for site in anatomy.sites][3:6] == ["layers.3#Branch", "layers.0#Branch#1", "layers.1#Branch#1"]
+    with pytest.raises(SnapshotError, match="depth depends on the data"):
+        wb.profile(model, [shallow, deep], batch_first=True, progress=False)
+
+
+def test_the_config_s_count_may_be_of_pairs_of_entries(tokens):
+    model = built(Triples)
+    model.config = {"num_hidden_layers": 2}
+    assert len(wb.read_anatomy(model, tokens).sites) == 4
+    model.config = {"num_hidden_layers": 3}
+    with pytest.raises(AnatomyError, match=r"num_hidden_layers = 3.*named as stack= too: layers \(4 layers"):
+        wb.read_anatomy(model, tokens)
+
+
+def test_a_stream_that_the_model_returns_as_it_is(tokens):
+    model = built(ResidualOutside)
+    anatomy = wb.read_anatomy(model, tokens)
+    _, left = seen(model, anatomy, tokens)
+    with torch.no_grad():
+        assert torch.equal(left[-1], model(tokens))
+
+
+def test_states_can_be_read_but_not_replaced(tokens):
+    model = built(Pairs)
+    for measure in (lambda: wb.flow.measure(model, tokens), lambda: wb.flow.measure(model, tokens, jacobian=False)):
+        with pytest.raises(AnatomyError, match=r"layers\.0 is added outside of modules.*read but not replaced"):
+            measure()
+
+
+def test_states_keep_their_graph(tokens):
+    """What only reads states, as penalties on the stream do, works as in other models."""
+    model = built(Pairs)
+    entered, left = [], []
+    hooks = BlockHooks(
+        wb.read_anatomy(model, tokens).sites,
+        lambda call: entered.append(call.state_in),
+        lambda call: left.append(call.state_out),
+    )
+    with hooks:
+        model(tokens)
+    for before, after, parts in zip(entered, left, model.layers, strict=True):
+        expected = model.step(0, [before], *parts)
+        (found,), (wanted,) = (
+            torch.autograd.grad(y.square().sum(), before, retain_graph=True) for y in (after, expected)
+        )
+        torch.testing.assert_close(found, wanted)

@@ -1,0 +1,392 @@
+"""Residual streams that are added outside of modules: found from the states that enter each repeated branch.
+
+Where a loop does ``x = x + branch(norm(x))``, no module returns the stream. The state that enters layer i is then what
+its first module gets, and the state that leaves it is what the next module gets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import AnatomyError
+from workbench.models.block_calls import Call, State, has_matrix, record_calls
+from workbench.models.block_counts import block_counts
+from workbench.models.site import Place, Site
+from workbench.models.stacks import LEAST_COVERAGE, share_of_repeated
+
+Shape = tuple[int, ...]
+#: Share of a state that a fit may leave unexplained, in float32; coarser formats: two units of their rounding.
+_ROUNDING = 1e-5
+#: A sum needs a state if without it this many times more is left unexplained.
+_NEEDED = 10.0
+#: Token states that a fit uses at most.
+_MOST_ROWS = 512
+#: Stacks that a message names at most.
+_MOST_LISTED = 6
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True, eq=False)
+class OutsideStack:
+    """Layers between which the residual is added.
+
+    Attributes:
+        name: Path of the container.
+        sites: One per visit of a member of the container.
+        shape: Shape of the state.
+        is_chain: Whether the state that leaves each layer is the one that enters the next, as it is or, in some,
+            through one module between them that merges it with an earlier one, as in a U-net.
+        end: When the last layer ended, as a running number.
+    """
+
+    name: str
+    sites: tuple[Site, ...]
+    shape: Shape
+    is_chain: bool
+    end: int
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Members of the container, each once."""
+        return list(dict.fromkeys(site.module for site in self.sites))
+
+    def is_apart(self, other: OutsideStack) -> bool:
+        """Whether two stacks share no module."""
+        parts = {part for module in self.modules for part in module.modules()}
+        return not any(part in parts for module in other.modules for part in module.modules())
+
+    def __str__(self) -> str:
+        return f"{self.name} ({len(self.sites)} layers, residuals added outside of modules)"
+
+
+@dataclass(frozen=True, eq=False)
+class _Exit:
+    """A place where the state that leaves may be read.
+
+    Attributes:
+        call: Call that gets or returns it.
+        state: Tensor that is it or, next to another state, holds it.
+        is_output: Whether the call returns it.
+        start: Where its features begin in the tensor; None: the tensor is the state.
+    """
+
+    call: Call
+    state: State
+    is_output: bool
+    start: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Visit:
+    """The calls inside one member of a container, without those inside another of them, and their states."""
+
+    index: int
+    calls: list[Call]
+    entry: tuple[Call, State]
+    exits: list[_Exit]
+
+    @property
+    def exit(self) -> _Exit:
+        """The first of the places where the state that leaves may be read."""
+        return self.exits[0]
+
+
+def find_outside_stacks(
+    model: nn.Module, inputs: Any, known: Collection[str] = ()
+) -> tuple[list[OutsideStack], list[str]]:
+    """The containers whose members are branches of a residual stream that is added outside of modules.
+
+    The state that leaves a layer must be a sum, with constant factors or with one per feature, of the state that
+    entered and of what the modules of the layer returned, or of earlier states too, up to rounding; a norm may follow
+    each sum. That is checked in every layer.
+
+    Args:
+        model: Model to run, twice; it is not changed.
+        inputs: Inputs as for `call_model`.
+        known: Containers whose members are known to hand their state on themselves.
+
+    Returns:
+        The stacks, and the names of containers whose members pass a state on that is no such sum.
+    """
+    calls = record_calls(model, inputs, everything=True)
+    called = {call.module for call in calls}
+    found: list[tuple[str, nn.Module, Shape, list[_Visit]]] = []
+    for name, container in model.named_modules():
+        is_loop = isinstance(container, _CONTAINERS) and container not in called and name not in known
+        if is_loop and not _is_grouping(container):
+            shape, visits = _with_states(_visits(container, calls), calls)
+            if visits:
+                found.append((name, container, shape, visits))
+    if not found:
+        return [], []
+    read = (call for *_, visits in found for v in visits for call in (*v.calls, *(e.call for e in v.exits)))
+    wanted = {call.module for call in read}
+    values = {call.index: call for call in record_calls(model, inputs, everything=True, keep=wanted)}
+    names = {module: name for name, module in model.named_modules()}
+    stacks, others = [], []
+    for name, container, shape, visits in found:
+        checked = _checked(visits, shape, values)
+        is_chain = _is_chain(checked or visits, calls)
+        if checked:
+            sites = _sites(checked, container, calls, names)
+            stacks.append(OutsideStack(name, sites, shape, is_chain, visits[-1].calls[-1].end))
+        elif is_chain:
+            others.append(name)
+    return stacks, others
+
+
+def choose_outside(
+    model: nn.Module, stacks: Sequence[OutsideStack], others: Sequence[str], stack: str | None, refusal: AnatomyError
+) -> OutsideStack:
+    """The stack of that name; without a name the one that must be the model's stream.
+
+    Without a name it must be a chain of as many layers as the config says, or of a multiple where each has several
+    branches, and hold most parameters of all repeated modules; the longest counts, and of equals the last to run.
+
+    Args:
+        model: Model, for its config and its parameters.
+        stacks: Stacks found.
+        others: Containers whose members pass a state on that is no sum.
+        stack: Name of the stack, if it was given.
+        refusal: Reason why the model has no stack of whole blocks.
+
+    Raises:
+        AnatomyError: If there is none: the refusal, with the stacks that can be named.
+    """
+    if stack is None:
+        counts = block_counts(model)
+        fitting = [s for s in stacks if s.is_chain]
+        if counts:
+            fitting = [s for s in fitting if any(len(s.sites) % count.n_blocks == 0 for count in counts)]
+        fitting = [s for s in fitting if share_of_repeated(model, s.modules) >= LEAST_COVERAGE]
+        chosen = max(fitting, key=lambda s: (len(s.sites), s.end), default=None)
+    else:
+        chosen = next((s for s in stacks if s.name == stack), None)
+    if chosen is not None:
+        return chosen
+    if stacks:
+        listed = ", ".join(map(str, stacks[:_MOST_LISTED]))
+        raise AnatomyError(f"{refusal} What can be named as stack= too: {listed}.") from None
+    others = [
+        name
+        for name in others
+        if stack == name
+        or (stack is None and share_of_repeated(model, model.get_submodule(name).children()) >= LEAST_COVERAGE)
+    ]
+    if others:
+        raise AnatomyError(
+            f"{refusal} The members of {others[0]} are called one by one, but what passes from one to the next is no "
+            "sum of the state before and of what they return, so that no residual stream can be read between them."
+        ) from None
+    raise refusal
+
+
+def _is_grouping(container: nn.Module) -> bool:
+    """Whether the members only group layers of one kind, as stages do, rather than being layers of several parts."""
+    for member in container.children():
+        kinds = [tuple(sorted(tuple(p.shape) for p in part.parameters())) for part in member.children()]
+        kinds = [kind for kind in kinds if kind]
+        if not isinstance(member, _CONTAINERS) or len(kinds) < 2 or len(set(kinds)) > 1:
+            return False
+    return True
+
+
+def _visits(container: nn.Module, calls: Sequence[Call]) -> list[tuple[int, list[Call]]]:
+    """The outermost calls inside the members, in order, grouped by member."""
+    owners: dict[nn.Module, list[int]] = {}
+    for index, member in enumerate(container.children()):
+        for module in member.modules():
+            owners.setdefault(module, []).append(index)
+    visits: list[tuple[int, list[Call]]] = []
+    end = -1
+    for call in calls:
+        if call.module not in owners or call.index < end:
+            continue
+        end = call.end
+        among = owners[call.module]
+        if visits and visits[-1][0] in among and visits[-1][1][0].module is not call.module:
+            visits[-1][1].append(call)
+        else:  # members may share modules: the next one in order is meant
+            last = visits[-1][0] if visits else -1
+            visits.append((next((i for i in among if i > last), among[0]), [call]))
+    return visits
+
+
+def _with_states(visits: list[tuple[int, list[Call]]], calls: Sequence[Call]) -> tuple[Shape, list[_Visit]]:
+    """The shape that enters every visit, and the visits with the states that enter and leave; none without one."""
+    if len(visits) < 2:
+        return (), []
+    shapes = [{s.shape for call in inside for s in call.inputs} for _, inside in visits]
+    common = set.intersection(*shapes)
+    first = dict.fromkeys(s.shape for call in visits[0][1] for s in call.inputs if s.shape in common)
+    shape = next(iter(first), ())
+    if not shape:
+        return (), []
+    entries = [next(call for call in inside if any(s.shape == shape for s in call.inputs)) for _, inside in visits]
+    usual = Counter(s.slot for call in entries for s in call.inputs if s.shape == shape)
+    entering = [max((s for s in call.inputs if s.shape == shape), key=lambda s: usual[s.slot]) for call in entries]
+    found: list[_Visit] = []
+    next_entries = {call.index: state for call, state in zip(entries, entering, strict=True)}
+    for (index, inside), entry, state in zip(visits, entries, entering, strict=True):
+        exits = _exits(inside, calls, shape, next_entries)
+        if inside is visits[-1][1]:  # what follows may begin with more than the last sum
+            exits += [_Exit(inside[-1], s, True) for s in inside[-1].outputs if s.shape == shape]
+        if not exits:
+            return (), []
+        found.append(_Visit(index, inside, (entry, state), exits))
+    return shape, found
+
+
+def _exits(inside: list[Call], calls: Sequence[Call], shape: Shape, next_entries: dict[int, State]) -> list[_Exit]:
+    """Of the first call after a visit that gets a state, or the first around it that returns one: where it may be."""
+    begin, end, width = inside[0].index, inside[-1].end, shape[-1]
+    after = [(call.index, call, call.inputs, False) for call in calls if call.index > end]
+    around = [(call.end, call, call.outputs, True) for call in calls if call.index < begin and call.end > end]
+    for _, call, states, is_output in sorted((*after, *around), key=lambda event: event[0]):
+        if not is_output and call.index in next_entries:
+            return [_Exit(call, next_entries[call.index], False)]
+        if fitting := [_Exit(call, s, is_output) for s in states if s.shape == shape]:
+            return fitting
+        doubled = [s for s in states if s.shape == (*shape[:-1], 2 * width)]
+        if doubled and not is_output:  # two states side by side, as a U-net passes them on
+            return [_Exit(call, s, False, start) for s in doubled for start in (0, width)]
+    return []
+
+
+def _is_chain(visits: list[_Visit], calls: Sequence[Call]) -> bool:
+    merged = 0
+    for before, after in pairwise(visits):
+        left, entered = before.exit.state.fingerprint, after.entry[1].fingerprint
+        if left == entered:
+            continue
+        between = [c for c in calls if before.calls[-1].end < c.index and c.end < after.calls[0].index]
+        merging = [c for c in between if left in {s.fingerprint for s in c.inputs}]
+        if not any(entered in {s.fingerprint for s in c.outputs} for c in merging):
+            return False
+        merged += 1
+    return 2 * merged <= len(visits)
+
+
+def _sites(
+    visits: list[_Visit], container: nn.Module, calls: Sequence[Call], names: dict[nn.Module, str]
+) -> tuple[Site, ...]:
+    numbers: dict[int, int] = {}
+    totals: Counter[nn.Module] = Counter()
+    for call in calls:
+        numbers[call.index] = totals[call.module]
+        totals[call.module] += 1
+
+    def place(call: Call, state: State, *, is_output: bool = False, start: int | None = None) -> Place:
+        return Place(call.module, numbers[call.index], totals[call.module], state.slot, is_output, start)
+
+    members, seen, sites = list(container.children()), Counter[int](), []
+    for visit in visits:
+        member, (entry, entering), leaving = members[visit.index], visit.entry, visit.exit
+        branches = {call.module for call in visit.calls if has_matrix(call.module)}
+        # Where a list alternates branches, each is a layer, and its name says which.
+        kind = f"#{type(branches.pop()).__name__}" if len(branches) == 1 else ""
+        repeated = f"#{seen[visit.index]}" if seen[visit.index] else ""
+        site = Site(
+            f"{names[member]}{kind}{repeated}",
+            member,
+            seen[visit.index],
+            entering.slot,
+            None,
+            place(entry, entering),
+            place(leaving.call, leaving.state, is_output=leaving.is_output, start=leaving.start),
+        )
+        sites.append(site)
+        seen[visit.index] += 1
+    return tuple(sites)
+
+
+# --- sums ------------------------------------------------------------------------------------------------------------
+
+
+def _checked(visits: list[_Visit], shape: Shape, values: dict[int, Call]) -> list[_Visit]:
+    """The visits, each with the place where the state that leaves is a sum; none if one has no such place."""
+    earlier: list[Tensor] = []
+    checked = []
+    for visit in visits:
+        inside = [values[call.index] for call in visit.calls if call.index in values]
+        entering = _value_of(values, _Exit(*visit.entry, is_output=False), shape)
+        if entering is None or not any(has_matrix(call.module) for call in inside):
+            return []
+        for place in visit.exits:
+            leaving = _value_of(values, place, shape)
+            if leaving is not None and _is_reached(entering, leaving, inside, shape, earlier):
+                checked.append(replace(visit, exits=[place]))
+                break
+        else:
+            return []
+        earlier.append(entering)
+    return checked
+
+
+def _value_of(values: dict[int, Call], place: _Exit, shape: Shape) -> Tensor | None:
+    again = values.get(place.call.index)
+    states = (again.outputs if place.is_output else again.inputs) if again is not None else []
+    value = next((s.value for s in states if s.slot == place.state.slot), None)
+    return value if value is None or place.start is None else value.narrow(-1, place.start, shape[-1])
+
+
+def _is_reached(entering: Tensor, leaving: Tensor, calls: list[Call], shape: Shape, earlier: list[Tensor]) -> bool:
+    """Whether sums, each with a norm behind it or not, lead from the state that enters to the one that leaves."""
+    stream: list[Tensor] = [entering]
+    returned: list[Tensor] = []
+    for call in calls:
+        given = [s.value for s in call.inputs if s.value is not None and s.shape == shape]
+        for state in call.outputs:
+            value = state.value
+            if value is None or state.shape != shape or _is_among(value, stream):
+                continue
+            if _is_sum(value, stream, returned):
+                stream.append(value)
+            elif has_matrix(call.module):
+                returned.append(value)
+            elif any(_is_among(z, stream[1:]) or _is_sum(z, stream, returned) for z in given):
+                stream.append(value)  # a norm of a sum
+            elif not any(torch.equal(z, entering) for z in given):
+                returned.append(value)  # a norm of the branch; one of the state that entered only leads into the branch
+    if _is_among(leaving, stream):
+        return True
+    returned = [value for value in returned if not torch.equal(value, leaving)]
+    return _is_sum(leaving, stream, returned) or _is_sum(leaving, stream, [*returned, *earlier])
+
+
+def _is_among(value: Tensor, others: list[Tensor]) -> bool:
+    return any(torch.equal(value, other) for other in others)
+
+
+def _is_sum(total: Tensor, stream: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether a state is a sum of others, and needs one of the stream for that."""
+    rounding = max(_ROUNDING, 2 * torch.finfo(total.dtype).eps)
+    for per_feature in (False, True):
+        if _unexplained(total, [*stream, *others], per_feature=per_feature) <= rounding:
+            return _unexplained(total, others, per_feature=per_feature) > _NEEDED * rounding
+    return False
+
+
+def _unexplained(total: Tensor, terms: list[Tensor], *, per_feature: bool) -> float:
+    """Share of a state that the best sum with constant factors, or with one per feature, leaves out."""
+    y, *xs = (t.double().flatten(0, -2)[:_MOST_ROWS] for t in (total, *terms))
+    size = float(y.norm())
+    if not xs or not size > 0:
+        return 1.0
+    if per_feature:
+        if len(y) < 3 * len(xs):
+            return 1.0
+        matrix, right = torch.stack(xs, -1).transpose(0, 1), y.T[..., None]
+    else:
+        matrix, right = torch.stack([x.flatten() for x in xs], -1), y.flatten()[:, None]
+    if not bool(torch.isfinite(matrix).all() & torch.isfinite(right).all()):
+        return 1.0
+    factors = torch.linalg.lstsq(matrix, right, driver="gelsd").solution
+    return float((right - matrix @ factors).norm()) / size

@@ -1,0 +1,134 @@
+"""Weights as they act: out of parametrizations, weight norms and the parts that FSDP leaves on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.weight_norm import WeightNorm
+
+from workbench.models.probing import undisturbed
+
+
+def read_parameter(model: Any, name: str) -> Tensor:
+    """A parameter by its path, whole and without gradient; computed where it is parametrized.
+
+    Args:
+        model: Module; or what stands for one and gives its parameters by name.
+        name: Path, as `readable` shows it.
+    """
+    if not isinstance(model, nn.Module):
+        return model.get_parameter(name).detach()
+    path, _, attribute = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if parametrize.is_parametrized(owner, attribute):
+        with undisturbed(model):
+            return getattr(owner, attribute).detach().clone()
+    for hook in _weight_norms(owner).values():
+        if hook.name == attribute:
+            return hook.compute_weight(owner).detach()
+    return whole(model.get_parameter(name).detach())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor gathered from the parts on several ranks; every rank has to call it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor on this rank."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@contextmanager
+def readable(model: nn.Module) -> Iterator[None]:
+    """Plain parameters everywhere, so that a forward shows which of them it uses.
+
+    Parametrized ones become plain ones with the values they have, sharded ones are gathered. Everything is put back.
+    """
+    with ExitStack() as stack:
+        for module in [m for m in model.modules() if hasattr(m, "unshard") and hasattr(m, "reshard")]:
+            stack.enter_context(_gathered(module))
+        for module in [m for m in model.modules() if parametrize.is_parametrized(m)]:
+            stack.enter_context(_without_parametrization(model, module))
+        for module in [m for m in model.modules() if _weight_norms(m)]:
+            stack.enter_context(_without_weight_norm(module))
+        yield
+
+
+def reshard(model: nn.Module) -> None:
+    """Release gathered parameters: FSDP would use them even after the optimizer has updated the shards."""
+    for module in model.modules():
+        sharded: Any = module if hasattr(module, "unshard") else None
+        if hasattr(sharded, "reshard"):
+            sharded.reshard()
+
+
+@contextmanager
+def _gathered(module: Any) -> Iterator[None]:
+    """One module of FSDP2 with its parameters gathered, also after its forward."""
+    groups = _shard_groups(module)
+    if groups and all(group.is_unsharded and group.post_forward_mesh_info is None for group in groups):
+        yield  # gathered already, by whoever releases it
+        return
+    before = [(group, group.post_forward_mesh_info) for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None  # as set_reshard_after_forward(False, recurse=False) does
+    module.unshard()
+    try:
+        yield
+    finally:
+        for group, info in before:
+            group.post_forward_mesh_info = info
+        module.reshard()
+
+
+def _shard_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]
+
+
+@contextmanager
+def _without_parametrization(model: nn.Module, module: nn.Module) -> Iterator[None]:
+    table: Any = module.parametrizations
+    names = list(table)
+    with undisturbed(model):
+        values = {name: getattr(module, name).detach().clone() for name in names}
+    parametrized = type(module)
+    del module._modules["parametrizations"]
+    module.__class__ = parametrized.__bases__[0]
+    for name, value in values.items():
+        module._parameters[name] = nn.Parameter(value, requires_grad=False)
+    try:
+        yield
+    finally:
+        for name in names:
+            del module._parameters[name]
+        module.__class__ = parametrized
+        module._modules["parametrizations"] = table
+
+
+def _weight_norms(module: nn.Module) -> dict[int, WeightNorm]:
+    """The hooks of ``torch.nn.utils.weight_norm``, which compute a weight before each forward."""
+    return {key: hook for key, hook in module._forward_pre_hooks.items() if isinstance(hook, WeightNorm)}
+
+
+@contextmanager
+def _without_weight_norm(module: nn.Module) -> Iterator[None]:
+    hooks, before = _weight_norms(module), dict(module._forward_pre_hooks)
+    last = {hook.name: module.__dict__.pop(hook.name) for hook in hooks.values() if hook.name in module.__dict__}
+    for key, hook in hooks.items():
+        del module._forward_pre_hooks[key]
+        module._parameters[hook.name] = nn.Parameter(hook.compute_weight(module).detach(), requires_grad=False)
+    try:
+        yield
+    finally:
+        for hook in hooks.values():
+            del module._parameters[hook.name]
+        module.__dict__.update(last)
+        module._forward_pre_hooks.clear()
+        module._forward_pre_hooks.update(before)
