@@ -240,8 +240,12 @@ class StreamWatcher(BlockHooks):
         """Pass on both states."""
         self.take(call.layer, self._waiting.pop(call.layer), self._chosen_of(call.state_out, call.site))
 
-    def _chosen_of(self, state: Tensor, site: Site) -> Tensor:
-        """The chosen states, shape (snapshot, feature); a copy, as the block may write into its input."""
+    def choose(self, state: Tensor, site: Site) -> Tensor:
+        """The indices of the chosen tokens of a state; chosen once a pass.
+
+        Raises:
+            SnapshotError: If the states of the pass do not keep their tokens.
+        """
         if self._chosen is None:
             self.leading = state.shape[:-1]
             self._chosen = self.selection.choose(self.leading, self.batch)
@@ -250,4 +254,9 @@ class StreamWatcher(BlockHooks):
                 f"States at {site.name} have leading shape {tuple(state.shape[:-1])}, those before "
                 f"{tuple(self.leading)}; only stacks that keep their tokens can be profiled."
             )
-        return state.flatten(0, -2)[self._chosen.to(state.device)]
+        return self._chosen
+
+    def _chosen_of(self, state: Tensor, site: Site) -> Tensor:
+        """The chosen states, shape (snapshot, feature); a copy, as the block may write into its input."""
+        chosen = self.choose(state, site)
+        return state.flatten(0, -2)[chosen.to(state.device)]

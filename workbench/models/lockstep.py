@@ -32,6 +32,7 @@ class Pass:
         has_ended: Whether it has ended.
         arguments: Arguments of the block in front of which it waits.
         output: What the last block returned.
+        watcher: What follows its blocks.
     """
 
     def __init__(self, batch: Any, run: Callable[[Pass], None]) -> None:
@@ -40,6 +41,7 @@ class Pass:
         self.has_ended = False
         self.arguments: Any = None
         self.output: Any = None
+        self.watcher: Any = None
         self.n_left, self.has_early_exit = 0, False
         self.n_calls: Counter[nn.Module] = Counter()
         self.running: list[int | None] = []
@@ -95,7 +97,7 @@ class Lockstep:
         model: Model, in eval mode.
         weights: Its weights on disk.
         sites: Sites of its blocks, in order.
-        current: What the thread of each pass keeps for itself: ``current.one``, the pass, and ``current.watcher``.
+        current: What the thread of each pass keeps for itself: ``current.one``, the pass.
         head: Module in front of which a pass ends, if all blocks have run; None: it runs to its end.
     """
 
@@ -120,6 +122,7 @@ class Lockstep:
         *,
         hooks: Sequence[HookRequest],
         is_enough: Callable[[], bool],
+        after_start: Callable[[Pass], None],
         before_first: Callable[[Sequence[Pass]], None],
         after_layer: Callable[[int, Sequence[Pass]], None],
         first: int,
@@ -130,9 +133,10 @@ class Lockstep:
 
         Args:
             batches: Inputs of the passes.
-            begin: Function that makes what a pass needs from its batch, kept as ``current.watcher`` in its thread.
+            begin: Function that makes what a pass needs from its batch, kept as `Pass.watcher`.
             hooks: Hooks that see the calls of blocks when they run.
             is_enough: Whether no more batches are wanted; asked before each.
+            after_start: Function called with each pass when it waits in front of its first layer.
             before_first: Function called when all passes wait in front of the first layer.
             after_layer: Function called when all passes are through a layer, and wait in front of the next.
             first: First layer that runs; those before return what they did earlier.
@@ -153,6 +157,7 @@ class Lockstep:
                 one.output = outputs[i] if first else None
                 self._passes.append(one)
                 one.step()
+                after_start(one)
             before_first(self._passes)
             for layer in range(first, last + 1):
                 waiting = [one for one in self._passes if one.layer == layer]
@@ -167,7 +172,7 @@ class Lockstep:
         is_mixed, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
         def run(one: Pass) -> None:
-            self._current.one, self._current.watcher = one, begin(one.batch)
+            self._current.one, one.watcher = one, begin(one.batch)
             with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=is_mixed):
                 run_foreign(self._model, one.batch)
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from workbench.models.profile_journal import ProfileJournal
     from workbench.models.subject import Subject
 
+#: Beginnings of options that only models with recurrent layers have.
+_RECURRENT = ("mamba", "ssm", "state_size", "conv", "linear_", "recurrent", "lru", "attention_hidden_size")
+
 
 def capture_streamed(
     subject: Subject,
@@ -109,15 +112,15 @@ class _Run:
         current = threading.local()
         template = StreamWatcher(self.anatomy, self.selection, self._add, layers=self.layers)
         self.selection.begin(self.batches)
-        # A cache of keys and values would hold those of every layer.
-        caches = [(config, "use_cache", False) for config in configs_of(model) if hasattr(config, "use_cache")]
+        caches = [(config, "use_cache", False) for config in configs_of(model) if _is_cache_idle(config)]
         lockstep = Lockstep(model, weights, self.anatomy.sites, current, head=head_of(model, self.anatomy))
         with undisturbed(model), config_options(caches), watch(refusals(model, self.anatomy)):
             lockstep.run(
                 (on_device_of(model, batch) for batch in self.batches.items),
                 self._begin,
-                hooks=template.hooks(lambda: current.watcher),
+                hooks=template.hooks(lambda: current.one.watcher),
                 is_enough=lambda: self.selection.is_complete,
+                after_start=self._choose,
                 before_first=lambda passes: self._compare(passes, inputs),
                 after_layer=self._after_layer,
                 first=first,
@@ -137,20 +140,40 @@ class _Run:
             self.moments[layer] = moments_for(self.anatomy, layer, x, rank=self.rank, n_snapshots=n)
         self.moments[layer].update(x.detach(), y.detach())
 
+    def _choose(self, one: Pass) -> None:
+        """Choose the tokens of a pass before its first block runs, so that no more batches come than are needed."""
+        if one.layer is not None:
+            site = self.anatomy.sites[one.layer]
+            one.watcher.choose(site.state_in(*one.arguments), site)
+
     def _compare(self, passes: Sequence[Pass], inputs: Sequence[bytes]) -> None:
         if inputs and [digest_of(one.arguments) for one in passes] != list(inputs):
             raise _OtherStatesError
 
     def _after_layer(self, layer: int, passes: Sequence[Pass]) -> None:
+        journal: ProfileJournal | None = self.results.journal
+        # The states come first: a layer that is finished must not run again to find what enters the next.
+        if journal is not None and passes and all(one.layer == layer + 1 for one in passes):
+            digests = [digest_of(one.arguments) for one in passes]
+            if all(digests):
+                journal.keep_states(layer, [one.output for one in passes], digests)
         if layer in self.moments:
             self.results.add(layer, self.moments.pop(layer))
         elif layer in self.layers:
             self.silent.append(layer)
-        journal: ProfileJournal | None = self.results.journal
-        if journal is None or journal.folder is None or not all(one.layer == layer + 1 for one in passes):
-            return
-        digests = [digest_of(one.arguments) for one in passes]
-        if all(digests):
-            journal.keep_states(layer, [one.output for one in passes], digests)
-        undone = [wanted for wanted in self.layers if wanted not in self.results.layers]
-        journal.forget_states(min(undone, default=layer) - 1)
+        if journal is not None:
+            undone = [wanted for wanted in self.layers if wanted not in self.results.layers]
+            journal.forget_states(min(undone, default=layer + 1) - 1)
+
+
+def _is_cache_idle(config: Any) -> bool:
+    """Whether the cache of keys and values, which would hold those of every layer, changes nothing in one pass.
+
+    Recurrent layers take another path with a cache, which rounds differently, and layers that share keys and values
+    may read them from it.
+    """
+    options = vars(config)
+    is_recurrent = any(name.startswith(_RECURRENT) for name in options)
+    is_recurrent |= any("attention" not in str(kind) for kind in options.get("layer_types") or ())
+    is_recurrent |= "linear_attention" in (options.get("layer_types") or ())
+    return "use_cache" in options and not is_recurrent and not options.get("num_kv_shared_layers")

@@ -29,7 +29,8 @@ class StreamedWeights:
 
     A part is a block (a member of a repeated container, with all that is inside) or one other module's own weights.
     Hooks fill a part before it runs and put it back on the meta device afterwards, so that at most the parts that run
-    at the moment are in memory. On the CPU, weights that need no conversion are views of the file.
+    at the moment are in memory. On the CPU, weights that need no conversion are views of the file; those outside of
+    blocks are such views all the time then.
 
     Args:
         model: Model with its parameters on the meta device.
@@ -58,7 +59,7 @@ class StreamedWeights:
         self._read, self._n_bytes = read, dict(n_bytes)
         self._names = weight_names(model)
         names = {module: name for name, module in model.named_modules()}
-        self._tensors = _parts_of(model)
+        self._tensors, members = _parts_of(model)
         self._parts = {module: names[module] for module in self._tensors}
         self._running: Counter[nn.Module] = Counter()
         self._filled: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
@@ -67,6 +68,10 @@ class StreamedWeights:
         self._handles: list[RemovableHandle] = []
         if self.device.type != "cpu":
             self._handles.append(model.register_forward_pre_hook(self._move_inputs, prepend=True, with_kwargs=True))
+        for module in [module for module in self._parts if module not in members and self._is_mapped(module)]:
+            self._fill(module)
+            del self._parts[module]
+        self.n_reads.clear()
         for module in self._parts:
             self._handles.append(module.register_forward_pre_hook(self._enter))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
@@ -109,6 +114,12 @@ class StreamedWeights:
         finally:
             self._skipped = set()
 
+    def _is_mapped(self, module: nn.Module) -> bool:
+        """Whether the weights of a part are views of the file, which take no memory."""
+        names = sorted({self._names[key] for key in self._tensors[module]})
+        one, other = self._read(names), self._read(names)
+        return self.device.type == "cpu" and all(one[name].data_ptr() == other[name].data_ptr() for name in names)
+
     def _move_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         from torch.utils._pytree import tree_map
 
@@ -137,7 +148,9 @@ class StreamedWeights:
             table: Any = owner._parameters if name in owner._parameters else owner._buffers
             filled.append((owner, name, table[name]))
             value = values[weight_name].to(self.device)
-            table[name] = nn.Parameter(value, requires_grad=False) if table is owner._parameters else value
+            # Whether a gradient could be wanted decides between kernels, which round differently.
+            is_parameter, wants = table is owner._parameters, table[name].requires_grad
+            table[name] = nn.Parameter(value, requires_grad=wants) if is_parameter else value
         return filled
 
     def _values(self, module: nn.Module, names: list[str]) -> Mapping[str, Tensor]:
@@ -186,13 +199,14 @@ def refuse_streamed(model: nn.Module, what: str) -> None:
         )
 
 
-def _parts_of(model: nn.Module) -> dict[nn.Module, list[Key]]:
-    """Modules that are filled as they run, and the weights that each is filled with.
+def _parts_of(model: nn.Module) -> tuple[dict[nn.Module, list[Key]], set[nn.Module]]:
+    """Modules that are filled as they run with the weights that each is filled with, and the members among them.
 
     Members of a container that run are filled whole, other modules with their own weights; those of a container, which
     does not run itself, go with the module that holds it.
     """
     parts: dict[nn.Module, list[Key]] = {}
+    members: set[nn.Module] = set()
 
     def visit(module: nn.Module, holder: nn.Module) -> None:
         parts.setdefault(holder, []).extend(_own_tensors(module))
@@ -200,12 +214,13 @@ def _parts_of(model: nn.Module) -> dict[nn.Module, list[Key]]:
             if isinstance(child, _NEVER_CALLED):
                 visit(child, holder)
             elif isinstance(module, _CONTAINERS):
+                members.add(child)
                 parts.setdefault(child, []).extend(_tensors_in(child))
             else:
                 visit(child, child)
 
     visit(model, model)
-    return {module: list(dict.fromkeys(found)) for module, found in parts.items() if found}
+    return {module: list(dict.fromkeys(found)) for module, found in parts.items() if found}, members
 
 
 def _tensors_in(module: nn.Module) -> list[Key]:

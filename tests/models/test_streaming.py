@@ -1,0 +1,305 @@
+"""Checkpoints whose weights stay on disk: the same spectra, one block at a time."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import workbench as wb
+from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, build, make_inputs
+from workbench.errors import CheckpointError, OptionError, SnapshotError
+from workbench.models import capture, checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A folder with a Llama of three blocks."""
+    model = build(BY_NAME["llama"])
+    model.save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+IDS = torch.randint(0, 90, (12, 16), generator=torch.Generator().manual_seed(0))
+
+
+def measured(subject, inputs=IDS, **options):
+    return wb.profile(subject, inputs, **{"n_snapshots": 100, "progress": False, **options})
+
+
+def assert_same(one, other):
+    """The same numbers to the bit, whatever was recorded beside them."""
+    for name, variable in one.data_vars.items():
+        np.testing.assert_array_equal(variable.values, other[name].values, err_msg=name)
+    assert one.attrs["token_selection"] == other.attrs["token_selection"]
+
+
+@pytest.mark.parametrize("family", FAMILIES_BY_TIER, ids=str)
+def test_streamed_equals_resident_in_every_family(family, tmp_path):
+    model, inputs = build(family), make_inputs(family, n_rows=6)
+    try:
+        model.save_pretrained(tmp_path / "folder")
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        pytest.skip(f"transformers cannot save it: {error}")
+    resident = wb.open_checkpoint(tmp_path / "folder", streaming=False)
+    streamed = wb.open_checkpoint(tmp_path / "folder", streaming=True)
+    options = {"n_snapshots": 40, "progress": False, "stack": family.stack}
+    assert_same(wb.profile(resident, inputs, **options), wb.profile(streamed, inputs, **options))
+    blocks = wb.read_anatomy(resident, inputs, stack=family.stack).sites
+    names = {id(module): name for name, module in resident.model.named_modules()}
+    for site in blocks:
+        assert all(p.is_meta for p in streamed.model.get_submodule(names[id(site.module)]).parameters())
+
+
+class TestTheSameNumbers:
+    """A Llama of three blocks, streamed and not."""
+
+    @pytest.fixture
+    def both(self, llama):
+        return wb.open_checkpoint(llama, streaming=False), wb.open_checkpoint(llama, streaming=True)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"layers": [1]}, {"layers": [0, -1]}, {"rank": 5}, {"skip_first": 2}, {"n_snapshots": None}, {"seed": 3}],
+        ids=str,
+    )
+    @pytest.mark.parametrize("split", [[12], [4, 3, 5]], ids=str)
+    def test_with_every_option(self, both, options, split):
+        inputs = list(IDS.split(split))
+        assert_same(*(measured(subject, inputs, **options) for subject in both))
+
+    def test_padding_and_iterators(self, both):
+        mask = torch.ones_like(IDS)
+        mask[:, 11:] = 0
+        padded = {"input_ids": IDS, "attention_mask": mask}
+        assert_same(*(measured(subject, padded) for subject in both))
+        assert_same(*(measured(subject, iter(IDS.split(4))) for subject in both))
+
+    def test_layers_are_numbered_as_in_the_model(self, both):
+        spectra = measured(both[1], layers=[2, 0])
+        assert spectra.layer.values.tolist() == [0, 2]
+        assert spectra.layer_name.values.tolist() == ["model.layers.0", "model.layers.2"]
+        every = measured(both[0])
+        np.testing.assert_array_equal(spectra.spectral_radius, every.spectral_radius.sel(layer=[0, 2]))
+
+    @pytest.mark.parametrize("layers", [[], [3], [-4], ["a"], [1.0]], ids=str)
+    def test_layers_that_do_not_exist(self, both, layers):
+        with pytest.raises(OptionError, match="expected numbers of layers from 0 to 2"):
+            measured(both[0], layers=layers)
+
+    @pytest.mark.parametrize("rank", [None, 3])
+    def test_few_snapshots_are_kept_instead_of_moments(self, both, monkeypatch, rank):
+        exact = measured(both[0], n_snapshots=20, rank=rank)
+        monkeypatch.setattr(capture, "_NARROW", 0)
+        resident, streamed = (measured(subject, n_snapshots=20, rank=rank) for subject in both)
+        assert_same(resident, streamed)
+        for name in ("spectral_radius", "nonlinearity_ratio", "update_norm", "energy_gain", "rank"):
+            np.testing.assert_allclose(streamed[name], exact[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+    def test_a_sketch_is_the_same(self, both, monkeypatch):
+        monkeypatch.setattr(capture, "_NARROW", 0)
+        assert_same(*(measured(subject, list(IDS.split(3)), n_snapshots=150, rank=3) for subject in both))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    form=st.sampled_from(["safetensors", "shards", "bin", "module"]),
+    dtype=st.sampled_from(["auto", "float32", "bfloat16"]),
+    rank=st.sampled_from([None, 4]),
+    cuts=st.lists(st.integers(1, 11), max_size=3, unique=True),
+)
+def test_streamed_equals_resident_from_every_file(form, dtype, rank, cuts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("form")
+    model = build(BY_NAME["llama"])
+    source, options = folder, {"dtype": dtype}
+    if form == "module":
+        save_file(dict(model.state_dict().items()), folder / "weights.safetensors")
+        source = folder / "weights.safetensors"
+    elif form == "bin":
+        model.config.save_pretrained(folder)
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    else:
+        model.save_pretrained(folder, max_shard_size="20KB" if form == "shards" else "5GB")
+    edges = [0, *sorted(cuts), len(IDS)]
+    inputs = [IDS[a:b] for a, b in itertools.pairwise(edges)]
+    found = []
+    for streaming in (False, True):
+        module = {"module": build(BY_NAME["llama"])} if form == "module" else {}
+        subject = wb.open_checkpoint(source, streaming=streaming, **options, **module)
+        assert (subject.streamed is not None) == streaming
+        found.append(measured(subject, inputs, rank=rank))
+    assert_same(*found)
+
+
+class TestOneBlockAtATime:
+    def test_each_block_is_read_once_for_all_batches(self, llama):
+        subject = wb.open_checkpoint(llama, streaming=True)
+        anatomy = wb.read_anatomy(wb.open_checkpoint(llama, streaming=False), IDS)
+        anatomy = wb.models.anatomy.Anatomy(
+            anatomy.stack,
+            tuple(
+                type(site)(
+                    site.name, subject.model.get_submodule(site.name), site.call, site.input_slot, site.output_slot
+                )
+                for site in anatomy.sites
+            ),
+            anatomy.width,
+        )
+        measured(subject, list(IDS.split(3)), anatomy=anatomy)
+        assert dict(subject.streamed.n_reads) == {f"model.layers.{i}": 1 for i in range(3)}
+
+    def test_no_two_blocks_are_in_memory_together(self, llama, monkeypatch):
+        subject = wb.open_checkpoint(llama, streaming=True)
+        blocks = list(subject.model.model.layers)
+        most = 0
+        fill = type(subject.streamed)._fill
+
+        def counting(self, module):
+            nonlocal most
+            found = fill(self, module)
+            most = max(most, sum(not next(block.parameters()).is_meta for block in blocks))
+            return found
+
+        monkeypatch.setattr(type(subject.streamed), "_fill", counting)
+        measured(subject, list(IDS.split(3)))
+        assert most == 1
+        assert all(parameter.is_meta for block in blocks for parameter in block.parameters())
+
+    def test_an_error_leaves_the_blocks_on_disk(self, llama):
+        subject = wb.open_checkpoint(llama, streaming=True)
+        with torch.no_grad():
+            subject.model.model.embed_tokens.weight[5] = float("nan")
+        with pytest.raises(SnapshotError, match="NaN"):
+            measured(subject, list(IDS.split(3)))
+        assert all(p.is_meta for p in subject.model.model.layers.parameters())
+
+    def test_a_streamed_model_runs(self, llama):
+        resident, streamed = (wb.open_checkpoint(llama, streaming=flag).model for flag in (False, True))
+        with torch.no_grad():
+            assert torch.equal(resident(IDS).logits, streamed(IDS).logits)
+
+
+_KILLED = """
+    import os, sys, torch
+    import workbench as wb
+    from workbench.models.layer_results import LayerResults
+
+    keep, done = LayerResults._keep, []
+
+    def keep_and_die(self, layer, *rest):
+        keep(self, layer, *rest)
+        done.append(layer)
+        if len(done) == 2 and self.journal is not None and "die" in sys.argv:
+            os.kill(os.getpid(), 9)
+
+    LayerResults._keep = keep_and_die
+    import workbench.models.layer_results as results
+    results._MOST_WAITING = 0
+    subject = wb.open_checkpoint(sys.argv[1], streaming=True)
+    ids = torch.randint(0, 90, (12, 16), generator=torch.Generator().manual_seed(0))
+    subject.streamed.n_reads.clear()
+    spectra = wb.profile(subject, list(ids.split(5)), n_snapshots=100, n_workers=1, progress=False)
+    wb.save(spectra, sys.argv[2])
+    print(dict(subject.streamed.n_reads), done)
+"""
+
+
+def test_killed_and_started_again_no_finished_block_runs_twice(tmp_path, monkeypatch):
+    build(BY_NAME["llama"], num_hidden_layers=5).save_pretrained(tmp_path / "five")
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(_KILLED))
+
+    def run(store, *flags):
+        return subprocess.run(
+            [sys.executable, script, tmp_path / "five", tmp_path / store, *flags], capture_output=True, text=True
+        )
+
+    whole = run("whole.zarr")
+    assert whole.returncode == 0, whole.stderr
+    assert run("cut.zarr", "die").returncode == -9
+    assert list((tmp_path / "cache" / "unfinished-profiles").iterdir())
+    again = run("cut.zarr")
+    assert again.returncode == 0, again.stderr
+    reads, _ = again.stdout.split("} ")
+    # Block 0 stands in for all blocks while the anatomy is read; 1 was finished.
+    assert "'model.layers.0': 1" in reads
+    assert "model.layers.1" not in reads
+    assert all(f"'model.layers.{i}': 1" in reads for i in (2, 3, 4))
+    one, other = (wb.open_run(tmp_path / name)["spectra"].dataset for name in ("whole.zarr", "cut.zarr"))
+    assert_same(one, other)
+    assert not list((tmp_path / "cache" / "unfinished-profiles").iterdir())
+
+
+def test_kept_states_that_are_not_those_of_the_model_are_not_used(llama, monkeypatch):
+    from workbench.models import streamed_capture
+    from workbench.models.profile_journal import ProfileJournal
+
+    whole = measured(wb.open_checkpoint(llama, streaming=True))
+    states = ProfileJournal.states
+    finish = ProfileJournal.finish
+
+    def fail_at_the_last(self, layer, *rest):
+        finish(self, layer, *rest)
+        if layer == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("workbench.models.layer_results._MOST_WAITING", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(ProfileJournal, "finish", fail_at_the_last)
+        with pytest.raises(KeyboardInterrupt):
+            measured(wb.open_checkpoint(llama, streaming=True), n_workers=1)
+
+    def others(self, layer):
+        found = states(self, layer)
+        return None if found is None else {**found, "outputs": [output + 1 for output in found["outputs"]]}
+
+    monkeypatch.setattr(ProfileJournal, "states", others)
+    assert streamed_capture.digest_of([1, object()]) == b""
+    assert_same(measured(wb.open_checkpoint(llama, streaming=True), n_workers=1), whole)
+
+
+class TestWhetherToStream:
+    def test_auto_streams_what_takes_more_than_half_of_the_memory(self, llama, monkeypatch):
+        assert wb.open_checkpoint(llama).streamed is None
+        monkeypatch.setattr(checkpoint, "free_memory", lambda device: 1000)
+        assert wb.open_checkpoint(llama).streamed is not None
+
+    def test_a_model_of_the_zoo(self):
+        folder = wb.samples.embedded("pre_ln")
+        ids = torch.randint(0, 200, (6, 24), generator=torch.Generator().manual_seed(0))
+        subjects = [wb.open_checkpoint(folder, streaming=flag) for flag in (False, True)]
+        assert subjects[1].tokenize(["Hi"])["input_ids"].tolist() == [[72, 105]]
+        assert_same(*(measured(subject, ids) for subject in subjects))
+
+    @pytest.mark.parametrize("streaming", ["yes", 2, None])
+    def test_another_word(self, llama, streaming):
+        with pytest.raises(CheckpointError, match="pass True, False or 'auto'"):
+            wb.open_checkpoint(llama, streaming=streaming)
+
+    def test_a_device_that_is_not_there(self, llama):
+        with pytest.raises(CheckpointError, match="is not available here"):
+            wb.open_checkpoint(llama, device="cuda:77")
+
+    def test_weights_that_do_not_fit(self, llama):
+        config = (llama / "config.json").read_text()
+        (llama / "config.json").write_text(config.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
+        with pytest.raises(CheckpointError, match="lacks"):
+            wb.open_checkpoint(llama, streaming=True)
+
+    def test_a_file_that_does_not_fit_its_module(self, llama):
+        with pytest.raises(CheckpointError, match="does not fit Linear"):
+            wb.open_checkpoint(llama / "model.safetensors", module=nn.Linear(2, 2), streaming=True)
