@@ -151,4 +151,6 @@ class StreamWatcher(BlockHooks):
                 f"States at {site.name} have leading shape {tuple(state.shape[:-1])}, those before "
                 f"{tuple(self.leading)}; only stacks that keep their tokens can be profiled."
             )
-        return state.flatten(0, -2)[self._chosen.to(state.device)]
+        # Moved once, not for each block; the host need not wait for it.
+        self._chosen = self._chosen.to(state.device, non_blocking=state.device.type == "cuda")
+        return state.flatten(0, -2)[self._chosen]
