@@ -11,8 +11,7 @@ from torch import nn
 from workbench.io.progress import progress_bar
 from workbench.koopman.dmd import DmdOptions
 from workbench.koopman.measures import Thresholds
-from workbench.koopman.moments import SnapshotMoments
-from workbench.koopman.spectra import LayerSpectrum, as_dataset, layer_spectra, warn_if_rank_deficient
+from workbench.koopman.spectra import as_dataset, layer_spectra, warn_if_rank_deficient
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import TOKENS_OF_A_TASK, Batches, TokenSelection
 from workbench.models.capture import capture_moments
@@ -85,17 +84,19 @@ def profile(
     given: dict[str, Any] = {"rank": rank, "seed": seed}
     options = replace(options or DmdOptions(), **{name: value for name, value in given.items() if value is not None})
     selection = TokenSelection(n_snapshots, skip_first, options.seed)
-    anatomy, moments, layers = layers_of(
-        subject,
-        inputs,
-        selection,
-        options,
-        stack=stack,
-        anatomy=anatomy,
-        batch_first=batch_first,
-        n_workers=n_workers,
-        progress=progress,
-    )
+    probe, batches = Batches.of(inputs, subject, n_tokens=max(n_snapshots or 0, TOKENS_OF_A_TASK)).probe_and_all()
+    if anatomy is None:
+        anatomy = read_anatomy(subject.model, probe, stack=stack, batch_first=batch_first)
+    batches = batches.split(anatomy.layout)
+    with progress_bar(progress, total=n_snapshots, label="forward", unit="token") as bar:
+        moments = capture_moments(
+            subject.model,
+            anatomy,
+            batches,
+            selection,
+            after_batch=lambda n: bar.update(n - bar.n),
+        )
+    layers = layer_spectra(moments, options, n_workers=n_workers, progress=progress)
     warn_if_rank_deficient(layers, moments, options)
     names = [site.name for site in anatomy.sites]
     attrs = {
@@ -114,54 +115,6 @@ def profile(
     if min(counts) < max(counts):
         spectra["layer_snapshots"] = ("layer", np.array(counts), SPECTRA_COUNTS["layer_snapshots"].attrs)
     return spectra
-
-
-def layers_of(
-    subject: Subject,
-    inputs: Any,
-    selection: TokenSelection,
-    options: DmdOptions,
-    *,
-    stack: str | None = None,
-    anatomy: Anatomy | None = None,
-    batch_first: bool | None = None,
-    n_workers: int | None = None,
-    progress: bool = False,
-) -> tuple[Anatomy, list[SnapshotMoments], list[LayerSpectrum]]:
-    """What `profile` computes, before it is a dataset; torch and NumPy suffice.
-
-    Args:
-        subject: Subject from `open_checkpoint`.
-        inputs: Inputs as for `profile`.
-        selection: Token states to use.
-        options: Ridge, rank and numerical rank.
-        stack: As for `profile`.
-        anatomy: As for `profile`.
-        batch_first: As for `profile`.
-        n_workers: As for `profile`.
-        progress: As for `profile`.
-
-    Returns:
-        The anatomy; the moments of each layer, and its spectrum.
-
-    Raises:
-        AnatomyError: As `profile`.
-        SnapshotError: As `profile`.
-    """
-    n_tokens = max(selection.n_snapshots or 0, TOKENS_OF_A_TASK)
-    probe, batches = Batches.of(inputs, subject, n_tokens=n_tokens).probe_and_all()
-    if anatomy is None:
-        anatomy = read_anatomy(subject.model, probe, stack=stack, batch_first=batch_first)
-    batches = batches.split(anatomy.layout)
-    with progress_bar(progress, total=selection.n_snapshots, label="forward", unit="token") as bar:
-        moments = capture_moments(
-            subject.model,
-            anatomy,
-            batches,
-            selection,
-            after_batch=lambda n: bar.update(n - bar.n),
-        )
-    return anatomy, moments, layer_spectra(moments, options, n_workers=n_workers, progress=progress)
 
 
 def dtype_name(model: nn.Module) -> str:

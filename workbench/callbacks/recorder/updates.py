@@ -71,9 +71,10 @@ class UpdateCollector:
             For each variable an array (module,), and a description of layers with values that are not finite.
         """
         eps = [math.nan] * len(self.module_names)
+        n_steps = self._read_steps()
         for (group, weight, module), before in zip(self._weights(), self._before, strict=True):
             self._add(module, _CHANGE, own_part(weight.detach()).float() - before.float(), weight)
-            moment = second_moment(self.optimizer, group, weight)
+            moment = second_moment(self.optimizer, group, weight, n_steps.get(id(weight)))
             if moment is not None and weight.grad is not None:
                 eps[module] = float(group.get("eps", math.nan))
                 gradient = own_part(weight.grad)
@@ -118,6 +119,15 @@ class UpdateCollector:
         if tensor.numel():
             self._roots.append((module, what, gradient_rms(tensor), tensor.numel() * _share(weight)))
 
+    def _read_steps(self) -> dict[int, float]:
+        """Steps that the optimizer has counted for each parameter by its id; fused ones count on the device."""
+        found = {
+            id(w): self.optimizer.state.get(w, {}).get("step", group.get("step")) for group, w, _ in self._weights()
+        }
+        late = {key: value for key, value in found.items() if isinstance(value, Tensor)}
+        read = dict(zip(late, read_numbers([*late.values()]), strict=True))
+        return {key: float(value) for key, value in (found | read).items() if value is not None}
+
     def _read_sums(self) -> np.ndarray:
         """Sum of squares and count, (module, quantity, 2); the host waits for the device once, not for each tensor."""
         roots, self._roots = self._roots, []
@@ -138,16 +148,16 @@ def total_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor | float:
     return _unscaled(optimizer, norm.detach())
 
 
-def second_moment(optimizer: torch.optim.Optimizer, group: dict, weight: Tensor) -> Tensor | None:
+def second_moment(
+    optimizer: torch.optim.Optimizer, group: dict, weight: Tensor, n_steps: float | None
+) -> Tensor | None:
     """Adam's second moment of a parameter after bias correction; None if the optimizer keeps none of its shape."""
-    state = optimizer.state.get(weight, {})
-    moment, n_steps = state.get("exp_avg_sq"), state.get("step", group.get("step"))
+    moment = optimizer.state.get(weight, {}).get("exp_avg_sq")
     if not isinstance(moment, Tensor) or moment.shape != weight.shape:
         return None
     betas = group.get("betas")
     if n_steps is None or betas is None:
         return moment
-    n_steps = float(n_steps)
     return moment / (1 - float(betas[1]) ** n_steps) if n_steps > 0 else moment
 
 
