@@ -2,8 +2,8 @@
 
 Call: python -m benchmarks.gpu [--only moments eigenvalues ...]; writes benchmarks/gpu.md. It needs torch, NumPy and
 this source tree alone. Each result is written as soon as there is one, so that an interrupted run keeps what it has; a
-measurement that fails says so in its row. Without an accelerator it prints, and writes only where --out says: figures
-of a CPU do not stand in benchmarks/gpu.md.
+measurement that fails says so in its row. Without an accelerator it measures tiny sizes (pass --device cpu for the real
+ones), prints, and writes only where --out says: figures of a CPU do not stand in benchmarks/gpu.md.
 """
 
 from __future__ import annotations
@@ -392,8 +392,8 @@ def monitors(device: torch.device, small: bool) -> Section:
         "Cost of the monitors",
         f"A training step in bfloat16 with AdamW at the shape of {'a tiny model' if small else '1.3B'}, batches of "
         f"{batch[0]} x {batch[1]} tokens, without and with the mechanism monitors every {EVERY} steps; means over "
-        f"{EVERY} steps, taking turns. torch.compile with the backend '{backend}'; graph breaks: before / after a recorder was "
-        "attached.",
+        f"{EVERY} steps, taking turns. torch.compile with the backend '{backend}'; graph breaks: before / after "
+        "a recorder was attached.",
         ("step", "plain", "with monitors", "added", "graph breaks"),
         [
             Measurement("not compiled", lambda: measure(False), 20),
@@ -576,11 +576,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=None, help="file to write; benchmarks/gpu.md on an accelerator")
     args = parser.parse_args(arguments)
     device = best_device() if args.device is None else args.device
-    is_real = device.type != "cpu" and not args.small
+    small = args.small or (args.device is None and device.type == "cpu")
+    is_real = device.type != "cpu" and not small
     out = args.out if args.out is not None or not is_real else FOLDER / "gpu.md"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    text = measure_all(device, args.only, args.small, out)
+    text = measure_all(device, args.only, small, out)
     print(text)
     print(f"Written to {out}." if out is not None else "Not written: pass --out FILE.", file=sys.stderr)
 

@@ -64,7 +64,9 @@ class HostReads(TorchDispatchMode):
     def note(self) -> None:
         """Count one wait at the line of this project that causes it."""
         frame = sys._getframe(1)
-        while frame is not None and not _is_own(file := frame.f_code.co_filename):
+        while frame is not None and not (
+            _is_own(file := frame.f_code.co_filename) and frame.f_code.co_name != "__torch_dispatch__"
+        ):
             if _OPTIMIZERS in file:
                 return
             frame = frame.f_back
