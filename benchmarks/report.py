@@ -23,8 +23,12 @@ def write_report(
         rows: Its rows, in Markdown.
         after: A closing sentence.
     """
-    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    text = "\n".join([f"# {title}", "", about, "", *head, *rows, "", *([after, ""] if after else [])])
+    text = "\n".join([f"# {title}", "", about, "", *table(columns, rows), "", *([after, ""] if after else [])])
     with replacing(FOLDER / f"{name}.md") as partial:
         partial.write_text(text)
     print(text)
+
+
+def table(columns: Sequence[str], rows: Sequence[str]) -> list[str]:
+    """The lines of a table in Markdown; its rows are in Markdown already."""
+    return ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *rows]

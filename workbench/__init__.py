@@ -7,9 +7,9 @@ and stays headless.
 import difflib
 from typing import Any
 
-import lazy_loader
+from workbench.lazy_names import attach_stub
 
-_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_load, __dir__, __all__ = attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:

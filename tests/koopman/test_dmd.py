@@ -1,3 +1,5 @@
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from tests.koopman.snapshots import snapshots
 from tests.oracle import oracle
 from workbench.errors import OptionError, SnapshotError
-from workbench.koopman import RankWarning, SnapshotMoments, eigenmodes, whitened_dmd, whitened_operator
+from workbench.koopman import RankWarning, SnapshotMoments, eigenmodes, layer_spectra, whitened_dmd, whitened_operator
 from workbench.koopman.dmd import DmdOptions
 
 MEASURES = ("spectral_radius", "eigenvector_condition", "nonlinearity_ratio", "update_norm", "energy_gain")
@@ -204,6 +206,16 @@ def test_cuda_agrees_with_cpu():
     X, Y = snapshots(64, 500, 3, "residual")
     on_cpu, on_cuda = whitened_dmd(X, Y), whitened_dmd(X, Y, device="cuda")
     np.testing.assert_allclose(np.abs(on_cuda.eigenvalue), np.abs(on_cpu.eigenvalue), rtol=1e-8)
+
+
+def test_spectra_without_scipy_and_threadpoolctl_are_the_same(monkeypatch):
+    X, Y = snapshots(80, 400, 3, "residual")  # wide enough for Lanczos, which is SciPy's
+    moments = SnapshotMoments(80).update(torch.from_numpy(X), torch.from_numpy(Y))
+    (expected,) = layer_spectra([moments], n_workers=1)
+    for name in ("scipy", "scipy.sparse.linalg", "threadpoolctl"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (found,) = layer_spectra([moments], n_workers=1)
+    assert found.values == pytest.approx(expected.values, rel=1e-8)
 
 
 def test_modes_come_with_their_eigenvectors():

@@ -1,5 +1,5 @@
 """Callbacks that act during training: KSS, faults, penalties, the recorder, alarms and their actions."""
 
-import lazy_loader
+from workbench.lazy_names import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

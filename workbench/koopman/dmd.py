@@ -413,13 +413,15 @@ def _condition(matrix: Tensor, inverse: Tensor) -> float:
     """|matrix| |inverse| in the spectral norm.
 
     A full singular value decomposition costs four times as much as the two largest singular values, which Lanczos
-    finds to machine precision.
+    finds to machine precision; it is taken where SciPy is not installed.
     """
     if len(matrix) < _SMALL or not bool(torch.isfinite(inverse).all()):
         singular = torch.linalg.svdvals(matrix)
         return float(singular[0] / singular[-1]) if float(singular[-1]) > 0 else float("inf")
-    from scipy.sparse.linalg import ArpackError, svds
-
+    try:
+        from scipy.sparse.linalg import ArpackError, svds
+    except ImportError:
+        return float(torch.linalg.cond(matrix))
     start = np.random.default_rng(0).normal(size=len(matrix))
     try:
         largest = [svds(m.cpu().numpy(), k=1, v0=start, return_singular_vectors=False)[0] for m in (matrix, inverse)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
@@ -281,15 +281,21 @@ def warn_if_rank_deficient(
 @contextmanager
 def _single_threaded_workers(n_workers: int) -> Iterator[ThreadPoolExecutor]:
     """A pool whose threads use one BLAS thread each; the caller's own settings come back afterwards."""
-    from threadpoolctl import threadpool_limits
-
     before = torch.get_num_threads()
     try:
-        # torch brings its own BLAS, SciPy another.
         with (
-            threadpool_limits(1, user_api="blas"),
+            _single_threaded_blas(),
             ThreadPoolExecutor(n_workers, initializer=torch.set_num_threads, initargs=(1,)) as pool,
         ):
             yield pool
     finally:
         torch.set_num_threads(before)
+
+
+def _single_threaded_blas() -> AbstractContextManager[object]:
+    """One thread for SciPy's BLAS, besides the one that torch brings; without threadpoolctl speed alone suffers."""
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:
+        return nullcontext()
+    return threadpool_limits(1, user_api="blas")

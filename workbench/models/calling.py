@@ -97,7 +97,9 @@ def on_device_of(model: nn.Module, batch: Any) -> Any:
     """The batch on the device of the model's inputs."""
     device = device_of(model)
     if isinstance(batch, torch.Tensor):
-        return batch.to(device)
+        # The host need not wait: memory that is not pinned is read before the call returns, and may be changed then.
+        is_upload = batch.device.type == "cpu" and device.type == "cuda"
+        return batch.to(device, non_blocking=is_upload and not batch.is_pinned())
     if isinstance(batch, tuple | list):
         return type(batch)(on_device_of(model, item) for item in batch)
     if hasattr(batch, "items"):

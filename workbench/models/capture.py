@@ -254,9 +254,10 @@ class StreamWatcher(BlockHooks):
                 f"States at {site.name} have leading shape {tuple(state.shape[:-1])}, those before "
                 f"{tuple(self.leading)}; only stacks that keep their tokens can be profiled."
             )
+        # Moved once, not for each block; the host need not wait for it.
+        self._chosen = self._chosen.to(state.device, non_blocking=state.device.type == "cuda")
         return self._chosen
 
     def _chosen_of(self, state: Tensor, site: Site) -> Tensor:
         """The chosen states, shape (snapshot, feature); a copy, as the block may write into its input."""
-        chosen = self.choose(state, site)
-        return state.flatten(0, -2)[chosen.to(state.device)]
+        return state.flatten(0, -2)[self.choose(state, site)]

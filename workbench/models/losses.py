@@ -31,8 +31,14 @@ def auxiliary_loss(model: nn.Module, output: Any) -> Tensor | None:
 
 def accuracy_of(logits: Tensor, targets: Tensor) -> float:
     """Share of the targets that were most likely; NaN if that is not defined."""
+    found = accuracy_on_device(logits, targets)
+    return math.nan if found is None else float(found)
+
+
+def accuracy_on_device(logits: Tensor, targets: Tensor) -> Tensor | None:
+    """`accuracy_of` as a 0-dim tensor that may still be computed; None if it is not defined."""
     if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
-        return math.nan
+        return None
     is_target = targets != -100
     right = (logits.detach().argmax(-1) == targets) & is_target
-    return float(right.sum() / is_target.sum())
+    return right.sum() / is_target.sum()

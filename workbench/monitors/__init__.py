@@ -1,5 +1,5 @@
 """Monitors: numbers that warn early of instability; most are pure functions of tensors."""
 
-import lazy_loader
+from workbench.lazy_names import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

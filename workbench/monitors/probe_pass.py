@@ -17,6 +17,7 @@ from workbench.models.batches import TokenSelection, inputs_of
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.config_options import config_options, visible_attention
+from workbench.models.device_numbers import read_arrays
 from workbench.models.probing import undisturbed
 from workbench.models.router_weights import Router, router_weights
 from workbench.models.wrapping import unwrap
@@ -277,8 +278,8 @@ def _logits_in(output: Any) -> Tensor | None:
 def _stacked(values: Sequence[Tensor | None], width: int | None) -> np.ndarray:
     """One row per value, shape (value, width), or (value,) of 0-dim values with no width; NaN for missing ones."""
     out = np.full((len(values),) if width is None else (len(values), width), np.nan)
-    for i, value in enumerate(values):
-        if value is not None:
-            row = value.detach().cpu().numpy()
-            out[i, ...] = row if width is None else np.append(row, np.full(width - len(row), np.nan))
+    known = [(i, value) for i, value in enumerate(values) if value is not None]
+    rows = read_arrays([value for _, value in known])
+    for (i, _), row in zip(known, rows, strict=True):
+        out[i, ...] = row if width is None else np.append(row, np.full(width - len(row), np.nan))
     return out

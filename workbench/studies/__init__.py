@@ -1,5 +1,5 @@
 """Evaluate recorded data: outcomes of sweeps, early warnings, comparisons, published figures, samples."""
 
-import lazy_loader
+from workbench.lazy_names import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -36,7 +36,7 @@ class PassResult:
         loss: Loss of the task.
         auxiliary_loss: Weighted further terms; NaN if there are none.
         logits: Logits of the model.
-        is_finite: Whether the total loss is finite; otherwise there was no backward pass.
+        is_finite: Whether the total loss is finite; otherwise there are no gradients.
     """
 
     loss: float

@@ -63,6 +63,11 @@ class CallbackGroup:
         for callback in self.callbacks:
             callback.begin()
 
+    @property
+    def act_in_pass(self) -> bool:
+        """Whether one of them repeats a pass, or acts on its gradients: whether it overrides ``run_pass``."""
+        return any(getattr(each.run_pass, "__func__", None) is not Callback.run_pass for each in self.callbacks)
+
     def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """The batch as all of them leave it."""
         for callback in self.callbacks:

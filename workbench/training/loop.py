@@ -22,7 +22,8 @@ from workbench.io.run_parts import Lost
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
 from workbench.models.calling import call_model, on_device_of
-from workbench.models.losses import accuracy_of, auxiliary_loss
+from workbench.models.device_numbers import read_numbers
+from workbench.models.losses import accuracy_on_device, auxiliary_loss
 from workbench.models.run_checkpoints import latest_checkpoint, load_weights
 from workbench.schema.events import Event
 from workbench.tasks.random_stream import RandomStream
@@ -265,11 +266,7 @@ class Training:
         inputs, targets = self.callbacks.change_batch(inputs, targets)
         self.model.train()
         with self.random.active():
-            one_pass: PassFunction = self._backward
-            for callback in reversed(self.callbacks.callbacks):
-                one_pass = partial(callback.run_pass, one_pass)
-            given = one_pass(inputs, targets)
-            grad_norm = self._grad_norm() if given.is_finite else math.nan
+            given, grad_norm, accuracy = self._measured_pass(inputs, targets)
             cause = self._cause(given.loss if given.is_finite else math.nan, grad_norm)
             if not cause or not (self.plan.stops_at_divergence or cause == "non-finite"):
                 self._update(inputs, targets, given.loss, grad_norm)
@@ -277,7 +274,7 @@ class Training:
             step=self.step,
             loss=given.loss,
             auxiliary_loss=given.auxiliary_loss,
-            accuracy=accuracy_of(given.logits, targets),
+            accuracy=accuracy,
             grad_norm=grad_norm,
             learning_rate=max(group["lr"] for group in self.optimizer.param_groups),
             cause=cause,
@@ -306,16 +303,53 @@ class Training:
         for _ in range(self.run.n_skipped - n_skipped):
             next(batches, None)
 
+    def _measured_pass(self, inputs: Any, targets: Tensor) -> tuple[PassResult, float, float]:
+        """Forward and backward; the result, the gradient norm, and the accuracy.
+
+        The host waits for the device once, for all numbers of the step; twice where a callback acts in the pass.
+        """
+        if self.callbacks.act_in_pass:
+            one_pass: PassFunction = self._backward
+            for callback in reversed(self.callbacks.callbacks):
+                one_pass = partial(callback.run_pass, one_pass)
+            given = one_pass(inputs, targets)
+            numbers = read_numbers(self._measures_of(given.logits, targets))
+        else:
+            losses, logits = self._forward_and_backward(inputs, targets)
+            numbers = read_numbers([*losses, *self._measures_of(logits, targets)])
+            given, numbers = self._result(numbers[: len(losses)], logits), numbers[len(losses) :]
+        grad_norm, accuracy = (*numbers, math.nan)[:2]  # an accuracy that is not defined is missing
+        return given, grad_norm if given.is_finite else math.nan, accuracy
+
+    def _measures_of(self, logits: Tensor, targets: Tensor) -> list[Tensor]:
+        """Gradient norm and, where it is defined, accuracy, on the device."""
+        accuracy = accuracy_on_device(logits, targets)
+        return [self._grad_norm()] if accuracy is None else [self._grad_norm(), accuracy]
+
     def _backward(self, inputs: Any, targets: Tensor) -> PassResult:
         """Losses of some examples and, where they are finite, the gradients on the parameters."""
+        losses, logits = self._forward_and_backward(inputs, targets)
+        return self._result(read_numbers(losses), logits)
+
+    def _forward_and_backward(self, inputs: Any, targets: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Total loss, task loss and, if there are any, auxiliary terms, on the device; and the logits.
+
+        The backward pass does not wait until it is known whether the loss is finite; `_result` clears its gradients if
+        it is not.
+        """
         with self.callbacks.around_pass():
             task_loss, auxiliary, logits = self._losses(inputs, targets)
             total = task_loss if auxiliary is None else task_loss + auxiliary
-            is_finite = math.isfinite(total.item())
             self.optimizer.zero_grad(set_to_none=True)
-            if is_finite:
-                self.scaler.scale(total).backward()
-        return PassResult(task_loss.item(), math.nan if auxiliary is None else auxiliary.item(), logits, is_finite)
+            self.scaler.scale(total).backward()
+        return [total, task_loss] if auxiliary is None else [total, task_loss, auxiliary], logits
+
+    def _result(self, losses: Sequence[float], logits: Tensor) -> PassResult:
+        """The result of a pass from its losses; without gradients if the total is not finite."""
+        total, task_loss, auxiliary = (*losses, math.nan)[:3]
+        if not math.isfinite(total):
+            self.optimizer.zero_grad(set_to_none=True)
+        return PassResult(task_loss, auxiliary, logits, math.isfinite(total))
 
     def _losses(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """The task loss, weighted auxiliary terms or None, and the logits."""
@@ -327,10 +361,10 @@ class Training:
             auxiliary = self.callbacks.auxiliary_loss(task_loss, auxiliary_loss(self.model, output))
             return task_loss, auxiliary, logits
 
-    def _grad_norm(self) -> float:
+    def _grad_norm(self) -> Tensor:
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients))
+        return torch.nn.utils.get_total_norm(gradients)
 
     def _cause(self, loss: float, grad_norm: float) -> str:
         if self.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
@@ -340,7 +374,7 @@ class Training:
     def _update(self, inputs: Any, targets: Tensor, loss: float, grad_norm: float) -> None:
         for callback in self.callbacks:
             callback.before_update(self.step, {"loss": loss, "grad_norm": grad_norm})
-        self._clip(grad_norm)
+        self._clip(torch.full((), grad_norm, device=self.device))  # made there: a copy would wait for the device
         if takes_several_passes(self.optimizer):
             # Optimizers return what the closure returns, a tensor or a number.
             closure: Callable[[], Any] = partial(self._closure, inputs, targets)
@@ -349,10 +383,11 @@ class Training:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def _clip(self, grad_norm: float) -> None:
+    def _clip(self, grad_norm: Tensor) -> None:
         if self.plan.clip_norm is not None:
             weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grads_with_norm_(weights, self.plan.clip_norm, torch.tensor(grad_norm))
+            norm = grad_norm.to(torch.get_default_dtype())  # also of gradients in bfloat16
+            torch.nn.utils.clip_grads_with_norm_(weights, self.plan.clip_norm, norm)
 
     def _closure(self, inputs: Any, targets: Tensor) -> Tensor:
         """Loss and gradients where an optimizer evaluates them again within a step."""

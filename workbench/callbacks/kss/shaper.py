@@ -18,7 +18,7 @@ from workbench.callbacks.kss.control import ControlValues
 from workbench.callbacks.kss.penalty import LayerPenalty, layer_penalty
 from workbench.callbacks.kss.shaping import Shaping
 from workbench.callbacks.kss.shared_control import control_of_first_rank, summed
-from workbench.callbacks.kss.trust_region import energy_gain
+from workbench.callbacks.kss.trust_region import energy_gains
 from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.moments import SnapshotMoments
 from workbench.models.anatomy import Anatomy, read_anatomy
@@ -282,24 +282,25 @@ class Shaper:
         has_spectra = region.measure == "spectral_radius" or self.step % (SPECTRA_EVERY * control.interval) == 0
         of_spectra = moments if has_spectra else {}
         parts = {i: layer_penalty(m, options.penalty, gamma=control.gamma) for i, m in of_spectra.items()}
-        after = {i: self._measured(m, parts.get(i)) for i, m in moments.items()}
+        after = self._measured(moments, parts)
         layers, broken = tuple(moments), []
         if region.outside(after):
             weights_after = {weight: weight.detach().clone() for weight in self._weights_before}
             self._put(self._weights_before)
             moments = self._moments_of_layers(model, inputs, control)
-            broken = region.broken({i: self._measured(m) for i, m in moments.items()}, after)
+            broken = region.broken(self._measured(moments, {}), after)
             if not broken:
                 self._put(weights_after)
         self.last = self._shaping(control, parts, layers=layers, n_acting=len(broken), update_size=self._update_size)
         self._update_size = region.next_size(self._update_size, control.strength, is_broken=bool(broken))
 
-    def _measured(self, moments: SnapshotMoments, part: LayerPenalty | None = None) -> float:
-        """The measure of the trust region for one layer; NaN where there is no spectrum."""
+    def _measured(self, moments: Mapping[int, SnapshotMoments], parts: Mapping[int, LayerPenalty]) -> dict[int, float]:
+        """The measure of the trust region for each layer; NaN where there is no spectrum."""
         options = self.kss.options
         if options.trust_region.measure == "energy_gain":
-            return energy_gain(moments)
-        return (part or layer_penalty(moments, options.penalty, gamma=0.0)).spectral_radius
+            return energy_gains(moments)
+        known = {i: parts.get(i) or layer_penalty(m, options.penalty, gamma=0.0) for i, m in moments.items()}
+        return {i: part.spectral_radius for i, part in known.items()}
 
     def _put(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
         for weight, value in weights.items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workbench.errors import OptionError
+from workbench.models.device_numbers import read_numbers
 
 if TYPE_CHECKING:
     from workbench.koopman.moments import SnapshotMoments
@@ -69,6 +70,15 @@ class TrustRegion:
 
 def energy_gain(moments: SnapshotMoments) -> float:
     """The factor by which a block increases the norm of the centred states: sqrt(E|y|^2 / E|x|^2), unit 1."""
-    before = float(moments.c_xx.diagonal().sum())
-    after = before + float((2 * moments.c_dx.diagonal() + moments.c_dd.diagonal()).sum())
-    return math.sqrt(max(after, 0.0) / before) if before > 0 else math.nan
+    return energy_gains({0: moments})[0]
+
+
+def energy_gains(moments: Mapping[int, SnapshotMoments]) -> dict[int, float]:
+    """`energy_gain` of each layer; the host waits for the device once."""
+    before = [layer.c_xx.diagonal().sum() for layer in moments.values()]
+    grown = [(2 * layer.c_dx.diagonal() + layer.c_dd.diagonal()).sum() for layer in moments.values()]
+    numbers = read_numbers([*before, *grown])
+    gains = {}
+    for layer, old, more in zip(moments, numbers[: len(before)], numbers[len(before) :], strict=True):
+        gains[layer] = math.sqrt(max(old + more, 0.0) / old) if old > 0 else math.nan
+    return gains

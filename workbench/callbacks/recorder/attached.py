@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +22,7 @@ from workbench.callbacks.recorder.ranks import of_all_ranks, of_first_rank
 from workbench.callbacks.recorder.updates import total_gradient_norm, was_skipped
 from workbench.errors import OptionError, WorkbenchError
 from workbench.io.run_output import say
+from workbench.models.device_numbers import read_numbers
 from workbench.models.process_group import is_shared
 from workbench.models.wrapping import acting_on_gradients, bare, innermost
 from workbench.monitors.scalars import SpikeScore
@@ -274,7 +275,7 @@ class AttachedRecorder:
         loss, self._closure_loss = self._closure_loss, None
         if "loss" not in self._pending and isinstance(loss, Real | Tensor):
             self.log(loss=loss)
-        self._pending = {**of_all_ranks({name: float(value) for name, value in self._pending.items()})}
+        self._pending = {**of_all_ranks(_as_floats(self._pending))}
         self._open_step = self.step
 
     def _close_row(self) -> None:
@@ -282,7 +283,7 @@ class AttachedRecorder:
         if step is None:
             return
         pending, self._pending = self._pending, {}
-        numbers = dict.fromkeys(NUMBERS, math.nan) | {name: float(value) for name, value in pending.items()}
+        numbers = dict.fromkeys(NUMBERS, math.nan) | _as_floats(pending)
         if "loss" in pending:
             self._spikes.update(numbers["loss"])
         numbers["spike_score"] = self._spikes.score
@@ -406,6 +407,13 @@ def _as_number(name: str, value: Any) -> float | Tensor:
     raise OptionError(
         f"log() got {name} as a {type(value).__name__}{shape}, expected one number; pass its mean or another number."
     )
+
+
+def _as_floats(numbers: Mapping[str, float | Tensor]) -> dict[str, float]:
+    """Numbers of which some may still be computed, in their order; the host waits for them once."""
+    late = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+    read = dict(zip(late, read_numbers([*late.values()]), strict=True))
+    return {name: read[name] if name in read else float(value) for name, value in numbers.items()}
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -20,6 +20,7 @@ from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
 from workbench.models.batches import take_rows
 from workbench.models.calling import on_device_of
+from workbench.models.device_numbers import read_arrays
 from workbench.models.readable_weights import readable, reshard
 from workbench.models.router_weights import Router, router_weights
 from workbench.models.wrapping import as_written
@@ -228,13 +229,13 @@ class Collectors:
         """Weights of the routers, and where the probe goes."""
         values = {name: np.full(len(self.routers), np.nan) for name in ROUTER if name != "expert_load"}
         values["expert_load"] = np.full((len(self.routers), max(router.n_experts for router in self.routers)), np.nan)
-        broken = {}
-        for i, router in enumerate(self.routers):
-            weight = router.read(self.parameters.as_model).weight.float()
-            values["router_similarity"][i] = float(router_similarity(weight))
-            values["router_conditioning"][i] = float(router_conditioning(weight))
-            if not bool(torch.isfinite(weight).all()):
-                broken[router.layer] = "router weights"
+        weights = [router.read(self.parameters.as_model).weight.float() for router in self.routers]
+        measured = [(router_similarity(w), router_conditioning(w), torch.isfinite(w).all()) for w in weights]
+        found = read_arrays([value for of_router in measured for value in of_router])  # one transfer for all routers
+        values["router_similarity"][:], values["router_conditioning"][:] = found[0::3], found[1::3]
+        broken = {
+            router.layer: "router weights" for router, good in zip(self.routers, found[2::3], strict=True) if not good
+        }
         self._report_broken(step, broken)
         return values | dict(probed)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.models.attention_weights import QueryKey, Unreadable
+from workbench.models.device_numbers import read_arrays
 from workbench.monitors.attention_health import qk_update_spectrum
 from workbench.monitors.matrices import effective_rank, frobenius_norm, spectral_entropy, stable_rank
 
@@ -72,14 +73,15 @@ class QueryKeyWindow:
             for part in _parts(now[0]):
                 layers = [reading.layer for reading in group[part]]
                 spectra = qk_update_spectrum(*(w[part] for w in (*before, *now)))
-                is_finite = [all(bool(torch.isfinite(w[part][i]).all()) for w in now) for i in range(len(layers))]
-                broken |= {
-                    layer: "query and key weights" for layer, good in zip(layers, is_finite, strict=True) if not good
-                }
+                good = [torch.isfinite(w[part]).flatten(1).all(1) for w in now]
+                wanted = [(name, i) for i in range(len(TERMS)) for name in measures]
+                measured = [measures[name](spectra[TERMS[i]]) for name, i in wanted]
+                *found, of_queries, of_keys = read_arrays([*measured, *good])  # one transfer for all
+                is_finite = np.logical_and(of_queries, of_keys)
+                broken |= {layers[i]: "query and key weights" for i in np.flatnonzero(~is_finite)}
                 n_own = now[0].shape[1]
-                for i, term in enumerate(TERMS):
-                    for name, measure in measures.items():
-                        values[name][layers, :n_own, i] = measure(spectra[term]).cpu().numpy()
+                for (name, i), value in zip(wanted, found, strict=True):
+                    values[name][layers, :n_own, i] = value
         return values, broken
 
     def _read(self, group: Sequence[QueryKey]) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.ranks import added_up
+from workbench.models.device_numbers import read_numbers
 from workbench.models.readable_weights import own_part
 from workbench.monitors.optimizer_health import adam_staleness, gradient_rms
 
@@ -50,13 +51,12 @@ class UpdateCollector:
         outside = len(self.module_names) - 1
         self._module = {key: place.get(name, outside) for key, name in parameters.moved_names().items()}
         self._before: list[Tensor] = []
-        self._sums = np.zeros(0)
+        self._roots: list[tuple[int, int, Tensor, float]] = []  # module, quantity, root mean square, count
 
     @torch.no_grad()
     def begin(self) -> None:
         """Called right before the update: measure gradients, and copy the parameters."""
-        self._sums = np.zeros((len(self.module_names), 4, 2))
-        self._before = []
+        self._before, self._roots = [], []
         for _, weight, module in self._weights():
             before = own_part(weight.detach())
             self._before.append(before.clone())
@@ -72,24 +72,22 @@ class UpdateCollector:
             For each variable an array (module,), and a description of layers with values that are not finite.
         """
         eps = [math.nan] * len(self.module_names)
+        n_steps = self._read_steps()
         for (group, weight, module), before in zip(self._weights(), self._before, strict=True):
             self._add(module, _CHANGE, own_part(weight.detach()).float() - before.float(), weight)
-            moment = second_moment(self.optimizer, group, weight)
+            moment = second_moment(self.optimizer, group, weight, n_steps.get(id(weight)))
             if moment is not None and weight.grad is not None:
                 eps[module] = float(group.get("eps", math.nan))
                 gradient = own_part(weight.grad)
                 if gradient.numel():
-                    staleness = float(adam_staleness(gradient, own_part(moment), eps=eps[module]))
-                    share = _share(weight)
-                    self._sums[module, _STALENESS] += (
-                        staleness**2 * gradient.numel() * share,
-                        gradient.numel() * share,
-                    )
+                    staleness = adam_staleness(gradient, own_part(moment), eps=eps[module])
+                    self._roots.append((module, _STALENESS, staleness, gradient.numel() * _share(weight)))
         self._before = []
+        sums = self._read_sums()
         if any(_is_sharded(weight) for _, weight, _ in self._weights()):
-            self._sums = added_up(self._sums)
+            sums = added_up(sums)
         with np.errstate(divide="ignore", invalid="ignore"):
-            total, count = self._sums[..., 0], self._sums[..., 1]
+            total, count = sums[..., 0], sums[..., 1]
             rms = np.sqrt(total / np.where(count > 0, count, np.nan))
             has_gradient = count[:, _GRADIENT] > 0
             values = {
@@ -108,7 +106,7 @@ class UpdateCollector:
 
     def forget(self) -> None:
         """Release the copy of the parameters if the update was skipped."""
-        self._before = []
+        self._before, self._roots = [], []
 
     def _weights(self) -> Sequence[tuple[dict, Tensor, int]]:
         return [
@@ -120,30 +118,47 @@ class UpdateCollector:
 
     def _add(self, module: int, what: int, tensor: Tensor, weight: Tensor) -> None:
         if tensor.numel():
-            count = tensor.numel() * _share(weight)
-            self._sums[module, what] += (float(gradient_rms(tensor)) ** 2 * count, count)
+            self._roots.append((module, what, gradient_rms(tensor), tensor.numel() * _share(weight)))
+
+    def _read_steps(self) -> dict[int, float]:
+        """Steps that the optimizer has counted for each parameter by its id; fused ones count on the device."""
+        found = {
+            id(w): self.optimizer.state.get(w, {}).get("step", group.get("step")) for group, w, _ in self._weights()
+        }
+        late = {key: value for key, value in found.items() if isinstance(value, Tensor)}
+        read = dict(zip(late, read_numbers([*late.values()]), strict=True))
+        return {key: float(value) for key, value in (found | read).items() if value is not None}
+
+    def _read_sums(self) -> np.ndarray:
+        """Sum of squares and count, (module, quantity, 2); the host waits for the device once, not for each tensor."""
+        roots, self._roots = self._roots, []
+        sums = np.zeros((len(self.module_names), 4, 2))
+        values = read_numbers([root for _, _, root, _ in roots])
+        for (module, what, _, count), value in zip(roots, values, strict=True):
+            sums[module, what] += (value**2 * count, count)
+        return sums
 
 
-def total_gradient_norm(optimizer: torch.optim.Optimizer) -> float:
-    """Norm of all gradients, as the optimizer receives them; NaN if there are none."""
+def total_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor | float:
+    """Norm of all gradients, as the optimizer receives them, 0-dim and on the device; NaN if there are none."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not gradients:
         return math.nan
     norm = torch.nn.utils.get_total_norm(gradients)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return float(_unscaled(optimizer, norm.detach()))
+    return _unscaled(optimizer, norm.detach())
 
 
-def second_moment(optimizer: torch.optim.Optimizer, group: dict, weight: Tensor) -> Tensor | None:
+def second_moment(
+    optimizer: torch.optim.Optimizer, group: dict, weight: Tensor, n_steps: float | None
+) -> Tensor | None:
     """Adam's second moment of a parameter after bias correction; None if the optimizer keeps none of its shape."""
-    state = optimizer.state.get(weight, {})
-    moment, n_steps = state.get("exp_avg_sq"), state.get("step", group.get("step"))
+    moment = optimizer.state.get(weight, {}).get("exp_avg_sq")
     if not isinstance(moment, Tensor) or moment.shape != weight.shape:
         return None
     betas = group.get("betas")
     if n_steps is None or betas is None:
         return moment
-    n_steps = float(n_steps)
     return moment / (1 - float(betas[1]) ** n_steps) if n_steps > 0 else moment
 
 

@@ -1,0 +1,79 @@
+import pytest
+import torch
+
+import workbench as wb
+from benchmarks.host_reads import HostReads
+
+N_STEPS = 10
+
+
+def waits_per_step(**settings):
+    """Waits of the host in each of ten steps, after ten others."""
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+    run = wb.train(model, wb.tasks.associative_recall(batch_size=2), n_steps=2 * N_STEPS + 1, **settings)
+    for _ in range(N_STEPS):
+        next(run)
+    found = []
+    for _ in range(N_STEPS):
+        with HostReads() as reads:
+            next(run)
+        found.append(reads.n)
+    run.close()
+    return found
+
+
+class TestCounter:
+    def test_each_kind_of_read_counts_once(self):
+        x = torch.arange(6.0)
+        with HostReads() as reads:
+            assert reads.n == 0
+            _ = x.sum() + x.mean()
+            assert reads.n == 0
+            for n, read in enumerate((x.sum().item, lambda: float(x[0]), lambda: bool(x.any()), x.cpu, x.tolist), 1):
+                read()
+                assert reads.n == n
+            _ = x[x > 2]
+            assert reads.n == 6
+        x.sum().item()
+        assert reads.n == 6
+        assert all(place.startswith("tests/benchmarks/test_host_reads.py:") for place in reads.places)
+
+    def test_an_optimizer_reads_its_count_of_steps_on_the_host(self):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([weight])
+        weight.sum().backward()
+        with HostReads() as reads:
+            optimizer.step()
+        assert reads.n == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}, {"optimizer": "SGD"}], ids=str)
+def test_training_waits_for_the_device_once_a_step(settings):
+    assert waits_per_step(**settings) == [1] * N_STEPS
+
+
+def test_recording_waits_once_a_step_and_a_few_times_where_it_measures():
+    assert waits_per_step(recorder=wb.Recorder(every=None)) == [1] * N_STEPS
+    found = waits_per_step(recorder=wb.Recorder())
+    assert found[:-1] == [1] * (N_STEPS - 1)
+    assert 1 < found[-1] <= 12  # the step at which monitors are due; the number does not grow with that of parameters
+
+
+def test_the_waits_of_a_measurement_of_the_optimizer_do_not_grow_with_the_parameters():
+    recorder = wb.Recorder(every=dict.fromkeys(("attention", "router", "activations")) | {"optimizer": 1})
+    assert waits_per_step(recorder=recorder) == [3] * N_STEPS
+
+
+def test_an_own_loop_that_is_recorded_waits_once_a_step():
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(32).reshape(2, 16)
+    with wb.Recorder(every=None).attach(model, optimizer) as recorder:
+        for step in range(4):
+            with HostReads() as reads:
+                loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+                optimizer.zero_grad()
+                loss.backward()
+                recorder.log(loss=loss)
+                optimizer.step()
+            assert reads.n == 1 or step == 0, reads.places  # the model is read in the first step

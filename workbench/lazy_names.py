@@ -1,0 +1,43 @@
+"""Public names that load when they are first used, listed in the stub ``__init__.pyi`` that type checkers read too."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """The names of a package as its stub lists them; nothing is imported before it is asked for.
+
+    It needs the standard library alone, so that a machine with torch and NumPy can import the package.
+
+    Args:
+        package: ``__name__`` of the package.
+        file: ``__file__`` of the package; the stub is the file of the same name with the suffix ``.pyi``, and holds
+            lines such as ``from .models.profile import profile as profile``.
+
+    Returns:
+        ``__getattr__``, ``__dir__`` and ``__all__`` of the package (PEP 562).
+    """
+    places: dict[str, tuple[str, str | None]] = {}  # name -> its module, and its name there (None: the module itself)
+    for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = alias.asname or alias.name
+                places[name] = (f".{alias.name}", None) if node.module is None else (f".{node.module}", alias.name)
+    names = sorted(places)
+
+    def __getattr__(name: str) -> Any:  # noqa: N807
+        if name not in places:
+            raise AttributeError(f"No {package} attribute {name}", name=name)
+        path, inner = places[name]
+        module = importlib.import_module(path, package)
+        value = module if inner is None else getattr(module, inner)
+        setattr(sys.modules[package], name, value)  # from now on it is found without this function
+        return value
+
+    return __getattr__, lambda: list(names), names
