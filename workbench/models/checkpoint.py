@@ -16,9 +16,12 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from workbench.errors import CheckpointError, WorkbenchError
+from workbench.models.diffusers_models import diffusers_model
+from workbench.models.lazy_state import lazy_state
 from workbench.models.state_files import STATE_SUFFIXES, check_safetensors, read_state
 from workbench.models.state_fit import load_state, tied_names
 from workbench.models.subject import ByteTokenizer, Subject
+from workbench.models.weight_folders import diffusers_config, is_without_architecture, own_checkpoint
 from workbench.zoo.module_of import module_of
 
 #: The key in a folder's config.json that names one of our own architectures.
@@ -40,11 +43,15 @@ def open_checkpoint(
     """Open a model for study.
 
     Names of tensors may have been changed by torch.compile (``_orig_mod.``) and by data parallelism (``module.``
-    before every name); they are read without these.
+    before every name); they are read without these. So are those of a module that was a part of what was saved, as
+    Lightning saves it, if the tensors below one prefix, and no other, fill ``module``.
 
     Args:
-        source: A Hugging Face folder or hub name; a folder saved by `save_checkpoint`; a ``.safetensors``, ``.bin``,
-            ``.pt`` or ``.pth`` state dict together with ``module``; a ``.gguf`` file; any ``nn.Module``; or a subject.
+        source: A Hugging Face folder or hub name; a folder saved by `save_checkpoint`; a Trainer's folder with one
+            checkpoint; a ``.gguf`` file; any ``nn.Module``; or a subject. Together with ``module`` weights alone: a
+            ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or Lightning's ``.ckpt`` file, in which they may be below
+            "model", "model_state_dict", "state_dict" or "module"; a folder of PyTorch's distributed checkpoint, of
+            Megatron (``torch_dist``), DeepSpeed (not ZeRO-3) or diffusers; shards with or without an index.
             A GGUF file is converted once and kept under the user's cache folder.
         module: Module that a state dict belongs to; its parameters are replaced, unless an error is raised.
         trust_remote_code: Whether a Hugging Face checkpoint may run its own Python code.
@@ -84,8 +91,12 @@ def open_checkpoint(
         raise CheckpointError(
             f"{path} is no checkpoint format known here; pass a folder, a .safetensors, .bin, .pt or .gguf file."
         )
-    if path.is_file() and path.suffix in STATE_SUFFIXES:
+    if path.is_dir():
+        path = own_checkpoint(path)
+    if is_without_architecture(path) if path.is_dir() else path.is_file() and path.suffix in STATE_SUFFIXES:
         return _open_state(path, module, wanted, name, strict)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise CheckpointError(f"{path} has no config.json, so it is no checkpoint folder; {_hint(path)}.")
     if module is not None:
         raise CheckpointError(f"module= goes with a file of weights, which {text} is not; leave it out.")
     if path.is_dir():
@@ -220,6 +231,16 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
+def _hint(folder: Path) -> str:
+    """What to pass instead of a folder that is no checkpoint."""
+    if (folder / "model_index.json").exists():
+        models = sorted(file.parent for file in folder.glob("*/config.json"))
+        such = f", such as {models[0]}" if models else ""
+        return f"it holds a pipeline of diffusers: pass the folder of one of its models{such}"
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in (".gguf", *STATE_SUFFIXES)]
+    return f"pass the file {files[0]}" if files else "pass the folder that save_pretrained() wrote"
+
+
 def _open_folder(
     folder: Path,
     trust_remote_code: bool,
@@ -229,10 +250,6 @@ def _open_folder(
     source: str | None = None,
 ) -> Subject:
     config_file = folder / "config.json"
-    if not config_file.exists():
-        gguf = sorted(folder.glob("*.gguf"))
-        hint = f"pass the file {gguf[0]}" if gguf else "pass the folder that save_pretrained() wrote"
-        raise CheckpointError(f"{folder} has no config.json, so it is no checkpoint folder; {hint}.")
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
@@ -306,13 +323,15 @@ def _open_zoo(folder: Path, config: dict[str, Any], dtype: torch.dtype | str, st
 def _open_state(
     path: Path, module: nn.Module | None, dtype: torch.dtype | str, name: str | None, strict: bool
 ) -> Subject:
+    if module is None and (config := diffusers_config(path)):
+        module = diffusers_model(path, config).eval()
     if module is None:
         raise CheckpointError(
             f"{path.name} holds weights without an architecture; pass module=, or the folder with its config.json."
         )
     remedy = "pass the module that it was saved from"
     left = "the module's own values"
-    unloaded = load_state(module, read_state(path), path.name, remedy=remedy, left=left, strict=strict)
+    unloaded = load_state(module, lazy_state(path), path.name, remedy=remedy, left=left, strict=strict)
     if dtype != "auto":
         module.to(dtype)
     return Subject(module, name or path.stem, str(path), unloaded=unloaded)
