@@ -52,7 +52,7 @@ def open_checkpoint(
             ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or Lightning's ``.ckpt`` file, in which they may be below
             "model", "model_state_dict", "state_dict" or "module"; a folder of PyTorch's distributed checkpoint, of
             Megatron (``torch_dist``), DeepSpeed (not ZeRO-3) or diffusers; shards with or without an index.
-            A GGUF file is converted once and kept under the user's cache folder.
+            Quantized weights of a GGUF file come out as float32, or as ``dtype``, with the noise of quantization.
         module: Module that a state dict belongs to; its parameters are replaced, unless an error is raised.
         trust_remote_code: Whether a Hugging Face checkpoint may run its own Python code.
         dtype: Type of the parameters, one that torch computes in; "auto" keeps what the checkpoint has, or what
@@ -102,11 +102,10 @@ def open_checkpoint(
     if path.is_dir():
         return _open_folder(path, trust_remote_code, wanted, name, strict)
     if path.is_file():
-        from workbench.models.gguf_cache import converted_folder
+        from workbench.models.gguf_file import open_gguf
 
-        folder, unloaded = converted_folder(path, strict=strict)
-        opened = _open_folder(folder, trust_remote_code, wanted, name or path.stem, strict, source=str(path))
-        return replace(opened, unloaded=unloaded or opened.unloaded)
+        model, unloaded = open_gguf(path, dtype=wanted, strict=strict)
+        return Subject(model.eval(), name or path.stem, str(path), path, unloaded)
     return _open_hub(text, trust_remote_code, wanted, name, strict)
 
 
@@ -247,7 +246,6 @@ def _open_folder(
     dtype: torch.dtype | str,
     name: str | None,
     strict: bool,
-    source: str | None = None,
 ) -> Subject:
     config_file = folder / "config.json"
     try:
@@ -276,7 +274,7 @@ def _open_folder(
         model, unloaded = open_pretrained(
             str(folder), folder, trust_remote_code=trust_remote_code, dtype=dtype, strict=strict
         )
-    return Subject(model.eval(), name or folder.name, source or str(folder), folder, unloaded, tokenizer)
+    return Subject(model.eval(), name or folder.name, str(folder), folder, unloaded, tokenizer)
 
 
 def _tokenizer_of(file: Path, config: dict[str, Any]) -> ByteTokenizer | None:

@@ -20,12 +20,12 @@ def lazy_state(path: Path) -> dict[str, LazyTensor]:
 
     Args:
         path: A file of weights (``.safetensors``, or a pickle, which is read without running code); a folder with such
-            files, an index of shards, DeepSpeed's states, or a distributed checkpoint of PyTorch or Megatron; or a
-            Trainer's folder with one checkpoint.
+            files, an index of shards, DeepSpeed's states, or a distributed checkpoint of PyTorch or Megatron; a
+            Trainer's folder with one checkpoint; or a GGUF file, whose tensors are dequantized to float32 when read.
 
     Returns:
-        Names as they are stored, below the key of the model where there are several -> tensors. What else is
-        stored, such as an optimizer, is left out.
+        Names -> tensors. The names are those in the file, below the key of the model where there are several; of a
+        GGUF file they are those of transformers. What else is stored, such as an optimizer, is left out.
 
     Raises:
         CheckpointError: If the weights are missing, damaged, incomplete, or stored with code.
@@ -36,6 +36,10 @@ def lazy_state(path: Path) -> dict[str, LazyTensor]:
         raise CheckpointError(f"There is no file {path}; check the path.")
     if path.suffix == ".safetensors":
         return _of_safetensors(path)
+    if path.suffix == ".gguf":
+        from workbench.models.gguf_file import gguf_state
+
+        return gguf_state(path)
     return {name: LazyTensor.of(tensor) for name, tensor in read_state(path, mmap=True).items()}
 
 
