@@ -16,12 +16,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from workbench.errors import CheckpointError, WorkbenchError
+from workbench.models.adapters import base_model, kind_of_matrix, merged
 from workbench.models.diffusers_models import diffusers_model
-from workbench.models.lazy_state import lazy_state
+from workbench.models.lazy_state import LazyTensor, lazy_state
 from workbench.models.state_files import STATE_SUFFIXES, check_safetensors, read_state
-from workbench.models.state_fit import load_state, tied_names
+from workbench.models.state_fit import load_state, plain_names, tied_names
 from workbench.models.subject import ByteTokenizer, Subject
-from workbench.models.weight_folders import diffusers_config, is_without_architecture, own_checkpoint
+from workbench.models.weight_folders import diffusers_config, is_adapter, is_without_architecture, own_checkpoint
 from workbench.zoo.module_of import module_of
 
 #: The key in a folder's config.json that names one of our own architectures.
@@ -48,10 +49,12 @@ def open_checkpoint(
 
     Args:
         source: A Hugging Face folder or hub name; a folder saved by `save_checkpoint`; a Trainer's folder with one
-            checkpoint; a ``.gguf`` file; any ``nn.Module``; or a subject. Together with ``module`` weights alone: a
-            ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or Lightning's ``.ckpt`` file, in which they may be below
-            "model", "model_state_dict", "state_dict" or "module"; a folder of PyTorch's distributed checkpoint, of
-            Megatron (``torch_dist``), DeepSpeed (not ZeRO-3) or diffusers; shards with or without an index.
+            checkpoint; an adapter of PEFT (LoRA), which is merged into ``module`` or into the base model that it
+            names, if that is a local path; a ``.gguf`` file; any ``nn.Module``; or a subject. Together with
+            ``module`` weights alone: a ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or Lightning's ``.ckpt`` file,
+            in which they may be below "model", "model_state_dict", "state_dict" or "module"; a folder of PyTorch's
+            distributed checkpoint, of Megatron (``torch_dist``), DeepSpeed (not ZeRO-3) or diffusers; shards with or
+            without an index.
             Quantized weights of a GGUF file come out as float32, or as ``dtype``, with the noise of quantization.
         module: Module that a state dict belongs to; its parameters are replaced, unless an error is raised.
         trust_remote_code: Whether a Hugging Face checkpoint may run its own Python code.
@@ -95,6 +98,10 @@ def open_checkpoint(
         path = own_checkpoint(path)
     if is_without_architecture(path) if path.is_dir() else path.is_file() and path.suffix in STATE_SUFFIXES:
         return _open_state(path, module, wanted, name, strict)
+    if path.is_dir() and is_adapter(path):
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": wanted, "strict": strict}
+        opened = open_checkpoint(base_model(path), **options) if module is None else open_checkpoint(module)
+        return _open_adapter(path, opened, wanted, name)
     if path.is_dir() and not (path / "config.json").exists():
         raise CheckpointError(f"{path} has no config.json, so it is no checkpoint folder; {_hint(path)}.")
     if module is not None:
@@ -333,6 +340,20 @@ def _open_state(
     if dtype != "auto":
         module.to(dtype)
     return Subject(module, name or path.stem, str(path), unloaded=unloaded)
+
+
+def _open_adapter(path: Path, base: Subject, dtype: torch.dtype | str, name: str | None) -> Subject:
+    """The base model with an adapter merged into its weights."""
+    model = base.model
+    own = model.state_dict()
+    names = {plain: key for key, plain in plain_names(own).items()}
+    held = {plain: LazyTensor.of(own[key]) for plain, key in names.items() if isinstance(own[key], torch.Tensor)}
+    state = merged(path, held, kind_of_matrix(model, names))
+    load_state(model, state, path.name, remedy="pass the model that it was made for", left="the base model's values")
+    if dtype != "auto":
+        model.to(dtype)
+    folder = path if (path / "tokenizer_config.json").exists() else base.folder
+    return replace(base, name=name or path.name, source=str(path), folder=folder)
 
 
 def _open_hub(

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from workbench.errors import CheckpointError
+from workbench.models.adapters import base_model, is_transposed, merged
 from workbench.models.distributed_folders import distributed_state
 from workbench.models.lazy_tensor import LazyTensor
 from workbench.models.state_files import check_safetensors, read_state
-from workbench.models.weight_folders import own_checkpoint, weight_places
+from workbench.models.weight_folders import is_adapter, own_checkpoint, weight_places
 
 __all__ = ["LazyTensor", "lazy_state"]
 
@@ -21,7 +22,8 @@ def lazy_state(path: Path) -> dict[str, LazyTensor]:
     Args:
         path: A file of weights (``.safetensors``, or a pickle, which is read without running code); a folder with such
             files, an index of shards, DeepSpeed's states, or a distributed checkpoint of PyTorch or Megatron; a
-            Trainer's folder with one checkpoint; or a GGUF file, whose tensors are dequantized to float32 when read.
+            Trainer's folder with one checkpoint; an adapter of PEFT whose base model is here, which is merged; or a
+            GGUF file, whose tensors are dequantized to float32 when read.
 
     Returns:
         Names -> tensors. The names are those in the file, below the key of the model where there are several; of a
@@ -44,6 +46,8 @@ def lazy_state(path: Path) -> dict[str, LazyTensor]:
 
 
 def _of_folder(folder: Path) -> dict[str, LazyTensor]:
+    if is_adapter(folder):
+        return merged(folder, lazy_state(base_model(folder)), lambda _: is_transposed(folder))
     state: dict[str, LazyTensor] = {}
     for place in weight_places(folder):
         found = distributed_state(place) if place.is_dir() else lazy_state(place)

@@ -28,7 +28,7 @@ def own_checkpoint(folder: Path) -> Path:
     Raises:
         CheckpointError: If it holds several, of which none is preferred silently.
     """
-    if (folder / "config.json").exists() or has_weights(folder):
+    if (folder / "config.json").exists() or has_weights(folder) or is_adapter(folder):
         return folder
     found = {
         int(match[1]): place
@@ -47,6 +47,11 @@ def has_weights(folder: Path) -> bool:
         or bool(numbered_shards(folder))
         or bool(_model_states(folder))
     )
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter of PEFT and no weights of its own."""
+    return (folder / ADAPTER_CONFIG).is_file() and not has_weights(folder)
 
 
 def is_without_architecture(folder: Path) -> bool:
