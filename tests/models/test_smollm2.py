@@ -25,13 +25,6 @@ def test_continuation_proves_the_weights(subject):
 
 
 @pytest.mark.slow
-def test_second_opening_takes_the_converted_weights(subject):
-    assert (subject.folder / "model.safetensors").exists()
-    again = wb.open_checkpoint(wb.samples.smollm2(download=False))
-    assert again.folder == subject.folder
-
-
-@pytest.mark.slow
 def test_profile_of_a_real_model(subject):
     passages = wb.tasks.reference_passages(24, n_characters=300)
     with pytest.warns(wb.koopman.RankWarning, match=r"in layer 0 \(model.layers.0\)"):

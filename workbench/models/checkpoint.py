@@ -19,11 +19,14 @@ from torch.nn.utils import parametrize
 
 from workbench.errors import CheckpointError, WorkbenchError
 from workbench.io.memory import free_memory
-from workbench.models.lazy_state import lazy_state
-from workbench.models.state_files import STATE_SUFFIXES, check_safetensors, folder_weights, read_state
-from workbench.models.state_fit import load_state, refuse_other_names, tied_names
+from workbench.models.adapters import base_model, kind_of_matrix, merged
+from workbench.models.diffusers_models import diffusers_model
+from workbench.models.lazy_state import LazyTensor, lazy_state
+from workbench.models.state_files import STATE_SUFFIXES, check_safetensors, folder_weights
+from workbench.models.state_fit import load_state, matched_state, plain_names, tied_names
 from workbench.models.streaming import StreamedWeights
 from workbench.models.subject import ByteTokenizer, Subject
+from workbench.models.weight_folders import diffusers_config, is_adapter, is_without_architecture, own_checkpoint
 from workbench.zoo.module_of import module_of
 
 #: The key in a folder's config.json that names one of our own architectures.
@@ -47,12 +50,18 @@ def open_checkpoint(
     """Open a model for study.
 
     Names of tensors may have been changed by torch.compile (``_orig_mod.``) and by data parallelism (``module.``
-    before every name); they are read without these.
+    before every name); they are read without these. So are those of a module that was a part of what was saved, as
+    Lightning saves it, if the tensors below one prefix, and no other, fill ``module``.
 
     Args:
-        source: A Hugging Face folder or hub name; a folder saved by `save_checkpoint`; a ``.safetensors``, ``.bin``,
-            ``.pt`` or ``.pth`` state dict together with ``module``; a ``.gguf`` file; any ``nn.Module``; or a subject.
-            A GGUF file is converted once and kept under the user's cache folder.
+        source: A Hugging Face folder or hub name; a folder saved by `save_checkpoint`; a Trainer's folder with one
+            checkpoint; an adapter of PEFT (LoRA), which is merged into ``module`` or into the base model that it
+            names, if that is a local path; a ``.gguf`` file; any ``nn.Module``; or a subject. Together with
+            ``module`` weights alone: a ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or Lightning's ``.ckpt`` file,
+            in which they may be below "model", "model_state_dict", "state_dict" or "module"; a folder of PyTorch's
+            distributed checkpoint, of Megatron (``torch_dist``), DeepSpeed (not ZeRO-3) or diffusers; shards with or
+            without an index.
+            Quantized weights of a GGUF file come out as float32, or as ``dtype``, with the noise of quantization.
         module: Module that a state dict belongs to; its parameters are replaced, unless an error is raised.
         trust_remote_code: Whether a Hugging Face checkpoint may run its own Python code.
         dtype: Type of the parameters, one that torch computes in; "auto" keeps what the checkpoint has, or what
@@ -96,18 +105,31 @@ def open_checkpoint(
             f"{path} is no checkpoint format known here; pass a folder, a .safetensors, .bin, .pt or .gguf file."
         )
     how = _Streaming.of(streaming, device)
-    if path.is_file() and path.suffix in STATE_SUFFIXES:
+    if path.is_dir():
+        path = own_checkpoint(path)
+    if is_without_architecture(path) if path.is_dir() else path.is_file() and path.suffix in STATE_SUFFIXES:
         return _open_state(path, module, wanted, name, strict, how)
+    if path.is_dir() and is_adapter(path):
+        if streaming is True:
+            raise CheckpointError(f"{path} is an adapter, which is merged in memory; open it with streaming=False.")
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": wanted, "strict": strict}
+        options |= {"streaming": False, "device": device}
+        opened = open_checkpoint(base_model(path), **options) if module is None else open_checkpoint(module)
+        return _open_adapter(path, opened, wanted, name)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise CheckpointError(f"{path} has no config.json, so it is no checkpoint folder; {_hint(path)}.")
     if module is not None:
         raise CheckpointError(f"module= goes with a file of weights, which {text} is not; leave it out.")
     if path.is_dir():
         return _open_folder(path, trust_remote_code, wanted, name, strict, how)
     if path.is_file():
-        from workbench.models.gguf_cache import converted_folder
+        from workbench.models.gguf_file import gguf_bytes, gguf_state, open_gguf
 
-        folder, unloaded = converted_folder(path, strict=strict)
-        opened = _open_folder(folder, trust_remote_code, wanted, name or path.stem, strict, how, source=str(path))
-        return replace(opened, unloaded=unloaded or opened.unloaded)
+        is_streamed = how.is_wanted(gguf_bytes(path, wanted))
+        model, unloaded = open_gguf(path, dtype=wanted, strict=strict, without_memory=is_streamed)
+        streamed = _stream_pretrained(model.eval(), gguf_state(path), path, how) if is_streamed else None
+        model = model if is_streamed else model.to(how.device)
+        return Subject(model, name or path.stem, str(path), path, unloaded, streamed=streamed)
     return _open_hub(text, trust_remote_code, wanted, name, strict, how)
 
 
@@ -232,6 +254,16 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
+def _hint(folder: Path) -> str:
+    """What to pass instead of a folder that is no checkpoint."""
+    if (folder / "model_index.json").exists():
+        models = sorted(file.parent for file in folder.glob("*/config.json"))
+        such = f", such as {models[0]}" if models else ""
+        return f"it holds a pipeline of diffusers: pass the folder of one of its models{such}"
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in (".gguf", *STATE_SUFFIXES)]
+    return f"pass the file {files[0]}" if files else "pass the folder that save_pretrained() wrote"
+
+
 def _open_folder(
     folder: Path,
     trust_remote_code: bool,
@@ -242,10 +274,6 @@ def _open_folder(
     source: str | None = None,
 ) -> Subject:
     config_file = folder / "config.json"
-    if not config_file.exists():
-        gguf = sorted(folder.glob("*.gguf"))
-        hint = f"pass the file {gguf[0]}" if gguf else "pass the folder that save_pretrained() wrote"
-        raise CheckpointError(f"{folder} has no config.json, so it is no checkpoint folder; {hint}.")
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
@@ -281,12 +309,8 @@ def _open_folder(
             without_memory=is_streamed,
         )
         if is_streamed and weights is not None:
-            from workbench.models.streamed_models import files_identity, stream_pretrained
-
-            model.eval()
             state = {name: tensor for file in weights.files for name, tensor in lazy_state(file).items()}
-            identity = files_identity([config_file, *weights.files])
-            streamed = stream_pretrained(model, state, identity=identity, device=how.device)
+            streamed = _stream_pretrained(model.eval(), state, folder, how)
     model = model.eval() if streamed else model.eval().to(how.device)
     return Subject(model, name or folder.name, source or str(folder), folder, unloaded, tokenizer, streamed)
 
@@ -300,7 +324,7 @@ class _Streaming:
 
     @classmethod
     def of(cls, streaming: bool | str, device: torch.device | str) -> _Streaming:
-        if streaming not in (True, False, "auto"):
+        if streaming is not True and streaming is not False and streaming != "auto":
             raise CheckpointError(f"streaming={streaming!r} is not known; pass True, False or 'auto'.")
         try:
             place = torch.device(device)
@@ -314,6 +338,14 @@ class _Streaming:
         if self.streaming == "auto":
             return n_bytes > free_memory(self.device) / 2
         return bool(self.streaming)
+
+
+def _stream_pretrained(
+    model: nn.Module, state: Mapping[str, LazyTensor], path: Path, how: _Streaming
+) -> StreamedWeights:
+    from workbench.models.streamed_models import files_identity, stream_pretrained
+
+    return stream_pretrained(model, state, identity=files_identity(path), device=how.device)
 
 
 def _tokenizer_of(file: Path, config: dict[str, Any]) -> ByteTokenizer | None:
@@ -356,46 +388,60 @@ def _open_zoo(
         raise CheckpointError(
             f"{folder / 'config.json'} does not describe a {family} ({reason}); fetch the checkpoint again."
         ) from error
-    state: Mapping[str, Any] = lazy_state(file)
+    state = lazy_state(file)
     if dtype == "auto":
         dtype = next((tensor.dtype for tensor in state.values() if tensor.dtype.is_floating_point), torch.float32)
     remedy = "fetch the checkpoint again or correct its config.json"
-    return _filled(model.to(dtype), file, remedy=remedy, left="random values", strict=strict, how=how)
+    model = model.to(dtype)
+    if is_streamed:
+        return model, "", _stream_plain(model, state, file, remedy, how)
+    return model, load_state(model, state, file.name, remedy=remedy, left="random values", strict=strict), None
 
 
-def _filled(
-    module: nn.Module, file: Path, *, remedy: str, left: str, strict: bool, how: _Streaming
-) -> tuple[nn.Module, str, StreamedWeights | None]:
-    """A module with the weights of a file: in memory, or streamed from it."""
-    if how.is_wanted(file.stat().st_size):
-        from workbench.models.streamed_models import files_identity, stream_plain
+def _stream_plain(
+    module: nn.Module, state: Mapping[str, LazyTensor], path: Path, remedy: str, how: _Streaming
+) -> StreamedWeights:
+    from workbench.models.streamed_models import files_identity, stream_plain
 
-        state = lazy_state(file)
-        refuse_other_names(module, state, file.name, remedy=remedy)
-        return module, "", stream_plain(module, state, identity=files_identity([file]), device=how.device)
-    return module, load_state(module, read_state(file), file.name, remedy=remedy, left=left, strict=strict), None
+    fitting, _ = matched_state(module, state, path.name, remedy=remedy)
+    lazy = {name: found if isinstance(found, LazyTensor) else LazyTensor.of(found) for name, found in fitting.items()}
+    return stream_plain(module, lazy, identity=files_identity(path), device=how.device)
 
 
 def _open_state(
     path: Path, module: nn.Module | None, dtype: torch.dtype | str, name: str | None, strict: bool, how: _Streaming
 ) -> Subject:
+    if module is None and (config := diffusers_config(path)):
+        module = diffusers_model(path, config).eval()
     if module is None:
         raise CheckpointError(
             f"{path.name} holds weights without an architecture; pass module=, or the folder with its config.json."
         )
-    if dtype != "auto" and how.is_wanted(path.stat().st_size):
-        module.to(dtype)
-    module, unloaded, streamed = _filled(
-        module,
-        path,
-        remedy="pass the module that it was saved from",
-        left="the module's own values",
-        strict=strict,
-        how=how,
-    )
-    if streamed is None:
-        module.to(device=how.device, dtype=None if isinstance(dtype, str) else dtype)
-    return Subject(module, name or path.stem, str(path), unloaded=unloaded, streamed=streamed)
+    remedy = "pass the module that it was saved from"
+    left = "the module's own values"
+    state = lazy_state(path)
+    if how.is_wanted(sum(tensor.n_bytes for tensor in state.values())):
+        matched_state(module, state, path.name, remedy=remedy)
+        module = module if isinstance(dtype, str) else module.to(dtype)
+        streamed = _stream_plain(module, state, path, remedy, how)
+        return Subject(module, name or path.stem, str(path), streamed=streamed)
+    unloaded = load_state(module, state, path.name, remedy=remedy, left=left, strict=strict)
+    module.to(device=how.device, dtype=None if isinstance(dtype, str) else dtype)
+    return Subject(module, name or path.stem, str(path), unloaded=unloaded)
+
+
+def _open_adapter(path: Path, base: Subject, dtype: torch.dtype | str, name: str | None) -> Subject:
+    """The base model with an adapter merged into its weights."""
+    model = base.model
+    own = model.state_dict()
+    names = {plain: key for key, plain in plain_names(own).items()}
+    held = {plain: LazyTensor.of(own[key]) for plain, key in names.items() if isinstance(own[key], torch.Tensor)}
+    state = merged(path, held, kind_of_matrix(model, names))
+    load_state(model, state, path.name, remedy="pass the model that it was made for", left="the base model's values")
+    if dtype != "auto":
+        model.to(dtype)
+    folder = path if (path / "tokenizer_config.json").exists() else base.folder
+    return replace(base, name=name or path.name, source=str(path), folder=folder)
 
 
 def _open_hub(
@@ -422,9 +468,8 @@ def _open_hub(
         patterns = ["*token*", "*.model", "*.json", "*.safetensors", "*.py"]
         with errors_in_one_sentence(hub_name, remedy="try again, or pass a local folder"):
             folder = Path(snapshot_download(hub_name, allow_patterns=patterns, local_files_only=is_cached))
-        return _open_folder(
-            folder, trust_remote_code, dtype, name or hub_name.split("/")[-1], strict, how, source=f"hub {hub_name}"
-        )
+        short = name or hub_name.split("/")[-1]
+        return _open_folder(folder, trust_remote_code, dtype, short, strict, how, source=f"hub {hub_name}")
     model, unloaded = open_pretrained(
         hub_name,
         Path(cached).parent if isinstance(cached, str) else None,

@@ -1,58 +1,60 @@
-"""State dicts whose tensors stay on disk until they are read one by one."""
+"""The tensors of a checkpoint of any format, which stay on disk until they are read one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from workbench.errors import CheckpointError
+from workbench.models.adapters import base_model, is_transposed, merged
+from workbench.models.distributed_folders import distributed_state
+from workbench.models.lazy_tensor import LazyTensor
 from workbench.models.state_files import check_safetensors, read_state
+from workbench.models.weight_folders import is_adapter, own_checkpoint, weight_places
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-@dataclass(frozen=True)
-class LazyTensor:
-    """One tensor of a checkpoint, not yet in memory.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype as `read` gives it.
-        read: Function that reads it: a view of the file where the format allows that, else a copy.
-        n_bytes: Bytes that it takes in the file.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-    n_bytes: int
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """Part of the tensor; ``[...]`` is all of it, which is how transformers reads."""
-        return self.read()[index]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> LazyTensor:
-        """A tensor that is in memory, or mapped from a file, already."""
-        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor, tensor.numel() * tensor.element_size())
+__all__ = ["LazyTensor", "lazy_state"]
 
 
 def lazy_state(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a file by name, without their values.
+    """The tensors of a file or folder by name, without their values.
+
+    Args:
+        path: A file of weights (``.safetensors``, or a pickle, which is read without running code); a folder with such
+            files, an index of shards, DeepSpeed's states, or a distributed checkpoint of PyTorch or Megatron; a
+            Trainer's folder with one checkpoint; an adapter of PEFT whose base model is here, which is merged; or a
+            GGUF file, whose tensors are dequantized to float32 when read.
+
+    Returns:
+        Names -> tensors. The names are those in the file, below the key of the model where there are several; of a
+        GGUF file they are those of transformers. What else is stored, such as an optimizer, is left out.
 
     Raises:
-        CheckpointError: See `read_state`.
+        CheckpointError: If the weights are missing, damaged, incomplete, or stored with code.
     """
+    if path.is_dir():
+        return _of_folder(own_checkpoint(path))
     if not path.is_file():
         raise CheckpointError(f"There is no file {path}; check the path.")
     if path.suffix == ".safetensors":
         return _of_safetensors(path)
+    if path.suffix == ".gguf":
+        from workbench.models.gguf_file import gguf_state
+
+        return gguf_state(path)
     return {name: LazyTensor.of(tensor) for name, tensor in read_state(path, mmap=True).items()}
+
+
+def _of_folder(folder: Path) -> dict[str, LazyTensor]:
+    if is_adapter(folder):
+        return merged(folder, lazy_state(base_model(folder)), lambda _: is_transposed(folder))
+    state: dict[str, LazyTensor] = {}
+    for place in weight_places(folder):
+        found = distributed_state(place) if place.is_dir() else lazy_state(place)
+        if twice := state.keys() & found.keys():
+            raise CheckpointError(f"{folder} holds {min(twice)} in several files; leave one of them.")
+        state |= found
+    return state
 
 
 def _of_safetensors(path: Path) -> dict[str, LazyTensor]:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Endings that `read_state` reads.
-STATE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+STATE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+#: The keys under which training scripts, Lightning, DeepSpeed and PyTorch's distributed checkpoints keep the weights.
+WEIGHT_KEYS = ("state_dict", "model_state_dict", "model", "module", "app")
+#: The names of shards. Other words before the dash belong to formats whose shards hold parts of tensors.
+_SHARD = re.compile(r"(model|pytorch_model|diffusion_pytorch_model)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
 #: The files that transformers takes the weights from: the first of them that a folder has.
-_WEIGHT_FILES = (
+WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -31,6 +36,8 @@ _WEIGHT_FILES = (
 
 def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str, Tensor]:
     """The tensors of a ``.safetensors`` file or of a pickle, which is read without running code.
+
+    A pickle may hold them below the keys `WEIGHT_KEYS`, beside an optimizer and the like, which are left out.
 
     Args:
         path: Path of the file.
@@ -54,8 +61,17 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
             f"{path.name} holds more than tensors, possibly code, and was not loaded; "
             "save its state dict as .safetensors where you trust it."
         ) from error
-    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-        state = state["state_dict"]
+    while isinstance(state, dict):
+        inner = [key for key in WEIGHT_KEYS if isinstance(state.get(key), dict) and state[key]]
+        if len(inner) > 1:
+            raise CheckpointError(
+                f"{path.name} may hold weights under each of {', '.join(inner)}; save one of them alone."
+            )
+        if not inner:
+            break
+        state = state[inner[0]]
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if not _is_empty_extra(name, value)}
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
     ):
@@ -63,6 +79,12 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
     if any(value.layout is not torch.strided or value.is_quantized or value.is_nested for value in state.values()):
         raise CheckpointError(f"{path.name} holds sparse, quantized or nested tensors; save them as dense ones.")
     return state
+
+
+def _is_empty_extra(name: object, value: object) -> bool:
+    """Whether an entry is the extra state of a module that has none, as Transformer Engine saves it."""
+    is_empty = value is None or (isinstance(value, torch.Tensor) and value.numel() == 0)
+    return isinstance(name, str) and name.endswith("_extra_state") and is_empty
 
 
 def check_safetensors(path: Path) -> None:
@@ -116,13 +138,13 @@ def folder_weights(folder: Path) -> FolderWeights | None:
     Raises:
         CheckpointError: If a file is damaged or holds code, or an index names a file that is not there.
     """
-    weights = next((folder / name for name in _WEIGHT_FILES if (folder / name).is_file()), None)
-    if weights is None:
+    weights = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    files = numbered_shards(folder) if weights is None else (weights,)
+    if not files:
         return None
-    files: tuple[Path, ...] = (weights,)
-    has_metadata = True
-    if weights.suffix == ".json":
-        files, has_metadata = _read_index(weights)
+    has_metadata = weights is not None  # without an index transformers finds no shards
+    if weights is not None and weights.suffix == ".json":
+        files, has_metadata = index_files(weights)
     headers = {name: (size, is_integer) for file in files for name, size, is_integer in _header(file)}
     return FolderWeights(
         files,
@@ -133,8 +155,34 @@ def folder_weights(folder: Path) -> FolderWeights | None:
     )
 
 
-def _read_index(path: Path) -> tuple[tuple[Path, ...], bool]:
-    """The files of a sharded checkpoint, all of which exist, and whether its index has metadata."""
+def numbered_shards(folder: Path) -> tuple[Path, ...]:
+    """The files of a sharded checkpoint without an index, known by their names, such as model-00001-of-00003.
+
+    Raises:
+        CheckpointError: If one of them is missing, or there are several sets of them.
+    """
+    sets: dict[str, dict[int, Path]] = {}
+    for file in sorted(folder.iterdir()):
+        if match := _SHARD.fullmatch(file.name):
+            sets.setdefault(f"{match[1]}-{{:0>5}}-of-{match[3]}{match[4]}", {})[int(match[2])] = file
+    if len(sets) > 1:
+        raise CheckpointError(
+            f"{folder} holds several sets of shards ({', '.join(s.replace('{:0>5}', '*') for s in sets)}); leave one."
+        )
+    for pattern, found in sets.items():
+        whole = range(1, int(pattern.rsplit("-of-")[1][:5]) + 1)
+        if missing := [pattern.format(i) for i in whole if i not in found]:
+            raise CheckpointError(f"{folder} lacks {missing[0]} of its shards; fetch that file too.")
+        return tuple(found[i] for i in whole)
+    return ()
+
+
+def index_files(path: Path) -> tuple[tuple[Path, ...], bool]:
+    """The files of a sharded checkpoint, all of which exist, and whether its index has metadata.
+
+    Raises:
+        CheckpointError: If the index is damaged, or a file is missing.
+    """
     damaged = f"{path.name} is no index of a sharded checkpoint; fetch it again."
     try:
         index = json.loads(path.read_text(encoding="utf-8"))

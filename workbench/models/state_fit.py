@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,16 +12,17 @@ import torch
 from torch import nn
 
 from workbench.errors import CheckpointError
+from workbench.models.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from workbench.models.lazy_state import LazyTensor
 
 #: What torch.compile puts into the names of the module that it wraps, wherever that stands in the model.
 _COMPILED = "_orig_mod."
 #: What DataParallel and DistributedDataParallel put before every name.
 _PARALLEL = "module."
+#: Bytes of tensors on disk that are read together into a module.
+_AT_ONCE = 2**28
 
 
 @dataclass(frozen=True)
@@ -123,13 +126,20 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def load_state(
-    module: nn.Module, state: Mapping[str, Tensor], name: str, *, remedy: str, left: str, strict: bool = True
+    module: nn.Module,
+    state: Mapping[str, Tensor | LazyTensor],
+    name: str,
+    *,
+    remedy: str,
+    left: str,
+    strict: bool = True,
 ) -> str:
-    """Put the tensors of a state dict into a module, which stays as it is if they do not fit.
+    """Put the tensors of a state dict into a module, which stays as it is if they do not fit or cannot be read.
 
     Args:
         module: Possibly wrapped by torch.compile or data parallelism, as may be what the state dict was saved from.
-        state: Tensors by name.
+        state: Tensors by name. The module may have been a part of what was saved, as in Lightning: a prefix of the
+            names is left out if the tensors below it fill the module and those below no other do.
         name: Name of the file, for messages.
         remedy: What to do if it does not fit, for messages.
         left: Values that the module has for missing tensors; see `Misfit.unloaded`.
@@ -141,58 +151,52 @@ def load_state(
     Raises:
         CheckpointError: If the tensors do not fit, or with ``strict=False`` none of them does.
     """
-    own = module.state_dict()
-    if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in own.values()):
+    if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in module.state_dict().values()):
         raise CheckpointError(
             f"The weights of {type(module).__name__} are on the meta device and hold nothing; "
             "call module.to_empty(device='cpu') before its weights are loaded."
         )
+    fitting, misfit = matched_state(module, state, name, remedy=remedy, strict=strict)
+    for tensor in fitting.values():
+        _read(tensor)  # what is damaged is found before anything changes
+    for part in _in_parts(fitting):
+        module.load_state_dict(part, strict=False)  # all is there but what comes with a tensor that it is tied to
+    return misfit.unloaded(left=left)
+
+
+def matched_state(
+    module: nn.Module, state: Mapping[str, Tensor | LazyTensor], name: str, *, remedy: str, strict: bool = True
+) -> tuple[dict[str, Tensor | LazyTensor], Misfit]:
+    """The tensors of a state dict that fit a module, under its names; see `load_state`.
+
+    Args:
+        module: Module; its weights may be on the meta device.
+        state: Tensors by name.
+        name: Name of the file, for messages.
+        remedy: What to do if it does not fit, for messages.
+        strict: Whether to refuse a state dict that does not fit.
+
+    Returns:
+        Name in the module -> tensor, and what does not fit.
+
+    Raises:
+        CheckpointError: If the tensors do not fit, or with ``strict=False`` none of them does.
+    """
+    own = module.state_dict(keep_vars=True)
     misfit = _compare(own, state)
     if misfit:
         renamed = _as_named_in(own, state)
         other = _compare(own, renamed)
         if other.n_tensors < misfit.n_tensors:
             state, misfit = renamed, other
+        if misfit.left and (unprefixed := _without_prefix(own, state)):
+            state, misfit = unprefixed, _compare(own, unprefixed)
     kept = {*misfit.untied, *misfit.left}
     fitting = {key: tensor for key, tensor in state.items() if key in own and key not in kept}
     if misfit and (strict or not fitting):
         lenient = ", or pass strict=False to load what fits" if fitting else ""
         raise CheckpointError(f"{name} does not fit {type(module).__name__}: it {misfit.found()}; {remedy}{lenient}.")
-    module.load_state_dict(fitting, strict=False)  # all is there but what comes with a tensor that it is tied to
-    return misfit.unloaded(left=left)
-
-
-def refuse_other_names(module: nn.Module, state: Mapping[str, LazyTensor], name: str, *, remedy: str) -> None:
-    """Refuse tensors on disk that are not those of a module, by names and shapes.
-
-    Args:
-        module: Module, with its weights anywhere.
-        state: Tensors by name.
-        name: Name of the file, for messages.
-        remedy: What to do if it does not fit, for messages.
-
-    Raises:
-        CheckpointError: If the tensors do not fit.
-    """
-    wanted = {
-        key: tensor for key, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
-    }
-    own, found = plain_names(wanted), {plain: state[key] for key, plain in plain_names(state).items()}
-    held = {id(tensor) for key, tensor in wanted.items() if own[key] in found}
-    both = {key: found[own[key]].shape for key in wanted if own[key] in found}
-    misfit = Misfit(
-        missing=in_order(key for key, tensor in wanted.items() if id(tensor) not in held),
-        unexpected=in_order({*found} - {*own.values()}),
-        misshapen=tuple(
-            (key, shapes_differ(both[key], wanted[key].shape))
-            for key in in_order(key for key in both if tuple(both[key]) != tuple(wanted[key].shape))
-        ),
-        integers=in_order(
-            key for key in both if _has_fraction(wanted[key]) and not found[own[key]].dtype.is_floating_point
-        ),
-    )
-    if misfit:
-        raise CheckpointError(f"{name} does not fit {type(module).__name__}: it {misfit.found()}; {remedy}.")
+    return fitting, misfit
 
 
 def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
@@ -200,22 +204,41 @@ def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
     first: dict[tuple, str] = {}
     tied = {}
     for name, tensor in state.items():
-        if not isinstance(tensor, torch.Tensor) or nn.parameter.is_lazy(tensor) or not tensor.data_ptr():
+        if not isinstance(tensor, torch.Tensor) or nn.parameter.is_lazy(tensor):
             continue
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if not tensor.is_meta and not tensor.data_ptr():
+            continue
+        place = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape, tensor.stride())
         if place in first:
             tied[name] = first[place]
         first.setdefault(place, name)
     return tied
 
 
-def _compare(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Misfit:
+def _read(tensor: Tensor | LazyTensor) -> Tensor:
+    return tensor.read() if isinstance(tensor, LazyTensor) else tensor
+
+
+def _in_parts(state: Mapping[str, Tensor | LazyTensor]) -> Iterator[dict[str, Tensor]]:
+    """The tensors in groups of which the memory is freed in between."""
+    part: dict[str, Tensor] = {}
+    n_bytes = 0
+    for name, tensor in state.items():
+        part[name] = _read(tensor)
+        n_bytes += tensor.n_bytes if isinstance(tensor, LazyTensor) else 0
+        if n_bytes >= _AT_ONCE:
+            yield part
+            part, n_bytes = {}, 0
+    yield part
+
+
+def _compare(own: Mapping[str, Tensor], state: Mapping[str, Tensor | LazyTensor]) -> Misfit:
     tied = tied_names(own)
     held = {tied.get(name, name) for name in state}  # a tensor may be kept under any of its names
     known = {name: tensor for name, tensor in own.items() if isinstance(tensor, torch.Tensor)}  # no extra state
     both = [name for name in known if name in state and not nn.parameter.is_lazy(known[name])]
     fits = [name for name in both if known[name].shape == state[name].shape]
-    firsts: dict[str, Tensor] = {}
+    firsts: dict[str, Tensor | LazyTensor] = {}
     untied = [name for name in fits if not _same(firsts.setdefault(tied.get(name, name), state[name]), state[name])]
     return Misfit(
         missing=in_order(name for name in known if name not in tied and name not in held),
@@ -228,21 +251,44 @@ def _compare(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Misfit:
     )
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def _same(one: Tensor | LazyTensor, other: Tensor | LazyTensor) -> bool:
     """Whether two tensors hold the same values, NaN included."""
-    if first is second or (first.dtype == second.dtype and torch.equal(first, second)):
+    if one is other:
+        return True
+    first, second = _read(one), _read(other)
+    if first.dtype == second.dtype and torch.equal(first, second):
         return True
     return _has_fraction(first) and torch.allclose(first, second.to(first.dtype), rtol=0, atol=0, equal_nan=True)
 
 
-def _has_fraction(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _has_fraction(tensor: Tensor | LazyTensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
-def _as_named_in(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _as_named_in(own: Mapping[str, Tensor], state: Mapping[str, Tensor | LazyTensor]) -> dict[str, Tensor | LazyTensor]:
     """The state dict under the names of the module, where these differ by wrappers only."""
     named = {plain: name for name, plain in plain_names(own).items()}
     return {named.get(plain, plain): state[name] for name, plain in plain_names(state).items()}
+
+
+def _without_prefix(
+    own: Mapping[str, Tensor], state: Mapping[str, Tensor | LazyTensor]
+) -> dict[str, Tensor | LazyTensor] | None:
+    """The state dict without the one prefix below which a module's tensors are; None if there is no such one."""
+    n_below = Counter(name[: dot.end()] for name in state for dot in re.finditer(r"\.", name))
+    n_needed = len(own.keys() - tied_names(own).keys())
+    found: list[tuple[dict[str, Tensor | LazyTensor], dict[str, Tensor | LazyTensor]]] = []
+    for prefix in (prefix for prefix, n in n_below.items() if n >= n_needed):
+        below = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+        beside = {name: tensor for name, tensor in state.items() if not name.startswith(prefix)}
+        below = _as_named_in(own, below)
+        is_known = any(all(other.get(name) is tensor for name, tensor in below.items()) for other, _ in found)
+        if not is_known and not _compare(own, below).left:  # known: that is the mark of a wrapper below a prefix
+            found.append((below, beside))
+    if len(found) != 1 or found[0][0].keys() & found[0][1].keys():
+        return None
+    below, beside = found[0]
+    return below | beside
 
 
 def _without_one_wrapper(names: list[str]) -> list[str] | None:

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from workbench.models.lazy_state import LazyTensor
+    from workbench.models.lazy_tensor import LazyTensor
 
 
-def files_identity(files: Sequence[Path]) -> str:
-    """Name, length and time of change of files, as one text."""
+def files_identity(path: Path) -> str:
+    """Name, length and time of change of a file, or of all files of a folder, as one text."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     stats = [(file.name, file.stat()) for file in files]
     return "; ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
 
@@ -58,15 +59,13 @@ def stream_plain(
 
     Args:
         model: Model that fits the tensors; what the checkpoint does not hold stays as it is.
-        state: Tensors by name.
+        state: Tensors by their names in the model.
         identity: Text that changes when the files do.
         device: Device on which the model will run.
     """
     empty: dict[int, Tensor] = {}
-    plain = {plain: name for name, plain in plain_names(state).items()}
-    own = plain_names([name for name, _ in _named_tensors(model)])
-    sources = {name: plain[own[name]] for name in own if own[name] in plain}
-    alias: dict[int, str] = {id(tensor): name for name, tensor in _named_tensors(model) if name in sources}
+    sources = dict(zip(state, state, strict=True))
+    alias = {id(tensor): name for name, tensor in _named_tensors(model) if name in state}
     for path, module in model.named_modules():
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
         for table in tables:
@@ -76,7 +75,7 @@ def stream_plain(
                 meta = tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
                 is_parameter = isinstance(tensor, nn.Parameter)
                 meta = nn.Parameter(meta, requires_grad=tensor.requires_grad) if is_parameter else meta
-                sources.setdefault(f"{path}.{name}" if path else name, sources[alias[id(tensor)]])
+                sources.setdefault(f"{path}.{name}" if path else name, alias[id(tensor)])
                 table[name] = empty.setdefault(id(tensor), meta)
     dtypes = {names: tensor.dtype for names, tensor in _named_tensors(model)}
 

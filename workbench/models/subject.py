@@ -62,7 +62,7 @@ class Subject:
         model: Module, in eval mode as opened; its mode is not changed afterwards.
         name: Short name for titles and stores.
         source: Origin of the model, for provenance.
-        folder: Folder with tokenizer files, where there is one.
+        folder: Folder with tokenizer files, or GGUF file with a tokenizer, where there is one.
         own_tokenizer: Turns texts into token ids, called as those of Hugging Face are, such as `ByteTokenizer`; None:
             the one in the folder.
         streamed: Weights that stay on disk and fill each block while it runs; None: they are in memory.
@@ -93,6 +93,10 @@ class Subject:
         """
         if self.own_tokenizer is not None:
             return self.own_tokenizer
+        if self.folder is not None and self.folder.suffix == ".gguf" and self.folder.is_file():
+            from workbench.models.gguf_file import gguf_tokenizer
+
+            return gguf_tokenizer(self.folder)
         if self.folder is not None and (self.folder / "tokenizer_config.json").exists():
             from transformers import AutoTokenizer
 

@@ -1,0 +1,194 @@
+"""LoRA adapters as PEFT saves them, against the model that computes with both matrices unmerged."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import workbench as wb
+from tests.models.weight_models import TOKENS, refusal
+from workbench.models.lazy_state import lazy_state
+
+pytestmark = pytest.mark.medium
+
+
+def base_of(kind):
+    """A small model of transformers."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=16)).eval()
+    options = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, tie_word_embeddings=False, **options)).eval()
+
+
+class _Unmerged(nn.Module):
+    """A layer and its two matrices, as PEFT computes them."""
+
+    def __init__(self, layer, a, b, scale):
+        super().__init__()
+        self.layer, self.a, self.b, self.scale = layer, a, b, scale
+
+    def forward(self, x):
+        if isinstance(self.layer, nn.Embedding):
+            return self.layer(x) + self.scale * nn.functional.embedding(x, self.a.T) @ self.b.T
+        return self.layer(x) + self.scale * (x @ self.a.T @ self.b.T)
+
+
+TARGETS = {
+    "llama": ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.embed_tokens", "lm_head"],
+    "gpt2": ["transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_proj", "transformer.h.1.mlp.c_fc"],
+}
+
+
+def adapter(folder, kind, base, *, rank=4, alpha=8, **options):
+    """Write an adapter of a base model; the oracle computes it unmerged."""
+    folder.mkdir(exist_ok=True)
+    oracle = base_of(kind)
+    generator = torch.Generator().manual_seed(1)
+    state = {}
+    scale = alpha / rank**0.5 if options.get("use_rslora") else alpha / rank
+    for target in TARGETS[kind]:
+        layer = oracle.get_submodule(target)
+        is_embedding = isinstance(layer, nn.Embedding)
+        n_in, n_out = layer.weight.shape if kind == "gpt2" or is_embedding else layer.weight.shape[::-1]
+        a, b = torch.randn(rank, n_in, generator=generator), torch.randn(n_out, rank, generator=generator)
+        ends = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight")
+        state |= {f"base_model.model.{target}.{end}": tensor for end, tensor in zip(ends, (a, b), strict=True)}
+        oracle.set_submodule(target, _Unmerged(layer, a, b, scale))
+    save_file(state, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "base_model_name_or_path": str(base), "r": rank, "lora_alpha": alpha, "use_dora": False,
+        "fan_in_fan_out": kind == "gpt2", "bias": "none", "target_modules": ["q_proj"], "task_type": "CAUSAL_LM",
+        "init_lora_weights": True, "lora_dropout": 0.1, "modules_to_save": None, "alpha_pattern": {}, **options,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return oracle.eval()
+
+
+def change_config(folder, **changes):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def change_weights(folder, change):
+    file = folder / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """Folder of a base model, and of an adapter of it."""
+    base_of("llama").save_pretrained(tmp_path / "base")
+    adapter(tmp_path / "adapter", "llama", tmp_path / "base")
+    return tmp_path / "base", tmp_path / "adapter"
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"rank": 2, "alpha": 3}])
+def test_an_adapter_is_merged_into_its_base(kind, options, tmp_path):
+    base_of(kind).save_pretrained(tmp_path / "base")
+    oracle = adapter(tmp_path / "adapter", kind, tmp_path / "base", **options)
+    expected = oracle(TOKENS).logits
+    subject = wb.open_checkpoint(tmp_path / "adapter")
+    assert (subject.name, subject.source, subject.unloaded) == ("adapter", str(tmp_path / "adapter"), "")
+    assert type(subject.model) is type(base_of(kind))
+    torch.testing.assert_close(subject.model(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(base_of(kind)(TOKENS).logits, expected, atol=0.1)
+    module = base_of(kind)
+    assert wb.open_checkpoint(tmp_path / "adapter", module=module).model is module
+    assert torch.equal(module(TOKENS).logits, subject.model(TOKENS).logits)
+    own = subject.model.state_dict()
+    assert all(torch.equal(own[name], tensor.read()) for name, tensor in lazy_state(tmp_path / "adapter").items())
+
+
+def test_wrapped_and_half_precision_bases(llama):
+    _, folder = llama
+    expected = wb.open_checkpoint(folder).model.state_dict()
+    module = nn.DataParallel(base_of("llama"))
+    wb.open_checkpoint(folder, module=module)
+    assert all(torch.equal(module.module.state_dict()[name], tensor) for name, tensor in expected.items())
+    half = wb.open_checkpoint(folder, dtype="bfloat16").model.state_dict()
+    for name, tensor in expected.items():  # rounded once or twice
+        assert half[name].dtype == torch.bfloat16
+        torch.testing.assert_close(half[name].float(), tensor, rtol=2**-7, atol=2**-7)
+
+
+def test_modules_that_were_trained_as_a_whole_replace_those_of_the_base(llama):
+    _, folder = llama
+    change_weights(folder, lambda state: {**state, "base_model.model.model.norm.weight": torch.full((16,), 3.0)})
+    change_config(folder, modules_to_save=["norm"])
+    assert (wb.open_checkpoint(folder).model.model.norm.weight == 3).all()
+    change_weights(folder, lambda state: {**state, "base_model.model.model.norm.weight": torch.ones(17)})
+    assert "has model.norm.weight, which the base model has not, or in another shape; merge" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "is an adapter with use_dora, which is more than LoRA; merge it with peft's"),
+        ({"alpha_pattern": {"q_proj": 3}}, "with alpha_pattern, which is more than LoRA"),
+        ({"target_parameters": ["x"], "something_new": 3}, "with something_new, target_parameters, which is more"),
+        ({"init_lora_weights": "pissa"}, "was made with init_lora_weights = 'pissa', which may change the base"),
+        ({"peft_type": "IA3"}, "is an adapter of the type IA3, not LORA; merge"),
+        ({"peft_type": None}, "is an adapter of the type None, not LORA; merge"),
+        ({"lora_alpha": "8"}, "has lora_alpha = '8', expected a number; fetch"),
+        ({"base_model_name_or_path": "somebody/llama"}, "is an adapter of somebody/llama, which is no folder here; op"),
+        ({"base_model_name_or_path": None}, "is an adapter of None, which is no folder here"),
+        ({"base_model_name_or_path": "."}, "is an adapter of ., which is no folder here"),
+    ],
+)
+def test_other_adapters_are_refused(changes, message, llama, monkeypatch):
+    _, folder = llama
+    monkeypatch.chdir(folder)
+    change_config(folder, **changes)
+    assert message in refusal(folder)
+
+
+def test_adapters_that_do_not_fit_are_refused(llama):
+    _, folder = llama
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    whole = load_file(folder / "adapter_model.safetensors")
+
+    def refused(change):
+        save_file(change(dict(whole)), folder / "adapter_model.safetensors")
+        return refusal(folder, base_of("llama"))
+
+    assert "fits no matrix of the base model" in refused(lambda s: {name.replace(".0.", ".7."): s.pop(name), **s})
+    assert "fits no matrix of the base model" in refused(lambda s: {name.replace("q_proj", "act"): s.pop(name), **s})
+    assert "fits no matrix of the base model" in refused(lambda s: s | {name: torch.ones(4, 16, 1)})
+    assert "q_proj.weight is (16, 16), its change (16, 17); pass" in refused(lambda s: s | {name: torch.ones(4, 17)})
+    assert "its change (16, 16); pass" in refused(lambda s: s | {name: torch.ones(5, 16)})
+    assert "fits no matrix" in refused(lambda s: {k: v for k, v in s.items() if k != name.replace("_A", "_B")})
+    assert "which the base model has not" in refused(lambda s: {k: v for k, v in s.items() if k != name})
+    assert "holds no LoRA matrices ()" in refused(lambda _: {})
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    assert "is truncated or no safetensors file" in refusal(folder)
+    (folder / "adapter_model.safetensors").unlink()
+    assert "has no adapter_model.safetensors; fetch that file too." in refusal(folder)
+    (folder / "adapter_config.json").write_text("[]")
+    assert "holds a JSON list, expected an object" in refusal(folder)
+    (folder / "adapter_config.json").write_text("{")
+    assert "adapter_config.json is no valid JSON" in refusal(folder)
+
+
+def test_a_change_of_one_of_two_tied_tensors_is_refused(tmp_path):
+    base_of("gpt2").save_pretrained(tmp_path / "base")
+    folder = tmp_path / "adapter"
+    adapter(folder, "gpt2", tmp_path / "base")
+    target = "base_model.model.transformer.wte.lora_embedding_"
+    more = {f"{target}A": torch.ones(4, 32), f"{target}B": torch.ones(16, 4)}
+    change_weights(folder, lambda state: state | more)
+    assert "that should equal another (" in refusal(folder)
+
+
+def test_quantized_bases_are_refused(llama):
+    base, folder = llama
+    state = load_file(base / "model.safetensors")
+    state["lm_head.weight"] = state["lm_head.weight"].to(torch.int8)
+    save_file(state, base / "model.safetensors")
+    with pytest.raises(wb.WorkbenchError, match="lm_head.weight of the base model is quantized; pass"):
+        lazy_state(folder)

@@ -1,0 +1,284 @@
+"""Folders of PyTorch's distributed checkpoint, written by torch itself, and of Megatron, which are of the same kind."""
+
+import json
+import pickle
+import shutil
+import sys
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+import workbench as wb
+from tests.models.weight_models import TOKENS, assert_opens, refusal, small
+from workbench.models.lazy_state import lazy_state
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def trained(seed=0):
+    """A model and an optimizer with a state."""
+    model = small(seed)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(TOKENS).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+class _App:
+    """What the tutorials of torch save."""
+
+    def __init__(self):
+        self.model, self.optimizer = trained()
+
+    def state_dict(self):
+        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def dcp_states():
+    """Way of saving -> the model and the state given to torch."""
+    model, optimizer = trained()
+    app = _App()
+    state = model.state_dict()
+    return {
+        "plain": (model, state),
+        "model and optimizer": (model, {"model": model, "optimizer": optimizer, "step": 3}),
+        "app": (app.model, {"app": app}),
+        "Lightning": (model, {"state_dict": {f"net.{k}": v for k, v in state.items()}, "optimizer_0": optimizer}),
+        "torchtitan": (model, {**state, "optimizer": {"state.blocks.0.exp_avg": torch.ones(2)}, "step": 3}),
+        "wrapped": (model, {"model": {f"module._orig_mod.{k}": v for k, v in state.items()}}),
+    }
+
+
+@pytest.mark.parametrize("way", dcp_states())
+def test_what_torch_saved_opens(way, tmp_path):
+    model, state = dcp_states()[way]
+    dcp.save(state, checkpoint_id=tmp_path / "saved")
+    assert_opens(tmp_path / "saved", model)
+    assert "holds weights without an architecture; pass module=" in refusal(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_tensors_of_every_dtype_and_shape_are_read(dtype, tmp_path):
+    state = {"scalar": torch.tensor(1.0), "empty": torch.zeros(0, 3), "view": torch.arange(12.0).reshape(3, 4).T}
+    state = {name: tensor.to(dtype) for name, tensor in state.items()}
+    dcp.save(dict(state), checkpoint_id=tmp_path)
+    lazy = lazy_state(tmp_path)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in lazy.items()} == {
+        name: (tuple(tensor.shape), dtype) for name, tensor in state.items()
+    }
+    for name, tensor in state.items():
+        assert torch.equal(lazy[name].read().double(), tensor.double())
+
+
+def change_metadata(folder, change):
+    file = folder / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    change(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def split(folder, whole, boxes):
+    """Put a tensor that was saved whole in its place in several chunks, as ranks would have saved them.
+
+    Args:
+        folder: A DCP folder.
+        whole: Name and values of the tensor.
+        boxes: Offsets and sizes of its chunks.
+    """
+    name, values = whole
+
+    def change(metadata):
+        old = metadata.storage_data.pop(MetadataIndex(name, [0] * values.ndim))
+        entry = metadata.state_dict_metadata[name]
+        entry.chunks = []
+        for i, (offsets, sizes) in enumerate(boxes):
+            part = values[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].clone()
+            file = folder / f"__{i + 1}_0.distcp"
+            start = file.stat().st_size if file.exists() else 0
+            with file.open("ab") as out:
+                torch.save(part, out)
+            info = type(old)(file.name, start, file.stat().st_size - start)
+            metadata.storage_data[MetadataIndex(name, offsets)] = info
+            entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+
+    change_metadata(folder, change)
+
+
+def test_chunks_of_several_ranks_are_put_together(tmp_path):
+    model = small()
+    dcp.save({"model": model}, checkpoint_id=tmp_path)
+    head = ("model.head.weight", model.head.weight.detach())
+    split(tmp_path, head, [((0, 0), (10, 16)), ((10, 0), (22, 7)), ((10, 7), (22, 9))])
+    assert_opens(tmp_path, model)
+    for wrong in ([((0, 0), (10, 16))], [((0, 0), (10, 16)), ((20, 0), (22, 16))], []):
+        change_metadata(tmp_path, lambda m: m.storage_data.update({MetadataIndex(head[0], (0, 0)): _info(m)}))
+        split(tmp_path, head, wrong)
+        assert f"does not hold all of {head[0]}; fetch" in refusal(tmp_path, small(9))
+
+
+def _info(metadata):
+    return next(iter(metadata.storage_data.values()))
+
+
+class _Bomb:
+    def __reduce__(self):
+        return (open, ("exploded", "w"))
+
+
+@pytest.mark.parametrize("place", ["alone", "planner_data", "storage_data", "state_dict_metadata"])
+def test_code_in_the_metadata_is_not_run(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"model": small()}, checkpoint_id=tmp_path)
+    if place == "alone":
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(_Bomb()))
+    else:
+        change_metadata(tmp_path, lambda metadata: getattr(metadata, place).update({"x": _Bomb()}))
+    text = refusal(tmp_path, small(9))
+    assert "holds more than the places of tensors, possibly code (io.open is not allowed), and was not loaded" in text
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("name", ["eval", "torch.hub", "torch.load", "posix.system", "collections.Counter"])
+def test_no_other_name_is_looked_up(name, tmp_path):
+    module, _, name = f"builtins.{name}".rpartition(".") if "." not in name else name.rpartition(".")
+    dcp.save({"model": small()}, checkpoint_id=tmp_path)
+    (tmp_path / ".metadata").write_bytes(f"c{module}\n{name}\n.".encode())
+    assert f"({module}.{name} is not allowed)" in refusal(tmp_path, small(9))
+
+
+def test_code_in_the_data_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"model": small()}, checkpoint_id=tmp_path)
+    torch.save(_Bomb(), tmp_path / "bomb.distcp")
+
+    def change(metadata):
+        info = metadata.storage_data[MetadataIndex("model.head.weight", (0, 0))]
+        info.relative_path, info.offset, info.length = "bomb.distcp", 0, (tmp_path / "bomb.distcp").stat().st_size
+
+    change_metadata(tmp_path, change)
+    assert "holds more than a tensor at model.head.weight, possibly code" in refusal(tmp_path, small(9))
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_damaged_folders_are_refused(tmp_path):
+    whole = tmp_path / "whole"
+    dcp.save({"model": small()}, checkpoint_id=whole)
+
+    def damaged(change):
+        folder = shutil.copytree(whole, tmp_path / "damaged", dirs_exist_ok=True)
+        change(folder)
+        return refusal(folder, small(9))
+
+    metadata = (whole / ".metadata").read_bytes()
+    for kept in (b"", metadata[:10], metadata[:-20], b"noise" * 100, pickle.dumps(3), pickle.dumps({"a": 1})):
+        assert ".metadata is damaged; fetch" in damaged(lambda f, kept=kept: (f / ".metadata").write_bytes(kept))
+    data = (whole / "__0_0.distcp").read_bytes()
+    for kept in (b"", data[:100], data[:-1]):
+        text = damaged(lambda f, kept=kept: (f / "__0_0.distcp").write_bytes(kept))
+        assert "__0_0.distcp is missing or truncated; fetch it again." in text
+    assert "__0_0.distcp is missing" in damaged(lambda f: (f / "__0_0.distcp").unlink())
+    noise = bytes(len(data))
+    assert "__0_0.distcp is damaged at model." in damaged(lambda f: (f / "__0_0.distcp").write_bytes(noise))
+
+    def outside(metadata):
+        _info(metadata).relative_path = "../whole/__0_0.distcp"
+
+    assert "names '../whole/__0_0.distcp', which is not in the folder" in damaged(lambda f: change_metadata(f, outside))
+
+    def compressed(metadata):
+        _info(metadata).transform_descriptors = ["zstd"]
+
+    assert "is compressed (['zstd']); save it without transforms." in damaged(lambda f: change_metadata(f, compressed))
+
+    names = [n for n in lazy_state(whole) if n.endswith("norm.weight")]
+
+    def swapped_places(metadata):
+        a, b = MetadataIndex("model.head.weight", (0, 0)), MetadataIndex(f"model.{names[0]}", (0,))
+        places = metadata.storage_data
+        places[a], places[b] = places[b], places[a]
+
+    assert "holds another tensor than model." in damaged(lambda f: change_metadata(f, swapped_places))
+
+
+def test_folders_that_hold_no_or_other_weights_are_refused(tmp_path):
+    _, optimizer = trained()
+    dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path / "a")
+    text = refusal(tmp_path / "a", small(9))
+    assert "holds optimizer, but no weights under a key such as model or state_dict; save" in text
+    dcp.save({"model": small().blocks}, checkpoint_id=tmp_path / "b")
+    assert "does not fit Transformer: it lacks " in refusal(tmp_path / "b", small(9))
+    dcp.save({"model": small(), "module": small()}, checkpoint_id=tmp_path / "c")
+    assert "may hold weights under each of model, module; save one of them alone." in refusal(tmp_path / "c", small(9))
+
+
+class _Decoder(torch.nn.Module):
+    """The names of Megatron-Core's GPT."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = torch.nn.Embedding(32, 8)
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.decoder.final_layernorm = torch.nn.LayerNorm(8)
+
+    def forward(self, tokens):
+        states = self.embedding(tokens)
+        for layer in self.decoder.layers:
+            states = states + layer(states)
+        return self.decoder.final_layernorm(states)
+
+
+@pytest.mark.parametrize("is_stacked", [True, False])
+@pytest.mark.parametrize("is_parent", [True, False])
+def test_megatron_folders_open(is_stacked, is_parent, tmp_path, monkeypatch):
+    model = _Decoder(0)
+    state = {k: v.detach() for k, v in model.state_dict().items()}
+    if is_stacked:  # layers of one kind are kept as one tensor each
+        layers = {k.split(".", 3)[3]: v for k, v in state.items() if ".layers.0." in k}
+        stacked = {
+            f"decoder.layers.{k}": torch.stack([state[f"decoder.layers.{i}.{k}"] for i in range(3)]) for k in layers
+        }
+        state = {k: v for k, v in state.items() if ".layers." not in k} | stacked
+    beside = {
+        "optimizer.state.exp_avg.embedding.weight": torch.ones(32, 8),
+        "chained_0.optimizer.state.exp_avg.x": torch.ones(2),
+        "rng_state": torch.ones(3),
+    }
+    folder = tmp_path / "iter_0000010"
+    dcp.save({**state, **beside}, checkpoint_id=folder, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    (folder / "common.pt").write_bytes(b"never read")
+    if is_stacked:  # from two ranks of a pipeline, which each held some of the layers
+        name = "decoder.layers.weight"
+        split(folder, (name, state[name]), [((0, 0, 0), (2, 8, 8)), ((2, 0, 0), (1, 8, 8))])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    rename_class(folder / ".metadata", monkeypatch)
+    target = _Decoder(1)
+    assert wb.open_checkpoint(tmp_path if is_parent else folder, module=target).unloaded == ""
+    assert torch.equal(target(TOKENS), model(TOKENS))
+
+
+def rename_class(file, monkeypatch):
+    """Give the metadata the class that Megatron has for it."""
+
+    @dataclass
+    class MCoreMetadata(Metadata):
+        mcore_data: dict | None = None
+
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    MCoreMetadata.__module__, MCoreMetadata.__qualname__ = name, "MCoreMetadata"
+    metadata = MCoreMetadata(**vars(pickle.loads(file.read_bytes())), mcore_data={"x": {}})
+    with monkeypatch.context() as patch:
+        for i in range(1, 6):
+            parent = ".".join(name.split(".")[:i])
+            patch.setitem(sys.modules, parent, types.ModuleType(parent))
+        sys.modules[name].MCoreMetadata = MCoreMetadata
+        file.write_bytes(pickle.dumps(metadata))

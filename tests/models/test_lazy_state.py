@@ -1,0 +1,236 @@
+"""Files and folders of weights as training code leaves them, opened onto a module and read tensor by tensor."""
+
+import argparse
+import json
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import workbench as wb
+from tests.models.weight_models import TOKENS, assert_opens, refusal, small
+from workbench.errors import CheckpointError
+from workbench.models.lazy_state import LazyTensor, lazy_state
+
+#: How training code nests the weights, and what it keeps beside them.
+NESTINGS = {
+    "plain": lambda state: state,
+    "nanoGPT": lambda state: {
+        "model": state,
+        "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]},
+        "model_args": {"n_layer": 2},
+        "iter_num": 3,
+        "best_val_loss": torch.tensor(1.0),
+        "config": {"device": "cpu"},
+    },
+    "model_state_dict": lambda state: {"epoch": 3, "model_state_dict": state, "optimizer_state_dict": {}},
+    "state_dict": lambda state: {"state_dict": state, "arch": "resnet"},
+    "DeepSpeed": lambda state: {
+        "module": OrderedDict(state),
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [OrderedDict((name, tensor.shape) for name, tensor in state.items())],
+        "ds_config": {"zero_optimization": {"stage": 2}},
+    },
+    "twice": lambda state: {"model": {"state_dict": state, "step": 3}},
+}
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
+def test_nested_state_dicts_open(nesting, suffix, tmp_path):
+    model = small()
+    torch.save(NESTINGS[nesting](model.state_dict()), tmp_path / f"weights{suffix}")
+    assert assert_opens(tmp_path / f"weights{suffix}", model).name == "weights"
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    nesting=st.sampled_from(sorted(NESTINGS)),
+    prefix=st.lists(st.sampled_from(["module.", "_orig_mod.", "model.", "net."]), max_size=3).map("".join),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
+    is_zip=st.booleans(),
+)
+def test_every_nesting_prefix_and_dtype_gives_the_weights(nesting, prefix, dtype, is_zip, tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)))
+    state = {f"{prefix}{name}": tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    path = tmp_path / "weights.pt"
+    torch.save(NESTINGS[nesting](state), path, _use_new_zipfile_serialization=is_zip)
+    lazy = lazy_state(path)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in lazy.items()} == {
+        name: (tuple(tensor.shape), dtype) for name, tensor in state.items()
+    }
+    assert all(torch.equal(lazy[name].read(), tensor) for name, tensor in state.items())
+    target = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)))
+    assert wb.open_checkpoint(path, module=target).unloaded == ""
+    assert all(torch.equal(target.state_dict()[name], state[prefix + name].float()) for name in target.state_dict())
+
+
+@pytest.mark.framework
+def test_a_lightning_checkpoint_opens(tmp_path):
+    import lightning
+
+    class Wrapped(lightning.LightningModule):
+        def __init__(self, width):
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = small()
+
+        def training_step(self, batch, _):
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    module = Wrapped(width=16)
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    trainer = lightning.Trainer(max_steps=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    trainer.fit(module, torch.utils.data.DataLoader(TOKENS, batch_size=2))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert_opens(tmp_path / "last.ckpt", module.net.eval())
+
+
+@pytest.mark.parametrize("prefix", ["model.", "net.", "a.b.", "model._orig_mod.", "module.model.", "model.module."])
+def test_a_prefix_of_all_names_is_left_out(prefix, tmp_path):
+    model = small()
+    save_file({prefix + name: tensor for name, tensor in model.state_dict().items()}, tmp_path / "x.safetensors")
+    assert_opens(tmp_path / "x.safetensors", model)
+
+
+def test_a_prefix_is_never_guessed(tmp_path):
+    path = tmp_path / "x.pt"
+    student = {f"student.{name}": tensor for name, tensor in small().state_dict().items()}
+    teacher = {f"teacher.{name}": tensor for name, tensor in small(1).state_dict().items()}
+    torch.save(student | teacher, path)
+    for strict in (True, False):  # either would fit
+        assert "unexpected tensors (student.blocks." in refusal(path, small(9), strict=strict)
+    torch.save(student | {"loss.weight": torch.ones(2)}, path)
+    assert "it has 1 unexpected tensor (loss.weight)" in refusal(path, small(9))
+    assert wb.open_checkpoint(path, module=small(9), strict=False).unloaded == "1 tensor (loss.weight) ignored"
+    torch.save(student | {"head.weight": small(1).state_dict()["head.weight"]}, path)
+    assert "it lacks " in refusal(path, small(9))  # which of the heads?
+    del student["student.head.weight"]
+    torch.save(student, path)
+    assert "it lacks " in refusal(path, small(9))
+
+
+def test_several_state_dicts_in_one_file_are_refused(tmp_path):
+    state = small().state_dict()
+    torch.save({"model": state, "state_dict": state}, tmp_path / "x.pt")
+    text = refusal(tmp_path / "x.pt", small(9))
+    assert text == "x.pt may hold weights under each of state_dict, model; save one of them alone."
+
+
+def test_objects_beside_the_weights_are_refused_and_not_made(tmp_path):
+    torch.save({"model": small().state_dict(), "args": argparse.Namespace(lr=1)}, tmp_path / "x.pt")
+    assert "holds more than tensors, possibly code, and was not loaded" in refusal(tmp_path / "x.pt", small(9))
+
+
+def test_extra_state_that_is_empty_is_left_out(tmp_path):
+    model = small()
+    extra = {"a._extra_state": None, "b._extra_state": torch.empty(0)}
+    torch.save({"model": {**model.state_dict(), **extra}}, tmp_path / "x.pt")
+    assert_opens(tmp_path / "x.pt", model)
+    torch.save({"model": {**model.state_dict(), "a._extra_state": {"scale": 3}}}, tmp_path / "x.pt")
+    assert "holds no state dict" in refusal(tmp_path / "x.pt", small(9))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_zipped_pickles_stay_on_disk(tmp_path):
+    torch.save({"model": {"weight": torch.zeros(1000)}}, tmp_path / "x.pt")
+    tensor = lazy_state(tmp_path / "x.pt")["weight"].read()
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("x.pt")]
+    ends = [[int(end, 16) for end in parts[0].split("-")] for parts in maps]
+    assert any(low <= tensor.data_ptr() < high for low, high in ends)
+
+
+def test_a_module_is_left_as_it_was_where_a_tensor_cannot_be_read():
+    from workbench.models.state_fit import load_state
+
+    def broken():
+        raise CheckpointError("x is damaged.")
+
+    target = nn.Linear(2, 2)
+    before = target.weight.clone()
+    state = {"weight": LazyTensor.of(torch.ones(2, 2)), "bias": LazyTensor((2,), torch.float32, broken, 8)}
+    with pytest.raises(CheckpointError, match="x is damaged"):
+        load_state(target, state, "x", remedy="", left="")
+    assert torch.equal(target.weight, before)
+
+
+def test_large_tensors_are_read_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.models.state_fit._AT_ONCE", 1000)
+    model = small()
+    save_file(model.state_dict(), tmp_path / "x.safetensors")
+    assert_opens(tmp_path / "x.safetensors", model)
+
+
+def shards(folder, model, stem="model", suffix=".safetensors", n=3):
+    """The state of a model in several files without an index."""
+    items = list(model.state_dict().items())
+    for i in range(n):
+        path = folder / f"{stem}-{i + 1:05}-of-{n:05}{suffix}"
+        (save_file if suffix == ".safetensors" else torch.save)(dict(items[i::n]), path)
+
+
+def with_index(folder, suffix):
+    held = {name: file.name for file in folder.glob(f"*{suffix}") for name in lazy_state(file)}
+    stem = "model.safetensors" if suffix == ".safetensors" else "pytorch_model.bin"
+    (folder / f"{stem}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": held}))
+
+
+@pytest.mark.parametrize("stem", ["model", "pytorch_model", "diffusion_pytorch_model"])
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+@pytest.mark.parametrize("has_index", [False, True])
+def test_shards_open(stem, suffix, has_index, tmp_path):
+    model = small()
+    shards(tmp_path, model, stem, suffix)
+    if has_index:
+        with_index(tmp_path, suffix)
+    assert_opens(tmp_path, model)
+    text = refusal(tmp_path)
+    assert text.startswith(f"{tmp_path.name} holds weights without an architecture; pass module=")
+
+
+def test_shards_that_are_not_all_there_are_refused(tmp_path):
+    shards(tmp_path, small())
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    text = refusal(tmp_path, small(9))
+    assert text == f"{tmp_path} lacks model-00002-of-00003.safetensors of its shards; fetch that file too."
+    shards(tmp_path, small())
+    shards(tmp_path, small(), suffix=".bin")
+    text = refusal(tmp_path, small(9))
+    assert "holds several sets of shards (model-*-of-00003.bin, model-*-of-00003.safetensors); leave one." in text
+    for file in tmp_path.glob("*.bin"):
+        file.unlink()
+    again = {name: torch.ones(2) for name in lazy_state(tmp_path / "model-00001-of-00003.safetensors")}
+    save_file(again, tmp_path / "model-00002-of-00003.safetensors")
+    assert "in several files; leave one of them." in refusal(tmp_path, small(9))
+    (tmp_path / "model-00002-of-00003.safetensors").write_bytes(b"")
+    assert "is truncated or no safetensors file; fetch it again." in refusal(tmp_path, small(9))
+
+
+def test_transformers_shards_without_an_index_open(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path, max_shard_size="5KB")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    subject = wb.open_checkpoint(tmp_path)
+    assert subject.unloaded == ""
+    assert torch.equal(subject.model(TOKENS).logits, model(TOKENS).logits)
+    next(tmp_path.glob("model-00002-*")).unlink()
+    assert "lacks model-00002-of-" in refusal(tmp_path)

@@ -1,0 +1,138 @@
+"""Folders of DeepSpeed, of diffusers and of transformers' Trainer."""
+
+import json
+import sys
+import types
+from collections import OrderedDict
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import workbench as wb
+from tests.models.weight_models import TOKENS, assert_opens, refusal, small
+
+
+def deepspeed(folder, model, name="mp_rank_00_model_states.pt"):
+    """What DeepSpeed's save_checkpoint writes, without the states of the optimizer."""
+    (folder / "global_step5").mkdir(parents=True)
+    state = OrderedDict((f"module.{k}", v) for k, v in model.state_dict().items())
+    torch.save({"module": state, "param_shapes": [], "ds_version": "0.16"}, folder / "global_step5" / name)
+    (folder / "global_step5" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"never read")
+    (folder / "latest").write_text("global_step5\n")
+    (folder / "zero_to_fp32.py").write_text("raise RuntimeError")
+
+
+def test_deepspeed_folders_open(tmp_path):
+    model = small()
+    deepspeed(tmp_path, model)
+    assert_opens(tmp_path, model)
+    assert_opens(tmp_path / "global_step5", model)
+    assert_opens(tmp_path / "global_step5" / "mp_rank_00_model_states.pt", model)
+    for text in ("global_step7", "", "../elsewhere", ".", "\0"):
+        (tmp_path / "latest").write_text(text)
+        assert "which is no folder beside it; fetch that too." in refusal(tmp_path, small(9))
+    (tmp_path / "latest").write_bytes(b"\xff\xfe")
+    assert "which is no folder beside it; fetch that too." in refusal(tmp_path, small(9))
+
+
+def test_weights_that_deepspeed_divided_are_refused(tmp_path):
+    deepspeed(tmp_path / "three", small(), "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    text = refusal(tmp_path / "three", small(9))
+    assert "holds weights that ZeRO-3 divided; run the zero_to_fp32.py beside it and pass the file it makes." in text
+    deepspeed(tmp_path / "two", small())
+    (tmp_path / "two" / "global_step5" / "mp_rank_01_model_states.pt").write_bytes(b"")
+    assert "holds weights divided among 2 ranks of model parallelism; export" in refusal(tmp_path / "two", small(9))
+
+
+def diffusers_folder(folder, model, **config):
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "diffusion_pytorch_model.safetensors")
+    about = {"_class_name": "DiTTransformer2DModel", "_diffusers_version": "0.33", **config}
+    (folder / "config.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_diffusers_folders_open_with_their_module(tmp_path):
+    model = small()
+    folder = diffusers_folder(tmp_path / "dit", model)
+    assert_opens(folder, model)
+    text = refusal(folder)
+    assert text == (
+        f"{folder} holds a DiTTransformer2DModel of diffusers, which is not installed; "
+        "install diffusers, or pass the model as module=."
+    )
+    (folder / "config.json").write_text('{"_class_name": "DiTTransformer2DModel", "model_type": "llama"}')
+    assert "module= goes with a file of weights" in refusal(folder, small(9))
+
+
+def test_a_class_of_diffusers_is_built_where_it_is_installed(tmp_path, monkeypatch):
+    class DiTTransformer2DModel(nn.Linear):
+        @classmethod
+        def from_config(cls, config):
+            return cls(config["n_in"], config["n_out"])
+
+    monkeypatch.setitem(sys.modules, "diffusers", types.ModuleType("diffusers"))
+    sys.modules["diffusers"].DiTTransformer2DModel = DiTTransformer2DModel
+    sys.modules["diffusers"].Broken = 3
+    model = nn.Linear(3, 2)
+    folder = diffusers_folder(tmp_path / "dit", model, n_in=3, n_out=2)
+    subject = wb.open_checkpoint(folder)
+    assert type(subject.model) is DiTTransformer2DModel
+    assert torch.equal(subject.model.weight, model.weight)
+    assert not subject.model.training
+    assert wb.open_checkpoint(folder, dtype="bfloat16").model.weight.dtype == torch.bfloat16
+    (folder / "config.json").write_text('{"_class_name": "DiTTransformer2DModel", "n_in": 3, "n_out": 5}')
+    assert "does not fit DiTTransformer2DModel: it has 2 tensors of another shape" in refusal(folder)
+    (folder / "config.json").write_text('{"_class_name": "DiTTransformer2DModel"}')
+    assert "config.json does not describe a DiTTransformer2DModel (KeyError: 'n_in')" in refusal(folder)
+    for name in ("Nope", "Broken"):
+        (folder / "config.json").write_text(json.dumps({"_class_name": name}))
+        assert f"holds a {name}, which the installed diffusers does not know; update diffusers" in refusal(folder)
+
+
+def test_a_whole_pipeline_is_refused(tmp_path):
+    (tmp_path / "model_index.json").write_text("{}")
+    folder = diffusers_folder(tmp_path / "unet", small())
+    text = refusal(tmp_path)
+    assert text.endswith(f"it holds a pipeline of diffusers: pass the folder of one of its models, such as {folder}.")
+
+
+def test_a_trainers_folder_with_one_checkpoint_opens(tmp_path):
+    model = small()
+    wb.save_checkpoint(model, tmp_path / "checkpoint-10")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()
+    subject = wb.open_checkpoint(tmp_path)
+    assert (subject.name, subject.folder) == ("checkpoint-10", tmp_path / "checkpoint-10")
+    assert torch.equal(subject.model(TOKENS), model(TOKENS))
+    for step in (9, 100):
+        wb.save_checkpoint(small(step), tmp_path / f"checkpoint-{step}")
+    assert refusal(tmp_path) == f"{tmp_path} holds 3 checkpoints; pass one, such as {tmp_path / 'checkpoint-100'}."
+    wb.save_checkpoint(small(3), tmp_path / "other")
+    for file in (tmp_path / "other").iterdir():
+        file.rename(tmp_path / file.name)
+    assert torch.equal(wb.open_checkpoint(tmp_path).model(TOKENS), small(3)(TOKENS))
+
+
+def test_a_trainers_folder_of_weights_alone_opens_with_its_module(tmp_path):
+    model = small()
+    (tmp_path / "checkpoint-10").mkdir()
+    save_file(model.state_dict(), tmp_path / "checkpoint-10" / "model.safetensors")
+    assert_opens(tmp_path, model)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_without_a_config_open_with_their_module(name, tmp_path):
+    model = small()
+    save = save_file if name.endswith("safetensors") else torch.save
+    save(model.state_dict(), tmp_path / name)
+    assert_opens(tmp_path, model)
+    assert "holds weights without an architecture; pass module=, or the folder with its config" in refusal(tmp_path)
+
+
+def test_a_file_of_weights_in_a_folder_is_named(tmp_path):
+    torch.save(small().state_dict(), tmp_path / "last.ckpt")
+    text = refusal(tmp_path, small(9))
+    assert text == f"{tmp_path} has no config.json, so it is no checkpoint folder; pass the file {tmp_path}/last.ckpt."

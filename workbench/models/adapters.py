@@ -1,0 +1,176 @@
+"""Adapter folders of PEFT: LoRA, merged into the weights of its base model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from workbench.errors import CheckpointError
+from workbench.models.lazy_tensor import LazyTensor
+from workbench.models.state_files import read_state
+from workbench.models.state_fit import some
+from workbench.models.weight_folders import ADAPTER_CONFIG
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_PREFIX = "base_model.model."
+#: The two factors of a change: ending of the first -> ending of the second.
+_FACTORS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
+#: Options that say nothing about the merged weights, or that are read here; any other must be empty or false.
+_KNOWN = {
+    "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out", "inference_mode",
+    "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
+    "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
+    "target_modules", "task_type", "use_rslora",
+}  # fmt: skip
+
+
+def base_model(folder: Path) -> Path:
+    """The base model that an adapter names.
+
+    Raises:
+        CheckpointError: If that is no file or folder here.
+    """
+    name = _config(folder).get("base_model_name_or_path")
+    places = [Path(name).expanduser(), folder / name] if isinstance(name, str) and name else []
+    for place in places:
+        if place.exists() and place.resolve() != folder.resolve():
+            return place
+    raise CheckpointError(
+        f"{folder} is an adapter of {str(name)[:80]}, which is no folder here; open that model and pass it as module=."
+    )
+
+
+def is_transposed(folder: Path) -> bool:
+    """Whether the matrices of the base model are kept as (inputs, outputs), as GPT-2's are."""
+    return bool(_config(folder).get("fan_in_fan_out"))
+
+
+def merged(
+    folder: Path, base: Mapping[str, LazyTensor], transposed: Callable[[str], bool | None]
+) -> dict[str, LazyTensor]:
+    """The tensors of a base model with those of an adapter added, W + scale B A, each when it is read.
+
+    The sum is computed in float32 or wider and rounded once to the type of W.
+
+    Args:
+        folder: Folder of the adapter.
+        base: Tensors of the base model by name.
+        transposed: Function of the name of a matrix: whether it is kept as (inputs, outputs); None if no change of
+            it is known to be of this kind.
+
+    Raises:
+        CheckpointError: If the adapter is damaged, does not fit the base model, or is more than LoRA.
+    """
+    options = _config(folder)
+    _refuse_what_is_more(folder, options)
+    file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(f"{folder} has no {_FILES[0]}; fetch that file too.")
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in read_state(file, mmap=True).items()}
+    state = dict(base)
+    used: set[str] = set()
+    for first, second in _FACTORS.items():
+        for name in [name for name in tensors if name.endswith(first)]:
+            module = name.removesuffix(first)
+            target = f"{module}.weight"
+            is_embedding = first == ".lora_embedding_A"
+            flips = is_embedding or transposed(target)
+            a, b = tensors[name], tensors.get(module + second)
+            if target not in base or b is None or flips is None or (a.ndim, b.ndim) != (2, 2):
+                raise CheckpointError(
+                    f"{file.name} has {name}, which fits no matrix of the base model; pass the model it was made for."
+                )
+            scale = options["lora_alpha"] / (math.sqrt(len(a)) if options.get("use_rslora") else len(a))
+            state[target] = _sum(file, base[target], target, a, b, scale, flips=flips)
+            used |= {name, module + second}
+    for name in tensors.keys() - used:
+        whole = LazyTensor.of(tensors[name])  # a module that was trained as a whole
+        if name not in base or base[name].shape != whole.shape:
+            raise CheckpointError(
+                f"{file.name} has {name}, which the base model has not, or in another shape; "
+                "merge the adapter with peft's merge_and_unload() and save that."
+            )
+        state[name] = whole
+    if not used:
+        raise CheckpointError(f"{file.name} holds no LoRA matrices ({some(tensors)}); fetch it again.")
+    return state
+
+
+def kind_of_matrix(module: nn.Module, names: Mapping[str, str]) -> Callable[[str], bool | None]:
+    """Whether matrices of a model are kept as (inputs, outputs), by the class of the module that each belongs to.
+
+    Args:
+        module: The model.
+        names: Name of a tensor without wrappers -> its name in the model.
+    """
+    modules = dict(module.named_modules())
+
+    def transposed(target: str) -> bool | None:
+        owner = modules.get(names.get(target, target).removesuffix(".weight"))
+        if type(owner).__name__ == "Conv1D":  # of transformers
+            return True
+        return False if isinstance(owner, nn.Linear) else None
+
+    return transposed
+
+
+def _sum(file: Path, weight: LazyTensor, name: str, a: Tensor, b: Tensor, scale: float, *, flips: bool) -> LazyTensor:
+    """The merged matrix, not yet computed."""
+    shape = (b.shape[0], a.shape[1])
+    if len(a) != b.shape[1] or weight.shape != (shape[::-1] if flips else shape):
+        raise CheckpointError(
+            f"{file.name} does not fit the base model: {name} is {weight.shape}, its change {shape}; "
+            "pass the model it was made for."
+        )
+    if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+        raise CheckpointError(f"{name} of the base model is quantized; pass the model in the precision of training.")
+
+    def read() -> Tensor:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        change = b.detach().to(wide) @ a.detach().to(wide) * scale
+        return (weight.read().to(wide) + (change.T if flips else change)).to(weight.dtype)
+
+    return LazyTensor(weight.shape, weight.dtype, read, weight.n_bytes)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / ADAPTER_CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is no valid JSON; fetch the adapter again.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} holds a JSON {type(config).__name__}, expected an object; fetch it again.")
+    return config
+
+
+def _refuse_what_is_more(folder: Path, options: Mapping[str, Any]) -> None:
+    """Refuse adapters that act otherwise than by the sum of two matrices.
+
+    Raises:
+        CheckpointError: If one does, or may.
+    """
+    merge = "merge it with peft's merge_and_unload() and save that."
+    if options.get("peft_type") != "LORA":
+        raise CheckpointError(f"{folder} is an adapter of the type {options.get('peft_type')}, not LORA; {merge}")
+    if options.get("init_lora_weights", True) not in (True, False, None, "gaussian"):
+        raise CheckpointError(
+            f"{folder} was made with init_lora_weights = {options['init_lora_weights']!r}, which may change the base "
+            f"model; {merge}"
+        )
+    if more := sorted(key for key, value in options.items() if value and key not in _KNOWN):
+        raise CheckpointError(f"{folder} is an adapter with {', '.join(more)}, which is more than LoRA; {merge}")
+    if not isinstance(options.get("lora_alpha"), (int, float)):
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG} has lora_alpha = {options.get('lora_alpha')!r}, expected a number; "
+            "fetch the adapter again."
+        )

@@ -1,0 +1,261 @@
+"""Folders that PyTorch's distributed checkpoint (DCP) wrote, ``.metadata`` and ``*.distcp``; Megatron's are of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.errors import CheckpointError
+from workbench.models.lazy_tensor import LazyTensor
+from workbench.models.state_files import WEIGHT_KEYS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: The file that says which tensors a folder holds and where.
+METADATA = ".metadata"
+#: A tensor of all layers at once, one index each, as Megatron keeps those of equal layers.
+_STACKED = re.compile(r"(?:^|(?<=\.))layers\.(?!\d)")
+#: What a ``.metadata`` is made of; each only holds values.
+_PLAIN_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict",),
+    "builtins": ("set", "frozenset"),
+}
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
+
+
+def distributed_state(folder: Path) -> dict[str, LazyTensor]:
+    """The weights of a DCP folder by name, without their values, an optimizer's and random states left out.
+
+    A tensor of several chunks is put together when it is read. Of a Megatron folder (``torch_dist``), a tensor of all
+    layers at once becomes one for each layer.
+
+    Raises:
+        CheckpointError: If the folder is damaged, incomplete, holds code, or no weights.
+    """
+    metadata = _read_metadata(folder / METADATA)
+    try:
+        return _state(folder, metadata)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / METADATA} is damaged; fetch the checkpoint again.") from error
+
+
+def _state(folder: Path, metadata: Any) -> dict[str, LazyTensor]:
+    is_megatron = _is_megatron(folder)
+    tensors = {name: entry for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")}
+    places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+    keys = _weights(folder, metadata, tensors, is_megatron=is_megatron)
+    state: dict[str, LazyTensor] = {}
+    for name, key in keys.items():
+        stored = _Stored.of(folder, key, tensors[key], places)
+        if is_megatron and _STACKED.search(name) and stored.shape:
+            for i in range(stored.shape[0]):
+                state[_STACKED.sub(f"layers.{i}.", name, count=1)] = stored.row(i)
+        else:
+            state[name] = stored.whole()
+    return state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a pickle of plain values and of the classes of a ``.metadata``, and refuses all else before it is made."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _PLAIN_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.layout)):
+            return found
+        if module.partition(".")[0] == "pathlib" and name in _PATHS:
+            return PurePosixPath
+        if (module, name) == ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"):
+            return super().find_class("torch.distributed.checkpoint.metadata", "Metadata")  # it adds one dict
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+
+
+def _read_metadata(file: Path) -> Any:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    try:
+        metadata = _Unpickler(io.BytesIO(file.read_bytes())).load()
+    except pickle.UnpicklingError as error:
+        if "not allowed" in str(error):
+            raise CheckpointError(
+                f"{file} holds more than the places of tensors, possibly code ({error}), and was not loaded; "
+                "save the model's state dict as .safetensors where you trust it."
+            ) from error
+        raise CheckpointError(f"{file} is damaged; fetch the checkpoint again.") from error
+    except Exception as error:  # noise makes the reader fail in any way
+        raise CheckpointError(f"{file} is damaged; fetch the checkpoint again.") from error
+    try:
+        is_whole = isinstance(metadata, Metadata) and all(
+            isinstance(part, Mapping) for part in (metadata.state_dict_metadata, metadata.storage_data)
+        )
+    except AttributeError:
+        is_whole = False
+    if not is_whole:
+        raise CheckpointError(f"{file} is damaged; fetch the checkpoint again.")
+    return metadata
+
+
+def _is_megatron(folder: Path) -> bool:
+    try:
+        about = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(about, dict) and about.get("sharded_backend") == "torch_dist"
+
+
+def _weights(folder: Path, metadata: Any, tensors: Mapping[str, Any], *, is_megatron: bool) -> dict[str, str]:
+    """Name of each tensor of the model -> its key in the folder, where nested dicts are flattened."""
+    known = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    paths = {key: tuple(map(str, known.get(key, (key,)))) for key in tensors}
+    while inner := [word for word in WEIGHT_KEYS if any(len(p) > 1 and p[0] == word for p in paths.values())]:
+        if len(inner) > 1:
+            raise CheckpointError(
+                f"{folder} may hold weights under each of {', '.join(inner)}; save one of them alone."
+            )
+        paths = {key: path[1:] for key, path in paths.items() if len(path) > 1 and path[0] == inner[0]}
+    names = {path[0]: key for key, path in paths.items() if len(path) == 1}
+    if is_megatron:
+        names = {
+            name: key
+            for name, key in names.items()
+            if "optimizer" not in name.split(".")[:2] and not name.startswith("rng_state")
+        }
+    if not names:
+        held = ", ".join(sorted({path[0] for path in paths.values()})[:3]) or "no tensors"
+        raise CheckpointError(
+            f"{folder} holds {held}, but no weights under a key such as model or state_dict; "
+            "save module.state_dict() into it."
+        )
+    return names
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """One box of a tensor: where it lies in the tensor and in a file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    start: int
+    length: int
+
+    def read(self, key: str, dtype: torch.dtype) -> Tensor:
+        with self.file.open("rb") as file:
+            file.seek(self.start)
+            data = file.read(self.length)
+        damaged = f"{self.file.name} is damaged at {key}; fetch it again."
+        if not data.startswith(b"PK"):  # each is an archive of its own
+            raise CheckpointError(damaged)
+        try:
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{self.file.name} holds more than a tensor at {key}, possibly code, and was not loaded; "
+                "fetch the checkpoint again."
+            ) from error
+        except Exception as error:  # noise makes the reader fail in any way
+            raise CheckpointError(damaged) from error
+        is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_quantized
+        if not is_plain or tuple(tensor.shape) != self.sizes or tensor.dtype != dtype:
+            raise CheckpointError(f"{self.file.name} holds another tensor than {key} in its place; fetch it again.")
+        return tensor
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a folder and the chunks that fill it."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[_Chunk, ...]
+
+    @classmethod
+    def of(cls, folder: Path, key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> _Stored:
+        """The tensor, all of whose chunks lie within files of the folder.
+
+        Raises:
+            CheckpointError: If a chunk is not where it should be, or some of the tensor has none.
+        """
+        damaged = f"{folder} does not hold all of {key}; fetch the checkpoint again."
+        shape, dtype = tuple(entry.size), entry.properties.dtype
+        boxes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+        if any((key, offsets) not in places for offsets in boxes):
+            raise CheckpointError(damaged)
+        chunks = tuple(_chunk(folder, places[key, offsets], offsets, sizes) for offsets, sizes in boxes.items())
+        fits = all(
+            len(c.offsets) == len(c.sizes) == len(shape)
+            and all(min(o, n) >= 0 and o + n <= whole for o, n, whole in zip(c.offsets, c.sizes, shape, strict=True))
+            for c in chunks
+        )
+        if not fits or sum(math.prod(c.sizes) for c in chunks) != math.prod(shape) or type(dtype) is not torch.dtype:
+            raise CheckpointError(damaged)
+        for chunk in chunks:
+            if not chunk.file.is_file() or chunk.start + chunk.length > chunk.file.stat().st_size:
+                raise CheckpointError(f"{chunk.file} is missing or truncated; fetch it again.")
+        return cls(key, shape, dtype, chunks)
+
+    def whole(self) -> LazyTensor:
+        """The tensor as it is."""
+        n_bytes = math.prod(self.shape) * self.dtype.itemsize
+        return LazyTensor(self.shape, self.dtype, lambda: self._read(), n_bytes)
+
+    def row(self, i: int) -> LazyTensor:
+        """The tensor at one index of its first axis."""
+        shape = self.shape[1:]
+        return LazyTensor(shape, self.dtype, lambda: self._read(i)[0], math.prod(shape) * self.dtype.itemsize)
+
+    def _read(self, row: int | None = None) -> Tensor:
+        """The tensor, or one row of it, with the first axis kept."""
+        if len(self.chunks) == 1 and row is None:
+            return self.chunks[0].read(self.key, self.dtype)
+        first, shape = (0, self.shape) if row is None else (row, (1, *self.shape[1:]))
+        out = torch.empty(shape, dtype=self.dtype)
+        for chunk in self.chunks:
+            into, of = [], []
+            for axis, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                start = first if axis == 0 else 0
+                low, high = max(offset, start), min(offset + size, start + shape[axis])
+                into.append(slice(low - start, max(low, high) - start))
+                of.append(slice(low - offset, max(low, high) - offset))
+            if all(part.stop > part.start for part in of):
+                out[tuple(into)] = chunk.read(self.key, self.dtype)[tuple(of)]
+        return out
+
+
+def _chunk(folder: Path, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> _Chunk:
+    """The place of a chunk, which is a file in the folder itself.
+
+    Raises:
+        CheckpointError: If it lies elsewhere or is compressed.
+    """
+    if info.transform_descriptors:
+        raise CheckpointError(f"{folder} is compressed ({info.transform_descriptors}); save it without transforms.")
+    name = info.relative_path
+    if not isinstance(name, str) or Path(name).name != name:
+        raise CheckpointError(f"{folder / METADATA} names {name!r}, which is not in the folder; fetch it again.")
+    return _Chunk(offsets, sizes, folder / name, int(info.offset), int(info.length))
