@@ -220,15 +220,15 @@ def _read(tensor: Tensor | LazyTensor) -> Tensor:
 
 
 def _in_parts(state: Mapping[str, Tensor | LazyTensor]) -> Iterator[dict[str, Tensor]]:
-    """The tensors in groups of which the memory is freed in between."""
+    """The tensors in groups of which the memory is freed in between; those of one module stay together."""
     part: dict[str, Tensor] = {}
-    n_bytes = 0
+    n_bytes, owner = 0, ""
     for name, tensor in state.items():
-        part[name] = _read(tensor)
-        n_bytes += tensor.n_bytes if isinstance(tensor, LazyTensor) else 0
-        if n_bytes >= _AT_ONCE:
+        if n_bytes >= _AT_ONCE and name.rpartition(".")[0] != owner:
             yield part
             part, n_bytes = {}, 0
+        part[name], owner = _read(tensor), name.rpartition(".")[0]
+        n_bytes += tensor.n_bytes if isinstance(tensor, LazyTensor) else 0
     yield part
 
 
