@@ -14,7 +14,7 @@ from torch import nn
 import workbench as wb
 from tests.zoo.zoo_models import MAKERS, inputs_for, unsettled
 from workbench.errors import CheckpointError
-from workbench.models.checkpoint import read_state
+from workbench.models.state_files import read_state
 
 
 @pytest.fixture

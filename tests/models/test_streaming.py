@@ -17,6 +17,7 @@ from torch import nn
 
 import workbench as wb
 from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, build, make_inputs
+from tests.models.test_gguf_file import MAKERS
 from workbench.errors import CheckpointError, OptionError, SnapshotError
 from workbench.models import capture, checkpoint
 
@@ -303,3 +304,62 @@ class TestWhetherToStream:
     def test_a_file_that_does_not_fit_its_module(self, llama):
         with pytest.raises(CheckpointError, match="does not fit Linear"):
             wb.open_checkpoint(llama / "model.safetensors", module=nn.Linear(2, 2), streaming=True)
+
+
+class TestOtherMeasurements:
+    """What needs all weights at once gets them as views of the files."""
+
+    @pytest.fixture
+    def mixtral(self, tmp_path):
+        build(BY_NAME["mixtral"]).save_pretrained(tmp_path / "mixtral")
+        return [wb.open_checkpoint(tmp_path / "mixtral", streaming=flag) for flag in (False, True)]
+
+    def test_queries_keys_and_routers(self, mixtral):
+        for one, other in zip(*(wb.query_key_weights(subject, IDS[:2]) for subject in mixtral), strict=True):
+            assert torch.equal(one.query, other.query)
+            assert torch.equal(one.key, other.key)
+        for one, other in zip(*(wb.router_weights(subject, IDS[:2]) for subject in mixtral), strict=True):
+            assert torch.equal(one.weight, other.weight)
+        assert all(p.is_meta for p in mixtral[1].model.model.layers.parameters())
+
+    def test_flow(self, mixtral):
+        one, other = (wb.flow.measure(subject, IDS[:2], jacobian=False) for subject in mixtral)
+        for name, variable in one.data_vars.items():
+            np.testing.assert_array_equal(variable.values, other[name].values, err_msg=name)
+
+    def test_weights_that_fit_nowhere_are_refused(self, tmp_path, monkeypatch):
+        build(BY_NAME["llama"]).save_pretrained(tmp_path / "llama")
+        subject = wb.open_checkpoint(tmp_path / "llama", streaming=True, dtype="bfloat16")
+        monkeypatch.setattr("workbench.models.streaming.free_memory", lambda device: 1000)
+        with pytest.raises(CheckpointError, match="takes all weights at once"):
+            wb.query_key_weights(subject, IDS[:2])
+
+    def test_training_is_refused(self, mixtral):
+        with pytest.raises(CheckpointError, match="Training needs all weights"):
+            wb.train(mixtral[1], wb.tasks.random_tokens(vocab_size=90), n_steps=1)
+
+
+def test_a_distributed_folder_of_a_module_of_ones_own(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    def made(seed):
+        torch.manual_seed(seed)
+        return wb.zoo.transformer("rms_norm", d_model=16, n_layers=3, n_heads=2, vocab_size=90, max_length=16)
+
+    model = made(0).eval()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    subjects = [wb.open_checkpoint(tmp_path / "dcp", module=made(1).eval(), streaming=flag) for flag in (False, True)]
+    expected = measured(model)
+    for subject in subjects:
+        np.testing.assert_array_equal(measured(subject).eigenvalue, expected.eigenvalue)
+    assert all(parameter.is_meta for parameter in subjects[1].model.blocks.parameters())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3moe"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_gguf_file_is_dequantized_block_by_block(tmp_path, kind, dtype):
+    path = MAKERS[kind](tmp_path / "model.gguf")
+    resident, streamed = (wb.open_checkpoint(path, dtype=dtype, streaming=flag) for flag in (False, True))
+    ids = torch.arange(24).reshape(3, 8) % 20
+    assert_same(*(measured(subject, ids, n_snapshots=None) for subject in (resident, streamed)))
+    assert all(parameter.is_meta for parameter in streamed.model.model.layers.parameters())

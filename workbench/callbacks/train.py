@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.callbacks.gathering import gather
 from workbench.errors import OptionError
 from workbench.models.losses import token_loss
+from workbench.models.streaming import refuse_streamed
 from workbench.tasks import as_task
 from workbench.training.loop import Training
 from workbench.training.recording import Recording
@@ -174,6 +175,7 @@ def train(
     )
     if spectra_every and any(_takes_spectra(callback) for callback in gathered):
         raise OptionError("Both spectra_every= and the recorder would write the run's spectra; ask one of them.")
+    refuse_streamed(module_of(model), "Training")
     training = Training(
         module_of(model), as_task(task), plan, recording, loss, gathered, resume=resume, overwrite=overwrite
     )

@@ -25,6 +25,7 @@ from workbench.models.calling import on_device_of
 from workbench.models.checkpoint import open_checkpoint
 from workbench.models.profile import dtype_name
 from workbench.models.router_weights import Router, router_weights
+from workbench.models.streaming import with_weights
 from workbench.models.subject import Subject
 from workbench.models.wrapping import runnable
 from workbench.schema.flows import FLOW
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
+@with_weights
 def measure(
     subject: Subject | nn.Module,
     inputs: Any,

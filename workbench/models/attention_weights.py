@@ -24,6 +24,7 @@ from workbench.models.computed_weights import linear_widths, matrix_of
 from workbench.models.probe_inputs import probe_inputs
 from workbench.models.readable_weights import read_parameter, readable
 from workbench.models.site import Site
+from workbench.models.streaming import with_weights
 from workbench.models.tracing import BlockTrace, PackedAttention, ParameterSlice, Scores, trace_blocks
 from workbench.models.wrapping import runnable, subject_in
 
@@ -139,6 +140,7 @@ class Unreadable:
     reason: str
 
 
+@with_weights
 def query_key_weights(
     model: Subject | nn.Module, inputs: Any, *, anatomy: Anatomy | None = None
 ) -> list[QueryKey | Unreadable]:

@@ -14,6 +14,7 @@ from workbench.models.batches import Batches
 from workbench.models.calling import on_device_of
 from workbench.models.readable_weights import read_parameter, readable
 from workbench.models.site import Site
+from workbench.models.streaming import with_weights
 from workbench.models.tracing import BlockTrace, ParameterSlice, Projection, TopChoice, trace_blocks
 from workbench.models.wrapping import runnable, subject_in
 
@@ -58,6 +59,7 @@ class Router:
         return replace(self, weight=_read(model, self.rows), bias=bias)
 
 
+@with_weights
 def router_weights(
     model: Subject | nn.Module, inputs: Any, *, anatomy: Anatomy | None = None
 ) -> list[Router | Unreadable]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from workbench.errors import CheckpointError
+from workbench.io.memory import free_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,6 +108,31 @@ class StreamedWeights:
             self._stand_ins = None
 
     @contextmanager
+    def filled(self) -> Iterator[None]:
+        """Context in which all weights are there: as views of the files, or in memory if they fit.
+
+        Raises:
+            CheckpointError: If they take more memory than is free.
+        """
+        parts = list(self._parts)
+        needed = sum(self.n_bytes(part) for part in parts)
+        free = free_memory(self.device)
+        if needed > free and not all(self._is_mapped(part) for part in parts):
+            raise CheckpointError(
+                f"This takes all weights at once, {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; open the "
+                "checkpoint on the CPU with dtype='auto', so that weights stay in the files, or use a larger machine."
+            )
+        entered = []
+        try:
+            for part in parts:
+                self._enter(part)
+                entered.append(part)
+            yield
+        finally:
+            for part in entered:
+                self._leave(part)
+
+    @contextmanager
     def without(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Context in which some parts are not filled: what calls them does not run them."""
         self._skipped = set(modules)
@@ -168,6 +195,26 @@ class StreamedWeights:
         self.n_reads[part] += 1
         found = self._read(names) if names else {}
         return {name: found[name] for name in names}
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def with_weights(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function, whose first argument is a model or subject, have all weights of a streamed subject.
+
+    Args:
+        function: Function to wrap.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        weights = getattr(args[0], "streamed", None) if args else None
+        with weights.filled() if isinstance(weights, StreamedWeights) else nullcontext():
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 def weight_names(model: nn.Module) -> dict[Key, str]:
