@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 _NARROW = 1024
 
 
-class _HeadReached(BaseException):
-    """Ends a forward whose blocks have all run; no Exception, so that no model catches it."""
-
-
 def capture_layers(
     model: nn.Module,
     anatomy: Anatomy,
@@ -48,8 +44,8 @@ def capture_layers(
 ) -> None:
     """Run a model over batches and pass on the moments of every block's input and output.
 
-    The model computes what it computes anyway, up to its language-model head: hooks return None and are always removed;
-    training mode and random state are as before.
+    The model computes what it computes anyway, but for its language-model head. Hooks return None and are always
+    removed; training mode and random state are as before.
 
     Args:
         model: Model in any mode; it is run in eval mode without gradients.
@@ -83,14 +79,13 @@ def capture_layers(
 
     seen: set[int] = set()
     watcher = StreamWatcher(anatomy, selection, add, layers=layers)
-    with undisturbed(model), watcher, watch(refusals(model, anatomy)), stopping_at_head(model, anatomy):
+    with undisturbed(model), watcher, watch(refusals(model, anatomy)), without_head(model, anatomy):
         for batch in batches.items:
             if selection.is_complete:
                 break
             batch = on_device_of(model, batch)
             watcher.begin(batch)
-            with suppress(_HeadReached):
-                run_foreign(model, batch)
+            run_foreign(model, batch)
             after_batch(selection.n_chosen)
     refuse_silent(anatomy, [layer for layer in wanted if layer not in seen and layer not in moments])
     for layer in sorted(moments):
@@ -114,16 +109,17 @@ def refuse_silent(anatomy: Anatomy, layers: Sequence[int]) -> None:
 
 
 @contextmanager
-def stopping_at_head(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
-    """End forwards in front of the language-model head, which takes more memory than all else and adds no states.
+def without_head(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
+    """Let the language-model head give zeros, which take no memory, once all blocks have run: it adds no states.
 
-    A model that runs its head between blocks, to decide whether to go on, runs to its end.
+    A model that runs its head between blocks, to decide whether to go on, keeps it.
     """
     head = head_of(model, anatomy)
-    if head is None:
+    if head is None or "forward" in vars(head):
         yield
         return
     n_left, is_early = 0, False
+    forward = head.forward
 
     def begin(*_: Any) -> None:
         nonlocal n_left, is_early
@@ -134,18 +130,23 @@ def stopping_at_head(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
         nonlocal n_left
         n_left += 1
 
-    def stop(*_: Any) -> None:
+    def zeros(x: Tensor) -> Tensor:
         nonlocal is_early
         is_early = is_early or 0 < n_left < len(anatomy.sites)
-        if n_left == len(anatomy.sites) and not is_early:
-            raise _HeadReached
+        if is_early or n_left < len(anatomy.sites):
+            return forward(x)
+        return x.new_zeros(1).expand(*x.shape[:-1], head.out_features)
 
     blocks = BlockHooks(anatomy.sites, on_leave=leave)
-    with blocks, watch([(model, begin, True), (head, stop, True)]):
-        yield
+    vars(head)["forward"] = zeros
+    try:
+        with blocks, watch([(model, begin, True)]):
+            yield
+    finally:
+        del vars(head)["forward"]
 
 
-def head_of(model: nn.Module, anatomy: Anatomy) -> nn.Module | None:
+def head_of(model: nn.Module, anatomy: Anatomy) -> nn.Linear | None:
     """The linear map to the vocabulary, if there is exactly one: it has an output for each entry of the embedding."""
     inside = {id(part) for site in anatomy.sites for part in site.module.modules()}
     size = max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)

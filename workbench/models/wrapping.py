@@ -78,7 +78,7 @@ def entrances(model: nn.Module) -> list[nn.Module]:
     while True:
         inner = [m for m in chain[-1].children() if weights <= {id(p) for p in m.parameters()}]
         if len(inner) != 1:
-            return chain
+            return [module for module in chain if _has_forward(module)] or chain
         chain.append(inner[0])
 
 
