@@ -321,12 +321,12 @@ def profiles(device: torch.device, small: bool) -> Section:
         options, names = wb.DmdOptions(rank=rank), [site.name for site in anatomy.sites]
         if subject.streamed is not None:
             results = LayerResults(options, names)
-            capture_streamed(subject, anatomy, batches, selection, results, rank=rank, layers=range(n_timed))
+            capture_streamed(subject, anatomy, batches, selection, results, options, range(n_timed))
             results.complete()
             wait_for(device)
             return _row(n_bytes, device, None, None, (time.perf_counter() - start) / n_timed), None
         taken: dict[int, Any] = {}
-        capture_layers(subject.model, anatomy, batches, selection, taken.__setitem__, rank=rank)
+        capture_layers(subject.model, anatomy, batches, selection, taken.__setitem__, options=options)
         wait_for(device)
         capture = (time.perf_counter() - start) / n_layers
         start = time.perf_counter()

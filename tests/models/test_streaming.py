@@ -17,7 +17,7 @@ from torch import nn
 
 import workbench as wb
 from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, build, make_inputs
-from tests.models.test_gguf_file import MAKERS
+from tests.models.test_gguf_file import MAKERS, lfm2
 from workbench.errors import CheckpointError, OptionError, SnapshotError
 from workbench.models import capture, checkpoint
 
@@ -363,3 +363,38 @@ def test_a_gguf_file_is_dequantized_block_by_block(tmp_path, kind, dtype):
     ids = torch.arange(24).reshape(3, 8) % 20
     assert_same(*(measured(subject, ids, n_snapshots=None) for subject in (resident, streamed)))
     assert all(parameter.is_meta for parameter in streamed.model.model.layers.parameters())
+
+
+class TestWhatCannotBeStreamed:
+    @pytest.fixture
+    def scarce(self, monkeypatch):
+        """So little memory that "auto" would stream anything."""
+        monkeypatch.setattr(checkpoint, "free_memory", lambda device: 1000)
+
+    def test_weights_that_do_not_fit_open_in_memory(self, llama, scarce):
+        config = (llama / "config.json").read_text()
+        (llama / "config.json").write_text(config.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
+        subject = wb.open_checkpoint(llama, strict=False)
+        assert subject.streamed is None
+        assert "left at random values" in subject.unloaded
+        with pytest.raises(CheckpointError, match="cannot be streamed: strict=False makes up what is missing"):
+            wb.open_checkpoint(llama, strict=False, streaming=True)
+
+    def test_a_gguf_file_that_is_read_as_a_whole(self, tmp_path, scarce):
+        path = lfm2(tmp_path / "model.gguf")
+        assert wb.open_checkpoint(path).streamed is None
+        with pytest.raises(CheckpointError, match="reads the architecture lfm2 as a whole only"):
+            wb.open_checkpoint(path, streaming=True)
+
+    def test_a_quantized_checkpoint_is_refused_by_name(self, llama):
+        config = (llama / "config.json").read_text()
+        quantized = '{"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": true},'
+        (llama / "config.json").write_text(config.replace("{", quantized, 1))
+        with pytest.raises(CheckpointError, match="cannot be streamed: it is quantized"):
+            wb.open_checkpoint(llama, streaming=True)
+
+
+def test_opening_a_gguf_file_dequantizes_nothing(tmp_path):
+    subject = wb.open_checkpoint(MAKERS["llama"](tmp_path / "model.gguf"), streaming=True)
+    assert all(parameter.is_meta for parameter in subject.model.parameters())
+    assert not subject.streamed.n_reads

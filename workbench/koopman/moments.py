@@ -15,6 +15,35 @@ if TYPE_CHECKING:
 CHUNK = 4096
 
 
+def check_snapshots(x: Tensor, y: Tensor, n_features: int, name: str) -> None:
+    """Refuse snapshots of a wrong shape or kind.
+
+    Args:
+        x: States entering.
+        y: States leaving.
+        n_features: Width of the state.
+        name: Name of the layer, for the message.
+
+    Raises:
+        SnapshotError: If they are no two arrays (snapshot, feature) of floating-point numbers.
+    """
+    if x.ndim != 2 or x.shape != y.shape or x.shape[1] != n_features:
+        raise SnapshotError(
+            f"Snapshots of {name} have shapes {tuple(x.shape)} and {tuple(y.shape)}, expected two arrays "
+            f"(snapshot, {n_features}); flatten batch and token into the first axis."
+        )
+    if not (x.is_floating_point() and y.is_floating_point()):
+        raise SnapshotError(f"Snapshots of {name} are {x.dtype} and {y.dtype}, expected real floating point.")
+
+
+def not_finite(name: str) -> SnapshotError:
+    """An error that says that a layer holds NaN or infinite values."""
+    return SnapshotError(
+        f"The residual stream holds NaN or infinite values in {name}; profile an earlier checkpoint or "
+        "load the weights in float32."
+    )
+
+
 class SnapshotMoments:
     """Running means and centred second moments of snapshot pairs (x, y), in float64.
 
@@ -79,20 +108,11 @@ class SnapshotMoments:
         Raises:
             SnapshotError: If the shapes disagree or a value is NaN or infinite; nothing is added then.
         """
-        if x.ndim != 2 or x.shape != y.shape or x.shape[1] != self.n_features:
-            raise SnapshotError(
-                f"Snapshots of {self.name} have shapes {tuple(x.shape)} and {tuple(y.shape)}, expected two arrays "
-                f"(snapshot, {self.n_features}); flatten batch and token into the first axis."
-            )
-        if not (x.is_floating_point() and y.is_floating_point()):
-            raise SnapshotError(f"Snapshots of {self.name} are {x.dtype} and {y.dtype}, expected real floating point.")
+        check_snapshots(x, y, self.n_features, self.name)
         parts = [_Part.of(x[i : i + CHUNK], y[i : i + CHUNK], self.mean_x.device) for i in range(0, len(x), CHUNK)]
         # A sum is finite only if every term is, so the means tell for d values instead of n d.
         if not all(bool(torch.isfinite(part.mean_x).all() & torch.isfinite(part.mean_d).all()) for part in parts):
-            raise SnapshotError(
-                f"The residual stream holds NaN or infinite values in {self.name}; profile an earlier checkpoint or "
-                "load the weights in float32."
-            )
+            raise not_finite(self.name)
         self.resolution = max(self.resolution, torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps)
         for part in parts:
             self._add(part)

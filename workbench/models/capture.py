@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from workbench.errors import SnapshotError
+from workbench.koopman.dmd import DmdOptions
 from workbench.koopman.moments import SnapshotMoments
 from workbench.koopman.sketch import OVERSAMPLING, SnapshotSketch
 from workbench.models.anatomy import Anatomy
@@ -38,7 +39,7 @@ def capture_layers(
     selection: TokenSelection,
     take: Callable[[int, Moments], None],
     *,
-    rank: int | None = None,
+    options: DmdOptions | None = None,
     layers: Collection[int] | None = None,
     after_batch: Callable[[int], None] = lambda _: None,
 ) -> None:
@@ -55,7 +56,7 @@ def capture_layers(
         take: Function called with each layer and its moments, on the device of the states (on the host where that
             device has no float64): as soon as a single batch has passed the layer, else at the end. Where the depth of
             a forward depends on the data, layers have seen different numbers of snapshots.
-        rank: Number of leading directions wanted; None: all.
+        options: Options of the spectra that are wanted: with a rank, leading directions are enough.
         layers: Layers wanted; None: all.
         after_batch: Function called with the number of states chosen so far.
 
@@ -71,7 +72,7 @@ def capture_layers(
 
     def add(i: int, x: Tensor, y: Tensor) -> None:
         if i not in moments:
-            moments[i] = moments_for(anatomy, i, x, rank=rank, n_snapshots=selection.n_snapshots)
+            moments[i] = moments_for(anatomy, i, x, options or DmdOptions(), n_snapshots=selection.n_snapshots)
         moments[i].update(x.detach(), y.detach())
         if is_single:
             seen.add(i)
@@ -178,29 +179,36 @@ def _refuse_unknown(name: str) -> Callable[..., None]:
     return refuse
 
 
-def moments_for(anatomy: Anatomy, layer: int, states: Tensor, *, rank: int | None, n_snapshots: int | None) -> Moments:
+def moments_for(
+    anatomy: Anatomy, layer: int, states: Tensor, options: DmdOptions, *, n_snapshots: int | None
+) -> Moments:
     """What collects the states of one layer: the moments, or where they are large and not needed whole, a sketch.
 
     Args:
         anatomy: Anatomy of the model.
         layer: Index of the layer.
         states: States of the layer, for their width and device.
-        rank: Number of leading directions wanted; None: all.
+        options: Options of the spectra that are wanted.
         n_snapshots: Most snapshots that will come; None: unknown.
     """
-    moments = empty_moments(anatomy, layer, states)
-    width = moments.n_features
+    width, rank = states.shape[-1], options.rank
     is_few = n_snapshots is not None and n_snapshots <= width
     if width <= _NARROW or not (is_few or (rank is not None and OVERSAMPLING * rank < width)):
-        return moments
-    return SnapshotSketch(width, rank=rank, device=moments.mean_x.device, name=moments.name)
+        return empty_moments(anatomy, layer, states)
+    return SnapshotSketch(width, rank=rank, seed=options.seed, device=_device_of(states), name=_name_of(anatomy, layer))
 
 
 def empty_moments(anatomy: Anatomy, layer: int, states: Tensor) -> SnapshotMoments:
     """Moments for the states of one layer, on their device (on the host where that device has no float64)."""
-    device = states.device if states.device.type in ("cpu", "cuda") else "cpu"
-    name = f"layer {layer} ({anatomy.sites[layer].name})"
-    return SnapshotMoments(states.shape[-1], device=device, name=name)
+    return SnapshotMoments(states.shape[-1], device=_device_of(states), name=_name_of(anatomy, layer))
+
+
+def _device_of(states: Tensor) -> torch.device | str:
+    return states.device if states.device.type in ("cpu", "cuda") else "cpu"
+
+
+def _name_of(anatomy: Anatomy, layer: int) -> str:
+    return f"layer {layer} ({anatomy.sites[layer].name})"
 
 
 class StreamWatcher(BlockHooks):

@@ -45,7 +45,7 @@ def open_checkpoint(
     name: str | None = None,
     strict: bool = True,
     streaming: bool | str = "auto",
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> Subject:
     """Open a model for study.
 
@@ -72,8 +72,10 @@ def open_checkpoint(
             ``module``, and `Subject.unloaded` lists them.
         streaming: Whether the weights stay on disk and fill each block while it runs, so that the model is never whole
             in memory; such a subject can be run and profiled, not trained. "auto": if they would take more than half
-            of the free memory.
-        device: Device on which a checkpoint runs; streamed, one block at a time is moved there.
+            of the free memory, and can. Quantized checkpoints of Hugging Face, adapters, and weights that do not fit
+            cannot.
+        device: Device on which the model runs; streamed, one block at a time is moved there. None: the CPU, or where
+            ``module`` is.
 
     Returns:
         The subject, in eval mode unless a module was passed, which is left as it is.
@@ -123,12 +125,12 @@ def open_checkpoint(
     if path.is_dir():
         return _open_folder(path, trust_remote_code, wanted, name, strict, how)
     if path.is_file():
-        from workbench.models.gguf_file import gguf_bytes, gguf_state, open_gguf
+        from workbench.models.gguf_file import gguf_bytes, gguf_state, open_gguf, why_gguf_is_whole
 
-        is_streamed = how.is_wanted(gguf_bytes(path, wanted))
+        is_streamed = how.is_wanted(gguf_bytes(path, wanted), why_not=why_gguf_is_whole(path), is_strict=strict)
         model, unloaded = open_gguf(path, dtype=wanted, strict=strict, without_memory=is_streamed)
         streamed = _stream_pretrained(model.eval(), gguf_state(path), path, how) if is_streamed else None
-        model = model if is_streamed else model.to(how.device)
+        model = model if is_streamed else how.placed(model)
         return Subject(model, name or path.stem, str(path), path, unloaded, streamed=streamed)
     return _open_hub(text, trust_remote_code, wanted, name, strict, how)
 
@@ -299,7 +301,10 @@ def _open_folder(
 
         with errors_in_one_sentence(str(folder)):
             weights = folder_weights(folder)
-        is_streamed = weights is not None and how.is_wanted(sum(file.stat().st_size for file in weights.files))
+        why_not = "it is quantized" if config.get("quantization_config") else ""
+        why_not = why_not if weights is not None else "its weights are in no file that is known here"
+        n_bytes = sum(file.stat().st_size for file in weights.files) if weights is not None else 0
+        is_streamed = how.is_wanted(n_bytes, why_not=why_not, is_strict=strict)
         model, unloaded = open_pretrained(
             str(folder),
             folder,
@@ -311,7 +316,7 @@ def _open_folder(
         if is_streamed and weights is not None:
             state = {name: tensor for file in weights.files for name, tensor in lazy_state(file).items()}
             streamed = _stream_pretrained(model.eval(), state, folder, how)
-    model = model.eval() if streamed else model.eval().to(how.device)
+    model = model.eval() if streamed else how.placed(model.eval())
     return Subject(model, name or folder.name, source or str(folder), folder, unloaded, tokenizer, streamed)
 
 
@@ -320,12 +325,14 @@ class _Streaming:
     """Whether the weights of a checkpoint stay on disk, and the device on which it runs."""
 
     streaming: bool | str
-    device: torch.device
+    device: torch.device | None
 
     @classmethod
-    def of(cls, streaming: bool | str, device: torch.device | str) -> _Streaming:
+    def of(cls, streaming: bool | str, device: torch.device | str | None) -> _Streaming:
         if streaming is not True and streaming is not False and streaming != "auto":
             raise CheckpointError(f"streaming={streaming!r} is not known; pass True, False or 'auto'.")
+        if device is None:
+            return cls(streaming, None)
         try:
             place = torch.device(device)
             torch.empty(0, device=place)
@@ -333,11 +340,27 @@ class _Streaming:
             raise CheckpointError(f"device={device!r} is not available here; pass 'cpu'.") from error
         return cls(streaming, place)
 
-    def is_wanted(self, n_bytes: int) -> bool:
-        """Whether weights of this many bytes stay on disk."""
+    def is_wanted(self, n_bytes: int, *, why_not: str = "", is_strict: bool = True) -> bool:
+        """Whether weights of this many bytes stay on disk.
+
+        Args:
+            n_bytes: Their bytes.
+            why_not: Why they cannot, as a clause; empty if they can.
+            is_strict: Whether weights that do not fit are refused; others are made up in memory.
+
+        Raises:
+            CheckpointError: If they are asked to stay there and cannot.
+        """
+        why_not = why_not or ("" if is_strict else "strict=False makes up what is missing, in memory")
+        if self.streaming is True and why_not:
+            raise CheckpointError(f"This checkpoint cannot be streamed: {why_not}; open it with streaming=False.")
         if self.streaming == "auto":
-            return n_bytes > free_memory(self.device) / 2
+            return not why_not and n_bytes > free_memory(self.device or "cpu") / 2
         return bool(self.streaming)
+
+    def placed(self, model: nn.Module) -> nn.Module:
+        """The model on the device, if one is asked for."""
+        return model if self.device is None else model.to(self.device)
 
 
 def _stream_pretrained(
@@ -345,7 +368,7 @@ def _stream_pretrained(
 ) -> StreamedWeights:
     from workbench.models.streamed_models import files_identity, stream_pretrained
 
-    return stream_pretrained(model, state, identity=files_identity(path), device=how.device)
+    return stream_pretrained(model, state, identity=files_identity(path), device=how.device or "cpu")
 
 
 def _tokenizer_of(file: Path, config: dict[str, Any]) -> ByteTokenizer | None:
@@ -377,7 +400,7 @@ def _open_zoo(
     if not isinstance(family, str) or family not in zoo.FAMILIES:
         raise CheckpointError(f"{folder} holds a '{family}', which this version does not know; update the workbench.")
     file = folder / "model.safetensors"
-    is_streamed = file.is_file() and how.is_wanted(file.stat().st_size)
+    is_streamed = file.is_file() and how.is_wanted(file.stat().st_size, is_strict=strict)
     try:
         with init_empty_weights(include_buffers=False) if is_streamed else nullcontext():
             model = zoo.build(zoo.ArchitectureConfig.from_dict({**options, "family": family}))
@@ -405,7 +428,7 @@ def _stream_plain(
 
     fitting, _ = matched_state(module, state, path.name, remedy=remedy)
     lazy = {name: found if isinstance(found, LazyTensor) else LazyTensor.of(found) for name, found in fitting.items()}
-    return stream_plain(module, lazy, identity=files_identity(path), device=how.device)
+    return stream_plain(module, lazy, identity=files_identity(path), device=how.device or "cpu")
 
 
 def _open_state(
@@ -420,13 +443,13 @@ def _open_state(
     remedy = "pass the module that it was saved from"
     left = "the module's own values"
     state = lazy_state(path)
-    if how.is_wanted(sum(tensor.n_bytes for tensor in state.values())):
+    if how.is_wanted(sum(tensor.n_bytes for tensor in state.values()), is_strict=strict):
         matched_state(module, state, path.name, remedy=remedy)
         module = module if isinstance(dtype, str) else module.to(dtype)
         streamed = _stream_plain(module, state, path, remedy, how)
         return Subject(module, name or path.stem, str(path), streamed=streamed)
     unloaded = load_state(module, state, path.name, remedy=remedy, left=left, strict=strict)
-    module.to(device=how.device, dtype=None if isinstance(dtype, str) else dtype)
+    module = how.placed(module if isinstance(dtype, str) else module.to(dtype))
     return Subject(module, name or path.stem, str(path), unloaded=unloaded)
 
 
@@ -481,7 +504,7 @@ def _open_hub(
     tokenizer_files = ["*token*", "*.model", "config.json"]
     with errors_in_one_sentence(hub_name, remedy="try again, or pass a local folder"):
         folder = Path(snapshot_download(hub_name, allow_patterns=tokenizer_files, local_files_only=is_cached))
-    return Subject(model.eval().to(how.device), name or hub_name.split("/")[-1], f"hub {hub_name}", folder, unloaded)
+    return Subject(how.placed(model.eval()), name or hub_name.split("/")[-1], f"hub {hub_name}", folder, unloaded)
 
 
 def _can_reach(endpoint: str) -> bool:

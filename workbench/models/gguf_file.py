@@ -46,11 +46,6 @@ def open_gguf(
     file = _File.read(path)
     options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with errors_in_one_sentence(path.name, remedy=_REMEDY), quiet_transformers():
-        if file.is_read_as_a_whole and without_memory:
-            raise CheckpointError(
-                f"{path.name} is of the architecture {file.architecture}, which transformers reads as a whole only; "
-                "open it with streaming=False."
-            )
         if file.is_read_as_a_whole:
             from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -68,7 +63,7 @@ def open_gguf(
         model, info = loaded
         info = {**info, "unexpected_keys": {*info["unexpected_keys"], *file_only}}
         misfit = read_misfit(model, info)
-        refuse_misfit(model, misfit, path.name, strict=strict or without_memory, remedy=_REMEDY)
+        refuse_misfit(model, misfit, path.name, strict=strict, remedy=_REMEDY)
     # The weights are plain floats now; saving raises as long as the model calls itself quantized.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
@@ -102,6 +97,16 @@ def gguf_bytes(path: Path, dtype: torch.dtype | str = "auto") -> int:
     """
     size = 4 if isinstance(dtype, str) else dtype.itemsize
     return size * sum(int(tensor.n_elements) for tensor in _File.read(path).tensors)
+
+
+def why_gguf_is_whole(path: Path) -> str:
+    """Why a GGUF file cannot be read tensor by tensor, as a clause; empty if it can.
+
+    Raises:
+        CheckpointError: If the file is truncated or no GGUF file.
+    """
+    file = _File.read(path)
+    return f"transformers reads the architecture {file.architecture} as a whole only" if file.is_read_as_a_whole else ""
 
 
 def gguf_tokenizer(path: Path) -> Any:

@@ -69,6 +69,6 @@ def _of_safetensors(path: Path) -> dict[str, LazyTensor]:
         dtype = file.get_tensor(name).dtype
         shape = tuple(piece.get_shape())
         n_elements = torch.Size(shape).numel()
-        return LazyTensor(shape, dtype, lambda: file.get_tensor(name), n_elements * dtype.itemsize)
+        return LazyTensor(shape, dtype, lambda: file.get_tensor(name), n_elements * dtype.itemsize, True)
 
     return {name: lazy(name) for name in file.keys()}  # noqa: SIM118 it is no dict

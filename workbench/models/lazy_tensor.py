@@ -21,12 +21,14 @@ class LazyTensor:
         dtype: Its dtype as `read` gives it.
         read: Function that reads it: a view of the file where the format allows that, else a copy.
         n_bytes: Bytes that it takes in the file.
+        is_view: Whether what `read` gives takes no memory of its own: a view of the file, or of a tensor that is there.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
     n_bytes: int
+    is_view: bool = False
 
     def __getitem__(self, index: Any) -> Tensor:
         """Part of the tensor; ``[...]`` is all of it, which is how transformers reads."""
@@ -35,4 +37,4 @@ class LazyTensor:
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
         """A tensor that is in memory, or mapped from a file, already."""
-        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor, tensor.numel() * tensor.element_size())
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor, tensor.numel() * tensor.element_size(), True)

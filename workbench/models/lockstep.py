@@ -29,7 +29,6 @@ class Pass:
     Attributes:
         batch: Inputs of the pass.
         layer: Layer in front of which it waits; None before the first, and when it has ended.
-        has_ended: Whether it has ended.
         arguments: Arguments of the block in front of which it waits.
         output: What the last block returned.
         watcher: What follows its blocks.
@@ -38,7 +37,6 @@ class Pass:
     def __init__(self, batch: Any, run: Callable[[Pass], None]) -> None:
         self.batch = batch
         self.layer: int | None = None
-        self.has_ended = False
         self.arguments: Any = None
         self.output: Any = None
         self.watcher: Any = None
@@ -86,7 +84,7 @@ class Pass:
             pass
         except BaseException as error:  # noqa: BLE001 it is raised where the pass is waited for
             self._error = error
-        self.has_ended, self.layer = True, None
+        self.layer = None
         self._back.release()
 
 
@@ -143,8 +141,7 @@ class Lockstep:
             last: Last layer that runs.
             outputs: Output of the block before the first layer, one a pass.
         """
-        stack = ExitStack()
-        with stack:
+        with ExitStack() as stack:
             stack.callback(self._cancel)
             stack.enter_context(self._hooked())
             stack.enter_context(watch(hooks))

@@ -75,8 +75,6 @@ def open_pretrained(
         )
         loader = _Loader(source, config, {**options, "dtype": dtype, "local_files_only": is_local}, reports, folder)
         cls = loader.choose(_model_classes(config, trust_remote_code=trust_remote_code))
-        if without_memory and loader.is_quantized:
-            raise CheckpointError(f"{source} is quantized and cannot be streamed; open it with streaming=False.")
         model, misfit = loader.load_well(cls, strict=strict, without_memory=without_memory)
         refuse_misfit(model, misfit, source, strict=strict, remedy="fetch the checkpoint again or correct config.json")
     return model, misfit.unloaded(left="random values")
@@ -160,7 +158,7 @@ class _Loader:
             other, its = self._load(cls, plain=not plain, without_memory=is_short)
             if its.n_tensors < misfit.n_tensors:
                 model, misfit, plain = other, its, not plain
-        if self.weights is not None and not self.is_quantized:
+        if self.weights is not None and not self._is_quantized:
             misfit = replace(misfit, integers=_integers(model, self.weights, misfit))
         misfit = self._without_heads(type(model), misfit)
         if is_short and not misfit and not without_memory:
@@ -168,8 +166,7 @@ class _Loader:
         return model, misfit
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether the checkpoint says that its weights are quantized."""
+    def _is_quantized(self) -> bool:
         return getattr(self.config, "quantization_config", None) is not None
 
     @property
@@ -188,7 +185,7 @@ class _Loader:
             self.weights = folder_weights(self.folder)
 
     def _n_parameters(self, cls: Any) -> int:
-        model = None if self.is_quantized else _without_memory(cls, self.config)
+        model = None if self._is_quantized else _without_memory(cls, self.config)
         return 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
 
     def _without_heads(self, cls: Any, misfit: Misfit) -> Misfit:
@@ -211,7 +208,7 @@ class _Loader:
             without_memory: Whether to use the meta device.
         """
         options = {**self.options, "config": self.config, "ignore_mismatched_sizes": True, "output_loading_info": True}
-        if without_memory and not self.is_quantized:
+        if without_memory and not self._is_quantized:
             options["device_map"] = {"": "meta"}
         self.reports.clear()
         try:

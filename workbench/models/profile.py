@@ -115,7 +115,7 @@ def profile(
                 batches,
                 selection,
                 results.add,
-                rank=options.rank,
+                options=options,
                 layers=wanted,
                 after_batch=lambda n: bar.update(n - bar.n),
             )
@@ -128,7 +128,7 @@ def profile(
                 journal=_journal(subject.streamed, anatomy, batches, selection, options, wanted),
                 after_layer=bar.update,
             )
-            capture_streamed(subject, anatomy, batches, selection, results, rank=options.rank, layers=wanted)
+            capture_streamed(subject, anatomy, batches, selection, results, options, wanted)
             results.complete()
     found = results.complete()
     spectra = [found[layer].spectrum for layer in wanted]

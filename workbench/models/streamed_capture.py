@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from workbench.models.anatomy import Anatomy
@@ -21,16 +22,20 @@ from workbench.models.probing import undisturbed, watch
 from workbench.models.profile_journal import digest_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from workbench.koopman.dmd import DmdOptions
     from workbench.models.batches import Batches, TokenSelection
     from workbench.models.capture import Moments
     from workbench.models.layer_results import LayerResults
     from workbench.models.profile_journal import ProfileJournal
+    from workbench.models.streaming import StreamedWeights
     from workbench.models.subject import Subject
 
 #: Beginnings of options that only models with recurrent layers have.
 _RECURRENT = ("mamba", "ssm", "state_size", "conv", "linear_", "recurrent", "lru", "attention_hidden_size")
+#: Kinds of layers that keep nothing but keys and values.
+_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def capture_streamed(
@@ -39,8 +44,7 @@ def capture_streamed(
     batches: Batches,
     selection: TokenSelection,
     results: LayerResults,
-    *,
-    rank: int | None,
+    options: DmdOptions,
     layers: Sequence[int],
 ) -> None:
     """Push batches through a model block by block, and pass on the moments of each block when all are through it.
@@ -55,68 +59,68 @@ def capture_streamed(
         batches: Batches of inputs.
         selection: Selection of token states, the same in every layer.
         results: Takes the moments.
-        rank: Number of leading directions wanted; None: all.
+        options: Options of the spectra that are wanted.
         layers: Layers wanted, rising.
 
     Raises:
         SnapshotError: See `capture_layers`.
     """
     missing = [layer for layer in layers if layer not in results.layers]
-    if not missing:
+    if not missing or subject.streamed is None:
         return
     first = missing[0]
+    run = _Run(subject.model, subject.streamed, anatomy, batches, selection, results, options, missing)
     states = results.journal.states(first - 1) if results.journal is not None and first else None
     if states is not None:
-        run = _Run(subject, anatomy, batches, selection, results, rank, missing)
-        if run.resume(first, states):
+        try:
+            run(first, states["outputs"], states["inputs"])
+        except _OtherStatesError:
+            selection.reset()
+        else:
             return
-    selection.reset()
-    _Run(subject, anatomy, batches, selection, results, rank, missing).run()
+    run()
 
 
 class _OtherStatesError(Exception):
     """What enters the first layer is not what entered it before."""
 
 
+@dataclass
 class _Run:
-    """One attempt to push all batches through."""
+    """Pushes all batches through; attributes as the arguments of `capture_streamed`."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        anatomy: Anatomy,
-        batches: Batches,
-        selection: TokenSelection,
-        results: LayerResults,
-        rank: int | None,
-        layers: Sequence[int],
-    ) -> None:
-        self.subject, self.anatomy, self.batches, self.selection = subject, anatomy, batches, selection
-        self.results, self.rank, self.layers = results, rank, layers
-        self.moments: dict[int, Moments] = {}
-        self.silent: list[int] = []
+    model: nn.Module
+    weights: StreamedWeights
+    anatomy: Anatomy
+    batches: Batches
+    selection: TokenSelection
+    results: LayerResults
+    options: DmdOptions
+    layers: Sequence[int]
+    moments: dict[int, Moments] = field(default_factory=dict)
+    silent: list[int] = field(default_factory=list)
 
-    def resume(self, first: int, states: Any) -> bool:
-        """Go on with a layer; False if the states that enter it are not those that did."""
-        try:
-            self.run(first, states["outputs"], states["inputs"])
-        except _OtherStatesError:
-            return False
-        return True
+    def __call__(self, first: int = 0, outputs: Sequence[Any] = (), inputs: Sequence[bytes] = ()) -> None:
+        """Push all batches through, from a layer on.
 
-    def run(self, first: int = 0, outputs: Sequence[Any] = (), inputs: Sequence[bytes] = ()) -> None:
-        """Push all batches through, from a layer on."""
-        model, weights = self.subject.model, self.subject.streamed
-        if weights is None:
-            raise ValueError("The subject's weights are in memory.")
+        Args:
+            first: First layer that runs.
+            outputs: What the block before it returned, one a batch.
+            inputs: Digests of what entered it, one a batch.
+
+        Raises:
+            _OtherStatesError: If something else enters it now.
+        """
         current = threading.local()
         template = StreamWatcher(self.anatomy, self.selection, self._add, layers=self.layers)
         self.selection.begin(self.batches)
-        caches = [(config, "use_cache", False) for config in configs_of(model) if _is_cache_idle(config)]
-        lockstep = Lockstep(model, weights, self.anatomy.sites, current, head=head_of(model, self.anatomy))
-        with undisturbed(model), config_options(caches), watch(refusals(model, self.anatomy)):
+        caches = [(config, "use_cache", False) for config in configs_of(self.model) if _is_cache_idle(config)]
+        lockstep = Lockstep(
+            self.model, self.weights, self.anatomy.sites, current, head=head_of(self.model, self.anatomy)
+        )
+        with undisturbed(self.model), config_options(caches), watch(refusals(self.model, self.anatomy)):
             lockstep.run(
-                (on_device_of(model, batch) for batch in self.batches.items),
+                (on_device_of(self.model, batch) for batch in self.batches.items),
                 self._begin,
                 hooks=template.hooks(lambda: current.one.watcher),
                 is_enough=lambda: self.selection.is_complete,
@@ -137,7 +141,7 @@ class _Run:
     def _add(self, layer: int, x: Tensor, y: Tensor) -> None:
         if layer not in self.moments:
             n = self.selection.n_snapshots
-            self.moments[layer] = moments_for(self.anatomy, layer, x, rank=self.rank, n_snapshots=n)
+            self.moments[layer] = moments_for(self.anatomy, layer, x, self.options, n_snapshots=n)
         self.moments[layer].update(x.detach(), y.detach())
 
     def _choose(self, one: Pass) -> None:
@@ -174,6 +178,5 @@ def _is_cache_idle(config: Any) -> bool:
     """
     options = vars(config)
     is_recurrent = any(name.startswith(_RECURRENT) for name in options)
-    is_recurrent |= any("attention" not in str(kind) for kind in options.get("layer_types") or ())
-    is_recurrent |= "linear_attention" in (options.get("layer_types") or ())
+    is_recurrent |= not {*(options.get("layer_types") or ())} <= _WITH_KEYS
     return "use_cache" in options and not is_recurrent and not options.get("num_kv_shared_layers")

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from workbench.errors import CheckpointError
 from workbench.models.state_fit import plain_names
-from workbench.models.streaming import ReadWeights, StreamedWeights, weight_names
+from workbench.models.streaming import StreamedWeights, WeightSource, weight_names
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,8 +49,7 @@ def stream_pretrained(
     """
     _fill_computed_buffers(model, state)
     names = weight_names(model)
-    read = _Converter(model, state, set(names.values())).read
-    return _streamed(model, read, names, identity, device)
+    return _streamed(model, _Converter(model, state, set(names.values())), names, identity, device)
 
 
 def stream_plain(
@@ -77,28 +77,42 @@ def stream_plain(
                 meta = nn.Parameter(meta, requires_grad=tensor.requires_grad) if is_parameter else meta
                 sources.setdefault(f"{path}.{name}" if path else name, alias[id(tensor)])
                 table[name] = empty.setdefault(id(tensor), meta)
-    dtypes = {names: tensor.dtype for names, tensor in _named_tensors(model)}
+    dtypes = {name: tensor.dtype for name, tensor in _named_tensors(model)}
+    return _streamed(model, _Renamed(state, sources, dtypes), weight_names(model), identity, device)
 
-    def read(names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: state[sources[name]].read().to(dtypes[name]) for name in names}
 
-    return _streamed(model, read, weight_names(model), identity, device)
+@dataclass(frozen=True)
+class _Renamed:
+    """Weights that are the tensors of a checkpoint, under names and in dtypes of the model."""
+
+    state: Mapping[str, LazyTensor]
+    sources: Mapping[str, str]
+    dtypes: Mapping[str, torch.dtype]
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Weights in the dtype that the model computes in."""
+        return {name: self.state[self.sources[name]].read().to(self.dtypes[name]) for name in names}
+
+    def is_view(self, name: str) -> bool:
+        """Whether reading a weight takes no memory."""
+        tensor = self.state.get(self.sources.get(name, ""))
+        return tensor is not None and tensor.is_view and tensor.dtype == self.dtypes[name]
 
 
 def _streamed(
-    model: nn.Module, read: ReadWeights, names: Mapping[Any, str], identity: str, device: torch.device | str
+    model: nn.Module, source: WeightSource, names: Mapping[Any, str], identity: str, device: torch.device | str
 ) -> StreamedWeights:
     tensors: dict[str, Any] = dict(_named_tensors(model))
     n_bytes = {name: tensors[name].numel() * tensors[name].element_size() for name in set(names.values())}
-    for module in (
-        model.modules() if torch.device(device).type != "cpu" else ()
-    ):  # what is in memory already runs where the weights will be
+    for module in model.modules():  # what is in memory already runs where the weights will be
         own: list[dict[str, Any]] = [module._parameters, module._buffers]
         for table in own:
             for name, tensor in table.items():
-                if tensor is not None and not tensor.is_meta and tensor.device != torch.device(device):
-                    table[name] = type(tensor)(tensor.to(device)) if table is module._parameters else tensor.to(device)
-    return StreamedWeights(model, read, n_bytes, identity=identity, device=device)
+                if tensor is not None and not tensor.is_meta and tensor.device.type != torch.device(device).type:
+                    moved = tensor.to(device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    table[name] = nn.Parameter(moved, requires_grad=tensor.requires_grad) if is_parameter else moved
+    return StreamedWeights(model, source, n_bytes, identity=identity, device=device)
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Any]]:
@@ -160,6 +174,7 @@ class _Converter:
                 self._groups[target].append((source, pattern))
             elif target in own:
                 self._plain[target] = source
+        self._renamed = _Renamed(state, self._plain, self._dtypes)
         self._group_of = self._targets()
         if lost := wanted - {*self._plain, *self._group_of}:
             raise CheckpointError(
@@ -168,14 +183,17 @@ class _Converter:
             )
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Weights by name, in the dtype of the model."""
-        found: dict[str, Tensor] = {}
+        """Weights in the dtype that the model computes in."""
+        made: dict[str, Tensor] = {}
         for name in names:
-            if name in self._plain:
-                found[name] = self._state[self._plain[name]].read().to(self._dtypes[name])
-            elif name not in found:
-                found |= self._converted(self._group_of[name], lambda tensor: tensor.read())
-        return {name: found[name] for name in names}
+            if name not in self._plain and name not in made:
+                made |= self._converted(self._group_of[name], lambda tensor: tensor.read())
+        plain = self._renamed.read([name for name in names if name in self._plain])
+        return {name: plain[name] if name in plain else made[name] for name in names}
+
+    def is_view(self, name: str) -> bool:
+        """Whether reading a weight takes no memory."""
+        return self._renamed.is_view(name)
 
     def _targets(self) -> dict[str, str]:
         """Weight -> the group that it is made from; found by converting tensors without values."""

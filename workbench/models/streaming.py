@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -16,14 +16,21 @@ from workbench.io.memory import free_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.utils.hooks import RemovableHandle
 
 #: Owner and attribute of a parameter or buffer.
 Key = tuple[nn.Module, str]
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-#: Function from names of parameters and buffers to their values.
-ReadWeights = Callable[[Sequence[str]], Mapping[str, "Tensor"]]
+
+
+class WeightSource(Protocol):
+    """Where the weights of a model come from, by their names in the model."""
+
+    def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Weights in the dtype that the model computes in."""
+
+    def is_view(self, name: str) -> bool:
+        """Whether reading a weight takes no memory: it is a view of a file on the CPU."""
 
 
 class StreamedWeights:
@@ -36,7 +43,7 @@ class StreamedWeights:
 
     Args:
         model: Model with its parameters on the meta device.
-        read: Function that reads weights by the names of `weight_names`, in the dtype that the model computes in.
+        source: Where weights are read from, by the names of `weight_names`.
         n_bytes: Bytes of each weight in memory, by name.
         identity: Text that changes when the files do.
         device: Device on which the model runs.
@@ -50,7 +57,7 @@ class StreamedWeights:
     def __init__(
         self,
         model: nn.Module,
-        read: ReadWeights,
+        source: WeightSource,
         n_bytes: Mapping[str, int],
         *,
         identity: str,
@@ -58,7 +65,7 @@ class StreamedWeights:
     ) -> None:
         self.device, self.identity = torch.device(device), identity
         self.n_reads: Counter[str] = Counter()
-        self._read, self._n_bytes = read, dict(n_bytes)
+        self._source, self._n_bytes = source, dict(n_bytes)
         self._names = weight_names(model)
         names = {module: name for name, module in model.named_modules()}
         self._tensors, members = _parts_of(model)
@@ -67,16 +74,15 @@ class StreamedWeights:
         self._filled: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
         self._skipped: set[nn.Module] = set()
         self._stand_ins: dict[Any, Mapping[str, Tensor]] | None = None
-        self._handles: list[RemovableHandle] = []
         if self.device.type != "cpu":
-            self._handles.append(model.register_forward_pre_hook(self._move_inputs, prepend=True, with_kwargs=True))
+            model.register_forward_pre_hook(self._move_inputs, prepend=True, with_kwargs=True)
         for module in [module for module in self._parts if module not in members and self._is_mapped(module)]:
             self._fill(module)
             del self._parts[module]
         self.n_reads.clear()
         for module in self._parts:
-            self._handles.append(module.register_forward_pre_hook(self._enter))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave, always_call=True)
 
     def n_bytes(self, module: nn.Module) -> int:
         """Bytes that the weights of a module take when they are in memory."""
@@ -85,14 +91,8 @@ class StreamedWeights:
     @contextmanager
     def hold(self, module: nn.Module) -> Iterator[None]:
         """Context in which a part stays filled, however often it runs."""
-        parts = [module] if module in self._parts else []
-        for part in parts:
-            self._enter(part)
-        try:
+        with self._all_of([module] if module in self._parts else []):
             yield
-        finally:
-            for part in parts:
-                self._leave(part)
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -115,13 +115,18 @@ class StreamedWeights:
             CheckpointError: If they take more memory than is free.
         """
         parts = list(self._parts)
-        needed = sum(self.n_bytes(part) for part in parts)
+        needed = sum(self.n_bytes(part) for part in parts if not self._is_mapped(part))
         free = free_memory(self.device)
-        if needed > free and not all(self._is_mapped(part) for part in parts):
+        if needed > free:
             raise CheckpointError(
                 f"This takes all weights at once, {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; open the "
                 "checkpoint on the CPU with dtype='auto', so that weights stay in the files, or use a larger machine."
             )
+        with self._all_of(parts):
+            yield
+
+    @contextmanager
+    def _all_of(self, parts: Sequence[nn.Module]) -> Iterator[None]:
         entered = []
         try:
             for part in parts:
@@ -143,9 +148,8 @@ class StreamedWeights:
 
     def _is_mapped(self, module: nn.Module) -> bool:
         """Whether the weights of a part are views of the file, which take no memory."""
-        names = sorted({self._names[key] for key in self._tensors[module]})
-        one, other = self._read(names), self._read(names)
-        return self.device.type == "cpu" and all(one[name].data_ptr() == other[name].data_ptr() for name in names)
+        is_here = self.device.type == "cpu"
+        return is_here and all(self._source.is_view(self._names[key]) for key in self._tensors[module])
 
     def _move_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         from torch.utils._pytree import tree_map
@@ -193,7 +197,7 @@ class StreamedWeights:
 
     def _read_all(self, part: str, names: list[str]) -> dict[str, Tensor]:
         self.n_reads[part] += 1
-        found = self._read(names) if names else {}
+        found = self._source.read(names)
         return {name: found[name] for name in names}
 
 
