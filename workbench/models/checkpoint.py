@@ -9,7 +9,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from workbench.errors import CheckpointError, WorkbenchError
-from workbench.io.memory import free_memory
 from workbench.models.adapters import base_model, kind_of_matrix, merged
 from workbench.models.diffusers_models import diffusers_model
 from workbench.models.lazy_state import LazyTensor, lazy_state
 from workbench.models.state_files import STATE_SUFFIXES, check_safetensors, folder_weights
 from workbench.models.state_fit import load_state, matched_state, plain_names, tied_names
 from workbench.models.streaming import StreamedWeights
+from workbench.models.streaming_choice import StreamingChoice
 from workbench.models.subject import ByteTokenizer, Subject
 from workbench.models.weight_folders import diffusers_config, is_adapter, is_without_architecture, own_checkpoint
 from workbench.zoo.module_of import module_of
@@ -106,7 +106,7 @@ def open_checkpoint(
         raise CheckpointError(
             f"{path} is no checkpoint format known here; pass a folder, a .safetensors, .bin, .pt or .gguf file."
         )
-    how = _Streaming.of(streaming, device)
+    how = StreamingChoice.of(streaming, device)
     if path.is_dir():
         path = own_checkpoint(path)
     if is_without_architecture(path) if path.is_dir() else path.is_file() and path.suffix in STATE_SUFFIXES:
@@ -272,7 +272,7 @@ def _open_folder(
     dtype: torch.dtype | str,
     name: str | None,
     strict: bool,
-    how: _Streaming,
+    how: StreamingChoice,
     source: str | None = None,
 ) -> Subject:
     config_file = folder / "config.json"
@@ -320,51 +320,8 @@ def _open_folder(
     return Subject(model, name or folder.name, source or str(folder), folder, unloaded, tokenizer, streamed)
 
 
-@dataclass(frozen=True)
-class _Streaming:
-    """Whether the weights of a checkpoint stay on disk, and the device on which it runs."""
-
-    streaming: bool | str
-    device: torch.device | None
-
-    @classmethod
-    def of(cls, streaming: bool | str, device: torch.device | str | None) -> _Streaming:
-        if streaming is not True and streaming is not False and streaming != "auto":
-            raise CheckpointError(f"streaming={streaming!r} is not known; pass True, False or 'auto'.")
-        if device is None:
-            return cls(streaming, None)
-        try:
-            place = torch.device(device)
-            torch.empty(0, device=place)
-        except (RuntimeError, AssertionError, TypeError) as error:
-            raise CheckpointError(f"device={device!r} is not available here; pass 'cpu'.") from error
-        return cls(streaming, place)
-
-    def is_wanted(self, n_bytes: int, *, why_not: str = "", is_strict: bool = True) -> bool:
-        """Whether weights of this many bytes stay on disk.
-
-        Args:
-            n_bytes: Their bytes.
-            why_not: Why they cannot, as a clause; empty if they can.
-            is_strict: Whether weights that do not fit are refused; others are made up in memory.
-
-        Raises:
-            CheckpointError: If they are asked to stay there and cannot.
-        """
-        why_not = why_not or ("" if is_strict else "strict=False makes up what is missing, in memory")
-        if self.streaming is True and why_not:
-            raise CheckpointError(f"This checkpoint cannot be streamed: {why_not}; open it with streaming=False.")
-        if self.streaming == "auto":
-            return not why_not and n_bytes > free_memory(self.device or "cpu") / 2
-        return bool(self.streaming)
-
-    def placed(self, model: nn.Module) -> nn.Module:
-        """The model on the device, if one is asked for."""
-        return model if self.device is None else model.to(self.device)
-
-
 def _stream_pretrained(
-    model: nn.Module, state: Mapping[str, LazyTensor], path: Path, how: _Streaming
+    model: nn.Module, state: Mapping[str, LazyTensor], path: Path, how: StreamingChoice
 ) -> StreamedWeights:
     from workbench.models.streamed_models import files_identity, stream_pretrained
 
@@ -389,7 +346,7 @@ def _tokenizer_of(file: Path, config: dict[str, Any]) -> ByteTokenizer | None:
 
 
 def _open_zoo(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype | str, strict: bool, how: _Streaming
+    folder: Path, config: dict[str, Any], dtype: torch.dtype | str, strict: bool, how: StreamingChoice
 ) -> tuple[nn.Module, str, StreamedWeights | None]:
     from accelerate import init_empty_weights
 
@@ -422,7 +379,7 @@ def _open_zoo(
 
 
 def _stream_plain(
-    module: nn.Module, state: Mapping[str, LazyTensor], path: Path, remedy: str, how: _Streaming
+    module: nn.Module, state: Mapping[str, LazyTensor], path: Path, remedy: str, how: StreamingChoice
 ) -> StreamedWeights:
     from workbench.models.streamed_models import files_identity, stream_plain
 
@@ -432,7 +389,7 @@ def _stream_plain(
 
 
 def _open_state(
-    path: Path, module: nn.Module | None, dtype: torch.dtype | str, name: str | None, strict: bool, how: _Streaming
+    path: Path, module: nn.Module | None, dtype: torch.dtype | str, name: str | None, strict: bool, how: StreamingChoice
 ) -> Subject:
     if module is None and (config := diffusers_config(path)):
         module = diffusers_model(path, config).eval()
@@ -468,7 +425,12 @@ def _open_adapter(path: Path, base: Subject, dtype: torch.dtype | str, name: str
 
 
 def _open_hub(
-    hub_name: str, trust_remote_code: bool, dtype: torch.dtype | str, name: str | None, strict: bool, how: _Streaming
+    hub_name: str,
+    trust_remote_code: bool,
+    dtype: torch.dtype | str,
+    name: str | None,
+    strict: bool,
+    how: StreamingChoice,
 ) -> Subject:
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
