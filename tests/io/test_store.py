@@ -1,5 +1,7 @@
 import errno
 import os
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import zarr.storage
 import workbench as wb
 from tests.koopman.snapshots import snapshots
 from workbench.errors import SchemaError, StoreError
+from workbench.io.atomic import replacing
 from workbench.schema.runs import SCHEMA_VERSION
 
 
@@ -65,6 +68,22 @@ def test_nothing_is_overwritten_unless_told(tmp_path, run, spectra, write, suffi
     write(run, path, overwrite=True)
     assert "monitors" in wb.open_run(path).children
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_what_threads_still_write_after_an_error_is_removed_too(tmp_path):
+    def write_late(path):
+        time.sleep(0.02)
+        path.mkdir(parents=True)
+        (path / "late").write_text("")
+
+    def fail(path):
+        with replacing(path) as partial:
+            threading.Thread(target=write_late, args=(partial,)).start()
+            raise OSError
+
+    with pytest.raises(StoreError, match="cannot be written"):
+        fail(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_full_disk_leaves_the_old_store_and_no_rubbish(tmp_path, run, spectra, monkeypatch):

@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,7 @@ def replacing(path: Path) -> Iterator[Path]:
         workplace = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
         raise StoreError(f"{path} cannot be written ({error.strerror or error}); check its folder.") from error
+    is_written = False
     try:
         yield workplace / path.name
         old = workplace / "replaced"
@@ -63,6 +65,7 @@ def replacing(path: Path) -> Iterator[Path]:
             if old.exists():
                 old.rename(path)
             raise
+        is_written = True
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreError(
@@ -70,4 +73,7 @@ def replacing(path: Path) -> Iterator[Path]:
             ) from error
         raise StoreError(f"{path} cannot be written ({error.strerror or error}); check its folder.") from error
     finally:
-        shutil.rmtree(workplace, ignore_errors=True)
+        # After an error, threads of the writer may still finish what they began, folders included.
+        for wait in (0.0,) if is_written else (0.0, 0.05, 0.2):
+            time.sleep(wait)
+            shutil.rmtree(workplace, ignore_errors=True)
