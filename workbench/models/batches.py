@@ -426,6 +426,21 @@ def _head(batch: Any) -> Any:
     return take_rows(batch, slice(0, 3 if first is not None and first.shape[1] == 2 else 2))
 
 
+def shortened(batch: Any, n_tokens: int) -> Any:
+    """The first tokens of each sequence; None where it cannot be told from shapes which axis counts them.
+
+    Args:
+        batch: Token ids, or a mapping of them and of masks.
+        n_tokens: Most tokens of a sequence.
+    """
+    if isinstance(batch, Mapping):
+        shapes = {tuple(value.shape) for value in batch.values() if isinstance(value, Tensor)}
+        is_plain = len(shapes) == 1 and all(isinstance(value, Tensor) for value in batch.values())
+        return {name: value[:, :n_tokens] for name, value in batch.items()} if is_plain and len(*shapes) == 2 else None
+    is_ids = isinstance(batch, Tensor) and batch.ndim == 2 and not batch.is_floating_point()
+    return batch[:, :n_tokens] if is_ids else None
+
+
 def _can_be_cut(batch: Any, axis: int) -> bool:
     """Whether all tensors have one entry a sequence, so that some sequences of them still belong together."""
     n_rows = count_rows(batch, axis)

@@ -191,11 +191,17 @@ def moments_for(
         options: Options of the spectra that are wanted.
         n_snapshots: Most snapshots that will come; None: unknown.
     """
-    width, rank = states.shape[-1], options.rank
-    is_few = n_snapshots is not None and n_snapshots <= width
-    if width <= _NARROW or not (is_few or (rank is not None and OVERSAMPLING * rank < width)):
+    width = states.shape[-1]
+    if not is_sketched(width, options.rank, n_snapshots):
         return empty_moments(anatomy, layer, states)
-    return SnapshotSketch(width, rank=rank, seed=options.seed, device=_device_of(states), name=_name_of(anatomy, layer))
+    name = _name_of(anatomy, layer)
+    return SnapshotSketch(width, rank=options.rank, seed=options.seed, device=_device_of(states), name=name)
+
+
+def is_sketched(width: int, rank: int | None, n_snapshots: int | None) -> bool:
+    """Whether a layer of this width is collected in a sketch rather than in moments."""
+    is_few = n_snapshots is not None and n_snapshots <= width
+    return width > _NARROW and (is_few or (rank is not None and OVERSAMPLING * rank < width))
 
 
 def empty_moments(anatomy: Anatomy, layer: int, states: Tensor) -> SnapshotMoments:

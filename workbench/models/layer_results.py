@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 _MOST_WAITING = 256 * 2**20
 
 
+def n_waiting(n_bytes: int, n_workers: int) -> int:
+    """Number of layers whose moments, of so many bytes each, are in memory together at most."""
+    return max(n_workers, -(-_MOST_WAITING // max(n_bytes, 1)))
+
+
 @dataclass(frozen=True)
 class FoundLayer:
     """The spectrum of one layer, without its eigenvectors, and what it was measured on."""

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from torch import nn
 
-from workbench.errors import OptionError
+from workbench.errors import OptionError, WorkbenchError
 from workbench.io.progress import progress_bar
 from workbench.io.provenance import versions
 from workbench.koopman.dmd import DmdOptions
 from workbench.koopman.measures import Thresholds
 from workbench.koopman.spectra import as_dataset, warn_if_rank_deficient
 from workbench.models.anatomy import Anatomy, read_anatomy
-from workbench.models.batches import TOKENS_OF_A_TASK, Batches, TokenSelection
+from workbench.models.batches import TOKENS_OF_A_TASK, Batches, TokenSelection, shortened
 from workbench.models.capture import capture_layers
 from workbench.models.checkpoint import open_checkpoint
 from workbench.models.layer_results import LayerResults
+from workbench.models.profile_cost import ProfileCost, profile_cost, refuse_too_large
 from workbench.models.profile_journal import ProfileJournal
 from workbench.models.streamed_capture import capture_streamed
 from workbench.models.subject import Subject
@@ -32,7 +33,34 @@ if TYPE_CHECKING:
     from workbench.models.streaming import StreamedWeights
 
 
+#: Tokens on which the anatomy of a streamed model is read.
+_FEW_TOKENS = 32
+#: Width up to which a profile fits into any memory.
+_NARROW = 512
+
+
+@overload
 def profile(
+    subject: Subject | nn.Module,
+    inputs: Any,
+    *,
+    n_snapshots: int | None = ...,
+    skip_first: int = ...,
+    rank: int | None = ...,
+    options: DmdOptions | None = ...,
+    thresholds: Thresholds | None = ...,
+    stack: str | None = ...,
+    anatomy: Anatomy | None = ...,
+    batch_first: bool | None = ...,
+    layers: Sequence[int] | None = ...,
+    seed: int | None = ...,
+    n_workers: int | None = ...,
+    progress: bool = ...,
+    dry_run: Literal[False] = ...,
+) -> xr.Dataset: ...
+@overload
+def profile(subject: Subject | nn.Module, inputs: Any, *, dry_run: Literal[True], **options: Any) -> ProfileCost: ...
+def profile(  # type: ignore[misc]  # a dry run takes the same options
     subject: Subject | nn.Module,
     inputs: Any,
     *,
@@ -48,7 +76,8 @@ def profile(
     seed: int | None = None,
     n_workers: int | None = None,
     progress: bool = True,
-) -> xr.Dataset:
+    dry_run: bool = False,
+) -> xr.Dataset | ProfileCost:
     """Koopman spectra of a model's residual stream, layer by layer (RKSP, arXiv:2602.22988).
 
     The model runs once over the inputs, in eval mode and without gradients, and is left as it was found. Of a subject
@@ -77,6 +106,7 @@ def profile(
         seed: Seed of the choice of tokens and of the randomized rank; None: that of ``options``, by default 0.
         n_workers: Number of layers decomposed in parallel; None: one per core.
         progress: Whether to show progress bars.
+        dry_run: Whether to return the memory and time that this will take, instead of doing it.
 
     Returns:
         Spectra dataset, dims ``layer`` and ``mode``. Where the depth of a forward depends on the data, the variable
@@ -101,9 +131,14 @@ def profile(
     probe, batches = Batches.of(inputs, subject, n_tokens=max(n_snapshots or 0, TOKENS_OF_A_TASK)).probe_and_all()
     if anatomy is None:
         with nullcontext() if subject.streamed is None else subject.streamed.standing_in():
-            anatomy = read_anatomy(subject.model, probe, stack=stack, batch_first=batch_first)
+            anatomy = _anatomy(subject, probe, stack, batch_first)
     batches = batches.split(anatomy.layout)
     wanted = _wanted(layers, anatomy)
+    if dry_run or anatomy.width > _NARROW:
+        cost = profile_cost(subject, anatomy, batches, options, wanted, n_snapshots, n_workers, is_timed=dry_run)
+        if dry_run:
+            return cost
+        refuse_too_large(cost, subject)
     names = [site.name for site in anatomy.sites]
     # A residual that is added outside of modules cannot be stopped in front of a block; such a model runs as it is.
     if subject.streamed is None or any(site.exit is not None for site in anatomy.sites):
@@ -154,6 +189,15 @@ def profile(
     if results.journal is not None:
         results.journal.close()
     return dataset
+
+
+def _anatomy(subject: Subject, probe: Any, stack: str | None, batch_first: bool | None) -> Anatomy:
+    """The anatomy, read on a few tokens where weights are streamed: their number says nothing about it."""
+    few = shortened(probe, _FEW_TOKENS) if subject.streamed is not None else None
+    if few is not None:
+        with suppress(WorkbenchError):  # such as a model that takes one length alone
+            return read_anatomy(subject.model, few, stack=stack, batch_first=batch_first)
+    return read_anatomy(subject.model, probe, stack=stack, batch_first=batch_first)
 
 
 def _wanted(layers: Sequence[int] | None, anatomy: Anatomy) -> list[int]:
