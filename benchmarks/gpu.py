@@ -184,7 +184,7 @@ def eigenvalues(device: torch.device, small: bool) -> Section:
 
         def solve(name: str, taken: SnapshotMoments, smallest: float) -> None:
             with eig_on_device_from(smallest):
-                found[name] = np.abs(layer_spectrum(taken).modes.eigenvalue)
+                found[name] = np.abs(layer_spectrum(taken).eigenvalue)
 
         tasks: dict[str, Callable[[], object]] = {"host": lambda: solve("host", here, np.inf)}
         if device.type == "cuda":

@@ -199,7 +199,9 @@ def file_size(n_bytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes, hours or days, whole ones."""
+    """Seconds, minutes, hours or days, whole ones."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
     if seconds < 3600:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"

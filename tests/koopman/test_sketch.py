@@ -36,7 +36,7 @@ def fed(sketch, x, y, size):
 
 def distance(one, other):
     """Largest distance between eigenvalues that belong together."""
-    gaps = np.abs(one.modes.eigenvalue[:, None] - other.modes.eigenvalue[None])
+    gaps = np.abs(one.eigenvalue[:, None] - other.eigenvalue[None])
     return gaps[linear_sum_assignment(gaps)].max()
 
 
@@ -75,7 +75,7 @@ def test_the_sketch_follows_directions_that_come_late():
     x[300:, :4] *= 30
     y = 0.5 * x
     found = layer_spectrum(fed(SnapshotSketch(64, rank=4), x, y, 50), wb.DmdOptions(rank=4))
-    np.testing.assert_allclose(np.abs(found.modes.eigenvalue), 0.5, atol=1e-3)
+    np.testing.assert_allclose(np.abs(found.eigenvalue), 0.5, atol=1e-3)
 
 
 def test_without_a_rank_there_may_not_be_more_snapshots_than_features():

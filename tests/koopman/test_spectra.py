@@ -24,7 +24,7 @@ def test_layers_side_by_side_are_layers_one_by_one_and_threads_come_back():
     parallel = layer_spectra(moments, n_workers=3)
     serial = [layer_spectra([m], n_workers=1)[0] for m in moments]
     for one, other in zip(parallel, serial, strict=True):
-        np.testing.assert_allclose(np.abs(one.modes.eigenvalue), np.abs(other.modes.eigenvalue), rtol=1e-9)
+        np.testing.assert_allclose(np.abs(one.eigenvalue), np.abs(other.eigenvalue), rtol=1e-9)
         assert one.values == pytest.approx(other.values, rel=1e-9)
     assert torch.get_num_threads() == before
 

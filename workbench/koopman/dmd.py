@@ -343,19 +343,26 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
         eigenvalue, right, left = _both_eigenvectors(A)
         pairs = _ConjugatePairs(eigenvalue)
         left = pairs.pack(left).T
-    gram, update_gram = operator.gram.detach().to(A.device), operator.update_gram.detach().to(A.device)
-    change = A - torch.eye(len(A), dtype=A.dtype, device=A.device)
-    unexplained = update_gram - (change * gram) @ change.T
-    leftover = pairs.quadratic_form(left, unexplained).clamp(min=0)
+    del packed
+    gram = operator.gram.detach().to(A.device)
+    leftover = pairs.quadratic_form(left, _unexplained(operator, A)).clamp(min=0)
     residual = (leftover / pairs.mean((left.square() * gram).sum(1))).sqrt()
     order = torch.argsort(eigenvalue.abs(), descending=True, stable=True)
+    right = right[:, order]
     return OperatorModes(
         eigenvalue=eigenvalue[order].cpu().numpy(),
         residual=residual[order].cpu().numpy(),
         eigenvector_condition=condition,
-        right=right[:, order],
+        right=right,
         left=pairs.unpack_rows(left)[order] if condition <= _INVERTIBLE else None,
     )
+
+
+def _unexplained(operator: WhitenedOperator, A: Tensor) -> Tensor:
+    """Second moment of what the fit leaves over of the update."""
+    change = A - torch.eye(len(A), dtype=A.dtype, device=A.device)
+    explained = (change * operator.gram.detach().to(A.device)) @ change.T
+    return torch.sub(operator.update_gram.detach().to(A.device), explained, out=explained)
 
 
 def significant_digits(operator: WhitenedOperator, modes: OperatorModes) -> float:
@@ -390,7 +397,7 @@ class _ConjugatePairs:
         return packed
 
     def unpack_rows(self, rows: Tensor) -> Tensor:
-        unpacked = torch.complex(rows, torch.zeros_like(rows))
+        unpacked = rows.to(torch.complex128)
         first = torch.complex(rows[self.first], -rows[self.first + 1]) / 2**0.5
         unpacked[self.first] = first
         unpacked[self.first + 1] = first.conj()
@@ -398,7 +405,7 @@ class _ConjugatePairs:
 
     def quadratic_form(self, rows: Tensor, matrix: Tensor) -> Tensor:
         """u_j* M u_j for every row, symmetric M."""
-        return self.mean(((rows @ matrix) * rows).sum(1))
+        return self.mean((rows @ matrix).mul_(rows).sum(1))
 
     def mean(self, values: Tensor) -> Tensor:
         """The values of rows with those of each pair replaced by their mean, as |u|^2 = (|Re|^2 + |Im|^2) / 2."""

@@ -147,12 +147,12 @@ class SnapshotSketch:
             raise SnapshotError(f"The sketch of {self.name} was made for rank {self._rank}, not {rank or 'all'}.")
         found = self._gathered(n_directions=rank)
         n = self.n_snapshots - 1
-        variance = found.sum_xx.diagonal() / n
+        variance = found.sum_xx / n
         is_used = variance > rank_tolerance * variance[-1]
         is_used[: len(variance) - (rank or len(variance))] = False
         variance = variance[is_used]
-        c_dx, c_dd = (sums[is_used][:, is_used] / n for sums in (found.sum_dx, found.sum_dd))
-        outside = (found.total_d / n - c_dd.diagonal().sum()).clamp(min=0)
+        c_dx, c_dd = (sums[is_used][:, is_used].div_(n) for sums in (found.sum_dx, found.sum_dd))
+        outside = (found.totals.total_d / n - c_dd.diagonal().sum()).clamp(min=0)
         explained = torch.zeros_like(outside)
         if rank is None:  # columns of C_dx over all features, less what lies in the directions
             beyond = (found.full_dx[:, is_used] / n).square().sum(0) - c_dx.square().sum(0)
@@ -161,24 +161,27 @@ class SnapshotSketch:
 
     def total_variance(self) -> tuple[Tensor, Tensor, Tensor]:
         """Trace of the covariance of the states, that of the updates, and the squared mean of the states."""
-        centred, n = self._centred(), max(self.n_snapshots - 1, 1)
-        return centred.total_x / n, centred.total_d / n, centred.mean_x.square().sum()
+        totals, n = self._centred()[0], max(self.n_snapshots - 1, 1)
+        return totals.total_x / n, totals.total_d / n, totals.mean_x.square().sum()
 
-    def _centred(self) -> _Centred:
-        """The snapshots kept, with their total over all that came."""
-        x = torch.cat([x.double() for x, _ in self._kept])
-        d = torch.cat([y.double() for _, y in self._kept]) - x
+    def _centred(self) -> tuple[_Totals, Tensor, Tensor]:
+        """Totals over all snapshots that came, and the states and updates kept, about their mean, a row each."""
+        x = torch.cat([x for x, _ in self._kept]).double()
+        d = torch.cat([y for _, y in self._kept]).double().sub_(x)
         n, mean_x, mean_d = len(x), x.mean(0), d.mean(0)
-        x, d = x - mean_x, d - mean_d
+        x.sub_(mean_x)
+        d.sub_(mean_d)
         total_x, total_d = x.square().sum(), d.square().sum()
-        if (before := self._moments) is not None:
-            total = before.n + n
-            weight = (before.n * n / total) ** 0.5  # Chan, Golub & LeVeque 1983
-            shift_x, shift_d = mean_x - before.mean_x, mean_d - before.mean_d
-            x, d = torch.cat([x, weight * shift_x[None]]), torch.cat([d, weight * shift_d[None]])
-            mean_x, mean_d = before.mean_x + shift_x * (n / total), before.mean_d + shift_d * (n / total)
-            n, total_x, total_d = total, before.total_x + x.square().sum(), before.total_d + d.square().sum()
-        return _Centred(n, mean_x, mean_d, total_x, total_d, x, d)
+        if (before := self._moments) is None:
+            return _Totals(n, mean_x, mean_d, total_x, total_d), x, d
+        seen = before.totals
+        total = seen.n + n
+        weight = (seen.n * n / total) ** 0.5  # Chan, Golub & LeVeque 1983
+        shift_x, shift_d = mean_x - seen.mean_x, mean_d - seen.mean_d
+        x, d = torch.cat([x, weight * shift_x[None]]), torch.cat([d, weight * shift_d[None]])
+        mean_x, mean_d = seen.mean_x + shift_x * (n / total), seen.mean_d + shift_d * (n / total)
+        total_x, total_d = seen.total_x + x.square().sum(), seen.total_d + d.square().sum()
+        return _Totals(total, mean_x, mean_d, total_x, total_d), x, d
 
     def _gathered(self, n_directions: int | None = None) -> _Moments:
         """All snapshots as moments in the leading directions.
@@ -187,64 +190,57 @@ class SnapshotSketch:
             n_directions: Number of directions that are enough if nothing more is to come; None: as many as the sketch
                 keeps.
         """
-        new, before = self._centred(), self._moments
-        x, d = new.x, new.d
+        totals, x, d = self._centred()
+        before = self._moments
         if self._rank is None:
             basis = _row_space(x)
         elif before is None:
             wanted = n_directions or OVERSAMPLING * self._rank
             basis = _leading_rows(x, min(wanted, self.n_features), self._seed)
         else:
-            scale = before.sum_xx.diagonal().clamp(min=0).sqrt()  # the states' moments are diagonal in the basis
+            scale = before.sum_xx.clamp(min=0).sqrt()
             rows = torch.cat([x, scale[:, None] * before.basis.T])
             basis = _leading_rows(rows, min(OVERSAMPLING * self._rank, self.n_features), self._seed)
+        # Each of these may take as much memory as all snapshots: what is not needed any more goes at once.
         in_x, in_d = x @ basis, d @ basis
-        sum_xx, sum_dx, sum_dd = in_x.T @ in_x, in_d.T @ in_x, in_d.T @ in_d
+        del x
+        sum_dd, sum_dx, sum_xx = in_d.T @ in_d, in_d.T @ in_x, in_x.T @ in_x
+        del in_d
         if before is not None:
             turn = basis.T @ before.basis
-            sum_xx = sum_xx + turn @ before.sum_xx @ turn.T
-            sum_dx = sum_dx + turn @ before.sum_dx @ turn.T
-            sum_dd = sum_dd + turn @ before.sum_dd @ turn.T
+            sum_xx += (turn * before.sum_xx) @ turn.T
+            sum_dx += turn @ before.sum_dx @ turn.T
+            sum_dd += turn @ before.sum_dd @ turn.T
         variance, rotation = torch.linalg.eigh(sum_xx)
-        return _Moments(
-            new.n,
-            new.mean_x,
-            new.mean_d,
-            new.total_x,
-            new.total_d,
-            basis @ rotation,
-            variance.diag(),
-            rotation.T @ sum_dx @ rotation,
-            rotation.T @ sum_dd @ rotation,
-            d.T @ (in_x @ rotation) if self._rank is None else in_x[:0],
-        )
+        del sum_xx
+        sum_dx = rotation.T @ sum_dx @ rotation
+        sum_dd = rotation.T @ sum_dd @ rotation
+        if self._rank is not None:
+            return _Moments(totals, basis @ rotation, variance, sum_dx, sum_dd, basis[:0])
+        del basis  # that of all snapshots is never added to
+        return _Moments(totals, in_x[:0], variance, sum_dx, sum_dd, d.T @ (in_x @ rotation))
 
 
 @dataclass(frozen=True)
-class _Centred:
-    """Snapshots about their mean, a row each, with means and totals over these and all before."""
+class _Totals:
+    """Number, means and total squares of all snapshots that came."""
 
     n: int
     mean_x: Tensor
     mean_d: Tensor
     total_x: Tensor
     total_d: Tensor
-    x: Tensor
-    d: Tensor
 
 
 @dataclass(frozen=True)
 class _Moments:
     """Centred sums over snapshots in the principal directions of x: the columns of ``basis``, by rising variance.
 
-    ``full_dx`` has rows for all features and exists only where every snapshot is kept.
+    Those of x are diagonal. ``full_dx`` has rows for all features and exists only where every snapshot is kept, and
+    ``basis`` only where not.
     """
 
-    n: int
-    mean_x: Tensor
-    mean_d: Tensor
-    total_x: Tensor
-    total_d: Tensor
+    totals: _Totals
     basis: Tensor
     sum_xx: Tensor
     sum_dx: Tensor
@@ -255,9 +251,11 @@ class _Moments:
 def _row_space(rows: Tensor) -> Tensor:
     """Orthonormal directions that span the rows, those of largest variance first, shape (feature, row)."""
     variance, left = torch.linalg.eigh(rows @ rows.T)
-    scale = variance.clamp(min=torch.finfo(rows.dtype).tiny).sqrt()
+    left /= variance.clamp(min=torch.finfo(rows.dtype).tiny).sqrt()
+    directions = left.T @ rows
+    del left
     # Directions of small variance come out of the Gram matrix inaccurate; QR makes them orthogonal to the large ones.
-    return torch.linalg.qr(((left / scale).T @ rows).flip(0).T).Q
+    return torch.linalg.qr(directions.flip(0).T).Q
 
 
 def _leading_rows(rows: Tensor, n_directions: int, seed: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from workbench.errors import SnapshotError
 from workbench.io.progress import n_cores, progress_bar
 from workbench.io.provenance import versions
-from workbench.koopman.dmd import DmdOptions, OperatorModes, eigenmodes, significant_digits, whitened_operator
+from workbench.koopman.dmd import DmdOptions, eigenmodes, significant_digits, whitened_operator
 from workbench.koopman.kreiss import kreiss_from_modes
 from workbench.koopman.measures import Thresholds, mass_fractions
 from workbench.koopman.moments import SnapshotMoments
@@ -49,9 +49,16 @@ class HasCounts(Protocol):
 
 @dataclass(frozen=True)
 class LayerSpectrum:
-    """Everything the spectra say about one layer; names and units as in ``schema.SPECTRA``."""
+    """Everything the spectra say about one layer; names and units as in ``schema.SPECTRA``.
 
-    modes: OperatorModes
+    Attributes:
+        eigenvalue: As in `OperatorModes`.
+        residual: As in `OperatorModes`.
+        values: The measures that are one number.
+    """
+
+    eigenvalue: np.ndarray
+    residual: np.ndarray
     values: dict[str, float]
 
 
@@ -63,7 +70,7 @@ def layer_spectrum(moments: SnapshotMoments | SnapshotSketch, options: DmdOption
         options: Options, see `DmdOptions`.
 
     Returns:
-        The layer's modes and measures.
+        The layer's eigenvalues and measures.
 
     Raises:
         SnapshotError: If there is no spectrum: too few snapshots, a constant stream, or values that are not finite.
@@ -89,7 +96,7 @@ def layer_spectrum(moments: SnapshotMoments | SnapshotSketch, options: DmdOption
         "covariance_condition": operator.covariance_condition,
         "significant_digits": significant_digits(operator, modes),
     }
-    return LayerSpectrum(modes, values)
+    return LayerSpectrum(modes.eigenvalue, modes.residual, values)
 
 
 def layer_spectra(
@@ -162,12 +169,12 @@ def as_dataset(
     import xarray as xr
 
     thresholds, options = thresholds or Thresholds(), options or DmdOptions()
-    n_modes = max(len(layer.modes.eigenvalue) for layer in layers)
+    n_modes = max(len(layer.eigenvalue) for layer in layers)
     eigenvalue = np.full((len(layers), n_modes), np.nan + 1j * np.nan)
     residual = np.full((len(layers), n_modes), np.nan)
     for i, layer in enumerate(layers):
-        eigenvalue[i, : len(layer.modes.eigenvalue)] = layer.modes.eigenvalue
-        residual[i, : len(layer.modes.residual)] = layer.modes.residual
+        eigenvalue[i, : len(layer.eigenvalue)] = layer.eigenvalue
+        residual[i, : len(layer.residual)] = layer.residual
     columns: dict[str, np.ndarray] = {
         "eigenvalue": eigenvalue,
         "residual": residual,

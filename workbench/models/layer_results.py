@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from workbench.io.progress import n_cores
 from workbench.koopman.spectra import LayerSpectrum, layer_spectra
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from workbench.models.profile_journal import ProfileJournal
 
 #: Moments that wait to be decomposed side by side, in bytes.
-_MOST_WAITING = 256 * 2**20
+_MOST_WAITING = 64 * 2**20
 
 
 def n_waiting(n_bytes: int, n_workers: int) -> int:
@@ -27,7 +25,7 @@ def n_waiting(n_bytes: int, n_workers: int) -> int:
 
 @dataclass(frozen=True)
 class FoundLayer:
-    """The spectrum of one layer, without its eigenvectors, and what it was measured on."""
+    """The spectrum of one layer, and what it was measured on."""
 
     spectrum: LayerSpectrum
     n_snapshots: int
@@ -103,8 +101,6 @@ class LayerResults:
             self._keep(layer, spectrum, seen.n_snapshots, seen.n_features)
 
     def _keep(self, layer: int, spectrum: LayerSpectrum, n_snapshots: int, n_features: int) -> None:
-        # Eigenvectors take as much memory as moments, and nothing that follows needs them.
-        modes = replace(spectrum.modes, right=torch.empty(0, 0), left=None)
         name = f"layer {layer} ({self._names[layer]})"
-        self._found[layer] = FoundLayer(replace(spectrum, modes=modes), n_snapshots, n_features, name)
+        self._found[layer] = FoundLayer(spectrum, n_snapshots, n_features, name)
         self._after_layer()

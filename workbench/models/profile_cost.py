@@ -14,7 +14,9 @@ from workbench.errors import SnapshotError
 from workbench.formatting import duration
 from workbench.io.memory import free_memory
 from workbench.io.progress import n_cores
+from workbench.koopman.moments import SnapshotMoments
 from workbench.koopman.sketch import OVERSAMPLING
+from workbench.koopman.spectra import layer_spectra
 from workbench.models.calling import device_of
 from workbench.models.capture import is_sketched
 from workbench.models.layer_results import n_waiting
@@ -25,12 +27,13 @@ if TYPE_CHECKING:
     from workbench.models.batches import Batches
     from workbench.models.subject import Subject
 
-#: Tokens that an image or another input without tokens is taken for.
+#: Tokens that an image is taken for.
 _TOKENS_OF_AN_IMAGE = 256
-#: Bytes for each squared mode while a layer is decomposed: operator, eigenvectors, their inverse, work space.
-_PER_MODE = 160
-#: Side of the matrices by which the speed of this machine is measured, and eigenproblems' worth of time of a layer.
-_TRIAL, _EIGENPROBLEMS = 256, 2.5
+#: Matrices of modes^2 numbers in float64 that are in memory at once while a layer is decomposed: the operator, its
+#: eigenvectors, their inverse and work space.
+_MATRICES = 14
+#: Width of the layer whose decomposition is timed, and most tokens of the matrix product that is.
+_TRIAL_WIDTH, _TRIAL_TOKENS = 384, 512
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,13 @@ class ProfileCost:
     """What a profile will take: an upper estimate of memory beyond what is in use, and a rough one of time.
 
     Attributes:
-        weights: Bytes of the largest block, where weights are streamed.
+        weights: Bytes of the largest block, where weights are streamed and are no views of their files.
         states: Bytes of the states between blocks and of activations inside one.
         moments: Bytes of the moments or snapshots of the layers that are in memory together.
         spectra: Bytes of the eigenproblems that are solved together.
         free: Bytes that are free.
         seconds: Time from the speed of a matrix product and of an eigenproblem on this machine, without reading files;
-            NaN where the number of tokens is not known.
+            NaN where it was not asked for, or the number of tokens is not known.
 
     Example:
         >>> import workbench as wb
@@ -63,19 +66,27 @@ class ProfileCost:
 
     @property
     def memory(self) -> int:
-        """Bytes in all; moments and eigenproblems are not needed before the states of a layer are there."""
+        """Bytes in all."""
         return self.weights + self.states + self.moments + self.spectra
 
     def __str__(self) -> str:
-        parts = {
+        listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in self._parts.items())
+        time = f", about {duration(self.seconds)}" if self.seconds == self.seconds else ""
+        return f"up to {self.memory / 1e9:.2f} GB ({listed}) of {self.free / 1e9:.1f} GB free{time}"
+
+    @property
+    def largest(self) -> str:
+        """Name of the part that takes most memory."""
+        return max(self._parts, key=lambda name: self._parts[name])
+
+    @property
+    def _parts(self) -> dict[str, int]:
+        return {
             "weights of a block": self.weights,
             "states": self.states,
             "moments": self.moments,
             "eigenproblems": self.spectra,
         }
-        listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
-        known = f", about {duration(self.seconds)}" if self.seconds == self.seconds else ""
-        return f"up to {self.memory / 1e9:.2f} GB ({listed}) of {self.free / 1e9:.1f} GB free{known}"
 
 
 def profile_cost(
@@ -101,38 +112,45 @@ def profile_cost(
         n_workers: Number of layers decomposed in parallel; None: one per core.
         is_timed: Whether to measure the speed of this machine, which takes a fraction of a second.
     """
-    width, device = anatomy.width, device_of(subject.model)
+    width, rank, device = anatomy.width, options.rank, device_of(subject.model)
     blocks = [anatomy.sites[layer].module for layer in layers]
     itemsize = max((p.element_size() for p in subject.model.parameters() if p.is_floating_point()), default=4)
-    counts = [_tokens(item) for item in batches.items] if isinstance(batches.items, list) else []
-    most, total = max(counts, default=4096), sum(counts)
-    inner = max(
-        (max(p.shape[0], p.shape[-1]) for block in blocks for p in block.parameters() if p.ndim == 2), default=width
-    )
+    counts = [_n_tokens(item) for item in batches.items] if isinstance(batches.items, list) else []
+    total, most = sum(counts), max(counts, default=0)
+    n_seen = min(total or n_snapshots or width, n_snapshots or total or width)
+    n_modes = min(rank or width, width, n_seen)
+    n_together = min(n_workers or n_cores(), len(layers))
+
+    inner = max((max(p.shape[-2:]) for block in blocks for p in block.parameters() if p.ndim > 1), default=width)
     states = most * (4 * width + 3 * inner) * max(itemsize, 4)
-    weights = 0
     if subject.streamed is not None:
-        weights = max(subject.streamed.n_bytes(block) for block in blocks)
-        states += 3 * total * width * itemsize
-    seen = min(total or n_snapshots or width, n_snapshots or total or width)
-    rank = options.rank
+        states += 3 * total * width * itemsize  # what waits between blocks, and a copy on disk as it is written
     if is_sketched(width, rank, n_snapshots):
-        kept = min(seen, width)
-        one = 2 * kept * width * itemsize
-        work = 4 * kept * width * 8 + (8 * width * OVERSAMPLING * rank * 4 if rank else 0)
+        n_kept = min(n_seen, width)
+        one, work = 2 * n_kept * width * itemsize, 4 * n_kept * width * 8 + 8 * width * OVERSAMPLING * (rank or 0) * 5
     else:
-        one, work = 24 * width**2, 40 * width**2
-    together = n_workers or n_cores()
+        one, work = 3 * 8 * width**2, 5 * 8 * width**2
     is_in_turn = subject.streamed is not None or len(counts) == 1
-    held = n_waiting(one, together) if is_in_turn else len(layers)
-    n_modes = min(rank or width, width, max(seen, 1))
-    spectra = min(together, len(layers)) * (_PER_MODE * n_modes**2 + work)
+    n_held = min(n_waiting(one, n_together) if is_in_turn else len(layers), len(layers))
     seconds = float("nan")
     if is_timed and total:
         n_parameters = sum(p.numel() for block in dict.fromkeys(blocks) for p in block.parameters())
-        seconds = 2 * n_parameters * total / _matmul_speed(subject.model, width, device)
-        seconds += len(layers) * _eigenproblem(n_modes) / min(together, n_cores(), len(layers))
-    return ProfileCost(weights, states, min(held, len(layers)) * one, spectra, free_memory(device), seconds)
+        flops = (
+            3 * 2 * n_seen * width * (OVERSAMPLING * rank if is_sketched(width, rank, n_snapshots) and rank else width)
+        )
+        seconds = (
+            2 * n_parameters * total / _speed(_dtype(subject.model), (min(most, _TRIAL_TOKENS), width, inner), device)
+        )
+        seconds += len(layers) * flops / _speed(torch.float64, (min(n_seen, width), width, width), device)
+        seconds += len(layers) * _seconds_of_spectrum(n_modes) / n_together
+    return ProfileCost(
+        0 if subject.streamed is None else max(map(subject.streamed.n_bytes, blocks)),
+        states,
+        n_held * one,
+        n_together * (_MATRICES * 8 * n_modes**2 + work),
+        free_memory(device),
+        seconds,
+    )
 
 
 def refuse_too_large(cost: ProfileCost, subject: Subject) -> None:
@@ -143,20 +161,18 @@ def refuse_too_large(cost: ProfileCost, subject: Subject) -> None:
     """
     if cost.memory <= cost.free:
         return
-    parts = {"weights": cost.weights, "states": cost.states, "moments": cost.moments, "spectra": cost.spectra}
-    largest = max(parts, key=lambda name: parts[name])
     remedy = {
-        "weights": "take a machine with more memory",
+        "weights of a block": "use a machine with more memory",
         "states": "pass fewer or shorter inputs",
         "moments": "pass rank=64, or layers= for some of the layers",
-        "spectra": "pass rank=64, or n_workers=1",
-    }[largest]
-    if largest == "moments" and subject.streamed is None:
+        "eigenproblems": "pass rank=64, or n_workers=1",
+    }[cost.largest]
+    if cost.largest == "moments" and subject.streamed is None:
         remedy += ", or open the checkpoint with streaming=True"
     raise SnapshotError(f"This profile takes {cost}; {remedy}.")
 
 
-def _tokens(item: Any) -> int:
+def _n_tokens(item: Any) -> int:
     """Token states of a batch, as far as shapes tell."""
     values = item.values() if isinstance(item, Mapping) else item if isinstance(item, tuple | list) else [item]
     first = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
@@ -167,21 +183,27 @@ def _tokens(item: Any) -> int:
     return first.shape[0] * (1 if first.ndim < 3 else _TOKENS_OF_AN_IMAGE)
 
 
-def _matmul_speed(model: nn.Module, width: int, device: torch.device) -> float:
-    """Floating-point operations a second of a matrix product in the dtype of the model."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    side = min(width, 4 * _TRIAL)
-    one, other = (torch.ones(shape, dtype=dtype, device=device) for shape in ((_TRIAL, side), (side, side)))
-    nn.functional.linear(one, other)
-    start = time.perf_counter()
-    nn.functional.linear(one, other).float().sum().item()
-    return 2 * _TRIAL * side**2 / max(time.perf_counter() - start, 1e-9)
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _eigenproblem(n_modes: int) -> float:
-    """Seconds of the spectrum of one layer with so many modes."""
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(_TRIAL, _TRIAL, dtype=torch.float64, generator=generator)
+def _speed(dtype: torch.dtype, shape: tuple[int, int, int], device: torch.device) -> float:
+    """Floating-point operations a second of a matrix product of shape (token, in), (in, out): the faster of two."""
+    n_tokens, n_in, n_out = shape
+    x, weight = (torch.ones(size, dtype=dtype, device=device) for size in ((n_tokens, n_in), (n_out, n_in)))
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        nn.functional.linear(x, weight).float().sum().item()
+        seconds.append(time.perf_counter() - start)
+    return 2 * n_tokens * n_in * n_out / max(min(seconds), 1e-9)
+
+
+def _seconds_of_spectrum(n_modes: int) -> float:
+    """Seconds that one thread takes for the spectrum of a layer with so many modes."""
+    width = min(n_modes, _TRIAL_WIDTH)
+    x = torch.randn(2 * width, width, generator=torch.Generator().manual_seed(0))
+    moments = SnapshotMoments(width).update(x, x + 0.1 * x.roll(1, 0))
     start = time.perf_counter()
-    torch.linalg.eig(matrix)
-    return _EIGENPROBLEMS * (time.perf_counter() - start) * (n_modes / _TRIAL) ** 3
+    layer_spectra([moments], n_workers=1)
+    return (time.perf_counter() - start) * (n_modes / width) ** 3

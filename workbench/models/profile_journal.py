@@ -14,7 +14,6 @@ import torch
 from workbench.errors import StoreError
 from workbench.io.atomic import replacing
 from workbench.io.cache import cache_folder
-from workbench.koopman.dmd import OperatorModes
 from workbench.koopman.spectra import LayerSpectrum
 
 _FOLDER = "unfinished-profiles"
@@ -54,17 +53,16 @@ class ProfileJournal:
         for file in [] if self.folder is None else sorted(self.folder.glob("layer-*.npz")):
             with np.load(file) as kept:
                 values = {name.removeprefix("value_"): kept[name].item() for name in kept if name.startswith("value_")}
-                condition = float(values["eigenvector_condition"])
-                modes = OperatorModes(kept["eigenvalue"], kept["residual"], condition, torch.empty(0, 0), None)
+                spectrum = LayerSpectrum(kept["eigenvalue"], kept["residual"], values)
                 counts = int(kept["n_snapshots"]), int(kept["n_features"])
-                found[int(file.stem.split("-")[1])] = (LayerSpectrum(modes, values), *counts)
+                found[int(file.stem.split("-")[1])] = (spectrum, *counts)
         return found
 
     def finish(self, layer: int, spectrum: LayerSpectrum, n_snapshots: int, n_features: int) -> None:
         """Keep the result of a layer."""
         if self.folder is not None:
             arrays: dict[str, Any] = {f"value_{name}": np.array(value) for name, value in spectrum.values.items()}
-            arrays |= {"eigenvalue": spectrum.modes.eigenvalue, "residual": spectrum.modes.residual}
+            arrays |= {"eigenvalue": spectrum.eigenvalue, "residual": spectrum.residual}
             with self._writing(f"layer-{layer}.npz") as partial:
                 np.savez(partial, n_snapshots=np.array(n_snapshots), n_features=np.array(n_features), **arrays)
 

@@ -76,7 +76,7 @@ class StreamedWeights:
         self._stand_ins: dict[Any, Mapping[str, Tensor]] | None = None
         if self.device.type != "cpu":
             model.register_forward_pre_hook(self._move_inputs, prepend=True, with_kwargs=True)
-        for module in [module for module in self._parts if module not in members and self._is_mapped(module)]:
+        for module in [module for module in self._parts if module not in members and not self.n_bytes(module)]:
             self._fill(module)
             del self._parts[module]
         self.n_reads.clear()
@@ -85,8 +85,10 @@ class StreamedWeights:
             module.register_forward_hook(self._leave, always_call=True)
 
     def n_bytes(self, module: nn.Module) -> int:
-        """Bytes that the weights of a module take when they are in memory."""
-        return sum(self._n_bytes[name] for name in {self._names[key] for key in _tensors_in(module)})
+        """Bytes of memory that the weights of a part take while it runs: none where they are views of the files."""
+        names = {self._names[key] for key in self._tensors.get(module) or _tensors_in(module)}
+        is_here = self.device.type == "cpu"
+        return sum(self._n_bytes[name] for name in names if not (is_here and self._source.is_view(name)))
 
     @contextmanager
     def hold(self, module: nn.Module) -> Iterator[None]:
@@ -115,7 +117,7 @@ class StreamedWeights:
             CheckpointError: If they take more memory than is free.
         """
         parts = list(self._parts)
-        needed = sum(self.n_bytes(part) for part in parts if not self._is_mapped(part))
+        needed = sum(map(self.n_bytes, parts))
         free = free_memory(self.device)
         if needed > free:
             raise CheckpointError(
@@ -145,11 +147,6 @@ class StreamedWeights:
             yield
         finally:
             self._skipped = set()
-
-    def _is_mapped(self, module: nn.Module) -> bool:
-        """Whether the weights of a part are views of the file, which take no memory."""
-        is_here = self.device.type == "cpu"
-        return is_here and all(self._source.is_view(self._names[key]) for key in self._tensors[module])
 
     def _move_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         from torch.utils._pytree import tree_map
