@@ -78,6 +78,7 @@ bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 	$(BIN)/python -m benchmarks.live
 	$(BIN)/python -m benchmarks.timeline
 	$(BIN)/python -m benchmarks.sweep
+	$(BIN)/python -m benchmarks.streaming
 	$(BIN)/python -m benchmarks.gpu
 
 checkpoints: venv  ## Train the checkpoints in data/ again

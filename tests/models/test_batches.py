@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from workbench.errors import OptionError, SnapshotError
-from workbench.models.batches import Batches, TokenSelection
+from workbench.models.batches import Batches, TokenSelection, shortened
 
 TOKENS = torch.arange(200 * 64).reshape(200, 64)
 
@@ -107,3 +107,25 @@ def test_a_mask_that_hides_tokens_and_does_not_fit_is_refused():
     chosen, selection = choose(inputs | {"decoder_input_ids": torch.zeros(2, 4, dtype=torch.int64)}, None)
     assert len(chosen[0]) == 8  # the mask is that of the encoder
     assert selection.describe() == "every token; a mask did not fit the states and was not used"
+
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (IDS, IDS[:, :4]),
+        (IDS.float(), None),
+        ({"input_ids": IDS, "attention_mask": IDS > 3}, {"input_ids": IDS[:, :4], "attention_mask": IDS[:, :4] > 3}),
+        ({"input_ids": IDS, "pixel_values": torch.zeros(2, 3, 8, 8)}, None),
+        ({"input_ids": IDS, "labels": "none"}, None),
+        ((IDS, IDS), None),
+    ],
+)
+def test_only_what_surely_counts_tokens_is_shortened(batch, expected):
+    found = shortened(batch, 4)
+    if expected is None:
+        assert found is None
+    else:
+        torch.testing.assert_close(found, expected)

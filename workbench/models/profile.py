@@ -110,12 +110,13 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
 
     Returns:
         Spectra dataset, dims ``layer`` and ``mode``. Where the depth of a forward depends on the data, the variable
-        ``layer_snapshots`` is the number of states per layer.
+        ``layer_snapshots`` is the number of states per layer. With ``dry_run`` a `ProfileCost`: memory, free memory
+        and time.
 
     Raises:
         AnatomyError: If the residual stream cannot be read with certainty, or batch and token cannot be told apart.
         SnapshotError: If the model cannot run on the inputs, a mask does not fit the states, there are fewer than three
-            states, they do not vary, or a layer holds NaN or infinite values.
+            states, they do not vary, a layer holds NaN or infinite values, or it takes more memory than is free.
 
     Example:
         >>> import workbench as wb

@@ -1,0 +1,105 @@
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import workbench as wb
+from workbench.errors import SnapshotError
+from workbench.models import profile_cost
+from workbench.models.profile_cost import ProfileCost
+
+GIGABYTE = 10**9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=90,
+        dtype=torch.float32,
+    )
+    path = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+IDS = torch.randint(0, 90, (4, 64), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_dry_run_tells_memory_and_time_and_measures_no_layer(folder, streaming, monkeypatch):
+    monkeypatch.setattr("workbench.models.profile.LayerResults", None)
+    cost = wb.profile(wb.open_checkpoint(folder, streaming=streaming), IDS, dry_run=True)
+    assert isinstance(cost, ProfileCost)
+    assert cost.memory == cost.weights + cost.states + cost.moments + cost.spectra
+    assert 0 < cost.seconds < 600
+    assert f"of {cost.free / 1e9:.1f} GB free, about" in str(cost)
+
+
+def test_a_rank_few_layers_and_one_worker_take_less():
+    model = wb.zoo.transformer(d_model=1040, n_layers=2, n_heads=2, vocab_size=90)
+    ids = IDS.repeat(8, 1)
+    assert ids.numel() > 1040
+
+    def cost(**options):
+        return wb.profile(model, list(ids.split(16)), dry_run=True, **options)
+
+    whole = cost(n_workers=2)
+    assert whole.moments == 2 * 3 * 8 * 1040**2
+    assert cost(n_workers=2, layers=[0]).moments == whole.moments / 2
+    assert cost(n_workers=1).spectra == whole.spectra / 2
+    assert cost(n_workers=2, rank=8).memory < whole.memory / 2
+
+
+def test_time_is_not_known_for_inputs_that_cannot_be_counted():
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=90)
+    cost = wb.profile(model, (ids for ids in IDS.split(2)), dry_run=True)
+    assert np.isnan(cost.seconds)
+    assert str(cost).endswith("GB free")
+
+
+@pytest.mark.parametrize(
+    ("part", "remedy"),
+    [
+        ("weights", "use a machine with more memory"),
+        ("states", "pass fewer or shorter inputs"),
+        ("moments", "pass rank=64, or layers= for some of the layers, or open the checkpoint with streaming=True"),
+        ("spectra", "pass rank=64, or n_workers=1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_remedy_for_its_largest_part(part, remedy):
+    sizes = dict.fromkeys(("weights", "states", "moments", "spectra"), GIGABYTE) | {part: 3 * GIGABYTE}
+    subject = wb.open_checkpoint(wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2))
+    profile_cost.refuse_too_large(ProfileCost(**sizes, free=6 * GIGABYTE), subject)
+    with pytest.raises(SnapshotError) as refusal:
+        profile_cost.refuse_too_large(ProfileCost(**sizes, free=6 * GIGABYTE - 1), subject)
+    assert str(refusal.value).startswith("This profile takes up to 6.00 GB (")
+    assert str(refusal.value).endswith(f"; {remedy}.")
+
+
+def test_a_wide_model_is_refused_before_anything_runs(monkeypatch):
+    model = wb.zoo.transformer(d_model=520, n_layers=2, n_heads=2, vocab_size=90)
+    monkeypatch.setattr(profile_cost, "free_memory", lambda device: 10**6)
+    monkeypatch.setattr("workbench.models.profile.capture_layers", None)
+    with pytest.raises(SnapshotError, match="of 0.0 GB free; "):
+        wb.profile(model, IDS, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("item", "n_tokens"),
+    [
+        (torch.zeros(3, 5, dtype=torch.long), 15),
+        ({"input_ids": torch.zeros(3, 5, dtype=torch.long)}, 15),
+        ((torch.zeros(3, 5, 8),), 15),
+        (torch.zeros(3, 3, 32, 32), 3 * 256),
+        (torch.zeros(7, 12), 7),
+        ({"text": "none"}, 0),
+    ],
+)
+def test_tokens_are_counted_by_shapes(item, n_tokens):
+    assert profile_cost._n_tokens(item) == n_tokens
