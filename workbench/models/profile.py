@@ -22,6 +22,7 @@ from workbench.models.capture import capture_layers
 from workbench.models.checkpoint import open_checkpoint
 from workbench.models.layer_results import LayerResults
 from workbench.models.profile_journal import ProfileJournal
+from workbench.models.residual_check import refuse_plain_chain
 from workbench.models.streamed_capture import capture_streamed
 from workbench.models.subject import Subject
 from workbench.schema.runs import SPECTRA_COUNTS
@@ -83,7 +84,8 @@ def profile(
         ``layer_snapshots`` is the number of states per layer.
 
     Raises:
-        AnatomyError: If the residual stream cannot be read with certainty, or batch and token cannot be told apart.
+        AnatomyError: If the residual stream cannot be read with certainty, batch and token cannot be told apart, or the
+            blocks are a plain chain without residuals and were not named by ``stack``.
         SnapshotError: If the model cannot run on the inputs, a mask does not fit the states, there are fewer than three
             states, they do not vary, or a layer holds NaN or infinite values.
 
@@ -102,6 +104,8 @@ def profile(
     if anatomy is None:
         with nullcontext() if subject.streamed is None else subject.streamed.standing_in():
             anatomy = read_anatomy(subject.model, probe, stack=stack, batch_first=batch_first)
+            if stack is None:
+                refuse_plain_chain(subject.model, probe, anatomy.stack, anatomy.sites)
     batches = batches.split(anatomy.layout)
     wanted = _wanted(layers, anatomy)
     names = [site.name for site in anatomy.sites]

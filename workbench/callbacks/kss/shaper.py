@@ -27,6 +27,7 @@ from workbench.models.calling import call_model, named_arguments
 from workbench.models.capture import StreamWatcher, empty_moments
 from workbench.models.probing import eval_mode, undisturbed, watch
 from workbench.models.process_group import is_shared
+from workbench.models.residual_check import refuse_plain_chain
 from workbench.models.wrapping import acting_on_gradients, as_written, bare, entrances, innermost
 from workbench.zoo.module_of import module_of
 
@@ -110,7 +111,7 @@ class Shaper:
             AnatomyError: If the residual stream cannot be read with certainty.
             OptionError: If KSS is to act on a layer that the model does not have.
         """
-        self._anatomy = anatomy = read_anatomy(self.model, inputs)
+        self._anatomy = anatomy = _residual_blocks(self.model, inputs)
         _draw_layers(self.kss.control, len(anatomy.sites), np.random.default_rng(0))
 
     def begin_step(self, step: int | None = None) -> None:
@@ -322,7 +323,7 @@ class Shaper:
         options = self.kss.options
         # Depends only on the step: resuming needs no more, and ranks whose last batches differ draw the same layers.
         random = np.random.default_rng([options.seed, self.step])
-        anatomy = self._anatomy = read_anatomy(model, inputs) if self._anatomy is None else self._anatomy
+        anatomy = self._anatomy = _residual_blocks(model, inputs) if self._anatomy is None else self._anatomy
         layout = anatomy.layout
         layers = _draw_layers(control, len(anatomy.sites), random)
         if layout.can_split:
@@ -406,6 +407,17 @@ class Shaper:
         if self._states_per_row:
             wanted = min(n_rows, math.ceil(self.kss.options.n_snapshots / self._states_per_row))
         return torch.from_numpy(np.sort(random.choice(n_rows, size=wanted, replace=False)))
+
+
+def _residual_blocks(model: nn.Module, inputs: Any) -> Anatomy:
+    """The anatomy of a model whose blocks add to their state.
+
+    Raises:
+        AnatomyError: If the residual stream cannot be read with certainty, or there is none.
+    """
+    anatomy = read_anatomy(model, inputs)
+    refuse_plain_chain(model, inputs, anatomy.stack, anatomy.sites)
+    return anatomy
 
 
 def _draw_layers(control: ControlValues, n_layers: int, random: np.random.Generator) -> list[int]:
