@@ -10,7 +10,7 @@ from tests.koopman.snapshots import snapshots
 from tests.oracle import oracle
 from workbench.errors import OptionError, SnapshotError
 from workbench.koopman import RankWarning, SnapshotMoments, eigenmodes, layer_spectra, whitened_dmd, whitened_operator
-from workbench.koopman.dmd import DmdOptions
+from workbench.koopman.dmd import DmdOptions, koopman_matrices, koopman_matrix
 
 MEASURES = ("spectral_radius", "eigenvector_condition", "nonlinearity_ratio", "update_norm", "energy_gain")
 KINDS = ("linear", "residual", "generic")
@@ -271,3 +271,40 @@ def test_refuses_values_that_are_not_finite_without_touching_lapack(bad):
 def test_refuses_impossible_options(options, message):
     with pytest.raises(OptionError, match=message):
         DmdOptions(**options)
+
+
+def test_operators_of_several_layers_are_those_of_each_to_the_bit_and_so_are_their_gradients():
+    """Also where a layer has no spectrum, or fewer directions vary than are asked for."""
+
+    def moments(x, y):
+        seen = SnapshotMoments(12)
+        x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
+        return seen.update(x, y, refuses=False), (x, y)
+
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 60, 12, generator=generator)
+    flat, bad = x.clone(), x.clone()
+    flat[:, 3:], bad[7, 2] = 0.0, torch.inf
+    pairs = [(x, y), (flat, flat + 0.1 * y), (bad, y), (x, bad), (0 * x + 1, y), (x[:2], y[:2]), (y, x + y)]
+    for options in (DmdOptions(rank=None), DmdOptions(rank=5), DmdOptions(rank=12), DmdOptions(ridge_kind="absolute")):
+        together, apart = [moments(*pair) for pair in pairs], [moments(*pair) for pair in pairs]
+        also = torch.tensor(0.1, dtype=torch.float64)
+        found, numbers = koopman_matrices([seen for seen, _ in together], options, [also])
+        assert numbers == [0.1]
+        is_there = []
+        for matrix, (_, states), (seen, leaves) in zip(found, together, apart, strict=True):
+            try:
+                expected = koopman_matrix(seen, options)
+            except SnapshotError:
+                assert matrix is None
+                is_there.append(False)
+                continue
+            is_there.append(True)
+            assert torch.equal(matrix, expected)
+            weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+            gradients = [
+                torch.autograd.grad((weights * A).sum(), of) for A, of in ((matrix, states), (expected, leaves))
+            ]
+            for one, other in zip(*gradients, strict=True):
+                assert torch.equal(one, other)
+        assert is_there == [True, True, False, False, False, False, True]

@@ -95,12 +95,22 @@ class SnapshotMoments:
         """Memory that the moments take."""
         return 3 * self._sum_xx.nbytes
 
-    def update(self, x: Tensor, y: Tensor) -> SnapshotMoments:
+    @property
+    def is_finite(self) -> Tensor:
+        """Whether all values seen are finite: a boolean on the device, which the caller reads when it suits.
+
+        A sum is finite only if every term is, so the means tell for d values instead of n d.
+        """
+        return torch.isfinite(self.mean_x).all() & torch.isfinite(self.mean_d).all()
+
+    def update(self, x: Tensor, y: Tensor, *, refuses: bool = True) -> SnapshotMoments:
         """Add snapshots.
 
         Args:
             x: States entering, shape (snapshot, feature), any floating dtype.
             y: States leaving, same shape; row i belongs to row i of ``x``.
+            refuses: Whether values that are not finite are refused now, for which the host waits for the device; else
+                they are added, and `is_finite` tells.
 
         Returns:
             Itself.
@@ -110,8 +120,9 @@ class SnapshotMoments:
         """
         check_snapshots(x, y, self.n_features, self.name)
         parts = [_Part.of(x[i : i + CHUNK], y[i : i + CHUNK], self.mean_x.device) for i in range(0, len(x), CHUNK)]
-        # A sum is finite only if every term is, so the means tell for d values instead of n d.
-        if not all(bool(torch.isfinite(part.mean_x).all() & torch.isfinite(part.mean_d).all()) for part in parts):
+        if refuses and not all(
+            bool(torch.isfinite(part.mean_x).all() & torch.isfinite(part.mean_d).all()) for part in parts
+        ):
             raise not_finite(self.name)
         self.resolution = max(self.resolution, torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps)
         for part in parts:

@@ -303,7 +303,7 @@ class TokenSelection:
             rows = mask.movedim(axis, 0)
             kept = rows * (rows.flatten(1).cumsum(1) > self.skip_first).view(rows.shape)
             mask = kept.movedim(0, axis)
-        return mask.flatten().nonzero().flatten()
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))  # the mask is on the host
 
     def _mask(self, leading: tuple[int, ...], batch: Any) -> Tensor | None:
         """Which tokens are no padding, boolean, laid out as the states; None: nothing says so."""
