@@ -65,7 +65,9 @@ def profile(
             used.
         n_snapshots: Token states to use, drawn at random over the inputs (in order from an iterator); None: all.
         skip_first: Leading tokens of each sequence to leave out. The first token of a trained language model often
-            carries massive activations that dominate the covariance.
+            carries massive activations that dominate the covariance. Padding does not count. Of images and audio these
+            are the first states, such as those of a class token and registers; where a model given token ids puts
+            other tokens among theirs, as prompts or image tokens, this is refused.
         rank: Randomized DMD in this many leading directions; None: every direction. Short for ``options``.
         options: Ridge, rank and numerical rank; see `DmdOptions`.
         thresholds: Bounds of the masses; the paper's by default.
