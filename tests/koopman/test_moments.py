@@ -94,3 +94,11 @@ def test_values_that_are_not_refused_at_once_are_known_ever_after(bad, place):
     for i, (x, y) in enumerate(pairs):
         seen.update(x, y, refuses=False)
         assert bool(seen.is_finite) == (i < 1)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_a_device_without_float64_has_its_moments_on_the_host(device):
+    x, y = pairs(40, dtype=torch.float32)
+    found = SnapshotMoments(5, device=device).update(x, y)
+    assert found.mean_x.device.type == "cpu"
+    assert torch.equal(found.c_yx, SnapshotMoments(5).update(x, y).c_yx)

@@ -114,3 +114,10 @@ def test_values_that_are_not_refused_at_once_never_reach_lapack(value):
     assert not bool(sketch.is_finite)
     with pytest.raises(SnapshotError, match="NaN or infinite"):
         sketch.update(x[12:], x[12:], refuses=False)
+
+
+def test_a_device_without_float64_has_its_sketch_on_the_host():
+    x, y = pairs(6, 8, 1.0)
+    found = layer_spectrum(SnapshotSketch(8, rank=2, device="mps").update(x, y), wb.DmdOptions(rank=2))
+    expected = layer_spectrum(SnapshotSketch(8, rank=2).update(x, y), wb.DmdOptions(rank=2))
+    assert found.values == expected.values

@@ -435,6 +435,9 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
         A = A.cpu()
     try:
         eigenvalue, right = torch.linalg.eig(A)
+        if not _ConjugatePairs(eigenvalue).is_exact:  # LAPACK gives exact pairs; other solvers need not
+            A = A.cpu()
+            eigenvalue, right = torch.linalg.eig(A)
     except torch.linalg.LinAlgError as error:
         raise SnapshotError("LAPACK found no eigenvalues of the whitened operator; pass more snapshots.") from error
     pairs = _ConjugatePairs(eigenvalue)
@@ -481,24 +484,35 @@ def significant_digits(operator: WhitenedOperator, modes: OperatorModes) -> floa
 class _ConjugatePairs:
     """Complex eigenvectors of a real matrix, packed as real ones with the same singular values.
 
-    LAPACK lists conjugate pairs side by side, the one with positive imaginary part first. Replacing (v, conj v) by
-    sqrt(2) (Re v, Im v) multiplies V by a unitary matrix: the condition stays and all work is real.
+    Replacing (v, conj v) by sqrt(2) (Re v, Im v) multiplies V by a unitary matrix: the condition stays and all work is
+    real. LAPACK lists pairs side by side, the one with positive imaginary part first; nothing here depends on it.
+
+    Attributes:
+        first: Indices of the eigenvalues with positive imaginary part.
+        second: Index of the conjugate of each; of equal ones any will do, as its eigenvector is not used.
+        is_exact: Whether each has one, to the bit.
     """
 
     def __init__(self, eigenvalue: Tensor) -> None:
-        self.first = torch.nonzero(eigenvalue.imag > 0).flatten()
+        values = eigenvalue.cpu().numpy()
+        first, second = np.flatnonzero(values.imag > 0), np.flatnonzero(values.imag < 0)
+        above, below = (np.lexsort((np.abs(v.imag), v.real)) for v in (values[first], values[second]))
+        self.is_exact = np.array_equal(values[first[above]], values[second[below]].conj())
+        if self.is_exact:
+            second[above] = second[below]
+        self.first, self.second = (torch.from_numpy(i).to(eigenvalue.device) for i in (first, second))
 
     def pack(self, columns: Tensor) -> Tensor:
         packed = columns.real.clone()
         packed[:, self.first] = columns.real[:, self.first] * 2**0.5
-        packed[:, self.first + 1] = columns.imag[:, self.first] * 2**0.5
+        packed[:, self.second] = columns.imag[:, self.first] * 2**0.5
         return packed
 
     def unpack_rows(self, rows: Tensor) -> Tensor:
         unpacked = torch.complex(rows, torch.zeros_like(rows))
-        first = torch.complex(rows[self.first], -rows[self.first + 1]) / 2**0.5
+        first = torch.complex(rows[self.first], -rows[self.second]) / 2**0.5
         unpacked[self.first] = first
-        unpacked[self.first + 1] = first.conj()
+        unpacked[self.second] = first.conj()
         return unpacked
 
     def quadratic_form(self, rows: Tensor, matrix: Tensor) -> Tensor:
@@ -508,9 +522,9 @@ class _ConjugatePairs:
     def mean(self, values: Tensor) -> Tensor:
         """The values of rows with those of each pair replaced by their mean, as |u|^2 = (|Re|^2 + |Im|^2) / 2."""
         values = values.clone()
-        mean = (values[self.first] + values[self.first + 1]) / 2
+        mean = (values[self.first] + values[self.second]) / 2
         values[self.first] = mean
-        values[self.first + 1] = mean
+        values[self.second] = mean
         return values
 
 

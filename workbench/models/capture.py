@@ -214,16 +214,12 @@ def moments_for(
     is_few = n_snapshots is not None and n_snapshots <= width
     if width <= _NARROW or not (is_few or (rank is not None and OVERSAMPLING * rank < width)):
         return empty_moments(anatomy, layer, states)
-    return SnapshotSketch(width, rank=rank, seed=options.seed, device=_device_of(states), name=_name_of(anatomy, layer))
+    return SnapshotSketch(width, rank=rank, seed=options.seed, device=states.device, name=_name_of(anatomy, layer))
 
 
 def empty_moments(anatomy: Anatomy, layer: int, states: Tensor) -> SnapshotMoments:
     """Moments for the states of one layer, on their device (on the host where that device has no float64)."""
-    return SnapshotMoments(states.shape[-1], device=_device_of(states), name=_name_of(anatomy, layer))
-
-
-def _device_of(states: Tensor) -> torch.device | str:
-    return states.device if states.device.type in ("cpu", "cuda") else "cpu"
+    return SnapshotMoments(states.shape[-1], device=states.device, name=_name_of(anatomy, layer))
 
 
 def _name_of(anatomy: Anatomy, layer: int) -> str:
