@@ -3,6 +3,8 @@ import torch
 
 import workbench as wb
 from benchmarks.host_reads import HostReads
+from workbench.models.batches import Batches, TokenSelection
+from workbench.models.capture import capture_layers
 
 N_STEPS = 10
 
@@ -77,3 +79,27 @@ def test_an_own_loop_that_is_recorded_waits_once_a_step():
                 recorder.log(loss=loss)
                 optimizer.step()
             assert reads.n == 1 or step == 0, reads.places  # the model is read in the first step
+
+
+@pytest.mark.parametrize(
+    ("kss", "extra"),
+    [(wb.KSS.recommended, 1), (wb.KSS.published, 2)],  # the gradient's norm is known after the spectra alone
+    ids=["trust region", "gradient"],
+)
+def test_kss_waits_once_a_step_for_all_layers(kss, extra):
+    """Every tenth step measures spectra, in a trust region beside the gains; a gradient that acts is checked once."""
+    found = waits_per_step(kss=kss())
+    assert max(found) <= 1 + extra
+    assert len(set(found)) == 1 or found.count(1) == N_STEPS - 1
+
+
+def test_a_batch_of_a_profile_waits_once_for_all_layers():
+    model = wb.zoo.transformer(d_model=16, n_layers=5, n_heads=2)
+    batches = [torch.randint(200, (4, 16), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    anatomy = wb.read_anatomy(model, batches[0])
+    for wanted in (batches, batches[:1]):
+        found = {}
+        with HostReads() as reads:
+            capture_layers(model, anatomy, Batches.of(wanted), TokenSelection(None), found.__setitem__)
+        assert reads.n == len(wanted), reads.places
+        assert len(found) == 5

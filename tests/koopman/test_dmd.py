@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 from tests.koopman.snapshots import snapshots
 from tests.oracle import oracle
 from workbench.errors import OptionError, SnapshotError
-from workbench.koopman import RankWarning, SnapshotMoments, eigenmodes, layer_spectra, whitened_dmd, whitened_operator
-from workbench.koopman.dmd import DmdOptions
+from workbench.koopman import (
+    RankWarning,
+    SnapshotMoments,
+    dmd,
+    eigenmodes,
+    layer_spectra,
+    whitened_dmd,
+    whitened_operator,
+)
+from workbench.koopman.dmd import DmdOptions, koopman_matrices, koopman_matrix
 
 MEASURES = ("spectral_radius", "eigenvector_condition", "nonlinearity_ratio", "update_norm", "energy_gain")
 KINDS = ("linear", "residual", "generic")
@@ -271,3 +279,88 @@ def test_refuses_values_that_are_not_finite_without_touching_lapack(bad):
 def test_refuses_impossible_options(options, message):
     with pytest.raises(OptionError, match=message):
         DmdOptions(**options)
+
+
+def test_operators_of_several_layers_are_those_of_each_to_the_bit_and_so_are_their_gradients():
+    """Also where a layer has no spectrum, or fewer directions vary than are asked for."""
+
+    def moments(x, y):
+        seen = SnapshotMoments(12)
+        x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
+        return seen.update(x, y, refuses=False), (x, y)
+
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 60, 12, generator=generator)
+    flat, bad = x.clone(), x.clone()
+    flat[:, 3:], bad[7, 2] = 0.0, torch.inf
+    pairs = [(x, y), (flat, flat + 0.1 * y), (bad, y), (x, bad), (0 * x + 1, y), (x[:2], y[:2]), (y, x + y)]
+    for options in (DmdOptions(rank=None), DmdOptions(rank=5), DmdOptions(rank=12), DmdOptions(ridge_kind="absolute")):
+        together, apart = [moments(*pair) for pair in pairs], [moments(*pair) for pair in pairs]
+        also = torch.tensor(0.1, dtype=torch.float64)
+        found, numbers = koopman_matrices([seen for seen, _ in together], options, [also])
+        assert numbers == [0.1]
+        is_there = []
+        for matrix, (_, states), (seen, leaves) in zip(found, together, apart, strict=True):
+            try:
+                expected = koopman_matrix(seen, options)
+            except SnapshotError:
+                assert matrix is None
+                is_there.append(False)
+                continue
+            is_there.append(True)
+            assert torch.equal(matrix, expected)
+            weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+            gradients = [
+                torch.autograd.grad((weights * A).sum(), of) for A, of in ((matrix, states), (expected, leaves))
+            ]
+            for one, other in zip(*gradients, strict=True):
+                assert torch.equal(one, other)
+        assert is_there == [True, True, False, False, False, False, True]
+
+
+@pytest.mark.parametrize("is_defective", [False, True])
+def test_modes_do_not_depend_on_the_order_in_which_a_solver_lists_them(monkeypatch, is_defective):
+    """Conjugates apart from each other, the one with negative imaginary part first, and equal pairs."""
+    generator = torch.Generator().manual_seed(0)
+    turns = [torch.tensor([[0.6, -w], [w, 0.6]], dtype=torch.float64) for w in (0.3, 0.3, 0.7)]
+    matrix = torch.block_diag(*turns, torch.tensor([[0.2]], dtype=torch.float64), 0.9 * torch.eye(2))
+    if is_defective:  # the condition is beyond what an inverse can give, and LAPACK finds left eigenvectors
+        matrix[6, 7], matrix[6, 6] = 1.0, 0.9 + 1e-9
+    turn = torch.randn(9, 9, dtype=torch.float64, generator=generator)
+    x = torch.randn(400, 9, dtype=torch.float64, generator=generator)
+    moments = SnapshotMoments(9).update(x, x @ (turn @ matrix @ torch.linalg.inv(turn)).T)
+    operator = whitened_operator(moments)
+    expected, solve, lapack = eigenmodes(operator), torch.linalg.eig, dmd._both_eigenvectors
+    for seed in range(5):
+        order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))
+
+        def shuffled(A, order=order):
+            eigenvalue, right = solve(A)
+            return eigenvalue[order], right[:, order]
+
+        def both_shuffled(A, order=order):
+            eigenvalue, right, left = lapack(A)
+            return eigenvalue[order], right[:, order], left[:, order]
+
+        monkeypatch.setattr(torch.linalg, "eig", shuffled)
+        monkeypatch.setattr(dmd, "_both_eigenvectors", both_shuffled)
+        found = eigenmodes(operator)
+        monkeypatch.undo()
+        np.testing.assert_allclose(np.abs(found.eigenvalue), np.abs(expected.eigenvalue), rtol=1e-12)
+        for name in ("residual", "eigenvalue"):
+            ranked = [np.sort_complex(np.asarray(getattr(modes, name), complex)) for modes in (found, expected)]
+            np.testing.assert_allclose(*ranked, rtol=1e-6, atol=1e-12)
+        assert found.eigenvector_condition == pytest.approx(expected.eigenvector_condition, rel=1e-6)
+        if found.left is not None:
+            right, left = found.right.numpy(), found.left.numpy()
+            products = left @ right  # left eigenvectors are orthogonal to right ones of other eigenvalues
+            assert np.abs(products - np.eye(9)).max() < 1e-6
+
+
+def test_pairs_that_are_none_to_the_bit_are_known():
+    value = torch.tensor([0.5 + 0.2j, 0.5 - 0.2j, 0.1], dtype=torch.complex128)
+    assert dmd._ConjugatePairs(value).is_exact
+    assert dmd._ConjugatePairs(value).second.tolist() == [1]
+    value[1] += 1e-16j
+    assert not dmd._ConjugatePairs(value).is_exact
+    assert not dmd._ConjugatePairs(value[[0, 2]]).is_exact

@@ -76,3 +76,29 @@ def test_bad_values_are_refused_and_nothing_is_added():
 def test_merge_refuses_another_width():
     with pytest.raises(SnapshotError, match="Moments of width 4 cannot be merged into moments of width 5"):
         SnapshotMoments(5).merge(SnapshotMoments(4))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 1])
+def test_values_that_are_not_refused_at_once_are_known_ever_after(bad, place):
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randn(3, 2, 20, 4, generator=generator)
+    plain, read = SnapshotMoments(4), SnapshotMoments(4)
+    for x, y in pairs:
+        plain.update(x, y, refuses=False)
+        read.update(x, y)
+    assert bool(plain.is_finite)
+    assert torch.equal(plain.c_yx, read.c_yx)
+    pairs[1, place, 5, 2] = bad
+    seen = SnapshotMoments(4)
+    for i, (x, y) in enumerate(pairs):
+        seen.update(x, y, refuses=False)
+        assert bool(seen.is_finite) == (i < 1)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_a_device_without_float64_has_its_moments_on_the_host(device):
+    x, y = pairs(40, dtype=torch.float32)
+    found = SnapshotMoments(5, device=device).update(x, y)
+    assert found.mean_x.device.type == "cpu"
+    assert torch.equal(found.c_yx, SnapshotMoments(5).update(x, y).c_yx)

@@ -102,3 +102,22 @@ def test_states_that_are_all_the_same():
     x = torch.ones(6, 8)
     with pytest.raises(SnapshotError, match="all the same"):
         layer_spectrum(SnapshotSketch(8).update(x, x))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_refused_at_once_never_reach_lapack(value):
+    x = torch.randn(30, 12, generator=torch.Generator().manual_seed(0))
+    sketch = SnapshotSketch(12, rank=2).update(x[:6], x[:6], refuses=False)
+    assert bool(sketch.is_finite)
+    x[7, 3] = value
+    sketch.update(x[6:12], x[6:12], refuses=False)
+    assert not bool(sketch.is_finite)
+    with pytest.raises(SnapshotError, match="NaN or infinite"):
+        sketch.update(x[12:], x[12:], refuses=False)
+
+
+def test_a_device_without_float64_has_its_sketch_on_the_host():
+    x, y = pairs(6, 8, 1.0)
+    found = layer_spectrum(SnapshotSketch(8, rank=2, device="mps").update(x, y), wb.DmdOptions(rank=2))
+    expected = layer_spectrum(SnapshotSketch(8, rank=2).update(x, y), wb.DmdOptions(rank=2))
+    assert found.values == expected.values

@@ -1,6 +1,8 @@
 import pytest
 import torch
+from torch import nn
 
+import workbench as wb
 from workbench.errors import OptionError, SnapshotError
 from workbench.models.batches import Batches, TokenSelection, shortened
 
@@ -129,3 +131,58 @@ def test_only_what_surely_counts_tokens_is_shortened(batch, expected):
         assert found is None
     else:
         torch.testing.assert_close(found, expected)
+
+
+class Prompted(nn.Module):
+    """Tokens of its own in front of those it is given, as prompt tuning has them; or a class token before patches."""
+
+    def __init__(self, n_prompt):
+        super().__init__()
+        self.embedding, self.prompt = nn.Embedding(64, 16), nn.Parameter(torch.randn(1, n_prompt, 16))
+        layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, input_ids=None, inputs_embeds=None, attention_mask=None, pixel_values=None):
+        x = inputs_embeds if inputs_embeds is not None else pixel_values
+        x = self.embedding(input_ids) if x is None else x
+        x = torch.cat([self.prompt.expand(len(x), -1, -1), x], 1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "input_ids", "inputs_embeds", "with mask"])
+def test_first_tokens_behind_a_prompt_cannot_be_counted(kind):
+    tokens = torch.randint(64, (3, 9))
+    inputs = {
+        "tensor": tokens,
+        "tuple": (tokens,),
+        "input_ids": {"input_ids": tokens},
+        "inputs_embeds": {"inputs_embeds": torch.randn(3, 9, 16)},
+        "with mask": {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)},
+    }[kind]
+    options = {"progress": False, "n_snapshots": None, "batch_first": True}
+    with pytest.raises(SnapshotError, match=r"inputs have 9 tokens the states have 11, .*pass skip_first=0"):
+        wb.profile(Prompted(2), inputs, skip_first=1, **options)
+    assert wb.profile(Prompted(2), inputs, **options).attrs["n_snapshots"] == 33
+    assert wb.profile(Prompted(0), inputs, skip_first=1, **options).attrs["n_snapshots"] == 24
+
+
+def test_of_images_the_first_states_are_left_out_the_class_token_among_them():
+    patches = {"pixel_values": torch.randn(3, 9, 16)}
+    found = wb.profile(Prompted(1), patches, skip_first=1, n_snapshots=None, batch_first=True, progress=False)
+    assert found.attrs["n_snapshots"] == 27
+    vit = wb.zoo.vit(d_model=16, n_layers=2, n_heads=2, image_size=8, patch_size=2, n_channels=2, n_classes=5)
+    n_states = [
+        wb.profile(vit, torch.randn(3, 2, 8, 8), skip_first=n, n_snapshots=None, progress=False).attrs["n_snapshots"]
+        for n in (0, 1)
+    ]
+    assert n_states[0] - n_states[1] == 3
+
+
+def test_first_tokens_of_a_decoder_are_counted_by_its_own_tokens():
+    states = torch.Size([2, 5])
+    own = {"input_ids": torch.ones(2, 9), "decoder_input_ids": torch.ones(2, 5)}
+    for batch in (own, {"input_ids": torch.ones(2, 9), "labels": torch.ones(2, 5)}):
+        batch = {name: value.long() for name, value in batch.items()}
+        assert TokenSelection(None, skip_first=2).choose(states, batch).tolist() == [2, 3, 4, 7, 8, 9]

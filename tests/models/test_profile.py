@@ -69,6 +69,18 @@ def test_a_layer_that_is_not_finite_is_named_and_hooks_are_gone(model, tokens, b
     assert model.training
 
 
+def test_the_first_layer_that_is_not_finite_in_a_later_batch_is_named(model, tokens):
+    """All layers of a batch are looked at together; those behind the bad one are bad too."""
+    with torch.no_grad():
+        model.token_embedding.weight[250] = 1e6
+    model.blocks[1].register_forward_hook(lambda block, args, y: y / (args[0].abs().max() < 1e4))
+    last = tokens.clone()
+    last[0, 0] = 250
+    with pytest.raises(SnapshotError, match=r"NaN or infinite values in layer 1 \(blocks.1\)"):
+        wb.profile(model, [tokens, tokens, last], n_snapshots=None, progress=False)
+    assert wb.profile(model, [tokens, tokens], n_snapshots=None, progress=False).sizes["layer"] == 3
+
+
 def test_a_constant_stream_is_refused(model):
     with torch.no_grad():
         model.position_embedding.weight.zero_()

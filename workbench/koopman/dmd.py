@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from workbench.errors import OptionError, SnapshotError
+from workbench.koopman.moments import not_finite
 from workbench.koopman.sketch import SnapshotSketch
 
 if TYPE_CHECKING:
@@ -200,7 +202,8 @@ def _operator_of_sketch(sketch: SnapshotSketch, options: DmdOptions, trace: floa
     return WhitenedOperator(matrix, gram, update_gram, share, condition, sketch.n_snapshots)
 
 
-def _ridge(options: DmdOptions, trace: float, n_features: int) -> float:
+def _ridge(options: DmdOptions, trace: Any, n_features: int) -> Any:
+    """The ridge: a number, or a tensor where the trace is one."""
     return options.ridge * (trace / n_features if options.ridge_kind == "relative" else 1.0)
 
 
@@ -241,6 +244,96 @@ def koopman_matrix(
     return change + torch.eye(len(variance), dtype=change.dtype, device=change.device)
 
 
+def koopman_matrices(
+    moments: Sequence[SnapshotMoments], options: DmdOptions, also: Sequence[Tensor] = ()
+) -> tuple[list[Tensor | None], list[float]]:
+    """`koopman_matrix` of several layers on the host, to the bit, with one transfer for all layers of a device.
+
+    All of a layer is computed before it is known whether it has a spectrum and all directions asked for vary; a layer
+    in which they do not is computed again.
+
+    Args:
+        moments: Moments of each layer; the results are differentiable in them.
+        options: Options, see `DmdOptions`.
+        also: Further tensors of one number, read with the rest.
+
+    Returns:
+        The operator of each layer on the host, None where `koopman_matrix` raises; and the numbers of ``also``.
+    """
+    begun = [_begun_matrix(layer, options) for layer in moments]
+    facts = [found[0] for found in begun]
+    read = _on_host([*facts, *(found[1] for found in begun), *also])
+    matrices: list[Tensor | None] = []
+    for layer, fact, matrix in zip(moments, read, read[len(facts) :], strict=False):
+        trace, updates, squared, has_all, is_singular = fact.detach().numpy().tolist()
+        try:
+            if layer.n_snapshots >= 3:
+                _check_variance(layer, trace, updates, squared)
+            is_done = layer.n_snapshots >= 3 and has_all and not is_singular
+            matrices.append(matrix if is_done else koopman_matrix(layer, options).cpu())
+        except (SnapshotError, torch.linalg.LinAlgError):
+            matrices.append(None)
+    return matrices, [float(number.detach().numpy()) for number in read[2 * len(facts) :]]
+
+
+def _begun_matrix(moments: SnapshotMoments, options: DmdOptions) -> tuple[Tensor, Tensor]:
+    """What the host must read of a layer, and its operator if that shows nothing unusual.
+
+    Returns:
+        Traces of C_xx and C_dd, squared mean of the states, whether all directions asked for vary, and whether the
+        system was singular, as one tensor; and A.
+    """
+    c_xx, constant = moments.c_xx, moments.c_xx.detach()
+    trace, updates = constant.diagonal().sum(), moments.c_dd.detach().diagonal().sum()
+    squared = moments.mean_x.detach().square().sum()
+    # On what is not finite LAPACK may hang or take the process down.
+    is_sound = torch.isfinite(trace) & torch.isfinite(updates)
+    eye = torch.eye(len(constant), dtype=constant.dtype, device=constant.device)
+    facts = [trace, updates, squared]
+    try:
+        basis, variance = _directions(torch.where(is_sound, constant, eye), options)
+        has_all = (variance > options.rank_tolerance * variance[-1]).all()
+        if options.rank is not None:
+            # Chosen by index as `_principal_directions` does, so that they lie in memory alike and round alike.
+            every = torch.arange(len(variance), device=basis.device)
+            basis, variance = basis[:, every][:, -options.rank :], variance[-options.rank :]
+        whiten = basis * (variance + _ridge(options, trace, moments.n_features)).rsqrt()
+        left, right = whiten.T @ c_xx @ whiten, whiten.T @ moments.c_dx @ whiten
+        change, status = torch.linalg.solve_ex(left, right, left=False)
+    except torch.linalg.LinAlgError:
+        return torch.stack([*facts, torch.zeros_like(trace), torch.zeros_like(trace)]), trace
+    matrix = change + torch.eye(len(variance), dtype=change.dtype, device=change.device)
+    return torch.stack([*facts, has_all.to(trace.dtype), status.to(trace.dtype)]), matrix
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors on the host, with their gradient, by one transfer for each device."""
+    found = list(tensors)
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        here = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        message = torch.cat([tensors[i].detach().flatten() for i in here]).cpu()
+        parts = message.split([tensors[i].numel() for i in here])
+        for i, part in zip(here, parts, strict=True):
+            found[i] = _Moved.apply(tensors[i], part.view(tensors[i].shape))
+    return found
+
+
+class _Moved(torch.autograd.Function):
+    """The values of a tensor that were read with others: its gradient flows back to it alone.
+
+    Through a concatenation, those of one layer that is not finite would spoil all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, values: Tensor) -> Tensor:
+        ctx.device = tensor.device
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.device), None
+
+
 def _total_variance(moments: SnapshotMoments | SnapshotSketch) -> float:
     """Trace of C_xx, once it is clear that there is a spectrum."""
     if moments.n_snapshots < 3:
@@ -253,19 +346,25 @@ def _total_variance(moments: SnapshotMoments | SnapshotSketch) -> float:
     else:
         states, updates = moments.c_xx.detach().diagonal().sum(), moments.c_dd.detach().diagonal().sum()
         squared_mean = moments.mean_x.detach().square().sum()
-    trace = float(states)
+    _check_variance(moments, float(states), float(updates), float(squared_mean))
+    return float(states)
+
+
+def _check_variance(moments: SnapshotMoments | SnapshotSketch, trace: float, updates: float, squared: float) -> None:
+    """Refuse moments without a spectrum, by the traces of C_xx and C_dd and the squared mean of the states."""
     # A covariance is finite where its diagonal is. Beyond that LAPACK may hang or take the process down.
-    if not np.isfinite(trace) or not bool(torch.isfinite(updates)):
+    if not (np.isfinite(trace) and np.isfinite(updates)):
+        if not bool(moments.is_finite):
+            raise not_finite(moments.name)
         raise SnapshotError(
             f"The states passing {moments.name} are so large that their squares overflow float64; scale them down."
         )
     # States that are all the same still vary by the rounding of the dtype they came in.
-    noise = moments.resolution**2 * float(squared_mean)
+    noise = moments.resolution**2 * squared
     if not trace > noise:
         raise SnapshotError(
             f"The states entering {moments.name} are all the same, so there is no spectrum; pass inputs that differ."
         )
-    return trace
 
 
 def _principal_directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Tensor, float]:
@@ -275,16 +374,22 @@ def _principal_directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Te
         basis (feature, k): every direction, those without variance first, or the leading ones if a rank is asked;
         variance (m,) of its last m columns; the covariance's condition over these.
     """
-    if options.rank is None or options.rank >= len(c_xx):
-        variance, basis = torch.linalg.eigh(c_xx)
-    else:
-        variance, basis = _leading_directions(c_xx, options.rank, options.seed)
+    basis, variance = _directions(c_xx, options)
     is_used = variance > options.rank_tolerance * variance[-1]
     variance = variance[is_used]
     if options.rank is not None:
         basis = basis[:, is_used][:, -options.rank :]
         variance = variance[-options.rank :]
     return basis, variance, float(variance[-1] / variance[0])
+
+
+def _directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Tensor]:
+    """Principal directions and their rising variance: all, or the leading ones if a rank is asked."""
+    if options.rank is None or options.rank >= len(c_xx):
+        variance, basis = torch.linalg.eigh(c_xx)
+    else:
+        variance, basis = _leading_directions(c_xx, options.rank, options.seed)
+    return basis, variance
 
 
 def _leading_directions(c_xx: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -330,6 +435,9 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
         A = A.cpu()
     try:
         eigenvalue, right = torch.linalg.eig(A)
+        if not _ConjugatePairs(eigenvalue).is_exact:  # LAPACK gives exact pairs; other solvers need not
+            A = A.cpu()
+            eigenvalue, right = torch.linalg.eig(A)
     except torch.linalg.LinAlgError as error:
         raise SnapshotError("LAPACK found no eigenvalues of the whitened operator; pass more snapshots.") from error
     pairs = _ConjugatePairs(eigenvalue)
@@ -383,24 +491,35 @@ def significant_digits(operator: WhitenedOperator, modes: OperatorModes) -> floa
 class _ConjugatePairs:
     """Complex eigenvectors of a real matrix, packed as real ones with the same singular values.
 
-    LAPACK lists conjugate pairs side by side, the one with positive imaginary part first. Replacing (v, conj v) by
-    sqrt(2) (Re v, Im v) multiplies V by a unitary matrix: the condition stays and all work is real.
+    Replacing (v, conj v) by sqrt(2) (Re v, Im v) multiplies V by a unitary matrix: the condition stays and all work is
+    real. LAPACK lists pairs side by side, the one with positive imaginary part first; nothing here depends on it.
+
+    Attributes:
+        first: Indices of the eigenvalues with positive imaginary part.
+        second: Index of the conjugate of each; of equal ones any will do, as its eigenvector is not used.
+        is_exact: Whether each has one, to the bit.
     """
 
     def __init__(self, eigenvalue: Tensor) -> None:
-        self.first = torch.nonzero(eigenvalue.imag > 0).flatten()
+        values = eigenvalue.cpu().numpy()
+        first, second = np.flatnonzero(values.imag > 0), np.flatnonzero(values.imag < 0)
+        above, below = (np.lexsort((np.abs(v.imag), v.real)) for v in (values[first], values[second]))
+        self.is_exact = np.array_equal(values[first[above]], values[second[below]].conj())
+        if self.is_exact:
+            second[above] = second[below]
+        self.first, self.second = (torch.from_numpy(i).to(eigenvalue.device) for i in (first, second))
 
     def pack(self, columns: Tensor) -> Tensor:
         packed = columns.real.clone()
         packed[:, self.first] = columns.real[:, self.first] * 2**0.5
-        packed[:, self.first + 1] = columns.imag[:, self.first] * 2**0.5
+        packed[:, self.second] = columns.imag[:, self.first] * 2**0.5
         return packed
 
     def unpack_rows(self, rows: Tensor) -> Tensor:
         unpacked = rows.to(torch.complex128)
-        first = torch.complex(rows[self.first], -rows[self.first + 1]) / 2**0.5
+        first = torch.complex(rows[self.first], -rows[self.second]) / 2**0.5
         unpacked[self.first] = first
-        unpacked[self.first + 1] = first.conj()
+        unpacked[self.second] = first.conj()
         return unpacked
 
     def quadratic_form(self, rows: Tensor, matrix: Tensor) -> Tensor:
@@ -410,9 +529,9 @@ class _ConjugatePairs:
     def mean(self, values: Tensor) -> Tensor:
         """The values of rows with those of each pair replaced by their mean, as |u|^2 = (|Re|^2 + |Im|^2) / 2."""
         values = values.clone()
-        mean = (values[self.first] + values[self.first + 1]) / 2
+        mean = (values[self.first] + values[self.second]) / 2
         values[self.first] = mean
-        values[self.first + 1] = mean
+        values[self.second] = mean
         return values
 
 

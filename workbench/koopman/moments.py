@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 CHUNK = 4096
 
 
+def device_for_float64(device: torch.device | str) -> torch.device:
+    """The device itself if it has float64, as CPUs and CUDA do; else the host."""
+    device = torch.device(device)
+    return device if device.type in ("cpu", "cuda", "meta") else torch.device("cpu")
+
+
 def check_snapshots(x: Tensor, y: Tensor, n_features: int, name: str) -> None:
     """Refuse snapshots of a wrong shape or kind.
 
@@ -50,6 +56,8 @@ class SnapshotMoments:
     The pair is stored as the state x and its update d = y - x: where a block changes its input little, y'y - x'x
     loses every digit that d'd keeps. The moments of y follow from them (``c_yx``, ``c_yy``).
 
+    On a device without float64, such as Apple's, they are kept on the host, to which the snapshots are moved.
+
     Moments add up over batches, devices and ranks (Chan, Golub & LeVeque 1983), so memory is O(feature^2).
 
     Attributes:
@@ -74,7 +82,7 @@ class SnapshotMoments:
         self.name = name
         self.n_snapshots = 0
         self.resolution = torch.finfo(torch.float64).eps
-        options: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        options: dict[str, Any] = {"dtype": torch.float64, "device": device_for_float64(device)}
         self.mean_x = torch.zeros(n_features, **options)
         self.mean_d = torch.zeros(n_features, **options)
         self._sum_xx = torch.zeros(n_features, n_features, **options)
@@ -95,12 +103,22 @@ class SnapshotMoments:
         """Memory that the moments take."""
         return 3 * self._sum_xx.nbytes
 
-    def update(self, x: Tensor, y: Tensor) -> SnapshotMoments:
+    @property
+    def is_finite(self) -> Tensor:
+        """Whether all values seen are finite: a boolean on the device, which the caller reads when it suits.
+
+        A sum is finite only if every term is, so the means tell for d values instead of n d.
+        """
+        return torch.isfinite(self.mean_x).all() & torch.isfinite(self.mean_d).all()
+
+    def update(self, x: Tensor, y: Tensor, *, refuses: bool = True) -> SnapshotMoments:
         """Add snapshots.
 
         Args:
             x: States entering, shape (snapshot, feature), any floating dtype.
             y: States leaving, same shape; row i belongs to row i of ``x``.
+            refuses: Whether values that are not finite are refused now, for which the host waits for the device; else
+                they are added, and `is_finite` tells.
 
         Returns:
             Itself.
@@ -110,8 +128,9 @@ class SnapshotMoments:
         """
         check_snapshots(x, y, self.n_features, self.name)
         parts = [_Part.of(x[i : i + CHUNK], y[i : i + CHUNK], self.mean_x.device) for i in range(0, len(x), CHUNK)]
-        # A sum is finite only if every term is, so the means tell for d values instead of n d.
-        if not all(bool(torch.isfinite(part.mean_x).all() & torch.isfinite(part.mean_d).all()) for part in parts):
+        if refuses and not all(
+            bool(torch.isfinite(part.mean_x).all() & torch.isfinite(part.mean_d).all()) for part in parts
+        ):
             raise not_finite(self.name)
         self.resolution = max(self.resolution, torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps)
         for part in parts:
@@ -231,8 +250,9 @@ class _Part:
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor, device: torch.device) -> _Part:
-        x = x.to(device=device, dtype=torch.float64)
-        d = y.to(device=device, dtype=torch.float64) - x
+        # Moved before they are widened, which the device that they come from may not be able to do.
+        x = x.to(device).to(torch.float64)
+        d = y.to(device).to(torch.float64) - x
         mean_x, mean_d = x.mean(0), d.mean(0)
         x, d = x - mean_x, d - mean_d
         return cls(len(x), mean_x, mean_d, x.T @ x, d.T @ x, d.T @ d)

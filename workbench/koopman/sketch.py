@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.errors import SnapshotError
-from workbench.koopman.moments import check_snapshots, not_finite
+from workbench.koopman.moments import check_snapshots, device_for_float64, not_finite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,7 @@ class SnapshotSketch:
         n_features: Width of the state.
         rank: Number of leading directions wanted; None: all, of at most ``n_features`` snapshots.
         seed: Seed of the random range finder.
-        device: Device on which the snapshots are kept.
+        device: Device on which the snapshots are kept: the host where the one asked for has no float64.
         name: Name of the layer of the snapshots, for error messages.
 
     Attributes:
@@ -84,20 +84,28 @@ class SnapshotSketch:
         device: torch.device | str = "cpu",
         name: str = "the layer",
     ) -> None:
-        self.n_features, self.device = n_features, torch.device(device)
+        self.n_features, self.device = n_features, device_for_float64(device)
         self.name = name
         self.n_snapshots = 0
         self.resolution = torch.finfo(torch.float64).eps
         self._rank, self._seed = rank, seed
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._moments: _Moments | None = None
+        self._are_finite: list[Tensor] = []
 
-    def update(self, x: Tensor, y: Tensor) -> SnapshotSketch:
+    @property
+    def is_finite(self) -> Tensor:
+        """Whether all values seen are finite, as `SnapshotMoments.is_finite`."""
+        return torch.stack(self._are_finite or [torch.tensor(True)]).all()
+
+    def update(self, x: Tensor, y: Tensor, *, refuses: bool = True) -> SnapshotSketch:
         """Add snapshots.
 
         Args:
             x: States entering, shape (snapshot, feature), any floating dtype; kept, so they must not be written to.
             y: States leaving, same shape; row i belongs to row i of ``x``.
+            refuses: Whether values that are not finite are refused now, for which the host waits for the device; else
+                `is_finite` tells.
 
         Returns:
             Itself.
@@ -107,7 +115,9 @@ class SnapshotSketch:
                 and no rank; nothing is added then.
         """
         check_snapshots(x, y, self.n_features, self.name)
-        if not bool(torch.isfinite(x.sum(0, dtype=torch.float64) + y.sum(0, dtype=torch.float64)).all()):
+        x, y = x.to(self.device), y.to(self.device)
+        is_finite = torch.isfinite(x.sum(0, dtype=torch.float64) + y.sum(0, dtype=torch.float64)).all()
+        if refuses and not bool(is_finite):
             raise not_finite(self.name)
         if self._rank is None and self.n_snapshots + len(x) > self.n_features:
             raise SnapshotError(
@@ -115,10 +125,12 @@ class SnapshotSketch:
                 "rank, or use SnapshotMoments."
             )
         self.resolution = max(self.resolution, torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps)
-        x, y = x.to(self.device), y.to(self.device)
+        self._are_finite = [torch.stack([*self._are_finite, is_finite]).all()]
         for i in range(0, len(x), self.n_features):
             part = x[i : i + self.n_features].detach(), y[i : i + self.n_features].detach()
             if self._n_kept and self._n_kept + len(part[0]) > self.n_features:
+                if not bool(self.is_finite):  # on such values LAPACK may hang
+                    raise not_finite(self.name)
                 self._moments, self._kept = self._gathered(), []
             self._kept.append(part)
         self.n_snapshots += len(x)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
 from workbench.models.batches import Batches
-from workbench.models.block_calls import Slot, has_matrix, record_calls
+from workbench.models.block_calls import Call, Slot, has_matrix, record_calls
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import on_device_of, run_foreign
 from workbench.models.layout import BATCH_FIRST, BatchLayout, layout_of
@@ -124,6 +124,9 @@ def read_anatomy(
         is_known = any(has_matrix(call.module) for call in candidate.calls)  # flat or packed weights show no matrix
         return without_matrix(_sites(candidate)) if is_known else ""
 
+    def record_all() -> list[Call]:
+        return record_calls(model, inputs, everything=True)
+
     def are_blocks(candidate: Candidate) -> bool:
         return not why_not(candidate)
 
@@ -156,10 +159,10 @@ def read_anatomy(
         name = f"{name}:{stream}"
         sites, others = _sites(chosen), []
     elif isinstance(chosen, OutsideStack):
-        axis = feature_axis_of(chosen.name, chosen.shape, chosen.modules, inputs)
+        axis = feature_axis_of(chosen.name, chosen.shape, chosen.modules, inputs, record_all)
         sites = chosen.sites
     else:
-        axis = refuse_several_streams(chosen, inputs)
+        axis = refuse_several_streams(chosen, inputs, record_all)
         sites = _sites(chosen)
         others = [
             c.name

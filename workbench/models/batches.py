@@ -213,7 +213,8 @@ class TokenSelection:
 
     Attributes:
         n_snapshots: Number to choose in total; None for all.
-        skip_first: Leading tokens of each sequence to leave out (massive activations sit on the first).
+        skip_first: Leading tokens of each sequence to leave out (massive activations sit on the first). Inputs without
+            token ids, as images: leading states.
         seed: Seed of the random choice.
         layout: Layout of inputs and states.
         n_chosen: Number chosen so far.
@@ -263,7 +264,8 @@ class TokenSelection:
             batch: Batch that they belong to.
 
         Raises:
-            SnapshotError: If a mask hides tokens and does not fit the states.
+            SnapshotError: If a mask hides tokens and does not fit the states, or there is not one state for each token
+                where ``skip_first`` counts them.
             AnatomyError: If ``skip_first`` or a mask needs to know which axis counts sequences, and that is not known.
         """
         candidates = self._candidates(leading_shape, batch)
@@ -300,10 +302,26 @@ class TokenSelection:
             if mask.ndim < 2:
                 raise SnapshotError("skip_first needs states of shape (batch, token, feature); pass batched inputs.")
             axis = require(self.layout.states, "skip_first", tuple(leading_shape))
+            self._refuse_other_tokens(tuple(leading_shape), axis, batch)
             rows = mask.movedim(axis, 0)
             kept = rows * (rows.flatten(1).cumsum(1) > self.skip_first).view(rows.shape)
             mask = kept.movedim(0, axis)
-        return mask.flatten().nonzero().flatten()
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))  # the mask is on the host
+
+    def _refuse_other_tokens(self, leading: tuple[int, ...], axis: int, batch: Any) -> None:
+        """Refuse to count leading tokens among states that are not one for each token of the inputs."""
+        given = _token_shapes(batch)
+        if len(leading) != 2 or not given:
+            return
+        inputs = self.layout.inputs
+        counts = {n for shape in given for n in (shape if inputs is None else (shape[1 - inputs],))}
+        if leading[1 - axis] not in counts:
+            known = " or ".join(map(str, sorted(counts)))
+            raise SnapshotError(
+                f"skip_first leaves out the first tokens of each sequence, but where the inputs have {known} tokens "
+                f"the states have {leading[1 - axis]}, as with a prompt or image tokens in front, so that it cannot be "
+                "told which are first; pass skip_first=0."
+            )
 
     def _mask(self, leading: tuple[int, ...], batch: Any) -> Tensor | None:
         """Which tokens are no padding, boolean, laid out as the states; None: nothing says so."""
@@ -333,6 +351,18 @@ class TokenSelection:
                 "so that padding cannot be told from tokens; pass inputs without padding."
             )
         return found
+
+
+def _token_shapes(batch: Any) -> list[tuple[int, int]]:
+    """Shapes of what says how many tokens a model is given: ids, or their embeddings; none of images or audio."""
+    if isinstance(batch, Mapping):
+        named = [value for name, value in batch.items() if str(name).endswith(("input_ids", "inputs_embeds"))]
+        values = named and [*named, batch.get("labels")]  # of which decoders make their ids
+    else:
+        values = [*batch] if isinstance(batch, tuple | list) else [batch]
+        values = [v for v in values if isinstance(v, Tensor) and not v.is_floating_point()]
+    found = (tuple(v.shape[:2]) for v in values if isinstance(v, Tensor) and v.ndim == 2 + v.is_floating_point())
+    return [(a, b) for a, b in found]
 
 
 def _laid_out(mask: Tensor, leading: tuple[int, ...], axis: int | None, states: int | None) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,12 @@ from torch import nn
 
 from workbench.errors import SnapshotError
 from workbench.koopman.dmd import DmdOptions
-from workbench.koopman.moments import SnapshotMoments
+from workbench.koopman.moments import SnapshotMoments, not_finite
 from workbench.koopman.sketch import OVERSAMPLING, SnapshotSketch
 from workbench.models.anatomy import Anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks, depth_error, refuse_unknown
 from workbench.models.calling import on_device_of, run_foreign
+from workbench.models.device_numbers import read_numbers
 from workbench.models.probing import HookRequest, undisturbed, watch
 from workbench.models.site import Site
 from workbench.models.wrapping import runnable
@@ -73,20 +74,22 @@ def capture_layers(
     def add(i: int, x: Tensor, y: Tensor) -> None:
         if i not in moments:
             moments[i] = moments_for(anatomy, i, x, options or DmdOptions(), n_snapshots=selection.n_snapshots)
-        moments[i].update(x.detach(), y.detach())
+        moments[i].update(x.detach(), y.detach(), refuses=False)
+        are_finite[i] = moments[i].is_finite
         if is_single:
             seen.add(i)
             take(i, moments.pop(i))
 
+    are_finite: dict[int, Tensor] = {}
     seen: set[int] = set()
     watcher = StreamWatcher(anatomy, selection, add, layers=layers)
     with undisturbed(model), watcher, watch(refusals(model, anatomy)), without_head(model, anatomy):
         for batch in batches.items:
             if selection.is_complete:
                 break
-            batch = on_device_of(model, batch)
-            watcher.begin(batch)
-            run_foreign(model, batch)
+            watcher.begin(batch)  # whose masks are read: before it is moved to the device
+            run_foreign(model, on_device_of(model, batch))
+            refuse_not_finite(anatomy, are_finite)
             after_batch(selection.n_chosen)
     refuse_silent(anatomy, [layer for layer in wanted if layer not in seen and layer not in moments])
     for layer in sorted(moments):
@@ -107,6 +110,22 @@ def refuse_silent(anatomy: Anatomy, layers: Sequence[int]) -> None:
     if layers:
         name = anatomy.sites[layers[0]].name
         raise SnapshotError(f"No states passed {name}; pass inputs that reach every block.")
+
+
+def refuse_not_finite(anatomy: Anatomy, are_finite: Mapping[int, Tensor]) -> None:
+    """Refuse values that are not finite; the host waits for the device once for all layers.
+
+    Args:
+        anatomy: Anatomy of the model.
+        are_finite: Whether the values of each layer are finite, in the order in which the stream passes.
+
+    Raises:
+        SnapshotError: If a layer holds others; the message names the first.
+    """
+    numbers = read_numbers(list(are_finite.values()))
+    for layer, is_finite in zip(are_finite, numbers, strict=True):
+        if not is_finite:
+            raise not_finite(_name_of(anatomy, layer))
 
 
 @contextmanager
@@ -195,7 +214,7 @@ def moments_for(
     if not is_sketched(width, options.rank, n_snapshots):
         return empty_moments(anatomy, layer, states)
     name = _name_of(anatomy, layer)
-    return SnapshotSketch(width, rank=options.rank, seed=options.seed, device=_device_of(states), name=name)
+    return SnapshotSketch(width, rank=options.rank, seed=options.seed, device=states.device, name=name)
 
 
 def is_sketched(width: int, rank: int | None, n_snapshots: int | None) -> bool:
@@ -206,11 +225,7 @@ def is_sketched(width: int, rank: int | None, n_snapshots: int | None) -> bool:
 
 def empty_moments(anatomy: Anatomy, layer: int, states: Tensor) -> SnapshotMoments:
     """Moments for the states of one layer, on their device (on the host where that device has no float64)."""
-    return SnapshotMoments(states.shape[-1], device=_device_of(states), name=_name_of(anatomy, layer))
-
-
-def _device_of(states: Tensor) -> torch.device | str:
-    return states.device if states.device.type in ("cpu", "cuda") else "cpu"
+    return SnapshotMoments(states.shape[-1], device=states.device, name=_name_of(anatomy, layer))
 
 
 def _name_of(anatomy: Anatomy, layer: int) -> str:

@@ -23,6 +23,7 @@ from workbench.models.checkpoint import open_checkpoint
 from workbench.models.layer_results import LayerResults
 from workbench.models.profile_cost import ProfileCost, profile_cost, refuse_too_large
 from workbench.models.profile_journal import ProfileJournal
+from workbench.models.residual_check import refuse_plain_chain
 from workbench.models.streamed_capture import capture_streamed
 from workbench.models.subject import Subject
 from workbench.schema.runs import SPECTRA_COUNTS
@@ -93,7 +94,9 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
             used.
         n_snapshots: Token states to use, drawn at random over the inputs (in order from an iterator); None: all.
         skip_first: Leading tokens of each sequence to leave out. The first token of a trained language model often
-            carries massive activations that dominate the covariance.
+            carries massive activations that dominate the covariance. Padding does not count. Of images and audio these
+            are the first states, such as those of a class token and registers; where a model given token ids puts
+            other tokens among theirs, as prompts or image tokens, this is refused.
         rank: Randomized DMD in this many leading directions; None: every direction. Short for ``options``.
         options: Ridge, rank and numerical rank; see `DmdOptions`.
         thresholds: Bounds of the masses; the paper's by default.
@@ -114,7 +117,8 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
         and time.
 
     Raises:
-        AnatomyError: If the residual stream cannot be read with certainty, or batch and token cannot be told apart.
+        AnatomyError: If the residual stream cannot be read with certainty, batch and token cannot be told apart, or the
+            blocks are a plain chain without residuals and were not named by ``stack``.
         SnapshotError: If the model cannot run on the inputs, a mask does not fit the states, there are fewer than three
             states, they do not vary, a layer holds NaN or infinite values, or it takes more memory than is free.
 
@@ -197,8 +201,15 @@ def _anatomy(subject: Subject, probe: Any, stack: str | None, batch_first: bool 
     few = shortened(probe, _FEW_TOKENS) if subject.streamed is not None else None
     if few is not None:
         with suppress(WorkbenchError):  # such as a model that takes one length alone
-            return read_anatomy(subject.model, few, stack=stack, batch_first=batch_first)
-    return read_anatomy(subject.model, probe, stack=stack, batch_first=batch_first)
+            return _checked_anatomy(subject.model, few, stack, batch_first)
+    return _checked_anatomy(subject.model, probe, stack, batch_first)
+
+
+def _checked_anatomy(model: nn.Module, inputs: Any, stack: str | None, batch_first: bool | None) -> Anatomy:
+    anatomy = read_anatomy(model, inputs, stack=stack, batch_first=batch_first)
+    if stack is None:
+        refuse_plain_chain(model, inputs, anatomy.stack, anatomy.sites)
+    return anatomy
 
 
 def _wanted(layers: Sequence[int] | None, anatomy: Anatomy) -> list[int]:

@@ -331,8 +331,13 @@ def _token_shape(inputs: Any) -> tuple[int, ...] | None:
     return next((tuple(v.shape) for v in ids), None)
 
 
-def refuse_several_streams(chosen: Candidate, inputs: Any) -> int:
+def refuse_several_streams(chosen: Candidate, inputs: Any, record: Callable[[], Sequence[Call]]) -> int:
     """Refuse a state that is more than one vector per token, or whose features cannot be told.
+
+    Args:
+        chosen: Stack.
+        inputs: Inputs of the run.
+        record: As in `feature_axis_of`.
 
     Returns:
         Axis of the state that counts features, as `feature_axis_of`.
@@ -345,14 +350,30 @@ def refuse_several_streams(chosen: Candidate, inputs: Any) -> int:
             f"The stack {chosen.name} carries {len(streams)} residual streams side by side, of shapes "
             f"{' and '.join(map(str, streams))}, expected one; choose another model or, as stack=, another stack."
         )
-    return feature_axis_of(chosen.name, chosen.shape, [call.module for call in chosen.calls], inputs)
+    return feature_axis_of(chosen.name, chosen.shape, [call.module for call in chosen.calls], inputs, record)
 
 
-def feature_axis_of(name: str, shape: tuple[int, ...], modules: Sequence[nn.Module], inputs: Any) -> int:
+def feature_axis_of(
+    name: str,
+    shape: tuple[int, ...],
+    modules: Sequence[nn.Module],
+    inputs: Any,
+    record: Callable[[], Sequence[Call]],
+) -> int:
     """The axis of states that counts features: the last, or the second of images; one of the modules' widths.
 
+    Where the size of both axes is a width of the modules, the layers inside that get the state decide: a linear map
+    takes features last, a convolution second.
+
+    Args:
+        name: Name of the stack.
+        shape: Shape of the states.
+        modules: Its blocks.
+        inputs: Inputs of the run.
+        record: Function that runs the model and gives the calls of all its modules; called where there is doubt.
+
     Raises:
-        AnatomyError: If it is neither, or a state is more than one vector per token.
+        AnatomyError: If it is neither, if it remains in doubt, or a state is more than one vector per token.
     """
     tokens = _token_shape(inputs)
     if tokens is not None and len(shape) > 3:
@@ -364,11 +385,58 @@ def feature_axis_of(name: str, shape: tuple[int, ...], modules: Sequence[nn.Modu
             f"token, feature); {remedy if n else 'choose another model, this one cannot be read'}."
         )
     widths = {size for module in modules for p in module.parameters() if p.ndim < 3 for size in p.shape}
+    parts = {part for module in modules for part in module.modules()}
+    may_be_second = (len(shape) == 4 and shape[1] in widths) or any(_axis_taken_by(p, shape) == 1 for p in parts)
     if not widths or shape[-1] in widths:
-        return -1
-    if len(shape) == 4 and shape[1] in widths:
+        axis = _axis_by_layers(shape, modules, record()) if may_be_second else -1
+        if axis == -1 or (axis is None and len(shape) == 3):
+            return -1
+        if axis is None:
+            raise AnatomyError(
+                f"The states of {name} have shape {shape}, and its modules do not tell whether axis 1 or the last "
+                "counts features, as both sizes are widths of theirs; pass images of another size."
+            )
+    if len(shape) == 4 and may_be_second:
         return 1
     raise AnatomyError(
         f"The last dimension of the state of {name}, shape {shape}, is not its feature dimension; only streams with "
         "features last, or images (batch, feature, height, width), can be read."
     )
+
+
+def _axis_by_layers(shape: tuple[int, ...], modules: Sequence[nn.Module], calls: Sequence[Call]) -> int | None:
+    """The axis that layers inside of blocks take for features: those that get the state itself, else its shape.
+
+    Of states of three axes only the former count: with as many tokens as features, what is transposed has that shape
+    too.
+    """
+    parts = {part for module in modules for part in module.modules()}
+    states = {s.fingerprint for call in calls if call.module in modules for s in call.inputs if s.shape == shape}
+    of_state: set[int] = set()
+    of_shape: set[int] = set()
+    for call in calls:
+        axis = _axis_taken_by(call.module, shape) if call.module in parts else None
+        given = {s.fingerprint for s in call.inputs if s.shape == shape}
+        if axis is not None and given:
+            of_shape.add(axis)
+            if given & states:
+                of_state.add(axis)
+    found = of_state if of_state or len(shape) == 3 else of_shape
+    return found.pop() if len(found) == 1 else None
+
+
+def _axis_taken_by(module: nn.Module, shape: tuple[int, ...]) -> int | None:
+    """The axis of a tensor of some shape that a layer of torch takes for features; None if it is no such layer.
+
+    Norms of features last count in torch's own class alone: subclasses for images turn the axes around.
+    """
+    if isinstance(module, nn.Linear):
+        return -1 if module.in_features == shape[-1] else None
+    if type(module) in (nn.LayerNorm, nn.RMSNorm):
+        return -1 if tuple(module.normalized_shape) == shape[-1:] else None  # type: ignore[arg-type]
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        is_given = len(shape) == (3 if isinstance(module, nn.Conv1d) else 4)
+        return 1 if is_given and module.in_channels == shape[1] else None
+    sizes = (getattr(module, "num_features", None), getattr(module, "num_channels", None))
+    is_norm = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.GroupNorm)
+    return 1 if is_norm and len(shape) > 2 and shape[1] in sizes else None

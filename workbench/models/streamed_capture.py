@@ -14,6 +14,7 @@ from workbench.models.capture import (
     head_of,
     moments_for,
     refusals,
+    refuse_not_finite,
     refuse_silent,
 )
 from workbench.models.config_options import config_options, configs_of
@@ -142,7 +143,7 @@ class _Run:
         if layer not in self.moments:
             n = self.selection.n_snapshots
             self.moments[layer] = moments_for(self.anatomy, layer, x, self.options, n_snapshots=n)
-        self.moments[layer].update(x.detach(), y.detach())
+        self.moments[layer].update(x.detach(), y.detach(), refuses=False)
 
     def _choose(self, one: Pass) -> None:
         """Choose the tokens of a pass before its first block runs, so that no more batches come than are needed."""
@@ -156,6 +157,8 @@ class _Run:
 
     def _after_layer(self, layer: int, passes: Sequence[Pass]) -> None:
         journal: ProfileJournal | None = self.results.journal
+        if layer in self.moments:
+            refuse_not_finite(self.anatomy, {layer: self.moments[layer].is_finite})
         # The states come first: a layer that is finished must not run again to find what enters the next.
         if journal is not None and passes and all(one.layer == layer + 1 for one in passes):
             digests = [digest_of(one.arguments) for one in passes]

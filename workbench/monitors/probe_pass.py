@@ -242,7 +242,7 @@ class _Pass:
             chosen = TokenSelection(None, layout=self.layout).choose(leading, self.batch)
             rows = torch.zeros(leading.numel(), dtype=torch.bool)
             rows[chosen] = True
-            self._rows[leading] = None if bool(rows.all()) else rows.view(leading)
+            self._rows[leading] = None if rows.numpy().all() else rows.view(leading)  # on the host
         return self._rows[leading]
 
     def _enter(self, call: BlockCall) -> None:

@@ -23,6 +23,7 @@ from workbench.koopman.spectra import RankWarning
 from workbench.models.anatomy import read_anatomy
 from workbench.models.batches import Batches
 from workbench.models.profile import profile
+from workbench.models.residual_check import refuse_plain_chain
 from workbench.models.run_checkpoints import latest_checkpoint
 from workbench.models.subject import Subject
 from workbench.tasks.task import require_whole
@@ -90,6 +91,8 @@ class SpectraTaker:
         probe, _ = Batches.of(inputs, self.subject).probe_and_all()
         named = {name: self.options.get(name) for name in ("stack", "batch_first")}
         self._anatomy = read_anatomy(model, probe, **named)
+        if named["stack"] is None:
+            refuse_plain_chain(model, probe, self._anatomy.stack, self._anatomy.sites)
         self._has_warned = False
 
     def take(self, step: int) -> xr.Dataset:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.nn.functional import softplus
 
 from workbench.errors import OptionError, SnapshotError
-from workbench.koopman.dmd import DmdOptions, koopman_matrix
+from workbench.koopman.dmd import DmdOptions, koopman_matrices, koopman_matrix
+from workbench.models.device_numbers import read_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,7 +119,7 @@ class LayerPenalty:
     @property
     def spectral_radius(self) -> float:
         """Largest modulus; NaN where there is no spectrum."""
-        return float(self.modulus.max()) if len(self.modulus) else math.nan
+        return float(self.modulus.numpy().max()) if len(self.modulus) else math.nan
 
 
 def layer_penalty(moments: SnapshotMoments, shape: PenaltyShape, *, gamma: float) -> LayerPenalty:
@@ -134,27 +137,57 @@ def layer_penalty(moments: SnapshotMoments, shape: PenaltyShape, *, gamma: float
         The contribution; a layer whose states are not finite or do not vary, or whose eigenvalues have no gradient, has
         no value but a reason.
     """
-    nothing = moments.mean_x.new_empty(0)
+    return layer_penalties([moments], shape, gamma=gamma)[0][0]
+
+
+def layer_penalties(
+    moments: Sequence[SnapshotMoments], shape: PenaltyShape, *, gamma: float, also: Sequence[Tensor] = ()
+) -> tuple[list[LayerPenalty], list[float]]:
+    """`layer_penalty` of several layers, for which the host waits for the device once.
+
+    Args:
+        moments: Moments of each layer.
+        shape: The penalty as a function of the moduli.
+        gamma: Near-unit mass to aim at.
+        also: Further tensors of one number, read with the rest.
+
+    Returns:
+        The contribution of each layer, and the numbers of ``also``.
+    """
+    options = DmdOptions(ridge=shape.ridge, rank=shape.rank)
+    if shape.has_basis_gradient:
+        matrices, numbers = [_with_basis_gradient(layer, options) for layer in moments], read_numbers(also)
+    else:
+        matrices, numbers = koopman_matrices(moments, options, also)
+    return [_penalty_of(A, shape, gamma) for A in matrices], numbers
+
+
+def _with_basis_gradient(moments: SnapshotMoments, options: DmdOptions) -> Tensor | None:
     try:
-        A = koopman_matrix(
-            moments, DmdOptions(ridge=shape.ridge, rank=shape.rank), has_basis_gradient=shape.has_basis_gradient
-        )
+        return koopman_matrix(moments, options, has_basis_gradient=True).cpu()
     except (SnapshotError, torch.linalg.LinAlgError):
-        return LayerPenalty(None, nothing, reason=NOT_FINITE)
-    A = A.cpu()  # a few dozen modes: LAPACK is done before a GPU's general eigensolver has begun
-    if not bool(torch.isfinite(A).all()):
+        return None
+
+
+def _penalty_of(A: Tensor | None, shape: PenaltyShape, gamma: float) -> LayerPenalty:
+    """The penalty of an operator on the host: of a few dozen modes, LAPACK is done before a GPU's solver has begun.
+
+    What is on the host is looked at as arrays, so that no reading of it is taken for one of a device's memory.
+    """
+    nothing = torch.empty(0, dtype=torch.float64)
+    if A is None or not np.isfinite(A.detach().numpy()).all():
         return LayerPenalty(None, nothing, reason=NOT_FINITE)
     try:
         eigenvalue, vectors = torch.linalg.eig(A.detach())
     except torch.linalg.LinAlgError:
         return LayerPenalty(None, nothing, reason=NOT_FINITE)
     modulus = eigenvalue.abs()
-    mass = float(((modulus >= shape.lower) & (modulus <= shape.upper)).double().mean())
+    mass = float(((modulus >= shape.lower) & (modulus <= shape.upper)).double().mean().numpy())
     if not A.requires_grad:
         return LayerPenalty(shape.of_moduli(modulus, gamma), modulus, mass)
     inverse, status = torch.linalg.inv_ex(vectors)
     condition = torch.linalg.vector_norm(inverse, dim=1)  # the columns of V have norm 1
-    if int(status) != 0 or not bool((condition <= shape.largest_condition).all()):
+    if status.numpy() != 0 or not (condition.numpy() <= shape.largest_condition).all():
         return LayerPenalty(None, modulus, mass, ILL_DEFINED)
     with torch.enable_grad():
         free = modulus.requires_grad_()
@@ -164,7 +197,7 @@ def layer_penalty(moments: SnapshotMoments, shape: PenaltyShape, *, gamma: float
     # d|lambda| = Re(conj(lambda)/|lambda| dlambda), and dlambda_j = u_j* dA v_j with u_j* the j-th row of V^-1.
     phase = torch.where(modulus > 0, eigenvalue.conj() / modulus.clamp(min=torch.finfo(modulus.dtype).tiny), 0)
     gradient = torch.einsum("ji,j,kj->ik", inverse, slope * phase, vectors).real
-    if not bool(torch.isfinite(gradient).all()):
+    if not np.isfinite(gradient.numpy()).all():
         return LayerPenalty(None, modulus, mass, ILL_DEFINED)
     # The value, and a gradient in A that autograd carries on to the parameters.
     return LayerPenalty(value.detach() + (gradient * (A - A.detach())).sum(), modulus, mass)

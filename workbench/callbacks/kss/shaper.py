@@ -15,18 +15,20 @@ from torch import nn
 
 from workbench.callbacks.kss.attachment import check_attachable, is_trained, recomputation_error
 from workbench.callbacks.kss.control import ControlValues
-from workbench.callbacks.kss.penalty import LayerPenalty, layer_penalty
+from workbench.callbacks.kss.penalty import LayerPenalty, layer_penalties
 from workbench.callbacks.kss.shaping import Shaping
 from workbench.callbacks.kss.shared_control import control_of_first_rank, summed
-from workbench.callbacks.kss.trust_region import energy_gains
+from workbench.callbacks.kss.trust_region import gain_terms, gains_of
 from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.moments import SnapshotMoments
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import Batches, TokenSelection, count_rows, take_rows
 from workbench.models.calling import call_model, named_arguments
 from workbench.models.capture import StreamWatcher, empty_moments
+from workbench.models.device_numbers import read_numbers
 from workbench.models.probing import eval_mode, undisturbed, watch
 from workbench.models.process_group import is_shared
+from workbench.models.residual_check import refuse_plain_chain
 from workbench.models.wrapping import acting_on_gradients, as_written, bare, entrances, innermost
 from workbench.zoo.module_of import module_of
 
@@ -110,7 +112,7 @@ class Shaper:
             AnatomyError: If the residual stream cannot be read with certainty.
             OptionError: If KSS is to act on a layer that the model does not have.
         """
-        self._anatomy = anatomy = read_anatomy(self.model, inputs)
+        self._anatomy = anatomy = _residual_blocks(self.model, inputs)
         _draw_layers(self.kss.control, len(anatomy.sites), np.random.default_rng(0))
 
     def begin_step(self, step: int | None = None) -> None:
@@ -217,7 +219,7 @@ class Shaper:
         values = {i: part.value for i, part in parts.items() if part.value is not None}
         outside = {i: value for i, value in values.items() if parts[i].spectral_radius > trigger}
         acting = {i: value for i, value in outside.items() if value.requires_grad}
-        valued = [float(value.detach()) for value in values.values()]
+        valued = [float(value.detach().numpy()) for value in values.values()]  # penalties are on the host
         skipped = {i: part.reason for i, part in parts.items() if part.reason}
         skipped |= dict.fromkeys(outside.keys() - acting.keys(), NO_GRADIENT)
         gradients = None
@@ -228,7 +230,7 @@ class Shaper:
             if gradients is None:
                 skipped |= dict.fromkeys(acting, GRADIENT_NOT_FINITE)
             else:
-                self._apply(control, float(total.detach()), gradients)
+                self._apply(control, float(total.detach().numpy()), gradients)
         for reason in skipped.values():
             self.n_skipped[reason] = self.n_skipped.get(reason, 0) + 1
         self.last = self._shaping(
@@ -276,31 +278,37 @@ class Shaper:
     @torch.no_grad()
     def _hold_in_band(self, model: nn.Module, inputs: Any, control: ControlValues) -> None:
         """Undo the update if it moved a layer out of its band."""
-        region, options = self.kss.options.trust_region, self.kss.options
+        region = self.kss.options.trust_region
         moments = self._moments_of_layers(model, inputs, control)
         # The gain needs no eigenvalues; they are then only recorded, and taken rarely.
         has_spectra = region.measure == "spectral_radius" or self.step % (SPECTRA_EVERY * control.interval) == 0
         of_spectra = moments if has_spectra else {}
-        parts = {i: layer_penalty(m, options.penalty, gamma=control.gamma) for i, m in of_spectra.items()}
-        after = self._measured(moments, parts)
+        parts, after = self._spectra_and_measure(moments, control, of_spectra)
         layers, broken = tuple(moments), []
         if region.outside(after):
             weights_after = {weight: weight.detach().clone() for weight in self._weights_before}
             self._put(self._weights_before)
             moments = self._moments_of_layers(model, inputs, control)
-            broken = region.broken(self._measured(moments, {}), after)
+            broken = region.broken(self._spectra_and_measure(moments, control, {})[1], after)
             if not broken:
                 self._put(weights_after)
         self.last = self._shaping(control, parts, layers=layers, n_acting=len(broken), update_size=self._update_size)
         self._update_size = region.next_size(self._update_size, control.strength, is_broken=bool(broken))
 
-    def _measured(self, moments: Mapping[int, SnapshotMoments], parts: Mapping[int, LayerPenalty]) -> dict[int, float]:
-        """The measure of the trust region for each layer; NaN where there is no spectrum."""
-        options = self.kss.options
-        if options.trust_region.measure == "energy_gain":
-            return energy_gains(moments)
-        known = {i: parts.get(i) or layer_penalty(m, options.penalty, gamma=0.0) for i, m in moments.items()}
-        return {i: part.spectral_radius for i, part in known.items()}
+    def _spectra_and_measure(
+        self, moments: Mapping[int, SnapshotMoments], control: ControlValues, of_spectra: Mapping[int, SnapshotMoments]
+    ) -> tuple[dict[int, LayerPenalty], dict[int, float]]:
+        """The penalties of some layers, and the measure of the trust region for each; NaN where there is no spectrum.
+
+        The host waits for the device once.
+        """
+        shape, is_gain = self.kss.options.penalty, self.kss.options.trust_region.measure == "energy_gain"
+        wanted = of_spectra if is_gain else moments
+        terms = gain_terms(moments) if is_gain else []
+        found, numbers = layer_penalties(list(wanted.values()), shape, gamma=control.gamma, also=terms)
+        parts = dict(zip(wanted, found, strict=True))
+        measured = gains_of(moments, numbers) if is_gain else {i: p.spectral_radius for i, p in parts.items()}
+        return {i: part for i, part in parts.items() if i in of_spectra}, measured
 
     def _put(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
         for weight, value in weights.items():
@@ -311,7 +319,8 @@ class Shaper:
         with torch.enable_grad():
             moments = self._moments_of_layers(model, inputs, control)
             shape = self.kss.options.penalty
-            return {i: layer_penalty(m, shape, gamma=control.gamma) for i, m in moments.items()}
+            found, _ = layer_penalties(list(moments.values()), shape, gamma=control.gamma)
+            return dict(zip(moments, found, strict=True))
 
     def _moments_of_layers(self, model: nn.Module, inputs: Any, control: ControlValues) -> dict[int, SnapshotMoments]:
         """Run some examples of the batch through the model and take the moments of each layer that is due.
@@ -322,7 +331,7 @@ class Shaper:
         options = self.kss.options
         # Depends only on the step: resuming needs no more, and ranks whose last batches differ draw the same layers.
         random = np.random.default_rng([options.seed, self.step])
-        anatomy = self._anatomy = read_anatomy(model, inputs) if self._anatomy is None else self._anatomy
+        anatomy = self._anatomy = _residual_blocks(model, inputs) if self._anatomy is None else self._anatomy
         layout = anatomy.layout
         layers = _draw_layers(control, len(anatomy.sites), random)
         if layout.can_split:
@@ -358,7 +367,7 @@ class Shaper:
         moments = empty_moments(anatomy, layer, x)
         is_usable = len(x) > 0
         try:
-            moments.update(x, y)
+            moments.update(x, y, refuses=False)  # the penalty and the gain show what is not finite
         except SnapshotError:
             is_usable = False
         if not is_usable:  # the penalty reports it, on every rank
@@ -394,7 +403,7 @@ class Shaper:
             return
         rates = {weight: group["lr"] for group in self.optimizer.param_groups for weight in group["params"]}
         if coupling == "projection":
-            square = sum(float(gradient.double().square().sum()) for gradient in gradients.values())
+            square = sum(read_numbers([gradient.double().square().sum() for gradient in gradients.values()]))
             step = penalty / square if square > 0 else 0.0
         for weight, gradient in gradients.items():
             size = step if coupling == "projection" else float(rates[weight])
@@ -406,6 +415,17 @@ class Shaper:
         if self._states_per_row:
             wanted = min(n_rows, math.ceil(self.kss.options.n_snapshots / self._states_per_row))
         return torch.from_numpy(np.sort(random.choice(n_rows, size=wanted, replace=False)))
+
+
+def _residual_blocks(model: nn.Module, inputs: Any) -> Anatomy:
+    """The anatomy of a model whose blocks add to their state.
+
+    Raises:
+        AnatomyError: If the residual stream cannot be read with certainty, or there is none.
+    """
+    anatomy = read_anatomy(model, inputs)
+    refuse_plain_chain(model, inputs, anatomy.stack, anatomy.sites)
+    return anatomy
 
 
 def _draw_layers(control: ControlValues, n_layers: int, random: np.random.Generator) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,8 @@ from workbench.errors import OptionError
 from workbench.models.device_numbers import read_numbers
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from workbench.koopman.moments import SnapshotMoments
 
 MEASURES = ("energy_gain", "spectral_radius")
@@ -75,10 +77,19 @@ def energy_gain(moments: SnapshotMoments) -> float:
 
 def energy_gains(moments: Mapping[int, SnapshotMoments]) -> dict[int, float]:
     """`energy_gain` of each layer; the host waits for the device once."""
-    before = [layer.c_xx.diagonal().sum() for layer in moments.values()]
-    grown = [(2 * layer.c_dx.diagonal() + layer.c_dd.diagonal()).sum() for layer in moments.values()]
-    numbers = read_numbers([*before, *grown])
+    return gains_of(moments, read_numbers(gain_terms(moments)))
+
+
+def gain_terms(moments: Mapping[int, SnapshotMoments]) -> list[Tensor]:
+    """What `gains_of` needs of the layers, on the device."""
+    before = [layer.c_xx.detach().diagonal().sum() for layer in moments.values()]
+    grown = [(2 * layer.c_dx.detach().diagonal() + layer.c_dd.detach().diagonal()).sum() for layer in moments.values()]
+    return [*before, *grown]
+
+
+def gains_of(layers: Collection[int], numbers: Sequence[float]) -> dict[int, float]:
+    """The gain of each layer from the values of its terms."""
     gains = {}
-    for layer, old, more in zip(moments, numbers[: len(before)], numbers[len(before) :], strict=True):
+    for layer, old, more in zip(layers, numbers[: len(layers)], numbers[len(layers) :], strict=True):
         gains[layer] = math.sqrt(max(old + more, 0.0) / old) if old > 0 else math.nan
     return gains

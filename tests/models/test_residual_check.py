@@ -1,0 +1,176 @@
+"""Plain chains are refused where a residual stream is needed; every form of residual is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import workbench as wb
+from tests.flow.nets import deep_net
+from tests.models.model_families import BERT, BY_NAME, FAMILIES_BY_TIER, build, make_inputs
+from tests.zoo.zoo_models import MAKERS, inputs_for
+from workbench.errors import AnatomyError
+from workbench.models.residual_check import refuse_plain_chain
+
+WIDTH = 12
+
+
+class Attend(nn.Module):
+    """Attention without a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.out(functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)))
+
+
+class Gated(nn.Module):
+    """A gated MLP without a residual, which writes into what its products return."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return functional.silu(self.gate(x), inplace=True).mul_(self.up(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x)[0]
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+
+def convolution():
+    return nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.ReLU())
+
+
+@pytest.fixture
+def vectors():
+    return torch.randn(3, 9, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("part", [perceptron, Attend, Gated, Recurrent, convolution])
+def test_a_plain_chain_is_refused_and_can_be_named(part, vectors):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.Sequential(*(part() for _ in range(4)))})["layers"]
+    inputs = torch.randn(3, WIDTH, 5, 4) if part is convolution else vectors
+    with pytest.raises(AnatomyError, match=r"are a plain chain without residuals: what leaves 0 depends"):
+        wb.profile(model, inputs, progress=False)
+    assert wb.profile(model, inputs, stack="", progress=False).sizes["layer"] == 4
+    assert len(wb.read_anatomy(model, inputs).sites) == 4  # gains along depth have a meaning without residuals
+
+
+class Form(nn.Module):
+    """A block that hands its state on in the form that a function of (block, state, branch) says."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.branch, self.gate = form, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.full((1, WIDTH), 0.7))
+
+    def forward(self, x):
+        return self.form(self, x, torch.tanh(self.branch(x)))
+
+
+def highway(block, x, y):
+    gate = torch.sigmoid(block.gate(x))
+    return gate * y + (1 - gate) * x
+
+
+def ngpt(block, x, y):
+    x = functional.normalize(x, dim=-1)
+    return functional.normalize(x + block.scale * (functional.normalize(y, dim=-1) - x), dim=-1)
+
+
+FORMS = {
+    "plain residual": lambda block, x, y: x + y,
+    "small residual": lambda block, x, y: 1e-3 * x + y,
+    "negative residual": lambda block, x, y: y - x,
+    "post-LN": lambda block, x, y: block.norm(x + y),
+    "scaled by a parameter": lambda block, x, y: block.scale * x + y,
+    "highway": highway,
+    "normalized": ngpt,
+    "rectified": lambda block, x, y: torch.relu(x + y),
+    "without gradient": lambda block, x, y: x.detach() + y,
+    "past autograd": lambda block, x, y: torch.from_numpy(x.numpy().copy()) + y,
+    "in place": lambda block, x, y: x.add_(y),
+    "added to the product": lambda block, x, y: torch.addmm(
+        x.flatten(0, 1), y.flatten(0, 1), block.gate.weight
+    ).view_as(x),
+    "half the features": lambda block, x, y: torch.cat([x[..., 3:], y[..., :3]], -1),
+    "by a matrix": lambda block, x, y: x @ (1.1 * torch.eye(WIDTH)) + y,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_residual_is_read(form, vectors):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Form(FORMS[form]) for _ in range(3)))
+    assert wb.profile(model, vectors, progress=False).sizes["layer"] == 3
+
+
+def test_kss_and_recorded_spectra_need_residuals_too():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 256)
+            self.layers = nn.Sequential(*(perceptron() for _ in range(3)))
+
+        def forward(self, tokens):
+            return self.head(self.layers(self.embedding(tokens)))
+
+    task = wb.tasks.associative_recall(length=16, batch_size=8)
+    for options in ({"kss": wb.KSS.published()}, {"spectra_every": 1}):
+        with pytest.raises(AnatomyError, match=r"modules of 'layers' are a plain chain without residuals"):
+            list(wb.train(Model(), task, n_steps=1, learning_rate=1e-3, **options))
+
+
+def test_the_flow_of_a_deep_net_without_residuals_is_measured_as_before():
+    flow = wb.flow.measure(deep_net(16, 4, 1.0), torch.randn(4, 3, 16), jacobian=False)
+    assert flow.sizes["layer"] == 4
+
+
+@pytest.mark.parametrize("family", FAMILIES_BY_TIER, ids=str)
+def test_no_family_is_taken_for_a_plain_chain(family):
+    model, inputs = build(family), make_inputs(family)
+    anatomy = wb.read_anatomy(model, inputs)
+    refuse_plain_chain(model, inputs, anatomy.stack, anatomy.sites)
+
+
+def test_the_first_block_that_hands_its_state_on_is_enough_and_no_more_runs():
+    """Of the model, only what lies up to the end of the first block runs; nothing is left behind."""
+    model, inputs = build(BY_NAME["llama"]), make_inputs(BY_NAME["llama"])
+    anatomy, n_calls = wb.read_anatomy(model, inputs), []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda *_: n_calls.append(1))
+    n_hooks = [len(site.module._forward_hooks) for site in anatomy.sites]
+    refuse_plain_chain(model, inputs, anatomy.stack, anatomy.sites)
+    assert len(n_calls) == 2
+    assert [len(site.module._forward_hooks) for site in anatomy.sites] == n_hooks
+
+
+def test_a_post_norm_encoder_of_transformers_is_read():
+    from transformers import AutoConfig, AutoModel
+
+    model = AutoModel.from_config(AutoConfig.for_model("bert", **BERT))
+    assert wb.profile(model, torch.randint(97, (4, 9)), progress=False).sizes["layer"] == 3
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_model_of_the_zoo_is_taken_for_a_plain_chain(name):
+    model = MAKERS[name](0)
+    anatomy = wb.read_anatomy(model, inputs_for(model))
+    refuse_plain_chain(model, inputs_for(model), anatomy.stack, anatomy.sites)
