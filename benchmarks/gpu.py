@@ -34,7 +34,7 @@ from benchmarks.host_reads import counter_for
 from benchmarks.report import FOLDER, table
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
-from workbench.koopman import SnapshotMoments, dmd, layer_spectra, layer_spectrum
+from workbench.koopman import SnapshotMoments, layer_spectra, layer_spectrum, modes
 from workbench.models.batches import Batches, TokenSelection
 from workbench.models.capture import capture_layers
 from workbench.models.layer_results import LayerResults
@@ -205,11 +205,11 @@ def eigenvalues(device: torch.device, small: bool) -> Section:
         if not faster:
             return (
                 f"At no width up to {max(widths):,} is the device faster at the end of the range: `CUDA_EIG_MIN_WIDTH` "
-                f"(now {dmd.CUDA_EIG_MIN_WIDTH:,}) should be above {max(widths):,}."
+                f"(now {modes.CUDA_EIG_MIN_WIDTH:,}) should be above {max(widths):,}."
             )
         return (
             f"From a width of {faster[0]:,} on the device is faster at every measured width: `CUDA_EIG_MIN_WIDTH` (now "
-            f"{dmd.CUDA_EIG_MIN_WIDTH:,}) should be {faster[0]:,}."
+            f"{modes.CUDA_EIG_MIN_WIDTH:,}) should be {faster[0]:,}."
         )
 
     widths = (32, 64, 96) if small else (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -229,12 +229,12 @@ def eigenvalues(device: torch.device, small: bool) -> Section:
 @contextlib.contextmanager
 def eig_on_device_from(width: float) -> Iterator[None]:
     """Solve general eigenproblems on the device from this width on."""
-    before = dmd.CUDA_EIG_MIN_WIDTH
-    dmd.CUDA_EIG_MIN_WIDTH = width
+    before = modes.CUDA_EIG_MIN_WIDTH
+    modes.CUDA_EIG_MIN_WIDTH = width
     try:
         yield
     finally:
-        dmd.CUDA_EIG_MIN_WIDTH = before
+        modes.CUDA_EIG_MIN_WIDTH = before
 
 
 # Profile

@@ -112,10 +112,10 @@ def test_the_crossover_of_the_eigenvalues(ratios, expected):
 
 
 def test_eigenvalues_are_solved_where_the_benchmark_says():
-    before = gpu.dmd.CUDA_EIG_MIN_WIDTH
+    before = gpu.modes.CUDA_EIG_MIN_WIDTH
     with gpu.eig_on_device_from(0):
-        assert gpu.dmd.CUDA_EIG_MIN_WIDTH == 0
-    assert before == gpu.dmd.CUDA_EIG_MIN_WIDTH
+        assert gpu.modes.CUDA_EIG_MIN_WIDTH == 0
+    assert before == gpu.modes.CUDA_EIG_MIN_WIDTH
 
 
 def test_a_model_that_does_not_fit_is_not_built(monkeypatch):

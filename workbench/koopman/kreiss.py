@@ -12,7 +12,7 @@ from workbench.errors import OptionError, SnapshotError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.koopman.dmd import OperatorModes
+    from workbench.koopman.modes import OperatorModes
 
 #: Distances |z| - 1 of the first scan.
 _DISTANCES = (0.003, 0.02, 0.1, 0.4, 1.5)

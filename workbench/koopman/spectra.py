@@ -16,9 +16,10 @@ import torch
 from workbench.errors import SnapshotError
 from workbench.io.progress import n_cores, progress_bar
 from workbench.io.provenance import versions
-from workbench.koopman.dmd import DmdOptions, eigenmodes, significant_digits, whitened_operator
+from workbench.koopman.dmd import DmdOptions, whitened_operator
 from workbench.koopman.kreiss import kreiss_from_modes
 from workbench.koopman.measures import Thresholds, mass_fractions
+from workbench.koopman.modes import eigenmodes, significant_digits
 from workbench.koopman.moments import SnapshotMoments
 from workbench.koopman.sketch import SnapshotSketch
 from workbench.schema.runs import SCHEMA_VERSION, SPECTRA, validate_spectra
