@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError
-from workbench.formatting import clipped, three_digits
+from workbench.formatting import clipped, counted, three_digits
 from workbench.plots import style
 from workbench.plots.primitives import Primitives, decades
 from workbench.schema.weights import WEIGHT_CHANGES, WEIGHTS, validate_weights
@@ -188,7 +188,7 @@ def _density_panel(hv: Any, backend: str, density: dict[str, Any]) -> Any:
         if len(spikes):
             label = f"{len(spikes)} spike{'s' * (len(spikes) > 1)}"
             draw.dots(spikes, np.full(len(spikes), lowest * 1.35), color=_EDGE, size=5, label=label)
-    note = [f"{density['n_below']} smaller eigenvalues not shown" * bool(density["n_below"])]
+    note = [f"{counted(density['n_below'], 'smaller eigenvalue')} not shown" * bool(density["n_below"])]
     if np.isfinite(density["alpha"]):
         draw.line(*density["tail"], color=_TAIL, width=2.4, label="fitted power law")
         note.insert(
