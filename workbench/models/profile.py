@@ -111,8 +111,9 @@ def profile(
     batches = batches.split(anatomy.layout)
     wanted = _wanted(layers, anatomy)
     names = [site.name for site in anatomy.sites]
-    # A residual that is added outside of modules cannot be stopped in front of a block; such a model runs as it is.
-    if subject.streamed is None or any(site.exit is not None for site in anatomy.sites):
+    # Where residuals are added outside of modules, batches of an iterator cannot be stopped before more are taken.
+    is_single = not (isinstance(batches.items, list) and len(batches.items) > 1)
+    if subject.streamed is None or (is_single and any(site.exit is not None for site in anatomy.sites)):
         results = LayerResults(options, names, n_workers=n_workers, progress=progress)
         with progress_bar(progress, total=n_snapshots, label="forward", unit="token") as bar:
             capture_layers(
