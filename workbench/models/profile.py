@@ -55,8 +55,8 @@ def profile(
     The model runs once over the inputs, in eval mode and without gradients, and is left as it was found. Of a subject
     whose weights stay on disk (``open_checkpoint(..., streaming=True)``) all inputs pass one block, then the next, to
     the same numbers; of batches from an iterator, what runs before the first block, and blocks whose residual is added
-    outside of modules, are read once for each batch. Its layers are kept in the cache folder as they are finished, until
-    all are: after an interruption the same call goes on with the first that is not.
+    outside of modules, are read once for each batch. Its layers are kept in the cache folder as they are finished,
+    until all are: after an interruption the same call goes on with the first that is not.
 
     Args:
         subject: Subject from `open_checkpoint`, or any module.
