@@ -136,6 +136,8 @@ def test_kss_and_recorded_spectra_need_residuals_too():
     for options in ({"kss": wb.KSS.published()}, {"spectra_every": 1}):
         with pytest.raises(AnatomyError, match=r"modules of 'layers' are a plain chain without residuals"):
             list(wb.train(Model(), task, n_steps=1, learning_rate=1e-3, **options))
+    with pytest.raises(AnatomyError, match=r"modules of 'layers' are a plain chain without residuals"):
+        wb.sweeps.measure_case(Model(), task, learning_rate=1e-3, warmup=0, n_steps=2)
 
 
 def test_the_flow_of_a_deep_net_without_residuals_is_measured_as_before():

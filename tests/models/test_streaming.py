@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import workbench as wb
+from tests.models.layout_models import PostNorms, Triples
 from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, build, make_inputs
 from tests.models.test_gguf_file import MAKERS, lfm2
 from workbench.errors import CheckpointError, OptionError, SnapshotError
@@ -395,3 +396,72 @@ def test_opening_a_gguf_file_dequantizes_nothing(tmp_path):
     subject = wb.open_checkpoint(MAKERS["llama"](tmp_path / "model.gguf"), streaming=True)
     assert all(parameter.is_meta for parameter in subject.model.parameters())
     assert not subject.streamed.n_reads
+
+
+class WithHead(Triples):
+    """A language model, whose head adds no states."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 64, bias=False)
+
+    def forward(self, tokens):
+        return self.head(super().forward(tokens))
+
+
+class TestBesideTheBlocks:
+    """What runs before the first block, such as an encoder, is read once for all batches too."""
+
+    @pytest.fixture
+    def t5(self, tmp_path):
+        build(BY_NAME["t5"]).save_pretrained(tmp_path / "t5")
+        return tmp_path / "t5"
+
+    @pytest.mark.parametrize("dtype", ["auto", "float64"])  # of another dtype nothing is a view of the file
+    @pytest.mark.parametrize("n_snapshots", [None, 100, 30])
+    def test_an_encoder_is_read_once(self, t5, n_snapshots, dtype):
+        resident, streamed = (wb.open_checkpoint(t5, streaming=flag, dtype=dtype) for flag in (False, True))
+        batches, anatomy = list(IDS.split(3)), None
+        with streamed.streamed.standing_in():
+            anatomy = wb.read_anatomy(streamed.model, IDS[:2])
+        streamed.streamed.n_reads.clear()
+        found = measured(streamed, batches, anatomy=anatomy, n_snapshots=n_snapshots)
+        reads = streamed.streamed.n_reads
+        assert {"encoder.block.0", "encoder.block.1", "decoder.block.0"} <= set(reads)
+        assert {n for name, n in reads.items() if ".block." in name or name == "shared"} == {1}
+        assert_same(found, measured(resident, batches, n_snapshots=n_snapshots))
+
+    def test_no_more_batches_of_an_iterator_are_taken_than_before(self, t5):
+        taken = []
+
+        def batches():
+            for i, batch in enumerate(IDS.split(2)):
+                taken.append(i)
+                yield batch
+
+        found = measured(wb.open_checkpoint(t5, streaming=True), batches(), n_snapshots=60)
+        assert taken == [0, 1, 2]  # the last is taken before it is known that two were enough
+        assert_same(found, measured(wb.open_checkpoint(t5, streaming=False), IDS.split(2).__iter__(), n_snapshots=60))
+
+    @pytest.mark.parametrize("options", [{"n_snapshots": None}, {"n_snapshots": 3, "layers": [1, 2]}], ids=str)
+    @pytest.mark.parametrize("kind", [Triples, WithHead, PostNorms])
+    def test_layers_whose_residual_is_added_outside_are_read_once(self, kind, options, tmp_path):
+        torch.manual_seed(0)
+        model, path = kind(), tmp_path / "weights.safetensors"
+        save_file(dict(model.state_dict().items()), path)
+        resident, streamed = (wb.open_checkpoint(path, module=kind(), streaming=flag) for flag in (False, True))
+        batches = list((IDS % 64).split(3))
+        with streamed.streamed.filled():
+            anatomy = wb.read_anatomy(streamed.model, batches[0])
+        assert all(site.exit is not None for site in anatomy.sites)
+        streamed.streamed.n_reads.clear()
+        ran = []
+        for head in (part for name, part in streamed.model.named_modules() if name == "head"):
+            head.register_forward_hook(lambda *_: ran.append(1))
+        found = measured(streamed, batches, anatomy=anatomy, **options)
+        assert len(streamed.streamed.n_reads) >= 8
+        assert set(streamed.streamed.n_reads.values()) == {1}
+        assert not ran
+        assert all(parameter.is_meta for parameter in streamed.model.layers.parameters())  # also of passes cut off
+        assert_same(found, measured(resident, batches, **options))
+        assert_same(*(measured(subject, iter(batches), **options) for subject in (resident, streamed)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from workbench.models.streaming import StreamedWeights
 
 
-class _Cancelled(BaseException):
+class CancelledPass(BaseException):
     """Ends a pass that nobody waits for; no Exception, so that no model catches it."""
 
 
@@ -29,6 +30,7 @@ class Pass:
     Attributes:
         batch: Inputs of the pass.
         layer: Layer in front of which it waits; None before the first, and when it has ended.
+        part: Part before the first layer, such as an encoder's block, in front of which it waits; None: no such part.
         arguments: Arguments of the block in front of which it waits.
         output: What the last block returned.
         watcher: What follows its blocks.
@@ -37,10 +39,11 @@ class Pass:
     def __init__(self, batch: Any, run: Callable[[Pass], None]) -> None:
         self.batch = batch
         self.layer: int | None = None
+        self.part: nn.Module | None = None
         self.arguments: Any = None
         self.output: Any = None
         self.watcher: Any = None
-        self.n_left, self.has_early_exit = 0, False
+        self.n_left, self.has_early_exit, self.has_begun = 0, False, False
         self.n_calls: Counter[nn.Module] = Counter()
         self.running: list[int | None] = []
         self._error: BaseException | None = None
@@ -60,14 +63,15 @@ class Pass:
         if self._error is not None:
             raise self._error
 
-    def pause(self, layer: int) -> None:
-        """Wait in front of a layer; called in the thread of the pass."""
-        self.layer = layer
+    def pause(self, layer: int | None, part: nn.Module | None = None) -> None:
+        """Wait in front of a layer or a part; called in the thread of the pass."""
+        self.layer, self.part = layer, part
+        self.has_begun |= layer is not None
         self._back.release()
         self._go.acquire()
         if self._is_cancelled:
-            raise _Cancelled
-        self.layer = None
+            raise CancelledPass
+        self.layer = self.part = None
 
     def cancel(self) -> None:
         """End the pass, at its next block at the latest."""
@@ -80,16 +84,20 @@ class Pass:
         try:
             if not self._is_cancelled:
                 run(self)
-        except _Cancelled:
+        except CancelledPass:
             pass
         except BaseException as error:  # noqa: BLE001 it is raised where the pass is waited for
             self._error = error
-        self.layer = None
+        self.layer = self.part = None
         self._back.release()
 
 
 class Lockstep:
     """Passes of one model over several batches, each of which waits in front of every block for the others.
+
+    Before the first block they wait in front of every part, so that those of an encoder are read once too; without
+    sites, they do so to the end. Batches
+    from an iterator, of which no more are taken than are needed, pass what lies before the first block one by one.
 
     Args:
         model: Model, in eval mode.
@@ -97,6 +105,8 @@ class Lockstep:
         sites: Sites of its blocks, in order.
         current: What the thread of each pass keeps for itself: ``current.one``, the pass.
         head: Module in front of which a pass ends, if all blocks have run; None: it runs to its end.
+        n_layers: Number of layers that a pass must leave before it may end; None: one for each site. Without sites, of
+            residuals that are added outside of modules, what follows the layers counts them by `Pass.n_left`.
     """
 
     def __init__(
@@ -107,10 +117,13 @@ class Lockstep:
         current: threading.local,
         *,
         head: nn.Module | None = None,
+        n_layers: int | None = None,
     ) -> None:
         self._model, self._weights, self._sites, self._current = model, weights, sites, current
         self._head, self._first = head, 0
+        self._n_layers = len(sites) if n_layers is None else n_layers
         self._layers = {(site.module, site.call): layer for layer, site in enumerate(sites)}
+        self._parts = weights.parts_beside(site.module for site in sites)
         self._passes: list[Pass] = []
 
     def run(
@@ -126,6 +139,7 @@ class Lockstep:
         first: int,
         last: int,
         outputs: Sequence[Any] = (),
+        is_known: bool = False,
     ) -> None:
         """Run all batches through all blocks.
 
@@ -140,21 +154,28 @@ class Lockstep:
             first: First layer that runs; those before return what they did earlier.
             last: Last layer that runs.
             outputs: Output of the block before the first layer, one a pass.
+            is_known: Whether all batches exist already, rather than coming from an iterator.
         """
         with ExitStack() as stack:
+            stack.enter_context(self._weights.emptied_after())
             stack.callback(self._cancel)
             stack.enter_context(self._hooked())
             stack.enter_context(watch(hooks))
             if first:
                 stack.enter_context(self._bypassed(first))
-            for i, batch in enumerate(batches):
+            for i, batch in enumerate(islice(batches, len(outputs)) if first else batches):
                 if is_enough():
                     break
                 one = Pass(batch, self._in_thread(begin))
                 one.output = outputs[i] if first else None
                 self._passes.append(one)
                 one.step()
-                after_start(one)
+                if not is_known:
+                    self._reach_first_layer([one])
+                    after_start(one)
+            if is_known:
+                self._reach_first_layer(self._passes)
+                self._passes = list(self._begun(is_enough, after_start))
             before_first(self._passes)
             for layer in range(first, last + 1):
                 waiting = [one for one in self._passes if one.layer == layer]
@@ -163,6 +184,24 @@ class Lockstep:
                         for one in waiting:
                             one.step()
                 after_layer(layer, self._passes)
+
+    def _reach_first_layer(self, passes: Sequence[Pass]) -> None:
+        """Run passes until they wait in front of a layer, each part in between for all that wait in front of it."""
+        while waiting := [one for one in passes if one.part is not None]:
+            part = waiting[0].part
+            with self._weights.hold(part) if part is not None else nullcontext():
+                for one in waiting:
+                    if one.part is part:
+                        one.step()
+
+    def _begun(self, is_enough: Callable[[], bool], after_start: Callable[[Pass], None]) -> Iterator[Pass]:
+        """The passes that are wanted; the others end."""
+        for one in self._passes:
+            if is_enough():
+                one.cancel()
+            else:
+                after_start(one)
+                yield one
 
     def _in_thread(self, begin: Callable[[Any], Any]) -> Callable[[Pass], None]:
         device = self._weights.device.type
@@ -186,6 +225,7 @@ class Lockstep:
         for module in dict.fromkeys(site.module for site in self._sites):
             handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave))
+        handles += [part.register_forward_pre_hook(self._wait, prepend=True) for part in self._parts]
         if self._head is not None:
             handles.append(self._head.register_forward_pre_hook(self._stop, prepend=True))
         try:
@@ -204,6 +244,11 @@ class Lockstep:
             one.pause(layer)
             one.arguments = None
 
+    def _wait(self, module: nn.Module, args: tuple) -> None:
+        one: Pass = self._current.one
+        if not one.has_begun:
+            one.pause(None, module)
+
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         one: Pass = self._current.one
         if one.running.pop() is not None:
@@ -212,9 +257,9 @@ class Lockstep:
 
     def _stop(self, module: nn.Module, args: tuple) -> None:
         one: Pass = self._current.one
-        one.has_early_exit |= 0 < one.n_left < len(self._sites)
-        if one.n_left == len(self._sites) and not one.has_early_exit:
-            raise _Cancelled
+        one.has_early_exit |= 0 < one.n_left < self._n_layers
+        if one.n_left == self._n_layers and not one.has_early_exit:
+            raise CancelledPass
 
     @contextmanager
     def _bypassed(self, first: int) -> Iterator[None]:

@@ -83,8 +83,9 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
 
     The model runs once over the inputs, in eval mode and without gradients, and is left as it was found. Of a subject
     whose weights stay on disk (``open_checkpoint(..., streaming=True)``) all inputs pass one block, then the next, to
-    the same numbers. Its layers are kept in the cache folder as they are finished, until all are: after an
-    interruption the same call goes on with the first that is not.
+    the same numbers; of batches from an iterator, what runs before the first block, and blocks whose residual is added
+    outside of modules, are read once for each batch. Its layers are kept in the cache folder as they are finished,
+    until all are: after an interruption the same call goes on with the first that is not.
 
     Args:
         subject: Subject from `open_checkpoint`, or any module.
@@ -145,8 +146,9 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
             return cost
         refuse_too_large(cost, subject)
     names = [site.name for site in anatomy.sites]
-    # A residual that is added outside of modules cannot be stopped in front of a block; such a model runs as it is.
-    if subject.streamed is None or any(site.exit is not None for site in anatomy.sites):
+    # Where residuals are added outside of modules, batches of an iterator cannot be stopped before more are taken.
+    is_single = not (isinstance(batches.items, list) and len(batches.items) > 1)
+    if subject.streamed is None or (is_single and any(site.exit is not None for site in anatomy.sites)):
         results = LayerResults(options, names, n_workers=n_workers, progress=progress)
         with progress_bar(progress, total=n_snapshots, label="forward", unit="token") as bar:
             capture_layers(

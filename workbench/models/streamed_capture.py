@@ -18,7 +18,7 @@ from workbench.models.capture import (
     refuse_silent,
 )
 from workbench.models.config_options import config_options, configs_of
-from workbench.models.lockstep import Lockstep, Pass
+from workbench.models.lockstep import CancelledPass, Lockstep, Pass
 from workbench.models.probing import undisturbed, watch
 from workbench.models.profile_journal import digest_of
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from workbench.models.capture import Moments
     from workbench.models.layer_results import LayerResults
     from workbench.models.profile_journal import ProfileJournal
+    from workbench.models.site import Site
     from workbench.models.streaming import StreamedWeights
     from workbench.models.subject import Subject
 
@@ -52,7 +53,8 @@ def capture_streamed(
 
     Each block is read from disk once. Layers that a journal has are not measured again; where it also has the states in
     front of the first layer that is missing, and the model hands nothing else from block to block, earlier blocks do
-    not run again either.
+    not run again either. Where residuals are added outside of modules, every part of the model is read once instead,
+    and the moments of all layers are in memory together.
 
     Args:
         subject: Subject whose weights are streamed.
@@ -100,6 +102,7 @@ class _Run:
     layers: Sequence[int]
     moments: dict[int, Moments] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)
+    _current: threading.local = field(default_factory=threading.local)
 
     def __call__(self, first: int = 0, outputs: Sequence[Any] = (), inputs: Sequence[bytes] = ()) -> None:
         """Push all batches through, from a layer on.
@@ -112,12 +115,19 @@ class _Run:
         Raises:
             _OtherStatesError: If something else enters it now.
         """
-        current = threading.local()
+        current = self._current
+        # No module's call is a layer where the residual is added between modules: passes wait in front of every part.
+        sites = () if self._is_outside else self.anatomy.sites
         template = StreamWatcher(self.anatomy, self.selection, self._add, layers=self.layers)
         self.selection.begin(self.batches)
         caches = [(config, "use_cache", False) for config in configs_of(self.model) if _is_cache_idle(config)]
         lockstep = Lockstep(
-            self.model, self.weights, self.anatomy.sites, current, head=head_of(self.model, self.anatomy)
+            self.model,
+            self.weights,
+            sites,
+            current,
+            head=head_of(self.model, self.anatomy),
+            n_layers=len(self.layers) if self._is_outside else None,
         )
         with undisturbed(self.model), config_options(caches), watch(refusals(self.model, self.anatomy)):
             lockstep.run(
@@ -129,13 +139,28 @@ class _Run:
                 before_first=lambda passes: self._compare(passes, inputs),
                 after_layer=self._after_layer,
                 first=first,
-                last=self.layers[-1],
+                last=-1 if self._is_outside else self.layers[-1],
                 outputs=outputs,
+                is_known=self.batches.is_known,
             )
+            if self._is_outside:
+                self._add_all()
         refuse_silent(self.anatomy, self.silent)
 
+    @property
+    def _is_outside(self) -> bool:
+        return any(site.exit is not None for site in self.anatomy.sites)
+
+    def _add_all(self) -> None:
+        """Pass on the moments of all layers, once all passes have ended."""
+        refuse_not_finite(self.anatomy, {layer: self.moments[layer].is_finite for layer in sorted(self.moments)})
+        self.silent = [layer for layer in self.layers if layer not in self.moments]
+        for layer in sorted(self.moments):
+            self.results.add(layer, self.moments.pop(layer))
+
     def _begin(self, batch: Any) -> StreamWatcher:
-        watcher = StreamWatcher(self.anatomy, self.selection, self._add, layers=self.layers)
+        kind = _LastWatcher if self._is_outside else StreamWatcher
+        watcher = kind(self.anatomy, self.selection, self._add, layers=self.layers)
         watcher.begin(batch)
         return watcher
 
@@ -144,6 +169,8 @@ class _Run:
             n = self.selection.n_snapshots
             self.moments[layer] = moments_for(self.anatomy, layer, x, self.options, n_snapshots=n)
         self.moments[layer].update(x.detach(), y.detach(), refuses=False)
+        if self._is_outside:
+            self._current.one.n_left += 1
 
     def _choose(self, one: Pass) -> None:
         """Choose the tokens of a pass before its first block runs, so that no more batches come than are needed."""
@@ -171,6 +198,16 @@ class _Run:
         if journal is not None:
             undone = [wanted for wanted in self.layers if wanted not in self.results.layers]
             journal.forget_states(min(undone, default=layer + 1) - 1)
+
+
+class _LastWatcher(StreamWatcher):
+    """Ends a pass from which no states are wanted as its first layer begins."""
+
+    def choose(self, state: Tensor, site: Site) -> Tensor:
+        """As `StreamWatcher.choose`."""
+        if self._chosen is None and self.selection.is_complete:
+            raise CancelledPass
+        return super().choose(state, site)
 
 
 def _is_cache_idle(config: Any) -> bool:

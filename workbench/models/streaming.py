@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -90,11 +90,28 @@ class StreamedWeights:
         is_here = self.device.type == "cpu"
         return sum(self._n_bytes[name] for name in names if not (is_here and self._source.is_view(name)))
 
+    def parts_beside(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+        """The parts that are filled as they run, without these modules, what is inside them and what contains them."""
+        blocks = list(dict.fromkeys(modules))
+        inside = {part for block in blocks for part in block.modules()}
+        return [part for part in self._parts if part not in inside and not any(m in blocks for m in part.modules())]
+
     @contextmanager
     def hold(self, module: nn.Module) -> Iterator[None]:
         """Context in which a part stays filled, however often it runs."""
         with self._all_of([module] if module in self._parts else []):
             yield
+
+    @contextmanager
+    def emptied_after(self) -> Iterator[None]:
+        """Context after which the parts are filled as before, also those in which a pass was cut off."""
+        before = self._running.copy()
+        try:
+            yield
+        finally:
+            for module in list(self._running):
+                while self._running[module] > before[module]:
+                    self._leave(module)
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:

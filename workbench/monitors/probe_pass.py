@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -127,14 +128,14 @@ class ModelProbe:
         if unknown := [part for part in parts if part not in PARTS]:
             raise OptionError(f"There is no part {unknown[0]!r} to measure; expected some of {', '.join(PARTS)}.")
         run = _Pass(self.model, self.anatomy, self._routers, self._inputs_here(), parts)
-        taken = {}
+        taken: dict[str, dict[str, _Column]] = {}
         if "attention" in parts and (attention := self._attention(self._with_attention(run))):
             taken["attention"] = attention
         if "router" in parts and self._routers:
             taken["router"] = self._routing(run)
         if "activations" in parts:
             taken["activations"] = self._activations(run)
-        return taken
+        return _read(taken)
 
     def _with_attention(self, run: _Pass) -> _Pass:
         """A pass in which attention is visible: an additional one if kernels hide it, so that the rest is unchanged."""
@@ -143,7 +144,7 @@ class ModelProbe:
         with config_options(options):
             return _Pass(self.model, self.anatomy, {}, self._inputs_here(), ["attention"])
 
-    def _attention(self, run: _Pass) -> dict[str, np.ndarray]:
+    def _attention(self, run: _Pass) -> dict[str, _Column]:
         found = []
         for layer, site in enumerate(self.anatomy.sites):
             notes = run.notes.get(layer)
@@ -157,18 +158,18 @@ class ModelProbe:
             return {}
         n_heads = max(len(health.entropy) for health in found if health)
         return {
-            name: _stacked([getattr(health, attribute) if health else None for health in found], n_heads)
+            name: _Column([getattr(health, attribute) if health else None for health in found], n_heads)
             for name, attribute in _OF_ATTENTION.items()
         }
 
-    def _routing(self, run: _Pass) -> dict[str, np.ndarray]:
+    def _routing(self, run: _Pass) -> dict[str, _Column]:
         values: dict[str, list[Tensor | None]] = {name: [] for name in (*_OF_ROUTING, "expert_load")}
         for layer in self.router_layers:
             of_layer = self._routing_of(layer, run.notes.get(layer))
             for name, column in values.items():
                 column.append(of_layer.get(name))
-        loads = _stacked(values.pop("expert_load"), max(self.n_experts))
-        return {name: _stacked(column, None) for name, column in values.items()} | {"expert_load": loads}
+        loads = _Column(values.pop("expert_load"), max(self.n_experts))
+        return {name: _Column(column) for name, column in values.items()} | {"expert_load": loads}
 
     def _routing_of(self, layer: int, notes: BlockNotes | None) -> dict[str, Tensor]:
         router = self._routers[layer]
@@ -196,15 +197,15 @@ class ModelProbe:
         self._choices[layer] = choices
         return values
 
-    def _activations(self, run: _Pass) -> dict[str, np.ndarray]:
+    def _activations(self, run: _Pass) -> dict[str, _Column]:
         layers = range(len(self.anatomy.sites))
-        values = {name: _stacked([run.states.get(i, {}).get(name) for i in layers], None) for name in _OF_STATES}
+        values = {name: _Column([run.states.get(i, {}).get(name) for i in layers]) for name in _OF_STATES}
         logits = _logits_in(run.output)
         if logits is None:
             self._say("The model returns no logits, so that log_z is unknown.")
-            return values | {"log_z": np.array(np.nan)}
+            return values | {"log_z": _Column([None], is_single=True)}
         rows = run.rows_of(logits.shape[:-1])
-        return values | {"log_z": log_z(logits if rows is None else logits[rows]).cpu().numpy().astype(np.float64)}
+        return values | {"log_z": _Column([log_z(logits if rows is None else logits[rows])], is_single=True)}
 
     def _say(self, reason: str) -> None:
         if reason not in self.unreadable:
@@ -275,11 +276,27 @@ def _logits_in(output: Any) -> Tensor | None:
     return output.detach() if is_logits else None
 
 
-def _stacked(values: Sequence[Tensor | None], width: int | None) -> np.ndarray:
-    """One row per value, shape (value, width), or (value,) of 0-dim values with no width; NaN for missing ones."""
-    out = np.full((len(values),) if width is None else (len(values), width), np.nan)
-    known = [(i, value) for i, value in enumerate(values) if value is not None]
-    rows = read_arrays([value for _, value in known])
-    for (i, _), row in zip(known, rows, strict=True):
-        out[i, ...] = row if width is None else np.append(row, np.full(width - len(row), np.nan))
-    return out
+@dataclass(frozen=True)
+class _Column:
+    """Measured tensors on their device: rows of at most that width, or 0-dim with no width; None for missing ones."""
+
+    values: Sequence[Tensor | None]
+    width: int | None = None
+    is_single: bool = False
+
+
+def _read(taken: Mapping[str, Mapping[str, _Column]]) -> dict[str, dict[str, np.ndarray]]:
+    """The values on the host, NaN for missing ones; the host waits for the device once for all."""
+    columns = [column for part in taken.values() for column in part.values()]
+    rows = iter(read_arrays([value for column in columns for value in column.values if value is not None]))
+
+    def array(column: _Column) -> np.ndarray:
+        n, width = len(column.values), column.width
+        out = np.full((n,) if width is None else (n, width), np.nan)
+        for i, value in enumerate(column.values):
+            if value is not None:
+                row = next(rows)
+                out[i, ...] = row if width is None else np.append(row, np.full(width - len(row), np.nan))
+        return out[0] if column.is_single else out
+
+    return {part: {name: np.asarray(array(column)) for name, column in of.items()} for part, of in taken.items()}

@@ -22,6 +22,7 @@ from workbench.models.capture import StreamWatcher
 from workbench.models.losses import accuracy_of, token_loss
 from workbench.models.probing import undisturbed
 from workbench.models.profile import profile
+from workbench.models.residual_check import refuse_plain_chain
 from workbench.models.subject import Subject
 from workbench.schema.sweeps import MEASURES, SETTINGS, dtype_of
 from workbench.sweeps.planned_runs import describe_plan
@@ -137,6 +138,8 @@ def measure_row(
     ]
     inputs, targets = batches[0]
     anatomy = read_anatomy(module, inputs, stack=stack)
+    if stack is None:
+        refuse_plain_chain(module, inputs, anatomy.stack, anatomy.sites)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RankWarning)  # the rank is recorded
         spectra = profile(

@@ -125,6 +125,8 @@ class UpdateCollector:
         found = {
             id(w): self.optimizer.state.get(w, {}).get("step", group.get("step")) for group, w, _ in self._weights()
         }
+        here = {key: v.detach().numpy() for key, v in found.items() if isinstance(v, Tensor) and v.device.type == "cpu"}
+        found |= here
         late = {key: value for key, value in found.items() if isinstance(value, Tensor)}
         read = dict(zip(late, read_numbers([*late.values()]), strict=True))
         return {key: float(value) for key, value in (found | read).items() if value is not None}
