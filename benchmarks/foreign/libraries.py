@@ -1,0 +1,152 @@
+"""Trials of models of x-transformers, vit-pytorch, diffusers and hyper-connections."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.foreign.trial import Pairs, Trial, hooked, tensors
+
+VOCABULARY, WIDTH = 97, 24
+
+
+def stirred(model: nn.Module) -> nn.Module:
+    """The model with norms, biases and zeros that are none any more."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
+
+
+def tokens(n_rows: int = 16, n_tokens: int = 9) -> Tensor:
+    return torch.randint(3, VOCABULARY, (n_rows, n_tokens))
+
+
+# --- x-transformers --------------------------------------------------------------------------------------------------
+
+
+def x_model(kind: str = "Decoder", **options: Any) -> tuple[nn.Module, Tensor]:
+    import x_transformers
+
+    wrapper = {name: options.pop(name) for name in ("num_memory_tokens", "use_abs_pos_emb", "num_tokens") if name in options}
+    layers = getattr(x_transformers, kind)(dim=WIDTH, depth=3, heads=4, attn_dim_head=8, **options)
+    model = x_transformers.TransformerWrapper(**{"num_tokens": VOCABULARY, **wrapper}, max_seq_len=32, attn_layers=layers)
+    return stirred(model), tokens()
+
+
+def layer_hiddens(model: nn.Module, inputs: Tensor) -> list[Tensor]:
+    """The states before each branch and after the last, as x-transformers itself keeps them."""
+    return model(inputs, return_intermediates=True)[1].layer_hiddens
+
+
+def with_merges(model: nn.Module, inputs: Tensor) -> Pairs:
+    """The states before each branch, behind the merge with an earlier state, and after it."""
+    sums = hooked(model, inputs, "attn_layers.layers.*.2", WIDTH)
+    return list(zip(layer_hiddens(model, inputs), (after for _, after in sums), strict=False))
+
+
+def x_trial(name: str, n_blocks: int = 6, *, refusal: str = "", states: Any = layer_hiddens, **options: Any) -> Trial:
+    return Trial(name, partial(x_model, **options), states, n_blocks, WIDTH, refusal, needs=("x_transformers",))
+
+
+X_TRANSFORMERS = (
+    x_trial("decoder"),
+    x_trial("encoder", kind="Encoder"),
+    x_trial("rmsnorm", use_rmsnorm=True),
+    x_trial("simple rmsnorm", use_simple_rmsnorm=True),
+    x_trial("scalenorm", use_scalenorm=True),
+    x_trial("rotary", rotary_pos_emb=True),
+    x_trial("alibi", alibi_pos_bias=True, alibi_num_heads=2),
+    x_trial("relative positions (T5)", rel_pos_bias=True),
+    x_trial("GLU with swish", ff_glu=True, ff_swish=True),
+    x_trial("no bias in feed-forward", ff_no_bias=True),
+    x_trial("macaron", 9, macaron=True),
+    x_trial("sandwich of layers", 6, sandwich_coef=1),
+    x_trial("sandwich norm", sandwich_norm=True),
+    x_trial("post-norm", pre_norm=False),
+    x_trial("scaled residual", scale_residual=True),
+    x_trial("gated residual (GRU)", gate_residual=True, refusal="a GRU in place of the sum: no constant factors"),
+    x_trial("residual attention", residual_attn=True),
+    x_trial("one KV head", attn_one_kv_head=True),
+    x_trial("grouped queries", attn_kv_heads=2),
+    x_trial("QK norm", attn_qk_norm=True),
+    x_trial("talking heads", attn_pre_talking_heads=True),
+    x_trial("value residual", add_value_residual=True, learned_value_residual_mix=True),
+    x_trial("memory tokens", num_memory_tokens=3),
+    x_trial("shift tokens", shift_tokens=1),
+    x_trial("zero-initialized branches", zero_init_branch_output=True),
+    x_trial("layer dropout", layer_dropout=0.2),
+    x_trial("U-net skips", states=with_merges, unet_skips=True),
+    x_trial("LayerScale", use_layerscale=True),
+    x_trial("dynamic tanh", use_dynamic_tanh=True),
+    x_trial("DeepNorm-like scaled init", ff_relu_squared=True),
+    x_trial("hyper-connections", num_residual_streams=2, refusal="several streams are folded into the batch"),
+    x_trial("LIMe", integrate_layers=True, refusal="each layer reads a mixture of all before, so no single state enters it"),
+    x_trial("weight tying", 6, weight_tie_layers=True),
+)  # fmt: skip
+
+
+# --- vit-pytorch -----------------------------------------------------------------------------------------------------
+
+
+def v_model(module: str, **options: Any) -> tuple[nn.Module, Tensor]:
+    """A model of vit-pytorch, whose package imports torchvision, which its models do not need."""
+    if "vit_pytorch" not in sys.modules:
+        spec = importlib.util.find_spec("vit_pytorch")
+        package = sys.modules["vit_pytorch"] = importlib.util.module_from_spec(spec)
+        package.__path__ = list(spec.submodule_search_locations)
+    cls = options.pop("cls", "ViT")
+    base = {"image_size": 16, "patch_size": 4, "num_classes": 5, "dim": WIDTH, "depth": 3, "heads": 4, "mlp_dim": 40}
+    options = {name: value for name, value in {**base, **options}.items() if value is not None}
+    return stirred(getattr(importlib.import_module(f"vit_pytorch.{module}"), cls)(**options)), torch.randn(16, 3, 16, 16)
+
+
+def by_inputs(pattern: str, last: str) -> Callable[[nn.Module, Any], list[Tensor]]:
+    """The states as they enter the modules of a pattern, and the last as it enters one module more."""
+
+    def states(model: nn.Module, inputs: Any) -> list[Tensor]:
+        found: list[Tensor] = []
+
+        def keep(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            found.append(next(t for t in tensors((args, kwargs)) if t.ndim > 2 and t.shape[-1] == WIDTH).clone())
+
+        fits = re.compile(f"{pattern}|{last}".replace(".", r"\.").replace("*", r"\w+")).fullmatch
+        hooks = [m.register_forward_pre_hook(keep, with_kwargs=True) for n, m in model.named_modules() if fits(n)]
+        model(inputs)
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    return states
+
+
+def v_trial(name: str, module: str, states: Any = None, *, n_blocks: int = 3, refusal: str = "", **options: Any) -> Trial:
+    states = states or by_inputs("transformer.layers.*.0", "transformer.norm")
+    return Trial(name, partial(v_model, module, **options), states, n_blocks, WIDTH, refusal, needs=("vit_pytorch",))
+
+
+VIT_PYTORCH = (
+    v_trial("ViT", "vit"),
+    v_trial("SimpleViT", "simple_vit", cls="SimpleViT"),
+    v_trial("SimpleViT with registers", "simple_vit_with_register_tokens", cls="SimpleViT"),
+    v_trial("SimpleViT with QK norm", "simple_vit_with_qk_norm", cls="SimpleViT"),
+    v_trial("ViT for small data sets", "vit_for_small_dataset", by_inputs("transformer.layers.*.0", "mlp_head")),
+    v_trial("DeepViT", "deepvit", by_inputs("transformer.layers.*.0", "mlp_head")),
+    v_trial("parallel ViT", "parallel_vit", by_inputs("transformer.layers.*.0.fns.0", "mlp_head"), num_parallel_branches=2, refusal=""),
+    v_trial("CaiT", "cait", by_inputs("patch_transformer.layers.*.0", "nothing"), cls="CaiT", depth=3, cls_depth=1, refusal=""),
+    v_trial("patch dropout", "vit_with_patch_dropout", by_inputs("transformer.layers.*.0", "mlp_head"), patch_dropout=0.1),
+    v_trial("LocalViT", "local_vit", by_inputs("transformer.layers.*.0", "mlp_head"), cls="LocalViT"),
+    v_trial("normalized ViT", "normalized_vit", cls="nViT", heads=4, dim_head=6, refusal=""),
+    v_trial("SimpleViT with value residual", "simple_vit_with_value_residual", cls="SimpleViT"),
+    v_trial("U-ViT", "simple_uvit", cls="SimpleUViT", depth=4, n_blocks=4),
+    v_trial("SimpleViT with hyper-connections", "simple_vit_with_hyper_connections", cls="SimpleViT", num_residual_streams=2, refusal="several streams at once"),
+    v_trial("SimpleViT with FFT", "simple_vit_with_fft", cls="SimpleViT", freq_patch_size=4),
+)
