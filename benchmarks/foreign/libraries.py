@@ -138,7 +138,7 @@ VIT_PYTORCH = (
     v_trial("SimpleViT", "simple_vit", cls="SimpleViT"),
     v_trial("SimpleViT with registers", "simple_vit_with_register_tokens", cls="SimpleViT"),
     v_trial("SimpleViT with QK norm", "simple_vit_with_qk_norm", cls="SimpleViT"),
-    v_trial("ViT for small data sets", "vit_for_small_dataset", by_inputs("transformer.layers.*.0", "mlp_head")),
+    v_trial("ViT for small data sets", "vit_for_small_dataset", by_inputs("transformer.layers.*.0", "")),
     v_trial("DeepViT", "deepvit", by_inputs("transformer.layers.*.0", "mlp_head")),
     v_trial("parallel ViT", "parallel_vit", by_inputs("transformer.layers.*.0.fns.0", "mlp_head"), num_parallel_branches=2, refusal=""),
     v_trial("CaiT", "cait", by_inputs("patch_transformer.layers.*.0", "nothing"), cls="CaiT", depth=3, cls_depth=1, refusal=""),
@@ -150,3 +150,48 @@ VIT_PYTORCH = (
     v_trial("SimpleViT with hyper-connections", "simple_vit_with_hyper_connections", cls="SimpleViT", num_residual_streams=2, refusal="several streams at once"),
     v_trial("SimpleViT with FFT", "simple_vit_with_fft", cls="SimpleViT", freq_patch_size=4),
 )
+
+
+# --- diffusers -------------------------------------------------------------------------------------------------------
+
+
+def d_model(name: str, config: dict[str, Any], inputs: Callable[[], dict[str, Any]]) -> tuple[nn.Module, Any]:
+    import diffusers
+
+    return stirred(getattr(diffusers, name)(**config)), inputs()
+
+
+def d_trial(
+    name: str, config: dict[str, Any], inputs: Callable[[], dict[str, Any]], states: Any = "transformer_blocks.*", *,
+    n_blocks: int = 3, refusal: str = "", title: str = "", **options: Any,
+) -> Trial:  # fmt: skip
+    return Trial(title or name, partial(d_model, name, config, inputs), states, n_blocks, WIDTH, refusal, options, needs=("diffusers",))
+
+
+def latents(channels: int = 4, n_rows: int = 8, size: int = 8) -> Tensor:
+    return torch.randn(n_rows, channels, size, size)
+
+
+def text(width: int, n_tokens: int = 5, n_rows: int = 8) -> Tensor:
+    return torch.randn(n_rows, n_tokens, width)
+
+
+HEADS = {"num_attention_heads": 4, "attention_head_dim": 6}
+TIMES = torch.arange(1, 9)
+DIFFUSERS = (
+    d_trial("DiTTransformer2DModel", {**HEADS, "in_channels": 4, "num_layers": 3, "sample_size": 8, "patch_size": 2, "num_embeds_ada_norm": 10, "norm_type": "ada_norm_zero", "norm_elementwise_affine": False}, lambda: {"hidden_states": latents(), "timestep": TIMES, "class_labels": torch.arange(8)}),
+    d_trial("PixArtTransformer2DModel", {**HEADS, "in_channels": 4, "num_layers": 3, "sample_size": 8, "patch_size": 2, "cross_attention_dim": 24, "caption_channels": 16, "use_additional_conditions": False, "norm_type": "ada_norm_single"}, lambda: {"hidden_states": latents(), "timestep": TIMES, "encoder_hidden_states": text(16), "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}),
+    d_trial("SD3Transformer2DModel", {**HEADS, "sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 4, "joint_attention_dim": 16, "caption_projection_dim": 24, "pooled_projection_dim": 12, "pos_embed_max_size": 8}, lambda: {"hidden_states": latents(), "timestep": TIMES, "encoder_hidden_states": text(16), "pooled_projections": torch.randn(8, 12)}, refusal="it carries a stream of the image and one of the text"),
+    d_trial("FluxTransformer2DModel", {"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 3, "attention_head_dim": 12, "num_attention_heads": 2, "joint_attention_dim": 16, "pooled_projection_dim": 12, "axes_dims_rope": [4, 4, 4]}, lambda: {"hidden_states": torch.randn(8, 16, 4), "timestep": TIMES / 10, "encoder_hidden_states": text(16), "pooled_projections": torch.randn(8, 12), "img_ids": torch.rand(16, 3), "txt_ids": torch.zeros(5, 3)}, refusal="each block carries a stream of the image and one of the text"),
+    d_trial("AuraFlowTransformer2DModel", {**HEADS, "sample_size": 8, "patch_size": 2, "in_channels": 4, "num_mmdit_layers": 1, "num_single_dit_layers": 3, "joint_attention_dim": 16, "caption_projection_dim": 24, "pos_embed_max_size": 16}, lambda: {"hidden_states": latents(), "timestep": TIMES / 10, "encoder_hidden_states": text(16)}, "single_transformer_blocks.*"),
+    d_trial("PriorTransformer", {**HEADS, "num_layers": 3, "embedding_dim": 16, "num_embeddings": 5, "additional_embeddings": 4}, lambda: {"hidden_states": torch.randn(8, 16), "timestep": TIMES, "proj_embedding": torch.randn(8, 16), "encoder_hidden_states": text(16)}),
+    d_trial("HunyuanDiT2DModel", {**HEADS, "in_channels": 4, "num_layers": 4, "sample_size": 8, "patch_size": 2, "hidden_size": 24, "cross_attention_dim": 16, "cross_attention_dim_t5": 16, "pooled_projection_dim": 12, "text_len": 5, "text_len_t5": 5, "activation_fn": "gelu-approximate"}, lambda: {"hidden_states": latents(), "timestep": TIMES, "encoder_hidden_states": text(16), "text_embedding_mask": torch.ones(8, 5), "encoder_hidden_states_t5": text(16), "text_embedding_mask_t5": torch.ones(8, 5), "image_meta_size": torch.ones(8, 6), "style": torch.zeros(8, dtype=torch.int64), "image_rotary_emb": [torch.rand(16, 6), torch.rand(16, 6)]}, "blocks.*", n_blocks=4),
+    d_trial("CogVideoXTransformer3DModel", {**HEADS, "in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 16, "num_layers": 3, "sample_width": 8, "sample_height": 8, "sample_frames": 5, "patch_size": 2, "temporal_compression_ratio": 4, "max_text_seq_length": 5}, lambda: {"hidden_states": torch.randn(4, 2, 4, 8, 8), "timestep": TIMES[:4], "encoder_hidden_states": text(16, n_rows=4)}, refusal="it carries a stream of the video and one of the text"),
+    d_trial("SanaTransformer2DModel", {"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 6, "num_layers": 3, "num_cross_attention_heads": 4, "cross_attention_head_dim": 6, "cross_attention_dim": 24, "caption_channels": 16, "sample_size": 8, "patch_size": 1}, lambda: {"hidden_states": latents(n_rows=4), "timestep": TIMES[:4], "encoder_hidden_states": text(16, n_rows=4)}),
+    d_trial("StableAudioDiTModel", {"sample_size": 16, "in_channels": 4, "num_layers": 3, "attention_head_dim": 6, "num_attention_heads": 4, "num_key_value_attention_heads": 2, "out_channels": 4, "cross_attention_dim": 24, "time_proj_dim": 16, "global_states_input_dim": 16, "cross_attention_input_dim": 16}, lambda: {"hidden_states": torch.randn(8, 4, 16), "timestep": TIMES, "encoder_hidden_states": text(16), "global_hidden_states": text(16, 1)}),
+    d_trial("WanTransformer3DModel", {**HEADS, "patch_size": (1, 2, 2), "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 16, "ffn_dim": 40, "num_layers": 3, "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32}, lambda: {"hidden_states": torch.randn(4, 4, 2, 8, 8), "timestep": TIMES[:4], "encoder_hidden_states": text(16, n_rows=4)}, "blocks.*"),
+    d_trial("Lumina2Transformer2DModel", {"sample_size": 8, "patch_size": 2, "in_channels": 4, "hidden_size": 24, "num_layers": 3, "num_refiner_layers": 1, "num_attention_heads": 3, "num_kv_heads": 1, "multiple_of": 8, "scaling_factor": 1.0, "axes_dim_rope": (4, 2, 2), "axes_lens": (32, 32, 32), "cap_feat_dim": 16}, lambda: {"hidden_states": latents(), "timestep": TIMES / 10, "encoder_hidden_states": text(16), "encoder_attention_mask": torch.ones(8, 5, dtype=torch.bool)}, "layers.*"),
+    d_trial("LTXVideoTransformer3DModel", {**HEADS, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 24, "num_layers": 3, "caption_channels": 16, "qk_norm": "rms_norm_across_heads"}, lambda: {"hidden_states": torch.randn(4, 16, 4), "timestep": TIMES[:4], "encoder_hidden_states": text(16, n_rows=4), "encoder_attention_mask": torch.ones(4, 5, dtype=torch.bool), "num_frames": 1, "height": 4, "width": 4}),
+    d_trial("UNet2DConditionModel", {"sample_size": 8, "in_channels": 4, "out_channels": 4, "block_out_channels": (8, 16), "layers_per_block": 1, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 16, "attention_head_dim": 4, "norm_num_groups": 4}, lambda: {"sample": latents(), "timestep": TIMES, "encoder_hidden_states": text(16)}, refusal="a U-net whose stages have different widths"),
+    d_trial("AutoencoderKL", {"block_out_channels": (8, 16), "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2, "norm_num_groups": 4, "latent_channels": 4}, lambda: {"sample": latents(3, size=16)}, refusal="a convolutional autoencoder whose stages have different widths"),
+)  # fmt: skip

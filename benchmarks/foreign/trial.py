@@ -8,6 +8,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -91,6 +92,7 @@ def _outcome(trial: Trial) -> Result:
     model.eval()
     expected = [] if trial.refusal else _centred(trial, model, inputs)
     if trial.change is not None:
+        torch.manual_seed(1)
         model = trial.change(model)
     before = {} if trial.refusal else _as_found(model, inputs)
     n_states = n_hidden_states(copy.deepcopy(model), inputs) if trial.change is None and not trial.refusal else None
@@ -102,8 +104,7 @@ def _outcome(trial: Trial) -> Result:
     except WorkbenchError as error:
         return Result("refused as listed" if trial.refusal else "refused unexpectedly", note=str(error))
     except Exception as error:  # noqa: BLE001  (any other error is what the trial looks for)
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        return Result("crash", note=f"{type(error).__name__}: {error} ({where.filename.rpartition('/')[2]}:{where.lineno})")
+        return Result("crash", note=note_of(error))
     anatomy = wb.read_anatomy(model, inputs, **{k: v for k, v in trial.options.items() if k in ("stack", "batch_first")})
     found = f"{len(anatomy.sites)} x {anatomy.width}"
     if trial.refusal:
@@ -114,6 +115,12 @@ def _outcome(trial: Trial) -> Result:
     if not wrong and anatomy.width != trial.width:
         wrong = f"a width of {anatomy.width}, expected {trial.width}"
     return Result("wrong" if wrong else "works", found, wrong)
+
+
+def note_of(error: Exception) -> str:
+    """A raw error, and where it was raised."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({where.filename.rpartition('/')[2]}:{where.lineno})"
 
 
 # --- states by hand --------------------------------------------------------------------------------------------------
@@ -228,9 +235,9 @@ def _as_found(model: nn.Module, inputs: Any) -> dict[str, Any]:
         "random state": [torch.get_rng_state()],
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
         "modes": [module.training for module in model.modules()],
-        "weights": [value.clone() for value in model.state_dict().values() if isinstance(value, Tensor)],
+        "weights": [value.clone() for value in model.state_dict().values() if type(value) is Tensor],
     }
-    with torch.no_grad(), torch.random.fork_rng():
+    with torch.no_grad(), torch.random.fork_rng(), suppress(NotImplementedError):  # a LightningModule without forward
         torch.manual_seed(0)  # some models draw numbers
         found["outputs"] = [value.clone() for value in tensors(call(model, inputs))]
     return found
@@ -249,12 +256,12 @@ def n_hidden_states(model: nn.Module, inputs: Any) -> int | None:
 
 
 def _left_otherwise(before: dict[str, Any], after: dict[str, Any]) -> str:
+    def same(a: Any, b: Any) -> bool:
+        if not isinstance(a, Tensor):
+            return a == b
+        return a.is_meta or torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+
     for name, values in before.items():
-        others = after[name]
-        same = len(values) == len(others) and all(
-            torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) if isinstance(a, Tensor) and not a.is_meta else isinstance(a, Tensor) or a == b
-            for a, b in zip(values, others, strict=True)
-        )
-        if not same:
+        if len(values) != len(after[name]) or not all(map(same, values, after[name])):
             return f"{name} of the model changed"
     return ""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Mean cosine between a small change of the state that enters and the change of what leaves. Residual blocks, Post-LN
 #: included, were seen to have .5 and more; attention and MLP branches without their residual below .15.
-_LEAST_COSINE = 0.3
+LEAST_COSINE = 0.3
 _RELATIVE_SIZE = 1e-2
 
 
@@ -41,7 +41,7 @@ def why_no_blocks(model: nn.Module, inputs: Any, sites: Sequence[Site]) -> str:
         return reason
     for place in sorted({0, len(sites) // 2, len(sites) - 1}):
         cosine = _carried_on(model, inputs, sites[place])
-        if not cosine >= _LEAST_COSINE:
+        if not cosine >= LEAST_COSINE:
             return (
                 f"a change of the state that enters {sites[place].name} leaves it in an unrelated direction (cosine "
                 f"{cosine:.2f}), so its residual is added outside of it"
@@ -57,23 +57,26 @@ def without_matrix(sites: Sequence[Site]) -> str:
 
 def _carried_on(model: nn.Module, inputs: Any, site: Site) -> float:
     """Mean cosine, over tokens, between a change of the state that enters and that of the state that leaves."""
-    plain = _states_of(model, inputs, site, None)
-    changed = _states_of(model, inputs, site, torch.Generator().manual_seed(0))
+    plain, changed = (_states_of(model, inputs, site, is_changed=is_changed) for is_changed in (False, True))
     return float(torch.cosine_similarity(changed["out"] - plain["out"], changed["change"], dim=-1).nanmean())
 
 
-def _states_of(model: nn.Module, inputs: Any, site: Site, generator: torch.Generator | None) -> dict[str, Tensor]:
+def random_change(state: Tensor) -> Tensor:
+    """A state with a random direction added, 1 % of it in size; the same every time."""
+    scale = state.double().norm(dim=-1, keepdim=True) / state.shape[-1] ** 0.5
+    noise = torch.randn(state.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(state.device)
+    return (state.double() + _RELATIVE_SIZE * scale * noise).to(state.dtype)
+
+
+def _states_of(model: nn.Module, inputs: Any, site: Site, *, is_changed: bool) -> dict[str, Tensor]:
     """What leaves a block, ``out``, float64; and the random ``change``, if any, that was added to what entered it."""
     found: dict[str, Tensor] = {}
 
     def enter(call: BlockCall) -> Tensor | None:
-        if generator is None:
+        if not is_changed:
             return None
-        state = call.state_in
-        scale = state.double().norm(dim=-1, keepdim=True) / state.shape[-1] ** 0.5
-        noise = torch.randn(state.shape, generator=generator, dtype=torch.float64).to(state.device)
-        changed = (state.double() + _RELATIVE_SIZE * scale * noise).to(state.dtype)
-        found["change"] = (changed.double() - state.double()).cpu()
+        changed = random_change(call.state_in)
+        found["change"] = (changed.double() - call.state_in.double()).cpu()
         return changed
 
     def leave(call: BlockCall) -> None:

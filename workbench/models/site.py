@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,8 @@ class Site:
         name: Module path, such as ``transformer.h.3``; later calls of a shared module end in ``#1``, ``#2``, ...
         module: Module of the block.
         call: Number of the call of this module within one forward, from 0.
-        input_slot: Place of the state in the arguments: a position or a keyword.
+        input_slot: Place of the state in the arguments: a position or a keyword; with an index or a key where it is held
+            by what is there.
         output_slot: Place of the state in the output: an index or a key; None if the output is the state.
         entry: Call that gets the state that enters; None: that of ``module`` itself.
         exit: Call by which the state that leaves is read; None: that of ``module`` itself.
@@ -123,9 +125,13 @@ class Site:
             state = torch.stack(streams, axis)
         if self.feature_axis != -1:
             state = state.movedim(-1, self.feature_axis)
+        given: Any = state
+        if isinstance(slot, tuple):
+            slot, key = slot
+            given = _with_item(args[slot] if isinstance(slot, int) else kwargs[str(slot)], key, state)
         if isinstance(slot, int):
-            return (*args[:slot], state, *args[slot + 1 :]), dict(kwargs)
-        return args, {**kwargs, str(slot): state}
+            return (*args[:slot], given, *args[slot + 1 :]), dict(kwargs)
+        return args, {**kwargs, str(slot): given}
 
     def state_out(self, output: Any) -> Tensor:
         """Residual stream leaving the block, shaped like `state_in`.
@@ -143,6 +149,19 @@ class Site:
         if self.stream is not None:
             state = state.select(*self.stream)
         return state if self.feature_axis == -1 else state.movedim(self.feature_axis, -1)
+
+
+def _with_item(holder: Any, key: int | str, value: Any) -> Any:
+    """A copy of what holds a state, with another one in its place."""
+    if isinstance(holder, tuple):
+        items = (*holder[: int(key)], value, *holder[int(key) + 1 :])
+        return type(holder)(*items) if hasattr(holder, "_fields") else items
+    other = copy(holder)
+    if isinstance(other, list | MutableMapping):
+        other[key] = value  # type: ignore[index, call-overload]
+    else:
+        object.__setattr__(other, str(key), value)  # also where a dataclass is frozen
+    return other
 
 
 def _take(values: dict[Slot, Any], slot: Slot, name: str, what: str) -> Tensor:
