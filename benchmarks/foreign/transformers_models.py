@@ -8,8 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.foreign.families import BERT, FAMILIES, GPT2, LLAMA, MHA, MOE, N_TOKENS, VIT, VOCABULARY, build, make_inputs
-from benchmarks.foreign.trial import Trial
+from benchmarks.foreign.families import (
+    BERT,
+    FAMILIES,
+    LLAMA,
+    MHA,
+    MOE,
+    N_TOKENS,
+    VIT,
+    VOCABULARY,
+    Family,
+    build,
+    make_inputs,
+)
+from benchmarks.foreign.trial import Pairs, Trial, hooked
 
 N_ROWS = 24
 STAGES = "the width of its stream changes from stage to stage; one stage can be named as stack="
@@ -34,7 +46,11 @@ def make(auto: str, name: str, config: dict[str, Any]) -> nn.Module:
     """A model with fresh weights, norms and biases that are not all ones and zeros."""
     import transformers
 
-    config = getattr(transformers, name)(**config) if name.endswith("Config") else transformers.AutoConfig.for_model(name, **config)
+    config = (
+        getattr(transformers, name)(**config)
+        if name.endswith("Config")
+        else transformers.AutoConfig.for_model(name, **config)
+    )
     model = getattr(transformers, auto)
     model = model.from_config(config) if auto.startswith("Auto") else model(config)
     with torch.no_grad():
@@ -66,7 +82,14 @@ def model_trial(
 ) -> Trial:  # fmt: skip
     """A trial of a model type (or config class) of transformers."""
     return Trial(
-        title or name, lambda: (make(auto, name, config), inputs()), states, n_blocks, width, refusal, options, axis=axis
+        title or name,
+        lambda: (make(auto, name, config), inputs()),
+        states,
+        n_blocks,
+        width,
+        refusal,
+        options,
+        axis=axis,
     )
 
 
@@ -85,14 +108,23 @@ def audio(name: str, config: dict[str, Any], states: Any = "encoder.layers.*", *
     return model_trial(name, config, states, auto="AutoModel", **{"inputs": waves, **options})
 
 
-KNOWN = tuple(
-    Trial(
-        family.name, lambda family=family: (build(family), make_inputs(family, n_rows=N_ROWS)), f"{family.stack}.*",
-        family.n_blocks, family.width,
-    )
-    for family in FAMILIES
-)  # fmt: skip
+def known(family: Family) -> Trial:
+    """The trial of a family of the tests."""
+    states = unscaled if family.name == "rwkv" else f"{family.stack}.*"
+    make_all = lambda: (build(family), make_inputs(family, n_rows=N_ROWS))  # noqa: E731
+    return Trial(family.name, make_all, states, family.n_blocks, family.width)
 
+
+def unscaled(model: nn.Module, inputs: torch.Tensor) -> Pairs:
+    """The states of RWKV as it is trained: it halves them, and the weights behind them, when it only generates."""
+    every, model.config.rescale_every = model.config.rescale_every, 0
+    try:
+        return hooked(model, inputs, "rwkv.blocks.*", 24)
+    finally:
+        model.config.rescale_every = every
+
+
+KNOWN = tuple(known(family) for family in FAMILIES)
 FURTHER = (
     model_trial("olmo3", LLAMA),
     model_trial("arcee", LLAMA),
@@ -106,26 +138,26 @@ FURTHER = (
     model_trial("jetmoe", {**LLAMA, "num_local_experts": 4, "kv_channels": 6}),
     model_trial("minimax", {**LLAMA, "num_local_experts": 4, "head_dim": 6, "block_size": 4}),
     model_trial("glm4_moe", {**MOE, "n_routed_experts": 4, "head_dim": 6, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
-    model_trial("dots1", {**MHA, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "head_dim": 6}),
-    model_trial("dbrx", {"vocab_size": VOCABULARY, "d_model": 24, "n_heads": 4, "n_layers": 3, "max_seq_len": 64, "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 24}, "attn_config": {"kv_n_heads": 2, "clip_qkv": 8}}, "transformer.blocks.*"),
+    model_trial("dots1", {**MHA, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "head_dim": 6, "n_shared_experts": 1}),
+    model_trial("dbrx", {"vocab_size": VOCABULARY, "d_model": 24, "n_heads": 4, "n_layers": 3, "max_seq_len": 64, "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 24}, "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}}, "transformer.blocks.*"),
     model_trial("deepseek_v2", {**MHA, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6, "n_group": 1, "topk_group": 1}),
     model_trial("falcon_mamba", {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 4}, "backbone.layers.*"),
     model_trial("falcon_h1", {**LLAMA, "mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_chunk_size": 4}),
     model_trial("lfm2", {**LLAMA, "full_attn_idxs": [1]}),
-    model_trial("xlstm", {"vocab_size": VOCABULARY, "hidden_size": 24, "num_blocks": 3, "num_heads": 4, "chunkwise_kernel": "chunkwise--native_autograd", "sequence_kernel": "native_sequence__native", "step_kernel": "native"}, "backbone.blocks.*"),
+    model_trial("xlstm", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_blocks": 3, "num_heads": 4, "v_dim_factor": 1.0, "qk_dim_factor": 1.0, "chunkwise_kernel": "chunkwise--native_autograd", "sequence_kernel": "native_sequence__native", "step_kernel": "native"}, "backbone.blocks.*", width=32),
     model_trial("ctrl", {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 3, "n_head": 4, "dff": 40, "n_positions": 64}, "transformer.h.*"),
-    model_trial("gemma3n_text", {**LLAMA, "head_dim": 6, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 3, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4, "activation_sparsity_pattern": 0.0, "altup_num_inputs": 2}, refusal="it carries several streams side by side (AltUp), of which none is the residual stream alone"),
-    model_trial("longcat_flash", {**MHA, "num_layers": 2, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 1, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6, "head_dim": 4}, n_blocks=2),
+    model_trial("gemma3n_text", {**LLAMA, "head_dim": 6, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 3, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 3, "altup_num_inputs": 2}, refusal="it carries several streams side by side (AltUp), of which none is the residual stream alone"),
+    model_trial("longcat_flash", {**MHA, "num_hidden_layers": 6, "num_layers": 3, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 1, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6, "head_dim": 4}),
     # encoders
     encoder("camembert", {**BERT, "pad_token_id": 1}),
     encoder("mpnet", BERT),
     encoder("ernie", BERT),
     encoder("mobilebert", {**BERT, "embedding_size": 24, "intra_bottleneck_size": 12, "true_hidden_size": 12}),
-    encoder("squeezebert", {**BERT, "embedding_size": 24}, "encoder.layers.*", axis=-1),
+    encoder("squeezebert", {**BERT, "embedding_size": 24}, refusal="its encoder calls forward() of its layers, past all hooks, and their parts have features second"),
     encoder("roformer", {**BERT, "embedding_size": 24}),
     encoder("big_bird", {**BERT, "attention_type": "original_full"}),
     encoder("longformer", {**BERT, "attention_window": 4, "pad_token_id": 1}, inputs=partial(tokens, n_tokens=8)),
-    encoder("nystromformer", {**BERT, "num_landmarks": 4, "segment_means_seq_len": 8}, "encoder.layer.*"),
+    encoder("nystromformer", {**BERT, "num_landmarks": 4, "segment_means_seq_len": 8}, inputs=partial(tokens, n_tokens=8)),
     encoder("fnet", BERT),
     encoder("convbert", {**BERT, "embedding_size": 24}),
     encoder("rembert", {**BERT, "input_embedding_size": 24}),
@@ -135,7 +167,6 @@ FURTHER = (
     encoder("ibert", {**BERT, "pad_token_id": 1}),
     encoder("xlnet", {"vocab_size": VOCABULARY, "d_model": 24, "n_layer": 3, "n_head": 4, "d_inner": 40}, "layer.*"),
     encoder("xlm", {"vocab_size": VOCABULARY, "emb_dim": 24, "n_layers": 3, "n_heads": 4, "pad_index": 0, "n_words": VOCABULARY}, hidden_states),
-    encoder("funnel", {"vocab_size": VOCABULARY, "d_model": 24, "block_sizes": [2, 2], "n_head": 4, "d_head": 6, "d_inner": 40, "num_decoder_layers": 2}, "encoder.blocks.*.*", refusal="it pools tokens between its blocks, and its decoder mixes the streams"),
     encoder("flaubert", {"vocab_size": VOCABULARY, "emb_dim": 24, "n_layers": 3, "n_heads": 4, "pad_index": 0}, hidden_states),
     encoder("canine", {**BERT, "num_hash_buckets": 64, "num_hash_functions": 2, "downsampling_rate": 2, "local_transformer_stride": 4}, "encoder.layer.*", inputs=partial(tokens, n_tokens=16)),
     encoder("eurobert", LLAMA, "layers.*"),
@@ -149,17 +180,17 @@ FURTHER = (
     seq2seq("mt5", T5, "decoder.block.*"),
     seq2seq("longt5", T5, "decoder.block.*"),
     seq2seq("umt5", T5, "decoder.block.*"),
-    seq2seq("prophetnet", {"vocab_size": VOCABULARY, "hidden_size": 24, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "num_encoder_layers": 2, "num_decoder_layers": 3, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "max_position_embeddings": 64, "ngram": 2, "num_buckets": 8}, "prophetnet.decoder.layers.*"),
+    seq2seq("prophetnet", {"vocab_size": VOCABULARY, "hidden_size": 24, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "num_encoder_layers": 2, "num_decoder_layers": 3, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "max_position_embeddings": 64, "ngram": 2, "num_buckets": 8, "use_cache": False}, "prophetnet.decoder.layers.*"),
     # pictures
     vision("dinov2_with_registers", VIT, ENCODER),
-    vision("dinov3_vit", VIT, "model.layer.*"),
-    vision("vit_mae", {**VIT, "mask_ratio": 0.0}, "layers.*", refusal=""),
+    vision("dinov3_vit", {**VIT, "num_attention_heads": 3}, "model.layer.*"),
+    vision("vit_mae", {**VIT, "mask_ratio": 0.0}, "layers.*"),
     vision("siglip_vision_model", VIT, "encoder.layers.*"),
     vision("clip_vision_model", VIT, "encoder.layers.*"),
-    vision("ijepa", VIT, ENCODER),
+    vision("ijepa", VIT, "layers.*"),
     vision("data2vec-vision", VIT, ENCODER),
     vision("yolos", {**VIT, "image_size": [16, 16], "num_detection_tokens": 4}, "encoder.layer.*"),
-    vision("vit_msn", VIT, ENCODER),
+    vision("vit_msn", VIT, "layers.*"),
     vision("hiera", {"embed_dim": 8, "image_size": [32, 32], "depths": [1, 2, 1, 1], "num_heads": [1, 2, 2, 2]}, refusal=STAGES, inputs=partial(pixels, 32)),
     vision("swin", {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2, 4], "num_heads": [1, 2, 4], "window_size": 2}, refusal=STAGES, inputs=partial(pixels, 32)),
     vision("swin", {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2, 4], "num_heads": [1, 2, 4], "window_size": 2}, "encoder.layers.2.blocks.*", n_blocks=4, width=32, inputs=partial(pixels, 32), title="swin, its third stage", stack="encoder.layers.2.blocks"),
@@ -174,7 +205,7 @@ FURTHER = (
     vision("regnet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 3], "groups_width": 4}, refusal=STAGES, inputs=partial(pixels, 32)),
     vision("videomae", {**VIT, "num_frames": 4}, "encoder.layer.*", inputs=lambda: torch.randn(N_ROWS, 4, 3, 16, 16)),
     vision("timesformer", {**VIT, "num_frames": 2}, "encoder.layer.*", inputs=lambda: torch.randn(N_ROWS, 2, 3, 16, 16)),
-    vision("vivit", {**VIT, "num_frames": 4, "tubelet_size": [2, 8, 8]}, "encoder.layer.*", inputs=lambda: torch.randn(N_ROWS, 4, 3, 16, 16)),
+    vision("vivit", {**VIT, "num_frames": 4, "tubelet_size": [2, 8, 8]}, "layers.*", inputs=lambda: torch.randn(N_ROWS, 4, 3, 16, 16)),
     vision("dpt", {**VIT, "is_hybrid": False, "backbone_out_indices": [0, 1, 2], "neck_hidden_sizes": [8, 8, 8]}, "encoder.layer.*"),
     # sound
     audio("wav2vec2", WAVES),
@@ -182,10 +213,10 @@ FURTHER = (
     audio("wavlm", {**WAVES, "num_buckets": 8, "max_bucket_distance": 16}),
     audio("unispeech", WAVES),
     audio("wav2vec2-conformer", {**WAVES, "position_embeddings_type": "relative"}),
-    audio("audio-spectrogram-transformer", {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40, "num_mel_bins": 16, "max_length": 32, "patch_size": 8, "frequency_stride": 8, "time_stride": 8}, "encoder.layer.*", inputs=lambda: {"input_values": torch.randn(N_ROWS, 32, 16)}),
+    audio("audio-spectrogram-transformer", {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40, "num_mel_bins": 16, "max_length": 32, "patch_size": 8, "frequency_stride": 8, "time_stride": 8}, "layers.*", inputs=lambda: {"input_values": torch.randn(N_ROWS, 32, 16)}),
     # other kinds
     model_trial("clip_text_model", {**BERT, "eos_token_id": 2, "bos_token_id": 1}, "encoder.layers.*", auto="AutoModel"),
     model_trial("patchtst", {"d_model": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 40, "context_length": 32, "patch_length": 8, "patch_stride": 8, "num_input_channels": 2}, "encoder.layers.*", auto="AutoModel", inputs=lambda: {"past_values": torch.randn(N_ROWS, 32, 2)}),
     model_trial("decision_transformer", {"hidden_size": 24, "n_layer": 3, "n_head": 4, "state_dim": 5, "act_dim": 2, "max_ep_len": 64, "n_positions": 64}, "encoder.h.*", auto="AutoModel", inputs=lambda: {"states": torch.randn(N_ROWS, 7, 5), "actions": torch.randn(N_ROWS, 7, 2), "rewards": torch.randn(N_ROWS, 7, 1), "returns_to_go": torch.randn(N_ROWS, 7, 1), "timesteps": torch.arange(7).expand(N_ROWS, 7), "attention_mask": torch.ones(N_ROWS, 7)}),
     model_trial("perceiver", {"num_latents": 8, "d_latents": 24, "d_model": 24, "num_blocks": 1, "num_self_attends_per_block": 3, "num_self_attention_heads": 4, "num_cross_attention_heads": 4}, "encoder.self_attends.*", auto="AutoModel", inputs=lambda: {"inputs": torch.randn(N_ROWS, 7, 24)}),
-)
+)  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,10 @@ def run(trial: Trial) -> Result:
         return Result("skipped", note=f"{' and '.join(missing)} not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result = _outcome(trial)
+        try:
+            result = _outcome(trial)
+        except Exception as error:  # noqa: BLE001  (one trial that cannot be built must not end the others)
+            result = Result("crash", note=f"the trial itself: {note_of(error)}")
     return Result(result.outcome, result.found, result.note, time.perf_counter() - start)
 
 
@@ -105,7 +109,9 @@ def _outcome(trial: Trial) -> Result:
         return Result("refused as listed" if trial.refusal else "refused unexpectedly", note=str(error))
     except Exception as error:  # noqa: BLE001  (any other error is what the trial looks for)
         return Result("crash", note=note_of(error))
-    anatomy = wb.read_anatomy(model, inputs, **{k: v for k, v in trial.options.items() if k in ("stack", "batch_first")})
+    anatomy = wb.read_anatomy(
+        model, inputs, **{k: v for k, v in trial.options.items() if k in ("stack", "batch_first")}
+    )
     found = f"{len(anatomy.sites)} x {anatomy.width}"
     if trial.refusal:
         return Result("wrong", found, f"was measured, expected a refusal: {trial.refusal}")
@@ -133,7 +139,7 @@ def _centred(trial: Trial, model: nn.Module, inputs: Any) -> list[tuple[np.ndarr
             pairs = hooked(model, inputs, trial.states, trial.width, trial.axis)
         else:
             given = list(trial.states(model, inputs))
-            pairs = list(zip(given, given[1:], strict=False)) if isinstance(given[0], Tensor) else given
+            pairs = list(pairwise(given)) if isinstance(given[0], Tensor) else given
 
     def flat(state: Tensor) -> np.ndarray:
         x = state.movedim(trial.axis, -1).reshape(-1, trial.width).double().numpy()
@@ -150,7 +156,9 @@ def hooked(model: nn.Module, inputs: Any, pattern: str, width: int, axis: int = 
     pairs: Pairs = []
 
     def state(values: Any) -> Tensor | None:
-        return next((v for v in tensors(values) if v.ndim > 1 and v.is_floating_point() and v.shape[axis] == width), None)
+        return next(
+            (v for v in tensors(values) if v.ndim > 1 and v.is_floating_point() and v.shape[axis] == width), None
+        )
 
     def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         entered.append(state((args, kwargs)).clone())
@@ -219,7 +227,7 @@ def _difference(spectra: Any, expected: list[tuple[np.ndarray, np.ndarray]], tri
 
 def whitened_sizes(X: np.ndarray, Y: np.ndarray, *, ridge: float = 1e-5) -> tuple[float, float]:
     """Energy gain |Yw|^2 / |Xw|^2 and update norm |Yw - Xw| / sqrt(N d) of centred states (snapshot, feature)."""
-    n_snapshots, width = X.shape
+    n_snapshots = len(X)
     covariance = X.T @ X / (n_snapshots - 1)
     values, vectors = np.linalg.eigh(covariance)
     kept = values > 1e-12 * values.max()

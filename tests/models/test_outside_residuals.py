@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import workbench as wb
+from benchmarks.foreign.written_models import ParallelLists, ParallelPostLists
 from tests.models.layout_models import (
     VOCABULARY,
     WIDTH,
@@ -201,3 +202,39 @@ def test_states_keep_their_graph(tokens):
             torch.autograd.grad(y.square().sum(), before, retain_graph=True) for y in (after, expected)
         )
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", [ParallelLists, ParallelPostLists])
+def test_parts_in_lists_side_by_side(kind, tokens):
+    torch.manual_seed(0)
+    model = kind().eval()
+    anatomy = wb.read_anatomy(model, tokens)
+    assert (anatomy.stack, len(anatomy.sites), anatomy.width) == ("ln1+attentions+ln2+mlps", 4, 24)
+    assert [site.name for site in anatomy.sites] == [f"attentions.{i}" for i in range(4)]
+    assert wb.read_anatomy(model, tokens, stack=anatomy.stack).stack == anatomy.stack
+    with torch.no_grad():
+        states = model.states(tokens)
+    entered, left = seen(model, anatomy, tokens)
+    for found, expected in ((entered, states[:-1]), (left, states[1:])):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert len(wb.query_key_weights(model, tokens)) == 4
+
+
+class TwoPasses(ParallelLists):
+    """First all attentions, then all MLPs: lists of one length that are no layers together."""
+
+    def states(self, ids):
+        found = [self.embedding(ids)]
+        for norm, attention in zip(self.ln1, self.attentions, strict=True):
+            found.append(found[-1] + attention(norm(found[-1])))
+        for norm, mlp in zip(self.ln2, self.mlps, strict=True):
+            found.append(found[-1] + mlp(norm(found[-1])))
+        return found
+
+
+def test_lists_that_do_not_take_turns_are_no_layers(tokens):
+    torch.manual_seed(0)
+    with pytest.raises(AnatomyError) as refusal:
+        wb.read_anatomy(TwoPasses().eval(), tokens)
+    assert "+" not in str(refusal.value)

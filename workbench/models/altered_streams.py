@@ -1,4 +1,4 @@
-"""Streams that a model changes between whole blocks: it scales them, adds positions or earlier states, or norms them."""
+"""Streams that a model changes between whole blocks: by a factor, by positions, by earlier states, by a norm."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def choose_altered(
 ) -> Candidate | None:
     """The stack of whole blocks each of which gets what the one before it returned, changed by the model in between.
 
-    The blocks must be residual blocks, as many as the config says, and hold most parameters of all repeated modules. That
-    they follow each other is seen from a change of the first state: as it leaves a block, so it enters the next, token by
-    token.
+    The blocks must be residual blocks, as many as the config says, and hold most parameters of all repeated modules.
+    That they follow each other is seen from a change of the first state: as it leaves a block, so it enters the next,
+    token by token.
 
     Args:
         model: Model to run; it is not changed.

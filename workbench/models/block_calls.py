@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from workbench.models.calling import run_foreign
 from workbench.models.probing import undisturbed, watch
 
-#: Place of a tensor in a call's arguments (position or keyword) or in its output (None: the output itself); a pair where
-#: it is held by what is there, such as the entry "x" of a dict.
+#: Place of a tensor in a call's arguments (position or keyword) or in its output (None: the output itself); a pair
+#: where it is held by what is there, such as the entry "x" of a dict.
 Slot = int | str | None | tuple[int | str | None, int | str]
 
 

@@ -197,7 +197,7 @@ def choose_outside(
 def _side_by_side(
     loops: Mapping[str, nn.Module], calls: Sequence[Call], names: dict[nn.Module, str]
 ) -> dict[str, nn.Module]:
-    """Lists of one length under one parent whose members take turns, such as norms, attentions and MLPs: one layer each.
+    """Lists of one length under one parent whose members take turns, such as norms, attentions and MLPs.
 
     Args:
         loops: Lists by their paths.
@@ -209,15 +209,16 @@ def _side_by_side(
     """
     groups: dict[tuple[str, int], list[str]] = {}
     for name, container in loops.items():
-        if isinstance(container, nn.ModuleList) and len(container) > 1 and None not in container:
+        if isinstance(container, nn.ModuleList) and len(container) == len([*container.children()]) > 1:  # no None
             groups.setdefault((name.rpartition(".")[0], len(container)), []).append(name)
     found: dict[str, nn.Module] = {}
     for group in groups.values():
-        layers = nn.ModuleList(nn.ModuleList(parts) for parts in zip(*(loops[name] for name in group), strict=True))
+        members = [list(parts) for parts in zip(*(loops[name].children() for name in group), strict=True)]
+        layers = nn.ModuleList(nn.ModuleList(parts) for parts in members)
         if len(group) < 2 or [index for index, _ in _visits(layers, calls)] != list(range(len(layers))):
             continue
-        for layer in layers:
-            names[layer] = next((names[part] for part in layer if has_matrix(part)), names[layer[0]])
+        for layer, parts in zip(layers, members, strict=True):
+            names[layer] = next((names[part] for part in parts if has_matrix(part)), names[parts[0]])
         found["+".join([group[0], *(name.rpartition(".")[2] for name in group[1:])])] = layers
     return found
 
@@ -300,7 +301,7 @@ def _is_chain(visits: list[_Visit], calls: Sequence[Call]) -> bool:
         left, entered = before.exit.state.fingerprint, after.entry[1].fingerprint
         if left == entered:
             continue
-        between = [c for c in calls if before.calls[-1].end < c.index and c.end < after.calls[0].index]
+        between = [c for c in calls if before.calls[-1].end < c.index and c.end < after.entry[0].index]
         merging = [c for c in between if left in {s.fingerprint for s in c.inputs}]
         if not any(entered in {s.fingerprint for s in c.outputs} for c in merging):
             return False

@@ -64,8 +64,8 @@ class Site:
         name: Module path, such as ``transformer.h.3``; later calls of a shared module end in ``#1``, ``#2``, ...
         module: Module of the block.
         call: Number of the call of this module within one forward, from 0.
-        input_slot: Place of the state in the arguments: a position or a keyword; with an index or a key where it is held
-            by what is there.
+        input_slot: Place of the state in the arguments: a position or a keyword; with an index or a key where it is
+            held by what is there.
         output_slot: Place of the state in the output: an index or a key; None if the output is the state.
         entry: Call that gets the state that enters; None: that of ``module`` itself.
         exit: Call by which the state that leaves is read; None: that of ``module`` itself.
@@ -158,7 +158,7 @@ def _with_item(holder: Any, key: int | str, value: Any) -> Any:
         return type(holder)(*items) if hasattr(holder, "_fields") else items
     other = copy(holder)
     if isinstance(other, list | MutableMapping):
-        other[key] = value  # type: ignore[index, call-overload]
+        other[key] = value  # type: ignore[index]
     else:
         object.__setattr__(other, str(key), value)  # also where a dataclass is frozen
     return other

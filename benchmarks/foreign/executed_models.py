@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from benchmarks.foreign.trial import Trial, call, hooked
-from benchmarks.foreign.transformers_models import make
 from benchmarks.foreign.families import LLAMA, VOCABULARY
+from benchmarks.foreign.transformers_models import make
+from benchmarks.foreign.trial import Trial, call, hooked
 
 LAYERS = "model.layers.*"
 
@@ -190,6 +190,7 @@ def execution(
 
 def after(change: Callable[[nn.Module], nn.Module], pattern: str) -> Callable[[nn.Module, Any], Any]:
     """The states of the changed model, where the change alters the function."""
+
     def states(model: nn.Module, inputs: Any) -> Any:
         torch.manual_seed(1)  # as in the trial itself
         return hooked(change(copy.deepcopy(model)), inputs, pattern, 24)
@@ -201,7 +202,10 @@ def masked() -> dict[str, Tensor]:
     return {"input_ids": ids(), "attention_mask": torch.ones(24, 7, dtype=torch.int64), "use_cache": True}
 
 
-int8, int4 = partial(quantized, config="Int8WeightOnlyConfig"), partial(quantized, config="Int8DynamicActivationInt8WeightConfig")
+int8, int4 = (
+    partial(quantized, config="Int8WeightOnlyConfig"),
+    partial(quantized, config="Int8DynamicActivationInt8WeightConfig"),
+)
 
 EXECUTION = (
     execution("eager attention", attn_implementation="eager"),

@@ -226,7 +226,9 @@ class DepthRouted(Block):
         self.router = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen = self.router(x)[..., 0].topk(x.shape[1] // 2, dim=1).indices.sort(1).values[..., None].expand(-1, -1, WIDTH)
+        chosen = (
+            self.router(x)[..., 0].topk(x.shape[1] // 2, dim=1).indices.sort(1).values[..., None].expand(-1, -1, WIDTH)
+        )
         return x.scatter(1, chosen, super().forward(x.gather(1, chosen)))
 
 
@@ -415,7 +417,10 @@ class Between(Model):
 
     def __init__(self):
         super().__init__()
-        self.weights, self.mid = nn.Parameter(torch.rand(DEPTH) * 0.2 + 0.4), nn.Parameter(torch.randn(1, 64, WIDTH) * 0.1)
+        self.weights, self.mid = (
+            nn.Parameter(torch.rand(DEPTH) * 0.2 + 0.4),
+            nn.Parameter(torch.randn(1, 64, WIDTH) * 0.1),
+        )
 
     def before(self, number: int, x: Tensor, pairs: Pairs) -> Tensor:
         raise NotImplementedError
@@ -584,7 +589,9 @@ class Wide(nn.Module):
         def __init__(self):
             super().__init__()
             self.branch, self.ln = Attention(), nn.LayerNorm(WIDTH)
-            self.read, self.write, self.mix = (nn.Parameter(t) for t in (torch.rand(3), torch.rand(3), torch.eye(3) + 0.1 * torch.rand(3, 3)))
+            self.read, self.write, self.mix = (
+                nn.Parameter(t) for t in (torch.rand(3), torch.rand(3), torch.eye(3) + 0.1 * torch.rand(3, 3))
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             added = self.branch(self.ln(torch.einsum("s,bstd->btd", self.read, x)))
@@ -638,7 +645,9 @@ class Gathered(Model):
         found = [self.embed(ids)]
         for block, router in zip(self.blocks, self.routers, strict=True):
             x = found[-1]
-            chosen = router(x)[..., 0].topk(x.shape[1] // 2, dim=1).indices.sort(1).values[..., None].expand(-1, -1, WIDTH)
+            chosen = (
+                router(x)[..., 0].topk(x.shape[1] // 2, dim=1).indices.sort(1).values[..., None].expand(-1, -1, WIDTH)
+            )
             found.append(x.scatter(1, chosen, block(x.gather(1, chosen))))
         return found
 

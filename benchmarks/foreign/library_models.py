@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.foreign.trial import Pairs, Trial, hooked, tensors
+from benchmarks.foreign.trial import Pairs, Trial, hooked
 
 VOCABULARY, WIDTH = 97, 24
 
@@ -36,9 +35,13 @@ def tokens(n_rows: int = 16, n_tokens: int = 9) -> Tensor:
 def x_model(kind: str = "Decoder", **options: Any) -> tuple[nn.Module, Tensor]:
     import x_transformers
 
-    wrapper = {name: options.pop(name) for name in ("num_memory_tokens", "use_abs_pos_emb", "num_tokens") if name in options}
+    wrapper = {
+        name: options.pop(name) for name in ("num_memory_tokens", "use_abs_pos_emb", "num_tokens") if name in options
+    }
     layers = getattr(x_transformers, kind)(dim=WIDTH, depth=3, heads=4, attn_dim_head=8, **options)
-    model = x_transformers.TransformerWrapper(**{"num_tokens": VOCABULARY, **wrapper}, max_seq_len=32, attn_layers=layers)
+    model = x_transformers.TransformerWrapper(
+        **{"num_tokens": VOCABULARY, **wrapper}, max_seq_len=32, attn_layers=layers
+    )
     return stirred(model), tokens()
 
 
@@ -89,7 +92,7 @@ X_TRANSFORMERS = (
     x_trial("dynamic tanh", use_dynamic_tanh=True),
     x_trial("DeepNorm-like scaled init", ff_relu_squared=True),
     x_trial("hyper-connections", num_residual_streams=2, refusal="several streams are folded into the batch"),
-    x_trial("LIMe", integrate_layers=True, refusal="each layer reads a mixture of all before, so no single state enters it"),
+    x_trial("LIMe", integrate_layers=True),
     x_trial("weight tying", 6, weight_tie_layers=True),
 )  # fmt: skip
 
@@ -106,31 +109,34 @@ def v_model(module: str, **options: Any) -> tuple[nn.Module, Tensor]:
     cls = options.pop("cls", "ViT")
     base = {"image_size": 16, "patch_size": 4, "num_classes": 5, "dim": WIDTH, "depth": 3, "heads": 4, "mlp_dim": 40}
     options = {name: value for name, value in {**base, **options}.items() if value is not None}
-    return stirred(getattr(importlib.import_module(f"vit_pytorch.{module}"), cls)(**options)), torch.randn(16, 3, 16, 16)
+    return stirred(getattr(importlib.import_module(f"vit_pytorch.{module}"), cls)(**options)), torch.randn(
+        16, 3, 16, 16
+    )
 
 
-def by_inputs(pattern: str, last: str) -> Callable[[nn.Module, Any], list[Tensor]]:
-    """The states as they enter the modules of a pattern, and the last as it enters one module more."""
+def by_parts(layers: str = "transformer.layers", first: int = 0, last: int = 1) -> Callable[[nn.Module, Any], Pairs]:
+    """What enters the first branch of each layer, and the sum that the loop makes behind its last."""
 
-    def states(model: nn.Module, inputs: Any) -> list[Tensor]:
-        found: list[Tensor] = []
-
-        def keep(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            found.append(next(t for t in tensors((args, kwargs)) if t.ndim > 2 and t.shape[-1] == WIDTH).clone())
-
-        fits = re.compile(f"{pattern}|{last}".replace(".", r"\.").replace("*", r"\w+")).fullmatch
-        hooks = [m.register_forward_pre_hook(keep, with_kwargs=True) for n, m in model.named_modules() if fits(n)]
-        model(inputs)
-        for hook in hooks:
-            hook.remove()
-        return found
+    def states(model: nn.Module, inputs: Any) -> Pairs:
+        entering = hooked(model, inputs, f"{layers}.*.{first}", WIDTH)
+        ending = hooked(model, inputs, f"{layers}.*.{last}", WIDTH)
+        return [(x, before + added) for (x, _), (before, added) in zip(entering, ending, strict=True)]
 
     return states
 
 
-def v_trial(name: str, module: str, states: Any = None, *, n_blocks: int = 3, refusal: str = "", **options: Any) -> Trial:
-    states = states or by_inputs("transformer.layers.*.0", "transformer.norm")
-    return Trial(name, partial(v_model, module, **options), states, n_blocks, WIDTH, refusal, needs=("vit_pytorch",))
+def v_trial(
+    name: str, module: str, states: Any = None, *, n_blocks: int = 3, refusal: str = "", **options: Any
+) -> Trial:
+    return Trial(
+        name,
+        partial(v_model, module, **options),
+        states or by_parts(),
+        n_blocks,
+        WIDTH,
+        refusal,
+        needs=("vit_pytorch",),
+    )
 
 
 VIT_PYTORCH = (
@@ -138,18 +144,17 @@ VIT_PYTORCH = (
     v_trial("SimpleViT", "simple_vit", cls="SimpleViT"),
     v_trial("SimpleViT with registers", "simple_vit_with_register_tokens", cls="SimpleViT"),
     v_trial("SimpleViT with QK norm", "simple_vit_with_qk_norm", cls="SimpleViT"),
-    v_trial("ViT for small data sets", "vit_for_small_dataset", by_inputs("transformer.layers.*.0", "")),
-    v_trial("DeepViT", "deepvit", by_inputs("transformer.layers.*.0", "mlp_head")),
-    v_trial("parallel ViT", "parallel_vit", by_inputs("transformer.layers.*.0.fns.0", "mlp_head"), num_parallel_branches=2, refusal=""),
-    v_trial("CaiT", "cait", by_inputs("patch_transformer.layers.*.0", "nothing"), cls="CaiT", depth=3, cls_depth=1, refusal=""),
-    v_trial("patch dropout", "vit_with_patch_dropout", by_inputs("transformer.layers.*.0", "mlp_head"), patch_dropout=0.1),
-    v_trial("LocalViT", "local_vit", by_inputs("transformer.layers.*.0", "mlp_head"), cls="LocalViT"),
-    v_trial("normalized ViT", "normalized_vit", cls="nViT", heads=4, dim_head=6, refusal=""),
+    v_trial("ViT for small data sets", "vit_for_small_dataset"),
+    v_trial("DeepViT", "deepvit", cls="DeepViT"),
+    v_trial("parallel ViT", "parallel_vit", num_parallel_branches=2),
+    v_trial("CaiT", "cait", by_parts("patch_transformer.layers"), cls="CaiT", cls_depth=1),
+    v_trial("patch dropout", "vit_with_patch_dropout", patch_dropout=0.1),
     v_trial("SimpleViT with value residual", "simple_vit_with_value_residual", cls="SimpleViT"),
-    v_trial("U-ViT", "simple_uvit", cls="SimpleUViT", depth=4, n_blocks=4),
-    v_trial("SimpleViT with hyper-connections", "simple_vit_with_hyper_connections", cls="SimpleViT", num_residual_streams=2, refusal="several streams at once"),
+    v_trial("U-ViT", "simple_uvit", by_parts(first=1, last=2), cls="SimpleUViT", depth=4, n_blocks=4),
     v_trial("SimpleViT with FFT", "simple_vit_with_fft", cls="SimpleViT", freq_patch_size=4),
-)
+    v_trial("SimpleViT with hyper-connections", "simple_vit_with_hyper_connections", cls="SimpleViT", num_residual_streams=2, refusal="several streams are folded into the batch"),
+    v_trial("normalized ViT", "normalized_vit", cls="nViT", refusal="the loop norms each sum by itself, token by token: no sum with constant factors"),
+)  # fmt: skip
 
 
 # --- diffusers -------------------------------------------------------------------------------------------------------
@@ -165,7 +170,16 @@ def d_trial(
     name: str, config: dict[str, Any], inputs: Callable[[], dict[str, Any]], states: Any = "transformer_blocks.*", *,
     n_blocks: int = 3, refusal: str = "", title: str = "", **options: Any,
 ) -> Trial:  # fmt: skip
-    return Trial(title or name, partial(d_model, name, config, inputs), states, n_blocks, WIDTH, refusal, options, needs=("diffusers",))
+    return Trial(
+        title or name,
+        partial(d_model, name, config, inputs),
+        states,
+        n_blocks,
+        WIDTH,
+        refusal,
+        options,
+        needs=("diffusers",),
+    )
 
 
 def latents(channels: int = 4, n_rows: int = 8, size: int = 8) -> Tensor:
@@ -185,8 +199,7 @@ DIFFUSERS = (
     d_trial("FluxTransformer2DModel", {"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 3, "attention_head_dim": 12, "num_attention_heads": 2, "joint_attention_dim": 16, "pooled_projection_dim": 12, "axes_dims_rope": [4, 4, 4]}, lambda: {"hidden_states": torch.randn(8, 16, 4), "timestep": TIMES / 10, "encoder_hidden_states": text(16), "pooled_projections": torch.randn(8, 12), "img_ids": torch.rand(16, 3), "txt_ids": torch.zeros(5, 3)}, refusal="each block carries a stream of the image and one of the text"),
     d_trial("AuraFlowTransformer2DModel", {**HEADS, "sample_size": 8, "patch_size": 2, "in_channels": 4, "num_mmdit_layers": 1, "num_single_dit_layers": 3, "joint_attention_dim": 16, "caption_projection_dim": 24, "pos_embed_max_size": 16}, lambda: {"hidden_states": latents(), "timestep": TIMES / 10, "encoder_hidden_states": text(16)}, "single_transformer_blocks.*"),
     d_trial("PriorTransformer", {**HEADS, "num_layers": 3, "embedding_dim": 16, "num_embeddings": 5, "additional_embeddings": 4}, lambda: {"hidden_states": torch.randn(8, 16), "timestep": TIMES, "proj_embedding": torch.randn(8, 16), "encoder_hidden_states": text(16)}),
-    d_trial("HunyuanDiT2DModel", {**HEADS, "in_channels": 4, "num_layers": 4, "sample_size": 8, "patch_size": 2, "hidden_size": 24, "cross_attention_dim": 16, "cross_attention_dim_t5": 16, "pooled_projection_dim": 12, "text_len": 5, "text_len_t5": 5, "activation_fn": "gelu-approximate"}, lambda: {"hidden_states": latents(), "timestep": TIMES, "encoder_hidden_states": text(16), "text_embedding_mask": torch.ones(8, 5), "encoder_hidden_states_t5": text(16), "text_embedding_mask_t5": torch.ones(8, 5), "image_meta_size": torch.ones(8, 6), "style": torch.zeros(8, dtype=torch.int64), "image_rotary_emb": [torch.rand(16, 6), torch.rand(16, 6)]}, "blocks.*", n_blocks=4),
-    d_trial("CogVideoXTransformer3DModel", {**HEADS, "in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 16, "num_layers": 3, "sample_width": 8, "sample_height": 8, "sample_frames": 5, "patch_size": 2, "temporal_compression_ratio": 4, "max_text_seq_length": 5}, lambda: {"hidden_states": torch.randn(4, 2, 4, 8, 8), "timestep": TIMES[:4], "encoder_hidden_states": text(16, n_rows=4)}, refusal="it carries a stream of the video and one of the text"),
+    d_trial("CogVideoXTransformer3DModel", {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 16, "num_layers": 3, "sample_width": 8, "sample_height": 8, "sample_frames": 5, "patch_size": 2, "temporal_compression_ratio": 4, "max_text_seq_length": 5}, lambda: {"hidden_states": torch.randn(4, 2, 4, 8, 8), "timestep": TIMES[:4], "encoder_hidden_states": text(16, n_rows=4)}, refusal="it carries a stream of the video and one of the text"),
     d_trial("SanaTransformer2DModel", {"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 6, "num_layers": 3, "num_cross_attention_heads": 4, "cross_attention_head_dim": 6, "cross_attention_dim": 24, "caption_channels": 16, "sample_size": 8, "patch_size": 1}, lambda: {"hidden_states": latents(n_rows=4), "timestep": TIMES[:4], "encoder_hidden_states": text(16, n_rows=4)}),
     d_trial("StableAudioDiTModel", {"sample_size": 16, "in_channels": 4, "num_layers": 3, "attention_head_dim": 6, "num_attention_heads": 4, "num_key_value_attention_heads": 2, "out_channels": 4, "cross_attention_dim": 24, "time_proj_dim": 16, "global_states_input_dim": 16, "cross_attention_input_dim": 16}, lambda: {"hidden_states": torch.randn(8, 4, 16), "timestep": TIMES, "encoder_hidden_states": text(16), "global_hidden_states": text(16, 1)}),
     d_trial("WanTransformer3DModel", {**HEADS, "patch_size": (1, 2, 2), "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 16, "ffn_dim": 40, "num_layers": 3, "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32}, lambda: {"hidden_states": torch.randn(4, 4, 2, 8, 8), "timestep": TIMES[:4], "encoder_hidden_states": text(16, n_rows=4)}, "blocks.*"),
