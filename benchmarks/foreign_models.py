@@ -34,11 +34,11 @@ GROUPS: dict[str, Sequence[Trial]] = {
 }
 INPUTS = "Inputs"
 ABOUT = (
-    "Tiny models with random weights, each profiled with `wb.profile`. *Works* means: the number of blocks and the width "
-    "are those that the trial states beforehand; the number of states, the energy gain, the update norm and, where the "
-    "states are well conditioned, every eigenvalue are those of states found by hooks placed by hand, or returned by the "
-    "model itself; and hooks, weights, modes, random state and outputs of the model are as before, also with "
-    "`output_hidden_states=True`. *Refused as listed* means: one sentence, for the reason that the trial states "
+    "Tiny models with random weights, each profiled with `wb.profile`. *Works* means: the number of blocks and the "
+    "width are those that the trial states beforehand; the number of states, the energy gain, the update norm and, "
+    "where the states are well conditioned, every eigenvalue are those of states found by hooks placed by hand, or "
+    "returned by the model itself; and hooks, weights, modes, random state and outputs of the model are as before, "
+    "also with `output_hidden_states=True`. *Refused as listed* means: one sentence, for the reason that the trial gives "
     "beforehand. Inputs work where they give the spectra of the same inputs in plain form."
 )
 

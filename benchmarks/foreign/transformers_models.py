@@ -144,7 +144,6 @@ FURTHER = (
     model_trial("falcon_mamba", {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 4}, "backbone.layers.*"),
     model_trial("falcon_h1", {**LLAMA, "mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_chunk_size": 4}),
     model_trial("lfm2", {**LLAMA, "full_attn_idxs": [1]}),
-    model_trial("xlstm", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_blocks": 3, "num_heads": 4, "v_dim_factor": 1.0, "qk_dim_factor": 1.0, "chunkwise_kernel": "chunkwise--native_autograd", "sequence_kernel": "native_sequence__native", "step_kernel": "native"}, "backbone.blocks.*", width=32),
     model_trial("ctrl", {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 3, "n_head": 4, "dff": 40, "n_positions": 64}, "transformer.h.*"),
     model_trial("gemma3n_text", {**LLAMA, "head_dim": 6, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 3, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 3, "altup_num_inputs": 2}, refusal="it carries several streams side by side (AltUp), of which none is the residual stream alone"),
     model_trial("longcat_flash", {**MHA, "num_hidden_layers": 6, "num_layers": 3, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 1, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6, "head_dim": 4}),

@@ -520,6 +520,17 @@ def test_a_length_that_the_config_does_not_promise():
     assert len(read_anatomy(model, tokens, stack="transformer.h").sites) == 3
 
 
+def test_a_config_may_count_halves_of_blocks_too():
+    """LongCat's config counts attentions as ``num_hidden_layers``, and blocks as ``num_layers``."""
+    tokens = torch.arange(14).view(2, 7)
+    model = NanoGpt(n_layer=3, promised=6)
+    model.config.num_layers = 3
+    assert len(read_anatomy(model, tokens).sites) == 3
+    model.config.num_layers = 2
+    with pytest.raises(AnatomyError, match="n_layer = 6"):
+        read_anatomy(model, tokens)
+
+
 def test_what_a_stack_named_by_hand_must_be(vectors):
     assert len(read_anatomy(Stages(), vectors, stack="stages.1").sites) == 5
     assert len(read_anatomy(ScaledBetween(), vectors, stack="blocks").sites) == 6

@@ -11,6 +11,8 @@ from tests.models.layout_models import (
     VOCABULARY,
     WIDTH,
     AddedSkips,
+    Branch,
+    Gain,
     Gated,
     MergedSkips,
     NoResidual,
@@ -238,3 +240,34 @@ def test_lists_that_do_not_take_turns_are_no_layers(tokens):
     with pytest.raises(AnatomyError) as refusal:
         wb.read_anatomy(TwoPasses().eval(), tokens)
     assert "+" not in str(refusal.value)
+
+
+class MergesInside(MergedSkips):
+    """The merge belongs to the layer, and the earlier state comes first: in layer 2 it is what entered layer 1."""
+
+    def members(self, i, width):
+        return nn.ModuleList([nn.Linear(2 * width, width) if i >= 2 else None, Gain(width), Branch(width)])
+
+    def states(self, tokens):
+        x, entering, leaving = self.embedding(tokens), [], []
+        for i, (merge, norm, branch) in enumerate(self.layers):
+            x = x if merge is None else merge(torch.cat([entering[3 - i], x], -1))
+            entering.append(x)
+            x = x + branch(norm(x))
+            leaving.append(x)
+        return [(*pair,) for pair in zip(entering, leaving, strict=True)]
+
+    def forward(self, tokens):
+        return self.final_norm(self.states(tokens)[-1][1])
+
+
+def test_a_merge_inside_of_a_layer(tokens):
+    """What leaves layer 1 stands beside what entered it, and is not mistaken for it."""
+    model = built(MergesInside)
+    anatomy = wb.read_anatomy(model, tokens)
+    assert (anatomy.stack, len(anatomy.sites)) == ("layers", 4)
+    entered, left = seen(model, anatomy, tokens)
+    with torch.no_grad():
+        for found, expected in zip(zip(entered, left, strict=True), model.states(tokens), strict=True):
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -354,8 +354,10 @@ def _checked(visits: list[_Visit], shape: Shape, values: dict[int, Call]) -> lis
         entering = _value_of(values, _Exit(*visit.entry, is_output=False), shape)
         if entering is None or not any(has_matrix(call.module) for call in inside):
             return []
-        for place in visit.exits:
-            leaving = _value_of(values, place, shape)
+        # Of two states side by side one may be the state that entered, kept for the merge: it left nothing.
+        places = [(place, _value_of(values, place, shape)) for place in visit.exits]
+        places.sort(key=lambda p: p[0].start is not None and p[1] is not None and torch.equal(p[1], entering))
+        for place, leaving in places:
             if leaving is not None and _is_reached(entering, leaving, inside, shape, earlier):
                 checked.append(replace(visit, exits=[place]))
                 break
