@@ -705,6 +705,163 @@ class Towers(nn.Module):
         return self.text(ids).mean(1)[:, :WIDTH] @ x.mean(1).T
 
 
+class FusedBlock(Block):
+    """Returns its last branch and the sum before it apart, so that the next norm can add them (mamba_ssm, vLLM)."""
+
+    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        residual = hidden if residual is None else hidden + residual
+        residual = residual + self.attention(self.ln1(residual))
+        return self.mlp(self.ln2(residual)), residual
+
+
+class Fused(Model):
+    def __init__(self):
+        super().__init__(FusedBlock)
+
+    def states(self, ids: Tensor) -> list[Tensor]:
+        hidden, residual = self.embed(ids), None
+        found = [hidden]
+        for block in self.blocks:
+            hidden, residual = block(hidden, residual)
+            found.append(hidden + residual)
+        return found
+
+
+class Residual(nn.Module):
+    """A branch and its residual."""
+
+    def __init__(self, branch: nn.Module):
+        super().__init__()
+        self.ln, self.branch = nn.LayerNorm(WIDTH), branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(self.ln(x))
+
+
+class ResidualPairs(Model):
+    """Branches with their residuals, two in each list."""
+
+    def make_blocks(self, make: Callable[[], nn.Module], depth: int) -> nn.Module:
+        return nn.ModuleList(nn.ModuleList([Residual(Attention()), Residual(Mlp())]) for _ in range(depth))
+
+    def states(self, ids: Tensor) -> list[Tensor]:
+        found = [self.embed(ids)]
+        for pair in self.blocks:
+            for block in pair:
+                found.append(block(found[-1]))
+        return found
+
+
+class FlatTokens(Model):
+    """All tokens of the batch in one axis."""
+
+    def __init__(self):
+        super().__init__(lambda: Residual(Mlp()))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return super().embed(ids).flatten(0, 1)
+
+
+class Graph(nn.Module):
+    """A graph network: nodes and an adjacency matrix."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+            return x + torch.relu(adjacency @ self.map(x))
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, adjacency)
+        return x
+
+
+class CrossBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.cross = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return super().forward(x + self.cross(x, memory, memory)[0])
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.target = Model(depth=2), nn.Embedding(VOCABULARY, WIDTH)
+        self.decoder = nn.ModuleList(CrossBlock() for _ in range(DEPTH))
+
+    def states(self, source: Tensor, target: Tensor) -> list[Tensor]:
+        memory, found = self.encoder.states(source)[-1], [self.target(target)]
+        for block in self.decoder:
+            found.append(block(found[-1], memory))
+        return found
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        return self.states(source, target)[-1]
+
+
+class Looped(Model):
+    """Recurrent depth: the embedding is mixed in by a matrix before every round."""
+
+    def __init__(self):
+        super().__init__(depth=2)
+        self.adapter = nn.Linear(2 * WIDTH, WIDTH)
+
+    def states(self, ids: Tensor) -> list[Tensor]:
+        x = first = self.embed(ids)
+        for _ in range(3):
+            x = self.adapter(torch.cat([x, first], -1))
+            for block in self.blocks:
+                x = block(x)
+        return [x]
+
+
+class Merging(Model):
+    """Tokens are dropped between blocks."""
+
+    def states(self, ids: Tensor) -> list[Tensor]:
+        found = [self.embed(ids)]
+        for block in self.blocks:
+            found.append(block(found[-1])[:, :-1])
+        return found
+
+
+class Stacked(nn.Module):
+    """The weights of all layers in one parameter, and no modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.weight = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(DEPTH, WIDTH, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for weight in self.weight:
+            x = x + torch.tanh(x @ weight)
+        return x
+
+
+class Inference(Model):
+    @torch.inference_mode()
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids)
+
+
+class CompiledForward(Model):
+    @torch.compile(backend="eager")
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids)
+
+
 # --- trials ----------------------------------------------------------------------------------------------------------
 
 
@@ -780,7 +937,7 @@ WRITTEN = (
     written("LSTMs with residuals", Recurrent),
     written("two towers", Towers, lambda: (tokens(), vectors())),
     written("residual convolutions, images", lambda: Plain(Convolution), images, states="layers.*", axis=1),
-    written("residual convolutions, series", lambda: Plain(lambda: Convolution(1)), lambda: torch.randn(16, WIDTH, 9), states="layers.*", axis=1),
+    written("residual convolutions, series", lambda: Plain(lambda: Convolution(1)), lambda: torch.randn(16, WIDTH, 9), refusal="features second: only of images (batch, feature, height, width) is that read"),
     written("nn.Sequential", lambda: nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(DEPTH)), nn.Linear(WIDTH, 5)), states="[1234]"),
     written("nn.TransformerEncoder", lambda: nn.TransformerEncoder(torch_layer(batch_first=True), DEPTH), vectors, states="layers.*"),
     written("nn.TransformerEncoder, time first", lambda: nn.TransformerEncoder(torch_layer(norm_first=True), DEPTH), vectors, states="layers.*"),
@@ -789,6 +946,19 @@ WRITTEN = (
     written("hyper-connections", Wide, refusal="it carries three streams; one is named by stack="),
     written("reversible network", Reversible, refusal="it carries two streams of equal right"),
     written("mixture of depths in the loop", Gathered, refusal="each block sees other tokens, so no state passes through all blocks"),
+    written("sum and last branch apart (mamba_ssm, vLLM)", Fused),
+    written("residual modules in pairs", ResidualPairs, n_blocks=2 * DEPTH),
+    written("all tokens in one axis", FlatTokens),
+    written("images with features last", lambda: Plain(lambda: Residual(Mlp())), lambda: torch.randn(4, 5, 6, WIDTH), states="layers.*"),
+    written("graph network", Graph, lambda: (torch.randn(60, WIDTH), torch.rand(60, 60) / 60), states="layers.*"),
+    written("encoder and decoder", Translator, lambda: (tokens(), tokens())),
+    written("forward in inference mode", Inference),
+    written("forward compiled by a decorator", CompiledForward),
+    written("one block, named", lambda: Model(depth=1), n_blocks=1, stack="blocks"),
+    written("one block", lambda: Model(depth=1), refusal="a single module is no stack; it can be named as stack="),
+    written("recurrent depth with an adapter", Looped, refusal="a matrix mixes the stream with the embedding between rounds"),
+    written("tokens dropped between blocks", Merging, refusal="each block sees fewer tokens"),
+    written("weights of all layers in one parameter", Stacked, refusal="it has no modules whose calls could be seen"),
     written("plain MLP", lambda: Plain(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())), vectors, refusal="it has no residual stream"),
     written("plain CNN", lambda: Plain(lambda: nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.ReLU())), images, refusal="it has no residual stream"),
     written("plain LSTM", PlainRecurrent, vectors, refusal="it has no residual stream"),

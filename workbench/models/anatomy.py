@@ -19,6 +19,7 @@ from workbench.models.outside_residuals import OutsideStack, choose_outside, fin
 from workbench.models.probing import undisturbed
 from workbench.models.residual_check import why_no_blocks, without_matrix
 from workbench.models.site import Site
+from workbench.models.split_states import sites_of_sums
 from workbench.models.stacks import (
     Candidate,
     choose,
@@ -77,6 +78,9 @@ def read_anatomy(
     Where a loop changes the stream between whole blocks, by a factor, a norm, or by adding positions or earlier states,
     states are those that enter and leave the blocks. That the blocks follow each other is seen from a change of the
     first state, which must leave each block as it enters the next, up to a cosine of .3 in every token.
+
+    Where blocks hand on two tensors, the last branch and the sum before it, the state is the sum of both. That blocks
+    depend on the sum alone is seen from a change that is added to one and taken from the other.
 
     Which axis of the states counts sequences is read as well. If it is not documented for the model, one
     token is changed in a second run: the change spreads along the axis of tokens.
@@ -173,8 +177,12 @@ def read_anatomy(
         axis = feature_axis_of(chosen.name, chosen.shape, chosen.modules, inputs)
         sites = chosen.sites
     else:
-        axis = refuse_several_streams(chosen, inputs)
         sites = _sites(chosen)
+        sums = sites_of_sums(model, inputs, chosen, sites) if len(set(chosen.streams)) < len(chosen.streams) else None
+        if sums is None:
+            axis = refuse_several_streams(chosen, inputs)
+        else:
+            axis, sites = feature_axis_of(chosen.name, chosen.shape, [c.module for c in chosen.calls], inputs), sums
         others = [
             c.name
             for c in plausible

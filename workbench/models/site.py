@@ -73,6 +73,8 @@ class Site:
             Here they are always last.
         stream: Axis of the tensors that counts streams, and the number of the one that is followed; None: the tensors
             are one stream.
+        terms: Places in arguments and output of a second tensor, without which the state is not whole: it is the sum of
+            both, or the first alone where no tensor is there; None: the state is one tensor.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Site:
     exit: Place | None = None
     feature_axis: int = -1
     stream: tuple[int, int] | None = None
+    terms: tuple[Slot, Slot] | None = None
 
     def state_in(self, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
         """Residual stream entering the block, shape (..., feature), as the block gets it.
@@ -97,7 +100,9 @@ class Site:
         Raises:
             AnatomyError: If the state is not where it was when the anatomy was read.
         """
-        return self._state_of(_take(dict(arguments(args, kwargs)), self.input_slot, self.name, "arguments"))
+        values = dict(arguments(args, kwargs))
+        state = self._state_of(_take(values, self.input_slot, self.name, "arguments"))
+        return state if self.terms is None else _with_term(state, values.get(self.terms[0]))
 
     def with_state(
         self, args: tuple, kwargs: Mapping[str, Any], state: Tensor
@@ -118,6 +123,9 @@ class Site:
                 "replaced; choose a model whose blocks add the residual themselves."
             )
         slot = self.input_slot
+        if self.terms is not None:
+            term = dict(arguments(args, kwargs)).get(self.terms[0])
+            state = state - term if isinstance(term, Tensor) else state
         if self.stream is not None:
             axis, number = self.stream
             streams = list(_take(dict(arguments(args, kwargs)), slot, self.name, "arguments").unbind(axis))
@@ -142,13 +150,20 @@ class Site:
         Raises:
             AnatomyError: If the state is not where it was when the anatomy was read.
         """
-        return self._state_of(_take(dict(results(output)), self.output_slot, self.name, "output"))
+        values = dict(results(output))
+        state = self._state_of(_take(values, self.output_slot, self.name, "output"))
+        return state if self.terms is None else _with_term(state, values.get(self.terms[1]))
 
     def _state_of(self, state: Tensor) -> Tensor:
         """The state in a tensor: one stream of several, with features last."""
         if self.stream is not None:
             state = state.select(*self.stream)
         return state if self.feature_axis == -1 else state.movedim(self.feature_axis, -1)
+
+
+def _with_term(state: Tensor, term: Any) -> Tensor:
+    """The sum that is the state; the first block may get no second term."""
+    return state + term if isinstance(term, Tensor) else state
 
 
 def _with_item(holder: Any, key: int | str, value: Any) -> Any:
