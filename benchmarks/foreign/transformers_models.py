@@ -76,6 +76,17 @@ def waves() -> dict[str, torch.Tensor]:
     return {"input_values": torch.randn(12, 600)}
 
 
+def text_and_pixels() -> dict[str, torch.Tensor]:
+    return {"input_ids": tokens(), "pixel_values": pixels()}
+
+
+def text_with_images() -> dict[str, torch.Tensor]:
+    """Text with four places for the patches of an image."""
+    ids = tokens(8, 12)
+    ids[:, 2:6] = VOCABULARY - 1
+    return {"input_ids": ids, "pixel_values": pixels(n_rows=8)}
+
+
 def model_trial(
     name: str, config: dict[str, Any], states: Any = "model.layers.*", *, auto: str = "AutoModelForCausalLM", inputs: Any = tokens,
     title: str = "", n_blocks: int = 3, width: int = 24, refusal: str = "", axis: int = -1, **options: Any,
@@ -145,7 +156,8 @@ FURTHER = (
     model_trial("falcon_h1", {**LLAMA, "mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_chunk_size": 4}),
     model_trial("lfm2", {**LLAMA, "full_attn_idxs": [1]}),
     model_trial("ctrl", {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 3, "n_head": 4, "dff": 40, "n_positions": 64}, "transformer.h.*"),
-    model_trial("gemma3n_text", {**LLAMA, "head_dim": 6, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 3, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 3, "altup_num_inputs": 2}, refusal="it carries several streams side by side (AltUp), of which none is the residual stream alone"),
+    model_trial("gemma3n_text", {**LLAMA, "head_dim": 6, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 3, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 3, "altup_num_inputs": 4}, refusal="it carries several streams side by side (AltUp), of which none is the residual stream alone"),
+    model_trial("gemma3n_text", {**LLAMA, "head_dim": 6, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 3, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 3, "altup_num_inputs": 4}, states=lambda m, x: [(a[1], b[1]) for a, b in hooked(m, x, "model.layers.*", 24)], title="gemma3n_text, stream 1", stack="model.layers:1"),
     model_trial("longcat_flash", {**MHA, "num_hidden_layers": 6, "num_layers": 3, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 1, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6, "head_dim": 4}),
     # encoders
     encoder("camembert", {**BERT, "pad_token_id": 1}),
@@ -218,4 +230,27 @@ FURTHER = (
     model_trial("patchtst", {"d_model": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 40, "context_length": 32, "patch_length": 8, "patch_stride": 8, "num_input_channels": 2}, "encoder.layers.*", auto="AutoModel", inputs=lambda: {"past_values": torch.randn(N_ROWS, 32, 2)}),
     model_trial("decision_transformer", {"hidden_size": 24, "n_layer": 3, "n_head": 4, "state_dim": 5, "act_dim": 2, "max_ep_len": 64, "n_positions": 64}, "encoder.h.*", auto="AutoModel", inputs=lambda: {"states": torch.randn(N_ROWS, 7, 5), "actions": torch.randn(N_ROWS, 7, 2), "rewards": torch.randn(N_ROWS, 7, 1), "returns_to_go": torch.randn(N_ROWS, 7, 1), "timesteps": torch.arange(7).expand(N_ROWS, 7), "attention_mask": torch.ones(N_ROWS, 7)}),
     model_trial("perceiver", {"num_latents": 8, "d_latents": 24, "d_model": 24, "num_blocks": 1, "num_self_attends_per_block": 3, "num_self_attention_heads": 4, "num_cross_attention_heads": 4}, "encoder.self_attends.*", auto="AutoModel", inputs=lambda: {"inputs": torch.randn(N_ROWS, 7, 24)}),
+    # pictures with text, speech, stages, other heads and options
+    model_trial("clip", {"text_config": {**BERT, "eos_token_id": 2, "bos_token_id": 1, "projection_dim": 16}, "vision_config": {**VIT, "num_hidden_layers": 2, "projection_dim": 16}, "projection_dim": 16}, "text_model.encoder.layers.*", auto="AutoModel", inputs=text_and_pixels),
+    model_trial("siglip", {"text_config": {**BERT}, "vision_config": {**VIT, "num_hidden_layers": 2}}, "text_model.encoder.layers.*", auto="AutoModel", inputs=text_and_pixels),
+    model_trial("llava", {"text_config": {**LLAMA, "model_type": "llama"}, "vision_config": {**VIT, "num_hidden_layers": 2, "model_type": "clip_vision_model"}, "image_token_index": 96, "vision_feature_layer": -1}, "model.language_model.layers.*", auto="AutoModelForImageTextToText", inputs=text_with_images),
+    model_trial("blip", {"text_config": {**BERT, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2, "encoder_hidden_size": 24, "projection_dim": 16}, "vision_config": {**VIT, "num_hidden_layers": 2}, "projection_dim": 16}, "text_model.encoder.layer.*", auto="AutoModel", inputs=text_and_pixels),
+    model_trial("vilt", {**BERT, **VIT, "max_image_length": 4}, "encoder.layer.*", auto="AutoModel", inputs=text_and_pixels),
+    model_trial("vision-encoder-decoder", {"encoder": {"model_type": "vit", **VIT, "num_hidden_layers": 2}, "decoder": {"model_type": "gpt2", "vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 64, "add_cross_attention": True, "is_decoder": True}}, "decoder.transformer.h.*", auto="AutoModelForImageTextToText", inputs=lambda: {"pixel_values": pixels(), "decoder_input_ids": tokens()}),
+    model_trial("speech_to_text", {**DECODER_LAYERS, "input_feat_per_channel": 8, "conv_channels": 16, "num_conv_layers": 2, "max_source_positions": 64, "max_target_positions": 64}, "model.decoder.layers.*", auto="AutoModelForSpeechSeq2Seq", inputs=lambda: {"input_features": torch.randn(8, 20, 8), "decoder_input_ids": tokens(8)}),
+    model_trial("patchtsmixer", {"d_model": 24, "num_layers": 3, "context_length": 32, "patch_length": 8, "patch_stride": 8, "num_input_channels": 2}, "encoder.mlp_mixer_encoder.mixers.*", auto="AutoModel", inputs=lambda: {"past_values": torch.randn(24, 32, 2)}),
+    model_trial("modernbert-decoder", {**BERT, "local_attention": 8, "global_attn_every_n_layers": 2, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}, "model.layers.*"),
+    model_trial("opt", {**BERT, "ffn_dim": 40, "word_embed_proj_dim": 12, "do_layer_norm_before": False}, "model.decoder.layers.*", title="opt 350m like"),
+    model_trial("deberta", {**BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, "encoder.layer.*", auto="AutoModel"),
+    model_trial("bert", {**BERT, "is_decoder": True}, "bert.encoder.layer.*", title="bert decoder"),
+    model_trial("roberta-prelayernorm", {**BERT, "pad_token_id": 1}, "encoder.layer.*", auto="AutoModel"),
+    model_trial("xmod", {**BERT, "pad_token_id": 1, "languages": ["en"], "default_language": "en"}, "encoder.layer.*", auto="AutoModel"),
+    model_trial("gpt_neox_japanese", {**LLAMA}, "gpt_neox_japanese.layers.*"),
+    model_trial("cvt", {"embed_dim": [8, 16, 24], "num_heads": [1, 2, 4], "depth": [1, 2, 3]}, refusal=STAGES, auto="AutoModel", inputs=partial(pixels, 32)),
+    model_trial("bit", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "num_groups": 2}, refusal=STAGES, auto="AutoModel", inputs=partial(pixels, 32)),
+    model_trial("levit", {"image_size": 64, "hidden_sizes": [16, 24, 32], "num_attention_heads": [2, 3, 4], "depths": [2, 2, 2], "key_dim": [8, 8, 8]}, refusal=STAGES, auto="AutoModel", inputs=partial(pixels, 64)),
+    model_trial("mixtral", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}, title="mixtral with router logits"),
+    model_trial("gpt2", {"vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2, "output_hidden_states": True, "output_attentions": True, "attn_implementation": "eager"}, "transformer.h.*", title="gpt2 with all outputs"),
+    model_trial("gpt2", {"vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 3, "pad_token_id": 0}, "transformer.h.*", auto="AutoModelForSequenceClassification", title="gpt2 classifier"),
+    model_trial("llama", LLAMA, "transformer.layers.*", auto="AutoModelForQuestionAnswering", title="llama QA"),
 )  # fmt: skip
