@@ -83,6 +83,8 @@ def test_lists_of_different_lengths_are_sequences_of_their_own(llama):
         (torch.zeros(8, 0, dtype=torch.int64), r"The inputs are empty.*shape \(8, 0\)"),
         (TOKENS.to("meta"), "on the meta device and holds no values"),
         (TOKENS.to_sparse(), "sparse tensor, expected a dense one"),
+        (torch.nested.nested_tensor([TOKENS[0], TOKENS[1, :5]], layout=torch.jagged), "nested tensor.*list of tensors"),
+        (torch.quantize_per_tensor(TOKENS.float(), 1.0, 0, torch.quint8), "quantized tensor"),
         (torch.tensor(3), "holds no tensor"),
         (np.array(["a", "b"]), "expected numbers"),
         ({"input_ids": [[1, 2, 3], [1, 2]]}, "pad its rows to one length"),

@@ -6,10 +6,13 @@ import torch
 from torch import nn
 
 import workbench as wb
+from benchmarks.foreign.written_models import ParallelLists, ParallelPostLists
 from tests.models.layout_models import (
     VOCABULARY,
     WIDTH,
     AddedSkips,
+    Branch,
+    Gain,
     Gated,
     MergedSkips,
     NoResidual,
@@ -201,3 +204,70 @@ def test_states_keep_their_graph(tokens):
             torch.autograd.grad(y.square().sum(), before, retain_graph=True) for y in (after, expected)
         )
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", [ParallelLists, ParallelPostLists])
+def test_parts_in_lists_side_by_side(kind, tokens):
+    torch.manual_seed(0)
+    model = kind().eval()
+    anatomy = wb.read_anatomy(model, tokens)
+    assert (anatomy.stack, len(anatomy.sites), anatomy.width) == ("ln1+attentions+ln2+mlps", 4, 24)
+    assert [site.name for site in anatomy.sites] == [f"attentions.{i}" for i in range(4)]
+    assert wb.read_anatomy(model, tokens, stack=anatomy.stack).stack == anatomy.stack
+    with torch.no_grad():
+        states = model.states(tokens)
+    entered, left = seen(model, anatomy, tokens)
+    for found, expected in ((entered, states[:-1]), (left, states[1:])):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert len(wb.query_key_weights(model, tokens)) == 4
+
+
+class TwoPasses(ParallelLists):
+    """First all attentions, then all MLPs: lists of one length that are no layers together."""
+
+    def states(self, ids):
+        found = [self.embedding(ids)]
+        for norm, attention in zip(self.ln1, self.attentions, strict=True):
+            found.append(found[-1] + attention(norm(found[-1])))
+        for norm, mlp in zip(self.ln2, self.mlps, strict=True):
+            found.append(found[-1] + mlp(norm(found[-1])))
+        return found
+
+
+def test_lists_that_do_not_take_turns_are_no_layers(tokens):
+    torch.manual_seed(0)
+    with pytest.raises(AnatomyError) as refusal:
+        wb.read_anatomy(TwoPasses().eval(), tokens)
+    assert "+" not in str(refusal.value)
+
+
+class MergesInside(MergedSkips):
+    """The merge belongs to the layer, and the earlier state comes first: in layer 2 it is what entered layer 1."""
+
+    def members(self, i, width):
+        return nn.ModuleList([nn.Linear(2 * width, width) if i >= 2 else None, Gain(width), Branch(width)])
+
+    def states(self, tokens):
+        x, entering, leaving = self.embedding(tokens), [], []
+        for i, (merge, norm, branch) in enumerate(self.layers):
+            x = x if merge is None else merge(torch.cat([entering[3 - i], x], -1))
+            entering.append(x)
+            x = x + branch(norm(x))
+            leaving.append(x)
+        return [(*pair,) for pair in zip(entering, leaving, strict=True)]
+
+    def forward(self, tokens):
+        return self.final_norm(self.states(tokens)[-1][1])
+
+
+def test_a_merge_inside_of_a_layer(tokens):
+    """What leaves layer 1 stands beside what entered it, and is not mistaken for it."""
+    model = built(MergesInside)
+    anatomy = wb.read_anatomy(model, tokens)
+    assert (anatomy.stack, len(anatomy.sites)) == ("layers", 4)
+    entered, left = seen(model, anatomy, tokens)
+    with torch.no_grad():
+        for found, expected in zip(zip(entered, left, strict=True), model.states(tokens), strict=True):
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -186,6 +186,8 @@ def _send(model: nn.Module, site: Site, kind: torch.dtype) -> None:
             return state.to(kind).to(state.dtype)
 
         slot = site.input_slot
+        if isinstance(slot, tuple) or site.terms is not None:
+            return site.with_state(args, kwargs, sent(site.state_in(args, kwargs)))
         if isinstance(slot, int):
             return tuple(sent(a) if i == slot else a for i, a in enumerate(args)), kwargs
         return args, {name: sent(a) if name == slot else a for name, a in kwargs.items()}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
+from workbench.models.altered_streams import choose_altered
 from workbench.models.batches import Batches
 from workbench.models.block_calls import Call, Slot, has_matrix, record_calls
 from workbench.models.block_hooks import BlockCall, BlockHooks
@@ -18,6 +19,7 @@ from workbench.models.outside_residuals import OutsideStack, choose_outside, fin
 from workbench.models.probing import undisturbed
 from workbench.models.residual_check import why_no_blocks, without_matrix
 from workbench.models.site import Site
+from workbench.models.split_states import sites_of_sums
 from workbench.models.stacks import (
     Candidate,
     choose,
@@ -42,7 +44,8 @@ class Anatomy:
 
     Attributes:
         stack: Container of the blocks: a module path such as ``transformer.h``; with ``*`` for an index where the
-            blocks are spread over several containers; ``path[Class]`` for blocks that are plain attributes of ``path``.
+            blocks are spread over several containers; ``path[Class]`` for blocks that are plain attributes of ``path``;
+            ``path.a+b`` for lists ``a`` and ``b`` side by side.
         sites: One per block and call.
         width: Size of the stream's last dimension.
         other_stacks: Further complete stacks, such as the encoder when the decoder was chosen.
@@ -69,7 +72,15 @@ def read_anatomy(
     Where no module returns the stream, because a loop adds the residual (``x = x + branch(norm(x))``), the layers are
     the members of the list that it goes through, and states are read as they enter the next layer or the module after
     the last. Every state must be the sum of the one before and of what the layer's modules returned, up to rounding.
-    States of such layers can be read but not replaced.
+    States of such layers can be read but not replaced. Lists side by side, such as norms, attentions and MLPs, whose
+    members take turns are one list of layers, ``norms+attentions+mlps``.
+
+    Where a loop changes the stream between whole blocks, by a factor, a norm, or by adding positions or earlier states,
+    states are those that enter and leave the blocks. That the blocks follow each other is seen from a change of the
+    first state, which must leave each block as it enters the next, up to a cosine of .3 in every token.
+
+    Where blocks hand on two tensors, the last branch and the sum before it, the state is the sum of both. That blocks
+    depend on the sum alone is seen from a change that is added to one and taken from the other.
 
     Which axis of the states counts sequences is read as well. If it is not documented for the model, one
     token is changed in a second run: the change spreads along the axis of tokens.
@@ -150,8 +161,15 @@ def read_anatomy(
                 "own; wrap the model with use_orig_params=True, or pass it as it was before."
             ) from refusal
         outside, unread = find_outside_stacks(model, inputs, {c.name for c in candidates if is_chain(c)})
-        chosen = choose_outside(model, outside, unread, stack, refusal)
-        others = [s.name for s in outside if s.is_chain and s.is_apart(chosen)]
+        try:
+            chosen = choose_outside(model, outside, unread, stack, refusal)
+        except AnatomyError:
+            altered = choose_altered(model, inputs, candidates, are_blocks, _sites) if stack is None else None
+            if altered is None:
+                raise
+            chosen = altered
+        else:
+            others = [s.name for s in outside if s.is_chain and s.is_apart(chosen)]
     name, shape, axis, streams = chosen.name, list(chosen.shape), -1, None
     if stream is not None and not isinstance(chosen, OutsideStack):
         streams = stream_axis_of(name, chosen.shape, inputs, stream), stream
@@ -162,8 +180,13 @@ def read_anatomy(
         axis = feature_axis_of(chosen.name, chosen.shape, chosen.modules, inputs, record_all)
         sites = chosen.sites
     else:
-        axis = refuse_several_streams(chosen, inputs, record_all)
         sites = _sites(chosen)
+        sums = sites_of_sums(model, inputs, chosen, sites) if len(set(chosen.streams)) < len(chosen.streams) else None
+        if sums is None:
+            axis = refuse_several_streams(chosen, inputs, record_all)
+        else:
+            modules = [call.module for call in chosen.calls]
+            axis, sites = feature_axis_of(name, chosen.shape, modules, inputs, record_all), sums
         others = [
             c.name
             for c in plausible

@@ -146,7 +146,8 @@ def as_batch(inputs: Any) -> Any:
         The same structure; what needs no change is passed on as it is.
 
     Raises:
-        SnapshotError: If a tensor is empty, sparse, without memory (meta), or of a kind that no model takes.
+        SnapshotError: If a tensor is empty, sparse, nested, quantized, without memory (meta), or of a kind that no
+            model takes.
     """
     if isinstance(inputs, Mapping):
         return {name: _as_tensor(value, str(name)) for name, value in inputs.items()}
@@ -166,7 +167,13 @@ def _as_tensor(value: Any, name: str | None) -> Any:
     what = f"'{name}'" if name else "The input"
     if value.device.type == "meta":
         raise SnapshotError(f"{what} is on the meta device and holds no values; make it on the CPU or a GPU.")
-    if value.layout is not torch.strided and value.layout is not getattr(torch, "jagged", None):
+    if value.is_nested:
+        raise SnapshotError(
+            f"{what} is a nested tensor, expected one whose rows have one length; pass its rows as a list of tensors."
+        )
+    if value.is_quantized:
+        raise SnapshotError(f"{what} is a quantized tensor, expected plain numbers; pass .dequantize().")
+    if value.layout is not torch.strided:
         raise SnapshotError(f"{what} is a sparse tensor, expected a dense one; pass .to_dense().")
     if value.ndim and not value.numel():
         raise SnapshotError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from workbench.models.calling import run_foreign
 from workbench.models.probing import undisturbed, watch
 
-#: Place of a tensor in a call's arguments (position or keyword) or in its output (None: the output itself).
-Slot = int | str | None
+#: Place of a tensor in a call's arguments (position or keyword) or in its output (None: the output itself); a pair
+#: where it is held by what is there, such as the entry "x" of a dict.
+Slot = int | str | None | tuple[int | str | None, int | str]
 
 
 @dataclass(frozen=True)
@@ -108,25 +109,43 @@ def has_matrix(module: nn.Module) -> bool:
 
 def arguments(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[tuple[Slot, Any]]:
     """Slots and values of a call's arguments."""
-    yield from enumerate(args)
-    yield from kwargs.items()
+    yield from _with_held([*enumerate(args), *kwargs.items()])
 
 
 def results(output: Any) -> Iterator[tuple[Slot, Any]]:
     """Slots and values of a call's output."""
-    if isinstance(output, Mapping):
-        yield from output.items()
-    elif isinstance(output, tuple | list):
-        yield from enumerate(output)
-    else:
-        yield None, output
+    held = _held(output)
+    yield from _with_held([(None, output)] if held is None else [*held.items()])
+
+
+def _with_held(values: list[tuple[Any, Any]]) -> Iterator[tuple[Slot, Any]]:
+    """The values; where none of them is a state, also what they hold."""
+    yield from values
+    if not any(_is_state(value) for _, value in values):
+        for slot, value in values:
+            yield from (((slot, key), item) for key, item in (_held(value) or {}).items())
+
+
+def _held(value: Any) -> dict[Any, Any] | None:
+    """What a container holds, by key, index or name; None if it is no container."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {entry.name: getattr(value, entry.name) for entry in fields(value)}
+    return None
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1 and value.numel() > 0
 
 
 def _states(values: Iterator[tuple[Slot, Any]], *, keep: bool = False) -> list[State]:
     return [
         State(slot, tuple(value.shape), _fingerprint(value), value.detach().cpu().clone() if keep else None)
         for slot, value in values
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1 and value.numel()
+        if _is_state(value)
     ]
 
 

@@ -58,12 +58,17 @@ def _counts(config: Any, prefix: str) -> Iterator[BlockCount]:
         return
     is_encoder_decoder = bool(_read(config, "is_encoder_decoder"))
     names = (*_DECODER_NAMES, *_NAMES, *_ENCODER_NAMES) if is_encoder_decoder else _NAMES
+    seen: set[int] = set()
     for name in names:
         value = _read(config, name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and value > 0
+            and (is_encoder_decoder or value not in seen)
+        ):
+            seen.add(value)
             yield BlockCount(value, f"{prefix}{name}")
-            if not is_encoder_decoder:
-                break
     for part in _PARTS:
         yield from _counts(_read(config, part), f"{prefix}{part}.")
 

@@ -7,7 +7,7 @@ its first module gets, and the state that leaves it is what the next module gets
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -117,10 +117,16 @@ def find_outside_stacks(
     """
     calls = record_calls(model, inputs, everything=True)
     called = {call.module for call in calls}
+    loops = {
+        name: container
+        for name, container in model.named_modules()
+        if isinstance(container, _CONTAINERS) and container not in called and name not in known
+    }
+    names = {module: name for name, module in model.named_modules()}
+    side_by_side = _side_by_side(loops, calls, names)
     found: list[tuple[str, nn.Module, Shape, list[_Visit]]] = []
-    for name, container in model.named_modules():
-        is_loop = isinstance(container, _CONTAINERS) and container not in called and name not in known
-        if is_loop and not _is_grouping(container):
+    for name, container in [*loops.items(), *side_by_side.items()]:
+        if name in side_by_side or not _is_grouping(container):
             shape, visits = _with_states(_visits(container, calls), calls)
             if visits:
                 found.append((name, container, shape, visits))
@@ -129,7 +135,6 @@ def find_outside_stacks(
     read = (call for *_, visits in found for v in visits for call in (*v.calls, *(e.call for e in v.exits)))
     wanted = {call.module for call in read}
     values = {call.index: call for call in record_calls(model, inputs, everything=True, keep=wanted)}
-    names = {module: name for name, module in model.named_modules()}
     stacks, others = [], []
     for name, container, shape, visits in found:
         checked = _checked(visits, shape, values)
@@ -137,7 +142,7 @@ def find_outside_stacks(
         if checked:
             sites = _sites(checked, container, calls, names)
             stacks.append(OutsideStack(name, sites, shape, is_chain, visits[-1].calls[-1].end))
-        elif is_chain:
+        elif is_chain and name not in side_by_side:
             others.append(name)
     return stacks, others
 
@@ -166,7 +171,8 @@ def choose_outside(
         if counts:
             fitting = [s for s in fitting if any(len(s.sites) % count.n_blocks == 0 for count in counts)]
         fitting = [s for s in fitting if share_of_repeated(model, s.modules) >= LEAST_COVERAGE]
-        chosen = max(fitting, key=lambda s: (len(s.sites), s.end), default=None)
+        # Of a list alone and the same beside others, the list.
+        chosen = max(fitting, key=lambda s: (len(s.sites), "+" not in s.name, s.end), default=None)
     else:
         chosen = next((s for s in stacks if s.name == stack), None)
     if chosen is not None:
@@ -186,6 +192,35 @@ def choose_outside(
             "sum of the state before and of what they return, so that no residual stream can be read between them."
         ) from None
     raise refusal
+
+
+def _side_by_side(
+    loops: Mapping[str, nn.Module], calls: Sequence[Call], names: dict[nn.Module, str]
+) -> dict[str, nn.Module]:
+    """Lists of one length under one parent whose members take turns, such as norms, attentions and MLPs.
+
+    Args:
+        loops: Lists by their paths.
+        calls: Calls of one forward.
+        names: Paths of all modules; those of the layers, each that of its first member with a matrix, are added.
+
+    Returns:
+        Lists of the layers, which are no modules of the model, by the names of the lists, joined by ``+``.
+    """
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name, container in loops.items():
+        if isinstance(container, nn.ModuleList) and len(container) == len([*container.children()]) > 1:  # no None
+            groups.setdefault((name.rpartition(".")[0], len(container)), []).append(name)
+    found: dict[str, nn.Module] = {}
+    for group in groups.values():
+        members = [list(parts) for parts in zip(*(loops[name].children() for name in group), strict=True)]
+        layers = nn.ModuleList(nn.ModuleList(parts) for parts in members)
+        if len(group) < 2 or [index for index, _ in _visits(layers, calls)] != list(range(len(layers))):
+            continue
+        for layer, parts in zip(layers, members, strict=True):
+            names[layer] = next((names[part] for part in parts if has_matrix(part)), names[parts[0]])
+        found["+".join([group[0], *(name.rpartition(".")[2] for name in group[1:])])] = layers
+    return found
 
 
 def _is_grouping(container: nn.Module) -> bool:
@@ -266,7 +301,7 @@ def _is_chain(visits: list[_Visit], calls: Sequence[Call]) -> bool:
         left, entered = before.exit.state.fingerprint, after.entry[1].fingerprint
         if left == entered:
             continue
-        between = [c for c in calls if before.calls[-1].end < c.index and c.end < after.calls[0].index]
+        between = [c for c in calls if before.calls[-1].end < c.index and c.end < after.entry[0].index]
         merging = [c for c in between if left in {s.fingerprint for s in c.inputs}]
         if not any(entered in {s.fingerprint for s in c.outputs} for c in merging):
             return False
@@ -319,8 +354,10 @@ def _checked(visits: list[_Visit], shape: Shape, values: dict[int, Call]) -> lis
         entering = _value_of(values, _Exit(*visit.entry, is_output=False), shape)
         if entering is None or not any(has_matrix(call.module) for call in inside):
             return []
-        for place in visit.exits:
-            leaving = _value_of(values, place, shape)
+        # Of two states side by side one may be the state that entered, kept for the merge: it left nothing.
+        places = [(place, _value_of(values, place, shape)) for place in visit.exits]
+        places.sort(key=lambda p: p[0].start is not None and p[1] is not None and torch.equal(p[1], entering))
+        for place, leaving in places:
             if leaving is not None and _is_reached(entering, leaving, inside, shape, earlier):
                 checked.append(replace(visit, exits=[place]))
                 break

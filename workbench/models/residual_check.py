@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Mean cosine between a small change of the state that enters and the change of what leaves. Residual blocks, Post-LN
 #: included, were seen to have .5 and more; attention and MLP branches without their residual below .15.
-_LEAST_COSINE = 0.3
+LEAST_COSINE = 0.3
 _RELATIVE_SIZE = 1e-2
 #: Operators that multiply by a matrix, as torch names them below autograd: what they return holds their input only
 #: in mixtures of features or of tokens. Those of _SUMS add another tensor, their first argument, to the product.
@@ -54,7 +54,7 @@ def why_no_blocks(model: nn.Module, inputs: Any, sites: Sequence[Site]) -> str:
         return reason
     for place in sorted({0, len(sites) // 2, len(sites) - 1}):
         cosine = _carried_on(model, inputs, sites[place])
-        if not cosine >= _LEAST_COSINE:
+        if not cosine >= LEAST_COSINE:
             return (
                 f"a change of the state that enters {sites[place].name} leaves it in an unrelated direction (cosine "
                 f"{cosine:.2f}), so its residual is added outside of it"
@@ -86,7 +86,7 @@ def refuse_plain_chain(model: nn.Module, inputs: Any, stack: str, sites: Sequenc
     tried = [sites[place] for place in sorted({0, len(sites) // 2, len(sites) - 1})]
     if any(_passes_products(model, inputs, site) for site in tried):
         return
-    if any(_carried_on(model, inputs, site) >= _LEAST_COSINE for site in tried):
+    if any(_carried_on(model, inputs, site) >= LEAST_COSINE for site in tried):
         return
     where = f"'{stack}'" if stack else "the model"
     raise AnatomyError(
@@ -104,19 +104,18 @@ def without_matrix(sites: Sequence[Site]) -> str:
 
 def _carried_on(model: nn.Module, inputs: Any, site: Site) -> float:
     """Mean cosine, over tokens, between a change of the state that enters and that of the state that leaves."""
-    plain = _states_of(model, inputs, site, None)
-    changed = _states_of(model, inputs, site, torch.Generator().manual_seed(0))
+    plain, changed = (_states_of(model, inputs, site, is_changed=is_changed) for is_changed in (False, True))
     return float(torch.cosine_similarity(changed["out"] - plain["out"], changed["change"], dim=-1).nanmean())
 
 
 def _passes_products(model: nn.Module, inputs: Any, site: Site) -> bool:
     """Whether a change of the state that enters reaches the state that leaves while all matrix products stay."""
     products = _Products()
-    plain = _states_of(model, inputs, site, None, products)
+    plain = _states_of(model, inputs, site, products, is_changed=False)
     if products.are_others:
         return True
     products.replay()
-    changed = _states_of(model, inputs, site, torch.Generator().manual_seed(0), products)
+    changed = _states_of(model, inputs, site, products, is_changed=True)
     return products.are_others or not torch.equal(changed["out"], plain["out"])
 
 
@@ -163,21 +162,25 @@ class _LeftError(Exception):
     """Ends a forward once the block that was waited for has run."""
 
 
+def random_change(state: Tensor) -> Tensor:
+    """A state with a random direction added, 1 % of it in size; the same every time."""
+    given = state.cpu().double()  # some devices have no float64
+    scale = given.norm(dim=-1, keepdim=True) / state.shape[-1] ** 0.5
+    noise = torch.randn(state.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (given + _RELATIVE_SIZE * scale * noise).to(state.dtype).to(state.device)
+
+
 def _states_of(
-    model: nn.Module, inputs: Any, site: Site, generator: torch.Generator | None, products: _Products | None = None
+    model: nn.Module, inputs: Any, site: Site, products: _Products | None = None, *, is_changed: bool
 ) -> dict[str, Tensor]:
     """What leaves a block, ``out``, float64; and the random ``change``, if any, that was added to what entered it."""
     found: dict[str, Tensor] = {}
 
     def enter(call: BlockCall) -> Tensor | None:
         changed = None
-        if generator is not None:
-            given = call.state_in
-            state = given.cpu().double()  # some devices have no float64
-            scale = state.norm(dim=-1, keepdim=True) / state.shape[-1] ** 0.5
-            noise = torch.randn(state.shape, generator=generator, dtype=torch.float64)
-            rounded = (state + _RELATIVE_SIZE * scale * noise).to(given.dtype)
-            found["change"], changed = rounded.double() - state, rounded.to(given.device)
+        if is_changed:
+            changed = random_change(call.state_in)
+            found["change"] = changed.cpu().double() - call.state_in.cpu().double()
         if products is not None:
             products.is_on = True
             if call.state_in.is_meta:  # without values nothing can be told, and nothing will be measured

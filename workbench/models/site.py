@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,8 @@ class Site:
         name: Module path, such as ``transformer.h.3``; later calls of a shared module end in ``#1``, ``#2``, ...
         module: Module of the block.
         call: Number of the call of this module within one forward, from 0.
-        input_slot: Place of the state in the arguments: a position or a keyword.
+        input_slot: Place of the state in the arguments: a position or a keyword; with an index or a key where it is
+            held by what is there.
         output_slot: Place of the state in the output: an index or a key; None if the output is the state.
         entry: Call that gets the state that enters; None: that of ``module`` itself.
         exit: Call by which the state that leaves is read; None: that of ``module`` itself.
@@ -71,6 +73,8 @@ class Site:
             Here they are always last.
         stream: Axis of the tensors that counts streams, and the number of the one that is followed; None: the tensors
             are one stream.
+        terms: Places in arguments and output of a second tensor, without which the state is not whole: it is the sum of
+            both, or the first alone where no tensor is there; None: the state is one tensor.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Site:
     exit: Place | None = None
     feature_axis: int = -1
     stream: tuple[int, int] | None = None
+    terms: tuple[Slot, Slot] | None = None
 
     def state_in(self, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
         """Residual stream entering the block, shape (..., feature), as the block gets it.
@@ -95,7 +100,9 @@ class Site:
         Raises:
             AnatomyError: If the state is not where it was when the anatomy was read.
         """
-        return self._state_of(_take(dict(arguments(args, kwargs)), self.input_slot, self.name, "arguments"))
+        values = dict(arguments(args, kwargs))
+        state = self._state_of(_take(values, self.input_slot, self.name, "arguments"))
+        return state if self.terms is None else _with_term(state, values.get(self.terms[0]))
 
     def with_state(
         self, args: tuple, kwargs: Mapping[str, Any], state: Tensor
@@ -116,6 +123,9 @@ class Site:
                 "replaced; choose a model whose blocks add the residual themselves."
             )
         slot = self.input_slot
+        if self.terms is not None:
+            term = dict(arguments(args, kwargs)).get(self.terms[0])
+            state = state - term if isinstance(term, Tensor) else state
         if self.stream is not None:
             axis, number = self.stream
             streams = list(_take(dict(arguments(args, kwargs)), slot, self.name, "arguments").unbind(axis))
@@ -123,9 +133,13 @@ class Site:
             state = torch.stack(streams, axis)
         if self.feature_axis != -1:
             state = state.movedim(-1, self.feature_axis)
+        given: Any = state
+        if isinstance(slot, tuple):
+            slot, key = slot
+            given = _with_item(args[slot] if isinstance(slot, int) else kwargs[str(slot)], key, state)
         if isinstance(slot, int):
-            return (*args[:slot], state, *args[slot + 1 :]), dict(kwargs)
-        return args, {**kwargs, str(slot): state}
+            return (*args[:slot], given, *args[slot + 1 :]), dict(kwargs)
+        return args, {**kwargs, str(slot): given}
 
     def state_out(self, output: Any) -> Tensor:
         """Residual stream leaving the block, shaped like `state_in`.
@@ -136,13 +150,33 @@ class Site:
         Raises:
             AnatomyError: If the state is not where it was when the anatomy was read.
         """
-        return self._state_of(_take(dict(results(output)), self.output_slot, self.name, "output"))
+        values = dict(results(output))
+        state = self._state_of(_take(values, self.output_slot, self.name, "output"))
+        return state if self.terms is None else _with_term(state, values.get(self.terms[1]))
 
     def _state_of(self, state: Tensor) -> Tensor:
         """The state in a tensor: one stream of several, with features last."""
         if self.stream is not None:
             state = state.select(*self.stream)
         return state if self.feature_axis == -1 else state.movedim(self.feature_axis, -1)
+
+
+def _with_term(state: Tensor, term: Any) -> Tensor:
+    """The sum that is the state; the first block may get no second term."""
+    return state + term if isinstance(term, Tensor) else state
+
+
+def _with_item(holder: Any, key: int | str, value: Any) -> Any:
+    """A copy of what holds a state, with another one in its place."""
+    if isinstance(holder, tuple):
+        items = (*holder[: int(key)], value, *holder[int(key) + 1 :])
+        return type(holder)(*items) if hasattr(holder, "_fields") else items
+    other = copy(holder)
+    if isinstance(other, list | MutableMapping):
+        other[key] = value  # type: ignore[index]
+    else:
+        object.__setattr__(other, str(key), value)  # also where a dataclass is frozen
+    return other
 
 
 def _take(values: dict[Slot, Any], slot: Slot, name: str, what: str) -> Tensor:

@@ -1,0 +1,118 @@
+"""States that blocks hand on as two terms: their sum is followed; two streams of equal right are refused."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from benchmarks.foreign.written_models import DEPTH, VOCABULARY, WIDTH, Block, Fused, FusedBlock, Model, Reversible
+from workbench.errors import AnatomyError
+from workbench.models.block_hooks import BlockHooks
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(VOCABULARY, (12, 9), generator=torch.Generator().manual_seed(0))
+
+
+def built(kind):
+    torch.manual_seed(0)
+    return kind().eval()
+
+
+class FromZeros(Fused):
+    """The first block gets zeros as its second term."""
+
+    def states(self, ids):
+        hidden = self.embed(ids)
+        residual, found = torch.zeros_like(hidden), [hidden]
+        for block in self.blocks:
+            hidden, residual = block(hidden, residual)
+            found.append(hidden + residual)
+        return found
+
+
+class KeywordBlock(FusedBlock):
+    def forward(self, hidden, *, residual=None):
+        hidden, residual = super().forward(hidden, residual)
+        return {"hidden": hidden, "residual": residual}
+
+
+class ByKeyword(Fused):
+    def __init__(self):
+        Model.__init__(self, KeywordBlock)
+
+    def states(self, ids):
+        state, found = {"hidden": self.embed(ids)}, []
+        found.append(state["hidden"])
+        for block in self.blocks:
+            state = block(state["hidden"], residual=state.get("residual"))
+            found.append(state["hidden"] + state["residual"])
+        return found
+
+
+@pytest.mark.parametrize("kind", [Fused, FromZeros, ByKeyword])
+def test_states_are_the_sums(kind, tokens):
+    model = built(kind)
+    anatomy = wb.read_anatomy(model, tokens)
+    assert (anatomy.stack, len(anatomy.sites), anatomy.width) == ("blocks", DEPTH, WIDTH)
+    entered, left = [], []
+    hooks = BlockHooks(
+        anatomy.sites,
+        lambda call: entered.append(call.state_in.clone()) and None,
+        lambda call: left.append(call.state_out.clone()),
+    )
+    with torch.no_grad(), hooks:
+        expected = model.states(tokens)
+    for found, wanted in ((entered, expected[:-1]), (left, expected[1:])):
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_spectra_are_those_of_the_same_blocks_with_one_state(tokens):
+    fused, plain = built(Fused), built(lambda: Model(Block))
+    plain.load_state_dict(fused.state_dict())
+    found, expected = (wb.profile(m, tokens, progress=False, n_snapshots=None) for m in (fused, plain))
+    np.testing.assert_allclose(found["spectral_radius"], expected["spectral_radius"], rtol=1e-4)
+    np.testing.assert_allclose(found["nonlinearity_ratio"], expected["nonlinearity_ratio"], rtol=1e-4)
+
+
+def test_another_state_can_enter(tokens):
+    model = built(Fused)
+    anatomy = wb.read_anatomy(model, tokens)
+    twice = []
+    hooks = BlockHooks(
+        [anatomy.sites[2]],
+        lambda call: 2 * call.state_in,
+        lambda call: twice.append(call.state_out.clone()),
+    )
+    with torch.no_grad():
+        states = model.states(tokens)
+        with hooks:
+            model(tokens)
+        expected = sum(model.blocks[2](2 * states[2]))
+    torch.testing.assert_close(twice[0], expected, rtol=1e-4, atol=1e-5)
+
+
+class Swapped(nn.Module):
+    """Two streams of one shape that pass the same blocks and never meet."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(self.Layer() for _ in range(3))
+
+    class Layer(Block):
+        def forward(self, a, b):
+            return super().forward(a), super().forward(b)
+
+    def forward(self, ids):
+        a, b = self.embedding(ids), self.embedding(ids.flip(1))
+        for layer in self.layers:
+            a, b = layer(a, b)
+        return a + b
+
+
+@pytest.mark.parametrize("kind", [Reversible, Swapped])
+def test_two_streams_are_refused(kind, tokens):
+    with pytest.raises(AnatomyError, match="2 residual streams side by side"):
+        wb.read_anatomy(built(kind), tokens)
