@@ -94,7 +94,7 @@ def run(trial: Trial) -> tuple[Outcome, Outcome]:
 
 
 def _open(trial: Trial, saved: Saved, folder: Path, profile, *, streaming: bool):
-    refusal = trial.refusal or (trial.not_streamed if streaming else "")
+    refusal = (trial.not_streamed if streaming else "") or trial.refusal
     options = {**saved.options, **({} if saved.module is None else {"module": saved.module()})}
     CODE_RAN.unlink(missing_ok=True)
     try:
@@ -158,8 +158,8 @@ def _cell(text: str) -> str:
 def _write(rows: list[str], counts: Counter) -> None:
     n_wrong = sum(counts[word] for word in WRONG)
     about = (
-        f"{len(rows)} trials: **{counts['works']} open** with the parameters that were written, to the bit and in their "
-        f"dtype, and with the spectra of their source; **{counts['refused as expected']} are refused** with one "
+        f"{len(rows)} trials: **{counts['works']} open** with the parameters that were written, to the bit and in "
+        f"their dtype, and with the spectra of their source; **{counts['refused as expected']} are refused** with one "
         f"sentence, for a reason that was stated beforehand; {counts['not run']} were not run; {n_wrong} went wrong "
         f"(wrong values, a raw error of Python, code that ran, or another answer than stated). Spectra of a streamed "
         f"model agree with those of the resident one to {TOLERANCE:g}. Made by `python -m "

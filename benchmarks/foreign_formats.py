@@ -91,7 +91,8 @@ REASONS = {
     ),
     "incomplete": Reason(
         "A file that belongs to the checkpoint is not there.",
-        ("fetch that file too", "fetch that too", "no file named", "holds no weights", "does not hold all of", "lacks "),
+        ("fetch that file too", "fetch that too", "no file named", "holds no weights", "does not hold all of", "lacks ",
+         "in no file that is known here"),
     ),
     "does not fit": Reason(
         "The tensors are not those of the model; the rest would be random.",
@@ -107,11 +108,12 @@ REASONS = {
         ("holds no state dict", "no weights under a key", "holds no LoRA", "no config.json", "holds no weights"),
     ),
     "no architecture": Reason(
-        "Weights alone: the model must be passed as ``module=``.", ("holds weights without an architecture",)
+        "Weights alone: the model must be passed as ``module=``.", ("holds weights without an architecture",
+ "which the installed diffusers does not know", "is not installed")
     ),
     "other framework": Reason(
         "The format belongs to another framework or is a compiled program; PyTorch code writes none of them.",
-        ("no checkpoint format known here", "TorchScript", "no file named", "no weights that"),
+        ("no checkpoint format known here", "TorchScript", "no file named", "in no file that is known here"),
     ),
     "configuration": Reason(
         "config.json is not that of the weights, or names no model that is known.",
@@ -135,7 +137,8 @@ REASONS = {
         "An adapter is merged in memory.", ("is an adapter, which is merged in memory",)
     ),
     "read whole, not streamed": Reason(
-        "transformers reads GGUF files of this architecture as a whole only.", ("cannot be streamed: transformers reads",)
+        "transformers reads GGUF files of this architecture as a whole only.",
+        ("cannot be streamed: transformers reads",)
     ),
     "several": Reason(
         "It holds several models or checkpoints, of which none is chosen silently.",
@@ -223,7 +226,8 @@ def llama(seed: int = 0, *, cls: str = "LlamaForCausalLM", dtype: torch.dtype = 
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     options = {**sizes, "vocab_size": 32, "max_position_embeddings": 64, "tie_word_embeddings": False, **options}
-    return getattr(transformers, cls)(transformers.LlamaConfig(**options)).eval().to(dtype)
+    config = transformers.LlamaConfig(**options, pad_token_id=0, dtype=dtype)
+    return getattr(transformers, cls)._from_config(config, dtype=dtype).eval()
 
 
 @cache
@@ -264,7 +268,9 @@ def hugging_face(folder: Path, model: Any = None, **options: Any) -> Any:
     return model
 
 
-def pickled(folder: Path, change: Callable[[dict], Any] = lambda state: state, model: Any = None, **options: Any) -> Any:
+def pickled(
+    folder: Path, change: Callable[[dict], Any] = lambda state: state, model: Any = None, **options: Any
+) -> Any:
     """Write a folder of transformers whose weights are a pickle."""
     model = llama() if model is None else model
     model.config.architectures = [type(model).__name__]
@@ -357,7 +363,9 @@ for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
             (hugging_face(folder), change_weights(folder / "model.safetensors", lambda s: _prefixed(s, prefix)))[0],
         )
     )
-trial(FOLDER, "names with module., .bin")(lambda folder: Saved(folder, pickled(folder, lambda s: _prefixed(s, "module."))))
+trial(FOLDER, "names with module., .bin")(
+    lambda folder: Saved(folder, pickled(folder, lambda s: _prefixed(s, "module.")))
+)
 
 
 def _prefixed(state, prefix):
@@ -365,6 +373,7 @@ def _prefixed(state, prefix):
 
 
 for value in ("LlamaForCausalLM", None, []):
+
     def _write(folder, value=value):
         model = hugging_face(folder)
         change_config(folder, architectures=value)
@@ -448,6 +457,7 @@ DAMAGES = {
 }
 for damage, change in DAMAGES.items():
     for file in ("model.safetensors", "pytorch_model.bin"):
+
         def _write(folder, change=change, file=file):
             (hugging_face if file.endswith("s") else pickled)(folder)
             (folder / file).write_bytes(change((folder / file).read_bytes()))
@@ -522,9 +532,7 @@ for name, text in {"empty object": "{}", "list": "[]", "no JSON": "{", "zero byt
     )
 refused_folder("config.json missing", "no architecture")(lambda f: (f / "config.json").unlink())
 refused_folder("weights missing", "incomplete")(lambda f: (f / "model.safetensors").unlink())
-refused_folder("a shard missing", "incomplete", max_shard_size="20KB")(
-    lambda f: next(f.glob("model-00002-*")).unlink()
-)
+refused_folder("a shard missing", "incomplete", max_shard_size="20KB")(lambda f: next(f.glob("model-00002-*")).unlink())
 refused_folder("a shard truncated", "damaged", max_shard_size="20KB")(
     lambda f: next(f.glob("model-00002-*")).write_bytes(b"12345678")
 )
@@ -541,12 +549,14 @@ refused_folder("model with Python code of its own", "own code")(
     )
 )
 for bomb in (Bomb, SystemBomb, ClassBomb):
+
     def _write(folder, bomb=bomb):
         pickled(folder, lambda state: state | {"x": bomb()})
         return Saved(folder)
 
     trial(FOLDER, f"pytorch_model.bin with code, {bomb.__name__}", "code")(_write)
 for name in ("flax_model.msgpack", "tf_model.h5", "rust_model.ot", "model.onnx", "model.ckpt.index"):
+
     def _write(folder, name=name):
         only_config(folder)
         (folder / name).write_bytes(b"\x80" * 100)
@@ -599,7 +609,9 @@ def _(folder):
 FILE = "file with module="
 
 
-def file_trial(name: str, change: Callable[[dict], Any] = lambda s: s, refusal: str = "", suffix: str = ".pt", **options):
+def file_trial(
+    name: str, change: Callable[[dict], Any] = lambda s: s, refusal: str = "", suffix: str = ".pt", **options
+):
     """Add a trial of a pickle of weights."""
 
     def write(folder: Path) -> Saved:
@@ -723,6 +735,7 @@ def _(folder):
 
 for damage, change in DAMAGES.items():
     for suffix in (".safetensors", ".pt"):
+
         def _write(folder, change=change, suffix=suffix):
             file = folder / f"weights{suffix}"
             (save_file if suffix == ".safetensors" else torch.save)(state_of(zoo()), file)
@@ -754,6 +767,7 @@ def _(folder):
 
 for suffix in (".onnx", ".h5", ".keras", ".npz", ".msgpack", ".pb", ".tflite", ".mlmodel", ".pkl", ".joblib", ".npy",
                ".ptl", ".pte", ".pt2", ".ot", ".ggml", ".engine", ".zip"):  # fmt: skip
+
     def _write(folder, suffix=suffix):
         file = folder / f"model{suffix}"
         values = {name: tensor.numpy() for name, tensor in state_of(zoo()).items()}
@@ -802,7 +816,11 @@ class App:
 
 DCP_STATES = {
     "state dict": lambda m: m.state_dict(),
-    "{'model': module, 'optimizer': ..., 'step': 3}": lambda m: {"model": m, "optimizer": _optimizer_state(), "step": 3},
+    "{'model': module, 'optimizer': ..., 'step': 3}": lambda m: {
+        "model": m,
+        "optimizer": _optimizer_state(),
+        "step": 3,
+    },
     "{'app': ...}, as in the tutorials": lambda m: {"app": App(m)},
     "{'state_dict': ...}, as Lightning": lambda m: {"state_dict": _prefixed(m.state_dict(), "net.")},
     "names with module._orig_mod.": lambda m: {"model": _prefixed(m.state_dict(), "module._orig_mod.")},
@@ -860,7 +878,9 @@ dcp_trial(".metadata, zero bytes", lambda f: (f / ".metadata").write_bytes(b""),
 dcp_trial("data missing", lambda f: (f / "__0_0.distcp").unlink(), "damaged")
 dcp_trial("data truncated", lambda f: os.truncate(f / "__0_0.distcp", 500), "damaged")
 dcp_trial("code in .metadata", lambda f: (f / ".metadata").write_bytes(pickle.dumps(Bomb())), "code")
-dcp_trial("code within .metadata", lambda f: change_metadata(f, lambda m: m.planner_data.update(x=SystemBomb())), "code")
+dcp_trial(
+    "code within .metadata", lambda f: change_metadata(f, lambda m: m.planner_data.update(x=SystemBomb())), "code"
+)
 
 
 @trial(DCP, "code in the data of a tensor", "code")
@@ -893,9 +913,7 @@ def _in_folder(folder: Path, write: Callable[[Path, Any], Any]) -> Saved:
     return Saved(folder, model)
 
 
-trial(FOLDER, "DCP as its only weights")(
-    lambda folder: _in_folder(folder, lambda f, m: save_dcp({"model": m}, f))
-)
+trial(FOLDER, "DCP as its only weights")(lambda folder: _in_folder(folder, lambda f, m: save_dcp({"model": m}, f)))
 trial(FOLDER, "DCP as its only weights, bfloat16 state dict")(
     lambda folder: _in_folder(folder, lambda f, m: save_dcp(m.to(torch.bfloat16).state_dict(), f))
 )
@@ -1072,7 +1090,9 @@ def deepspeed(folder: Path, model: nn.Module, stage: int, n_ranks: int = 2, **be
     shapes = [OrderedDict((name, parameter.shape) for name, parameter in parameters.items())]
     about = {"param_shapes": shapes, "buffer_names": [], "ds_version": "0.16.0", "shared_params": {},
              "ds_config": {"zero_optimization": {"stage": stage}}, "frozen_param_shapes": None, **beside}  # fmt: skip
-    flat = [nn.functional.pad(p.detach().flatten(), (0, -p.numel() % n_ranks)).chunk(n_ranks) for p in parameters.values()]
+    flat = [
+        nn.functional.pad(p.detach().flatten(), (0, -p.numel() % n_ranks)).chunk(n_ranks) for p in parameters.values()
+    ]
     for rank in range(n_ranks):
         optimizer = {"zero_stage": stage, "partition_count": n_ranks}
         if stage == 3:
@@ -1088,6 +1108,7 @@ def deepspeed(folder: Path, model: nn.Module, stage: int, n_ranks: int = 2, **be
 
 
 for stage in (1, 2):
+
     def _write(folder, stage=stage):
         model = zoo()
         deepspeed(folder, model, stage, args=argparse.Namespace(lr=1))
@@ -1127,7 +1148,9 @@ def _(folder):
 @trial("DeepSpeed", "two ranks of model parallelism", "divided")
 def _(folder):
     deepspeed(folder, zoo(), 1)
-    shutil.copy(folder / "global_step5" / "mp_rank_00_model_states.pt", folder / "global_step5" / "mp_rank_01_model_states.pt")
+    shutil.copy(
+        folder / "global_step5" / "mp_rank_00_model_states.pt", folder / "global_step5" / "mp_rank_01_model_states.pt"
+    )
     return Saved(folder, module=zoo)
 
 
@@ -1376,6 +1399,7 @@ trial(GGUF, "first of two files of one model", "does not fit")(
     partial(gguf, change=lambda t: dict(list(t.items())[: len(t) // 2]))
 )
 for damage, change in DAMAGES.items():
+
     def _write(folder, change=change):
         file = gguf(folder).source
         file.write_bytes(change(file.read_bytes()))
@@ -1404,6 +1428,7 @@ def _(folder):
 
 
 for file in ("weights.safetensors", "weights.pt"):
+
     def _write(folder, file=file):
         if os.geteuid() == 0:
             raise PermissionError("the superuser may read every file")
