@@ -125,6 +125,8 @@ def _judged(text: str, refusal: str) -> Outcome:
 
 def _compared(saved: Saved, subject, profile, *, streaming: bool):
     """Whether a subject holds the weights that were written and has their spectra; and its profile."""
+    if saved.model is None:
+        return Outcome("no refusal"), None
     if (subject.streamed is not None) != streaming:
         return Outcome("silently wrong", "it is not streamed" if streaming else "it is streamed"), None
     if subject.unloaded != saved.unloaded:
@@ -136,7 +138,7 @@ def _compared(saved: Saved, subject, profile, *, streaming: bool):
     for name, tensor in expected.items():
         if (own[name].shape, own[name].dtype) != (tensor.shape, tensor.dtype):
             return Outcome("silently wrong", f"{name} is {own[name].dtype} {tuple(own[name].shape)}"), None
-        if not streaming and not torch.equal(own[name], tensor):
+        if not streaming and not torch.equal(_plain(own[name]), _plain(tensor)):
             return Outcome("silently wrong", f"{name} has other values"), None
     if not saved.has_spectra:
         return Outcome("works"), None
@@ -149,6 +151,11 @@ def _compared(saved: Saved, subject, profile, *, streaming: bool):
         if values.dtype.kind in "fc" and not np.allclose(values, other, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
             return Outcome("silently wrong", f"{name} of the profile differs"), None
     return Outcome("works"), found
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of torchao as it computes."""
+    return tensor.dequantize() if type(tensor).__module__.startswith("torchao") else tensor
 
 
 def _cell(text: str) -> str:

@@ -290,9 +290,9 @@ def change_weights(file: Path, change: Callable[[dict], dict]) -> None:
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
-def only_config(folder: Path) -> Any:
+def only_config(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Write config.json; the model is given back."""
-    model = llama()
+    model = llama(dtype=dtype)
     model.config.architectures = ["LlamaForCausalLM"]
     model.config.save_pretrained(folder)
     return model
@@ -570,16 +570,41 @@ QUANTIZED = {
     "bitsandbytes, 4 bits": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "GPTQ": {"quant_method": "gptq", "bits": 4, "group_size": 32},
     "AWQ": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
-    "fp8 of transformers": {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"},
     "fbgemm fp8": {"quant_method": "fbgemm_fp8"},
     "HQQ": {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}}},
     "compressed-tensors": {"quant_method": "compressed-tensors", "config_groups": {}, "format": "pack-quantized"},
     "EETQ": {"quant_method": "eetq", "weights": "int8"},
     "AQLM": {"quant_method": "aqlm", "in_group_size": 8},
-    "mxfp4": {"quant_method": "mxfp4"},
-    "a method that does not exist": {"quant_method": "made_up"},
     "no method": {"bits": 4},
 }
+#: Formats that transformers converts to plain weights, or does not know; plain weights stay as they are.
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+for name, about in {"fp8": FP8, "mxfp4": {"quant_method": "mxfp4"}, "an unknown method": {"quant_method": "x"}}.items():
+
+    def _write(folder, about=about):
+        model = hugging_face(folder)
+        change_config(folder, quantization_config=about)
+        return Saved(folder, model)
+
+    trial(FOLDER, f"plain weights, quantization_config of {name}", not_streamed="quantized, not streamed")(_write)
+
+
+@trial(FOLDER, "fp8 in blocks with scales, as DeepSeek", not_streamed="quantized, not streamed")
+def _(folder):
+    model = hugging_face(folder)
+    state = state_of(model)
+    for name, tensor in state_of(model).items():
+        if ".layers." in name and tensor.ndim == 2:
+            blocks = tensor.reshape(len(tensor) // 16, 16, -1, 16)
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            small = (blocks / scale).to(torch.float8_e4m3fn)
+            state |= {name: small.reshape(tensor.shape), f"{name}_scale_inv": scale[:, 0, :, 0]}
+            model.get_parameter(name).data = (small.float() * scale).reshape(tensor.shape)
+    change_weights(folder / "model.safetensors", lambda _: state)
+    change_config(folder, quantization_config=FP8)
+    return Saved(folder, model)
+
+
 for name, about in QUANTIZED.items():
     refused_folder(f"quantization_config of {name}", "quantized")(
         lambda f, about=about: change_config(f, quantization_config=about)
@@ -648,7 +673,6 @@ NESTINGS = {
         "state_dict": _prefixed(s, "net."), "epoch": 1, "pytorch-lightning_version": "2.6", "callbacks": {},
         "optimizer_states": [], "hyper_parameters": {"width": 16}, "hparams_name": "kwargs",
     },
-    "Lightning .ckpt with code in its hyperparameters refused": None,
     "argparse.Namespace beside": lambda s: {"model": s, "args": argparse.Namespace(lr=1, out=pathlib.Path("a"))},
     "types.SimpleNamespace beside": lambda s: {"model": s, "args": types.SimpleNamespace(lr=1)},
     "pathlib.Path beside": lambda s: {"model": s, "args": {"out": pathlib.Path("a/b")}},
@@ -666,11 +690,9 @@ NESTINGS = {
     "names with _orig_mod., as torch.compile": lambda s: _prefixed(s, "_orig_mod."),
     "names with module._orig_mod.": lambda s: _prefixed(s, "module._orig_mod."),
     "names with _fsdp_wrapped_module.": lambda s: {
-        name.replace("blocks.", "blocks._fsdp_wrapped_module.", 1) if False else f"_fsdp_wrapped_module.{name}": t
-        for name, t in s.items()
+        f"_fsdp_wrapped_module.{name}": t for name, t in s.items()
     },
 }  # fmt: skip
-del NESTINGS["Lightning .ckpt with code in its hyperparameters refused"]
 
 
 def _training_arguments():
@@ -896,7 +918,7 @@ def _(folder):
         info.length = (folder / "saved" / "bomb.distcp").stat().st_size
 
     change_metadata(folder / "saved", change)
-    return Saved(folder / "saved", module=zoo)
+    return Saved(folder / "saved", zoo(), zoo)
 
 
 @trial(DCP, "FSDP sharded state of accelerate, pytorch_model_fsdp_0")
@@ -907,15 +929,15 @@ def _(folder):
     return Saved(folder, model, lambda: zoo(9))
 
 
-def _in_folder(folder: Path, write: Callable[[Path, Any], Any]) -> Saved:
-    model = only_config(folder)
+def _in_folder(folder: Path, write: Callable[[Path, Any], Any], dtype: torch.dtype = torch.float32) -> Saved:
+    model = only_config(folder, dtype)
     write(folder, model)
     return Saved(folder, model)
 
 
 trial(FOLDER, "DCP as its only weights")(lambda folder: _in_folder(folder, lambda f, m: save_dcp({"model": m}, f)))
 trial(FOLDER, "DCP as its only weights, bfloat16 state dict")(
-    lambda folder: _in_folder(folder, lambda f, m: save_dcp(m.to(torch.bfloat16).state_dict(), f))
+    lambda folder: _in_folder(folder, lambda f, m: save_dcp(m.state_dict(), f), torch.bfloat16)
 )
 trial(FOLDER, "DCP in a folder in it, pytorch_model_fsdp_0")(
     lambda folder: _in_folder(folder, lambda f, m: save_dcp({"model": m}, f / "pytorch_model_fsdp_0"))

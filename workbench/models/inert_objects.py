@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 import sys
 import zipfile
+from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 
 #: Functions and classes of the standard library and of numpy that only hold values, called with these values.
 _HARMLESS = ("pathlib.", "datetime.", "types.SimpleNamespace", "uuid.UUID", "decimal.Decimal", "fractions.Fraction")
+#: Modules of Python by the names of today and, as torch.save has pickle write them, of Python 2.
+_OF_PYTHON = {*sys.stdlib_module_names, *IMPORT_MAPPING}
 _OF_NUMPY = ("scalar", "_reconstruct", "_frombuffer", "dtype", "ndarray")
 
 
@@ -76,5 +79,6 @@ def _only_holds_values(name: str) -> bool:
     module, _, last = name.rpartition(".")
     if module.partition(".")[0] == "numpy":
         return last in _OF_NUMPY
-    is_class = last[:1].isupper() and module.partition(".")[0] not in sys.stdlib_module_names
+    is_of_python = {module.partition(".")[0], module} & _OF_PYTHON
+    is_class = last[:1].isupper() and not is_of_python
     return is_class or any(name == known or (known[-1] == "." and name.startswith(known)) for known in _HARMLESS)
