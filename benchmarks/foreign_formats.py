@@ -91,7 +91,8 @@ REASONS = {
     ),
     "incomplete": Reason(
         "A file that belongs to the checkpoint is not there.",
-        ("fetch that file too", "fetch that too", "no file named", "holds no weights", "does not hold all of", "lacks ",
+        ("fetch that file too", "fetch that too", "does not hold all parts",
+         "no file named", "holds no weights", "does not hold all of", "lacks ",
          "in no file that is known here"),
     ),
     "does not fit": Reason(
@@ -146,7 +147,7 @@ REASONS = {
     ),
     "divided": Reason(
         "The weights are divided in a way that only the program that wrote them puts together.",
-        ("ZeRO-3 divided", "divided among", "parts of tensors", "split"),
+        ("divided among", "parts of tensors", "split"),
     ),
     "more than LoRA": Reason(
         "The adapter is no sum of two matrices; peft merges it.", ("merge_and_unload", "is no folder here")
@@ -1129,7 +1130,7 @@ def deepspeed(folder: Path, model: nn.Module, stage: int, n_ranks: int = 2, **be
         torch.save({"module": state_of(model), **about}, place / "mp_rank_00_model_states.pt")
 
 
-for stage in (1, 2):
+for stage in (1, 2, 3):
 
     def _write(folder, stage=stage):
         model = zoo()
@@ -1142,15 +1143,19 @@ for stage in (1, 2):
     )
 
 
-@trial("DeepSpeed", "ZeRO-3, the weights divided", "divided")
+@trial("DeepSpeed", "ZeRO-3, one of three ranks missing", "incomplete")
 def _(folder):
-    deepspeed(folder, zoo(), 3)
+    deepspeed(folder, zoo(), 3, 3)
+    for file in (folder / "global_step5").glob("zero_pp_rank_2_*"):
+        file.unlink()
     return Saved(folder, module=zoo)
 
 
-@trial(FOLDER, "DeepSpeed ZeRO-3 as its only weights", "divided")
+@trial("DeepSpeed", "ZeRO-3, code in the optimizer's file", "code")
 def _(folder):
-    return _in_folder(folder, partial(deepspeed, stage=3))
+    deepspeed(folder, zoo(), 3)
+    torch.save({"x": Bomb()}, folder / "global_step5" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    return Saved(folder, module=zoo)
 
 
 @trial(FOLDER, "DeepSpeed ZeRO-3 beside gathered model.safetensors")

@@ -64,8 +64,9 @@ def open_checkpoint(
             names, if that is a local path; a ``.gguf`` file; any ``nn.Module``; or a subject. Together with
             ``module`` weights alone: a ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or Lightning's ``.ckpt`` file,
             in which they may be below "model", "model_state_dict", "state_dict" or "module"; a folder of PyTorch's
-            distributed checkpoint, of Megatron (``torch_dist``), DeepSpeed (not ZeRO-3) or diffusers; shards with or
-            without an index.
+            distributed checkpoint, of Megatron (``torch_dist``), DeepSpeed or diffusers; shards with or without an
+            index. A folder with a config.json of Hugging Face may hold its weights in any of these forms. Objects
+            beside the weights of a pickle are never made; one that calls a function is refused.
             Quantized weights of a GGUF file come out as float32, or as ``dtype``, with the noise of quantization.
         module: Module that a state dict belongs to; its parameters are replaced, unless an error is raised.
         trust_remote_code: Whether a Hugging Face checkpoint may run its own Python code.

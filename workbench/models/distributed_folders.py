@@ -112,8 +112,13 @@ def _parts_state(folder: Path) -> dict[str, LazyTensor]:
         offsets = _offsets(file)
         for name, tensor in safetensors_state(file).items():
             part = _Part(offsets.get(name, (0,) * len(tensor.shape)), tensor.shape, tensor)
-            boxes.setdefault(name, {})[part.offsets] = part
-            if len(part.offsets) != len(part.sizes) or dtypes.setdefault(name, tensor.dtype) != tensor.dtype:
+            is_again = part.offsets in boxes.setdefault(name, {})
+            boxes[name][part.offsets] = part
+            if (
+                is_again
+                or len(part.offsets) != len(part.sizes)
+                or dtypes.setdefault(name, tensor.dtype) != tensor.dtype
+            ):
                 raise CheckpointError(f"{file} is damaged at {name}; fetch it again.")
     state = {}
     for name, parts in boxes.items():

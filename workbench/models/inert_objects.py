@@ -80,5 +80,5 @@ def _only_holds_values(name: str) -> bool:
     if module.partition(".")[0] == "numpy":
         return last in _OF_NUMPY
     is_of_python = {module.partition(".")[0], module} & _OF_PYTHON
-    is_class = last[:1].isupper() and not is_of_python
+    is_class = last.lstrip("_")[:1].isupper() and not is_of_python
     return is_class or any(name == known or (known[-1] == "." and name.startswith(known)) for known in _HARMLESS)

@@ -8,7 +8,7 @@ import pickle
 import re
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -93,6 +93,18 @@ def is_plain_pickle(path: Path) -> bool:
     names = placeholders(path)
     state = _read_weights(path, mmap=True)
     return not names and isinstance(state, dict) and all(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def read_objects(path: Path) -> dict[str, Any]:
+    """The tensors and plain values of a pickle of a dict, mapped from the file.
+
+    Raises:
+        CheckpointError: If it is damaged, holds code or no dict.
+    """
+    held = _read_weights(path, mmap=True)
+    if not isinstance(held, dict):
+        raise CheckpointError(f"{path.name} holds no dict of tensors; fetch it again.")
+    return held
 
 
 def _is_empty_extra(name: object, value: object) -> bool:

@@ -18,6 +18,7 @@ from workbench.models.state_files import (
     read_state,
     safetensors_state,
 )
+from workbench.models.zero_partitions import is_partitioned, partitioned_state
 
 #: What diffusers calls its weights.
 _DIFFUSERS_FILES = tuple(
@@ -117,6 +118,8 @@ def weight_places(folder: Path) -> tuple[Path, ...]:
     for name, pattern in _NEWEST.items():
         if (folder / name).is_file():
             return weight_places(_named_in(folder / name, pattern))
+    if is_partitioned(folder):
+        return (folder,)
     if states := _model_states(folder):
         return (_whole_states(folder, states),)
     for name in (*WEIGHT_FILES, *_DIFFUSERS_FILES):
@@ -148,7 +151,7 @@ def place_state(place: Path) -> dict[str, LazyTensor]:
         CheckpointError: If it is damaged or incomplete, or holds code.
     """
     if place.is_dir():
-        return distributed_state(place)
+        return partitioned_state(place) if is_partitioned(place) else distributed_state(place)
     if place.suffix == ".safetensors":
         refuse_part(place)
         return safetensors_state(place)
@@ -185,7 +188,7 @@ def _whole_states(folder: Path, states: tuple[Path, ...]) -> Path:
     Raises:
         CheckpointError: If they are divided among several.
     """
-    if any(file.name.startswith("zero_pp_rank") for file in states):
+    if any(file.name.startswith("zero_pp_rank") for file in states):  # with several ranks of model parallelism
         raise CheckpointError(
             f"{folder} holds weights that ZeRO-3 divided; run the zero_to_fp32.py beside it and pass the file it makes."
         )
