@@ -101,7 +101,9 @@ def _open(trial: Trial, saved: Saved, folder: Path, profile, *, streaming: bool)
         subject = wb.open_checkpoint(saved.source, streaming=streaming, **options)
         outcome, profile = _compared(saved, subject, profile, streaming=streaming)
     except wb.WorkbenchError as error:
-        text = str(error).replace(str(folder) + os.sep, "").replace(str(folder), folder.name)
+        text = (
+            str(error).replace(str(folder) + os.sep, "").replace(str(folder), "folder").replace(folder.name, "folder")
+        )
         outcome, profile = _judged(text, refusal), None
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):

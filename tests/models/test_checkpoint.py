@@ -162,6 +162,24 @@ def test_a_folder_whose_pickle_holds_code_is_refused(llama_folder, tmp_path, mon
     assert not (tmp_path / "exploded").exists()
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_a_file_that_may_not_be_read_is_refused(tiny, tmp_path, monkeypatch, suffix):
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(b"PK")
+    before = type(path).open
+
+    def forbidden(self, *args, **options):
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return before(self, *args, **options)
+
+    monkeypatch.setattr(type(path), "open", forbidden)
+    with pytest.raises(
+        CheckpointError, match=rf"^x{suffix} cannot be read \(Permission denied\); check its permissions.$"
+    ):
+        wb.open_checkpoint(path, module=tiny)
+
+
 def test_a_pickle_that_is_no_state_dict_is_refused(tmp_path):
     torch.save([1, 2, 3], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match="holds no state dict; save module.state_dict"):

@@ -82,6 +82,18 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
     return state
 
 
+def _refuse_unreadable(path: Path) -> None:
+    """Refuse a file that this user may not read.
+
+    Raises:
+        CheckpointError: If it is one.
+    """
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read ({error.strerror}); check its permissions.") from error
+
+
 def is_plain_pickle(path: Path) -> bool:
     """Whether a file is a pickle of tensors by name and nothing else, or no pickle but a safetensors file.
 
@@ -121,6 +133,7 @@ def check_safetensors(path: Path) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
+    _refuse_unreadable(path)
     try:
         with safe_open(path, framework="pt"):
             pass
@@ -215,6 +228,7 @@ def _read_pickle(path: Path, **options: bool) -> object:
     Objects of classes that torch does not know are replaced by placeholders.
     """
     damaged = f"{path.name} is damaged or incomplete; fetch it again."
+    _refuse_unreadable(path)
     with path.open("rb") as file:
         # torch takes a zip archive without its end for an old pickle and then suspects code in it.
         if file.read(2) == b"PK" and not zipfile.is_zipfile(path):
