@@ -157,9 +157,27 @@ def test_a_folder_whose_pickle_holds_code_is_refused(llama_folder, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text((llama_folder / "config.json").read_text())
     torch.save({"model.embed_tokens.weight": _Bomb()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pickle with more than tensors, possibly code, and was not loaded"):
+    with pytest.raises(CheckpointError, match="holds more than tensors, possibly code, and was not loaded"):
         wb.open_checkpoint(tmp_path)
     assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_a_file_that_may_not_be_read_is_refused(tiny, tmp_path, monkeypatch, suffix):
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(b"PK")
+    before = type(path).open
+
+    def forbidden(self, *args, **options):
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return before(self, *args, **options)
+
+    monkeypatch.setattr(type(path), "open", forbidden)
+    with pytest.raises(
+        CheckpointError, match=rf"^x{suffix} cannot be read \(Permission denied\); check its permissions.$"
+    ):
+        wb.open_checkpoint(path, module=tiny)
 
 
 def test_a_pickle_that_is_no_state_dict_is_refused(tmp_path):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
@@ -216,6 +217,31 @@ def test_folders_that_hold_no_or_other_weights_are_refused(tmp_path):
     assert "does not fit Transformer: it lacks " in refusal(tmp_path / "b", small(9))
     dcp.save({"model": small(), "module": small()}, checkpoint_id=tmp_path / "c")
     assert "may hold weights under each of model, module; save one of them alone." in refusal(tmp_path / "c", small(9))
+
+
+def test_safetensors_of_several_ranks_are_put_together(tmp_path):
+    model = small()
+    for rank, rows in enumerate((slice(0, 10), slice(10, 32))):
+        state = {name: tensor for i, (name, tensor) in enumerate(model.state_dict().items()) if i % 2 == rank}
+        state["head.weight"] = model.head.weight.detach()[rows].clone()
+        places = {"head.weight": {"saved_offsets": [rows.start, 0]}}
+        file = tmp_path / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+        save_file(state, file, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+        text = refusal(file, small(9))
+        assert text.endswith("of one rank of several; pass the folder with the files of all ranks.")
+    assert_opens(tmp_path, model)
+    tensor = lazy_state(tmp_path)["head.weight"]
+    assert (tensor.shape, tensor.dtype, tensor.n_bytes) == ((32, 16), torch.float32, 32 * 16 * 4)
+    for wrong in ("{", '{"head.weight": 3}', '{"head.weight": {"saved_offsets": "x"}}', "[]"):
+        save_file(state, file, metadata={"DCP_SHARDING_INFO": wrong})
+        assert f"{file} is damaged in its header; fetch it again." in refusal(tmp_path, small(9))
+    save_file(state, file, metadata={"DCP_SHARDING_INFO": '{"head.weight": {"saved_offsets": [10]}}'})
+    assert f"{file} is damaged at head.weight; fetch it again." in refusal(tmp_path, small(9))
+    for first in (0, 9, 11):  # twice the same, overlapping, or with a gap
+        places = {"head.weight": {"saved_offsets": [first, 0]}}
+        save_file(state, file, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
+        text = refusal(tmp_path, small(9))
+        assert ("does not hold all of head.weight; fetch" if first else "is damaged at head.weight; fetch") in text
 
 
 class _Decoder(torch.nn.Module):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import workbench as wb
@@ -361,6 +361,58 @@ def test_a_gguf_file_is_dequantized_block_by_block(tmp_path, kind, dtype):
     ids = torch.arange(24).reshape(3, 8) % 20
     assert_same(*(measured(subject, ids, n_snapshots=None) for subject in (resident, streamed)))
     assert all(parameter.is_meta for parameter in streamed.model.model.layers.parameters())
+
+
+class _Conditioned(torch.nn.Module):
+    """Calls what is inside its first block, as DiT does with its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(90, 16)
+        self.blocks = torch.nn.ModuleList(_Shifted() for _ in range(3))
+
+    def forward(self, tokens):
+        states = self.embedding(tokens)
+        shift = self.blocks[0].shift(states.mean(1, keepdim=True))
+        for block in self.blocks:
+            states = block(states, shift)
+        return states
+
+
+class _Shifted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh())
+        self.mlp = torch.nn.Linear(16, 16)
+
+    def forward(self, states, shift):
+        return states + torch.tanh(self.mlp(states) + shift)
+
+
+def test_what_is_inside_a_block_may_be_called_from_outside(tmp_path):
+    save_file(_Conditioned().state_dict(), tmp_path / "x.safetensors")
+    subjects = [
+        wb.open_checkpoint(tmp_path / "x.safetensors", module=_Conditioned().eval(), streaming=streaming)
+        for streaming in (False, True)
+    ]
+    assert_same(*(measured(subject) for subject in subjects))
+    assert all(parameter.is_meta for parameter in subjects[1].model.blocks.parameters())
+    with torch.no_grad():
+        assert torch.equal(*(subject.model(IDS) for subject in subjects))
+    assert all(parameter.is_meta for parameter in subjects[1].model.blocks.parameters())
+
+
+def test_tied_weights_are_found_under_either_name(tmp_path):
+    model = build(BY_NAME["gpt2"])
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    names = {"transformer.wte.weight": "lm_head.weight"}
+    state = {names.get(name, name): tensor for name, tensor in load_file(file).items()}
+    assert "lm_head.weight" in state
+    assert len(state) == len(load_file(file))
+    save_file(state, file, metadata={"format": "pt"})
+    assert_same(*(measured(wb.open_checkpoint(tmp_path, streaming=streaming)) for streaming in (False, True)))
 
 
 class TestWhatCannotBeStreamed:

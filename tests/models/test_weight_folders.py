@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 import workbench as wb
 from tests.models.weight_models import TOKENS, assert_opens, refusal, small
@@ -37,13 +38,14 @@ def test_deepspeed_folders_open(tmp_path):
     assert "which is no folder beside it; fetch that too." in refusal(tmp_path, small(9))
 
 
-def test_weights_that_deepspeed_divided_are_refused(tmp_path):
-    deepspeed(tmp_path / "three", small(), "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    text = refusal(tmp_path / "three", small(9))
-    assert "holds weights that ZeRO-3 divided; run the zero_to_fp32.py beside it and pass the file it makes." in text
+def test_weights_divided_among_ranks_of_model_parallelism_are_refused(tmp_path):
     deepspeed(tmp_path / "two", small())
     (tmp_path / "two" / "global_step5" / "mp_rank_01_model_states.pt").write_bytes(b"")
     assert "holds weights divided among 2 ranks of model parallelism; export" in refusal(tmp_path / "two", small(9))
+    deepspeed(tmp_path / "three", small(), "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    (tmp_path / "three" / "global_step5" / "zero_pp_rank_0_mp_rank_01_model_states.pt").write_bytes(b"")
+    text = refusal(tmp_path / "three", small(9))
+    assert "holds weights that ZeRO-3 divided; run the zero_to_fp32.py beside it and pass the file it makes." in text
 
 
 def diffusers_folder(folder, model, **config):
@@ -130,6 +132,31 @@ def test_weights_without_a_config_open_with_their_module(name, tmp_path):
     save(model.state_dict(), tmp_path / name)
     assert_opens(tmp_path, model)
     assert "holds weights without an architecture; pass module=, or the folder with its config" in refusal(tmp_path)
+
+
+def test_a_sharded_checkpoint_of_accelerate_opens_with_its_module(tmp_path):
+    model = small()
+    dcp.save({"model": model}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"optimizer": {"x": torch.ones(2)}}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    assert_opens(tmp_path, model)
+    assert "holds weights without an architecture; pass module=" in refusal(tmp_path)
+
+
+def test_a_config_that_names_no_model_goes_with_a_module(tmp_path):
+    model = small()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"width": 16}')
+    assert_opens(tmp_path, model)
+    for known in ("model_type", "architectures", "auto_map", "workbench_architecture"):
+        (tmp_path / "config.json").write_text(json.dumps({known: "x"}))
+        assert "module= goes with a file of weights" in refusal(tmp_path, small(9))
+
+
+def test_a_variant_of_diffusers_opens_with_its_module(tmp_path):
+    model = small()
+    folder = diffusers_folder(tmp_path / "dit", model)
+    (folder / "diffusion_pytorch_model.safetensors").rename(folder / "diffusion_pytorch_model.fp16.safetensors")
+    assert_opens(folder, model)
 
 
 def test_a_file_of_weights_in_a_folder_is_named(tmp_path):

@@ -20,17 +20,22 @@ from torch.nn.utils import parametrize
 from workbench.errors import CheckpointError, WorkbenchError
 from workbench.models.adapters import base_model, kind_of_matrix, merged
 from workbench.models.diffusers_models import diffusers_model
+from workbench.models.folder_weights import folder_weights
 from workbench.models.lazy_state import LazyTensor, lazy_state
-from workbench.models.state_files import STATE_SUFFIXES, check_safetensors, folder_weights
+from workbench.models.state_files import STATE_SUFFIXES, check_safetensors
 from workbench.models.state_fit import load_state, matched_state, plain_names, tied_names
 from workbench.models.streaming import StreamedWeights
 from workbench.models.streaming_choice import StreamingChoice
 from workbench.models.subject import ByteTokenizer, Subject
-from workbench.models.weight_folders import diffusers_config, is_adapter, is_without_architecture, own_checkpoint
+from workbench.models.weight_folders import (
+    ZOO_KEY,
+    diffusers_config,
+    is_adapter,
+    is_without_architecture,
+    own_checkpoint,
+)
 from workbench.zoo.module_of import module_of
 
-#: The key in a folder's config.json that names one of our own architectures.
-ZOO_KEY = "workbench_architecture"
 #: Its key that states how texts become tokens, if known: "bytes".
 TOKENIZER_KEY = "tokenizer"
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
@@ -59,8 +64,9 @@ def open_checkpoint(
             names, if that is a local path; a ``.gguf`` file; any ``nn.Module``; or a subject. Together with
             ``module`` weights alone: a ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or Lightning's ``.ckpt`` file,
             in which they may be below "model", "model_state_dict", "state_dict" or "module"; a folder of PyTorch's
-            distributed checkpoint, of Megatron (``torch_dist``), DeepSpeed (not ZeRO-3) or diffusers; shards with or
-            without an index.
+            distributed checkpoint, of Megatron (``torch_dist``), DeepSpeed or diffusers; shards with or without an
+            index. A folder with a config.json of Hugging Face may hold its weights in any of these forms. Objects
+            beside the weights of a pickle are never made; one that calls a function is refused.
             Quantized weights of a GGUF file come out as float32, or as ``dtype``, with the noise of quantization.
         module: Module that a state dict belongs to; its parameters are replaced, unless an error is raised.
         trust_remote_code: Whether a Hugging Face checkpoint may run its own Python code.
@@ -109,7 +115,11 @@ def open_checkpoint(
     how = StreamingChoice.of(streaming, device)
     if path.is_dir():
         path = own_checkpoint(path)
-    if is_without_architecture(path) if path.is_dir() else path.is_file() and path.suffix in STATE_SUFFIXES:
+    if path.is_dir():
+        is_state = is_without_architecture(path, has_module=module is not None)
+    else:
+        is_state = path.is_file() and path.suffix in STATE_SUFFIXES
+    if is_state:
         return _open_state(path, module, wanted, name, strict, how)
     if path.is_dir() and is_adapter(path):
         if streaming is True:
@@ -303,7 +313,7 @@ def _open_folder(
             weights = folder_weights(folder)
         why_not = "it is quantized" if config.get("quantization_config") else ""
         why_not = why_not if weights is not None else "its weights are in no file that is known here"
-        n_bytes = sum(file.stat().st_size for file in weights.files) if weights is not None else 0
+        n_bytes = weights.n_bytes if weights is not None else 0
         is_streamed = how.is_wanted(n_bytes, why_not=why_not, is_strict=strict)
         model, unloaded = open_pretrained(
             str(folder),
@@ -314,8 +324,7 @@ def _open_folder(
             without_memory=is_streamed,
         )
         if is_streamed and weights is not None:
-            state = {name: tensor for file in weights.files for name, tensor in lazy_state(file).items()}
-            streamed = _stream_pretrained(model.eval(), state, folder, how)
+            streamed = _stream_pretrained(model.eval(), weights.state, folder, how)
     model = model.eval() if streamed else how.placed(model.eval())
     return Subject(model, name or folder.name, source or str(folder), folder, unloaded, tokenizer, streamed)
 

@@ -16,13 +16,16 @@ import torch
 
 from workbench.errors import CheckpointError
 from workbench.models.lazy_tensor import LazyTensor
-from workbench.models.state_files import WEIGHT_KEYS
+from workbench.models.state_files import WEIGHT_KEYS, check_safetensors, safetensors_state
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 #: The file that says which tensors a folder holds and where.
 METADATA = ".metadata"
+#: What HuggingFaceStorageWriter calls the file of one rank, and where its header says which parts of tensors it holds.
+_PART = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_PLACES = "DCP_SHARDING_INFO"
 #: A tensor of all layers at once, one index each, as Megatron keeps those of equal layers.
 _STACKED = re.compile(r"(?:^|(?<=\.))layers\.(?!\d)")
 #: What a ``.metadata`` is made of; each only holds values.
@@ -47,6 +50,23 @@ _PLAIN_CLASSES = {
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
 
 
+def part_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of several ranks, each with parts of tensors, that a folder holds."""
+    return tuple(file for file in sorted(folder.glob("shard-*.safetensors")) if _PART.fullmatch(file.name))
+
+
+def refuse_part(file: Path) -> None:
+    """Refuse a safetensors file that is known to hold parts of tensors only.
+
+    Raises:
+        CheckpointError: If one begins elsewhere than at the beginning of its tensor, or the name is that of a part.
+    """
+    if _PART.fullmatch(file.name) or any(any(offsets) for offsets in _offsets(file).values()):
+        raise CheckpointError(
+            f"{file.name} holds parts of tensors, of one rank of several; pass the folder with the files of all ranks."
+        )
+
+
 def distributed_state(folder: Path) -> dict[str, LazyTensor]:
     """The weights of a DCP folder by name, without their values, an optimizer's and random states left out.
 
@@ -56,6 +76,8 @@ def distributed_state(folder: Path) -> dict[str, LazyTensor]:
     Raises:
         CheckpointError: If the folder is damaged, incomplete, holds code, or no weights.
     """
+    if not (folder / METADATA).is_file():
+        return _parts_state(folder)
     metadata = _read_metadata(folder / METADATA)
     try:
         return _state(folder, metadata)
@@ -77,6 +99,48 @@ def _state(folder: Path, metadata: Any) -> dict[str, LazyTensor]:
         else:
             state[name] = stored.whole()
     return state
+
+
+def _parts_state(folder: Path) -> dict[str, LazyTensor]:
+    """The tensors of safetensors files of several ranks, each put together from its parts when it is read.
+
+    How many ranks there were is not written anywhere: where the last is missing, its tensors come out too short.
+    """
+    boxes: dict[str, dict[tuple[int, ...], _Part]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for file in part_files(folder):
+        offsets = _offsets(file)
+        for name, tensor in safetensors_state(file).items():
+            part = _Part(offsets.get(name, (0,) * len(tensor.shape)), tensor.shape, tensor)
+            is_again = part.offsets in boxes.setdefault(name, {})
+            boxes[name][part.offsets] = part
+            if (
+                is_again
+                or len(part.offsets) != len(part.sizes)
+                or dtypes.setdefault(name, tensor.dtype) != tensor.dtype
+            ):
+                raise CheckpointError(f"{file} is damaged at {name}; fetch it again.")
+    state = {}
+    for name, parts in boxes.items():
+        ends = [[o + n for o, n in zip(p.offsets, p.sizes, strict=True)] for p in parts.values()]
+        shape = tuple(max(sizes) for sizes in zip(*ends, strict=True))
+        if sum(math.prod(part.sizes) for part in parts.values()) != math.prod(shape):
+            raise CheckpointError(f"{folder} does not hold all of {name}; fetch the checkpoint again.")
+        state[name] = _Stored(name, shape, dtypes[name], tuple(parts.values())).whole()
+    return state
+
+
+def _offsets(file: Path) -> dict[str, tuple[int, ...]]:
+    """Name of each tensor of a safetensors file -> where its part begins; empty if the header says nothing of parts."""
+    from safetensors import safe_open
+
+    check_safetensors(file)
+    with safe_open(file, framework="pt") as opened:
+        text = (opened.metadata() or {}).get(_PLACES)
+    try:
+        return {name: tuple(map(int, place["saved_offsets"])) for name, place in json.loads(text or "{}").items()}
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged in its header; fetch it again.") from error
 
 
 class _Unpickler(pickle.Unpickler):
@@ -186,13 +250,25 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """One box of a tensor: where it lies in the tensor, and its values."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    values: LazyTensor
+
+    def read(self, key: str, dtype: torch.dtype) -> Tensor:
+        return self.values.read()
+
+
+@dataclass(frozen=True)
 class _Stored:
     """A tensor of a folder and the chunks that fill it."""
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[_Chunk, ...]
+    chunks: tuple[_Chunk, ...] | tuple[_Part, ...]
 
     @classmethod
     def of(cls, folder: Path, key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> _Stored:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from workbench.errors import CheckpointError
 from workbench.models.adapters import base_model, is_transposed, merged
-from workbench.models.distributed_folders import distributed_state
 from workbench.models.lazy_tensor import LazyTensor
-from workbench.models.state_files import check_safetensors, read_state
-from workbench.models.weight_folders import is_adapter, own_checkpoint, weight_places
+from workbench.models.weight_folders import is_adapter, own_checkpoint, place_state, weight_places
 
 __all__ = ["LazyTensor", "lazy_state"]
 
@@ -36,13 +32,11 @@ def lazy_state(path: Path) -> dict[str, LazyTensor]:
         return _of_folder(own_checkpoint(path))
     if not path.is_file():
         raise CheckpointError(f"There is no file {path}; check the path.")
-    if path.suffix == ".safetensors":
-        return _of_safetensors(path)
     if path.suffix == ".gguf":
         from workbench.models.gguf_file import gguf_state
 
         return gguf_state(path)
-    return {name: LazyTensor.of(tensor) for name, tensor in read_state(path, mmap=True).items()}
+    return place_state(path)
 
 
 def _of_folder(folder: Path) -> dict[str, LazyTensor]:
@@ -50,25 +44,8 @@ def _of_folder(folder: Path) -> dict[str, LazyTensor]:
         return merged(folder, lazy_state(base_model(folder)), lambda _: is_transposed(folder))
     state: dict[str, LazyTensor] = {}
     for place in weight_places(folder):
-        found = distributed_state(place) if place.is_dir() else lazy_state(place)
+        found = place_state(place)
         if twice := state.keys() & found.keys():
             raise CheckpointError(f"{folder} holds {min(twice)} in several files; leave one of them.")
         state |= found
     return state
-
-
-def _of_safetensors(path: Path) -> dict[str, LazyTensor]:
-    from safetensors import safe_open
-
-    check_safetensors(path)
-    # The file stays open, and mapped, as long as one of its tensors is held.
-    file = safe_open(path, framework="pt", backend="mmap")
-
-    def lazy(name: str) -> LazyTensor:
-        piece = file.get_slice(name)
-        dtype = file.get_tensor(name).dtype
-        shape = tuple(piece.get_shape())
-        n_elements = torch.Size(shape).numel()
-        return LazyTensor(shape, dtype, lambda: file.get_tensor(name), n_elements * dtype.itemsize, True)
-
-    return {name: lazy(name) for name in file.keys()}  # noqa: SIM118 it is no dict

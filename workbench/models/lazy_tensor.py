@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,11 @@ class LazyTensor:
     read: Callable[[], Tensor]
     n_bytes: int
     is_view: bool = False
+
+    @property
+    def n_elements(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
         """Part of the tensor; ``[...]`` is all of it, which is how transformers reads."""

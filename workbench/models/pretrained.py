@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from workbench.errors import CheckpointError, WorkbenchError
-from workbench.models.state_files import FolderWeights, folder_weights
+from workbench.models.folder_weights import FolderWeights, folder_weights
+from workbench.models.lazy_tensor import LazyTensor
 from workbench.models.state_fit import Misfit, in_order, plain_names, shapes_differ, some
 
 #: What the config's type may be opened as where config.json names no class: the first that the weights fit exactly.
@@ -147,7 +148,7 @@ class _Loader:
     def load_well(self, cls: Any, *, strict: bool, without_memory: bool = False) -> tuple[nn.Module, Misfit]:
         """The model and what does not fit it, under the names that fit better: those of the files or the plain ones."""
         self._find_weights()
-        can_read_files = self.weights is None or self.weights.has_metadata
+        can_read_files = self.weights is None or self.weights.is_usual
         plain = self._is_wrapped or not can_read_files
         # Weights that do not fit would be made up, in memory that there may not be.
         is_short = strict and self.weights is not None and self._n_parameters(cls) > self.weights.n_elements
@@ -182,7 +183,7 @@ class _Loader:
             self.folder = Path(found).parent if isinstance(found, str) else None
         is_usual = getattr(self.config, "transformers_weights", None) is None
         if self.weights is None and self.folder is not None and is_usual:
-            self.weights = folder_weights(self.folder)
+            self.weights = folder_weights(self.folder, is_fetched=self.source == str(self.folder))
 
     def _n_parameters(self, cls: Any) -> int:
         model = None if self._is_quantized else _without_memory(cls, self.config)
@@ -218,7 +219,8 @@ class _Loader:
                 if not hasattr(cls, "base_model_prefix"):  # an auto class, which finds code of its own by the path only
                     cls = type(self._load(cls, plain=False, without_memory=True)[0])
                 names = plain_names(self.weights.names)
-                state = {names[name]: tensor for name, tensor in self.weights.read().items()}
+                state = _meta(self.weights.state) if "device_map" in options else self.weights.read()
+                state = {names[name]: tensor for name, tensor in state.items()}
                 model, info = cls.from_pretrained(None, state_dict=state, **options)
                 self._add_what_no_path_gave(model)
         except RuntimeError as error:
@@ -244,6 +246,11 @@ class _Loader:
         model.config.name_or_path = model.name_or_path = self.source
         if model.can_generate() and self.folder is not None and (self.folder / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(self.folder, local_files_only=True)
+
+
+def _meta(state: Mapping[str, LazyTensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the same shapes without values."""
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
 
 
 def _model_classes(config: Any, *, trust_remote_code: bool) -> list[Any]:

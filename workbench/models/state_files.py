@@ -1,30 +1,32 @@
-"""Files of weights: state dicts read without running code, and the weights of a Hugging Face folder."""
+"""Files of weights, read without running code, and the files that belong together."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import re
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from workbench.errors import CheckpointError
+from workbench.models.inert_objects import Placeholder, placeholders
+from workbench.models.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 #: Endings that `read_state` reads.
-STATE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+STATE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar")
 #: The keys under which training scripts, Lightning, DeepSpeed and PyTorch's distributed checkpoints keep the weights.
 WEIGHT_KEYS = ("state_dict", "model_state_dict", "model", "module", "app")
 #: The names of shards. Other words before the dash belong to formats whose shards hold parts of tensors.
-_SHARD = re.compile(r"(model|pytorch_model|diffusion_pytorch_model)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
+_SHARD = re.compile(
+    r"((?:model|pytorch_model|diffusion_pytorch_model)(?:\.\w+)?)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)"
+)
 #: The files that transformers takes the weights from: the first of them that a folder has.
 WEIGHT_FILES = (
     "model.safetensors",
@@ -54,13 +56,7 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
 
         check_safetensors(path)
         return load_file(path)
-    try:
-        state = _read_pickle(path, mmap=mmap and zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path.name} holds more than tensors, possibly code, and was not loaded; "
-            "save its state dict as .safetensors where you trust it."
-        ) from error
+    state = _read_weights(path, mmap=mmap)
     while isinstance(state, dict):
         inner = [key for key in WEIGHT_KEYS if isinstance(state.get(key), dict) and state[key]]
         if len(inner) > 1:
@@ -70,6 +66,11 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
         if not inner:
             break
         state = state[inner[0]]
+    if isinstance(state, Placeholder):
+        raise CheckpointError(
+            f"{path.name} holds no state dict but an object of the class {state.full_name}; "
+            "save its module.state_dict() where that class is known."
+        )
     if isinstance(state, dict):
         state = {name: value for name, value in state.items() if not _is_empty_extra(name, value)}
     if not isinstance(state, dict) or not all(
@@ -79,6 +80,43 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
     if any(value.layout is not torch.strided or value.is_quantized or value.is_nested for value in state.values()):
         raise CheckpointError(f"{path.name} holds sparse, quantized or nested tensors; save them as dense ones.")
     return state
+
+
+def _refuse_unreadable(path: Path) -> None:
+    """Refuse a file that this user may not read.
+
+    Raises:
+        CheckpointError: If it is one.
+    """
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read ({error.strerror}); check its permissions.") from error
+
+
+def is_plain_pickle(path: Path) -> bool:
+    """Whether a file is a pickle of tensors by name and nothing else, or no pickle but a safetensors file.
+
+    Raises:
+        CheckpointError: If it is damaged or holds code.
+    """
+    if path.suffix == ".safetensors":
+        return True
+    names = placeholders(path)
+    state = _read_weights(path, mmap=True)
+    return not names and isinstance(state, dict) and all(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def read_objects(path: Path) -> dict[str, Any]:
+    """The tensors and plain values of a pickle of a dict, mapped from the file.
+
+    Raises:
+        CheckpointError: If it is damaged, holds code or no dict.
+    """
+    held = _read_weights(path, mmap=True)
+    if not isinstance(held, dict):
+        raise CheckpointError(f"{path.name} holds no dict of tensors; fetch it again.")
+    return held
 
 
 def _is_empty_extra(name: object, value: object) -> bool:
@@ -95,6 +133,7 @@ def check_safetensors(path: Path) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
+    _refuse_unreadable(path)
     try:
         with safe_open(path, framework="pt"):
             pass
@@ -102,57 +141,26 @@ def check_safetensors(path: Path) -> None:
         raise CheckpointError(f"{path.name} is truncated or no safetensors file; fetch it again.") from error
 
 
-@dataclass(frozen=True)
-class FolderWeights:
-    """The weights of a Hugging Face folder, of which only the headers are in memory.
-
-    Attributes:
-        files: Files of the tensors, in the order in which transformers reads them.
-        names: Names of all tensors.
-        n_elements: Number of elements of all tensors together.
-        integers: Names of the tensors that hold integers or booleans.
-        has_metadata: Whether the index of a sharded checkpoint has the section without which transformers fails.
-    """
-
-    files: tuple[Path, ...]
-    names: tuple[str, ...]
-    n_elements: int
-    integers: frozenset[str]
-    has_metadata: bool = True
-
-    def read(self) -> dict[str, Tensor]:
-        """All tensors by name.
-
-        Raises:
-            CheckpointError: See `read_state`.
-        """
-        state: dict[str, Tensor] = {}
-        for file in self.files:
-            state |= read_state(file)
-        return state
-
-
-def folder_weights(folder: Path) -> FolderWeights | None:
-    """The weights that transformers would read from a folder; None if it would look elsewhere or finds none.
+def safetensors_state(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a ``.safetensors`` file by name, without their values.
 
     Raises:
-        CheckpointError: If a file is damaged or holds code, or an index names a file that is not there.
+        CheckpointError: If it is damaged.
     """
-    weights = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
-    files = numbered_shards(folder) if weights is None else (weights,)
-    if not files:
-        return None
-    has_metadata = weights is not None  # without an index transformers finds no shards
-    if weights is not None and weights.suffix == ".json":
-        files, has_metadata = index_files(weights)
-    headers = {name: (size, is_integer) for file in files for name, size, is_integer in _header(file)}
-    return FolderWeights(
-        files,
-        tuple(headers),
-        sum(size for size, _ in headers.values()),
-        frozenset(name for name, (_, is_integer) in headers.items() if is_integer),
-        has_metadata,
-    )
+    from safetensors import safe_open
+
+    check_safetensors(path)
+    # The file stays open, and mapped, as long as one of its tensors is held.
+    file = safe_open(path, framework="pt", backend="mmap")
+
+    def lazy(name: str) -> LazyTensor:
+        piece = file.get_slice(name)
+        dtype = file.get_tensor(name).dtype
+        shape = tuple(piece.get_shape())
+        n_elements = torch.Size(shape).numel()
+        return LazyTensor(shape, dtype, lambda: file.get_tensor(name), n_elements * dtype.itemsize, True)
+
+    return {name: lazy(name) for name in file.keys()}  # noqa: SIM118 it is no dict
 
 
 def numbered_shards(folder: Path) -> tuple[Path, ...]:
@@ -199,38 +207,40 @@ def index_files(path: Path) -> tuple[tuple[Path, ...], bool]:
     return tuple(path.parent / name for name in names), isinstance(index.get("metadata"), dict)
 
 
-def _header(file: Path) -> list[tuple[str, int, bool]]:
-    """Name, number of elements, and whether they are integers, of each tensor of a file."""
-    if file.suffix == ".safetensors":
-        from safetensors import safe_open
+def _read_weights(path: Path, *, mmap: bool) -> object:
+    """The content of a pickle.
 
-        check_safetensors(file)
-        with safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 it is no dict
-            return [
-                (name, math.prod(piece.get_shape()), not piece.get_dtype().startswith(("F", "BF", "C")))
-                for name, piece in slices.items()
-            ]
-    state = _read_pickle(file, mmap=zipfile.is_zipfile(file))
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{file.name} holds no state dict; save the model with save_pretrained().")
-    return [
-        (name, value.numel(), not (value.is_floating_point() or value.is_complex()))
-        for name, value in state.items()
-        if isinstance(name, str) and isinstance(value, torch.Tensor)
-    ]
+    Raises:
+        CheckpointError: If it is damaged or holds code.
+    """
+    try:
+        return _read_pickle(path, mmap=mmap and zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path.name} holds more than tensors, possibly code, and was not loaded; "
+            "save its state dict as .safetensors where you trust it."
+        ) from error
 
 
 def _read_pickle(path: Path, **options: bool) -> object:
-    """The content of a pickle; an UnpicklingError if that is more than tensors and plain values."""
+    """The content of a pickle; an UnpicklingError if it calls functions, or is no pickle.
+
+    Objects of classes that torch does not know are replaced by placeholders.
+    """
     damaged = f"{path.name} is damaged or incomplete; fetch it again."
+    _refuse_unreadable(path)
     with path.open("rb") as file:
         # torch takes a zip archive without its end for an old pickle and then suspects code in it.
         if file.read(2) == b"PK" and not zipfile.is_zipfile(path):
             raise CheckpointError(damaged)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, **options)
+        with torch.serialization.safe_globals(placeholders(path)):
+            return torch.load(path, map_location="cpu", weights_only=True, **options)
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # noise makes the reader fail in any way
+        if "TorchScript" in str(error):
+            raise CheckpointError(
+                f"{path.name} is a program of TorchScript, not a state dict; save the state_dict() of its module."
+            ) from error
         raise CheckpointError(damaged) from error

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from workbench.errors import CheckpointError
-from workbench.models.state_fit import plain_names
+from workbench.models.state_fit import plain_names, tied_names
 from workbench.models.streaming import StreamedWeights, WeightSource, weight_names
 
 if TYPE_CHECKING:
@@ -174,6 +174,9 @@ class _Converter:
                 self._groups[target].append((source, pattern))
             elif target in own:
                 self._plain[target] = source
+        for name, first in tied_names(model.state_dict(keep_vars=True)).items():
+            if name in self._plain and first in wanted:
+                self._plain.setdefault(first, self._plain[name])
         self._renamed = _Renamed(state, self._plain, self._dtypes)
         self._group_of = self._targets()
         if lost := wanted - {*self._plain, *self._group_of}:

@@ -83,6 +83,10 @@ class StreamedWeights:
         for module in self._parts:
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave, always_call=True)
+            # A model may call by itself what is inside a block, as DiT does with the embedding in its first block.
+            for inner in list(module.modules())[1:] if module in members else ():
+                inner.register_forward_pre_hook(lambda *_, block=module: self._enter(block))
+                inner.register_forward_hook(lambda *_, block=module: self._leave(block), always_call=True)
 
     def n_bytes(self, module: nn.Module) -> int:
         """Bytes of memory that the weights of a part take while it runs: none where they are views of the files."""
