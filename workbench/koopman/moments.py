@@ -40,6 +40,8 @@ def check_snapshots(x: Tensor, y: Tensor, n_features: int, name: str) -> None:
         )
     if not (x.is_floating_point() and y.is_floating_point()):
         raise SnapshotError(f"Snapshots of {name} are {x.dtype} and {y.dtype}, expected real floating point.")
+    if x.is_meta or y.is_meta:
+        raise SnapshotError(f"Snapshots of {name} are on the meta device and hold no values; load weights first.")
 
 
 def not_finite(name: str) -> SnapshotError:
