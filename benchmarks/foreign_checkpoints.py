@@ -27,12 +27,17 @@ import numpy as np
 import torch
 
 import workbench as wb
-from benchmarks.foreign_formats import CODE_RAN, REASONS, TOKENS, TRIALS, Saved, Trial
+from benchmarks.foreign.checkpoint_trial import CODE_RAN, REASONS, TOKENS, TRIALS, Saved, Trial
 from benchmarks.report import table
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
 from workbench.zoo.module_of import module_of
 
+#: Modules that add their trials to `TRIALS`, in the order of the table.
+FORMATS = (
+    "transformers_folders", "weight_files", "distributed_checkpoints", "cluster_folders", "adapter_folders",
+    "gguf_files", "no_checkpoints",
+)  # fmt: skip
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "foreign_checkpoints.md"
 #: Largest difference between a number of the streamed and of the resident profile, relative to the larger.
 TOLERANCE = 1e-10
@@ -58,6 +63,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    for formats in FORMATS:
+        importlib.import_module(f"benchmarks.foreign.{formats}")
     start, rows, counts = time.perf_counter(), [], Counter()
     for trial in TRIALS:
         if any(word not in f"{trial.group} {trial.name}" for word in wanted):

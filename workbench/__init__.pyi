@@ -42,6 +42,7 @@ from .models.checkpoint import open_checkpoint as open_checkpoint
 from .models.checkpoint import save_checkpoint as save_checkpoint
 from .models.profile import profile as profile
 from .models.router_weights import router_weights as router_weights
+from .models.stack_names import list_stacks as list_stacks
 from .models.subject import ByteTokenizer as ByteTokenizer
 from .models.subject import Subject as Subject
 from .reports.make_report import report as report

@@ -91,8 +91,8 @@ def read_anatomy(
     Args:
         model: Module, or a subject from `open_checkpoint`.
         inputs: Inputs as for `workbench.profile`; one short sequence is enough. Of several batches the first is used.
-        stack: Stack to read instead of the one that would be chosen, named as in ``Anatomy.stack``. Its blocks
-            must keep the shape of the stream and add to it, but need not hand it on unchanged, nor be as many as the
+        stack: Stack to read instead of the one that would be chosen, named as by `list_stacks`. Its blocks must
+            keep the shape of the stream and add to it, but need not hand it on unchanged, nor be as many as the
             config says. Of states that are several streams side by side, as hyper-connections have them, ``layers:2``
             is stream 2 of ``layers``, counted from 0; what leaves a block in it comes from the others too.
         batch_first: Whether inputs are (batch, token) or (batch, token, feature), rather than with tokens first; None:

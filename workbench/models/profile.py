@@ -101,7 +101,7 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
         rank: Randomized DMD in this many leading directions; None: every direction. Short for ``options``.
         options: Ridge, rank and numerical rank; see `DmdOptions`.
         thresholds: Bounds of the masses; the paper's by default.
-        stack: Name of the block stack to read, where a model has several; see `read_anatomy`.
+        stack: Name of the block stack to read, where a model has several; `list_stacks` names them.
         anatomy: Anatomy of this model, from `read_anatomy`, to save reading it again; ``stack`` and ``batch_first`` are
             ignored then.
         batch_first: Whether inputs are (batch, token) or (batch, token, feature), rather than with tokens first; None:

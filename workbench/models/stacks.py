@@ -126,7 +126,7 @@ def _is_inside(inner: Candidate, outer: Candidate) -> bool:
     return all(name.startswith(roots) for name in inner.modules)
 
 
-def _is_fragment(part: Candidate, whole: Candidate) -> bool:
+def is_fragment(part: Candidate, whole: Candidate) -> bool:
     """Whether a stage is a part of a longer stack that is spread over several containers."""
     return len(part.calls) < len(whole.calls) and {c.index for c in part.calls} <= {c.index for c in whole.calls}
 
@@ -208,9 +208,7 @@ def _choose_by_count(
     """The complete stack of the length that the config states; the outermost, and the last to run."""
     for position, count in enumerate(counts):
         fitting = [c for c in plausible if c.is_complete and len(c.calls) == count.n_blocks]
-        fitting = [
-            c for c in fitting if is_outer(c, fitting) and not any(_is_fragment(c, other) for other in plausible)
-        ]
+        fitting = [c for c in fitting if is_outer(c, fitting) and not any(is_fragment(c, other) for other in plausible)]
         if fitting:
             chosen = max(fitting, key=lambda c: (count.matches(c.name), c.calls[-1].end))
             if position and max(len(c.calls) for c in plausible) > count.n_blocks:

@@ -1,0 +1,81 @@
+"""The stacks of a model that can be read one by one: stages, streams side by side, encoder and decoder."""
+
+from __future__ import annotations
+
+from itertools import count, takewhile
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from workbench.errors import AnatomyError
+from workbench.models.anatomy import is_chain, read_anatomy
+from workbench.models.batches import Batches
+from workbench.models.block_calls import record_calls
+from workbench.models.calling import on_device_of
+from workbench.models.stacks import find_candidates, is_fragment, is_outer
+from workbench.models.wrapping import runnable, subject_in
+
+if TYPE_CHECKING:
+    from workbench.models.subject import Subject
+
+
+def list_stacks(model: Subject | nn.Module, inputs: Any, *, batch_first: bool | None = None) -> list[str]:
+    """Names of the stacks of residual blocks of a model, each of which can be passed as ``stack=``.
+
+    Where `read_anatomy` chooses a stack, it comes first, and the others that stand beside it follow, such as the
+    encoder. Where it refuses to, because the width of the stream changes from stage to stage or several streams pass
+    side by side, these are the stages or streams in the order in which they run.
+
+    Args:
+        model: Module, or a subject from `open_checkpoint`.
+        inputs: Inputs as for `workbench.profile`; one short sequence is enough.
+        batch_first: As for `read_anatomy`.
+
+    Returns:
+        At least one name.
+
+    Raises:
+        AnatomyError: If no stack can be read.
+        SnapshotError: If the model cannot run on the inputs.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=3, n_heads=2)
+        >>> tokens = torch.arange(48).reshape(4, 12)
+        >>> names = wb.list_stacks(model, tokens)
+        >>> names
+        ['blocks']
+        >>> side_by_side = {name: wb.profile(model, tokens, stack=name, progress=False) for name in names}
+    """
+    try:
+        anatomy = read_anatomy(model, inputs, batch_first=batch_first)
+    except AnatomyError:
+        stacks = _outer_stacks(model, inputs)
+        names = [name for stack in stacks for name in _readable(model, inputs, stack, batch_first)]
+        if not names:
+            raise
+        return names
+    return [anatomy.stack, *anatomy.other_stacks]
+
+
+def _outer_stacks(model: Subject | nn.Module, inputs: Any) -> list[str]:
+    """Chains of blocks that are no parts of others, in the order in which they run."""
+    subject, module = subject_in(model), runnable(model)
+    probe, _ = Batches.of(inputs, subject).probe_and_all()
+    chains = [c for c in find_candidates(module, record_calls(module, on_device_of(module, probe))) if is_chain(c)]
+    found = [c for c in chains if is_outer(c, chains) and not any(is_fragment(c, other) for other in chains)]
+    return list(dict.fromkeys(c.name for c in sorted(found, key=lambda c: c.calls[-1].end)))
+
+
+def _readable(model: Subject | nn.Module, inputs: Any, stack: str, batch_first: bool | None) -> list[str]:
+    """The stack, if its blocks carry one stream, or else the streams that they carry side by side."""
+
+    def is_readable(name: str) -> bool:
+        try:
+            read_anatomy(model, inputs, stack=name, batch_first=batch_first)
+        except AnatomyError:
+            return False
+        return True
+
+    return [stack] if is_readable(stack) else list(takewhile(is_readable, (f"{stack}:{i}" for i in count())))
