@@ -63,10 +63,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    for formats in FORMATS:
-        importlib.import_module(f"benchmarks.foreign.{formats}")
     start, rows, counts = time.perf_counter(), [], Counter()
-    for trial in TRIALS:
+    for trial in all_trials():
         if any(word not in f"{trial.group} {trial.name}" for word in wanted):
             continue
         resident, streamed = run(trial)
@@ -80,6 +78,13 @@ def main() -> None:
     if not wanted:
         _write(rows, counts)
     sys.exit(n_wrong > 0)
+
+
+def all_trials() -> list[Trial]:
+    """The trials of all formats."""
+    for formats in FORMATS:
+        importlib.import_module(f"benchmarks.foreign.{formats}")
+    return TRIALS
 
 
 def run(trial: Trial) -> tuple[Outcome, Outcome]:
@@ -112,9 +117,9 @@ def _open(trial: Trial, saved: Saved, folder: Path, profile, *, streaming: bool)
             str(error).replace(str(folder) + os.sep, "").replace(str(folder), "folder").replace(folder.name, "folder")
         )
         outcome, profile = _judged(text, refusal), None
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  # whatever escapes is a finding
         last = traceback.extract_tb(error.__traceback__)[-1]
         detail = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
         outcome, profile = Outcome("raw crash", detail), None

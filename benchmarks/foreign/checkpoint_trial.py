@@ -83,14 +83,24 @@ REASONS = {
     ),
     "incomplete": Reason(
         "A file that belongs to the checkpoint is not there.",
-        ("fetch that file too", "fetch that too", "does not hold all parts",
-         "no file named", "holds no weights", "does not hold all of", "lacks ",
-         "in no file that is known here"),
+        (
+            "fetch that file too",
+            "fetch that too",
+            "does not hold all parts",
+            "no file named",
+            "holds no weights",
+            "does not hold all of",
+            "lacks ",
+            "in no file that is known here",
+        ),
     ),
     "does not fit": Reason(
         "The tensors are not those of the model; the rest would be random.",
         (
-            "does not fit", "which fits no matrix", "which the base model has not", "does not fit the header",
+            "does not fit",
+            "which fits no matrix",
+            "which the base model has not",
+            "does not fit the header",
         ),
     ),
     "code": Reason(
@@ -101,8 +111,8 @@ REASONS = {
         ("holds no state dict", "no weights under a key", "holds no LoRA", "no config.json", "holds no weights"),
     ),
     "no architecture": Reason(
-        "Weights alone: the model must be passed as ``module=``.", ("holds weights without an architecture",
- "which the installed diffusers does not know", "is not installed")
+        "Weights alone: the model must be passed as ``module=``.",
+        ("holds weights without an architecture", "which the installed diffusers does not know", "is not installed"),
     ),
     "other framework": Reason(
         "The format belongs to another framework or is a compiled program; PyTorch code writes none of them.",
@@ -111,7 +121,11 @@ REASONS = {
     "configuration": Reason(
         "config.json is not that of the weights, or names no model that is known.",
         (
-            "cannot open", "config.json", "no model of its model_type", "transformers has no model", "does not fit",
+            "cannot open",
+            "config.json",
+            "no model of its model_type",
+            "transformers has no model",
+            "does not fit",
         ),
     ),
     "own code": Reason(
@@ -120,19 +134,24 @@ REASONS = {
     ),
     "quantized": Reason(
         "The weights are in a quantized format whose package or hardware is not here, or that the model cannot run in.",
-        ("bitsandbytes", "quantiz", "gptq", "GPTQ", "AWQ", "awq", "8 bits", "integer tensor", "hqq", "dequantize",
-         "compressed"),
+        (
+            "bitsandbytes",
+            "quantiz",
+            "gptq",
+            "GPTQ",
+            "AWQ",
+            "awq",
+            "8 bits",
+            "integer tensor",
+            "hqq",
+            "dequantize",
+            "compressed",
+        ),
     ),
     "quantized, not streamed": Reason(
         "Quantized models of transformers are opened resident only.", ("cannot be streamed: it is quantized",)
     ),
-    "adapter, not streamed": Reason(
-        "An adapter is merged in memory.", ("is an adapter, which is merged in memory",)
-    ),
-    "read whole, not streamed": Reason(
-        "transformers reads GGUF files of this architecture as a whole only.",
-        ("cannot be streamed: transformers reads",)
-    ),
+    "adapter, not streamed": Reason("An adapter is merged in memory.", ("is an adapter, which is merged in memory",)),
     "several": Reason(
         "It holds several models or checkpoints, of which none is chosen silently.",
         ("may hold weights under each of", "pass one, such as", "leave one", "pass the folder of one of its models"),
@@ -149,10 +168,17 @@ REASONS = {
     ),
     "no such source": Reason(
         "There is no checkpoint at the path, or it cannot be read.",
-        ("There is no file or folder", "is empty; pass", "got an object of type", "cannot be reached", "cannot be read",
-         "cannot be opened", "no config.json"),
+        (
+            "There is no file or folder",
+            "is empty; pass",
+            "got an object of type",
+            "cannot be reached",
+            "cannot be read",
+            "cannot be opened",
+            "no config.json",
+        ),
     ),
-}  # fmt: skip
+}
 
 FOLDER = "transformers folder"
 DAMAGES = {
