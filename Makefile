@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help venv lab quick test full lint style types unit notebooks browser sample bench checkpoints runs warnings sweep scaling failures designs clean
+.PHONY: help venv lab quick test full lint style types unit notebooks browser sample bench checkpoints runs warnings sweep scaling failures designs clean trials
 
 help:  ## This list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -80,6 +80,10 @@ bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 	$(BIN)/python -m benchmarks.sweep
 	$(BIN)/python -m benchmarks.streaming
 	$(BIN)/python -m benchmarks.gpu
+
+trials: venv  ## Try other people's models and checkpoints again, those of optional libraries if installed; writes docs/foreign_*.md
+	$(BIN)/python -m benchmarks.foreign_models
+	$(BIN)/python -m benchmarks.foreign_checkpoints
 
 checkpoints: venv  ## Train the checkpoints in data/ again
 	$(BIN)/python data/make_checkpoints.py

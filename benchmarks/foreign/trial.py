@@ -98,7 +98,7 @@ def _outcome(trial: Trial) -> Result:
     if trial.change is not None:
         torch.manual_seed(1)
         model = trial.change(model)
-    before = {} if trial.refusal else _as_found(model, inputs)
+    before = _as_found(trial, model, inputs)
     n_states = n_hidden_states(copy.deepcopy(model), inputs) if trial.change is None and not trial.refusal else None
     try:
         options = {"n_snapshots": None, "progress": False, "n_workers": 1, **trial.options}
@@ -106,6 +106,8 @@ def _outcome(trial: Trial) -> Result:
     except MissingPackageError as error:
         return Result("skipped", note=str(error))
     except WorkbenchError as error:
+        if trial.refusal and (wrong := _left_otherwise(before, _as_found(trial, model, inputs))):
+            return Result("wrong", note=wrong)
         return Result("refused as listed" if trial.refusal else "refused unexpectedly", note=str(error))
     except Exception as error:  # noqa: BLE001  (any other error is what the trial looks for)
         return Result("crash", note=note_of(error))
@@ -115,7 +117,7 @@ def _outcome(trial: Trial) -> Result:
     found = f"{len(anatomy.sites)} x {anatomy.width}"
     if trial.refusal:
         return Result("wrong", found, f"was measured, expected a refusal: {trial.refusal}")
-    wrong = _difference(spectra, expected, trial) or _left_otherwise(before, _as_found(model, inputs))
+    wrong = _difference(spectra, expected, trial) or _left_otherwise(before, _as_found(trial, model, inputs))
     if not wrong and n_states is not None and n_hidden_states(model, inputs) != n_states:
         wrong = "output_hidden_states=True gives another number of states"
     if not wrong and anatomy.width != trial.width:
@@ -237,14 +239,16 @@ def whitened_sizes(X: np.ndarray, Y: np.ndarray, *, ridge: float = 1e-5) -> tupl
     return np.linalg.norm(Yw) ** 2 / np.linalg.norm(Xw) ** 2, update
 
 
-def _as_found(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """What must be the same after a profile as before."""
+def _as_found(trial: Trial, model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """What must be the same after a profile as before; some models that are refused cannot run at all."""
     found: dict[str, Any] = {
         "random state": [torch.get_rng_state()],
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
         "modes": [module.training for module in model.modules()],
         "weights": [value.clone() for value in model.state_dict().values() if type(value) is Tensor],
     }
+    if trial.refusal:
+        return found
     with torch.no_grad(), torch.random.fork_rng(), suppress(NotImplementedError):  # a LightningModule without forward
         torch.manual_seed(0)  # some models draw numbers
         found["outputs"] = [value.clone() for value in tensors(call(model, inputs))]
