@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from workbench.errors import SnapshotError
+from workbench.io.memory import give_back
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,9 +80,11 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
             eigenvalue, right = torch.linalg.eig(A)
     except torch.linalg.LinAlgError as error:
         raise SnapshotError("LAPACK found no eigenvalues of the whitened operator; pass more snapshots.") from error
+    give_back(A.nbytes)
     pairs = _ConjugatePairs(eigenvalue)
     packed = pairs.pack(right)
     left, status = torch.linalg.inv_ex(packed)
+    give_back(A.nbytes)
     condition = _condition(packed, left) if int(status) == 0 else float("inf")
     if condition > _INVERTIBLE:
         singular = torch.linalg.svdvals(packed)
@@ -91,9 +94,11 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
         pairs = _ConjugatePairs(eigenvalue)
         left = pairs.pack(left).T
     del packed
+    give_back(A.nbytes)
     gram = operator.gram.detach().to(A.device)
     leftover = pairs.quadratic_form(left, _unexplained(operator, A)).clamp(min=0)
     residual = (leftover / pairs.mean((left.square() * gram).sum(1))).sqrt()
+    give_back(A.nbytes)
     order = torch.argsort(eigenvalue.abs(), descending=True, stable=True)
     right = right[:, order]
     return OperatorModes(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.errors import SnapshotError
+from workbench.io.memory import give_back
 from workbench.koopman.moments import check_snapshots, device_for_float64, not_finite
 
 if TYPE_CHECKING:
@@ -225,6 +226,7 @@ class SnapshotSketch:
             sum_dd += turn @ before.sum_dd @ turn.T
         variance, rotation = torch.linalg.eigh(sum_xx)
         del sum_xx
+        give_back(rotation.nbytes)
         sum_dx = rotation.T @ sum_dx @ rotation
         sum_dd = rotation.T @ sum_dd @ rotation
         if self._rank is not None:
@@ -263,6 +265,7 @@ class _Moments:
 def _row_space(rows: Tensor) -> Tensor:
     """Orthonormal directions that span the rows, those of largest variance first, shape (feature, row)."""
     variance, left = torch.linalg.eigh(rows @ rows.T)
+    give_back(rows.nbytes)
     left /= variance.clamp(min=torch.finfo(rows.dtype).tiny).sqrt()
     directions = left.T @ rows
     del left

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from workbench.io.memory import give_back
 from workbench.io.progress import n_cores
 from workbench.koopman.spectra import LayerSpectrum, layer_spectra
 
@@ -94,11 +95,14 @@ class LayerResults:
         spectra = layer_spectra(
             list(self._waiting.values()), self._options, n_workers=self._n_workers, progress=self._progress
         )
+        n_bytes = max(seen.n_bytes for seen in self._waiting.values())
         for layer, spectrum in zip(layers, spectra, strict=True):
             seen = self._waiting.pop(layer)
             if self.journal is not None:
                 self.journal.finish(layer, spectrum, seen.n_snapshots, seen.n_features)
             self._keep(layer, spectrum, seen.n_snapshots, seen.n_features)
+            del seen
+        give_back(n_bytes)
 
     def _keep(self, layer: int, spectrum: LayerSpectrum, n_snapshots: int, n_features: int) -> None:
         name = f"layer {layer} ({self._names[layer]})"

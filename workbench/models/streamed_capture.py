@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from workbench.io.memory import give_back
 from workbench.models.anatomy import Anatomy
 from workbench.models.calling import on_device_of
 from workbench.models.capture import (
@@ -184,6 +185,7 @@ class _Run:
 
     def _after_layer(self, layer: int, passes: Sequence[Pass]) -> None:
         journal: ProfileJournal | None = self.results.journal
+        give_back(sum(p.nbytes for p in self.anatomy.sites[layer].module.parameters()))  # what a block computes with
         if layer in self.moments:
             refuse_not_finite(self.anatomy, {layer: self.moments[layer].is_finite})
         # The states come first: a layer that is finished must not run again to find what enters the next.
