@@ -1,7 +1,12 @@
 """How much memory is free, in a container and outside of one."""
 
+import platform
+import threading
+from pathlib import Path
+
 import psutil
 import pytest
+import torch
 
 from workbench.io import memory
 
@@ -18,3 +23,24 @@ def test_the_limit_of_a_container_counts(tmp_path, monkeypatch, limit, usage, fr
     monkeypatch.setattr(memory, "_LIMITS", ((str(tmp_path / "max"), str(tmp_path / "current")),))
     found = memory.free_memory()
     assert found == free if free is not None else found > 1e6
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps no freed blocks")
+def test_what_a_thread_freed_is_given_back():
+    def anonymous():
+        return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+
+    def work():
+        kept.append(torch.ones(1))
+        blocks = [torch.ones(2**20 + i) for i in range(60)]  # 4 MB each
+        kept.append(torch.ones(1))  # lies above the blocks, so that they stay with the thread
+        del blocks
+
+    kept = []
+    torch.ones(2**22)  # freed: from now on blocks of this size come from the heap
+    before = anonymous()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    memory.give_back()
+    assert anonymous() - before < 60 * 2**22 / 4
