@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import workbench as wb
 from tests.models.weight_models import TOKENS, assert_opens, refusal, small
+from workbench.models.distributed_folders import are_tiles
 from workbench.models.lazy_state import lazy_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -308,3 +309,23 @@ def rename_class(file, monkeypatch):
             patch.setitem(sys.modules, parent, types.ModuleType(parent))
         sys.modules[name].MCoreMetadata = MCoreMetadata
         file.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "expected"),
+    [
+        ((4, 3), [((0, 0), (4, 3))], True),
+        ((4, 3), [((0, 0), (1, 3)), ((1, 0), (3, 2)), ((1, 2), (3, 1))], True),
+        ((4, 3), [((0, 0), (4, 3)), ((4, 0), (0, 3))], True),  # a rank that holds nothing
+        ((), [((), ())], True),
+        ((4,), [((0,), (2,)), ((1,), (1,)), ((3,), (1,))], False),  # as many elements, but one twice and one not at all
+        ((4,), [((0,), (3,))], False),
+        ((4,), [((1,), (4,))], False),
+        ((4,), [((-1,), (4,))], False),
+        ((4,), [((4,), (-4,)), ((0,), (4,)), ((0,), (4,))], False),
+        ((4,), [((0, 0), (2, 2))], False),
+        ((), [], False),
+    ],
+)
+def test_parts_must_fill_a_tensor_and_not_overlap(shape, boxes, expected):
+    assert are_tiles(shape, boxes) is expected

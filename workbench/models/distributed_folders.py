@@ -7,11 +7,12 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from workbench.errors import CheckpointError
@@ -124,10 +125,29 @@ def _parts_state(folder: Path) -> dict[str, LazyTensor]:
     for name, parts in boxes.items():
         ends = [[o + n for o, n in zip(p.offsets, p.sizes, strict=True)] for p in parts.values()]
         shape = tuple(max(sizes) for sizes in zip(*ends, strict=True))
-        if sum(math.prod(part.sizes) for part in parts.values()) != math.prod(shape):
+        if not are_tiles(shape, [(part.offsets, part.sizes) for part in parts.values()]):
             raise CheckpointError(f"{folder} does not hold all of {name}; fetch the checkpoint again.")
         state[name] = _Stored(name, shape, dtypes[name], tuple(parts.values())).whole()
     return state
+
+
+def are_tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes fill a shape without gaps, and no two of them overlap.
+
+    Args:
+        shape: Shape to fill.
+        boxes: Where each box begins, and its sizes.
+    """
+    if any(not len(offsets) == len(sizes) == len(shape) for offsets, sizes in boxes):
+        return False
+    low = np.array([offsets for offsets, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    high = low + np.array([sizes for _, sizes in boxes], dtype=np.int64).reshape(low.shape)
+    if (low < 0).any() or (high < low).any() or (high > np.array(shape, dtype=np.int64)).any():
+        return False
+    volumes = (high - low).prod(1)
+    low, high = low[volumes > 0], high[volumes > 0]
+    overlap = ((low[:, None] < high[None]) & (low[None] < high[:, None])).all(-1)
+    return int(volumes.sum()) == math.prod(shape) and int(overlap.sum()) == len(low)
 
 
 def _offsets(file: Path) -> dict[str, tuple[int, ...]]:
@@ -283,12 +303,7 @@ class _Stored:
         if any((key, offsets) not in places for offsets in boxes):
             raise CheckpointError(damaged)
         chunks = tuple(_chunk(folder, places[key, offsets], offsets, sizes) for offsets, sizes in boxes.items())
-        fits = all(
-            len(c.offsets) == len(c.sizes) == len(shape)
-            and all(min(o, n) >= 0 and o + n <= whole for o, n, whole in zip(c.offsets, c.sizes, shape, strict=True))
-            for c in chunks
-        )
-        if not fits or sum(math.prod(c.sizes) for c in chunks) != math.prod(shape) or type(dtype) is not torch.dtype:
+        if not are_tiles(shape, [(c.offsets, c.sizes) for c in chunks]) or type(dtype) is not torch.dtype:
             raise CheckpointError(damaged)
         for chunk in chunks:
             if not chunk.file.is_file() or chunk.start + chunk.length > chunk.file.stat().st_size:
