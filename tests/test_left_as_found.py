@@ -300,6 +300,7 @@ CALLS = {
         lambda of, _: wb.profile(wb.Subject(of.model, "it", "here"), of.inputs, **SPECTRA), ("Subject",), FEW
     ),
     "anatomy": Call(lambda of, _: of.anatomy(), ("read_anatomy",)),
+    "stacks": Call(lambda of, _: wb.list_stacks(of.model, of.inputs), ("list_stacks",)),
     "weights of attention and routers": Call(weights_read, ("query_key_weights", "router_weights")),
     "weight spectra": Call(
         lambda of, _: wb.weights.weight_spectra(of.model, reference=of.model, progress=False),
