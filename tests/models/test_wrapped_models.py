@@ -334,3 +334,5 @@ def test_flat_parameters(plain, mesh):
         eigenvalues(model)
     model = FullyShardedDataParallel(copy.deepcopy(plain), device_id=torch.device("cpu"), use_orig_params=True)
     np.testing.assert_array_equal(eigenvalues(model), eigenvalues(plain))
+    # A pass that is cut off would leave it gathered, so that it could not be read again.
+    np.testing.assert_array_equal(eigenvalues(model), eigenvalues(plain))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from workbench.errors import AnatomyError
 from workbench.models.batches import Batches
 from workbench.models.block_calls import has_matrix
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.calling import call_model, on_device_of, run_foreign
+from workbench.models.calling import on_device_of, run_foreign
 from workbench.models.probing import undisturbed
 from workbench.models.wrapping import runnable
 
@@ -158,10 +158,6 @@ def _copied(values: Any) -> Any:
     return tree_map_only(Tensor, torch.clone, values)
 
 
-class _LeftError(Exception):
-    """Ends a forward once the block that was waited for has run."""
-
-
 def random_change(state: Tensor) -> Tensor:
     """A state with a random direction added, 1 % of it in size; the same every time."""
     given = state.cpu().double()  # some devices have no float64
@@ -183,22 +179,16 @@ def _states_of(
             found["change"] = changed.cpu().double() - call.state_in.cpu().double()
         if products is not None:
             products.is_on = True
-            if call.state_in.is_meta:  # without values nothing can be told, and nothing will be measured
-                products.are_others = True
-                raise _LeftError
+            # Without values nothing can be told, and nothing will be measured.
+            products.are_others |= call.state_in.is_meta
         return changed
 
     def leave(call: BlockCall) -> None:
         if products is not None:
             products.is_on = False
-        found["out"] = call.state_out.detach().cpu().double().clone()
-        if products is not None:
-            raise _LeftError
+        state = call.state_out.detach()
+        found["out"] = state if state.is_meta else state.cpu().double().clone()
 
     with undisturbed(model), BlockHooks([site], enter, leave), products or nullcontext():
-        if products is None:
-            run_foreign(model, inputs)
-        else:
-            with suppress(_LeftError):
-                call_model(model, inputs)
+        run_foreign(model, inputs)
     return found
