@@ -38,8 +38,11 @@ ABOUT = (
     "width are those that the trial states beforehand; the number of states, the energy gain, the update norm and, "
     "where the states are well conditioned, every eigenvalue are those of states found by hooks placed by hand, or "
     "returned by the model itself; and hooks, weights, modes, random state and outputs of the model are as before, "
-    "also with `output_hidden_states=True`. *Refused as listed* means: one sentence, for the reason that the trial "
-    "states beforehand. Inputs work where they give the spectra of the same inputs in plain form."
+    "also with `output_hidden_states=True`. *Refused as listed* means: an error of the workbench for a model that "
+    "the trials list as one to refuse; the table gives the reason in the list and the words of the error, which "
+    "only a reader compares. Squeezebert, nViT, convolutions over series and a few of the models written by hand "
+    "were listed after the first run, and so were the outcomes of five inputs. Inputs work where they give the "
+    "spectra of the same inputs in plain form."
 )
 
 

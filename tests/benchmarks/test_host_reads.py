@@ -3,8 +3,9 @@ import torch
 
 import workbench as wb
 from benchmarks.host_reads import HostReads
-from workbench.models.batches import Batches, TokenSelection
+from workbench.models.batches import Batches
 from workbench.models.capture import capture_layers
+from workbench.models.token_selection import TokenSelection
 
 N_STEPS = 10
 

@@ -28,8 +28,12 @@ def test_each_profile_has_a_row(capsys, monkeypatch):
     found = {"gigabytes": 1.0, "seconds": 6.0, "n_layers": 2, "estimated": 1.25, "estimated_seconds": 5.0}
     monkeypatch.setattr(streaming, "in_a_process", lambda *arguments: found)
     monkeypatch.setattr(streaming, "floor", lambda *shape: 2.0)
-    rows = streaming.rows_of("tiny", 64, 128, 1, 1.5, 1.2)
+    rows = streaming.rows_of("tiny", 64, 128, 1, 1.2, 1.5)
     assert [row.split("|")[1].strip() for row in rows] == [
-        f"tiny, {way}, {rank}" for rank in ("full rank", "rank 64") for way in ("streamed", "resident")
+        "tiny, streamed, rank 64",
+        "tiny, streamed as float32, rank 64",
+        "tiny, resident, rank 64",
+        "tiny, streamed, full rank",
+        "tiny, resident, full rank",
     ]
     assert rows[0].split("|")[-2].strip() == "**1.50**"

@@ -15,12 +15,12 @@ from workbench.flow.branch_reader import BlockStream, BranchReader, WatchedState
 from workbench.flow.collapse import effective_rank_share, token_cosine
 from workbench.flow.gradient_targets import Loss, end_of
 from workbench.models.anatomy import Anatomy
-from workbench.models.batches import TokenSelection
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import run_foreign
 from workbench.models.config_options import Option, config_options, known_options, visible_attention
 from workbench.models.probing import undisturbed, watch
 from workbench.models.router_weights import Router
+from workbench.models.token_selection import TokenSelection
 from workbench.monitors.attention_calls import BlockNotes
 
 #: Options of a Hugging Face config: no keys, values or states are kept for tokens to come, and experts are called one

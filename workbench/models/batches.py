@@ -1,17 +1,17 @@
-"""Convert inputs of any supported form into batches for a model, and select token states of a batch."""
+"""Convert inputs of any supported form into batches for a model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.errors import OptionError, SnapshotError
-from workbench.models.layout import BATCH_FIRST, BatchLayout, require
+from workbench.errors import SnapshotError
+from workbench.models.layout import BATCH_FIRST, BatchLayout
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 _TOKENS_PER_PASS = 4096
 #: Default number of token states that a task is asked for.
 TOKENS_OF_A_TASK = 1024
-#: Masks that are 0 at padding, laid out as the inputs; and PyTorch's own, (batch, token), which are True there.
-_MASKS = ("attention_mask", "decoder_attention_mask")
-_PADDING_MASKS = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask")
 
 
 @runtime_checkable
@@ -209,190 +206,6 @@ def _from_lists(value: Sequence[Any], name: str) -> Tensor:
             f"'{name}' is a list that makes no tensor ({str(error).splitlines()[0]}); pad its rows to one length, as "
             "tokenizer(..., padding=True, return_tensors='pt') does."
         ) from error
-
-
-@dataclass
-class TokenSelection:
-    """Chooses token states, the same in every layer.
-
-    Padding (0 in an ``attention_mask``, True in PyTorch's ``src_key_padding_mask``) is never chosen. With inputs whose
-    number of rows is known, the states are spread at random over all of them; from an iterator they are taken in order.
-
-    Attributes:
-        n_snapshots: Number to choose in total; None for all.
-        skip_first: Leading tokens of each sequence to leave out (massive activations sit on the first). Inputs without
-            token ids, as images: leading states.
-        seed: Seed of the random choice.
-        layout: Layout of inputs and states.
-        n_chosen: Number chosen so far.
-        n_offered: Number so far that could have been chosen.
-        has_unused_mask: Whether a mask came that does not fit the states and is not of their tokens, such as that of
-            an encoder for states of the decoder.
-    """
-
-    n_snapshots: int | None
-    skip_first: int = 0
-    seed: int = 0
-    layout: BatchLayout = BATCH_FIRST
-    n_chosen: int = 0
-    n_offered: int = 0
-    has_unused_mask: bool = False
-    _rows_left: int | None = None
-    _generator: torch.Generator = field(default_factory=torch.Generator)
-
-    def __post_init__(self) -> None:
-        if self.n_snapshots is not None and self.n_snapshots < 3:
-            raise SnapshotError(f"n_snapshots is {self.n_snapshots}, expected at least 3.")
-        if self.skip_first < 0:
-            raise OptionError(f"skip_first is {self.skip_first}, expected at least 0.")
-        self._generator.manual_seed(self.seed)
-
-    def begin(self, batches: Batches) -> None:
-        """Set the number of sequences to expect, and their layout."""
-        self.layout = batches.layout
-        self._rows_left = None if batches.n_rows is None else sum(batches.n_rows)
-
-    def reset(self) -> None:
-        """Choose from the beginning."""
-        self.n_chosen = self.n_offered = 0
-        self.has_unused_mask = False
-        self._generator.manual_seed(self.seed)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no more states are wanted."""
-        return self.n_snapshots is not None and self.n_chosen >= self.n_snapshots
-
-    def choose(self, leading_shape: torch.Size, batch: Any) -> Tensor:
-        """Indices into the flattened leading axes of the states of one batch, rising.
-
-        Args:
-            leading_shape: Shape of the states, without their feature.
-            batch: Batch that they belong to.
-
-        Raises:
-            SnapshotError: If a mask hides tokens and does not fit the states, or there is not one state for each token
-                where ``skip_first`` counts them.
-            AnatomyError: If ``skip_first`` or a mask needs to know which axis counts sequences, and that is not known.
-        """
-        candidates = self._candidates(leading_shape, batch)
-        self.n_offered += len(candidates)
-        if self.n_snapshots is None:
-            chosen = candidates
-        elif self._rows_left is None:
-            chosen = candidates[: self.n_snapshots - self.n_chosen]
-        else:
-            n_rows = count_rows(batch, self.layout.inputs or 0)
-            wanted = self.n_snapshots - self.n_chosen
-            quota = -(-wanted * n_rows // max(self._rows_left, n_rows))
-            self._rows_left -= n_rows
-            shuffled = torch.randperm(len(candidates), generator=self._generator)[:quota]
-            chosen = candidates[shuffled.sort().values]
-        self.n_chosen += len(chosen)
-        return chosen
-
-    def describe(self) -> str:
-        """A description of the choice, for provenance."""
-        which = "every token" if self.n_chosen == self.n_offered else f"{self.n_chosen} of {self.n_offered} tokens"
-        if self.skip_first:
-            which += f", first {self.skip_first} of each sequence left out"
-        if self.has_unused_mask:
-            which += "; a mask did not fit the states and was not used"
-        return which
-
-    def _candidates(self, leading_shape: torch.Size, batch: Any) -> Tensor:
-        mask = torch.ones(leading_shape, dtype=torch.int64)
-        fitted = self._mask(tuple(leading_shape), batch)
-        if fitted is not None:
-            mask = fitted.long()
-        if self.skip_first:
-            if mask.ndim < 2:
-                raise SnapshotError("skip_first needs states of shape (batch, token, feature); pass batched inputs.")
-            axis = require(self.layout.states, "skip_first", tuple(leading_shape))
-            self._refuse_other_tokens(tuple(leading_shape), axis, batch)
-            rows = mask.movedim(axis, 0)
-            kept = rows * (rows.flatten(1).cumsum(1) > self.skip_first).view(rows.shape)
-            mask = kept.movedim(0, axis)
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))  # the mask is on the host
-
-    def _refuse_other_tokens(self, leading: tuple[int, ...], axis: int, batch: Any) -> None:
-        """Refuse to count leading tokens among states that are not one for each token of the inputs."""
-        given = _token_shapes(batch)
-        if len(leading) != 2 or not given:
-            return
-        inputs = self.layout.inputs
-        counts = {n for shape in given for n in (shape if inputs is None else (shape[1 - inputs],))}
-        if leading[1 - axis] not in counts:
-            known = " or ".join(map(str, sorted(counts)))
-            raise SnapshotError(
-                f"skip_first leaves out the first tokens of each sequence, but where the inputs have {known} tokens "
-                f"the states have {leading[1 - axis]}, as with a prompt or image tokens in front, so that it cannot be "
-                "told which are first; pass skip_first=0."
-            )
-
-    def _mask(self, leading: tuple[int, ...], batch: Any) -> Tensor | None:
-        """Which tokens are no padding, boolean, laid out as the states; None: nothing says so."""
-        if not isinstance(batch, Mapping):
-            return None
-        found, unused = None, []
-        for name in (*_MASKS, *_PADDING_MASKS):
-            given = batch.get(name)
-            if not isinstance(given, Tensor):
-                continue
-            is_pytorch = name in _PADDING_MASKS
-            hides = given.cpu() != 0
-            shown = ~hides if is_pytorch else hides
-            axis = 0 if is_pytorch else self.layout.inputs
-            fitted = _laid_out(shown, leading, axis, self.layout.states)
-            if fitted is not None:
-                found = fitted
-            elif not bool(shown.all()):
-                unused.append((name, given))
-        if found is None and unused:
-            name, given = unused[0]
-            if name == "attention_mask" and "decoder_input_ids" in batch:  # it is of the encoder's tokens
-                self.has_unused_mask = True
-                return None
-            raise SnapshotError(
-                f"The {name} of shape {tuple(given.shape)} hides tokens, but the states have leading shape {leading}, "
-                "so that padding cannot be told from tokens; pass inputs without padding."
-            )
-        return found
-
-
-def _token_shapes(batch: Any) -> list[tuple[int, int]]:
-    """Shapes of what says how many tokens a model is given: ids, or their embeddings; none of images or audio."""
-    if isinstance(batch, Mapping):
-        named = [value for name, value in batch.items() if str(name).endswith(("input_ids", "inputs_embeds"))]
-        values = named and [*named, batch.get("labels")]  # of which decoders make their ids
-    else:
-        values = [*batch] if isinstance(batch, tuple | list) else [batch]
-        values = [v for v in values if isinstance(v, Tensor) and not v.is_floating_point()]
-    found = (tuple(v.shape[:2]) for v in values if isinstance(v, Tensor) and v.ndim == 2 + v.is_floating_point())
-    return [(a, b) for a, b in found]
-
-
-def _laid_out(mask: Tensor, leading: tuple[int, ...], axis: int | None, states: int | None) -> Tensor | None:
-    """A mask laid out as the states; None if it does not fit them.
-
-    Args:
-        mask: Shape (batch, token), or (token, batch) where ``axis`` is 1.
-        leading: Shape of the states without their feature.
-        axis: Axis of the mask that counts sequences; None: that of the states is not known either.
-        states: Axis of the states that counts sequences.
-    """
-    if mask.ndim != 2 or len(leading) != 2:
-        return mask if tuple(mask.shape) == leading else None
-    if axis is None or states is None:
-        shapes = [tuple(mask.shape) == leading, tuple(mask.shape[::-1]) == leading]
-        if all(shapes) and not bool(mask.all()):
-            require(None, "A mask that is as long as it is wide", leading)
-        return mask if shapes[0] else mask.T if shapes[1] else None
-    by_sequence = mask.movedim(axis, 0)
-    wanted = (leading[states], leading[1 - states])
-    if tuple(by_sequence.shape) != wanted and tuple(mask.shape) == wanted:
-        by_sequence = mask  # masks are often (batch, token) whatever the states are
-    return by_sequence.movedim(0, states) if tuple(by_sequence.shape) == wanted else None
 
 
 def _is_list(inputs: Any) -> bool:

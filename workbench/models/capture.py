@@ -24,7 +24,8 @@ from workbench.models.wrapping import runnable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.models.batches import Batches, TokenSelection
+    from workbench.models.batches import Batches
+    from workbench.models.token_selection import TokenSelection
 
     Moments = SnapshotMoments | SnapshotSketch
 

@@ -17,7 +17,7 @@ from workbench.koopman.dmd import DmdOptions
 from workbench.koopman.measures import Thresholds
 from workbench.koopman.spectra import as_dataset, warn_if_rank_deficient
 from workbench.models.anatomy import Anatomy, read_anatomy
-from workbench.models.batches import TOKENS_OF_A_TASK, Batches, TokenSelection, shortened
+from workbench.models.batches import TOKENS_OF_A_TASK, Batches, shortened
 from workbench.models.capture import capture_layers
 from workbench.models.checkpoint import open_checkpoint
 from workbench.models.layer_results import LayerResults
@@ -26,6 +26,7 @@ from workbench.models.profile_journal import ProfileJournal
 from workbench.models.residual_check import refuse_plain_chain
 from workbench.models.streamed_capture import capture_streamed
 from workbench.models.subject import Subject
+from workbench.models.token_selection import TokenSelection
 from workbench.schema.runs import SPECTRA_COUNTS
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from workbench.models.streaming import StreamedWeights
 
 
-#: Tokens on which the anatomy of a streamed model is read.
-_FEW_TOKENS = 32
+#: Most tokens of a sequence on which the anatomy is read, of a streamed model and of another.
+_FEW_TOKENS, _MORE_TOKENS = 32, 128
 #: Width up to which a profile fits into any memory.
 _NARROW = 512
 
@@ -199,8 +200,8 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
 
 
 def _anatomy(subject: Subject, probe: Any, stack: str | None, batch_first: bool | None) -> Anatomy:
-    """The anatomy, read on a few tokens where weights are streamed: their number says nothing about it."""
-    few = shortened(probe, _FEW_TOKENS) if subject.streamed is not None else None
+    """The anatomy, read on a few tokens where more take long: it takes several passes, and does not depend on them."""
+    few = shortened(probe, _MORE_TOKENS if subject.streamed is None else _FEW_TOKENS)
     if few is not None:
         with suppress(WorkbenchError):  # such as a model that takes one length alone
             return _checked_anatomy(subject.model, few, stack, batch_first)

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from workbench.koopman.dmd import DmdOptions
-    from workbench.models.batches import Batches, TokenSelection
+    from workbench.models.batches import Batches
     from workbench.models.capture import Moments
     from workbench.models.layer_results import LayerResults
     from workbench.models.profile_journal import ProfileJournal
     from workbench.models.site import Site
     from workbench.models.streaming import StreamedWeights
     from workbench.models.subject import Subject
+    from workbench.models.token_selection import TokenSelection
 
 #: Beginnings of options that only models with recurrent layers have.
 _RECURRENT = ("mamba", "ssm", "state_size", "conv", "linear_", "recurrent", "lru", "attention_hidden_size")

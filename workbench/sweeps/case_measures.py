@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from workbench.koopman.spectra import RankWarning
 from workbench.models.anatomy import Anatomy, read_anatomy
-from workbench.models.batches import TokenSelection
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.capture import StreamWatcher
@@ -24,6 +23,7 @@ from workbench.models.probing import undisturbed
 from workbench.models.profile import profile
 from workbench.models.residual_check import refuse_plain_chain
 from workbench.models.subject import Subject
+from workbench.models.token_selection import TokenSelection
 from workbench.schema.sweeps import MEASURES, SETTINGS, dtype_of
 from workbench.sweeps.planned_runs import describe_plan
 from workbench.sweeps.trial_updates import N_PILOT_UPDATES, pilot_rate, trial_update

@@ -22,13 +22,14 @@ from workbench.callbacks.kss.trust_region import gain_terms, gains_of
 from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.moments import SnapshotMoments
 from workbench.models.anatomy import Anatomy, read_anatomy
-from workbench.models.batches import Batches, TokenSelection, count_rows, take_rows
+from workbench.models.batches import Batches, count_rows, take_rows
 from workbench.models.calling import call_model, named_arguments
 from workbench.models.capture import StreamWatcher, empty_moments
 from workbench.models.device_numbers import read_numbers
 from workbench.models.probing import eval_mode, undisturbed, watch
 from workbench.models.process_group import is_shared
 from workbench.models.residual_check import refuse_plain_chain
+from workbench.models.token_selection import TokenSelection
 from workbench.models.wrapping import acting_on_gradients, as_written, bare, entrances, innermost
 from workbench.zoo.module_of import module_of
 
