@@ -1,9 +1,9 @@
 """Memory and time of profiles whose weights stay on disk, at the shapes of 1.3B and of Llama 2 7B, in bfloat16.
 
 Call: python -m benchmarks.streaming [--small]; writes benchmarks/streaming.md. It needs 7 GB of disk for checkpoints of
-random weights, and about an hour and a half on two cores. Each profile runs in a process of its own, so that its memory can be
-told: anonymous memory beyond what the imports take, sampled every 10 ms. Pages of the files themselves do not count;
-the system takes them back when it needs them.
+random weights, and about an hour and a half on two cores. Each profile runs in a process of its own, so that its
+memory can be told: anonymous memory beyond what the imports take, sampled every 10 ms. Pages of the files themselves do
+not count; the system takes them back when it needs them.
 """
 
 from __future__ import annotations
