@@ -217,6 +217,7 @@ _KILLED = """
 """
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_no_finished_block_runs_twice(tmp_path, monkeypatch):
     build(BY_NAME["llama"], num_hidden_layers=5).save_pretrained(tmp_path / "five")
     script = tmp_path / "script.py"

@@ -135,11 +135,12 @@ def open_checkpoint(
     if path.is_dir():
         return _open_folder(path, trust_remote_code, wanted, name, strict, how)
     if path.is_file():
-        from workbench.models.gguf_file import gguf_bytes, gguf_state, open_gguf, why_gguf_is_whole
+        from workbench.models.gguf_file import GgufFile
 
-        is_streamed = how.is_wanted(gguf_bytes(path, wanted), why_not=why_gguf_is_whole(path), is_strict=strict)
-        model, unloaded = open_gguf(path, dtype=wanted, strict=strict, without_memory=is_streamed)
-        streamed = _stream_pretrained(model.eval(), gguf_state(path), path, how) if is_streamed else None
+        file = GgufFile.read(path)
+        is_streamed = how.is_wanted(file.n_bytes(wanted), why_not=file.why_whole, is_strict=strict)
+        model, unloaded = file.model(dtype=wanted, strict=strict, without_memory=is_streamed)
+        streamed = _stream_pretrained(model.eval(), file.state(), path, how) if is_streamed else None
         model = model if is_streamed else how.placed(model)
         return Subject(model, name or path.stem, str(path), path, unloaded, streamed=streamed)
     return _open_hub(text, trust_remote_code, wanted, name, strict, how)

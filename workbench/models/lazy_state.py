@@ -33,9 +33,9 @@ def lazy_state(path: Path) -> dict[str, LazyTensor]:
     if not path.is_file():
         raise CheckpointError(f"There is no file {path}; check the path.")
     if path.suffix == ".gguf":
-        from workbench.models.gguf_file import gguf_state
+        from workbench.models.gguf_file import GgufFile
 
-        return gguf_state(path)
+        return GgufFile.read(path).state()
     return place_state(path)
 
 
