@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help venv lab quick test full lint style types unit notebooks browser sample bench checkpoints runs warnings sweep scaling failures designs clean trials
+.PHONY: help venv lab quick test full lint style types unit notebooks browser first_notebook main_browser sample bench checkpoints runs warnings sweep scaling failures designs clean trials
 
 help:  ## This list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -42,8 +42,7 @@ quick: venv  ## Within 3 minutes: style, and the unit tests that draw no figure,
 test: venv sample  ## What CI runs, within 12 minutes: lint, all unit tests except the slow ones, the main notebooks in Jupyter
 	$(MAKE) --no-print-directory lint
 	$(UNIT) -m "not slow"
-	$(NBVAL) notebooks/00_start.ipynb
-	$(PYTEST) -m "not slow" tests/browser
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync first_notebook main_browser
 
 full: venv sample  ## Before a release, half an hour: lint, every test, notebook and browser test
 	$(MAKE) --no-print-directory lint unit notebooks browser
@@ -59,6 +58,13 @@ style: venv
 
 types: venv
 	$(BIN)/mypy
+
+# The main notebook on one core, the main browser tests on the other.
+first_notebook: venv
+	$(NBVAL) notebooks/00_start.ipynb
+
+main_browser: venv
+	$(PYTEST) -m "not slow" tests/browser
 
 unit: venv  ## All unit tests
 	$(UNIT)

@@ -80,6 +80,7 @@ def states_of_the_first_version(now):
 
 
 @pytest.mark.framework
+@pytest.mark.slow
 class TestCheckpointsOfTheFirstVersion:
     def test_of_a_hugging_face_trainer(self, tmp_path):
         options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}

@@ -91,6 +91,7 @@ class TestHuggingFace:
         trainer(model, tmp_path, wb.trainer_callback(kss)).train()
         assert same_weights(model, plain)
 
+    @pytest.mark.slow
     def test_resuming_from_a_checkpoint_of_the_trainer(self, tmp_path):
         """Controls that were turned on the way come back, and the weights are those of running through."""
 

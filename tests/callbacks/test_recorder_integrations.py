@@ -55,6 +55,7 @@ class TestHuggingFace:
         assert [float(o.values["batch_size"]) for o in of_part(recorder, "monitors")] == [4, 4, 4]
         assert len(of_part(recorder, "attention")) == 1
 
+    @pytest.mark.slow
     def test_resuming_from_a_checkpoint_of_the_trainer(self, tmp_path):
         options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
         through, parts = tmp_path / "through.zarr", tmp_path / "parts.zarr"

@@ -525,6 +525,7 @@ def in_new_process(code, *args, seconds=300):
     return subprocess.run(command, cwd=ROOT, timeout=seconds, capture_output=True, text=True, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_writers_that_nobody_closes_are_closed_at_the_end(tmp_path):
     paths = [tmp_path / f"{name}.zarr" for name in "abc"]

@@ -97,6 +97,7 @@ def test_a_finished_sweep_starts_no_process(tmp_path, monkeypatch):
     xr.testing.assert_identical(first, again)
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_progress_and_dashboard_are_shown(cluster, tmp_path, capsys):
     from distributed import Client
