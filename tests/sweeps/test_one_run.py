@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.sweeps.small_sweeps import small_grid
-from workbench.schema.sweeps import MEASURES, OUTCOMES, SETTINGS
+from tests.sweeps.small_sweeps import SIZE, TASK, small_grid
+from workbench.errors import OptionError
+from workbench.schema.sweeps import CURVES, MEASURES, OUTCOMES, SETTINGS
 from workbench.sweeps.one_run import outcome
 
 pytestmark = pytest.mark.medium
@@ -21,7 +22,7 @@ def rows():
 
 def test_a_row_says_everything(rows):
     for row in rows:
-        assert set(row) == {*SETTINGS, *MEASURES, *OUTCOMES}
+        assert set(row) == {*SETTINGS, *MEASURES, *OUTCOMES, *CURVES}
 
 
 def test_it_ends_as_training_alone_ends(rows):
@@ -91,3 +92,46 @@ def test_spikes_are_counted_where_planted():
     assert wb.sweeps.count_spikes(loss) == 3
     loss[280] = np.inf
     assert wb.sweeps.count_spikes(loss) == 4
+
+
+def test_losses_along_the_run_are_those_of_training():
+    runs = small_grid(n_steps=25, n_evaluations=5, n_snapshots=0, learning_rate=[1e-2], seed=[0])
+    row = wb.sweeps.make_run(runs[0].as_dict())
+    task = runs[0].make_task()
+    model = runs[0].make_model()
+    losses, held_out = [], []
+    for record in wb.train(model, task, n_steps=25, learning_rate=1e-2):
+        losses.append(record.loss)
+        if record.step % 5 == 4:
+            inputs, targets = task.held_out(4096)
+            with torch.no_grad():
+                logits = model.eval()(inputs)
+            held_out.append(float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())))
+    np.testing.assert_allclose(row["held_out_loss"], held_out, rtol=1e-5)
+    assert row["evaluation_step"].tolist() == [5, 10, 15, 20, 25]
+    windows = [np.mean(losses[:10]), np.mean(losses[10:20]), np.mean(losses[20:])]
+    np.testing.assert_allclose(row["training_loss"], windows, rtol=1e-5)
+
+
+def test_without_snapshots_nothing_is_measured_but_the_settings():
+    row = wb.sweeps.make_run(small_grid(n_snapshots=0)[0].as_dict())
+    assert np.isnan(row["eigenvalue"]).all()
+    assert np.isnan(row["near_unit_mass"]).all()
+    assert np.isnan(row["rehearsed_rate"])
+    assert row["n_layers"] == 2
+    assert np.isnan(row["held_out_loss"]).all()
+
+
+def test_a_run_that_goes_on_after_a_divergence_counts_as_diverged():
+    training = {"n_steps": 6, "learning_rate": 1e-3, "loss_limit": 1e-3, "stops_at_divergence": False}
+    run = wb.sweeps.RunSettings(architecture="a", model=SIZE, task=TASK, training=training, n_snapshots=0)
+    row = wb.sweeps.make_run(run.as_dict())
+    assert row["has_diverged"]
+    assert row["divergence_step"] == 0
+    assert row["cause"] == "loss"
+    assert np.isfinite(row["final_loss"])
+
+
+def test_evaluations_divide_the_run():
+    with pytest.raises(OptionError, match="n_evaluations is 4, which does not divide the 25 updates"):
+        small_grid(n_steps=25, n_evaluations=4)

@@ -8,7 +8,7 @@ import zarr
 import workbench as wb
 from tests.sweeps.small_sweeps import made_alone, small_grid
 from workbench.errors import SchemaError, StoreError
-from workbench.schema.sweeps import MEASURES, OUTCOMES, SETTINGS
+from workbench.schema.sweeps import CURVES, MEASURES, OUTCOMES, SETTINGS
 
 pytestmark = pytest.mark.medium
 
@@ -29,7 +29,7 @@ def test_rows_read_back_as_they_were_made(runs, rows, tmp_path):
         store.write(index, rows[index])
     sweep = wb.open_sweep(tmp_path / "a.zarr")
     assert set(sweep.coords) == set(SETTINGS)
-    assert set(sweep.data_vars) == {*MEASURES, *OUTCOMES}
+    assert set(sweep.data_vars) == {*MEASURES, *OUTCOMES, *CURVES}
     assert sweep.attrs["n_missing"] == 0
     for index, row in enumerate(rows):
         for name, value in row.items():

@@ -11,7 +11,9 @@ from workbench.training.training_plan import TrainingPlan
 
 
 @given(
-    n_steps=st.integers(1, 400), warmup=st.integers(0, 100), schedule=st.sampled_from(["constant", "cosine", "linear"])
+    n_steps=st.integers(1, 400),
+    warmup=st.integers(0, 100),
+    schedule=st.sampled_from(["constant", "cosine", "linear", "wsd"]),
 )
 def test_rates_rise_to_the_peak_and_never_above(n_steps, warmup, schedule):
     plan = TrainingPlan(n_steps=n_steps, warmup=warmup, schedule=schedule)
@@ -28,6 +30,8 @@ def test_schedules_end_where_they_should():
     assert {name: plan.rate_factor(9) for name, plan in rates.items()} == dict.fromkeys(rates, 0.5)
     assert [plan.rate_factor(60) for plan in rates.values()] == pytest.approx([1.0, 0.5, 0.5])
     assert [plan.rate_factor(100) for plan in rates.values()] == pytest.approx([1.0, 0.0, 0.0])
+    wsd = TrainingPlan(n_steps=100, warmup=20, schedule="wsd")
+    assert [wsd.rate_factor(step) for step in (9, 20, 80, 90, 100)] == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
     own = TrainingPlan(n_steps=100, warmup=2, schedule=lambda step: 0.25)
     assert [own.rate_factor(0), own.rate_factor(50)] == [0.125, 0.25]
 

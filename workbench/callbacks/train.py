@@ -79,10 +79,12 @@ def train(
         n_steps: Number of optimizer steps.
         learning_rate: Peak rate, reached after the warm-up; None: 1e-3, or that of a ready optimizer.
         warmup: Number of steps over which the rate rises linearly to its peak.
-        schedule: Schedule after the warm-up: ``"constant"``, or ``"cosine"`` or ``"linear"`` down to 0 at ``n_steps``;
-            or a function from the step, counted from 0, to the share of the peak rate.
+        schedule: Schedule after the warm-up: ``"constant"``; ``"cosine"`` or ``"linear"`` down to 0 at ``n_steps``;
+            ``"wsd"``, constant and then linear down to 0 over the last fifth of the steps (Hu et al. 2024,
+            arXiv:2404.06395); or a function from the step, counted from 0, to the share of the peak rate.
         optimizer: Name of a class in ``torch.optim``, in any spelling of case; a function from the parameters to an
-            optimizer; or a ready optimizer over the model's parameters.
+            optimizer; or a ready optimizer over the model's parameters. ``"Muon"`` updates the matrices of the blocks
+            by Muon and all else by AdamW, see `workbench.training.muon`.
         optimizer_options: Further arguments of a named optimizer, such as ``{"weight_decay": 0.1, "betas": (0.9,
             0.95)}``.
         clip_norm: Largest norm of all gradients together; larger ones are scaled down. None: no clipping.

@@ -107,6 +107,21 @@ OUTCOMES: dict[str, Variable] = {
     "seconds": _number("duration", "of the run; differs from making to making", "s"),
 }
 
+#: Updates in a window of the training loss.
+LOSS_WINDOW = 10
+#: Losses along the updates of a run.
+CURVES: dict[str, Variable] = {
+    "training_loss": Variable(
+        ("run", "window"), "f", "training loss", "nat", "mean over each window of 10 updates; NaN: after the end"
+    ),
+    "held_out_loss": Variable(
+        ("run", "evaluation"), "f", "held-out loss", "nat", "on the same held-out batch each time; NaN: not finite"
+    ),
+    "evaluation_step": Variable(
+        ("run", "evaluation"), "f", "step of the evaluation", "step", "updates before it; NaN: after the end"
+    ),
+}
+
 
 def dtype_of(name: str, kind: str) -> type:
     """The encoding of a variable of a sweep: settings in full precision, measures in single."""

@@ -130,7 +130,10 @@ def measure_row(
     runs_pilot: bool = True,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
 ) -> dict[str, Any]:
-    """What `measure_case` measures, by name; per-layer measures as arrays (layer,), eigenvalues as (layer, mode)."""
+    """What `measure_case` measures, by name; per-layer measures as arrays (layer,), eigenvalues as (layer, mode).
+
+    With ``n_snapshots=0`` there are no spectra.
+    """
     module = model.model if isinstance(model, Subject) else model
     n_batches = N_PILOT_UPDATES + 1 if takes_gradients and runs_pilot else 1
     batches = [
@@ -140,13 +143,7 @@ def measure_row(
     anatomy = read_anatomy(module, inputs, stack=stack)
     if stack is None:
         refuse_plain_chain(module, inputs, anatomy.stack, anatomy.sites)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RankWarning)  # the rank is recorded
-        spectra = profile(
-            model, task.probe(n_snapshots), n_snapshots=n_snapshots, anatomy=anatomy, n_workers=1, progress=False
-        )
-    row: dict[str, Any] = {name: spectra[name].values.astype(float) for name in SPECTRAL}
-    row["eigenvalue"] = spectra["eigenvalue"].values
+    row = _spectra(model, task, anatomy, n_snapshots)
     row |= _forward(module, anatomy, inputs, targets, loss)
     gradient = dict.fromkeys(("initial_grad_norm", "overshoot_rate", "breaking_rate", "rehearsed_rate"), math.nan)
     if takes_gradients:
@@ -166,6 +163,20 @@ def measure_row(
             "task": str(task.describe().get("task", "")),
         }
     )
+
+
+def _spectra(model: nn.Module | Subject, task: Any, anatomy: Anatomy, n_snapshots: int) -> dict[str, Any]:
+    """Measures of the spectra; NaN without snapshots."""
+    if not n_snapshots:
+        missing: dict[str, Any] = dict.fromkeys(SPECTRAL, np.full(len(anatomy.sites), math.nan))
+        return missing | {"eigenvalue": np.full((len(anatomy.sites), 1), complex(math.nan, math.nan))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RankWarning)  # the rank is recorded
+        spectra = profile(
+            model, task.probe(n_snapshots), n_snapshots=n_snapshots, anatomy=anatomy, n_workers=1, progress=False
+        )
+    row: dict[str, Any] = {name: spectra[name].values.astype(float) for name in SPECTRAL}
+    return row | {"eigenvalue": spectra["eigenvalue"].values}
 
 
 def _forward(

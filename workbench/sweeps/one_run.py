@@ -11,10 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
+from torch import nn
 
 from workbench.callbacks.train import train
+from workbench.models.calling import call_model
+from workbench.models.losses import token_loss
+from workbench.models.probing import eval_mode
+from workbench.schema.sweeps import LOSS_WINDOW
 from workbench.sweeps.case_measures import measure_row
 from workbench.sweeps.run_settings import RunSettings
+from workbench.tasks.task import Task
 from workbench.training.step_record import StepRecord
 
 #: Steps over which the predictors of RKSP Table 2 are taken.
@@ -22,6 +28,8 @@ _GRAD_NORM_STEP, _SPIKE_STEPS = 100, 500
 #: A loss is a spike if it lies this many standard deviations above the mean of the window before it. The paper gives
 #: no rule; with 3 deviations noise alone makes about one spike in a thousand steps.
 _SPIKE_WINDOW, _SPIKE_DEVIATIONS = 20, 3.0
+#: Token states of the held-out examples.
+N_HELD_OUT = 4096
 
 
 def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,19 +57,26 @@ def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
     plan = run.plan()
     with _one_thread():
         model, task = run.make_model(), run.make_task()
-        row = measure_row(model, task, plan, n_snapshots=run.n_snapshots)
+        is_measured = run.n_snapshots > 0
+        row = measure_row(
+            model, task, plan, n_snapshots=run.n_snapshots, takes_gradients=is_measured, runs_pilot=is_measured
+        )
         training: dict[str, Any] = {name: getattr(plan, name) for name in settings["training"]}
         training |= {"optimizer_options": plan.optimizer_options, "seed": run.seed}
-        records = list(train(model, task, **training))
-    row |= run.describe() | outcome(records)
+        records, evaluations = [], []
+        for record in train(model, task, **training):
+            records.append(record)
+            if run.n_evaluations and not (record.step + 1) % (plan.n_steps // run.n_evaluations):
+                evaluations.append((record.step + 1, held_out_loss(model, task)))
+    row |= run.describe() | outcome(records) | loss_curves(records, evaluations)
     return row | {"seconds": time.monotonic() - start}
 
 
 def outcome(records: list[StepRecord]) -> dict[str, Any]:
-    """Outcome of a run, by the names of ``sweep_schema.OUTCOMES``; without its duration."""
+    """Outcome of a run, by the names of ``schema.sweeps.OUTCOMES``; without its duration."""
     loss = np.array([record.loss for record in records])
     grad_norm = np.array([record.grad_norm for record in records])
-    last = records[-1]
+    last, broken = records[-1], next((record for record in records if record.diverged), None)
     n_last = max(1, len(records) // 8)
     grad_norm = np.where(np.isnan(grad_norm), np.inf, grad_norm)
     known = grad_norm[1 : _GRAD_NORM_STEP + 1]
@@ -71,12 +86,48 @@ def outcome(records: list[StepRecord]) -> dict[str, Any]:
         "grad_norm_step_100": float(grad_norm[min(_GRAD_NORM_STEP, len(records) - 1)]),
         "grad_norm_variance": variance,
         "n_loss_spikes": count_spikes(loss[: _SPIKE_STEPS + 1]),
-        "has_diverged": last.diverged,
-        "cause": last.cause,
-        "divergence_step": float(last.step) if last.diverged else math.nan,
+        "has_diverged": broken is not None,
+        "cause": "" if broken is None else broken.cause,
+        "divergence_step": math.nan if broken is None else float(broken.step),
         "final_loss": last.loss if math.isfinite(last.loss) else math.nan,
-        "accuracy": math.nan if last.diverged else float(np.mean([record.accuracy for record in records[-n_last:]])),
+        "accuracy": math.nan
+        if broken is not None
+        else float(np.mean([record.accuracy for record in records[-n_last:]])),
     }
+
+
+def loss_curves(records: list[StepRecord], evaluations: list[tuple[int, float]]) -> dict[str, np.ndarray]:
+    """The losses of a run along its updates, by the names of ``schema.sweeps.CURVES``.
+
+    Args:
+        records: Record of each update.
+        evaluations: Number of updates before each evaluation, and the held-out loss.
+
+    Returns:
+        Arrays of shapes (window,) and (evaluation,), NaN where a loss is not finite.
+    """
+    losses = np.array([record.loss for record in records])
+    n_windows = -(-len(losses) // LOSS_WINDOW)
+    windows = [losses[i * LOSS_WINDOW : (i + 1) * LOSS_WINDOW].mean() for i in range(n_windows)]
+    steps, held_out = np.array(evaluations or [(math.nan, math.nan)], dtype=float).T
+    training = np.array(windows, dtype=float)
+    finite = {"training_loss": training, "held_out_loss": held_out}
+    return {name: np.where(np.isfinite(v), v, np.nan) for name, v in finite.items()} | {"evaluation_step": steps}
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, task: Task) -> float:
+    """Loss on held-out examples of a task, in eval mode; nat.
+
+    Args:
+        model: The model; its mode is as before.
+        task: One of the workbench's own tasks.
+    """
+    inputs, targets = task.held_out(N_HELD_OUT)  # type: ignore[attr-defined]  # of all named tasks
+    with eval_mode(model):
+        output = call_model(model, inputs)
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    return float(token_loss(logits, targets))
 
 
 def count_spikes(loss: np.ndarray) -> int:

@@ -36,7 +36,7 @@ def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
 
 
 def describe_plan(plan: TrainingPlan, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run by the names of ``sweep_schema.SETTINGS``, as far as plan and configuration have them."""
+    """The settings of a run by the names of ``schema.sweeps.SETTINGS``, as far as plan and configuration have them."""
     optimizer = plan.optimizer if isinstance(plan.optimizer, str) else ""
     if isinstance(plan.optimizer, torch.optim.Optimizer):
         optimizer = type(plan.optimizer).__name__

@@ -39,7 +39,9 @@ class RunSettings:
         training: Fields of `TrainingPlan` as plain values, except the seed: ``n_steps``, ``learning_rate``, ...
         seed: Seed of the parameters, the data and all other randomness in training.
         study: A label to select by later; it changes no number.
-        n_snapshots: Number of token states of the fresh model's spectra.
+        n_snapshots: Number of token states of the fresh model's spectra; 0: neither spectra nor trial updates.
+        n_evaluations: Number of times, evenly spread over the run, that the loss on held-out examples is measured; it
+            divides the number of updates.
 
     Raises:
         OptionError: If the model, the task or the training is impossible.
@@ -63,11 +65,14 @@ class RunSettings:
     seed: int = 0
     study: str = ""
     n_snapshots: int = 1024
+    n_evaluations: int = 0
     _plain: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_seed(self.seed)
-        require_whole(3, n_snapshots=self.n_snapshots)
+        require_whole(0, n_evaluations=self.n_evaluations)
+        if self.n_snapshots != 0:
+            require_whole(3, n_snapshots=self.n_snapshots)
         for part in ("model", "task", "training"):
             if "seed" in getattr(self, part):
                 raise OptionError(f"{part} of '{self.architecture}' has a seed of its own; pass seed= for all three.")
@@ -80,7 +85,12 @@ class RunSettings:
             ) from error
         object.__setattr__(self, "_plain", json.loads(text))
         self.make_task()
-        self.plan()
+        n_steps = self.plan().n_steps
+        if self.n_evaluations and n_steps % self.n_evaluations:
+            raise OptionError(
+                f"n_evaluations is {self.n_evaluations}, which does not divide the {n_steps} updates of "
+                f"'{self.architecture}'; choose a divisor."
+            )
         if "make" in self.model:
             _function(self.model["make"])
         else:
@@ -114,7 +124,7 @@ class RunSettings:
         return _digest({"model": self.configuration, "task": self._plain["task"], "training": training})
 
     def describe(self) -> dict[str, Any]:
-        """The columns of the row that the settings decide, by the names of ``sweep_schema.SETTINGS``."""
+        """The columns of the row that the settings decide, by the names of ``schema.sweeps.SETTINGS``."""
         config = {} if "make" in self.model else self._config().as_dict()
         names = {name: getattr(self, name) for name in ("study", "architecture", "configuration", "cell")}
         return {
@@ -178,6 +188,7 @@ def grid(
     seed: Iterable[int] = (0,),
     study: str = "",
     n_snapshots: int = 1024,
+    n_evaluations: int = 0,
     **axes: Any,
 ) -> list[RunSettings]:
     """Make the runs of a sweep: every combination of architectures and settings.
@@ -190,6 +201,7 @@ def grid(
         seed: The seeds.
         study: A label for all of them.
         n_snapshots: As in `RunSettings`.
+        n_evaluations: As in `RunSettings`.
         **axes: Any option of the models (``norm``, ``init_std``, ``d_model``, ...) or field of `TrainingPlan`
             (``warmup``, ``schedule``, ``optimizer``, ...): one value, or a list of values.
 
@@ -242,6 +254,7 @@ def grid(
                 seed=number,
                 study=study,
                 n_snapshots=n_snapshots,
+                n_evaluations=n_evaluations,
             )
         )
     return runs

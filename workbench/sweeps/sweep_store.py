@@ -18,7 +18,7 @@ import numpy as np
 from workbench.errors import SchemaError, StoreError
 from workbench.io.atomic import check_free, replacing
 from workbench.io.provenance import versions
-from workbench.schema.sweeps import MEASURES, OUTCOMES, SETTINGS, SWEEP_VERSION, dtype_of, require
+from workbench.schema.sweeps import CURVES, MEASURES, OUTCOMES, SETTINGS, SWEEP_VERSION, dtype_of, require
 from workbench.sweeps.run_settings import RunSettings
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class SweepStore:
             _check_design(self.path, runs)
         self._group = zarr.open_group(self.path, mode="r+", use_consolidated=False)
         designed = runs[0].describe()
-        names = [name for name in {**SETTINGS, **MEASURES, **OUTCOMES} if name not in designed]
+        names = [name for name in {**SETTINGS, **MEASURES, **OUTCOMES, **CURVES} if name not in designed]
         self._arrays = {name: cast(zarr.Array, self._group[name]) for name in names}
         self._mark = cast(zarr.Array, self._group[_MARK])
 
@@ -151,8 +151,9 @@ def join(sweeps: Sequence[xr.Dataset]) -> xr.Dataset:
         raise SchemaError("There is no sweep to join; pass at least one.")
     for part in sweeps:
         require(part, [*SETTINGS, *OUTCOMES])
-    extents = {dim: max(part.sizes[dim] for part in sweeps) for dim in ("layer", "mode")}
-    padded = [part.pad({dim: (0, n - part.sizes[dim]) for dim, n in extents.items()}) for part in sweeps]
+    dims = dict.fromkeys(dim for part in sweeps for dim in part.dims if dim != "run")
+    extents = {dim: max(part.sizes.get(dim, 0) for part in sweeps) for dim in dims}
+    padded = [part.pad({d: (0, n - part.sizes[d]) for d, n in extents.items() if d in part.dims}) for part in sweeps]
     return xr.concat(padded, "run", combine_attrs="drop_conflicts").set_coords(list(SETTINGS))
 
 
@@ -162,8 +163,8 @@ def _lay_out(path: Path, runs: Sequence[RunSettings]) -> None:
 
     designed = [run.describe() for run in runs]
     group = zarr.create_group(path)
-    extents = {"layer": 1, "mode": 1}
-    for name, rule in {**SETTINGS, **MEASURES, **OUTCOMES}.items():
+    extents = dict.fromkeys(("layer", "mode", "window", "evaluation"), 1)
+    for name, rule in {**SETTINGS, **MEASURES, **OUTCOMES, **CURVES}.items():
         shape = tuple(len(runs) if dim == "run" else extents[dim] for dim in rule.dims)
         chunks = tuple(min(_ROWS_PER_CHUNK, len(runs)) if dim == "run" else 64 for dim in rule.dims)
         dtype = dtype_of(name, rule.kind)

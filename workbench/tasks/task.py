@@ -87,7 +87,11 @@ class SeededTask(ABC):
         return self.stream()
 
     def probe(self, n_tokens: int) -> Tensor:
-        """Held-out inputs: of the validation split where there is one, else of a part of the stream never trained on.
+        """Held-out inputs; see `held_out`."""
+        return self.held_out(n_tokens)[0]
+
+    def held_out(self, n_tokens: int) -> tuple[Tensor, Tensor]:
+        """Held-out inputs and targets: of the validation split where there is one, else never trained on.
 
         They do not depend on ``batch_size``.
 
@@ -101,7 +105,7 @@ class SeededTask(ABC):
         n_rows = -(-n_tokens // self.states_per_row)
         changes: dict[str, Any] = {"split": "validation"} if hasattr(self, "split") else {}
         task: Any = self  # every child is a dataclass
-        return replace(task, batch_size=min(n_rows, self.n_held_out or n_rows), **changes).batch(-1)[0]
+        return replace(task, batch_size=min(n_rows, self.n_held_out or n_rows), **changes).batch(-1)
 
     def describe(self) -> dict[str, str | int | float | bool]:
         """The task's name and fields."""

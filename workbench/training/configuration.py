@@ -37,7 +37,7 @@ def describe_run(
         callback, without settings that may change from step to step and are recorded there, such as switches.
     """
     training = plan.as_dict() | {"loss": getattr(loss, "__qualname__", None) or str(loss)}
-    if plan.schedule not in ("cosine", "linear"):
+    if plan.schedule not in ("cosine", "linear", "wsd"):
         del training["n_steps"]  # the run may be made longer: its steps do not depend on where it ends
     configuration = {
         "model": describe_model(model),

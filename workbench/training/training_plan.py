@@ -14,6 +14,7 @@ from torch import nn
 
 from workbench.errors import OptionError
 from workbench.tasks.task import require_whole
+from workbench.training.muon import muon_for
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 DEFAULT_RATE = 1e-3
 #: The default of arguments that are mappings.
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
-SCHEDULES = ("constant", "cosine", "linear")
+SCHEDULES = ("constant", "cosine", "linear", "wsd")
+#: Share of a "wsd" run in which the rate falls.
+_DECAY_SHARE = 0.2
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -89,6 +92,9 @@ class TrainingPlan:
             return factor * self.schedule(step)
         if self.schedule == "constant":
             return factor
+        if self.schedule == "wsd":
+            n_falling = self.n_steps - max(self.warmup, (1 - _DECAY_SHARE) * self.n_steps)
+            return factor * min(1.0, max(0.0, (self.n_steps - step) / max(1.0, n_falling)))
         progress = min(1.0, max(0, step - self.warmup) / max(1, self.n_steps - self.warmup))
         return factor * (0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress)
 
@@ -106,6 +112,8 @@ class TrainingPlan:
         if isinstance(self.optimizer, str):
             cls = _optimizer_class(self.optimizer)
             try:
+                if cls is torch.optim.Muon:
+                    return muon_for(module_of(model), **{"lr": rate, **self.optimizer_options})
                 return cls(weights, **{"lr": rate, **self.optimizer_options})
             except (TypeError, ValueError) as error:
                 raise OptionError(f"{cls.__name__} does not take {dict(self.optimizer_options)}: {error}.") from error

@@ -16,8 +16,7 @@ from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.symptoms.symptom import Symptom, ramp
 from workbench.schema.statuses import SymptomKind
-
-_PLAIN_SCHEDULES = ("constant", "cosine", "linear")
+from workbench.training.training_plan import SCHEDULES
 
 
 def setting_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
@@ -81,7 +80,7 @@ def _of_plan(record: Record) -> Iterator[Symptom]:
             units="step",
         )
     schedule = str(training.get("schedule", "constant"))
-    is_own = schedule not in _PLAIN_SCHEDULES
+    is_own = schedule not in SCHEDULES
     yield _setting(
         "own_schedule_setting",
         1.0 if is_own else 0.0,

@@ -1,0 +1,71 @@
+import copy
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.errors import OptionError
+from workbench.training.muon import MuonWithAdamW, muon_for
+from workbench.training.training_plan import TrainingPlan
+
+SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32}
+
+
+def trained(model, optimizer, n_steps=3, start=0):
+    for step in range(start, start + n_steps):
+        tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(step))
+        logits = model(tokens[:, :-1])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [weight.detach().clone() for weight in model.parameters()]
+
+
+def test_both_parts_do_what_torchs_own_do():
+    model = wb.zoo.transformer(**SIZE)
+    other = copy.deepcopy(model)
+    found = trained(model, muon_for(model, lr=0.01))
+    matrices = [w for name, w in other.named_parameters() if "blocks" in name and w.ndim == 2]
+    rest = [w for name, w in other.named_parameters() if "blocks" not in name or w.ndim != 2]
+    muon = torch.optim.Muon(matrices, lr=0.01, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))
+
+    class Both:
+        def step(self):
+            muon.step(), adamw.step()
+
+        def zero_grad(self):
+            muon.zero_grad(), adamw.zero_grad()
+
+    expected = trained(other, Both())
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
+def test_a_saved_state_continues_with_the_same_bits():
+    model = wb.zoo.transformer(**SIZE)
+    optimizer = muon_for(model, lr=0.01)
+    trained(model, optimizer)
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    expected = trained(model, optimizer, start=3)
+    again = wb.zoo.transformer(**SIZE)
+    again.load_state_dict(weights)
+    fresh = muon_for(again, lr=1.0)
+    fresh.load_state_dict(state)
+    assert all(torch.equal(one, two) for one, two in zip(trained(again, fresh, start=3), expected, strict=True))
+
+
+def test_plans_know_it_by_its_name():
+    model = wb.zoo.transformer(**SIZE)
+    optimizer = TrainingPlan(n_steps=1, learning_rate=0.02, optimizer="muon").optimizer_for(model)
+    assert isinstance(optimizer, MuonWithAdamW)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.02]
+    with pytest.raises(OptionError, match="Muon does not take"):
+        TrainingPlan(n_steps=1, optimizer="Muon", optimizer_options={"nonsense": 1}).optimizer_for(model)
+    task = wb.tasks.random_tokens(length=8, vocab_size=32, batch_size=4)
+    rates = [record.learning_rate for record in wb.train(model, task, n_steps=4, optimizer="Muon", warmup=2)]
+    assert rates == pytest.approx([0.0005, 0.001, 0.001, 0.001])
+
+
+def test_a_model_without_stacks_is_trained_by_adamw_alone():
+    optimizer = muon_for(torch.nn.Linear(3, 2), lr=0.1)
+    assert [type(part).__name__ for part in optimizer._parts] == ["AdamW"]
