@@ -36,12 +36,14 @@ class Architecture:
         options: Options of `wb.zoo.ArchitectureConfig`; of a configuration of transformers, with its ``model_type``; or
             of a function of this module, under ``make``.
         n_layers: Blocks at most, of those that are slow.
+        d_model: Width at most, likewise.
     """
 
     name: str
     family: str
     options: dict[str, Any] = field(default_factory=dict)
     n_layers: int = 4
+    d_model: int = 96
 
 
 FAMILIES = {
@@ -83,7 +85,7 @@ ARCHITECTURES = (
     Architecture("Phi", "Parallel", {"model_type": "phi"}),
     Architecture("Cohere", "Parallel", {"model_type": "cohere", "logit_scale": 0.25}),
     Architecture("Fixup", "Fixup", {"norm": "none", "initialization": "fixup"}),
-    Architecture("KAN", "KAN", {"family": "kan", "norm": "pre_ln"}, 2),
+    Architecture("KAN", "KAN", {"family": "kan", "norm": "pre_ln"}, 2, 32),
     Architecture("gpt-oss", "Sinks", {
         "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128,
     }, 2),
@@ -191,11 +193,11 @@ def designs() -> list[Design]:
 def _design(architecture: Architecture, set_name: str, n_layers: int, setup: dict[str, Any]) -> Design:
     optimizer, options, clip_norm, _, _ = OPTIMIZERS[setup["optimizer"]]
     task, vocabulary, _ = TASKS[setup["task"]]
-    sizes = {"d_model": setup["d_model"], "n_layers": n_layers}
+    sizes = {"d_model": min(setup["d_model"], architecture.d_model), "n_layers": n_layers}
     model = {**architecture.options}
     if model.get("family") == "vit":
-        model |= {**sizes, "image_size": 16, "patch_size": 2, "n_channels": 1, "n_classes": 10, "n_heads": 4}
-        task = {"name": "digits", "image_size": 16, "batch_size": 4 * BATCH_SIZE}
+        model |= {**sizes, "image_size": 8, "patch_size": 2, "n_channels": 1, "n_classes": 10, "n_heads": 4}
+        task = {"name": "digits", "batch_size": 4 * BATCH_SIZE}
     elif "model_type" in model:
         model |= {"make": "rate_designs:from_transformers", "vocab_size": vocabulary, **sizes}
     else:

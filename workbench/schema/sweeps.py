@@ -117,6 +117,7 @@ CURVES: dict[str, Variable] = {
     "held_out_loss": Variable(
         ("run", "evaluation"), "f", "held-out loss", "nat", "on the same held-out batch each time; NaN: not finite"
     ),
+    "trivial_loss": _number("trivial loss", "of the predictor that knows the frequencies of the targets alone", "nat"),
     "evaluation_step": Variable(
         ("run", "evaluation"), "f", "step of the evaluation", "step", "updates before it; NaN: after the end"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,8 @@ _GRAD_NORM_STEP, _SPIKE_STEPS = 100, 500
 _SPIKE_WINDOW, _SPIKE_DEVIATIONS = 20, 3.0
 #: Token states of the held-out examples.
 N_HELD_OUT = 4096
+#: Batches in which targets are counted.
+_N_COUNTED = 100
 
 
 def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +71,8 @@ def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
             records.append(record)
             if run.n_evaluations and not (record.step + 1) % (plan.n_steps // run.n_evaluations):
                 evaluations.append((record.step + 1, held_out_loss(model, task)))
-    row |= run.describe() | outcome(records) | loss_curves(records, evaluations)
+        trivial = trivial_loss(task) if run.n_evaluations else math.nan
+    row |= run.describe() | outcome(records) | loss_curves(records, evaluations) | {"trivial_loss": trivial}
     return row | {"seconds": time.monotonic() - start}
 
 
@@ -128,6 +132,17 @@ def held_out_loss(model: nn.Module, task: Task) -> float:
         output = call_model(model, inputs)
     logits = output if isinstance(output, torch.Tensor) else output.logits
     return float(token_loss(logits, targets))
+
+
+def trivial_loss(task: Task) -> float:
+    """Held-out loss of the predictor that knows nothing but how often each target occurs in training; nat."""
+    _, targets = task.held_out(N_HELD_OUT)  # type: ignore[attr-defined]  # of all named tasks
+    batches = itertools.islice(task.stream(0), _N_COUNTED)
+    known = torch.cat([batch_targets.flatten() for _, batch_targets in batches])
+    known, targets = known[known >= 0], targets[targets >= 0]
+    n_classes = int(max(known.max(), targets.max())) + 1
+    counts = torch.bincount(known, minlength=n_classes) + 1.0  # none is impossible
+    return float(-(counts / counts.sum()).log()[targets].mean())
 
 
 def count_spikes(loss: np.ndarray) -> int:

@@ -1,0 +1,167 @@
+import math
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
+
+import workbench as wb
+from workbench.errors import SchemaError
+from workbench.rates.outcomes import (
+    LossTable,
+    count_lasting_spikes,
+    held_out_at,
+    rate_outcomes,
+    rate_sensitivity,
+    useful_band,
+)
+
+RATES = 1e-3 * 1.5 ** np.arange(-6, 7)
+
+
+def parabola(center, *, curvature=0.5, seeds=(0.0,), gain=0.1):
+    """Losses that rise with the square of the logarithm of the rate over the best, and those of earlier."""
+    distance = np.log(RATES / center)[:, None]
+    loss = 2.0 + curvature * distance**2 + np.array(seeds)
+    return loss, loss + gain
+
+
+def test_the_ends_of_a_planted_band_are_found():
+    loss, earlier = parabola(1e-3, curvature=0.5, gain=0.08)  # useful up to sqrt(.08 / .5) = .4 in the logarithm
+    band = useful_band(RATES, loss, earlier)
+    assert band.best_rate == pytest.approx(1e-3)
+    assert band.best_loss == pytest.approx(2.0)
+    # interpolated linearly between 0 and log 1.5 = .405, where the parabola is .0822
+    assert band.useful_edge == pytest.approx(1e-3 * math.exp(0.08 / (0.5 * math.log(1.5) ** 2) * math.log(1.5)))
+    assert band.slow_edge == pytest.approx(1e-6 / band.useful_edge)
+
+
+@given(shift=st.integers(-2, 2), offset=st.floats(-1, 1), gain=st.floats(0.05, 0.5))
+def test_bands_move_with_the_rates_and_ignore_seeds_levels(shift, offset, gain):
+    loss, earlier = parabola(1e-3, gain=gain, seeds=(0.0, offset))
+    moved, moved_earlier = parabola(1e-3 * 1.5**shift, gain=gain, seeds=(0.0, 0.0))
+    one, two = useful_band(RATES, loss, earlier), useful_band(RATES, moved, moved_earlier)
+    for name in ("best_rate", "useful_edge", "slow_edge"):
+        assert getattr(two, name) == pytest.approx(getattr(one, name) * 1.5**shift)
+
+
+def test_the_band_ends_at_the_first_rate_that_is_not_useful():
+    loss, earlier = parabola(1e-3, curvature=0.01, gain=0.2)
+    loss[9] = earlier[9] = 5.0  # a useful rate beyond does not count
+    band = useful_band(RATES, loss, earlier)
+    assert RATES[8] < band.useful_edge < RATES[9]
+    assert math.isnan(band.slow_edge)
+
+
+def test_a_rate_that_is_not_finite_ends_the_band_half_a_step_before():
+    loss, earlier = parabola(1e-3, curvature=0.01, gain=0.2)
+    loss[9:] = math.inf
+    assert useful_band(RATES, loss, earlier).useful_edge == pytest.approx(math.sqrt(RATES[8] * RATES[9]))
+
+
+def test_a_rate_that_was_not_tried_ends_what_is_known():
+    loss, earlier = parabola(1e-3, curvature=0.01, gain=0.2)
+    loss[8] = np.nan
+    assert math.isnan(useful_band(RATES, loss, earlier).useful_edge)
+
+
+def test_the_best_rate_is_chosen_on_other_seeds():
+    """A lucky run is no reference for itself: with its own minimum as reference nothing else would be useful."""
+    loss, earlier = parabola(1e-3, curvature=0.05, gain=0.05, seeds=(0.0, 0.0, 0.0))
+    loss[5, 0] -= 1.0
+    earlier[5, 0] -= 1.0
+    band = useful_band(RATES, loss, earlier)
+    assert band.useful_edge > 1e-3
+
+
+def test_two_losses_that_nobody_can_tell_apart_are_equal():
+    loss = np.full((len(RATES), 2), 2.0)
+    loss[-1] = 3.0
+    band = useful_band(RATES, loss, loss)  # nothing was learned in the last fifth
+    assert RATES[-2] <= band.useful_edge <= RATES[-1]
+
+
+def test_no_finite_run_gives_no_band():
+    band = useful_band(RATES, np.full((13, 2), math.inf), np.full((13, 2), math.inf))
+    assert math.isnan(band.best_rate)
+    assert math.isnan(band.useful_edge)
+
+
+def test_sensitivity_is_the_mean_excess_over_the_range():
+    loss = np.array([2.0, 2.0, 2.0, math.inf])
+    rates = np.array([1e-4, 1e-3, 1e-2, 1e-1])
+    assert rate_sensitivity(rates, loss, start_loss=4.0, over=(1e-4, 1e-2)) == 0
+    assert rate_sensitivity(rates, loss, start_loss=4.0, over=(1e-3, 1e-1)) == pytest.approx(0.5)
+    assert math.isnan(rate_sensitivity(rates, loss, start_loss=4.0, over=(1e-5, 1e-2)))
+
+
+def test_only_spikes_that_last_are_counted():
+    calm = np.linspace(3.0, 2.0, 30)
+    assert count_lasting_spikes(calm) == 0
+    short, lasting, unfinished = calm.copy(), calm.copy(), calm.copy()
+    short[10:12] += 1
+    lasting[10:14] += 1
+    unfinished[25:] = np.nan
+    assert [count_lasting_spikes(one) for one in (short, lasting, unfinished)] == [0, 1, 1]
+
+
+def sweep_of(*, n_steps=20, rates=(1e-3, 1e-2), seeds=(0, 1), **training):
+    task = {"name": "random_tokens", "length": 8, "vocab_size": 16, "batch_size": 4}
+    size = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 16, "max_length": 8}
+    return wb.sweeps.grid(
+        {"tiny": size}, learning_rate=rates, seed=seeds, n_steps=n_steps, task=task, n_snapshots=0, n_evaluations=5,
+        **training,
+    )  # fmt: skip
+
+
+def recorded(runs, path):
+    store = wb.sweeps.SweepStore(path, runs)
+    for index in store.missing():
+        store.write(index, wb.sweeps.make_run(runs[index].as_dict()))
+    return wb.open_sweep(path)
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    return recorded(sweep_of(), tmp_path_factory.mktemp("sweep") / "sweep.zarr")
+
+
+def test_tables_hold_each_run_once(sweep):
+    table = LossTable.of(sweep)
+    assert table.loss.shape == (2, 2)
+    for i, rate in enumerate(table.rate):
+        for j, seed in enumerate(table.seed):
+            run = sweep.isel(run=(sweep["learning_rate"] == rate) & (sweep["seed"] == seed))
+            assert table.loss[i, j] == run["held_out_loss"].values[0, -1]
+            assert table.earlier[i, j] == run["held_out_loss"].values[0, -2]
+
+
+def test_noise_cannot_be_learned(sweep):
+    found = rate_outcomes(sweep)
+    assert found.sizes == {"cell": 1}
+    assert not found["is_learned"].item()
+    assert np.isnan(found["useful_edge"].item())
+    assert sweep["trivial_loss"].values == pytest.approx(math.log(16), abs=0.1)
+
+
+def test_scheduled_designs_are_compared_with_shorter_runs(sweep, tmp_path):
+    shorter = recorded(sweep_of(n_steps=15, rates=(1e-2,)), tmp_path / "shorter.zarr")
+    earlier = LossTable.of(sweep).earlier_from(shorter)
+    assert np.isnan(earlier[0]).all()
+    assert earlier[1].tolist() == shorter["held_out_loss"].values[:, -1].tolist()
+    other = recorded(sweep_of(n_steps=15, rates=(1e-2,), warmup=3), tmp_path / "other.zarr")
+    assert np.array_equal(LossTable.of(sweep).earlier_from(other), LossTable.of(sweep).earlier)
+
+
+def test_sweeps_without_losses_are_refused():
+    old = wb.samples.divergence_sweep("held out")
+    with pytest.raises(SchemaError, match="no losses along its runs; record it with n_evaluations="):
+        rate_outcomes(old)
+
+
+def test_losses_are_read_where_they_were_measured(sweep):
+    assert held_out_at(sweep, 8).tolist() == sweep["held_out_loss"].values[:, 1].tolist()
+    with pytest.raises(SchemaError, match="no run has|No run has"):
+        held_out_at(sweep, 7)
+    assert isinstance(sweep, xr.Dataset)

@@ -1,0 +1,11 @@
+"""Learning rates: which is the best, which are useful, and what a short pilot says of them; the names of `wb.rates`."""
+
+from __future__ import annotations
+
+from workbench.rates.outcomes import UsefulBand, count_lasting_spikes, rate_outcomes, rate_sensitivity, useful_band
+
+__all__ = ["UsefulBand", "count_lasting_spikes", "rate_outcomes", "rate_sensitivity", "useful_band"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

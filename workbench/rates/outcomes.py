@@ -1,0 +1,320 @@
+"""Outcomes of training at several learning rates: best rate, useful band, sensitivity, explosion, lasting spikes.
+
+A run explodes where its loss or gradient norm passes RKSP's limits (``has_diverged``). Most models with normalization
+never do: at too large a rate they stop learning. So the useful band is defined by the loss on held-out examples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: Share of the updates after which the best rate has the loss that a useful rate reaches with all of them.
+REFERENCE_SHARE = 0.8
+#: Difference of held-out losses below which two runs count as equal; nat.
+RESOLUTION = 0.01
+#: A design learns if it beats the trivial predictor by this many standard deviations between seeds.
+_DEVIATIONS = 3.0
+#: Updates without which the loss has not returned from a lasting spike, in windows of the training loss.
+_LASTING_WINDOWS = 3
+_WINDOWS_BEFORE = 5
+
+
+@dataclass(frozen=True)
+class UsefulBand:
+    """The learning rates with which a design learns about as well as with the best one.
+
+    Attributes:
+        best_rate: Rate of the lowest mean loss.
+        best_loss: That loss; nat.
+        slow_edge: Lower end of the band: smaller rates are too slow for the number of updates; NaN: not within the
+            rates tried.
+        useful_edge: Upper end of the band; NaN: not within the rates tried.
+        excess: For each rate, by how much the mean loss exceeds the largest useful one; nat; infinite: not finite.
+    """
+
+    best_rate: float
+    best_loss: float
+    slow_edge: float
+    useful_edge: float
+    excess: np.ndarray
+
+
+def useful_band(rate: np.ndarray, loss: np.ndarray, earlier: np.ndarray) -> UsefulBand:
+    """Find the band of useful learning rates of one design.
+
+    A rate is useful if the held-out loss after all updates is no larger than that of the best rate after four fifths of
+    them: the wrong rate costs less than a quarter more updates. Losses are compared seed by seed, the best rate of each
+    seed being that of the other seeds, and the differences averaged. The band is the contiguous one around the best
+    rate; its ends are interpolated linearly in the logarithm of the rate.
+
+    Args:
+        rate: Learning rates, rising, shape (rate,).
+        loss: Held-out loss after all updates, shape (rate, seed); nat; infinite: not finite; NaN: not tried.
+        earlier: The same after four fifths of the updates. With a schedule that falls to 0 these are runs of their own,
+            of so many updates.
+
+    Returns:
+        The band.
+
+    Example:
+        >>> import numpy as np
+        >>> from workbench.rates.outcomes import useful_band
+        >>> rate = np.array([0.001, 0.002, 0.004, 0.008])
+        >>> loss = np.array([[2.6], [2.0], [2.1], [3.0]])
+        >>> band = useful_band(rate, loss, loss + 0.2)
+        >>> band.best_rate, round(band.slow_edge, 5), round(band.useful_edge, 5)
+        (0.002, 0.00159, 0.00432)
+    """
+    mean = _mean(loss)
+    if not np.isfinite(mean).any():
+        return UsefulBand(math.nan, math.nan, math.nan, math.nan, mean)
+    reference = np.array([_reference(loss, earlier, seed) for seed in range(loss.shape[1])])
+    best = int(np.nanargmin(mean))
+    excess = _mean(loss - reference)
+    ends = [_end(np.log(rate), excess, best, step) for step in (-1, 1)]
+    return UsefulBand(float(rate[best]), float(mean[best]), math.exp(ends[0]), math.exp(ends[1]), excess)
+
+
+def _reference(loss: np.ndarray, earlier: np.ndarray, seed: int) -> float:
+    """The largest useful loss of a seed, from the rate that is the best for the other seeds."""
+    others = np.delete(loss, seed, axis=1) if loss.shape[1] > 1 else loss
+    known = np.isfinite(loss[:, seed]) & np.isfinite(earlier[:, seed])
+    if not known.any():
+        return -math.inf  # no rate is useful for this seed
+    best = int(np.nanargmin(np.where(known, np.nan_to_num(_mean(others), nan=math.inf), math.inf)))
+    best = best if known[best] else int(np.flatnonzero(known)[0])
+    return max(float(earlier[best, seed]), float(loss[best, seed]) + RESOLUTION)
+
+
+def _mean(loss: np.ndarray) -> np.ndarray:
+    """Mean over the seeds that were tried; NaN: none; infinite: one was not finite."""
+    n_tried = (~np.isnan(loss)).sum(axis=1)
+    total = np.where(np.isnan(loss), 0.0, loss).sum(axis=1)
+    return np.where(n_tried > 0, total / np.maximum(n_tried, 1), np.nan)
+
+
+def _end(log_rate: np.ndarray, excess: np.ndarray, best: int, step: int) -> float:
+    """Logarithm of the rate at which the excess becomes positive on one side of the best; NaN: nowhere."""
+    at = best
+    while 0 <= at + step < len(excess):
+        here, there = excess[at], excess[at + step]
+        if np.isnan(there):
+            return math.nan
+        if there > 0:
+            share = 0.5 if math.isinf(there) else max(0.0, -here) / (there - min(0.0, here))
+            return float(log_rate[at] + share * (log_rate[at + step] - log_rate[at]))
+        at += step
+    return math.nan
+
+
+def rate_sensitivity(rate: np.ndarray, loss: np.ndarray, *, start_loss: float, over: tuple[float, float]) -> float:
+    """Learning-rate sensitivity: mean excess of the loss over the best one, over a fixed range of rates.
+
+    The mean over the logarithm of the rate of min(loss, start_loss) - best loss (Wortsman et al. 2023,
+    arXiv:2309.14322, Section 2.2), with the loss interpolated linearly.
+
+    Args:
+        rate: Learning rates, rising, shape (rate,).
+        loss: Mean loss at each, shape (rate,); nat; infinite: not finite.
+        start_loss: Loss that no run is charged more than; nat. At most that of a uniform guess.
+        over: First and last rate of the range.
+
+    Returns:
+        The sensitivity; nat; NaN if the rates tried do not cover the range.
+
+    Example:
+        >>> import numpy as np
+        >>> from workbench.rates.outcomes import rate_sensitivity
+        >>> rate_sensitivity(np.array([1e-3, 1e-2, 1e-1]), np.array([2.0, 1.0, 9.0]), start_loss=3.0, over=(1e-3, 1e-1))
+        0.75
+    """
+    log_rate, ends = np.log(rate), np.log(over)
+    if log_rate[0] > ends[0] + 1e-6 or log_rate[-1] < ends[1] - 1e-6:
+        return math.nan
+    excess = np.minimum(loss, start_loss) - np.min(loss)
+    inner = log_rate[(log_rate > ends[0]) & (log_rate < ends[1])]
+    grid = np.array([ends[0], *inner, ends[1]])
+    return float(np.trapezoid(np.interp(grid, log_rate, excess), grid) / (ends[1] - ends[0]))
+
+
+def count_lasting_spikes(loss: np.ndarray) -> int:
+    """Count the spikes of the training loss from which it did not return within 30 updates.
+
+    A spike begins where the mean of a window of 10 updates exceeds the median of the five windows before by more than
+    a tenth of a nat and five times their median absolute deviation; it lasts while the loss stays above that bound.
+
+    Args:
+        loss: Mean training loss of each window, shape (window,); nat; NaN: not finite.
+
+    Example:
+        >>> import numpy as np
+        >>> from workbench.rates.outcomes import count_lasting_spikes
+        >>> count_lasting_spikes(np.r_[np.full(10, 2.0), 2.5, 2.0, 2.0, np.full(4, 3.0), np.full(5, 2.0)])
+        1
+    """
+    count, at = 0, _WINDOWS_BEFORE
+    while at < len(loss):
+        before = loss[at - _WINDOWS_BEFORE : at]
+        middle = float(np.median(before))
+        bound = middle + max(0.1, 5 * float(np.median(np.abs(before - middle))))
+        is_high = ~(loss[at:] <= bound)
+        length = int(np.argmin(is_high)) if not is_high.all() else len(is_high)
+        count += length >= _LASTING_WINDOWS
+        at += max(length, 1)
+    return count
+
+
+def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_steps: int | None = None) -> xr.Dataset:
+    """Outcomes of each design of a sweep over learning rates.
+
+    Args:
+        sweep: Sweep with the losses along the runs, recorded with ``n_evaluations``. The runs of a design, its
+            ``cell``, share all settings but learning rate and seed.
+        shorter: Runs of four fifths of the updates, of designs whose schedule falls to 0; matched by the settings. A
+            design without gets its reference from the run itself, which is right for a constant rate alone.
+        n_steps: Number of updates after which the losses are read; None: all.
+
+    Returns:
+        Dataset with dim ``cell``: ``best_rate``, ``best_loss``, ``slow_edge``, ``useful_edge`` as in `UsefulBand`;
+        ``explosion_edge``, the geometric mean of the smallest rate at which most runs diverge and the one below (NaN:
+        none did); ``is_learned``, whether the best loss beats the trivial predictor by three standard deviations
+        between seeds; ``n_rates``; and ``architecture``. Edges are NaN where it is not.
+
+    Raises:
+        SchemaError: If the sweep has no losses along its runs.
+
+    Example:
+        >>> import workbench as wb
+        >>> task = {"name": "random_tokens", "length": 8, "vocab_size": 16, "batch_size": 4}
+        >>> size = {"d_model": 16, "n_layers": 2, "n_heads": 2}
+        >>> runs = wb.sweeps.grid(
+        ...     {"tiny": size}, learning_rate=[1e-3, 1e-2], n_steps=5, task=task, n_snapshots=0, n_evaluations=5
+        ... )
+        >>> sweep = wb.sweeps.run(runs, "sweep.zarr")  # doctest: +SKIP
+        >>> wb.rates.rate_outcomes(sweep)["useful_edge"]  # doctest: +SKIP
+    """
+    import xarray as xr
+
+    _require_curves(sweep)
+    rows = []
+    cells = list(dict.fromkeys(sweep["cell"].values.tolist()))
+    for cell in cells:
+        runs = sweep.isel(run=sweep["cell"].values == cell)
+        rows.append(_outcome(runs, None if shorter is None else shorter, n_steps))
+    names = rows[0].keys()
+    variables = {name: ("cell", np.array([row[name] for row in rows])) for name in names if name != "architecture"}
+    coords = {"cell": cells, "architecture": ("cell", [row["architecture"] for row in rows])}
+    return xr.Dataset(variables, coords)
+
+
+def _outcome(runs: xr.Dataset, shorter: xr.Dataset | None, n_steps: int | None) -> dict[str, Any]:
+    """Outcomes of one design."""
+    table = LossTable.of(runs, n_steps)
+    earlier = table.earlier if shorter is None else table.earlier_from(shorter)
+    band = useful_band(table.rate, table.loss, earlier)
+    at = int(np.flatnonzero(table.rate == band.best_rate)[0])
+    deviation = float(np.nanstd(table.loss[at], ddof=1)) if table.loss.shape[1] > 1 else 0.0
+    is_learned = band.best_loss < table.trivial_loss - _DEVIATIONS * deviation
+    exploded = np.flatnonzero(table.exploded > 0.5)
+    first = exploded[0] if len(exploded) else None
+    edge = math.nan if first is None else math.sqrt(table.rate[first] * table.rate[max(first - 1, 0)])
+    return {
+        "architecture": str(runs["architecture"].values[0]),
+        "best_rate": band.best_rate,
+        "best_loss": band.best_loss,
+        "slow_edge": band.slow_edge if is_learned else math.nan,
+        "useful_edge": band.useful_edge if is_learned else math.nan,
+        "explosion_edge": edge,
+        "is_learned": is_learned,
+        "n_rates": len(table.rate),
+    }
+
+
+@dataclass(frozen=True)
+class LossTable:
+    """Losses of the runs of one design by rate and seed.
+
+    Attributes:
+        rate: Rates, rising, shape (rate,).
+        seed: Seeds, shape (seed,).
+        loss: Held-out loss after the updates, shape (rate, seed); infinite: not finite; NaN: not tried.
+        earlier: The same after four fifths of them.
+        exploded: Share of the runs of each rate that diverged.
+        trivial_loss: Loss of the predictor that knows the frequencies of the targets alone; nat.
+        settings: Settings of a run, to find shorter runs of the same design.
+    """
+
+    rate: np.ndarray
+    seed: np.ndarray
+    loss: np.ndarray
+    earlier: np.ndarray
+    exploded: np.ndarray
+    trivial_loss: float
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, runs: xr.Dataset, n_steps: int | None = None) -> LossTable:
+        """The table of runs that share all settings but rate and seed."""
+        import json
+
+        total = int(runs["n_steps"].values[0]) if n_steps is None else n_steps
+        rate, i = np.unique(runs["learning_rate"].values, return_inverse=True)
+        seed, j = np.unique(runs["seed"].values, return_inverse=True)
+        tables = []
+        for step in (total, REFERENCE_SHARE * total):
+            table = np.full((len(rate), len(seed)), np.nan)
+            table[i, j] = held_out_at(runs, step)
+            tables.append(table)
+        exploded = np.bincount(i, weights=runs["has_diverged"].values.astype(float)) / np.bincount(i)
+        settings = json.loads(str(runs["settings"].values[0]))
+        return cls(rate, seed, *tables, exploded, float(runs["trivial_loss"].values[0]), settings)
+
+    def earlier_from(self, shorter: xr.Dataset) -> np.ndarray:
+        """The losses of shorter runs of the same design, where there are any; shape (rate, seed)."""
+        import json
+
+        def key(settings: Mapping[str, Any]) -> str:
+            training = {k: v for k, v in settings["training"].items() if k not in ("learning_rate", "n_steps")}
+            return json.dumps([settings["model"], settings["task"], training], sort_keys=True)
+
+        own = key(self.settings)
+        is_same = np.array([key(json.loads(str(text))) == own for text in shorter["settings"].values])
+        if not is_same.any():
+            return self.earlier
+        found = np.full_like(self.loss, np.nan)
+        runs = shorter.isel(run=is_same)
+        losses = held_out_at(runs, float(runs["n_steps"].values[0]))
+        for rate, seed, loss in zip(runs["learning_rate"].values, runs["seed"].values, losses, strict=True):
+            found[self.rate == rate, self.seed == seed] = loss
+        return found
+
+
+def held_out_at(runs: xr.Dataset, step: float) -> np.ndarray:
+    """Held-out loss of each run after some updates, shape (run,); infinite: not finite, or the run ended before.
+
+    Raises:
+        SchemaError: If the loss was not measured then.
+    """
+    steps = runs["evaluation_step"].values
+    is_at = np.isclose(steps, step, atol=0.5)
+    if not is_at.any():
+        raise SchemaError(f"No run has a held-out loss at update {step:g}; choose one at which it was measured.")
+    losses = np.where(is_at, runs["held_out_loss"].values, np.nan)
+    found = np.nanmin(np.where(np.isnan(losses), np.inf, losses), axis=1)
+    return np.where(is_at.any(axis=1), found, np.inf)
+
+
+def _require_curves(sweep: xr.Dataset) -> None:
+    missing = [name for name in ("held_out_loss", "evaluation_step", "trivial_loss") if name not in sweep.variables]
+    if missing or np.isnan(sweep["evaluation_step"].values).all():
+        raise SchemaError("The sweep has no losses along its runs; record it with n_evaluations=.")
