@@ -8,11 +8,11 @@ import workbench as wb
 from workbench.errors import OptionError
 from workbench.rates.pilot_runs import LoopRuns, ModelRuns
 
-SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 16, "max_length": 8}
+SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 8}
 
 
 def task():
-    return wb.tasks.synthetic_lm(length=8, vocab_size=16, batch_size=4)
+    return wb.tasks.synthetic_lm(length=8, vocab_size=32, batch_size=4)
 
 
 def runs_of(model, source=None, **settings):
