@@ -6,7 +6,7 @@
 72 designs (see rate_designs.py) in stages, each of which goes on where it stopped:
 
 - ``coarse``: rates a factor 3.4 apart over three and a half decades, one seed;
-- ``fine``: rates a factor 1.5 apart up to four steps on either side of the best coarse rate, three seeds;
+- ``fine``: rates a factor 1.5 apart up to three steps on either side of the best coarse rate, three seeds;
 - ``wider``: three more rates where the useful band goes beyond those;
 - ``shorter``: the best rate with four fifths of the updates, where the schedule ends at 0;
 - ``long``: 12 designs at five rates around their useful edge, two seeds, 2,000 updates;
@@ -30,7 +30,7 @@ from workbench.rates.outcomes import LossTable, useful_band
 
 N_EVALUATIONS = 20
 SEEDS = (1, 2, 3)
-REACH, N_WIDER = 4, 3
+REACH, N_WIDER = 3, 3
 LONG_STEPS, LONG_SEEDS = 2000, (4, 5)
 #: Steps of the lattice of rates from the useful edge at which long runs are made.
 LONG_OFFSETS = (-4, -2, -1, 0, 2)

@@ -18,9 +18,9 @@ from torch.nn import functional
 import workbench as wb
 from workbench.zoo.attention import rotate
 
-LENGTH, VOCABULARY = 64, 256
+LENGTH = 32
 SEED_OF_SETUPS = 18
-N_STEPS = 600
+N_STEPS = 480
 BATCH_SIZE = 8
 #: Rates are 1e-3 * RATIO ** k with whole k.
 RATIO = 1.5
@@ -76,7 +76,7 @@ ARCHITECTURES = (
     Architecture("BLOOM", "ALiBi", {"model_type": "bloom", "n_layer": 4, "n_head": 4}),
     Architecture("Gemma 2", "Gemma", {"model_type": "gemma2", "query_pre_attn_scalar": 16}),
     Architecture("Gemma 3", "Gemma", {"model_type": "gemma3_text", "query_pre_attn_scalar": 16}),
-    Architecture("Window", "Window", {"norm": "pre_ln", "window": 16, "position": "rotary"}),
+    Architecture("Window", "Window", {"norm": "pre_ln", "window": 8, "position": "rotary"}),
     Architecture("Nemotron", "Squared ReLU", {"model_type": "nemotron"}),
     Architecture("SubLN", "SubLN", {"norm": "sub_ln"}),
     Architecture("QK-norm", "QK-norm", {"norm": "pre_ln", "qk_norm": True}),
