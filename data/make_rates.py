@@ -9,6 +9,7 @@
 - ``fine``: rates a factor 1.5 apart up to three steps on either side of the best coarse rate, three seeds;
 - ``wider``: three more rates where the useful band goes beyond those;
 - ``shorter``: the best rate with four fifths of the updates, where the schedule ends at 0;
+- ``pilot``: 120 updates at a constant rate, two other seeds, from four steps below the best rate to eight above;
 - ``long``: 12 designs at five rates around their useful edge, two seeds, 2,000 updates;
 - ``measures``: what can be measured before training, two seeds.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +33,12 @@ from workbench.rates.outcomes import LossTable, useful_band
 N_EVALUATIONS = 20
 SEEDS = (1, 2, 3)
 REACH, N_WIDER = 3, 3
+PILOT_STEPS, PILOT_SEEDS, PILOT_WARMUP, PILOT_OFFSETS = 120, (6, 7), 24, range(-4, 9)
 LONG_STEPS, LONG_SEEDS = 2000, (4, 5)
 #: Steps of the lattice of rates from the useful edge at which long runs are made.
 LONG_OFFSETS = (-4, -2, -1, 0, 2)
 EVALUATED = {"n_snapshots": 0, "n_evaluations": N_EVALUATIONS}
-STAGES = ("coarse", "fine", "wider", "shorter", "long", "measures")
+STAGES = ("coarse", "fine", "wider", "shorter", "pilot", "long", "measures")
 
 
 def of_design(sweep: xr.Dataset, design: Design) -> xr.Dataset:
@@ -89,6 +92,14 @@ def wider_runs(known: xr.Dataset) -> list[wb.sweeps.RunSettings]:
     return runs
 
 
+def best_of(known: xr.Dataset, design: Design) -> int:
+    """The k of the best rate."""
+    table = LossTable.of(of_design(known, design))
+    is_full = ~np.isnan(table.loss).any(axis=1)
+    mean = np.where(is_full, table.loss.mean(axis=1), np.inf)
+    return index_of(table.rate[int(np.argmin(mean))])
+
+
 def shorter_runs(known: xr.Dataset) -> list[wb.sweeps.RunSettings]:
     """Four fifths of the updates at the best rate of scheduled designs."""
     runs = []
@@ -96,11 +107,19 @@ def shorter_runs(known: xr.Dataset) -> list[wb.sweeps.RunSettings]:
     for design in designs():
         if design.training["schedule"] == "constant":
             continue
-        table = LossTable.of(of_design(known, design))
-        is_full = ~np.isnan(table.loss).any(axis=1)
-        mean = np.where(is_full, table.loss.mean(axis=1), np.inf)
-        best = index_of(table.rate[int(np.argmin(mean))])
+        best = best_of(known, design)
         runs += [design.run(best, seed, **options) for seed in SEEDS]
+    return runs
+
+
+def pilot_runs(known: xr.Dataset) -> list[wb.sweeps.RunSettings]:
+    """Short runs at a constant rate."""
+    runs = []
+    options = {"n_snapshots": 0, "n_evaluations": PILOT_STEPS // 12, "n_steps": PILOT_STEPS}
+    for design in designs():
+        training = {**design.training, "schedule": "constant", "warmup": min(design.training["warmup"], PILOT_WARMUP)}
+        pilot, best = replace(design, training=training), best_of(known, design)
+        runs += [pilot.run(best + by, seed, **options) for by in PILOT_OFFSETS for seed in PILOT_SEEDS]
     return runs
 
 
@@ -140,6 +159,8 @@ def make(folder: Path, last: str, n_workers: int) -> dict[str, xr.Dataset]:
             known = wb.sweeps.join([found[one] for one in ("coarse", "fine", "wider") if one in found])
         elif stage == "shorter":
             made(stage, shorter_runs(known))
+        elif stage == "pilot":
+            made(stage, pilot_runs(known))
         elif stage == "long":
             made(stage, long_runs(known))
         else:
