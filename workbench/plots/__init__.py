@@ -12,6 +12,7 @@ from workbench.plots.flow_map_figure import flow_map
 from workbench.plots.layer_profile_figure import layer_profile
 from workbench.plots.predictor_figure import predictor_frame, predictor_table
 from workbench.plots.radar_figure import radar
+from workbench.plots.rate_curve_figure import rate_curve
 from workbench.plots.reliability_figure import reliability
 from workbench.plots.risk_curve_figure import risk_curve
 from workbench.plots.risk_map_figure import risk_map
@@ -38,6 +39,7 @@ __all__ = [
     "predictor_frame",
     "predictor_table",
     "radar",
+    "rate_curve",
     "reliability",
     "risk_curve",
     "risk_map",

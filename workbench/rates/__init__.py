@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from workbench.rates.outcomes import UsefulBand, count_lasting_spikes, rate_outcomes, rate_sensitivity, useful_band
+from workbench.rates.outcomes import (
+    UsefulBand,
+    count_lasting_spikes,
+    loss_over_rates,
+    rate_outcomes,
+    rate_sensitivity,
+    useful_band,
+)
 
-__all__ = ["UsefulBand", "count_lasting_spikes", "rate_outcomes", "rate_sensitivity", "useful_band"]
+__all__ = [
+    "UsefulBand",
+    "count_lasting_spikes",
+    "loss_over_rates",
+    "rate_outcomes",
+    "rate_sensitivity",
+    "useful_band",
+]
 
 
 def __dir__() -> list[str]:

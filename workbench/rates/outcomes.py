@@ -217,6 +217,39 @@ def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_ste
     return xr.Dataset(variables, coords)
 
 
+def loss_over_rates(runs: xr.Dataset, *, shorter: xr.Dataset | None = None, n_steps: int | None = None) -> xr.Dataset:
+    """Losses of one design by rate and seed, and the outcomes that follow from them; see `rate_outcomes`.
+
+    Args:
+        runs: Runs that share all settings but rate and seed.
+        shorter: As in `rate_outcomes`.
+        n_steps: As in `rate_outcomes`.
+
+    Returns:
+        Dataset with dims ``rate`` and ``seed``: ``loss``, infinite where it was not finite, NaN where a seed was not
+        tried; and, without dims, ``trivial_loss`` and the outcomes.
+
+    Raises:
+        SchemaError: If the runs are of several designs, or have no losses along them.
+
+    Example:
+        >>> import workbench as wb
+        >>> sweep = wb.open_sweep("sweep.zarr")  # doctest: +SKIP
+        >>> figure = wb.plots.rate_curve(wb.rates.loss_over_rates(sweep))  # doctest: +SKIP
+    """
+    import xarray as xr
+
+    _require_curves(runs)
+    if (n_cells := len(set(runs["cell"].values.tolist()))) > 1:
+        raise SchemaError(f"The runs are of {n_cells} designs; select one, as with runs.cell == runs.cell[0].")
+    table = LossTable.of(runs, n_steps)
+    found = _outcome(runs, shorter, n_steps)
+    about = {"long_name": "held-out loss", "units": "nat"}
+    variables = {"loss": (("rate", "seed"), table.loss, about), "trivial_loss": table.trivial_loss}
+    coords = {"rate": ("rate", table.rate, {"long_name": "learning rate", "units": "1"}), "seed": table.seed}
+    return xr.Dataset({**variables, **found}, coords)
+
+
 def _outcome(runs: xr.Dataset, shorter: xr.Dataset | None, n_steps: int | None) -> dict[str, Any]:
     """Outcomes of one design."""
     table = LossTable.of(runs, n_steps)

@@ -1,0 +1,77 @@
+import math
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from workbench.errors import SchemaError
+from workbench.plots import rate_curve, save
+from workbench.plots.primitives import Primitives
+
+
+def outcome(**changes):
+    rate = 1e-3 * 1.5 ** np.arange(6)
+    loss = np.array([[2.4, 2.5], [2.1, 2.2], [2.0, 2.0], [2.05, 2.15], [6.0, 2.6], [math.inf, np.nan]])
+    values = {
+        "best_rate": rate[2], "slow_edge": 1.6e-3, "useful_edge": 3.6e-3, "explosion_edge": 6e-3, "trivial_loss": 3.2,
+    }  # fmt: skip
+    return xr.Dataset({"loss": (("rate", "seed"), loss), **values, **changes}, {"rate": rate, "seed": [0, 1]})
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What is drawn, by the kind of mark."""
+    found = {}
+    for kind in ("line", "boxes", "bars", "dots"):
+        own = getattr(Primitives, kind)
+
+        def spy(self, *args, kind=kind, own=own, **options):
+            found.setdefault(kind, []).append((args, options))
+            return own(self, *args, **options)
+
+        monkeypatch.setattr(Primitives, kind, spy)
+    return found
+
+
+def test_every_run_is_a_mark_and_the_band_is_that_of_useful_rates(drawn):
+    rate_curve(outcome())
+    (first, _, last, _), _ = drawn["boxes"][0]
+    assert (first, last) == (1.6e-3, 3.6e-3)
+    circles, triangles = (
+        [args for args, options in drawn["dots"] if options.get("marker") == marker and options["size"] == 6]
+        for marker in ("circle", "triangle")
+    )
+    assert len(circles[0][0]) == 9
+    assert triangles[0][0].tolist() == pytest.approx([1e-3 * 1.5**4, 1e-3 * 1.5**5])
+    mean = drawn["line"][0][0][1]
+    assert mean[:4].tolist() == pytest.approx([2.45, 2.15, 2.0, 2.1])
+    assert np.isnan(mean[5])
+
+
+def test_several_designs_share_the_axes(drawn):
+    figure = rate_curve({"one": outcome(), "two": outcome(best_rate=1e-3)})
+    assert len(figure) == 1
+    assert [options["label"] for _, options in drawn["line"]] == ["one", "two"]
+
+
+def test_an_open_band_reaches_the_end_of_the_rates(drawn):
+    rate_curve(outcome(slow_edge=np.nan, explosion_edge=np.nan))
+    (first, *_), _ = drawn["boxes"][0]
+    assert first == 1e-3
+    assert len(drawn["bars"]) == 1  # the trivial predictor alone
+
+
+@pytest.mark.render
+@pytest.mark.parametrize("backend", ["bokeh", "matplotlib"])
+def test_it_is_drawn_by_both_backends(backend, tmp_path):
+    figure = rate_curve({"one": outcome(), "two": outcome()}, backend=backend)
+    assert save(figure, tmp_path / f"figure.{'html' if backend == 'bokeh' else 'png'}").stat().st_size > 1000
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(SchemaError, match="The outcome given lacks best_rate"):
+        rate_curve(outcome().drop_vars("best_rate"))
+    empty = outcome()
+    empty["loss"] = empty["loss"] * np.nan
+    with pytest.raises(SchemaError, match="The outcome one has no finite loss"):
+        rate_curve({"one": empty})

@@ -1,0 +1,158 @@
+"""Held-out loss over the learning rate, with the band of useful rates and the rate from which runs diverge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError
+from workbench.plots import outcome_colors, style
+from workbench.plots.primitives import Primitives, decades
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import xarray as xr
+
+_SIZE = (640, 340)
+_NEEDED = ("loss", "best_rate", "slow_edge", "useful_edge")
+#: Losses above the start are cut here, as a share of the range from the best loss to that of the trivial predictor.
+_HEADROOM = 0.25
+
+
+def rate_curve(
+    outcome: xr.Dataset | Mapping[str, xr.Dataset],
+    *,
+    places: Mapping[str, int] | None = None,
+    backend: str = "bokeh",
+) -> Any:
+    """Draw the loss over the learning rate: one line for each design, a dot for each run.
+
+    The band is that of useful rates, the large dot the best rate. Runs that were not finite, or far worse than the
+    trivial predictor (dashed), are triangles at the top. A red line is the rate from which most runs diverge.
+
+    Args:
+        outcome: Dataset from `workbench.rates.loss_over_rates` or the ``data`` of `workbench.find_rate`; or several of
+            them by name.
+        places: Style number of each design (`style.model_style`), by name; None: in the order given.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout of one panel with options for that backend only.
+
+    Raises:
+        SchemaError: If a dataset lacks a variable, or has no finite loss.
+        OptionError: If the backend or a place does not exist.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> import xarray as xr
+        >>> rate, loss = np.array([1e-3, 2e-3, 4e-3]), np.array([[2.2], [2.0], [2.6]])
+        >>> band = {"best_rate": 2e-3, "slow_edge": 1.5e-3, "useful_edge": 2.5e-3}
+        >>> outcome = xr.Dataset({"loss": (("rate", "seed"), loss), **band}, {"rate": rate, "seed": [0]})
+        >>> len(wb.plots.rate_curve(outcome))  # panels
+        1
+    """
+    import xarray as xr
+
+    named = {"": outcome} if isinstance(outcome, xr.Dataset) else dict(outcome)
+    for name, data in named.items():
+        _require(name, data)
+    order = style.model_places(list(named), places)
+    left, right = _rates_shown(named.values())
+    bottom, top = _losses_shown(named.values())
+    with style.drawing(backend) as hv:
+        draw = Primitives(hv, backend, "learning rate", "held-out loss")
+        notes: list[str] = []
+        for (name, data), place in zip(named.items(), order, strict=True):
+            notes += _draw(draw, name, data, style.model_style(place), (left, right), (bottom, top))
+        panel = draw.panel(
+            title="Loss over the learning rate",
+            note=[*dict.fromkeys(notes)],
+            view=((left, right), (bottom, top)),
+            size=_SIZE,
+            names=("learning rate", "held-out loss (nat)"),
+            ticks=(decades(left, right), None),
+            is_log=(True, False),
+            legend=len(named) > 1,
+        )
+        return style.laid_out(hv, [panel], backend)
+
+
+def _require(name: str, data: xr.Dataset) -> None:
+    missing = [one for one in _NEEDED if one not in data.variables]
+    if missing:
+        raise SchemaError(
+            f"The outcome {name or 'given'} lacks {', '.join(missing)}; take one from wb.rates.loss_over_rates or the "
+            "data of wb.find_rate."
+        )
+    if not np.isfinite(data["loss"].values).any():
+        raise SchemaError(f"The outcome {name or 'given'} has no finite loss; there is nothing to draw.")
+
+
+def _rates_shown(outcomes: Any) -> tuple[float, float]:
+    rates = np.concatenate([data["rate"].values for data in outcomes])
+    return float(rates.min()) / 1.3, float(rates.max()) * 1.3
+
+
+def _losses_shown(outcomes: Any) -> tuple[float, float]:
+    lows, highs = [], []
+    for data in outcomes:
+        losses = data["loss"].values
+        losses = losses[np.isfinite(losses)]
+        start = float(data["trivial_loss"]) if "trivial_loss" in data else float(np.quantile(losses, 0.9))
+        lows.append(float(losses.min()))
+        highs.append(max(start, float(losses.min()) + 0.1))
+    low, high = min(lows), max(highs)
+    return low - 0.06 * (high - low), high + _HEADROOM * (high - low)
+
+
+def _draw(
+    draw: Primitives,
+    name: str,
+    data: xr.Dataset,
+    look: Mapping[str, str],
+    rates: tuple[float, float],
+    losses: tuple[float, float],
+) -> Sequence[str]:
+    """Draw one design; returns what the marks mean."""
+    color, notes = look["color"], []
+    rate, loss = data["rate"].values, data["loss"].values
+    slow, edge = (float(data[one]) for one in ("slow_edge", "useful_edge"))
+    if np.isfinite(edge) or np.isfinite(slow):
+        first, last = slow if np.isfinite(slow) else rates[0], edge if np.isfinite(edge) else rates[1]
+        draw.boxes(first, losses[0], last, losses[1], colors=color, alpha=0.14)
+        notes.append("band: useful rates")
+    if "trivial_loss" in data:
+        start = float(data["trivial_loss"])
+        draw.bars(rates[0], start, rates[1], start, color=style.NEUTRAL, width=1, dash="dashed")
+        notes.append("dashed: knows the frequencies of the targets alone")
+    if "explosion_edge" in data and np.isfinite(explosion := float(data["explosion_edge"])):
+        draw.bars(explosion, losses[0], explosion, losses[1], color=outcome_colors.DIVERGED, width=2)
+        notes.append("red: from here on most runs diverge")
+    is_tried = ~np.isnan(loss)
+    n_tried = is_tried.sum(axis=1)
+    mean = np.where(n_tried > 0, np.where(is_tried, loss, 0.0).sum(axis=1) / np.maximum(n_tried, 1), np.nan)
+    draw.line(rate, np.where(np.isfinite(mean), mean, np.nan), color=color, dash=look["dash"], width=2.2, label=name)
+    at, seed = np.nonzero(is_tried)
+    value = loss[at, seed]
+    is_high = ~(value <= losses[1])
+    tips = [("", name), ("learning rate", "$x"), ("loss", "@shown")][not name :]
+    for of, marker in ((~is_high, "circle"), (is_high, "triangle")):
+        if of.any():
+            shown = np.array([f"{one:.3f}" if np.isfinite(one) else "not finite" for one in value[of]])
+            y = np.where(is_high[of], losses[1] - 0.02 * (losses[1] - losses[0]), value[of])
+            draw.dots(
+                rate[at][of], y, color=color, marker=marker, size=6, alpha=0.7, columns={"shown": shown}, tips=tips
+            )
+    if is_high.any():
+        notes.append("triangles: beyond the top, or not finite")
+    best = float(data["best_rate"])
+    if np.isfinite(best):
+        place = int(np.argmin(np.abs(np.log(rate / best))))
+        draw.dots([best], [mean[place]], color=color, marker=look["marker"], size=13, edge=outcome_colors.MARK_GROUND)
+        notes.append("large mark: best rate")
+    return notes
