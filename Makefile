@@ -100,8 +100,9 @@ runs: venv  ## Record the training runs and tables in data/ again, where their f
 warnings: venv  ## Record the study of injected faults again, and fit the alarms to it
 	$(BIN)/python data/make_early_warning.py
 
-sweep: venv  ## Record the sweep behind the risk model again, and fit the model to it
+sweep: venv  ## Record the sweeps over learning rates again, and fit the risk model
 	$(BIN)/python data/make_sweep.py
+	$(BIN)/python data/make_rates.py
 	$(BIN)/python data/fit_risk.py
 
 scaling: venv  ## Record the ladders of sizes again

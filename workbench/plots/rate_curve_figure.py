@@ -1,4 +1,4 @@
-"""Held-out loss over the learning rate, with the band of useful rates and the rate from which runs diverge."""
+"""Held-out loss over the learning rate, the band of useful rates, and the rate from which runs diverge."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rate_curve(
     """Draw the loss over the learning rate: one line for each design, a dot for each run.
 
     The band is that of useful rates, the large dot the best rate. Runs that were not finite, or far worse than the
-    trivial predictor (dashed), are triangles at the top. A red line is the rate from which most runs diverge.
+    trivial predictor (dashed), are triangles at the top. An upright line is the rate from which most runs diverge.
 
     Args:
         outcome: Dataset from `workbench.rates.loss_over_rates` or the ``data`` of `workbench.find_rate`; or several of
@@ -131,8 +131,8 @@ def _draw(
         draw.bars(rates[0], start, rates[1], start, color=style.NEUTRAL, width=1, dash="dashed")
         notes.append("dashed: knows the frequencies of the targets alone")
     if "explosion_edge" in data and np.isfinite(explosion := float(data["explosion_edge"])):
-        draw.bars(explosion, losses[0], explosion, losses[1], color=outcome_colors.DIVERGED, width=2)
-        notes.append("red: from here on most runs diverge")
+        draw.bars(explosion, losses[0], explosion, losses[1], color=color, width=2, dash="dotted")
+        notes.append("upright line: from here on most runs diverge")
     is_tried = ~np.isnan(loss)
     n_tried = is_tried.sum(axis=1)
     mean = np.where(n_tried > 0, np.where(is_tried, loss, 0.0).sum(axis=1) / np.maximum(n_tried, 1), np.nan)

@@ -40,6 +40,13 @@ class UsefulBand:
             rates tried.
         useful_edge: Upper end of the band; NaN: not within the rates tried.
         excess: For each rate, by how much the mean loss exceeds the largest useful one; nat; infinite: not finite.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> loss = np.array([[2.6], [2.0], [2.1]])
+        >>> wb.rates.useful_band(np.array([1e-3, 2e-3, 4e-3]), loss, loss + 0.2).best_loss
+        2.0
     """
 
     best_rate: float
@@ -68,10 +75,10 @@ def useful_band(rate: np.ndarray, loss: np.ndarray, earlier: np.ndarray) -> Usef
 
     Example:
         >>> import numpy as np
-        >>> from workbench.rates.outcomes import useful_band
+        >>> import workbench as wb
         >>> rate = np.array([0.001, 0.002, 0.004, 0.008])
         >>> loss = np.array([[2.6], [2.0], [2.1], [3.0]])
-        >>> band = useful_band(rate, loss, loss + 0.2)
+        >>> band = wb.rates.useful_band(rate, loss, loss + 0.2)
         >>> band.best_rate, round(band.slow_edge, 5), round(band.useful_edge, 5)
         (0.002, 0.00159, 0.00432)
     """
@@ -134,8 +141,9 @@ def rate_sensitivity(rate: np.ndarray, loss: np.ndarray, *, start_loss: float, o
 
     Example:
         >>> import numpy as np
-        >>> from workbench.rates.outcomes import rate_sensitivity
-        >>> rate_sensitivity(np.array([1e-3, 1e-2, 1e-1]), np.array([2.0, 1.0, 9.0]), start_loss=3.0, over=(1e-3, 1e-1))
+        >>> import workbench as wb
+        >>> rate, loss = np.array([1e-3, 1e-2, 1e-1]), np.array([2.0, 1.0, 9.0])
+        >>> round(wb.rates.rate_sensitivity(rate, loss, start_loss=3.0, over=(1e-3, 1e-1)), 3)
         0.75
     """
     log_rate, ends = np.log(rate), np.log(over)
@@ -158,8 +166,8 @@ def count_lasting_spikes(loss: np.ndarray) -> int:
 
     Example:
         >>> import numpy as np
-        >>> from workbench.rates.outcomes import count_lasting_spikes
-        >>> count_lasting_spikes(np.r_[np.full(10, 2.0), 2.5, 2.0, 2.0, np.full(4, 3.0), np.full(5, 2.0)])
+        >>> import workbench as wb
+        >>> wb.rates.count_lasting_spikes(np.r_[np.full(10, 2.0), 2.5, 2.0, 2.0, np.full(4, 3.0), np.full(5, 2.0)])
         1
     """
     count, at = 0, _WINDOWS_BEFORE
@@ -303,14 +311,11 @@ class LossTable:
         total = int(runs["n_steps"].values[0]) if n_steps is None else n_steps
         rate, i = np.unique(runs["learning_rate"].values, return_inverse=True)
         seed, j = np.unique(runs["seed"].values, return_inverse=True)
-        tables = []
-        for step in (total, REFERENCE_SHARE * total):
-            table = np.full((len(rate), len(seed)), np.nan)
-            table[i, j] = held_out_at(runs, step)
-            tables.append(table)
+        loss, earlier = (np.full((len(rate), len(seed)), np.nan) for _ in range(2))
+        loss[i, j], earlier[i, j] = held_out_at(runs, total), held_out_at(runs, REFERENCE_SHARE * total)
         exploded = np.bincount(i, weights=runs["has_diverged"].values.astype(float)) / np.bincount(i)
         settings = json.loads(str(runs["settings"].values[0]))
-        return cls(rate, seed, *tables, exploded, float(runs["trivial_loss"].values[0]), settings)
+        return cls(rate, seed, loss, earlier, exploded, float(runs["trivial_loss"].values[0]), settings)
 
     def earlier_from(self, shorter: xr.Dataset) -> np.ndarray:
         """The losses of shorter runs of the same design, where there are any; shape (rate, seed)."""

@@ -93,7 +93,7 @@ class ModelRuns:
 
     def _begin(self, rate: float, seed: int) -> _Run:
         is_module = isinstance(self.model, nn.Module)
-        model: Any = copy.deepcopy(self.model) if is_module else self.model(seed)  # type: ignore[operator]
+        model: Any = copy.deepcopy(self.model) if is_module else self.model(seed)
         # Each seed has its own part of the stream, behind what is set aside.
         task = _Later(self.task, self._n_aside + seed * self.n_steps)
         records: Any = train(

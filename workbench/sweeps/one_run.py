@@ -113,7 +113,7 @@ def loss_curves(records: list[StepRecord], evaluations: list[tuple[int, float]])
     losses = np.array([record.loss for record in records])
     n_windows = -(-len(losses) // LOSS_WINDOW)
     windows = [losses[i * LOSS_WINDOW : (i + 1) * LOSS_WINDOW].mean() for i in range(n_windows)]
-    steps, held_out = np.array(evaluations or [(math.nan, math.nan)], dtype=float).T
+    steps, held_out = np.array(evaluations, dtype=float).T if evaluations else np.full((2, 1), math.nan)
     training = np.array(windows, dtype=float)
     finite = {"training_loss": training, "held_out_loss": held_out}
     return {name: np.where(np.isfinite(v), v, np.nan) for name, v in finite.items()} | {"evaluation_step": steps}

@@ -77,6 +77,8 @@ class RunSettings:
             if "seed" in getattr(self, part):
                 raise OptionError(f"{part} of '{self.architecture}' has a seed of its own; pass seed= for all three.")
         plain = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
+        if not self.n_evaluations:  # sweeps recorded before there were evaluations do not name them
+            del plain["n_evaluations"]
         try:
             text = json.dumps(plain, sort_keys=True, allow_nan=False, default=_as_plain)
         except (TypeError, ValueError) as error:

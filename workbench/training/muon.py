@@ -39,11 +39,12 @@ class _Muon(torch.optim.Optimizer):
         momentum = group["momentum"]
         changes = []
         for weight in weights:
-            state = self.state[weight]
+            state, gradient = self.state[weight], weight.grad
+            assert gradient is not None  # chosen above
             if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(weight.grad)
-            buffer = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
-            changes.append(weight.grad.lerp(buffer, momentum))  # Nesterov's form
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+            buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+            changes.append(gradient.lerp(buffer, momentum))  # Nesterov's form
         factor = -group["lr"] * _RMS_OF_ADAMW * math.sqrt(max(weights[0].shape))
         for weight, change in zip(weights, orthogonalized(torch.stack(changes)), strict=True):
             weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(change.to(weight.dtype), alpha=factor)
@@ -91,13 +92,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if matrices:
             self._parts.append(_Muon(matrices, {**common, "momentum": momentum}))
         if others:
-            self._parts.append(torch.optim.AdamW(others, betas=betas, eps=eps, **common))
+            self._parts.append(torch.optim.AdamW(others, lr, betas, eps, weight_decay))
         groups = [group for part in self._parts for group in part.param_groups]
         super().__init__(groups, {**common, "momentum": momentum, "betas": betas, "eps": eps})
         self._share()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters."""
         loss = None
         if closure is not None:
