@@ -82,6 +82,21 @@ def test_two_losses_that_nobody_can_tell_apart_are_equal():
     assert RATES[-2] <= band.useful_edge <= RATES[-1]
 
 
+def test_a_lucky_single_seed_is_not_the_best_rate():
+    loss, earlier = parabola(1e-3, seeds=(0.0, 0.1, -0.1))
+    loss[7, 1:] = np.nan
+    loss[7, 0] = 1.5
+    assert useful_band(RATES, loss, earlier).best_rate == pytest.approx(1e-3)
+
+
+def test_a_seed_without_a_reference_is_left_out():
+    loss, earlier = parabola(1e-3, seeds=(0.0, 0.1, -0.1))
+    expected = useful_band(RATES, loss[:, :2], earlier[:, :2])
+    earlier[:, 2] = np.nan
+    found = useful_band(RATES, loss, earlier)
+    assert found.useful_edge == pytest.approx(expected.useful_edge)
+
+
 def test_no_finite_run_gives_no_band():
     band = useful_band(RATES, np.full((13, 2), math.inf), np.full((13, 2), math.inf))
     assert math.isnan(band.best_rate)
@@ -94,16 +109,21 @@ def test_sensitivity_is_the_mean_excess_over_the_range():
     assert rate_sensitivity(rates, loss, start_loss=4.0, over=(1e-4, 1e-2)) == 0
     assert rate_sensitivity(rates, loss, start_loss=4.0, over=(1e-3, 1e-1)) == pytest.approx(0.5)
     assert math.isnan(rate_sensitivity(rates, loss, start_loss=4.0, over=(1e-5, 1e-2)))
+    # The best loss is that within the range.
+    better_before = np.array([1.0, 2.0, 2.0, math.inf])
+    assert rate_sensitivity(rates, better_before, start_loss=4.0, over=(1e-3, 1e-2)) == 0
+    assert rate_sensitivity(rates, np.full(4, math.inf), start_loss=4.0, over=(1e-3, 1e-2)) == 0
 
 
 def test_only_spikes_that_last_are_counted():
     calm = np.linspace(3.0, 2.0, 30)
     assert count_lasting_spikes(calm) == 0
-    short, lasting, unfinished = calm.copy(), calm.copy(), calm.copy()
+    short, lasting, broken, padded = calm.copy(), calm.copy(), calm.copy(), calm.copy()
     short[10:12] += 1
     lasting[10:14] += 1
-    unfinished[25:] = np.nan
-    assert [count_lasting_spikes(one) for one in (short, lasting, unfinished)] == [0, 1, 1]
+    broken[25:] = np.inf
+    padded[25:] = np.nan
+    assert [count_lasting_spikes(one) for one in (short, lasting, broken, padded)] == [0, 1, 1, 0]
 
 
 def sweep_of(*, n_steps=20, rates=(1e-3, 1e-2), seeds=(0, 1), **training):

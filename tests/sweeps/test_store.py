@@ -1,4 +1,5 @@
 import errno
+import shutil
 
 import numpy as np
 import pytest
@@ -126,3 +127,13 @@ def test_a_sweep_of_a_newer_version_is_refused(runs, tmp_path):
     zarr.open_group(tmp_path / "a.zarr").attrs["sweep_version"] = 99
     with pytest.raises(StoreError, match="is of version 99"):
         wb.open_sweep(tmp_path / "a.zarr")
+
+
+def test_a_store_from_before_there_were_losses_goes_on(tmp_path):
+    runs = small_grid(n_snapshots=0, n_steps=2, seed=[0])
+    wb.sweeps.SweepStore(tmp_path / "sweep.zarr", runs)
+    for name in CURVES:
+        shutil.rmtree(tmp_path / "sweep.zarr" / name)
+    sweep = made_alone(runs, tmp_path / "sweep.zarr")
+    assert sweep.attrs["n_missing"] == 0
+    assert "held_out_loss" not in sweep

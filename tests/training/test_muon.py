@@ -85,3 +85,12 @@ def test_plans_know_it_by_its_name():
 def test_a_model_without_stacks_is_trained_by_adamw_alone():
     optimizer = muon_for(torch.nn.Linear(3, 2), lr=0.1)
     assert [type(part).__name__ for part in optimizer._parts] == ["AdamW"]
+
+
+def test_a_copy_trains_on_with_the_same_bits():
+    model = wb.zoo.transformer(**SIZE)
+    optimizer = muon_for(model, lr=0.01)
+    trained(model, optimizer)
+    other, copied = copy.deepcopy((model, optimizer))
+    expected = trained(model, optimizer, start=3)
+    assert all(torch.equal(one, two) for one, two in zip(trained(other, copied, start=3), expected, strict=True))

@@ -80,8 +80,8 @@ def train(
         learning_rate: Peak rate, reached after the warm-up; None: 1e-3, or that of a ready optimizer.
         warmup: Number of steps over which the rate rises linearly to its peak.
         schedule: Schedule after the warm-up: ``"constant"``; ``"cosine"`` or ``"linear"`` down to 0 at ``n_steps``;
-            ``"wsd"``, constant and then linear down to 0 over the last fifth of the steps (Hu et al. 2024,
-            arXiv:2404.06395); or a function from the step, counted from 0, to the share of the peak rate.
+            ``"wsd"``, constant and then linear down to 0 over the last fifth of the steps (Hägele et al.
+            2024, arXiv:2405.18392); or a function from the step, counted from 0, to the share of the peak rate.
         optimizer: Name of a class in ``torch.optim``, in any spelling of case; a function from the parameters to an
             optimizer; or a ready optimizer over the model's parameters. ``"Muon"`` updates the matrices of the blocks
             by Muon and all else by AdamW, see `workbench.training.muon`.

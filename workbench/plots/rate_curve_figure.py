@@ -34,8 +34,7 @@ def rate_curve(
     trivial predictor (dashed), are triangles at the top. An upright line is the rate from which most runs diverge.
 
     Args:
-        outcome: Dataset from `workbench.rates.loss_over_rates` or the ``data`` of `workbench.find_rate`; or several of
-            them by name.
+        outcome: Dataset from `workbench.rates.loss_over_rates`, or several of them by name.
         places: Style number of each design (`style.model_style`), by name; None: in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
@@ -86,8 +85,7 @@ def _require(name: str, data: xr.Dataset) -> None:
     missing = [one for one in _NEEDED if one not in data.variables]
     if missing:
         raise SchemaError(
-            f"The outcome {name or 'given'} lacks {', '.join(missing)}; take one from wb.rates.loss_over_rates or the "
-            "data of wb.find_rate."
+            f"The outcome {name or 'given'} lacks {', '.join(missing)}; take one from wb.rates.loss_over_rates."
         )
     if not np.isfinite(data["loss"].values).any():
         raise SchemaError(f"The outcome {name or 'given'} has no finite loss; there is nothing to draw.")

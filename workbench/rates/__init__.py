@@ -1,4 +1,4 @@
-"""Learning rates: which is the best, which are useful, and what a short pilot says of them; the names of `wb.rates`."""
+"""Learning rates: which is the best, which are useful, from which runs diverge; the names of `wb.rates`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ REFERENCE_SHARE = 0.8
 RESOLUTION = 0.01
 #: A design learns if it beats the trivial predictor by this many standard deviations between seeds.
 _DEVIATIONS = 3.0
-#: Updates without which the loss has not returned from a lasting spike, in windows of the training loss.
+#: A spike is lasting if the loss has not returned within so many windows of the training loss.
 _LASTING_WINDOWS = 3
 _WINDOWS_BEFORE = 5
 
@@ -60,9 +60,10 @@ def useful_band(rate: np.ndarray, loss: np.ndarray, earlier: np.ndarray) -> Usef
     """Find the band of useful learning rates of one design.
 
     A rate is useful if the held-out loss after all updates is no larger than that of the best rate after four fifths of
-    them: the wrong rate costs less than a quarter more updates. Losses are compared seed by seed, the best rate of each
-    seed being that of the other seeds, and the differences averaged. The band is the contiguous one around the best
-    rate; its ends are interpolated linearly in the logarithm of the rate.
+    them: the wrong rate costs less than a quarter more updates. A loss within .01 nat of the best is useful too. Losses
+    are compared seed by seed, the best rate of each seed being that of the other seeds, and the differences averaged.
+    Only rates tried with the most seeds can be the best. The band is the contiguous one around it; its ends are
+    interpolated linearly in the logarithm of the rate.
 
     Args:
         rate: Learning rates, rising, shape (rate,).
@@ -82,24 +83,28 @@ def useful_band(rate: np.ndarray, loss: np.ndarray, earlier: np.ndarray) -> Usef
         >>> band.best_rate, round(band.slow_edge, 5), round(band.useful_edge, 5)
         (0.002, 0.00159, 0.00432)
     """
+    n_tried = (~np.isnan(loss)).sum(axis=1)
     mean = _mean(loss)
-    if not np.isfinite(mean).any():
-        return UsefulBand(math.nan, math.nan, math.nan, math.nan, mean)
+    compared = np.where(np.isfinite(mean) & (n_tried == n_tried.max()), mean, math.inf)
     reference = np.array([_reference(loss, earlier, seed) for seed in range(loss.shape[1])])
-    best = int(np.nanargmin(mean))
-    excess = _mean(loss - reference)
+    if not (np.isfinite(compared).any() and np.isfinite(reference).any()):
+        return UsefulBand(math.nan, math.nan, math.nan, math.nan, mean)
+    best = int(np.argmin(compared))
+    excess = _mean((loss - reference)[:, np.isfinite(reference)])
     ends = [_end(np.log(rate), excess, best, step) for step in (-1, 1)]
     return UsefulBand(float(rate[best]), float(mean[best]), math.exp(ends[0]), math.exp(ends[1]), excess)
 
 
 def _reference(loss: np.ndarray, earlier: np.ndarray, seed: int) -> float:
-    """The largest useful loss of a seed, from the rate that is the best for the other seeds."""
+    """The largest useful loss of a seed, from the rate that is the best for the other seeds; NaN: not known."""
     others = np.delete(loss, seed, axis=1) if loss.shape[1] > 1 else loss
     known = np.isfinite(loss[:, seed]) & np.isfinite(earlier[:, seed])
     if not known.any():
-        return -math.inf  # no rate is useful for this seed
-    best = int(np.nanargmin(np.where(known, np.nan_to_num(_mean(others), nan=math.inf), math.inf)))
-    best = best if known[best] else int(np.flatnonzero(known)[0])
+        return math.nan
+    by_others = np.where(known, np.nan_to_num(_mean(others), nan=math.inf), math.inf)
+    if not np.isfinite(by_others).any():  # no other seed was tried at these rates
+        by_others = np.where(known, loss[:, seed], math.inf)
+    best = int(np.argmin(by_others))
     return max(float(earlier[best, seed]), float(loss[best, seed]) + RESOLUTION)
 
 
@@ -146,13 +151,17 @@ def rate_sensitivity(rate: np.ndarray, loss: np.ndarray, *, start_loss: float, o
         >>> round(wb.rates.rate_sensitivity(rate, loss, start_loss=3.0, over=(1e-3, 1e-1)), 3)
         0.75
     """
+    is_known = ~np.isnan(loss)
+    rate, loss = rate[is_known], loss[is_known]
+    if not len(rate):
+        return math.nan
     log_rate, ends = np.log(rate), np.log(over)
     if log_rate[0] > ends[0] + 1e-6 or log_rate[-1] < ends[1] - 1e-6:
         return math.nan
-    excess = np.minimum(loss, start_loss) - np.min(loss)
     inner = log_rate[(log_rate > ends[0]) & (log_rate < ends[1])]
     grid = np.array([ends[0], *inner, ends[1]])
-    return float(np.trapezoid(np.interp(grid, log_rate, excess), grid) / (ends[1] - ends[0]))
+    shown = np.interp(grid, log_rate, np.minimum(loss, start_loss))
+    return float(np.trapezoid(shown - shown.min(), grid) / (ends[1] - ends[0]))
 
 
 def count_lasting_spikes(loss: np.ndarray) -> int:
@@ -162,7 +171,7 @@ def count_lasting_spikes(loss: np.ndarray) -> int:
     a tenth of a nat and five times their median absolute deviation; it lasts while the loss stays above that bound.
 
     Args:
-        loss: Mean training loss of each window, shape (window,); nat; NaN: not finite.
+        loss: Mean training loss of each window, shape (window,); nat; infinite: not finite; NaN: after the end.
 
     Example:
         >>> import numpy as np
@@ -170,6 +179,7 @@ def count_lasting_spikes(loss: np.ndarray) -> int:
         >>> wb.rates.count_lasting_spikes(np.r_[np.full(10, 2.0), 2.5, 2.0, 2.0, np.full(4, 3.0), np.full(5, 2.0)])
         1
     """
+    loss = loss[: int(np.flatnonzero(~np.isnan(loss))[-1]) + 1] if (~np.isnan(loss)).any() else loss[:0]
     count, at = 0, _WINDOWS_BEFORE
     while at < len(loss):
         before = loss[at - _WINDOWS_BEFORE : at]
@@ -194,8 +204,8 @@ def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_ste
 
     Returns:
         Dataset with dim ``cell``: ``best_rate``, ``best_loss``, ``slow_edge``, ``useful_edge`` as in `UsefulBand`;
-        ``explosion_edge``, the geometric mean of the smallest rate at which most runs diverge and the one below (NaN:
-        none did); ``is_learned``, whether the best loss beats the trivial predictor by three standard deviations
+        ``explosion_edge``, the geometric mean of the smallest rate at which most runs diverge and the one below, or
+        the smallest rate tried where they diverge there already (NaN: none did); ``is_learned``, whether the best loss beats the trivial predictor by three standard deviations
         between seeds; ``n_rates``; and ``architecture``. Edges are NaN where it is not.
 
     Raises:
@@ -263,8 +273,9 @@ def _outcome(runs: xr.Dataset, shorter: xr.Dataset | None, n_steps: int | None) 
     table = LossTable.of(runs, n_steps)
     earlier = table.earlier if shorter is None else table.earlier_from(shorter)
     band = useful_band(table.rate, table.loss, earlier)
-    at = int(np.flatnonzero(table.rate == band.best_rate)[0])
-    deviation = float(np.nanstd(table.loss[at], ddof=1)) if table.loss.shape[1] > 1 else 0.0
+    tried = table.loss[table.rate == band.best_rate]
+    tried = tried[np.isfinite(tried)]
+    deviation = float(np.std(tried, ddof=1)) if len(tried) > 1 else 0.0
     is_learned = band.best_loss < table.trivial_loss - _DEVIATIONS * deviation
     exploded = np.flatnonzero(table.exploded > 0.5)
     first = exploded[0] if len(exploded) else None

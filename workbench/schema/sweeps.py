@@ -112,10 +112,18 @@ LOSS_WINDOW = 10
 #: Losses along the updates of a run.
 CURVES: dict[str, Variable] = {
     "training_loss": Variable(
-        ("run", "window"), "f", "training loss", "nat", "mean over each window of 10 updates; NaN: after the end"
+        ("run", "window"),
+        "f",
+        "training loss",
+        "nat",
+        "mean over each window of 10 updates; inf: not finite; NaN: after the end",
     ),
     "held_out_loss": Variable(
-        ("run", "evaluation"), "f", "held-out loss", "nat", "on the same held-out batch each time; NaN: not finite"
+        ("run", "evaluation"),
+        "f",
+        "held-out loss",
+        "nat",
+        "on the same held-out batch each time; inf: not finite; NaN: after the end",
     ),
     "trivial_loss": _number("trivial loss", "of the predictor that knows the frequencies of the targets alone", "nat"),
     "evaluation_step": Variable(

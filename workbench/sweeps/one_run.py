@@ -108,15 +108,18 @@ def loss_curves(records: list[StepRecord], evaluations: list[tuple[int, float]])
         evaluations: Number of updates before each evaluation, and the held-out loss.
 
     Returns:
-        Arrays of shapes (window,) and (evaluation,), NaN where a loss is not finite.
+        Arrays of shapes (window,) and (evaluation,), infinite where a loss is not finite.
     """
     losses = np.array([record.loss for record in records])
     n_windows = -(-len(losses) // LOSS_WINDOW)
     windows = [losses[i * LOSS_WINDOW : (i + 1) * LOSS_WINDOW].mean() for i in range(n_windows)]
     steps, held_out = np.array(evaluations, dtype=float).T if evaluations else np.full((2, 1), math.nan)
     training = np.array(windows, dtype=float)
-    finite = {"training_loss": training, "held_out_loss": held_out}
-    return {name: np.where(np.isfinite(v), v, np.nan) for name, v in finite.items()} | {"evaluation_step": steps}
+    return {
+        "training_loss": np.where(np.isfinite(training), training, np.inf),
+        "held_out_loss": np.where(np.isfinite(held_out) | np.isnan(steps), held_out, np.inf),
+        "evaluation_step": steps,
+    }
 
 
 @torch.no_grad()

@@ -64,7 +64,8 @@ class SweepStore:
         self._group = zarr.open_group(self.path, mode="r+", use_consolidated=False)
         designed = runs[0].describe()
         names = [name for name in {**SETTINGS, **MEASURES, **OUTCOMES, **CURVES} if name not in designed]
-        self._arrays = {name: cast(zarr.Array, self._group[name]) for name in names}
+        # A store from before there were losses along the runs goes on without them.
+        self._arrays = {name: cast(zarr.Array, self._group[name]) for name in names if name in self._group}
         self._mark = cast(zarr.Array, self._group[_MARK])
 
     def missing(self) -> list[int]:
