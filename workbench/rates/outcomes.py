@@ -205,8 +205,9 @@ def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_ste
     Returns:
         Dataset with dim ``cell``: ``best_rate``, ``best_loss``, ``slow_edge``, ``useful_edge`` as in `UsefulBand`;
         ``explosion_edge``, the geometric mean of the smallest rate at which most runs diverge and the one below, or
-        the smallest rate tried where they diverge there already (NaN: none did); ``is_learned``, whether the best loss beats the trivial predictor by three standard deviations
-        between seeds; ``n_rates``; and ``architecture``. Edges are NaN where it is not.
+        the smallest rate tried where they diverge there already (NaN: none did); ``is_learned``, whether the best loss
+        beats the trivial predictor by three standard deviations between seeds; ``n_rates``; and ``architecture``. Edges
+        are NaN where it is not.
 
     Raises:
         SchemaError: If the sweep has no losses along its runs.
