@@ -191,21 +191,20 @@ def make(folder: Path, only: str | None, n_workers: int) -> list[xr.Dataset]:
 
 def collect(sweeps: list[xr.Dataset], file: Path, minutes: float) -> None:
     """One file of all studies, and how it was made."""
-    runs = wb.sweeps.join(sweeps)
+    seeds = {"norms": NORM_SEEDS, "scales": SCALE_SEEDS, **SEEDS}
+    about = {"call": "python data/make_sweep.py", "n_steps": N_STEPS, "seeds": json.dumps(seeds)}
+    write(wb.sweeps.join(sweeps), file, about | {"minutes": round(minutes, 1)}, sweeps[0].attrs)
+
+
+def write(runs: xr.Dataset, file: Path, about: dict[str, Any], first: dict[str, Any]) -> None:
+    """Write a sweep as a compressed netCDF file: with what is said of it, and the versions of its first part."""
     eigenvalue = runs["eigenvalue"]
     runs = runs.drop_vars("eigenvalue")
     for part in ("real", "imag"):  # netCDF has no complex numbers
         rounded = np.round(getattr(eigenvalue, part).values.astype(np.float32), 4)
         runs[f"eigenvalue_{part}"] = (eigenvalue.dims, rounded, eigenvalue.attrs)
-    runs.attrs = {
-        "call": "python data/make_sweep.py",
-        "n_steps": N_STEPS,
-        "seeds": json.dumps({"norms": NORM_SEEDS, "scales": SCALE_SEEDS, **SEEDS}),
-        "versions": sweeps[0].attrs["versions"],
-        "sweep_version": sweeps[0].attrs["sweep_version"],
-        "core_minutes": round(float(runs["seconds"].sum()) / 60, 1),
-        "minutes": round(minutes, 1),
-    }
+    core_minutes = round(float(runs["seconds"].sum()) / 60, 1)
+    runs.attrs = about | {name: first[name] for name in ("versions", "sweep_version")} | {"core_minutes": core_minutes}
     packed = {
         name: {"zlib": True, "complevel": 9, "shuffle": True}
         for name, variable in runs.variables.items()

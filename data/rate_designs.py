@@ -2,6 +2,7 @@
 
 A design is everything of a run but its learning rate and seed. Families are divided into three sets before anything is
 measured: on "fit" models and methods are fitted, on "choose" they are chosen, and "locked" is read once, at the end.
+Families share parts: OLMo 2, Qwen 3-Next and nGPT normalize queries and keys too, as the family QK-norm does.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ ARCHITECTURES = (
         "model_type": "granite", "embedding_multiplier": 6.0, "residual_multiplier": 0.4,
         "attention_multiplier": 0.0625, "logits_scaling": 2.0,
     }),
-    Architecture("BLOOM", "ALiBi", {"model_type": "bloom", "n_layer": 4, "n_head": 4}),
+    Architecture("BLOOM", "ALiBi", {"model_type": "bloom"}),
     Architecture("Gemma 2", "Gemma", {"model_type": "gemma2", "query_pre_attn_scalar": 16}),
     Architecture("Gemma 3", "Gemma", {"model_type": "gemma3_text", "query_pre_attn_scalar": 16}),
     Architecture("Window", "Window", {"norm": "pre_ln", "window": 8, "position": "rotary"}),
@@ -149,9 +150,9 @@ class Design:
         first, last = OPTIMIZERS[self.optimizer][3]
         return list(range(first, last + 1, 3))
 
-    def run(self, k: int, seed: int, *, n_steps: int = N_STEPS, **options: Any) -> wb.sweeps.RunSettings:
-        """The run at a rate."""
-        training = {**self.training, "n_steps": n_steps, "learning_rate": rate_of(k)}
+    def run(self, k: int, seed: int, *, n_steps: int | None = None, **options: Any) -> wb.sweeps.RunSettings:
+        """The run at a rate; of the design's own number of updates unless another is given."""
+        training = {**self.training, "learning_rate": rate_of(k)} | ({} if n_steps is None else {"n_steps": n_steps})
         return wb.sweeps.RunSettings(
             architecture=self.architecture.name,
             model=self.model,
@@ -207,6 +208,7 @@ def _design(architecture: Architecture, set_name: str, n_layers: int, setup: dic
         if "make" not in model:
             model["max_length"] = LENGTH
     training = {
+        "n_steps": N_STEPS,
         "warmup": setup["warmup"],
         "schedule": setup["schedule"],
         "optimizer": optimizer,
@@ -265,9 +267,22 @@ class DynamicTanh(nn.Module):
         return self.gamma * torch.tanh(self.alpha * x) + self.beta
 
 
+class ScaledEmbedding(nn.Embedding):
+    """An embedding times a learned number that begins at the root of the width, as DyT's language models have."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(*weight.shape, _weight=weight)
+        self.scale = nn.Parameter(torch.tensor(math.sqrt(weight.shape[1])))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Shape (..., feature)."""
+        return self.scale * super().forward(tokens)
+
+
 def dyt(*, seed: int, **options: Any) -> nn.Module:
-    """A Pre-LN transformer with `DynamicTanh` in place of each LayerNorm."""
+    """A Pre-LN transformer with `DynamicTanh` in place of each LayerNorm, and a `ScaledEmbedding`."""
     model = wb.zoo.transformer("pre_ln", max_length=LENGTH, seed=seed, **options)
+    model.token_embedding = ScaledEmbedding(model.token_embedding.weight.detach())
     for block in model.blocks:
         block.attention_norm, block.mlp_norm = DynamicTanh(options["d_model"]), DynamicTanh(options["d_model"])
     model.final_norm = DynamicTanh(options["d_model"])
@@ -275,15 +290,18 @@ def dyt(*, seed: int, **options: Any) -> nn.Module:
 
 
 class UnitLinear(nn.Module):
-    """A linear map whose weight vectors along the stream's dimension have length 1."""
+    """A linear map whose weight vectors along the stream's dimension have length 1, also after each update."""
 
     def __init__(self, n_in: int, n_out: int, *, dim: int) -> None:
         super().__init__()
         self.dim = dim
-        self.weight = nn.Parameter(torch.randn(n_out, n_in))
+        self.weight = nn.Parameter(functional.normalize(torch.randn(n_out, n_in), dim=dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (..., n_out)."""
+        if self.training:  # the paper normalizes after each update, which is before the next forward pass
+            with torch.no_grad():
+                self.weight.copy_(functional.normalize(self.weight, dim=self.dim))
         return functional.linear(x, functional.normalize(self.weight, dim=self.dim))
 
 
@@ -299,7 +317,7 @@ class UnitBlock(nn.Module):
         self.down = UnitLinear(4 * width, width, dim=0)
         self.query_scale = nn.Parameter(torch.full((width,), self.scale))
         self.up_scale, self.gate_scale = nn.Parameter(torch.ones(4 * width)), nn.Parameter(torch.ones(4 * width))
-        # The steps begin at 1 / n_layers; all scales are stored times width ** -0.5, as the paper does.
+        # The steps begin at 1 / n_layers; they and the scales of queries are stored times width ** -0.5, as there.
         self.attention_step = nn.Parameter(torch.full((width,), self.scale))
         self.mlp_step = nn.Parameter(torch.full((width,), self.scale))
         self.start = 1 / (n_layers * self.scale)
@@ -311,8 +329,7 @@ class UnitBlock(nn.Module):
             part(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
         scale = (self.query_scale / self.scale).unflatten(-1, (self.n_heads, 1, -1))
-        q, k = unit(q, dim=-1) * scale, unit(k, dim=-1) * scale
-        q, k = rotate(q, 10_000.0), rotate(k, 10_000.0)
+        q, k = (unit(rotate(part, 10_000.0), dim=-1) * scale for part in (q, k))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=q.shape[-1] ** 0.5)
         branch = unit(self.out(mixed.transpose(1, 2).flatten(2)), dim=-1)
         x = unit(x + self.attention_step.abs() * self.start * (branch - x), dim=-1)
@@ -322,10 +339,7 @@ class UnitBlock(nn.Module):
 
 
 class NormalizedTransformer(nn.Module):
-    """nGPT, with every representation on the unit sphere (Loshchilov et al. 2024, arXiv:2410.01131).
-
-    Weights are normalized in the forward pass instead of after each update.
-    """
+    """nGPT, with every representation on the unit sphere (Loshchilov et al. 2024, arXiv:2410.01131)."""
 
     def __init__(self, vocab_size: int, d_model: int, n_layers: int, n_heads: int) -> None:
         super().__init__()

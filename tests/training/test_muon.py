@@ -87,6 +87,24 @@ def test_a_model_without_stacks_is_trained_by_adamw_alone():
     assert [type(part).__name__ for part in optimizer._parts] == ["AdamW"]
 
 
+def test_only_matrices_that_multiply_are_for_muon():
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias, self.log_decay = (torch.nn.Parameter(torch.zeros(4, 3)) for _ in range(2))
+            self.inner, self.attention = torch.nn.Linear(3, 4), torch.nn.MultiheadAttention(4, 2)
+
+    optimizer = muon_for(torch.nn.ModuleList([Experts()]), lr=0.1)
+    assert sorted(tuple(weight.shape) for weight in optimizer.param_groups[0]["params"]) == [(4, 3), (4, 4), (12, 4)]
+
+
+def test_more_parameters_are_refused():
+    optimizer = muon_for(wb.zoo.transformer(**SIZE), lr=0.1)
+    with pytest.raises(OptionError, match="cannot be added"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    assert len(copy.deepcopy(optimizer).param_groups) == 2
+
+
 def test_a_copy_trains_on_with_the_same_bits():
     model = wb.zoo.transformer(**SIZE)
     optimizer = muon_for(model, lr=0.01)

@@ -21,7 +21,7 @@ from workbench.models.probing import eval_mode
 from workbench.schema.sweeps import LOSS_WINDOW
 from workbench.sweeps.case_measures import measure_row
 from workbench.sweeps.run_settings import RunSettings
-from workbench.tasks.task import Task
+from workbench.tasks.task import SeededTask
 from workbench.training.step_record import StepRecord
 
 #: Steps over which the predictors of RKSP Table 2 are taken.
@@ -69,7 +69,8 @@ def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
         records, evaluations = [], []
         for record in train(model, task, **training):
             records.append(record)
-            if run.n_evaluations and not (record.step + 1) % (plan.n_steps // run.n_evaluations):
+            is_due = run.n_evaluations and not (record.step + 1) % (plan.n_steps // run.n_evaluations)
+            if is_due and math.isfinite(record.loss):
                 evaluations.append((record.step + 1, held_out_loss(model, task)))
         trivial = trivial_loss(task) if run.n_evaluations else math.nan
     row |= run.describe() | outcome(records) | loss_curves(records, evaluations) | {"trivial_loss": trivial}
@@ -123,23 +124,23 @@ def loss_curves(records: list[StepRecord], evaluations: list[tuple[int, float]])
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, task: Task) -> float:
+def held_out_loss(model: nn.Module, task: SeededTask) -> float:
     """Loss on held-out examples of a task, in eval mode; nat.
 
     Args:
         model: The model; its mode is as before.
         task: One of the workbench's own tasks.
     """
-    inputs, targets = task.held_out(N_HELD_OUT)  # type: ignore[attr-defined]  # of all named tasks
+    inputs, targets = task.held_out(N_HELD_OUT)
     with eval_mode(model):
         output = call_model(model, inputs)
     logits = output if isinstance(output, torch.Tensor) else output.logits
     return float(token_loss(logits, targets))
 
 
-def trivial_loss(task: Task) -> float:
+def trivial_loss(task: SeededTask) -> float:
     """Held-out loss of the predictor that knows nothing but how often each target occurs in training; nat."""
-    _, targets = task.held_out(N_HELD_OUT)  # type: ignore[attr-defined]  # of all named tasks
+    _, targets = task.held_out(N_HELD_OUT)
     batches = itertools.islice(task.stream(0), _N_COUNTED)
     known = torch.cat([batch_targets.flatten() for _, batch_targets in batches])
     known, targets = known[known >= 0], targets[targets >= 0]

@@ -20,7 +20,7 @@ from workbench.zoo import ArchitectureConfig, build
 if TYPE_CHECKING:
     from torch import nn
 
-    from workbench.tasks import Task
+    from workbench.tasks.task import SeededTask
 
 TASKS = ("associative_recall", "synthetic_lm", "random_tokens", "text_bytes", "digits")
 _N_HEX = 12
@@ -143,7 +143,7 @@ class RunSettings:
             return _function(self.model["make"])(**options, seed=self.seed)
         return build(self._config())
 
-    def make_task(self) -> Task:
+    def make_task(self) -> SeededTask:
         """The task.
 
         Raises:

@@ -37,7 +37,7 @@ def describe_run(
         callback, without settings that may change from step to step and are recorded there, such as switches.
     """
     training = plan.as_dict() | {"loss": getattr(loss, "__qualname__", None) or str(loss)}
-    if plan.schedule not in ("cosine", "linear", "wsd"):
+    if callable(plan.schedule) or plan.schedule == "constant":
         del training["n_steps"]  # the run may be made longer: its steps do not depend on where it ends
     configuration = {
         "model": describe_model(model),
