@@ -14,8 +14,10 @@ def outcome(**changes):
     loss = np.array([[2.4, 2.5], [2.1, 2.2], [2.0, 2.0], [2.05, 2.15], [6.0, 2.6], [math.inf, np.nan]])
     values = {
         "best_rate": rate[2], "slow_edge": 1.6e-3, "useful_edge": 3.6e-3, "explosion_edge": 6e-3, "trivial_loss": 3.2,
+        "is_learned": True,
     }  # fmt: skip
-    return xr.Dataset({"loss": (("rate", "seed"), loss), **values, **changes}, {"rate": rate, "seed": [0, 1]})
+    losses = {"loss": (("rate", "seed"), loss), "mean_loss": ("rate", np.nanmean(loss, axis=1))}
+    return xr.Dataset({**losses, **values, **changes}, {"rate": rate, "seed": [0, 1]})
 
 
 @pytest.fixture
@@ -59,6 +61,15 @@ def test_an_open_band_reaches_the_end_of_the_view(drawn):
     (first, *_), _ = drawn["boxes"][0]
     assert first == pytest.approx(1e-3 / 1.3)
     assert len(drawn["bars"]) == 1  # the trivial predictor alone
+
+
+def test_a_band_open_on_both_sides_is_the_whole_view_and_nothing_learned_is_no_band(drawn):
+    unknown = {"slow_edge": np.nan, "useful_edge": np.nan}
+    rate_curve(outcome(**unknown))
+    (first, _, last, _), _ = drawn["boxes"][0]
+    assert (first, last) == pytest.approx((1e-3 / 1.3, 1e-3 * 1.5**5 * 1.3))
+    rate_curve(outcome(**unknown, is_learned=False))
+    assert len(drawn["boxes"]) == 1
 
 
 @pytest.mark.render

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _SIZE = (640, 340)
-_NEEDED = ("loss", "best_rate", "slow_edge", "useful_edge")
+_NEEDED = ("loss", "mean_loss", "best_rate", "slow_edge", "useful_edge", "is_learned")
 #: Losses above the start are cut here, as a share of the range from the best loss to that of the trivial predictor.
 _HEADROOM = 0.25
 
@@ -30,7 +30,7 @@ def rate_curve(
 ) -> Any:
     """Draw the loss over the learning rate: one line for each design, a dot for each run.
 
-    The band is that of useful rates, the large dot the best rate. Runs that were not finite, or far worse than the
+    The band is that of useful rates, open where an edge is not known, the large dot the best rate. Runs that were not finite, or far worse than the
     trivial predictor (dashed), are triangles at the top. An upright line is the rate from which most runs diverge.
 
     Args:
@@ -50,8 +50,9 @@ def rate_curve(
         >>> import workbench as wb
         >>> import xarray as xr
         >>> rate, loss = np.array([1e-3, 2e-3, 4e-3]), np.array([[2.2], [2.0], [2.6]])
-        >>> band = {"best_rate": 2e-3, "slow_edge": 1.5e-3, "useful_edge": 2.5e-3}
-        >>> outcome = xr.Dataset({"loss": (("rate", "seed"), loss), **band}, {"rate": rate, "seed": [0]})
+        >>> band = {"best_rate": 2e-3, "slow_edge": 1.5e-3, "useful_edge": 2.5e-3, "is_learned": True}
+        >>> losses = {"loss": (("rate", "seed"), loss), "mean_loss": ("rate", loss.mean(1))}
+        >>> outcome = xr.Dataset({**losses, **band}, {"rate": rate, "seed": [0]})
         >>> len(wb.plots.rate_curve(outcome))  # panels
         1
     """
@@ -120,7 +121,7 @@ def _draw(
     color, notes = look["color"], []
     rate, loss = data["rate"].values, data["loss"].values
     slow, edge = (float(data[one]) for one in ("slow_edge", "useful_edge"))
-    if np.isfinite(edge) or np.isfinite(slow):
+    if bool(data["is_learned"]):
         first, last = slow if np.isfinite(slow) else rates[0], edge if np.isfinite(edge) else rates[1]
         draw.boxes(first, losses[0], last, losses[1], colors=color, alpha=0.14)
         notes.append("band: useful rates")
@@ -132,8 +133,7 @@ def _draw(
         draw.bars(explosion, losses[0], explosion, losses[1], color=color, width=2, dash="dotted")
         notes.append("upright line: from here on most runs diverge")
     is_tried = ~np.isnan(loss)
-    n_tried = is_tried.sum(axis=1)
-    mean = np.where(n_tried > 0, np.where(is_tried, loss, 0.0).sum(axis=1) / np.maximum(n_tried, 1), np.nan)
+    mean = data["mean_loss"].values
     draw.line(rate, np.where(np.isfinite(mean), mean, np.nan), color=color, dash=look["dash"], width=2.2, label=name)
     at, seed = np.nonzero(is_tried)
     value = loss[at, seed]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.errors import SchemaError
-from workbench.rates.useful_band import REFERENCE_SHARE, useful_band
+from workbench.rates.useful_band import REFERENCE_SHARE, mean_over_seeds, rate_sensitivity, useful_band
+from workbench.schema.sweeps import LOSS_WINDOW
 
 if TYPE_CHECKING:
     import xarray as xr
 
 #: A design learns if it beats the trivial predictor by this many standard deviations between seeds.
 _DEVIATIONS = 3.0
+#: The sensitivity is taken over rates from the best one divided by this to the best one times this.
+_DECADE = 10.0
 #: A spike is lasting if the loss has not returned within so many windows of the training loss.
 _LASTING_WINDOWS = 3
 _WINDOWS_BEFORE = 5
@@ -62,14 +64,20 @@ def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_ste
         n_steps: Number of updates after which the losses are read; None: all.
 
     Returns:
-        Dataset with dim ``cell``: ``best_rate``, ``best_loss``, ``slow_edge``, ``useful_edge`` as in `UsefulBand`;
-        ``explosion_edge``, the geometric mean of the smallest rate at which most runs diverge and the one below, or
-        the smallest rate tried where they diverge there already (NaN: none did); ``is_learned``, whether the best loss
-        beats the trivial predictor by three standard deviations between seeds; ``n_rates``; and ``architecture``. Edges
-        are NaN where it is not.
+        Dataset with dim ``cell`` and ``architecture`` as a coordinate:
+
+        - ``best_rate``, ``best_loss``, ``slow_edge``, ``useful_edge`` as in `UsefulBand`; edges are NaN where the
+          design did not learn;
+        - ``explosion_edge``: the geometric mean of the smallest rate at which most runs diverge and the one below, or
+          the smallest rate tried where they diverge there already; NaN: none did;
+        - ``is_learned``: whether the best loss beats the trivial predictor by three standard deviations between seeds;
+        - ``sensitivity``: `rate_sensitivity` over a decade on either side of the best rate, nat, no run being charged
+          more than the trivial predictor's loss; NaN where so many rates were not tried;
+        - ``lasting_spike_share``: share of the runs at useful rates with a lasting spike (`count_lasting_spikes`);
+        - ``n_rates``: number of rates tried.
 
     Raises:
-        SchemaError: If the sweep has no losses along its runs.
+        SchemaError: If the sweep has no losses along its runs, or none after so many updates.
 
     Example:
         >>> import workbench as wb
@@ -88,9 +96,11 @@ def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_ste
     cells = list(dict.fromkeys(sweep["cell"].values.tolist()))
     for cell in cells:
         runs = sweep.isel(run=sweep["cell"].values == cell)
-        rows.append(_outcome(runs, None if shorter is None else shorter, n_steps))
-    names = rows[0].keys()
-    variables = {name: ("cell", np.array([row[name] for row in rows])) for name in names if name != "architecture"}
+        rows.append(
+            _outcome(LossTable.of(runs, n_steps), shorter) | {"architecture": str(runs["architecture"][0].item())}
+        )
+    names = rows[0].keys() - {"architecture"}
+    variables = {name: ("cell", np.array([row[name] for row in rows])) for name in rows[0] if name in names}
     coords = {"cell": cells, "architecture": ("cell", [row["architecture"] for row in rows])}
     return xr.Dataset(variables, coords)
 
@@ -105,7 +115,7 @@ def loss_over_rates(runs: xr.Dataset, *, shorter: xr.Dataset | None = None, n_st
 
     Returns:
         Dataset with dims ``rate`` and ``seed``: ``loss``, infinite where it was not finite, NaN where a seed was not
-        tried; and, without dims, ``trivial_loss`` and the outcomes.
+        tried; ``mean_loss`` over the seeds that were; and, without dims, ``trivial_loss`` and the outcomes.
 
     Raises:
         SchemaError: If the runs are of several designs, or have no losses along them.
@@ -121,18 +131,19 @@ def loss_over_rates(runs: xr.Dataset, *, shorter: xr.Dataset | None = None, n_st
     if (n_cells := len(set(runs["cell"].values.tolist()))) > 1:
         raise SchemaError(f"The runs are of {n_cells} designs; select one, as with runs.cell == runs.cell[0].")
     table = LossTable.of(runs, n_steps)
-    found = _outcome(runs, shorter, n_steps)
-    about = {"long_name": "held-out loss", "units": "nat"}
-    variables = {"loss": (("rate", "seed"), table.loss, about), "trivial_loss": table.trivial_loss}
+    variables = {
+        "loss": (("rate", "seed"), table.loss, {"long_name": "held-out loss", "units": "nat"}),
+        "mean_loss": ("rate", mean_over_seeds(table.loss), {"long_name": "mean held-out loss", "units": "nat"}),
+        "trivial_loss": table.trivial_loss,
+    }
     coords = {"rate": ("rate", table.rate, {"long_name": "learning rate", "units": "1"}), "seed": table.seed}
-    return xr.Dataset({**variables, **found}, coords)
+    return xr.Dataset({**variables, **_outcome(table, shorter)}, coords)
 
 
-def _outcome(runs: xr.Dataset, shorter: xr.Dataset | None, n_steps: int | None) -> dict[str, Any]:
+def _outcome(table: LossTable, shorter: xr.Dataset | None) -> dict[str, Any]:
     """Outcomes of one design."""
-    table = LossTable.of(runs, n_steps)
-    earlier = table.earlier if shorter is None else table.earlier_from(shorter)
-    band = useful_band(table.rate, table.loss, earlier)
+    earlier = None if shorter is None else table.earlier_from(shorter)
+    band = useful_band(table.rate, table.loss, table.earlier() if earlier is None else earlier)
     tried = table.loss[table.rate == band.best_rate]
     tried = tried[np.isfinite(tried)]
     deviation = float(np.std(tried, ddof=1)) if len(tried) > 1 else 0.0
@@ -140,14 +151,21 @@ def _outcome(runs: xr.Dataset, shorter: xr.Dataset | None, n_steps: int | None) 
     exploded = np.flatnonzero(table.exploded > 0.5)
     first = exploded[0] if len(exploded) else None
     edge = math.nan if first is None else math.sqrt(table.rate[first] * table.rate[max(first - 1, 0)])
+    spikes = table.has_lasting_spike[(band.excess <= 0) & is_learned]
     return {
-        "architecture": str(runs["architecture"].values[0]),
         "best_rate": band.best_rate,
         "best_loss": band.best_loss,
         "slow_edge": band.slow_edge if is_learned else math.nan,
         "useful_edge": band.useful_edge if is_learned else math.nan,
         "explosion_edge": edge,
         "is_learned": is_learned,
+        "sensitivity": rate_sensitivity(
+            table.rate,
+            mean_over_seeds(table.loss),
+            start_loss=table.trivial_loss,
+            over=(band.best_rate / _DECADE, band.best_rate * _DECADE),
+        ),
+        "lasting_spike_share": float(np.nanmean(spikes)) if np.isfinite(spikes).any() else math.nan,
         "n_rates": len(table.rate),
     }
 
@@ -157,22 +175,24 @@ class LossTable:
     """Losses of the runs of one design by rate and seed.
 
     Attributes:
+        runs: The runs.
+        n_steps: Number of updates after which the losses are read.
         rate: Rates, rising, shape (rate,).
         seed: Seeds, shape (seed,).
         loss: Held-out loss after the updates, shape (rate, seed); infinite: not finite; NaN: not tried.
-        earlier: The same after four fifths of them.
         exploded: Share of the runs of each rate that diverged.
+        has_lasting_spike: Whether a run has a lasting spike, 0 or 1, shape (rate, seed); NaN: not tried.
         trivial_loss: Loss of the predictor that knows the frequencies of the targets alone; nat.
-        settings: Settings of a run, to find shorter runs of the same design.
     """
 
+    runs: xr.Dataset
+    n_steps: int
     rate: np.ndarray
     seed: np.ndarray
     loss: np.ndarray
-    earlier: np.ndarray
     exploded: np.ndarray
+    has_lasting_spike: np.ndarray
     trivial_loss: float
-    settings: Mapping[str, Any]
 
     @classmethod
     def of(cls, runs: xr.Dataset, n_steps: int | None = None) -> LossTable:
@@ -180,47 +200,59 @@ class LossTable:
         total = int(runs["n_steps"].values[0]) if n_steps is None else n_steps
         rate, i = np.unique(runs["learning_rate"].values, return_inverse=True)
         seed, j = np.unique(runs["seed"].values, return_inverse=True)
-        loss, earlier = (np.full((len(rate), len(seed)), np.nan) for _ in range(2))
-        loss[i, j], earlier[i, j] = held_out_at(runs, total), held_out_at(runs, REFERENCE_SHARE * total)
+        loss, spikes = (np.full((len(rate), len(seed)), np.nan) for _ in range(2))
+        loss[i, j] = held_out_at(runs, total)
+        n_windows = -(-total // LOSS_WINDOW)
+        spikes[i, j] = [count_lasting_spikes(one[:n_windows]) > 0 for one in runs["training_loss"].values]
         exploded = np.bincount(i, weights=runs["has_diverged"].values.astype(float)) / np.bincount(i)
-        settings = json.loads(str(runs["settings"].values[0]))
-        return cls(rate, seed, loss, earlier, exploded, float(runs["trivial_loss"].values[0]), settings)
+        return cls(runs, total, rate, seed, loss, exploded, spikes, float(runs["trivial_loss"].values[0]))
 
-    def earlier_from(self, shorter: xr.Dataset) -> np.ndarray:
-        """The losses of shorter runs of the same design, where there are any; shape (rate, seed)."""
-
-        def key(settings: Mapping[str, Any]) -> str:
-            training = {k: v for k, v in settings["training"].items() if k not in ("learning_rate", "n_steps")}
-            return json.dumps([settings["model"], settings["task"], training], sort_keys=True)
-
-        own = key(self.settings)
-        is_same = np.array([key(json.loads(str(text))) == own for text in shorter["settings"].values])
-        if not is_same.any():
-            return self.earlier
+    def earlier(self) -> np.ndarray:
+        """The losses of the same runs after four fifths of the updates; shape (rate, seed)."""
         found = np.full_like(self.loss, np.nan)
-        runs = shorter.isel(run=is_same)
-        losses = held_out_at(runs, float(runs["n_steps"].values[0]))
+        i = np.searchsorted(self.rate, self.runs["learning_rate"].values)
+        j = np.searchsorted(self.seed, self.runs["seed"].values)
+        found[i, j] = held_out_at(self.runs, REFERENCE_SHARE * self.n_steps)
+        return found
+
+    def earlier_from(self, shorter: xr.Dataset) -> np.ndarray | None:
+        """The losses of runs of the same design with four fifths of the updates; None: there are none."""
+        own = _key(str(self.runs["settings"].values[0]))
+        n_steps = REFERENCE_SHARE * self.n_steps
+        is_same = [_key(str(text)) == own for text in shorter["settings"].values]
+        runs = shorter.isel(run=np.array(is_same) & np.isclose(shorter["n_steps"].values, n_steps, atol=0.5))
+        if not runs.sizes["run"]:
+            return None
+        found = np.full_like(self.loss, np.nan)
+        losses = held_out_at(runs, n_steps)
         for rate, seed, loss in zip(runs["learning_rate"].values, runs["seed"].values, losses, strict=True):
             found[self.rate == rate, self.seed == seed] = loss
         return found
+
+
+def _key(settings: str) -> str:
+    """The design of a run, from its settings: all that decides its numbers but rate, seed and length."""
+    run = json.loads(settings)
+    training = {name: value for name, value in run["training"].items() if name not in ("learning_rate", "n_steps")}
+    return json.dumps([run["model"], run["task"], training], sort_keys=True)
 
 
 def held_out_at(runs: xr.Dataset, step: float) -> np.ndarray:
     """Held-out loss of each run after some updates, shape (run,); infinite: not finite, or the run ended before.
 
     Raises:
-        SchemaError: If the loss was not measured then.
+        SchemaError: If the loss was not to be measured then.
     """
-    steps = runs["evaluation_step"].values
-    is_at = np.isclose(steps, step, atol=0.5)
-    if not is_at.any():
-        raise SchemaError(f"No run has a held-out loss at update {step:g}; choose one at which it was measured.")
-    losses = np.where(is_at, runs["held_out_loss"].values, np.nan)
-    found = np.nanmin(np.where(np.isnan(losses), np.inf, losses), axis=1)
-    return np.where(is_at.any(axis=1), found, np.inf)
+    settings = json.loads(str(runs["settings"].values[0]))
+    every = settings["training"]["n_steps"] // settings["n_evaluations"]
+    nearest = every * round(step / every)
+    if abs(nearest - step) > 0.5 or not 0 < nearest <= settings["training"]["n_steps"]:
+        raise SchemaError(f"No held-out loss was measured at update {step:g}, only every {every} updates; choose one.")
+    is_at = np.isclose(runs["evaluation_step"].values, nearest)
+    return np.where(is_at, np.nan_to_num(runs["held_out_loss"].values, nan=math.inf), math.inf).min(axis=1)
 
 
 def _require_curves(sweep: xr.Dataset) -> None:
-    missing = [name for name in ("held_out_loss", "evaluation_step", "trivial_loss") if name not in sweep.variables]
-    if missing or np.isnan(sweep["evaluation_step"].values).all():
+    missing = [name for name in ("held_out_loss", "training_loss", "trivial_loss") if name not in sweep.variables]
+    if missing or np.isnan(sweep["trivial_loss"].values).all():
         raise SchemaError("The sweep has no losses along its runs; record it with n_evaluations=.")

@@ -72,13 +72,13 @@ def useful_band(rate: np.ndarray, loss: np.ndarray, earlier: np.ndarray) -> Usef
         (0.002, 0.00159, 0.00432)
     """
     n_tried = (~np.isnan(loss)).sum(axis=1)
-    mean = _mean(loss)
+    mean = mean_over_seeds(loss)
     compared = np.where(np.isfinite(mean) & (n_tried == n_tried.max()), mean, math.inf)
     reference = np.array([_reference(loss, earlier, seed) for seed in range(loss.shape[1])])
     if not (np.isfinite(compared).any() and np.isfinite(reference).any()):
         return UsefulBand(math.nan, math.nan, math.nan, math.nan, mean)
     best = int(np.argmin(compared))
-    excess = _mean((loss - reference)[:, np.isfinite(reference)])
+    excess = mean_over_seeds((loss - reference)[:, np.isfinite(reference)])
     ends = [_end(np.log(rate), excess, best, step) for step in (-1, 1)]
     return UsefulBand(float(rate[best]), float(mean[best]), math.exp(ends[0]), math.exp(ends[1]), excess)
 
@@ -89,14 +89,14 @@ def _reference(loss: np.ndarray, earlier: np.ndarray, seed: int) -> float:
     known = np.isfinite(loss[:, seed]) & np.isfinite(earlier[:, seed])
     if not known.any():
         return math.nan
-    by_others = np.where(known, np.nan_to_num(_mean(others), nan=math.inf), math.inf)
+    by_others = np.where(known, np.nan_to_num(mean_over_seeds(others), nan=math.inf), math.inf)
     if not np.isfinite(by_others).any():  # no other seed was tried at these rates
         by_others = np.where(known, loss[:, seed], math.inf)
     best = int(np.argmin(by_others))
     return max(float(earlier[best, seed]), float(loss[best, seed]) + RESOLUTION)
 
 
-def _mean(loss: np.ndarray) -> np.ndarray:
+def mean_over_seeds(loss: np.ndarray) -> np.ndarray:
     """Mean over the seeds that were tried; NaN: none; infinite: one was not finite."""
     n_tried = (~np.isnan(loss)).sum(axis=1)
     total = np.where(np.isnan(loss), 0.0, loss).sum(axis=1)
