@@ -30,8 +30,9 @@ def rate_curve(
 ) -> Any:
     """Draw the loss over the learning rate: one line for each design, a dot for each run.
 
-    The band is that of useful rates, open where an edge is not known, the large dot the best rate. Runs that were not finite, or far worse than the
-    trivial predictor (dashed), are triangles at the top. An upright line is the rate from which most runs diverge.
+    The band is that of useful rates, open where an edge is not known, the large dot the best rate. Runs that were not
+    finite, or far worse than the trivial predictor (dashed), are triangles at the top. An upright line is the rate from
+    which most runs diverge.
 
     Args:
         outcome: Dataset from `workbench.rates.loss_over_rates`, or several of them by name.
