@@ -29,7 +29,7 @@ import workbench as wb
 from workbench.rates.outcomes import LossTable
 from workbench.rates.useful_band import UsefulBand, useful_band
 
-N_EVALUATIONS = 20
+N_EVALUATIONS, N_SNAPSHOTS = 20, 1024
 SEEDS = (1, 2, 3)
 REACH, N_WIDER = 3, 3
 N_LONG, LONG_STEPS, LONG_SEEDS = 4, 2000, (4, 5)
@@ -73,7 +73,8 @@ def missing_runs(design: Design, ks: range) -> list[wb.sweeps.RunSettings]:
 def band_of(table: LossTable, shorter: xr.Dataset | None = None) -> tuple[list[int], UsefulBand]:
     """The k of the rates tried with all seeds, and the useful band among them."""
     is_full = ~np.isnan(table.loss).any(axis=1)
-    earlier = table.earlier if shorter is None else table.earlier_from(shorter)
+    found = None if shorter is None else table.earlier_from(shorter)
+    earlier = table.earlier() if found is None else found
     band = useful_band(table.rate[is_full], table.loss[is_full], earlier[is_full])
     return [index_of(rate) for rate in table.rate[is_full]], band
 
@@ -118,7 +119,7 @@ def long_runs(of: list[Design], known: xr.Dataset, shorter: xr.Dataset | None) -
 
 def measured_runs(of: list[Design]) -> list[wb.sweeps.RunSettings]:
     """One update each, with all that is measured before."""
-    return [design.run(0, seed, n_steps=1, n_snapshots=1024) for design in of for seed in SEEDS[:2]]
+    return [design.run(0, seed, n_steps=1, n_snapshots=N_SNAPSHOTS) for design in of for seed in SEEDS[:2]]
 
 
 def make(folder: Path, of: str, last: str, n_workers: int) -> dict[str, xr.Dataset]:
