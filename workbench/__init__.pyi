@@ -46,6 +46,7 @@ from .models.router_weights import router_weights as router_weights
 from .models.stack_names import list_stacks as list_stacks
 from .models.subject import ByteTokenizer as ByteTokenizer
 from .models.subject import Subject as Subject
+from .rates.find_rate import find_rate as find_rate
 from .reports.make_report import report as report
 from .scaling.designs import design as design
 from .scaling.ladder_study import scaling_study as scaling_study

@@ -79,6 +79,22 @@ def test_rates_of_the_trial_update_against_a_parabola():
     assert case["breaking_rate"].item() == pytest.approx(3, rel=0.06)
 
 
+class Shifted(Parabola):
+    """The same two logits for each token, which are parameters."""
+
+    def forward(self, tokens):
+        return self.body(tokens)[..., :2] * 0 + self.weight
+
+
+def test_the_rate_at_which_the_first_update_changes_the_logits_by_one():
+    # The gradient of the first logit is (1, 0), so the logits change by (-r, 0), less their mean (-r, r) / 2.
+    case = wb.sweeps.measure_case(
+        Shifted(), task(), n_snapshots=32, loss=lambda logits, targets: logits[..., 0].mean(), n_steps=5,
+        learning_rate=0.1, optimizer="SGD",
+    )  # fmt: skip
+    assert case["unit_change_rate"].item() == pytest.approx(2, rel=0.06)
+
+
 def test_the_rehearsal_against_a_parabola():
     # Each update multiplies w by 1 - r; ten of them bring 25/2 above 50 where (r - 1)^20 > 4.
     options = {"n_snapshots": 32, "loss": quadratic, "n_steps": 5, "learning_rate": 0.1, "optimizer": "SGD"}
@@ -95,7 +111,7 @@ def test_the_rehearsal_against_a_parabola():
 @pytest.mark.parametrize("optimizer", ["LBFGS", lambda weights: SAM(weights, torch.optim.SGD, rho=0.05, lr=0.1)])
 def test_an_optimizer_of_several_gradients_cannot_be_tried(optimizer):
     case = wb.sweeps.measure_case(Parabola(), task(), n_snapshots=32, loss=quadratic, n_steps=5, optimizer=optimizer)
-    for name in ("overshoot_rate", "breaking_rate", "rehearsed_rate"):
+    for name in ("overshoot_rate", "breaking_rate", "unit_change_rate", "rehearsed_rate"):
         assert math.isnan(case[name].item())
     assert case["initial_grad_norm"].item() == pytest.approx(5)
 

@@ -10,6 +10,7 @@ from workbench.plots.eigenvalue_map_figure import eigenvalue_map
 from workbench.plots.figure_files import save
 from workbench.plots.flow_map_figure import flow_map
 from workbench.plots.layer_profile_figure import layer_profile
+from workbench.plots.pilot_losses_figure import pilot_losses
 from workbench.plots.predictor_figure import predictor_frame, predictor_table
 from workbench.plots.radar_figure import radar
 from workbench.plots.rate_curve_figure import rate_curve
@@ -36,6 +37,7 @@ __all__ = [
     "evidence_timeline",
     "flow_map",
     "layer_profile",
+    "pilot_losses",
     "predictor_frame",
     "predictor_table",
     "radar",

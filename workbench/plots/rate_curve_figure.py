@@ -10,6 +10,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.plots import outcome_colors, style
 from workbench.plots.primitives import Primitives, decades
+from workbench.plots.run_losses import draw_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,22 +134,9 @@ def _draw(
     if "explosion_edge" in data and np.isfinite(explosion := float(data["explosion_edge"])):
         draw.bars(explosion, losses[0], explosion, losses[1], color=color, width=2, dash="dotted")
         notes.append("upright line: from here on most runs diverge")
-    is_tried = ~np.isnan(loss)
     mean = data["mean_loss"].values
     draw.line(rate, np.where(np.isfinite(mean), mean, np.nan), color=color, dash=look["dash"], width=2.2, label=name)
-    at, seed = np.nonzero(is_tried)
-    value = loss[at, seed]
-    is_high = ~(value <= losses[1])
-    tips = [("", name), ("learning rate", "$x"), ("loss", "@shown")][not name :]
-    for of, marker in ((~is_high, "circle"), (is_high, "triangle")):
-        if of.any():
-            shown = np.array([f"{one:.3f}" if np.isfinite(one) else "not finite" for one in value[of]])
-            y = np.where(is_high[of], losses[1] - 0.02 * (losses[1] - losses[0]), value[of])
-            draw.dots(
-                rate[at][of], y, color=color, marker=marker, size=6, alpha=0.7, columns={"shown": shown}, tips=tips
-            )
-    if is_high.any():
-        notes.append("triangles: beyond the top, or not finite")
+    notes += draw_runs(draw, name, rate, loss, color, losses)
     best = float(data["best_rate"])
     if np.isfinite(best):
         place = int(np.argmin(np.abs(np.log(rate / best))))

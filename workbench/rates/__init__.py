@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from workbench.rates.drift import Estimate
+from workbench.rates.find_rate import FoundRates
 from workbench.rates.outcomes import count_lasting_spikes, loss_over_rates, rate_outcomes
 from workbench.rates.useful_band import UsefulBand, rate_sensitivity, useful_band
 
 __all__ = [
+    "Estimate",
+    "FoundRates",
     "UsefulBand",
     "count_lasting_spikes",
     "loss_over_rates",

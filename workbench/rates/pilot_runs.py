@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from workbench.callbacks.train import train
 from workbench.errors import OptionError
 from workbench.models.calling import call_model, on_device_of
-from workbench.models.losses import token_loss
+from workbench.models.losses import frequency_loss, token_loss
 from workbench.models.probing import undisturbed
 from workbench.tasks import Task, as_task
 
 #: Token states of the held-out examples of a task that has some; batches that are set aside of another one.
 _N_HELD_OUT, _N_SET_ASIDE = 4096, 8
+#: Batches in which targets are counted.
+_N_COUNTED = 32
 #: Where a run has training losses alone, its loss is their mean over this share of the updates.
 _LAST_SHARE = 0.1
 
@@ -31,9 +33,11 @@ class PilotRuns(Protocol):
 
     Attributes:
         n_updates: Updates made so far, over all runs.
+        trivial_loss: Loss of the predictor that knows the frequencies of the targets alone; nat; NaN: not known.
     """
 
     n_updates: int
+    trivial_loss: float
 
     def loss_at(self, rate: float, seed: int, n_steps: int) -> float:
         """The loss of a run after some updates, continued as far as needed; infinite: it ended before."""
@@ -62,13 +66,18 @@ class ModelRuns:
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss
     on_update: Callable[[], None] = lambda: None
     n_updates: int = 0
+    trivial_loss: float = math.nan
     _runs: dict[tuple[float, int], _Run] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.task = as_task(self.task)
         own = getattr(self.task, "held_out", None)
         self._n_aside = 0 if callable(own) else _N_SET_ASIDE
-        self._held_out = [own(_N_HELD_OUT)] if callable(own) else list(islice(self.task.stream(0), self._n_aside))
+        first = list(islice(self.task.stream(0), self._n_aside + _N_COUNTED))
+        self._held_out = [own(_N_HELD_OUT)] if callable(own) else first[: self._n_aside]
+        targets, known = ([one for _, one in batches] for batches in (self._held_out, first[self._n_aside :]))
+        if self.loss is token_loss and known and not targets[0].is_floating_point():
+            self.trivial_loss = frequency_loss(*(torch.cat([one.flatten() for one in of]) for of in (known, targets)))
 
     def loss_at(self, rate: float, seed: int, n_steps: int) -> float:
         """Held-out loss; infinite where the run has diverged to values that are not finite."""
@@ -127,6 +136,7 @@ class LoopRuns:
     loop: Callable[[float, int], Iterable[float]]
     on_update: Callable[[], None] = lambda: None
     n_updates: int = 0
+    trivial_loss: float = math.nan
     _losses: dict[tuple[float, int], list[float]] = field(default_factory=dict)
     _loops: dict[tuple[float, int], Iterator[float]] = field(default_factory=dict)
 

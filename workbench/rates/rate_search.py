@@ -1,9 +1,9 @@
-"""Successive halving over learning rates: many rates for few updates, then fewer rates for more updates."""
+"""Successive halving over learning rates: many rates for few updates, then those near the edge for more updates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,82 +11,192 @@ import numpy as np
 from workbench.rates.pilot_runs import PilotRuns
 from workbench.rates.useful_band import REFERENCE_SHARE, UsefulBand, useful_band
 
-#: Rates are LOWEST_POWER.. powers of this.
+#: Rates are 1e-3 times whole powers of this.
 RATIO = 1.5
 #: Powers between two rates of the first round.
 _COARSE = 3
-#: By which power of the number of updates the useful edge is expected to fall from one round to the next.
-_DRIFT = 0.5
-#: Updates of the first round, and factor to the number of the second.
-_FIRST, _GROWTH = 24, 3
-#: Rates that are not tried.
+#: The useful edge is expected to fall with this power of the number of updates from one round to the next.
+_DRIFT = 0.25
+#: Updates of the first round, as a share of the budget.
+_FIRST_SHARE = 0.036
+#: Runs that the second round is expected to need with the first seed, and with each other one.
+_N_RUNS, _N_MORE = 4.6, 2.7
+#: Powers below the best rate of the first round from which the second begins: early losses favour large rates, which
+#: learn the frequencies of the targets first.
+_BELOW = 2
+#: A second round is made only if it is this many times as long as the first.
+_LONGER = 1.3
 _LOWEST, _HIGHEST = 1e-9, 1e6
+#: Losses are measured at the end of a round, after four fifths of its updates, after four fifths of those, and so on;
+#: the edges of so many of these numbers of updates are averaged.
+_N_AVERAGED = 3
 
 
-class BudgetSpent(Exception):
-    """A run would exceed the budget."""
+class _BudgetSpentError(Exception):
+    """The next run would exceed the budget."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round of a pilot found.
+
+    Attributes:
+        n_updates: Updates of its runs.
+        rate: Rates tried, rising, shape (rate,).
+        loss: Loss after these updates, shape (rate, seed); nat; infinite: not finite; NaN: not tried.
+        best_rate: Best rate; the geometric mean over the last three numbers of updates at which losses were measured.
+        useful_edge: Largest useful rate, likewise; NaN: not within the rates tried.
+    """
+
+    n_updates: int
+    rate: np.ndarray
+    loss: np.ndarray
+    best_rate: float
+    useful_edge: float
 
 
 @dataclass
 class RateSearch:
-    """The losses of a pilot by number of updates, rate and seed, as they are measured.
+    """Search for the band of useful learning rates within a budget.
+
+    In the first round rates a factor 3.4 apart are tried for a few updates, from the start outward until the best rate
+    and the useful edge lie between two of them. In the second, the rates that matter are tried for as many updates as
+    the budget allows: around the best one and on both sides of the edge, and more until these lie between neighbours a
+    factor 1.5 apart. Then the rates that decide are repeated with the other seeds.
 
     Args:
         runs: The runs.
         budget: Updates at most, over all runs.
-        n_seeds: Seeds of the last round.
+        n_steps: Updates of a run at most.
+        n_seeds: Seeds of the second round.
     """
 
     runs: PilotRuns
     budget: int
+    n_steps: int
     n_seeds: int
-    losses: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _losses: dict[tuple[int, int, int], float] = field(default_factory=dict)
     _made: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def loss_at(self, k: int, seed: int, n_steps: int) -> float:
-        """Loss of the run at RATIO ** k, also measured at the reference's share of the updates."""
-        if (n_steps, k, seed) not in self.losses:
-            made = self._made.get((k, seed), 0)
-            if self.runs.n_updates + n_steps - made > self.budget:
-                raise BudgetSpent
-            for step in (self.reference_step(n_steps), n_steps):
-                if step >= made:
-                    self.losses[step, k, seed] = self.runs.loss_at(rate_of(k), seed, step)
-            self._made[k, seed] = n_steps
-        return self.losses[n_steps, k, seed]
+    def rounds(self, start: float) -> Iterator[Round]:
+        """The rounds as they end, beginning around a rate; the second twice, without and with the other seeds.
+
+        A round in which no rate is finite, or that ends without an edge as the budget is spent, is the last.
+        """
+        center, length = round(power_of(start)), min(round(_FIRST_SHARE * self.budget), self.n_steps)
+        self._bracket([center - _COARSE, center, center + _COARSE], length, _COARSE)
+        if (found := self._round(length)) is None:
+            return
+        yield found
+        n_runs = _N_RUNS + _N_MORE * (self.n_seeds - 1)
+        longer = min(int((self.budget - self.runs.n_updates) / n_runs), self.n_steps)
+        if math.isfinite(found.useful_edge) and longer >= _LONGER * length:
+            self._bracket(self._expected(found, longer), longer, 1)
+            if (found := self._round(longer)) is None:
+                return
+            yield found
+        if math.isfinite(found.useful_edge) and self.n_seeds > 1:
+            edge = math.floor(power_of(found.useful_edge))
+            self._repeat(sorted({round(power_of(found.best_rate)), edge, edge + 1}), found.n_updates)
+            if (found := self._round(found.n_updates)) is not None:
+                yield found
 
     @staticmethod
-    def reference_step(n_steps: int) -> int:
-        """Number of updates after which the best run sets the largest useful loss."""
-        return round(REFERENCE_SHARE * n_steps)
+    def _expected(before: Round, n_updates: int) -> list[int]:
+        """The powers nearest to the best rate, below it, and on both sides of the edge, as they are expected."""
+        drift = _DRIFT * math.log(n_updates / before.n_updates) / math.log(RATIO)
+        best, edge = power_of(before.best_rate) - drift, power_of(before.useful_edge) - drift
+        return sorted({round(best) - _BELOW, round(best), math.floor(edge), math.floor(edge) + 1})
 
-    def band_at(self, n_steps: int) -> tuple[list[int], UsefulBand]:
+    def _bracket(self, ks: Iterable[int], n_updates: int, step: int) -> None:
+        """Try rates, and more of them until the best rate and the useful edge lie between neighbours."""
+        try:
+            for k in ks:
+                self._try(k, 0, n_updates)
+            while (more := self._missing(n_updates, step)) is not None:
+                self._try(more, 0, n_updates)
+        except _BudgetSpentError:
+            pass
+
+    def _repeat(self, ks: Iterable[int], n_updates: int) -> None:
+        """Try rates with the other seeds."""
+        try:
+            for seed in range(1, self.n_seeds):
+                for k in ks:
+                    self._try(k, seed, n_updates)
+        except _BudgetSpentError:
+            pass
+
+    def _missing(self, n_updates: int, step: int) -> int | None:
+        """The next power to try; None: best rate and edge are known."""
+        ks, band = self._band(n_updates)
+        if math.isnan(band.best_rate) or band.best_rate == rate_of(ks[0]):
+            more = ks[0] - step
+        elif math.isnan(band.useful_edge):
+            more = ks[-1] + step
+        else:
+            above = next(i for i, k in enumerate(ks) if rate_of(k) >= band.useful_edge)
+            if ks[above] - ks[above - 1] <= step:
+                return None
+            more = (ks[above] + ks[above - 1]) // 2
+        return more if _LOWEST < rate_of(more) < _HIGHEST else None
+
+    def _try(self, k: int, seed: int, n_updates: int) -> None:
+        """Continue a run, and measure its loss wherever it is needed."""
+        made = self._made.get((k, seed), 0)
+        if n_updates <= made:
+            return
+        if self.runs.n_updates + n_updates - made > self.budget:
+            raise _BudgetSpentError
+        for step in reversed(_steps(n_updates)):
+            if step > made:
+                self._losses[step, k, seed] = self.runs.loss_at(rate_of(k), seed, step)
+        self._made[k, seed] = n_updates
+
+    def _losses_at(self, n_updates: int) -> tuple[list[int], np.ndarray]:
+        """The powers tried with so many updates, and their losses, shape (rate, seed)."""
+        ks = sorted({k for step, k, _ in self._losses if step == n_updates})
+        loss = [[self._losses.get((n_updates, k, seed), math.nan) for seed in range(self.n_seeds)] for k in ks]
+        return ks, np.array(loss).reshape(len(ks), self.n_seeds)
+
+    def _band(self, n_updates: int) -> tuple[list[int], UsefulBand]:
         """The powers tried with so many updates, and the useful band among them."""
-        ks = sorted({k for step, k, _ in self.losses if step == n_steps})
-        loss, earlier = (
-            np.array([[self.losses.get((step, k, seed), math.nan) for seed in range(self.n_seeds)] for k in ks])
-            for step in (n_steps, self.reference_step(n_steps))
+        ks, loss = self._losses_at(n_updates)
+        before = _steps(n_updates)[1]
+        earlier = np.array(
+            [[self._losses.get((before, k, seed), math.nan) for seed in range(self.n_seeds)] for k in ks]
         )
-        kept = ~np.isnan(loss).all(axis=0)
-        return ks, useful_band(np.array([rate_of(k) for k in ks]), loss[:, kept], earlier[:, kept])
+        is_used = ~np.isnan(loss).all(axis=0)
+        return ks, useful_band(np.array([rate_of(k) for k in ks]), loss[:, is_used], earlier[:, is_used])
 
-    def bracket(self, ks: Iterable[int], n_steps: int, step: int, seed: int = 0) -> UsefulBand:
-        """Try rates, and more of them until the best and the useful edge lie between two."""
-        for k in ks:
-            self.loss_at(k, seed, n_steps)
-        while True:
-            tried, band = self.band_at(n_steps)
-            if math.isnan(band.best_rate) or band.best_rate == rate_of(tried[0]):
-                more = tried[0] - step
-            elif math.isnan(band.useful_edge):
-                more = tried[-1] + step
-            else:
-                return band
-            if not _LOWEST < rate_of(more) < _HIGHEST:
-                return band
-            self.loss_at(more, seed, n_steps)
+    def _round(self, n_updates: int) -> Round | None:
+        """What is known at a number of updates; None: no rate is finite."""
+        ks, loss = self._losses_at(n_updates)
+        if not np.isfinite(loss).any():
+            return None
+        bands = [self._band(step)[1] for step in _steps(n_updates)[:-1] if self._losses_at(step)[0]]
+        best, edge = (_geometric_mean([getattr(band, name) for band in bands]) for name in ("best_rate", "useful_edge"))
+        return Round(n_updates, np.array([rate_of(k) for k in ks]), loss, best, edge)
+
+
+def _steps(n_updates: int) -> list[int]:
+    """Numbers of updates at which losses are measured, the last first; each is the reference of the one before it."""
+    steps = [n_updates]
+    for _ in range(_N_AVERAGED):
+        steps.append(round(REFERENCE_SHARE * steps[-1]))
+    return steps
+
+
+def _geometric_mean(rates: Iterable[float]) -> float:
+    known = [math.log(rate) for rate in rates if math.isfinite(rate)]
+    return math.exp(sum(known) / len(known)) if known else math.nan
 
 
 def rate_of(k: int) -> float:
     """A rate of the lattice, rounded to four digits."""
     return float(f"{1e-3 * RATIO**k:.4g}")
+
+
+def power_of(rate: float) -> float:
+    """The power that gives a rate."""
+    return math.log(rate / 1e-3) / math.log(RATIO)

@@ -87,6 +87,9 @@ MEASURES: dict[str, Variable] = {
     "breaking_rate": _number(
         "breaking rate", "rate at which the first update alone counts as divergence; inf: none; NaN: unknown"
     ),
+    "unit_change_rate": _number(
+        "unit-change rate", "rate at which the first update alone changes the logits by 1 nat; inf: none; NaN: unknown"
+    ),
     "rehearsed_rate": _number(
         "rehearsed rate", "constant rate at which a copy diverges within ten updates; inf: none; NaN: not rehearsed"
     ),

@@ -33,6 +33,7 @@ from workbench.training.training_plan import TrainingPlan
 if TYPE_CHECKING:
     import xarray as xr
 
+_OF_UPDATES = ("initial_grad_norm", "overshoot_rate", "breaking_rate", "unit_change_rate", "rehearsed_rate")
 #: Measures of the spectra that a sweep keeps.
 SPECTRAL = tuple(name for name, rule in MEASURES.items() if "layer" in rule.dims and "mode" not in rule.dims)
 
@@ -145,7 +146,7 @@ def measure_row(
         refuse_plain_chain(module, inputs, anatomy.stack, anatomy.sites)
     row = _spectra(model, task, anatomy, n_snapshots)
     row |= _forward(module, anatomy, inputs, targets, loss)
-    gradient = dict.fromkeys(("initial_grad_norm", "overshoot_rate", "breaking_rate", "rehearsed_rate"), math.nan)
+    gradient = dict.fromkeys(_OF_UPDATES, math.nan)
     if takes_gradients:
         gradient |= trial_update(module, (inputs, targets), plan, loss)
     if takes_gradients and runs_pilot:

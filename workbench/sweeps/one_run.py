@@ -16,7 +16,7 @@ from torch import nn
 
 from workbench.callbacks.train import train
 from workbench.models.calling import call_model
-from workbench.models.losses import token_loss
+from workbench.models.losses import frequency_loss, token_loss
 from workbench.models.probing import eval_mode
 from workbench.schema.sweeps import LOSS_WINDOW
 from workbench.sweeps.case_measures import measure_row
@@ -142,11 +142,7 @@ def trivial_loss(task: SeededTask) -> float:
     """Held-out loss of the predictor that knows nothing but how often each target occurs in training; nat."""
     _, targets = task.held_out(N_HELD_OUT)
     batches = itertools.islice(task.stream(0), _N_COUNTED)
-    known = torch.cat([batch_targets.flatten() for _, batch_targets in batches])
-    known, targets = known[known >= 0], targets[targets >= 0]
-    n_classes = int(max(known.max(), targets.max())) + 1
-    counts = torch.bincount(known, minlength=n_classes) + 1.0  # none is impossible
-    return float(-(counts / counts.sum()).log()[targets].mean())
+    return frequency_loss(torch.cat([seen.flatten() for _, seen in batches]), targets)
 
 
 def count_spikes(loss: np.ndarray) -> int:

@@ -146,7 +146,7 @@ def replan(
         outer = json.dumps({**text, "training": inner} if "training" in text else inner, default=str, sort_keys=True)
         one = one.assign_coords(settings=("run", np.array([outer]), SETTINGS["settings"].attrs))
         if {"optimizer", "optimizer_options", "clip_norm"} & set(changes):
-            for name in ("overshoot_rate", "breaking_rate", "rehearsed_rate"):
-                one[name] = one[name] * np.nan
+            stale = {"overshoot_rate", "breaking_rate", "unit_change_rate", "rehearsed_rate"} & set(one.data_vars)
+            one = one.assign({name: one[name] * np.nan for name in stale})
         rows.append(one)
     return xr.concat(rows, "run", combine_attrs="override") if len(rows) > 1 else rows[0]

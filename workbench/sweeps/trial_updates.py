@@ -28,6 +28,8 @@ TRIED_RATES = np.geomspace(1e-5, 1e4, 28)
 _N_HALVINGS = 3
 #: A rise of the loss by less than this share of it counts as rounding.
 _SMALLEST_RISE = 1e-4
+#: Root mean square by which the logits change at the unit-change rate; nat.
+_UNIT_CHANGE = 1.0
 #: Updates of a pilot run.
 N_PILOT_UPDATES = 10
 
@@ -90,8 +92,10 @@ class _Line:
 
 
 def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss) -> dict[str, float]:
-    """Measure the initial gradient norm, and the rates from which the optimizer's first update fails on its own batch.
+    """Measure the initial gradient norm, and the rates from which the optimizer's first update is too large.
 
+    ``overshoot_rate``: it makes the loss of its own batch rise; ``breaking_rate``: it counts as divergence;
+    ``unit_change_rate``: it changes the logits of the batch, less their mean over classes, by a root mean square of 1.
     The rates are found on ``TRIED_RATES`` and refined by bisection; infinite: none tried was too large; NaN: the
     optimizer needs several gradients for a step, or is an existing one, which cannot be tried on a copy.
     """
@@ -101,7 +105,8 @@ def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss)
         return trial.measure(batch)
 
     start_loss, grad_norm = measure()
-    found = {"initial_grad_norm": grad_norm, "overshoot_rate": math.nan, "breaking_rate": math.nan}
+    found = dict.fromkeys(("overshoot_rate", "breaking_rate", "unit_change_rate"), math.nan)
+    found["initial_grad_norm"] = grad_norm
     if not math.isfinite(grad_norm):
         return found
     base = [weight.detach().clone() for weight in trial.weights]
@@ -113,6 +118,8 @@ def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss)
     optimizer.step()
     change = [weight.detach() - start for weight, start in zip(trial.weights, base, strict=True)]
     steps = _Line(trial, base, change)
+    steps.move(0.0)
+    start_logits = trial.logits(batch[0])
     seen: dict[float, tuple[float, float]] = {}
 
     def measured_at(rate: float) -> tuple[float, float]:
@@ -127,7 +134,15 @@ def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss)
     def overshoots(rate: float) -> bool:
         return not measured_at(rate)[0] <= start_loss * (1 + _SMALLEST_RISE)
 
-    return found | {"overshoot_rate": _first_rate(overshoots), "breaking_rate": _first_rate(is_broken)}
+    def changes_much(rate: float) -> bool:
+        steps.move(rate)
+        return not float((trial.logits(batch[0]) - start_logits).square().mean().sqrt()) < _UNIT_CHANGE
+
+    return found | {
+        "overshoot_rate": _first_rate(overshoots),
+        "breaking_rate": _first_rate(is_broken),
+        "unit_change_rate": _first_rate(changes_much),
+    }
 
 
 def _first_rate(is_too_large: Callable[[float], bool]) -> float:
@@ -172,6 +187,13 @@ class _Copy:
         (own if extra is None else own + extra).backward()
         grads = [weight.grad for weight in self.weights if weight.grad is not None]
         return float(own.detach()), float(torch.nn.utils.get_total_norm(grads))
+
+    @torch.no_grad()
+    def logits(self, inputs: Any) -> Tensor:
+        """Logits in single precision, less their mean over classes."""
+        output = call_model(self.model, inputs)
+        logits = (output if isinstance(output, Tensor) else output.logits).float()
+        return logits - logits.mean(-1, keepdim=True)
 
     def optimizer(self, plan: TrainingPlan, rate: float) -> torch.optim.Optimizer | None:
         """A fresh optimizer at a rate; None if the plan's already exists, or needs several gradients for an update."""

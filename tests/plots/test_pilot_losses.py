@@ -1,0 +1,76 @@
+import math
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from workbench.errors import SchemaError
+from workbench.plots import pilot_losses, save
+from workbench.plots.primitives import Primitives
+
+
+def pilot(**changes):
+    """Two rounds over four rates, the second with two seeds."""
+    loss = np.full((2, 4, 2), np.nan)
+    loss[0, :, 0] = [3.3, 3.0, 3.1, math.inf]
+    loss[1, 1:3] = [[2.5, 2.6], [2.7, 2.8]]
+    values = {"trivial_loss": 3.2, "best_rate": 2e-3, "useful_edge": 4e-3, "useful_edge_low": 3e-3} | changes
+    values = {"useful_edge_high": 5e-3} | values
+    data = xr.Dataset(
+        {"loss": (("n_updates", "rate", "seed"), loss), **values},
+        {"n_updates": [36, 120], "rate": 1e-3 * 2.0 ** np.arange(4)},
+    )
+    return data.assign_attrs(n_steps=1000, reason="")
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What is drawn, by the kind of mark."""
+    found = {}
+    for kind in ("line", "boxes", "bars", "dots"):
+        own = getattr(Primitives, kind)
+
+        def spy(self, *args, kind=kind, own=own, **options):
+            found.setdefault(kind, []).append((args, options))
+            return own(self, *args, **options)
+
+        monkeypatch.setattr(Primitives, kind, spy)
+    return found
+
+
+def test_each_number_of_updates_is_a_line_and_each_run_a_dot(drawn):
+    pilot_losses(pilot())
+    assert [options["label"] for _, options in drawn["line"]] == ["36 updates", "120 updates"]
+    (rates, means), _ = drawn["line"][1]
+    assert rates.tolist() == [2e-3, 4e-3]
+    assert means.tolist() == pytest.approx([2.55, 2.75])
+    circles = [args for args, options in drawn["dots"] if options["marker"] == "circle"]
+    assert [len(args[0]) for args in circles] == [3, 4]
+    assert [options["marker"] for _, options in drawn["dots"]].count("triangle") == 1
+
+
+def test_the_band_reaches_from_the_best_to_the_largest_useful_rate(drawn):
+    pilot_losses(pilot())
+    band, interval = (args for args, _ in drawn["boxes"])
+    assert (band[0], band[2], interval[0], interval[2]) == (2e-3, 4e-3, 3e-3, 5e-3)
+
+
+def test_what_is_not_known_is_not_drawn(drawn):
+    unknown = dict.fromkeys(("trivial_loss", "best_rate", "useful_edge", "useful_edge_low", "useful_edge_high"), np.nan)
+    pilot_losses(pilot(**unknown))
+    assert "boxes" not in drawn
+    assert "bars" not in drawn
+
+
+@pytest.mark.render
+@pytest.mark.parametrize("backend", ["bokeh", "matplotlib"])
+def test_it_is_drawn_by_both_backends(backend, tmp_path):
+    figure = pilot_losses(pilot(), backend=backend)
+    assert save(figure, tmp_path / f"figure.{'html' if backend == 'bokeh' else 'png'}").stat().st_size > 1000
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(SchemaError, match=r"lacks best_rate; pass the data of what wb.find_rate returns"):
+        pilot_losses(pilot().drop_vars("best_rate"))
+    with pytest.raises(SchemaError, match="no finite loss"):
+        pilot_losses(pilot().assign(loss=pilot()["loss"] * np.nan))

@@ -1,0 +1,166 @@
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from tests.rates.planted_runs import PlantedRuns
+from workbench.errors import OptionError
+from workbench.rates.drift import extrapolated, features, furthest
+from workbench.rates.rate_search import RateSearch, Round
+
+SIZE = {"d_model": 16, "n_layers": 1, "n_heads": 2, "vocab_size": 32, "max_length": 8}
+
+
+def task(**options):
+    return wb.tasks.synthetic_lm(**{"length": 8, "vocab_size": 32, "batch_size": 8, **options})
+
+
+def planted_loop(made):
+    """A loop whose losses are those of planted runs, and what was asked of it."""
+
+    def loop(rate, seed):
+        runs = PlantedRuns()
+        made.append((rate, seed))
+        for step in range(1, 10_000):
+            yield runs.loss_at(rate, seed, step)
+
+    return loop
+
+
+@pytest.mark.medium
+def test_a_model_gets_rates_and_stays_as_it_is():
+    model = wb.zoo.transformer(**SIZE)
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    found = wb.find_rate(model, task(), n_steps=400, budget=240, progress=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.n_updates <= 240
+    assert not found.reason
+    assert found.best_rate.low < found.best_rate.value < found.best_rate.high
+    assert found.best_rate.value < found.useful_edge.value
+    assert str(found).startswith("Over 400 updates the best learning rate is about ")
+    again = wb.find_rate(model, task(), n_steps=400, budget=240, progress=False)
+    assert (again.best_rate, again.useful_edge) == (found.best_rate, found.useful_edge)
+
+
+def test_a_loop_of_ones_own_is_enough():
+    made = []
+    found = wb.find_rate(loop=planted_loop(made), n_steps=1000, progress=False)
+    last = found.rounds[-1]
+    assert last.useful_edge == pytest.approx(6e-3, rel=0.2)
+    assert {seed for _, seed in made} == {0, 1}
+    assert len(made) == len(set(made))  # each run is continued, none is made twice
+    assert math.isnan(found.trivial_loss)
+
+
+def test_estimates_follow_from_the_rounds():
+    rounds = list(RateSearch(PlantedRuns(), 1000, 10_000, 2).rounds(3e-3))
+    best, edge = extrapolated(rounds, 1000)
+    assert best.low < best.value < best.high
+    assert edge.low < edge.value < edge.high
+    assert set(features(rounds, 1000)) >= {"constant", "growth"}
+    assert furthest(rounds) > rounds[-1].n_updates
+
+
+def test_what_was_not_measured_is_not_answered():
+    found = wb.find_rate(loop=planted_loop([]), n_steps=10_000_000, progress=False)
+    assert math.isnan(found.useful_edge.value)
+    assert "not up to 10,000,000" in found.reason
+    assert "Ask again with a budget of" in str(found)
+
+
+def test_noise_has_no_best_rate():
+    noise = wb.tasks.random_tokens(length=8, vocab_size=32, batch_size=8)
+    found = wb.find_rate(wb.zoo.transformer(**SIZE), noise, n_steps=400, budget=200, progress=False)
+    assert "No rate learned more than how often each target occurs" in str(found)
+    assert math.isnan(found.best_rate.value)
+
+
+def test_a_loss_that_is_never_finite_is_said():
+    found = wb.find_rate(loop=lambda rate, seed: iter([math.nan]), n_steps=100, budget=200, progress=False)
+    assert found.reason.startswith("No rate gave a finite loss")
+    assert found.data.sizes["rate"] == 0
+
+
+def test_an_interrupted_pilot_answers_from_what_it_has():
+    def loop(rate, seed):
+        runs = PlantedRuns()
+        for step in range(1, 100):
+            if step > 50:
+                raise KeyboardInterrupt
+            yield runs.loss_at(rate, seed, step)
+
+    found = wb.find_rate(loop=loop, n_steps=300, progress=False)
+    assert len(found.rounds) == 1
+    assert found.useful_edge.value > 0
+
+    def at_once(rate, seed):
+        raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        wb.find_rate(loop=at_once, n_steps=300, progress=False)
+
+
+def test_rates_for_another_width():
+    found = wb.find_rate(loop=planted_loop([]), n_steps=1000, progress=False)
+    wide = found.for_width(4.0)
+    assert wide.useful_edge.value == pytest.approx(found.useful_edge.value / 4)
+    assert wide.useful_edge.high == pytest.approx(1.5 * found.useful_edge.high / 4)
+    assert found.for_width(4.0, parametrization="mup").best_rate.value == found.best_rate.value
+    assert found.for_width(1.0).best_rate == found.best_rate
+    for wrong in (0, -1.0, math.nan, "4"):
+        with pytest.raises(OptionError, match="expected a positive number"):
+            found.for_width(wrong)
+    with pytest.raises(OptionError, match="expected 'standard' or 'mup'"):
+        found.for_width(2.0, parametrization="ntk")
+
+
+def test_data_hold_every_loss_and_the_estimates():
+    found = wb.find_rate(loop=planted_loop([]), n_steps=1000, progress=False)
+    data = found.data
+    last = found.rounds[-1]
+    at = data["loss"].sel(n_updates=last.n_updates, rate=last.rate).values
+    np.testing.assert_array_equal(at, last.loss)
+    assert float(data["useful_edge_low"]) == found.useful_edge.low
+    assert data.attrs == {"n_steps": 1000, "reason": ""}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "takes a model and a task, or loop= alone"),
+        ({"loop": planted_loop([]), "task": 1}, "takes a model and a task, or loop= alone"),
+        ({"loop": planted_loop([]), "budget": 10}, "budget is 10, expected"),
+        ({"loop": planted_loop([]), "n_steps": 0}, "n_steps is 0, expected"),
+        ({"loop": planted_loop([]), "n_seeds": 0}, "n_seeds is 0, expected"),
+        ({"loop": planted_loop([]), "start": -1.0}, "learning_rate is -1.0, expected"),
+        ({"loop": planted_loop([]), "schedule": "step"}, "schedule is 'step', expected one of"),
+        ({"model": torch.nn.Linear(1, 1)}, "takes a model and a task, or loop= alone"),
+    ],
+)
+def test_impossible_settings_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        wb.find_rate(**{"n_steps": 100, "progress": False, **options})
+
+
+def test_a_ready_optimizer_is_refused():
+    model = wb.zoo.transformer(**SIZE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(OptionError, match="A ready optimizer cannot be used on copies"):
+        wb.find_rate(model, task(), n_steps=100, optimizer=optimizer, progress=False)
+
+
+def test_a_stream_that_can_be_read_only_once_is_refused():
+    batches = (task().batch(i) for i in range(100))
+    with pytest.raises(wb.WorkbenchError, match="one-shot source cannot be read again"):
+        wb.find_rate(wb.zoo.transformer(**SIZE), batches, n_steps=100, progress=False)
+
+
+def test_rounds_are_plain_values():
+    one = Round(10, np.array([1e-3]), np.array([[2.0]]), 1e-3, math.nan)
+    assert one.n_updates == 10

@@ -1,0 +1,82 @@
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rates.planted_runs import PlantedRuns
+from workbench.rates.rate_search import RateSearch, power_of, rate_of
+
+
+def searched(runs, *, start=3e-3, budget=1000, n_steps=10_000, n_seeds=2):
+    return list(RateSearch(runs, budget, n_steps, n_seeds).rounds(start))
+
+
+@given(
+    best=st.floats(-6, 0), start=st.floats(-1.5, 1.5), half_width=st.floats(0.5, 2.0), n_seeds=st.integers(1, 2),
+    budget=st.integers(800, 4000),
+)  # fmt: skip
+def test_a_planted_edge_is_found_from_a_start_nearby(best, start, half_width, n_seeds, budget):
+    runs = PlantedRuns(best=10.0**best, half_width=half_width)
+    rounds = searched(runs, start=10.0 ** (best + start), budget=budget, n_seeds=n_seeds)
+    last = [one for one in rounds if math.isfinite(one.useful_edge)][-1]
+    assert runs.n_updates <= budget
+    assert abs(math.log(last.useful_edge / (runs.best * math.exp(half_width)))) < 0.45
+    assert abs(math.log(last.best_rate / runs.best)) < half_width
+
+
+def test_the_second_round_is_longer_and_repeats_the_rates_that_decide():
+    rounds = searched(PlantedRuns(), budget=1600)
+    first, second, repeated = rounds
+    assert first.n_updates == 58 < second.n_updates == repeated.n_updates
+    assert np.isnan(second.loss[:, 1]).all()
+    decided = repeated.rate[~np.isnan(repeated.loss[:, 1])]
+    near = [second.best_rate, second.useful_edge]
+    assert len(decided) >= 2
+    assert all(np.isclose(np.log(rate), np.log(near), atol=math.log(1.5)).any() for rate in decided)
+
+
+def test_a_better_rate_below_an_early_one_is_found():
+    """Early losses favour large rates: the best rate falls from .03 in the first round to .003."""
+
+    @dataclass
+    class Drifting(PlantedRuns):
+        def loss_at(self, rate, seed, n_steps):
+            self.best = 0.03 if n_steps < 60 else 0.003
+            return super().loss_at(rate, seed, n_steps)
+
+    last = searched(Drifting(), budget=1500)[-1]
+    assert last.best_rate == pytest.approx(0.003, rel=0.5)
+
+
+@given(start=st.floats(-8, 4), budget=st.integers(200, 1000), breaks=st.floats(-4, 0))
+def test_the_budget_is_never_exceeded(start, budget, breaks):
+    runs = PlantedRuns(breaks_at=10.0**breaks)
+    rounds = searched(runs, start=10.0**start, budget=budget)
+    assert runs.n_updates <= budget
+    assert all(one.n_updates <= two.n_updates for one, two in itertools.pairwise(rounds))
+
+
+def test_an_edge_where_runs_break_lies_between_the_two_rates():
+    runs = PlantedRuns(half_width=4.0, breaks_at=0.02)
+    last = searched(runs)[-1]
+    assert 0.02 / 1.5 <= last.useful_edge <= 0.02 * 1.5
+
+
+def test_where_nothing_is_finite_there_is_no_round():
+    assert searched(PlantedRuns(breaks_at=1e-12), budget=200) == []
+
+
+def test_runs_are_no_longer_than_the_plan():
+    runs = PlantedRuns()
+    rounds = searched(runs, n_steps=40)
+    assert {one.n_updates for one in rounds} == {36}
+    assert max(runs._made.values()) == 36
+
+
+@pytest.mark.parametrize("k", [-20, 0, 1, 17])
+def test_powers_and_rates_are_inverse(k):
+    assert power_of(rate_of(k)) == pytest.approx(k, abs=2e-3)

@@ -1,0 +1,96 @@
+"""Losses of a pilot over the learning rate, and the rates that follow for the planned training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.errors import SchemaError
+from workbench.formatting import counted
+from workbench.plots import style
+from workbench.plots.primitives import Primitives, decades
+from workbench.plots.run_losses import draw_runs
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+_SIZE = (640, 340)
+_USEFUL = style.MODEL_COLORS[2]
+_NEEDED = ("loss", "trivial_loss", "best_rate", "useful_edge", "useful_edge_low", "useful_edge_high")
+#: Losses are cut above the trivial predictor's by this share of the range.
+_HEADROOM = 0.3
+
+
+def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
+    """Draw the losses of a pilot: one line for each number of updates, a dot for each run.
+
+    The green band is that of the estimated best rate up to the largest useful one, its pale end the interval of the
+    latter.
+
+    Args:
+        data: The ``data`` of what `workbench.find_rate` returns.
+        backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+    Returns:
+        A holoviews Layout of one panel with options for that backend only.
+
+    Raises:
+        SchemaError: If the dataset is another one, or has no finite loss.
+        OptionError: If the backend does not exist.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8)
+        >>> task = wb.tasks.random_tokens(length=8, vocab_size=16, batch_size=2)
+        >>> found = wb.find_rate(model, task, n_steps=1000, budget=200, progress=False)
+        >>> len(wb.plots.pilot_losses(found.data))  # panels
+        1
+    """
+    if missing := [name for name in _NEEDED if name not in data.variables]:
+        raise SchemaError(f"The dataset lacks {', '.join(missing)}; pass the data of what wb.find_rate returns.")
+    loss = data["loss"].values
+    if not np.isfinite(loss).any():
+        raise SchemaError("The pilot has no finite loss; there is nothing to draw.")
+    rate, lengths = data["rate"].values, data["n_updates"].values.tolist()
+    rates = float(rate.min()) / 1.3, max(float(rate.max()), _or(data["useful_edge_high"], 0.0)) * 1.3
+    losses = _losses_shown(loss, float(data["trivial_loss"]))
+    notes: list[str] = []
+    with style.drawing(backend) as hv:
+        draw = Primitives(hv, backend, "learning rate", "held-out loss")
+        best, edge, low, high = (float(data[name]) for name in ("best_rate", *_NEEDED[3:]))
+        if np.isfinite(edge):
+            draw.boxes(best, losses[0], edge, losses[1], colors=_USEFUL, alpha=0.16)
+            draw.boxes(low, losses[0], high, losses[1], colors=_USEFUL, alpha=0.16)
+            notes.append(f"green: best to largest useful rate over {counted(data.attrs['n_steps'], 'update')}")
+        if np.isfinite(trivial := float(data["trivial_loss"])):
+            draw.bars(rates[0], trivial, rates[1], trivial, color=style.NEUTRAL, width=1, dash="dashed")
+            notes.append("dashed: knows the frequencies of the targets alone")
+        for at, (n_updates, color) in enumerate(zip(lengths, style.depth_colors(len(lengths)), strict=True)):
+            name, is_tried = counted(n_updates, "update"), ~np.isnan(loss[at])
+            is_any = is_tried.any(axis=1)
+            mean = np.where(is_tried, loss[at], 0.0).sum(axis=1)[is_any] / is_tried.sum(axis=1)[is_any]
+            draw.line(rate[is_any], np.where(np.isfinite(mean), mean, np.nan), color=color, width=2.2, label=name)
+            notes += draw_runs(draw, name, rate, loss[at], color, losses)
+        panel = draw.panel(
+            title="Losses of the pilot",
+            note=[*dict.fromkeys(notes)],
+            view=(rates, losses),
+            size=_SIZE,
+            names=("learning rate", "held-out loss (nat)"),
+            ticks=(decades(*rates), None),
+            is_log=(True, False),
+            legend=True,
+        )
+        return style.laid_out(hv, [panel], backend)
+
+
+def _or(value: xr.DataArray, other: float) -> float:
+    return float(value) if np.isfinite(float(value)) else other
+
+
+def _losses_shown(loss: np.ndarray, trivial: float) -> tuple[float, float]:
+    finite = loss[np.isfinite(loss)]
+    low = float(finite.min())
+    high = max(trivial if np.isfinite(trivial) else float(np.quantile(finite, 0.8)), low + 0.1)
+    return low - 0.06 * (high - low), high + _HEADROOM * (high - low)

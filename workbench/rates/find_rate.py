@@ -1,0 +1,271 @@
+"""Find the learning rate for a model and a task by a pilot of short runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import OptionError
+from workbench.formatting import counted, duration, rounded
+from workbench.io.progress import progress_bar
+from workbench.models.losses import token_loss
+from workbench.rates.drift import UNKNOWN, Estimate, extrapolated, furthest
+from workbench.rates.pilot_runs import LoopRuns, ModelRuns, PilotRuns
+from workbench.rates.rate_search import RateSearch, Round
+from workbench.rates.useful_band import RESOLUTION
+from workbench.tasks.task import require_whole
+from workbench.training.training_plan import NO_OPTIONS, TrainingPlan
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+#: A longer warm-up is shortened to this many updates in the pilot.
+PILOT_WARMUP = 10
+#: The rate at which the search begins.
+_START, _START_OF_SGD = 3e-3, 0.1
+_SMALLEST_BUDGET = 200
+#: Factor by which rates at another width were off the rule, at most: seven ladders from 64 to 256, explosion edges.
+_WIDTH_ERROR = 1.5
+#: No run takes a larger share of the budget.
+_LONGEST_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class FoundRates:
+    """Learning rates for a planned training, from a pilot; printed, they are a sentence.
+
+    Attributes:
+        n_steps: Updates of the planned training.
+        best_rate: Estimate of the best rate.
+        useful_edge: Estimate of the largest useful rate (`workbench.rates.useful_band`).
+        reason: Why the estimates are NaN, and what to do; empty: they are known.
+        n_updates: Updates of the pilot, over all runs.
+        seconds: Duration of the pilot.
+        rounds: What each round of the pilot measured.
+        trivial_loss: Loss of the predictor that knows the frequencies of the targets alone; nat; NaN: not known.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8)
+        >>> task = wb.tasks.random_tokens(length=8, vocab_size=16, batch_size=2)
+        >>> found = wb.find_rate(model, task, n_steps=1000, budget=200, progress=False)
+        >>> print(found)  # doctest: +ELLIPSIS
+        No rate learned more than how often each target occurs. ...
+    """
+
+    n_steps: int
+    best_rate: Estimate
+    useful_edge: Estimate
+    reason: str
+    n_updates: int
+    seconds: float
+    rounds: tuple[Round, ...]
+    trivial_loss: float
+
+    def __str__(self) -> str:
+        n_rates = len({rate for one in self.rounds for rate in one.rate})
+        cost = f"Pilot: {counted(n_rates, 'rate')}, {counted(self.n_updates, 'update')}, {duration(self.seconds)}."
+        if self.reason:
+            return f"{self.reason} {cost}"
+        return (
+            f"Over {self.n_steps:,} updates the best learning rate is about {_with_interval(self.best_rate)}, and "
+            f"rates up to {_with_interval(self.useful_edge)} learn about as well (80 % intervals). {cost}"
+        )
+
+    def for_width(self, ratio: float, *, parametrization: str = "standard") -> FoundRates:
+        """The rates of the same design at another width, with Adam's rule for matrices.
+
+        In the standard parametrization rates fall as 1 / width, in muP they stay (Yang et al. 2022, arXiv:2203.03466).
+        The error of the rule widens the intervals by a factor of 1.5, the largest of seven ladders of widths (factors
+        of 4; `workbench.samples.scaling`).
+
+        Args:
+            ratio: Width of the target over that of the pilot's model.
+            parametrization: ``"standard"`` or ``"mup"``.
+
+        Raises:
+            OptionError: If the ratio is not positive, or there is no such parametrization.
+        """
+        if not (isinstance(ratio, int | float) and math.isfinite(ratio) and ratio > 0):
+            raise OptionError(f"ratio is {ratio!r}, expected a positive number: target width / pilot's width.")
+        if parametrization not in ("standard", "mup"):
+            raise OptionError(f"parametrization is {parametrization!r}, expected 'standard' or 'mup'.")
+        factor = 1 / ratio if parametrization == "standard" else 1.0
+        error = 1.0 if ratio == 1 else _WIDTH_ERROR
+        best, edge = (rate.times(factor, error=error) for rate in (self.best_rate, self.useful_edge))
+        return replace(self, best_rate=best, useful_edge=edge)
+
+    @property
+    def data(self) -> xr.Dataset:
+        """Losses by number of updates, rate and seed, and the estimates, for `workbench.plots.pilot_losses`."""
+        import xarray as xr
+
+        rate = np.unique(np.concatenate([one.rate for one in self.rounds])) if self.rounds else np.empty(0)
+        lengths = list(dict.fromkeys(one.n_updates for one in self.rounds))
+        n_seeds = max((one.loss.shape[1] for one in self.rounds), default=1)
+        loss = np.full((len(lengths), len(rate), n_seeds), np.nan)
+        for one in self.rounds:  # a later round of the same length knows more
+            loss[lengths.index(one.n_updates), np.searchsorted(rate, one.rate)] = one.loss
+        estimates = {
+            f"{name}{end}": value
+            for name, found in (("best_rate", self.best_rate), ("useful_edge", self.useful_edge))
+            for end, value in (("", found.value), ("_low", found.low), ("_high", found.high))
+        }
+        return xr.Dataset(
+            {
+                "loss": (("n_updates", "rate", "seed"), loss, {"long_name": "held-out loss", "units": "nat"}),
+                "trivial_loss": self.trivial_loss,
+                **estimates,
+            },
+            {"n_updates": lengths, "rate": ("rate", rate, {"long_name": "learning rate", "units": "1"})},
+            {"n_steps": self.n_steps, "reason": self.reason},
+        )
+
+
+def find_rate(
+    model: nn.Module | Callable[[int], nn.Module] | None = None,
+    task: Any = None,
+    *,
+    n_steps: int,
+    budget: int = 1000,
+    loop: Callable[[float, int], Iterable[float]] | None = None,
+    n_seeds: int = 2,
+    start: float | None = None,
+    warmup: int = 0,
+    schedule: str | Callable[[int], float] = "constant",
+    optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
+    optimizer_options: Mapping[str, Any] = NO_OPTIONS,
+    clip_norm: float | None = None,
+    precision: str = "float32",
+    loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
+    progress: bool = True,
+) -> FoundRates:
+    """Find the best and the largest useful learning rate for a planned training by a pilot on copies of the model.
+
+    The pilot is a search by successive halving: rates a factor 3.4 apart for a few updates, then rates a factor 1.5
+    apart around the best one and the useful edge for more and more updates, at a constant rate after a warm-up of at
+    most 10 updates. From the last round the rates for the whole training are extrapolated; how well, is measured on the
+    recorded study of learning rates (``data/README.md``). Interrupting it (in a notebook: the stop button) ends the
+    pilot and gives the answer of the rounds that were finished.
+
+    Args:
+        model: Model that each run begins with, or a function from a seed to one. It is not changed.
+        task: What it will be trained on; see `workbench.tasks.as_task`. Losses are those of held-out examples: the
+            task's own, or of its first 8 batches, which no run is trained on.
+        n_steps: Updates of the planned training.
+        budget: Updates of the pilot at most, over all rates and seeds.
+        loop: In place of model and task, a training loop of your own: a function from a rate and a seed that trains a
+            fresh model and yields the training loss of each update. It is continued only as far as needed, and closed.
+        n_seeds: Seeds of the last round.
+        start: Rate at which the search begins; None: .003, for SGD .1.
+        warmup: As in `workbench.train`.
+        schedule: As in `workbench.train`.
+        optimizer: As in `workbench.train`, but not a ready optimizer.
+        optimizer_options: As in `workbench.train`.
+        clip_norm: As in `workbench.train`.
+        precision: As in `workbench.train`.
+        loss: As in `workbench.train`.
+        progress: Show a bar.
+
+    Returns:
+        What was found. Print it for a sentence; `workbench.plots.pilot_losses` draws its ``data``.
+
+    Raises:
+        OptionError: If neither model and task nor a loop are given, or both; or a setting is impossible.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=16)
+        >>> task = wb.tasks.associative_recall(length=16, vocab_size=16, n_pairs=3, batch_size=8)
+        >>> found = wb.find_rate(model, task, n_steps=1000, budget=400, progress=False)
+        >>> found.n_updates <= 400
+        True
+    """
+    require_whole(1, n_steps=n_steps, n_seeds=n_seeds)
+    require_whole(_SMALLEST_BUDGET, budget=budget)
+    if (loop is None) == (model is None) or (model is None) != (task is None):
+        raise OptionError("find_rate takes a model and a task, or loop= alone.")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(
+            "A ready optimizer cannot be used on copies of the model; name its class, or pass a function that makes it."
+        )
+    settings: dict[str, Any] = {
+        "optimizer": optimizer,
+        "optimizer_options": optimizer_options,
+        "clip_norm": clip_norm,
+        "precision": precision,
+    }
+    plan = TrainingPlan(n_steps=n_steps, learning_rate=start, warmup=warmup, schedule=schedule, **settings)
+    begun = time.monotonic()
+    with progress_bar(progress, total=budget, label="pilot", unit="update") as bar:
+        if loop is not None:
+            runs: PilotRuns = LoopRuns(loop, bar.update)
+        elif model is not None:
+            longest = min(n_steps, int(_LONGEST_SHARE * budget))
+            own = settings | {"warmup": min(warmup, PILOT_WARMUP)}
+            runs = ModelRuns(model, task, own, n_steps=longest, loss=loss, on_update=bar.update)
+        try:
+            rounds = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
+        finally:
+            runs.close()
+    return _found(runs, rounds, plan, budget, time.monotonic() - begun)
+
+
+def _rounds(search: RateSearch, start: float) -> tuple[Round, ...]:
+    """The rounds; those that were finished, if interrupted after the first."""
+    rounds: list[Round] = []
+    try:
+        rounds.extend(search.rounds(start))
+    except KeyboardInterrupt:
+        if not rounds:
+            raise
+    return tuple(rounds)
+
+
+def _start_of(plan: TrainingPlan) -> float:
+    if plan.learning_rate is not None:
+        return plan.learning_rate
+    return _START_OF_SGD if isinstance(plan.optimizer, str) and plan.optimizer.lower() == "sgd" else _START
+
+
+def _found(runs: PilotRuns, rounds: tuple[Round, ...], plan: TrainingPlan, budget: int, seconds: float) -> FoundRates:
+    """The answer that the rounds allow."""
+    known = [one for one in rounds if math.isfinite(one.useful_edge)]
+    reason, best, edge = "", UNKNOWN, UNKNOWN
+    if not rounds:
+        reason = "No rate gave a finite loss; check the data and the loss, or choose a smaller start=."
+    elif not _best_loss(rounds[-1]) < runs.trivial_loss - RESOLUTION and math.isfinite(runs.trivial_loss):
+        reason = (
+            f"No rate learned more than how often each target occurs within {rounds[-1].n_updates} updates; ask again "
+            f"with a larger budget, such as {3 * budget:,}."
+        )
+    elif not known:
+        reason = (
+            f"The budget was spent before a rate was too large; the largest one tried is {rounds[-1].rate[-1]:.2g}. "
+            f"Ask again with a larger budget, such as {2 * budget:,}, or start={rounds[-1].rate[-1]:.2g}."
+        )
+    elif (reach := furthest(known)) < plan.n_steps:
+        _, upper = extrapolated(known, reach)
+        reason = (
+            f"How rates change was measured up to {reach:,} updates for a pilot of this length, not up to "
+            f"{plan.n_steps:,}. Rates above {rounded(upper.value)} are too large even for {reach:,}. Ask again with a "
+            f"budget of {math.ceil(budget * plan.n_steps / reach):,}."
+        )
+    else:
+        best, edge = extrapolated(known, plan.n_steps)
+    return FoundRates(plan.n_steps, best, edge, reason, runs.n_updates, seconds, rounds, runs.trivial_loss)
+
+
+def _best_loss(found: Round) -> float:
+    return float(np.nanmin(np.where(np.isfinite(found.loss), found.loss, np.nan)))
+
+
+def _with_interval(rate: Estimate) -> str:
+    return f"{rounded(rate.value)} ({rounded(rate.low)}-{rounded(rate.high)})"
