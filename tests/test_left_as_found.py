@@ -337,6 +337,9 @@ CALLS = {
     "faults": Call(injected, ()),
     "recomputation": Call(recomputed, ("faults.FlashAttentionMode.reaches_recomputation",)),
     "diagnosis": Call(diagnosed, ("diagnose", "run_experiment"), frozenset({"none"})),
+    "learning rates": Call(
+        lambda of, _: wb.find_rate(of.model, of.batches, n_steps=20, budget=200, progress=False), ("find_rate",), FEW
+    ),
     "optimizers": Call(optimizers, ("TrainingPlan.optimizer_for", *MUP)),
     "copies": Call(lambda of, _: wb.baselines.plain_copy(of.model), ("baselines.plain_copy",)),
     "kinds": Call(converted, ("zoo.from_gpt2", "zoo.from_llama", "zoo.is_zoo_model")),
