@@ -41,6 +41,13 @@ def test_a_rate_that_breaks_it_is_seen(rows):
     assert math.isnan(broken["accuracy"])
 
 
+def test_kss_acts_during_training():
+    plain, shaped = (small_grid(seed=[0], n_steps=12, kss=kss)[1] for kss in ("", "recommended"))
+    ends = [wb.sweeps.make_run(run.as_dict()) for run in (plain, shaped)]
+    assert ends[0]["initial_loss"] == ends[1]["initial_loss"]
+    assert ends[0]["final_loss"] != ends[1]["final_loss"]
+
+
 def test_the_same_settings_give_the_same_row(rows):
     run = small_grid(seed=[0])[2]
     n_threads = torch.get_num_threads()

@@ -40,6 +40,17 @@ def test_a_cell_is_what_rates_and_seeds_share():
     assert deeper.cell != run.cell
 
 
+def test_kss_is_part_of_the_cell_and_named_where_there_is_some():
+    plain, shaped = settings(), settings(kss="recommended")
+    assert "kss" not in plain.as_dict()
+    assert plain.make_kss() is None
+    assert isinstance(shaped.make_kss(), wb.KSS)
+    assert (shaped.cell != plain.cell, shaped.identity != plain.identity) == (True, True)
+    assert shaped.cell != settings(kss="published").cell
+    with pytest.raises(OptionError, match="kss is 'strong', expected one of published, recommended"):
+        settings(kss="strong")
+
+
 def test_a_default_said_aloud_is_the_same_configuration():
     assert settings(model={**SIZE, "norm": "pre_ln"}).configuration == settings().configuration
 

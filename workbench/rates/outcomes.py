@@ -234,7 +234,7 @@ def _key(settings: str) -> str:
     """The design of a run, from its settings: all that decides its numbers but rate, seed and length."""
     run = json.loads(settings)
     training = {name: value for name, value in run["training"].items() if name not in ("learning_rate", "n_steps")}
-    return json.dumps([run["model"], run["task"], training], sort_keys=True)
+    return json.dumps([run["model"], run["task"], training, run.get("kss")], sort_keys=True)
 
 
 def held_out_at(runs: xr.Dataset, step: float) -> np.ndarray:

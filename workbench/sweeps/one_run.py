@@ -67,7 +67,7 @@ def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
         training: dict[str, Any] = {name: getattr(plan, name) for name in settings["training"]}
         training |= {"optimizer_options": plan.optimizer_options, "seed": run.seed}
         records, evaluations = [], []
-        for record in train(model, task, **training):
+        for record in train(model, task, kss=run.make_kss(), **training):
             records.append(record)
             is_due = run.n_evaluations and not (record.step + 1) % (plan.n_steps // run.n_evaluations)
             if is_due and math.isfinite(record.loss):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from workbench.callbacks.kss import KSS
 from workbench.errors import OptionError
 from workbench.sweeps.planned_runs import describe_plan, plan_of
 from workbench.tasks.task import require_seed, require_whole
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from workbench.tasks.task import SeededTask
 
 TASKS = ("associative_recall", "synthetic_lm", "random_tokens", "text_bytes", "digits")
+KINDS_OF_KSS = ("published", "recommended")
 _N_HEX = 12
 
 
@@ -42,6 +44,7 @@ class RunSettings:
         n_snapshots: Number of token states of the fresh model's spectra; 0: neither spectra nor trial updates.
         n_evaluations: Number of times, evenly spread over the run, that the loss on held-out examples is measured; it
             divides the number of updates.
+        kss: ``"published"`` or ``"recommended"``: Koopman Spectral Shaping of that kind during training; empty: none.
 
     Raises:
         OptionError: If the model, the task or the training is impossible.
@@ -66,6 +69,7 @@ class RunSettings:
     study: str = ""
     n_snapshots: int = 1024
     n_evaluations: int = 0
+    kss: str = ""
     _plain: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,12 +77,15 @@ class RunSettings:
         require_whole(0, n_evaluations=self.n_evaluations)
         if self.n_snapshots != 0:
             require_whole(3, n_snapshots=self.n_snapshots)
+        if self.kss not in ("", *KINDS_OF_KSS):
+            raise OptionError(f"kss is {self.kss!r}, expected one of {', '.join(KINDS_OF_KSS)}, or nothing.")
         for part in ("model", "task", "training"):
             if "seed" in getattr(self, part):
                 raise OptionError(f"{part} of '{self.architecture}' has a seed of its own; pass seed= for all three.")
         plain = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
-        if not self.n_evaluations:  # sweeps recorded before there were evaluations do not name them
-            del plain["n_evaluations"]
+        for name in ("n_evaluations", "kss"):  # sweeps recorded before there were these do not name them
+            if not plain[name]:
+                del plain[name]
         try:
             text = json.dumps(plain, sort_keys=True, allow_nan=False, default=_as_plain)
         except (TypeError, ValueError) as error:
@@ -123,7 +130,8 @@ class RunSettings:
     def cell(self) -> str:
         """12 hexadecimal digits that identify all settings except the learning rate and the seed."""
         training = {name: value for name, value in self._plain["training"].items() if name != "learning_rate"}
-        return _digest({"model": self.configuration, "task": self._plain["task"], "training": training})
+        parts = {"model": self.configuration, "task": self._plain["task"], "training": training}
+        return _digest(parts | ({"kss": self.kss} if self.kss else {}))
 
     def describe(self) -> dict[str, Any]:
         """The columns of the row that the settings decide, by the names of ``schema.sweeps.SETTINGS``."""
@@ -162,6 +170,10 @@ class RunSettings:
                 raise OptionError(f"'{option}' is no option of the task {name}, expected one of {', '.join(known)}.")
         return make(**options, seed=self.seed)
 
+    def make_kss(self) -> KSS | None:
+        """The control; None: there is none."""
+        return getattr(KSS, self.kss)() if self.kss else None
+
     def plan(self) -> TrainingPlan:
         """The training plan.
 
@@ -191,6 +203,7 @@ def grid(
     study: str = "",
     n_snapshots: int = 1024,
     n_evaluations: int = 0,
+    kss: str = "",
     **axes: Any,
 ) -> list[RunSettings]:
     """Make the runs of a sweep: every combination of architectures and settings.
@@ -204,6 +217,7 @@ def grid(
         study: A label for all of them.
         n_snapshots: As in `RunSettings`.
         n_evaluations: As in `RunSettings`.
+        kss: As in `RunSettings`.
         **axes: Any option of the models (``norm``, ``init_std``, ``d_model``, ...) or field of `TrainingPlan`
             (``warmup``, ``schedule``, ``optimizer``, ...): one value, or a list of values.
 
@@ -257,6 +271,7 @@ def grid(
                 study=study,
                 n_snapshots=n_snapshots,
                 n_evaluations=n_evaluations,
+                kss=kss,
             )
         )
     return runs
