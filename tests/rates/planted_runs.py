@@ -29,5 +29,9 @@ class PlantedRuns:
         distance = math.log(rate / self.best) / self.half_width
         return 5.0 - math.log(n_steps) + gain * (min(distance**2, 20.0) + 0.01 * abs(distance)) + 0.001 * seed
 
+    def begin_round(self, n_updates):
+        """All runs are new from now on."""
+        self._made.clear()
+
     def close(self):
         """Nothing to do."""

@@ -53,7 +53,7 @@ def test_a_loop_of_ones_own_is_enough():
     last = found.rounds[-1]
     assert last.useful_edge == pytest.approx(6e-3, rel=0.2)
     assert {seed for _, seed in made} == {0, 1}
-    assert len(made) == len(set(made))  # each run is continued, none is made twice
+    assert max(made.count(one) for one in made) <= 2  # once in each of the two rounds
     assert math.isnan(found.trivial_loss)
 
 

@@ -26,8 +26,6 @@ from workbench.training.training_plan import NO_OPTIONS, TrainingPlan
 if TYPE_CHECKING:
     import xarray as xr
 
-#: A longer warm-up is shortened to this many updates in the pilot.
-PILOT_WARMUP = 10
 #: The rate at which the search begins.
 _START, _START_OF_SGD = 3e-3, 0.1
 _SMALLEST_BUDGET = 200
@@ -149,9 +147,9 @@ def find_rate(
 ) -> FoundRates:
     """Find the best and the largest useful learning rate for a planned training by a pilot on copies of the model.
 
-    The pilot is a search by successive halving: rates a factor 3.4 apart for a few updates, then rates a factor 1.5
-    apart around the best one and the useful edge for more and more updates, at a constant rate after a warm-up of at
-    most 10 updates. From the last round the rates for the whole training are extrapolated; how well, is measured on the
+    The pilot is a search by successive halving: rates a factor 3.4 apart for a few updates, then the rates around the
+    best one and the useful edge for as many updates as the budget allows, at a constant rate after a warm-up of at most
+    a quarter of them. From that the rates for the whole training are extrapolated; how well, is measured on the
     recorded study of learning rates (``data/README.md``). Interrupting it (in a notebook: the stop button) ends the
     pilot and gives the answer of the rounds that were finished.
 
@@ -209,8 +207,9 @@ def find_rate(
             runs: PilotRuns = LoopRuns(loop, bar.update)
         elif model is not None:
             longest = min(n_steps, int(_LONGEST_SHARE * budget))
-            own = settings | {"warmup": min(warmup, PILOT_WARMUP)}
-            runs = ModelRuns(model, task, own, n_steps=longest, loss=loss, on_update=bar.update)
+            runs = ModelRuns(
+                model, task, settings | {"warmup": warmup}, n_steps=longest, loss=loss, on_update=bar.update
+            )
         try:
             rounds = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
         finally:

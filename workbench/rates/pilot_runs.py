@@ -24,6 +24,8 @@ from workbench.tasks import Task, as_task
 _N_HELD_OUT, _N_SET_ASIDE = 4096, 8
 #: Batches in which targets are counted.
 _N_COUNTED = 32
+#: Share of the updates of a round that the warm-up takes at most.
+_WARMUP_SHARE = 0.25
 #: Where a run has training losses alone, its loss is their mean over this share of the updates.
 _LAST_SHARE = 0.1
 
@@ -39,6 +41,9 @@ class PilotRuns(Protocol):
     n_updates: int
     trivial_loss: float
 
+    def begin_round(self, n_updates: int) -> None:
+        """End all runs; those that begin from now on are made for so many updates."""
+
     def loss_at(self, rate: float, seed: int, n_steps: int) -> float:
         """The loss of a run after some updates, continued as far as needed; infinite: it ended before."""
 
@@ -53,7 +58,8 @@ class ModelRuns:
     Args:
         model: Model that every run begins with, or a function from a seed to one; it is not changed.
         task: What they are trained on.
-        settings: Arguments of `workbench.train` without the rate, the number of updates, and the seed.
+        settings: Arguments of `workbench.train` without the rate, the number of updates, and the seed. The warm-up
+            takes at most a quarter of the updates of a round.
         n_steps: Updates of the longest run.
         loss: Function from logits and targets to a 0-dim tensor.
         on_update: Called after each update.
@@ -70,6 +76,7 @@ class ModelRuns:
     _runs: dict[tuple[float, int], _Run] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._warmup = self.settings.get("warmup", 0)
         self.task = as_task(self.task)
         own = getattr(self.task, "held_out", None)
         self._n_aside = 0 if callable(own) else _N_SET_ASIDE
@@ -94,6 +101,11 @@ class ModelRuns:
             run.losses[n_steps] = math.inf if run.n_steps < n_steps else self._measure(run.model)
         return run.losses[n_steps]
 
+    def begin_round(self, n_updates: int) -> None:
+        """End all runs; those that begin from now on warm up for at most a quarter of so many updates."""
+        self.close()
+        self._warmup = min(self.settings.get("warmup", 0), int(_WARMUP_SHARE * n_updates))
+
     def close(self) -> None:
         """End all runs and free their models."""
         for run in self._runs.values():
@@ -107,7 +119,7 @@ class ModelRuns:
         task = _Later(self.task, self._n_aside + seed * self.n_steps)
         records: Any = train(
             model, task, n_steps=self.n_steps, learning_rate=rate, seed=seed, loss=self.loss,
-            stops_at_divergence=False, **self.settings,
+            stops_at_divergence=False, **{**self.settings, "warmup": self._warmup},
         )  # fmt: skip
         return _Run(model, records)
 
@@ -156,12 +168,17 @@ class LoopRuns:
         last = losses[n_steps - max(1, round(_LAST_SHARE * n_steps)) : n_steps]
         return float(np.mean(last)) if np.isfinite(last).all() else math.inf
 
+    def begin_round(self, n_updates: int) -> None:
+        """End all loops."""
+        self.close()
+
     def close(self) -> None:
         """End all loops that can be ended."""
         for loop in self._loops.values():
             if callable(close := getattr(loop, "close", None)):
                 close()
         self._loops.clear()
+        self._losses.clear()
 
 
 @dataclass

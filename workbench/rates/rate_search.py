@@ -84,6 +84,7 @@ class RateSearch:
         A round in which no rate is finite, or that ends without an edge as the budget is spent, is the last.
         """
         center, length = round(power_of(start)), min(round(_FIRST_SHARE * self.budget), self.n_steps)
+        self._begin(length)
         self._bracket([center - _COARSE, center, center + _COARSE], length, _COARSE)
         if (found := self._round(length)) is None:
             return
@@ -91,13 +92,13 @@ class RateSearch:
         n_runs = _N_RUNS + _N_MORE * (self.n_seeds - 1)
         longer = min(int((self.budget - self.runs.n_updates) / n_runs), self.n_steps)
         if math.isfinite(found.useful_edge) and longer >= _LONGER * length:
+            self._begin(longer)
             self._bracket(self._expected(found, longer), longer, 1)
             if (found := self._round(longer)) is None:
                 return
             yield found
         if math.isfinite(found.useful_edge) and self.n_seeds > 1:
-            edge = math.floor(power_of(found.useful_edge))
-            self._repeat(sorted({round(power_of(found.best_rate)), edge, edge + 1}), found.n_updates)
+            self._repeat(self._decisive(found), found.n_updates)
             if (found := self._round(found.n_updates)) is not None:
                 yield found
 
@@ -107,6 +108,19 @@ class RateSearch:
         drift = _DRIFT * math.log(n_updates / before.n_updates) / math.log(RATIO)
         best, edge = power_of(before.best_rate) - drift, power_of(before.useful_edge) - drift
         return sorted({round(best) - _BELOW, round(best), math.floor(edge), math.floor(edge) + 1})
+
+    def _decisive(self, found: Round) -> list[int]:
+        """The powers tried that are nearest to the best rate, and on both sides of the edge."""
+        ks = np.array(self._losses_at(found.n_updates)[0])
+        best, edge = power_of(found.best_rate), power_of(found.useful_edge)
+        above = int(np.clip(np.searchsorted(ks, edge), 1, len(ks) - 1))
+        return sorted({int(ks[np.argmin(np.abs(ks - best))]), int(ks[above - 1]), int(ks[above])})
+
+    def _begin(self, n_updates: int) -> None:
+        """Begin a round, whose runs are all new."""
+        self.runs.begin_round(n_updates)
+        self._losses.clear()
+        self._made.clear()
 
     def _bracket(self, ks: Iterable[int], n_updates: int, step: int) -> None:
         """Try rates, and more of them until the best rate and the useful edge lie between neighbours."""
@@ -131,7 +145,7 @@ class RateSearch:
         """The next power to try; None: best rate and edge are known."""
         ks, band = self._band(n_updates)
         if math.isnan(band.best_rate) or band.best_rate == rate_of(ks[0]):
-            more = ks[0] - step
+            more = ks[0] - max(step, _BELOW)  # below the best rate no edge is sought
         elif math.isnan(band.useful_edge):
             more = ks[-1] + step
         else:
