@@ -10,6 +10,7 @@ from tests.rates.planted_runs import PlantedRuns
 from workbench.errors import OptionError
 from workbench.rates.drift import extrapolated, features, furthest
 from workbench.rates.rate_search import RateSearch, Round
+from workbench.training.training_plan import TrainingPlan
 
 SIZE = {"d_model": 16, "n_layers": 1, "n_heads": 2, "vocab_size": 32, "max_length": 8}
 
@@ -57,13 +58,20 @@ def test_a_loop_of_ones_own_is_enough():
     assert math.isnan(found.trivial_loss)
 
 
-def test_estimates_follow_from_the_rounds():
-    rounds = list(RateSearch(PlantedRuns(), 1000, 10_000, 2).rounds(3e-3))
-    best, edge = extrapolated(rounds, 1000)
+def test_estimates_follow_from_the_last_round():
+    last = list(RateSearch(PlantedRuns(), 1000, 10_000, 2).rounds(3e-3))[-1]
+    best, edge = extrapolated(last, TrainingPlan(n_steps=1000))
     assert best.low < best.value < best.high
     assert edge.low < edge.value < edge.high
-    assert set(features(rounds, 1000)) >= {"constant", "growth"}
-    assert furthest(rounds) > rounds[-1].n_updates
+    doubled = Round(last.n_updates, 2 * last.rate, last.loss, 2 * last.best_rate, 2 * last.useful_edge)
+    assert extrapolated(doubled, TrainingPlan(n_steps=1000))[1].value == pytest.approx(2 * edge.value)
+    assert furthest(last.n_updates) > last.n_updates
+
+
+def test_features_know_the_length_and_whether_rates_decay():
+    constant, cosine = (features(100, TrainingPlan(n_steps=200, schedule=name)) for name in ("constant", "cosine"))
+    assert constant == {"constant": 1.0, "growth": math.log(2), "decays": 0.0, "growth, decays": 0.0}
+    assert cosine == constant | {"decays": 1.0, "growth, decays": math.log(2)}
 
 
 def test_what_was_not_measured_is_not_answered():

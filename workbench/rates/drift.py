@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from workbench.rates.rate_search import Round
+from workbench.training.training_plan import TrainingPlan
 
 _FILE = Path(__file__).parent / "shipped" / "drift.json"
 
@@ -46,41 +47,38 @@ class Estimate:
 UNKNOWN = Estimate(math.nan, math.nan, math.nan)
 
 
-def extrapolated(rounds: Sequence[Round], n_steps: int) -> tuple[Estimate, Estimate]:
-    """Best rate and useful edge of a training, from the rounds of a pilot.
+def extrapolated(last: Round, plan: TrainingPlan) -> tuple[Estimate, Estimate]:
+    """Best rate and useful edge of a training, from the last round of a pilot.
 
-    The logarithm of each is that of the last round plus a linear function of `features`; the interval has the quantiles
-    of what was left of it in the study, with each family predicted from the others.
+    The logarithm of each is that of the round plus a linear function of `features`. The interval has the quantiles of
+    what is left of it in the study, each family being predicted from the others.
 
     Args:
-        rounds: The rounds of a pilot, each with an edge.
-        n_steps: Updates of the training.
+        last: The last round with an edge.
+        plan: The training.
     """
-    fitted = _fitted()
-    values = features(rounds, n_steps)
-    last = rounds[-1]
+    fitted, values = _fitted(), features(last.n_updates, plan)
     return (
         _estimate(fitted["best_rate"], last.best_rate, values),
         _estimate(fitted["useful_edge"], last.useful_edge, values),
     )
 
 
-def features(rounds: Sequence[Round], n_steps: int) -> dict[str, float]:
-    """What the change of rates from the pilot to the training is predicted from.
+def features(n_updates: int, plan: TrainingPlan) -> dict[str, float]:
+    """What the change of the rates from a pilot to a training is predicted from.
 
     Args:
-        rounds: As in `extrapolated`.
-        n_steps: Updates of the training.
+        n_updates: Updates of the runs of the last round.
+        plan: The training.
     """
-    last = rounds[-1]
-    growth = math.log(n_steps / last.n_updates)
-    width = math.log(last.useful_edge / last.best_rate)
-    return {"constant": 1.0, "growth": growth, "growth times width": growth * width}
+    decays = float(callable(plan.schedule) or plan.schedule != "constant")
+    growth = math.log(plan.n_steps / n_updates)
+    return {"constant": 1.0, "growth": growth, "decays": decays, "growth, decays": growth * decays}
 
 
-def furthest(rounds: Sequence[Round]) -> int:
-    """The longest training for which the change of rates was measured with a pilot of this length."""
-    return round(_fitted()["largest_growth"] * rounds[-1].n_updates)
+def furthest(n_updates: int) -> int:
+    """The longest training for which the change of rates was measured, for runs of so many updates in a pilot."""
+    return round(_fitted()["largest_growth"] * n_updates)
 
 
 def _estimate(fitted: Mapping[str, Any], rate: float, values: Mapping[str, float]) -> Estimate:

@@ -250,15 +250,15 @@ def _found(runs: PilotRuns, rounds: tuple[Round, ...], plan: TrainingPlan, budge
             f"The budget was spent before a rate was too large; the largest one tried is {rounds[-1].rate[-1]:.2g}. "
             f"Ask again with a larger budget, such as {2 * budget:,}, or start={rounds[-1].rate[-1]:.2g}."
         )
-    elif (reach := furthest(known)) < plan.n_steps:
-        _, upper = extrapolated(known, reach)
+    elif (reach := furthest(known[-1].n_updates)) < plan.n_steps:
+        _, upper = extrapolated(known[-1], replace(plan, n_steps=reach))
         reason = (
             f"How rates change was measured up to {reach:,} updates for a pilot of this length, not up to "
             f"{plan.n_steps:,}. Rates above {rounded(upper.value)} are too large even for {reach:,}. Ask again with a "
             f"budget of {math.ceil(budget * plan.n_steps / reach):,}."
         )
     else:
-        best, edge = extrapolated(known, plan.n_steps)
+        best, edge = extrapolated(known[-1], plan)
     return FoundRates(plan.n_steps, best, edge, reason, runs.n_updates, seconds, rounds, runs.trivial_loss)
 
 
