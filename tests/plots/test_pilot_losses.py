@@ -52,7 +52,11 @@ def test_each_number_of_updates_is_a_line_and_each_run_a_dot(drawn):
 def test_the_band_reaches_from_the_best_to_the_largest_useful_rate(drawn):
     pilot_losses(pilot())
     band, interval = (args for args, _ in drawn["boxes"])
-    assert (band[0], band[2], interval[0], interval[2]) == (2e-3, 4e-3, 3e-3, 5e-3)
+    assert (band[0], band[2], interval[0], interval[2]) == (2e-3, 3e-3, 3e-3, 5e-3)
+    assert [args[0] for args, _ in drawn["bars"]].count(4e-3) == 1
+    drawn.clear()
+    pilot_losses(pilot(useful_edge_low=1e-3))  # the interval reaches below the best rate
+    assert [(args[0], args[2]) for args, _ in drawn["boxes"]] == [(1e-3, 5e-3)]
 
 
 def test_what_is_not_known_is_not_drawn(drawn):

@@ -25,8 +25,8 @@ _HEADROOM = 0.3
 def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
     """Draw the losses of a pilot: one line for each number of updates, a dot for each run.
 
-    The green band is that of the estimated best rate up to the largest useful one, its pale end the interval of the
-    latter.
+    The green band reaches from the estimated best rate to the largest useful one, the upright line; its pale part is
+    the interval of the latter.
 
     Args:
         data: The ``data`` of what `workbench.find_rate` returns.
@@ -60,9 +60,12 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
         draw = Primitives(hv, backend, "learning rate", "held-out loss")
         best, edge, low, high = (float(data[name]) for name in ("best_rate", *_NEEDED[3:]))
         if np.isfinite(edge):
-            draw.boxes(best, losses[0], edge, losses[1], colors=_USEFUL, alpha=0.16)
-            draw.boxes(low, losses[0], high, losses[1], colors=_USEFUL, alpha=0.16)
+            if low > best:
+                draw.boxes(best, losses[0], low, losses[1], colors=_USEFUL, alpha=0.3)
+            draw.boxes(low, losses[0], high, losses[1], colors=_USEFUL, alpha=0.15)
+            draw.bars(edge, losses[0], edge, losses[1], color=_USEFUL, width=2)
             notes.append(f"green: best to largest useful rate over {counted(data.attrs['n_steps'], 'update')}")
+            notes.append("pale: interval of the latter")
         if np.isfinite(trivial := float(data["trivial_loss"])):
             draw.bars(rates[0], trivial, rates[1], trivial, color=style.NEUTRAL, width=1, dash="dashed")
             notes.append("dashed: knows the frequencies of the targets alone")
