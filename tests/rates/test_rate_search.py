@@ -25,7 +25,7 @@ def test_a_planted_edge_is_found_from_a_start_nearby(best, start, half_width, n_
     last = [one for one in rounds if math.isfinite(one.useful_edge)][-1]
     assert runs.n_updates <= budget
     assert abs(math.log(last.useful_edge / (runs.best * math.exp(half_width)))) < 0.45
-    assert abs(math.log(last.best_rate / runs.best)) < half_width
+    assert abs(math.log(last.best_rate / runs.best)) < max(half_width, 0.65)
 
 
 def test_the_second_round_is_longer_and_repeats_the_rates_that_decide():
@@ -36,7 +36,7 @@ def test_the_second_round_is_longer_and_repeats_the_rates_that_decide():
     decided = repeated.rate[~np.isnan(repeated.loss[:, 1])]
     near = [second.best_rate, second.useful_edge]
     assert len(decided) >= 2
-    assert all(np.isclose(np.log(rate), np.log(near), atol=math.log(1.5)).any() for rate in decided)
+    assert all(np.isclose(np.log(rate), np.log(near), atol=2 * math.log(1.5)).any() for rate in decided)
 
 
 def test_a_better_rate_below_an_early_one_is_found():
@@ -49,7 +49,8 @@ def test_a_better_rate_below_an_early_one_is_found():
             return super().loss_at(rate, seed, n_steps)
 
     last = searched(Drifting(), budget=1500)[-1]
-    assert last.best_rate == pytest.approx(0.003, rel=0.5)
+    assert 0.0015 < last.best_rate < 0.006
+    assert last.useful_edge == pytest.approx(0.006, rel=0.3)
 
 
 @given(start=st.floats(-8, 4), budget=st.integers(200, 1000), breaks=st.floats(-4, 0))

@@ -149,7 +149,7 @@ def find_rate(
 
     The pilot is a search by successive halving: rates a factor 3.4 apart for a few updates, then the rates around the
     best one and the useful edge for as many updates as the budget allows, at a constant rate after a warm-up of at most
-    a quarter of them. From that the rates for the whole training are extrapolated; how well, is measured on the
+    a third of them. From that the rates for the whole training are extrapolated; how well, is measured on the
     recorded study of learning rates (``data/README.md``). Interrupting it (in a notebook: the stop button) ends the
     pilot and gives the answer of the rounds that were finished.
 

@@ -25,7 +25,7 @@ _N_HELD_OUT, _N_SET_ASIDE = 4096, 8
 #: Batches in which targets are counted.
 _N_COUNTED = 32
 #: Share of the updates of a round that the warm-up takes at most.
-_WARMUP_SHARE = 0.25
+_WARMUP_SHARE = 1 / 3
 #: Where a run has training losses alone, its loss is their mean over this share of the updates.
 _LAST_SHARE = 0.1
 
@@ -59,7 +59,7 @@ class ModelRuns:
         model: Model that every run begins with, or a function from a seed to one; it is not changed.
         task: What they are trained on.
         settings: Arguments of `workbench.train` without the rate, the number of updates, and the seed. The warm-up
-            takes at most a quarter of the updates of a round.
+            takes at most a third of the updates of a round.
         n_steps: Updates of the longest run.
         loss: Function from logits and targets to a 0-dim tensor.
         on_update: Called after each update.
@@ -102,7 +102,7 @@ class ModelRuns:
         return run.losses[n_steps]
 
     def begin_round(self, n_updates: int) -> None:
-        """End all runs; those that begin from now on warm up for at most a quarter of so many updates."""
+        """End all runs; those that begin from now on warm up for at most a third of so many updates."""
         self.close()
         self._warmup = min(self.settings.get("warmup", 0), int(_WARMUP_SHARE * n_updates))
 

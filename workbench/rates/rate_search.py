@@ -13,17 +13,17 @@ from workbench.rates.useful_band import REFERENCE_SHARE, UsefulBand, useful_band
 
 #: Rates are 1e-3 times whole powers of this.
 RATIO = 1.5
-#: Powers between two rates of the first round.
-_COARSE = 3
-#: The useful edge is expected to fall with this power of the number of updates from one round to the next.
-_DRIFT = 0.25
+#: Powers between two rates of the first round, and at most between those on both sides of the edge in the second.
+_COARSE, _FINE = 3, 2
+#: Rates at most that the second round begins with.
+_N_RATES = 5
+#: The lower and the upper end of the band are expected to fall with these powers of the number of updates: what is too
+#: slow is decided by rate times updates, what is too large hardly by their number.
+_DRIFT_OF_SLOW, _DRIFT = 0.75, 0.25
 #: Updates of the first round, as a share of the budget.
 _FIRST_SHARE = 0.036
-#: Runs that the second round is expected to need with the first seed, and with each other one.
-_N_RUNS, _N_MORE = 4.6, 2.7
-#: Powers below the best rate of the first round from which the second begins: early losses favour large rates, which
-#: learn the frequencies of the targets first.
-_BELOW = 2
+#: Runs that the second round is expected to need beyond those it begins with: around the edge, and with another seed.
+_N_MORE, _N_REPEATED = 1.2, 2.5
 #: A second round is made only if it is this many times as long as the first.
 _LONGER = 1.3
 _LOWEST, _HIGHEST = 1e-9, 1e6
@@ -45,6 +45,7 @@ class Round:
         rate: Rates tried, rising, shape (rate,).
         loss: Loss after these updates, shape (rate, seed); nat; infinite: not finite; NaN: not tried.
         best_rate: Best rate; the geometric mean over the last three numbers of updates at which losses were measured.
+        slow_edge: Smallest useful rate, likewise; NaN: not within the rates tried.
         useful_edge: Largest useful rate, likewise; NaN: not within the rates tried.
     """
 
@@ -52,6 +53,7 @@ class Round:
     rate: np.ndarray
     loss: np.ndarray
     best_rate: float
+    slow_edge: float
     useful_edge: float
 
 
@@ -59,10 +61,11 @@ class Round:
 class RateSearch:
     """Search for the band of useful learning rates within a budget.
 
-    In the first round rates a factor 3.4 apart are tried for a few updates, from the start outward until the best rate
-    and the useful edge lie between two of them. In the second, the rates that matter are tried for as many updates as
-    the budget allows: around the best one and on both sides of the edge, and more until these lie between neighbours a
-    factor 1.5 apart. Then the rates that decide are repeated with the other seeds.
+    In the first round rates a factor 3.4 apart are tried for a few updates, from the start outward until both edges of
+    the useful band lie between two of them. In the second, rates across this band are tried for as many updates as the
+    budget allows, and more until its upper edge lies between two that are at most a factor 2.25 apart: after few
+    updates the band is wide, as large rates are the first to learn how often each target occurs. Then the rates that
+    decide are repeated with the other seeds.
 
     Args:
         runs: The runs.
@@ -85,29 +88,34 @@ class RateSearch:
         """
         center, length = round(power_of(start)), min(round(_FIRST_SHARE * self.budget), self.n_steps)
         self._begin(length)
-        self._bracket([center - _COARSE, center, center + _COARSE], length, _COARSE)
+        self._bracket([center - _COARSE, center, center + _COARSE], length, _COARSE, finds_slow_edge=True)
         if (found := self._round(length)) is None:
             return
         yield found
-        n_runs = _N_RUNS + _N_MORE * (self.n_seeds - 1)
-        longer = min(int((self.budget - self.runs.n_updates) / n_runs), self.n_steps)
-        if math.isfinite(found.useful_edge) and longer >= _LONGER * length:
-            self._begin(longer)
-            self._bracket(self._expected(found, longer), longer, 1)
-            if (found := self._round(longer)) is None:
-                return
-            yield found
+        if math.isfinite(found.useful_edge) and self.n_steps >= _LONGER * length:
+            ks, longer = self._plan(found)
+            if longer >= _LONGER * length:
+                self._begin(longer)
+                self._bracket(ks, longer, _FINE)
+                if (found := self._round(longer)) is None:
+                    return
+                yield found
         if math.isfinite(found.useful_edge) and self.n_seeds > 1:
             self._repeat(self._decisive(found), found.n_updates)
             if (found := self._round(found.n_updates)) is not None:
                 yield found
 
-    @staticmethod
-    def _expected(before: Round, n_updates: int) -> list[int]:
-        """The powers nearest to the best rate, below it, and on both sides of the edge, as they are expected."""
-        drift = _DRIFT * math.log(n_updates / before.n_updates) / math.log(RATIO)
-        best, edge = power_of(before.best_rate) - drift, power_of(before.useful_edge) - drift
-        return sorted({round(best) - _BELOW, round(best), math.floor(edge), math.floor(edge) + 1})
+    def _plan(self, before: Round) -> tuple[list[int], int]:
+        """The powers that the second round begins with, across the band that is expected then, and its updates."""
+        left = self.budget - self.runs.n_updates
+        n_more = _N_MORE + _N_REPEATED * (self.n_seeds - 1)
+        growth = math.log(left / (_N_RATES + n_more) / before.n_updates) / math.log(RATIO)
+        slow = before.slow_edge if math.isfinite(before.slow_edge) else before.rate[0]
+        top = math.ceil(power_of(before.useful_edge) - _DRIFT * growth)
+        bottom = round(power_of(slow) - _DRIFT_OF_SLOW * growth)
+        step = max(_COARSE, math.ceil((top - bottom) / (_N_RATES - 1)))
+        ks = sorted(range(top, min(bottom, top - 2 * step) - 1, -step))
+        return ks, min(int(left / (len(ks) + n_more)), self.n_steps)
 
     def _decisive(self, found: Round) -> list[int]:
         """The powers tried that are nearest to the best rate, and on both sides of the edge."""
@@ -122,12 +130,12 @@ class RateSearch:
         self._losses.clear()
         self._made.clear()
 
-    def _bracket(self, ks: Iterable[int], n_updates: int, step: int) -> None:
-        """Try rates, and more of them until the best rate and the useful edge lie between neighbours."""
+    def _bracket(self, ks: Iterable[int], n_updates: int, step: int, *, finds_slow_edge: bool = False) -> None:
+        """Try rates, and more of them until the best rate and the edges lie between neighbours."""
         try:
             for k in ks:
                 self._try(k, 0, n_updates)
-            while (more := self._missing(n_updates, step)) is not None:
+            while (more := self._missing(n_updates, step, finds_slow_edge)) is not None:
                 self._try(more, 0, n_updates)
         except _BudgetSpentError:
             pass
@@ -141,13 +149,15 @@ class RateSearch:
         except _BudgetSpentError:
             pass
 
-    def _missing(self, n_updates: int, step: int) -> int | None:
-        """The next power to try; None: best rate and edge are known."""
+    def _missing(self, n_updates: int, step: int, finds_slow_edge: bool) -> int | None:
+        """The next power to try; None: what is sought is known."""
         ks, band = self._band(n_updates)
         if math.isnan(band.best_rate) or band.best_rate == rate_of(ks[0]):
-            more = ks[0] - max(step, _BELOW)  # below the best rate no edge is sought
+            more = ks[0] - _COARSE
         elif math.isnan(band.useful_edge):
             more = ks[-1] + step
+        elif finds_slow_edge and math.isnan(band.slow_edge):
+            more = ks[0] - _COARSE
         else:
             above = next(i for i, k in enumerate(ks) if rate_of(k) >= band.useful_edge)
             if ks[above] - ks[above - 1] <= step:
@@ -189,8 +199,10 @@ class RateSearch:
         if not np.isfinite(loss).any():
             return None
         bands = [self._band(step)[1] for step in _steps(n_updates)[:-1] if self._losses_at(step)[0]]
-        best, edge = (_geometric_mean([getattr(band, name) for band in bands]) for name in ("best_rate", "useful_edge"))
-        return Round(n_updates, np.array([rate_of(k) for k in ks]), loss, best, edge)
+        best, slow, edge = (
+            _geometric_mean(getattr(band, name) for band in bands) for name in ("best_rate", "slow_edge", "useful_edge")
+        )
+        return Round(n_updates, np.array([rate_of(k) for k in ks]), loss, best, slow, edge)
 
 
 def _steps(n_updates: int) -> list[int]:
