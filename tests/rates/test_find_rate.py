@@ -119,6 +119,7 @@ def test_rates_for_another_width():
     wide = found.for_width(4.0)
     assert wide.useful_edge.value == pytest.approx(found.useful_edge.value / 4)
     assert wide.useful_edge.high == pytest.approx(1.5 * found.useful_edge.high / 4)
+    assert found.for_width(16.0).useful_edge.high == pytest.approx(1.5**2 * found.useful_edge.high / 16)
     assert found.for_width(4.0, parametrization="mup").best_rate.value == found.best_rate.value
     assert found.for_width(1.0).best_rate == found.best_rate
     for wrong in (0, -1.0, math.nan, "4"):

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 #: The rate at which the search begins.
 _START, _START_OF_SGD = 3e-3, 0.1
 _SMALLEST_BUDGET = 200
-#: Factor by which rates at another width were off the rule, at most: seven ladders from 64 to 256, explosion edges.
-_WIDTH_ERROR = 1.5
+#: Factor by which explosion edges of seven architectures were off the rule, at most, and factor in the width.
+_WIDTH_ERROR, _WIDTH_RATIO = 1.5, 4.0
 #: No run takes a larger share of the budget.
 _LONGEST_SHARE = 0.25
 
@@ -81,8 +81,9 @@ class FoundRates:
         """The rates of the same design at another width, with Adam's rule for matrices.
 
         In the standard parametrization rates fall as 1 / width, in muP they stay (Yang et al. 2022, arXiv:2203.03466).
-        The error of the rule widens the intervals by a factor of 1.5, the largest of seven ladders of widths (factors
-        of 4; `workbench.samples.scaling`).
+        The error of the rule widens the intervals by a factor of 1.5 for each factor of 4 in the width, and at least by
+        that: the largest error of explosion edges at 256 from those at 64, of seven architectures
+        (`workbench.samples.scaling`). Larger factors were not measured.
 
         Args:
             ratio: Width of the target over that of the pilot's model.
@@ -96,7 +97,7 @@ class FoundRates:
         if parametrization not in ("standard", "mup"):
             raise OptionError(f"parametrization is {parametrization!r}, expected 'standard' or 'mup'.")
         factor = 1 / ratio if parametrization == "standard" else 1.0
-        error = 1.0 if ratio == 1 else _WIDTH_ERROR
+        error = 1.0 if ratio == 1 else _WIDTH_ERROR ** max(1.0, abs(math.log(ratio, _WIDTH_RATIO)))
         best, edge = (rate.times(factor, error=error) for rate in (self.best_rate, self.useful_edge))
         return replace(self, best_rate=best, useful_edge=edge)
 
