@@ -8,6 +8,7 @@ import pytest
 import xarray as xr
 
 from tests.data_scripts import load_script
+from workbench.rates.find_rate import _WIDTH_ERROR, _WIDTH_RATIO
 from workbench.scaling import Rung, Workshop, extrapolated
 from workbench.scaling.designs import design
 
@@ -115,6 +116,23 @@ def test_edges_do_not_contradict_the_runs_of_the_seeds(record):
     np.testing.assert_allclose(edges(record)["measured"], np.sqrt(low * high))
     np.testing.assert_allclose(record["edge_low"], low.min("seed"))
     np.testing.assert_allclose(record["edge_high"], high.max("seed"))
+
+
+def test_rates_over_width_are_within_the_error_that_find_rate_states(record):
+    """1 / width in the standard parametrization, no change in muP, from the last rung to four times its width."""
+    factors = []
+    for name in record["architecture"].values[(record["target_width"] > record["width"].max("rung")).values]:
+        one = edges(record).sel(architecture=name)
+        ratio = float(one["target_width"] / one["width"][-1])
+        last, target = (
+            float(np.exp(np.log(values).mean("seed")))
+            for values in (one["measured"].isel(rung=-1), one["measured_at_target_of_seed"])
+        )
+        rule = last if str(one["parametrization"].values) else last / ratio
+        factors.append(abs(np.log(rule / target)))
+        assert ratio == _WIDTH_RATIO
+    assert len(factors) == 8
+    assert max(factors) <= np.log(_WIDTH_ERROR)
 
 
 @pytest.mark.slow
