@@ -1,7 +1,7 @@
 """Runs of a pilot with planted losses."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass
@@ -15,23 +15,19 @@ class PlantedRuns:
     half_width: float = math.log(2.0)
     breaks_at: float = math.inf
     n_updates: int = 0
-    _made: dict = field(default_factory=dict)
+    trivial_loss: float = math.nan
+    longest: int = 0
+
+    def losses(self, rate, seed, steps):
+        """The losses of a run after numbers of updates."""
+        self.n_updates += steps[-1]
+        self.longest = max(self.longest, steps[-1])
+        return [self.loss_at(rate, seed, step) for step in steps]
 
     def loss_at(self, rate, seed, n_steps):
-        """The loss of a run; it is asked for later updates only."""
-        made = self._made.get((rate, seed), 0)
-        assert n_steps >= made
-        self._made[rate, seed] = n_steps
-        self.n_updates += n_steps - made
+        """The loss of a run after so many updates."""
         if rate > self.breaks_at:
             return math.inf
         gain = math.log(1 / 0.8)  # between four fifths of the updates and all of them
         distance = math.log(rate / self.best) / self.half_width
         return 5.0 - math.log(n_steps) + gain * (min(distance**2, 20.0) + 0.01 * abs(distance)) + 0.001 * seed
-
-    def begin_round(self, n_updates):
-        """All runs are new from now on."""
-        self._made.clear()
-
-    def close(self):
-        """Nothing to do."""

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.errors import OptionError
 from workbench.rates.pilot_runs import LoopRuns, ModelRuns
 
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 8}
@@ -16,35 +15,43 @@ def task():
 
 
 def runs_of(model, source=None, **settings):
-    return ModelRuns(model, task() if source is None else source, settings, n_steps=10)
+    return ModelRuns(model, task() if source is None else source, settings, n_longest=10)
 
 
-def test_a_run_that_is_continued_is_the_run_made_at_once():
+def test_losses_are_those_of_one_run_whatever_was_run_before():
     model = wb.zoo.transformer(**SIZE)
     before = copy.deepcopy(model.state_dict())
     first, second = runs_of(model, warmup=2), runs_of(model, warmup=2)
-    parts = [first.loss_at(1e-2, 0, n) for n in (2, 5, 8)]
-    first.loss_at(3e-2, 0, 4)  # another run in between changes nothing
-    assert second.loss_at(1e-2, 0, 8) == parts[-1]
-    assert first.loss_at(1e-2, 0, 5) == parts[1]  # known losses are not measured again
-    assert (first.n_updates, second.n_updates) == (12, 8)
+    found = first.losses(1e-2, 0, [2, 5, 8])
+    second.losses(3e-2, 0, [4])
+    assert second.losses(1e-2, 0, [5, 8]) == found[1:]
+    assert (first.n_updates, second.n_updates) == (8, 12)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_the_loss_is_that_of_held_out_examples_after_plain_training():
     model = wb.zoo.transformer(**SIZE)
-    found = runs_of(model).loss_at(1e-2, 0, 6)
+    (found,) = runs_of(model, warmup=50).losses(1e-2, 0, [6])
     other = copy.deepcopy(model)
-    list(wb.train(other, task(), n_steps=6, learning_rate=1e-2))
+    list(wb.train(other, task(), n_steps=6, learning_rate=1e-2, warmup=2))  # a third of the updates
     inputs, targets = task().held_out(4096)
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(other.eval()(inputs).flatten(0, 1), targets.flatten())
     assert found == pytest.approx(float(loss), rel=1e-6)
 
 
+def test_the_trivial_loss_is_that_of_the_frequencies():
+    runs = runs_of(wb.zoo.transformer(**SIZE))
+    _, targets = task().held_out(4096)
+    counts = torch.bincount(torch.cat([task().batch(i)[1].flatten() for i in range(32)]), minlength=32) + 1.0
+    assert runs.trivial_loss == pytest.approx(float(-(counts / counts.sum()).log()[targets].mean()))
+    own = ModelRuns(wb.zoo.transformer(**SIZE), task(), {}, 10, lambda logits, targets: logits.mean())
+    assert math.isnan(own.trivial_loss)
+
+
 def test_seeds_see_other_batches_and_functions_make_other_models():
     runs = runs_of(wb.zoo.transformer(**SIZE))
-    assert runs.loss_at(1e-2, 0, 4) != runs.loss_at(1e-2, 1, 4)
+    assert runs.losses(1e-2, 0, [4]) != runs.losses(1e-2, 1, [4])
     seeds = []
 
     def make(seed):
@@ -52,7 +59,7 @@ def test_seeds_see_other_batches_and_functions_make_other_models():
         return wb.zoo.transformer(**SIZE, seed=seed)
 
     made = runs_of(make)
-    made.loss_at(1e-2, 0, 2), made.loss_at(1e-2, 3, 2)
+    made.losses(1e-2, 0, [2]), made.losses(1e-2, 3, [2])
     assert seeds == [0, 3]
 
 
@@ -71,36 +78,30 @@ def test_without_held_out_examples_batches_are_set_aside():
             return self.inner(tokens)
 
     runs = runs_of(Spy(), batches)
-    runs.loss_at(1e-2, 0, 5)
+    runs.losses(1e-2, 0, [5])
     assert all(torch.equal(one, two) for one, (two, _) in zip(seen, batches[8:13], strict=True))
 
 
 def test_a_run_that_ends_in_values_that_are_not_finite_has_an_infinite_loss():
     runs = runs_of(wb.zoo.transformer(norm="none", **SIZE))
-    assert runs.loss_at(1e6, 0, 8) == math.inf
+    assert runs.losses(1e6, 0, [8]) == [math.inf]
     assert runs.n_updates < 8
 
 
-def test_runs_do_not_go_back():
-    runs = runs_of(wb.zoo.transformer(**SIZE))
-    runs.loss_at(1e-2, 0, 5)
-    with pytest.raises(OptionError, match="is 5 updates on, beyond 3"):
-        runs.loss_at(1e-2, 0, 3)
-
-
-def test_loops_of_users_are_continued():
-    begun = []
+def test_loops_of_users_run_as_far_as_needed_and_are_closed():
+    closed = []
 
     def loop(rate, seed):
-        begun.append((rate, seed))
-        for step in range(30):
-            yield math.nan if rate > 1 and step == 4 else 1 / (step + 1)
+        try:
+            for step in range(30):
+                yield math.nan if rate > 1 and step == 4 else 1 / (step + 1)
+        finally:
+            closed.append((rate, seed))
 
     runs = LoopRuns(loop)
-    assert runs.loss_at(0.1, 0, 10) == pytest.approx(1 / 10)
-    assert runs.loss_at(0.1, 0, 20) == pytest.approx((1 / 19 + 1 / 20) / 2)
-    assert runs.loss_at(2.0, 0, 10) == math.inf
-    assert runs.loss_at(0.1, 1, 40) == math.inf  # it has only 30 updates
-    assert begun == [(0.1, 0), (2.0, 0), (0.1, 1)]
+    assert runs.losses(0.1, 0, [10, 20]) == pytest.approx([1 / 10, (1 / 19 + 1 / 20) / 2])
+    assert runs.losses(2.0, 0, [4, 10]) == [0.25, math.inf]
+    assert runs.losses(0.1, 1, [40]) == [math.inf]  # it has only 30 updates
     assert runs.n_updates == 20 + 5 + 30
-    runs.close()
+    assert closed == [(0.1, 0), (2.0, 0), (0.1, 1)]
+    assert LoopRuns(lambda rate, seed: [1.0, 2.0]).losses(0.1, 0, [2]) == [2.0]

@@ -157,11 +157,11 @@ def find_rate(
     Args:
         model: Model that each run begins with, or a function from a seed to one. It is not changed.
         task: What it will be trained on; see `workbench.tasks.as_task`. Losses are those of held-out examples: the
-            task's own, or of its first 8 batches, which no run is trained on.
+            task's own, or its first 8 batches, which no run is trained on.
         n_steps: Updates of the planned training.
         budget: Updates of the pilot at most, over all rates and seeds.
         loop: In place of model and task, a training loop of your own: a function from a rate and a seed that trains a
-            fresh model and yields the training loss of each update. It is continued only as far as needed, and closed.
+            fresh model and yields the training loss of each update. It runs only as far as needed, and is closed.
         n_seeds: Seeds of the last round.
         start: Rate at which the search begins; None: .003, for SGD .1.
         warmup: As in `workbench.train`.
@@ -208,13 +208,8 @@ def find_rate(
             runs: PilotRuns = LoopRuns(loop, bar.update)
         elif model is not None:
             longest = min(n_steps, int(_LONGEST_SHARE * budget))
-            runs = ModelRuns(
-                model, task, settings | {"warmup": warmup}, n_steps=longest, loss=loss, on_update=bar.update
-            )
-        try:
-            rounds = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
-        finally:
-            runs.close()
+            runs = ModelRuns(model, task, settings | {"warmup": warmup}, longest, loss, bar.update)
+        rounds = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
     return _found(runs, rounds, plan, budget, time.monotonic() - begun)
 
 

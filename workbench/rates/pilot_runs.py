@@ -1,11 +1,11 @@
-"""The runs of a pilot: short trainings at several learning rates that are continued or stopped one by one."""
+"""The runs of a pilot: short trainings at several learning rates, on copies of a model or by a loop of one's own."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from workbench.callbacks.train import train
-from workbench.errors import OptionError
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.losses import frequency_loss, token_loss
 from workbench.models.probing import undisturbed
@@ -24,14 +23,14 @@ from workbench.tasks import Task, as_task
 _N_HELD_OUT, _N_SET_ASIDE = 4096, 8
 #: Batches in which targets are counted.
 _N_COUNTED = 32
-#: Share of the updates of a round that the warm-up takes at most.
+#: Share of the updates of a run that its warm-up takes at most.
 _WARMUP_SHARE = 1 / 3
 #: Where a run has training losses alone, its loss is their mean over this share of the updates.
 _LAST_SHARE = 0.1
 
 
 class PilotRuns(Protocol):
-    """Runs at several rates and seeds that can be continued.
+    """Runs at several rates and seeds.
 
     Attributes:
         n_updates: Updates made so far, over all runs.
@@ -41,26 +40,23 @@ class PilotRuns(Protocol):
     n_updates: int
     trivial_loss: float
 
-    def begin_round(self, n_updates: int) -> None:
-        """End all runs; those that begin from now on are made for so many updates."""
+    def losses(self, rate: float, seed: int, steps: Sequence[int]) -> list[float]:
+        """Train a fresh run, and give its loss after each of some rising numbers of updates.
 
-    def loss_at(self, rate: float, seed: int, n_steps: int) -> float:
-        """The loss of a run after some updates, continued as far as needed; infinite: it ended before."""
-
-    def close(self) -> None:
-        """End all runs and free their models."""
+        Losses are infinite where they are not finite, and after a run has ended.
+        """
 
 
 @dataclass
 class ModelRuns:
-    """Runs on copies of a model.
+    """Runs on copies of a model; one of them is in memory at a time.
 
     Args:
         model: Model that every run begins with, or a function from a seed to one; it is not changed.
         task: What they are trained on.
         settings: Arguments of `workbench.train` without the rate, the number of updates, and the seed. The warm-up
-            takes at most a third of the updates of a round.
-        n_steps: Updates of the longest run.
+            takes at most a third of the updates of a run.
+        n_longest: Updates of the longest run: each seed has its own part of the stream.
         loss: Function from logits and targets to a 0-dim tensor.
         on_update: Called after each update.
     """
@@ -68,15 +64,13 @@ class ModelRuns:
     model: nn.Module | Callable[[int], nn.Module]
     task: Any
     settings: dict[str, Any]
-    n_steps: int
+    n_longest: int
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss
     on_update: Callable[[], None] = lambda: None
     n_updates: int = 0
     trivial_loss: float = math.nan
-    _runs: dict[tuple[float, int], _Run] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._warmup = self.settings.get("warmup", 0)
         self.task = as_task(self.task)
         own = getattr(self.task, "held_out", None)
         self._n_aside = 0 if callable(own) else _N_SET_ASIDE
@@ -86,42 +80,21 @@ class ModelRuns:
         if self.loss is token_loss and known and not targets[0].is_floating_point():
             self.trivial_loss = frequency_loss(*(torch.cat([one.flatten() for one in of]) for of in (known, targets)))
 
-    def loss_at(self, rate: float, seed: int, n_steps: int) -> float:
-        """Held-out loss; infinite where the run has diverged to values that are not finite."""
-        run = self._runs.get((rate, seed))
-        if run is None:
-            run = self._runs[rate, seed] = self._begin(rate, seed)
-        if n_steps not in run.losses:
-            if n_steps < run.n_steps:
-                raise OptionError(f"The run at {rate:.3g} is {run.n_steps} updates on, beyond {n_steps}.")
-            for _ in islice(run.records, n_steps - run.n_steps):
-                run.n_steps += 1
-                self.n_updates += 1
-                self.on_update()
-            run.losses[n_steps] = math.inf if run.n_steps < n_steps else self._measure(run.model)
-        return run.losses[n_steps]
-
-    def begin_round(self, n_updates: int) -> None:
-        """End all runs; those that begin from now on warm up for at most a third of so many updates."""
-        self.close()
-        self._warmup = min(self.settings.get("warmup", 0), int(_WARMUP_SHARE * n_updates))
-
-    def close(self) -> None:
-        """End all runs and free their models."""
-        for run in self._runs.values():
-            run.records.close()
-        self._runs.clear()
-
-    def _begin(self, rate: float, seed: int) -> _Run:
+    def losses(self, rate: float, seed: int, steps: Sequence[int]) -> list[float]:
+        """Held-out losses."""
         is_module = isinstance(self.model, nn.Module)
         model: Any = copy.deepcopy(self.model) if is_module else self.model(seed)
-        # Each seed has its own part of the stream, behind what is set aside.
-        task = _Later(self.task, self._n_aside + seed * self.n_steps)
-        records: Any = train(
-            model, task, n_steps=self.n_steps, learning_rate=rate, seed=seed, loss=self.loss,
-            stops_at_divergence=False, **{**self.settings, "warmup": self._warmup},
-        )  # fmt: skip
-        return _Run(model, records)
+        settings = {**self.settings, "warmup": min(self.settings.get("warmup", 0), int(_WARMUP_SHARE * steps[-1]))}
+        found = []
+        for record in train(
+            model, _Later(self.task, self._n_aside + seed * self.n_longest), n_steps=steps[-1], learning_rate=rate,
+            seed=seed, loss=self.loss, stops_at_divergence=False, **settings,
+        ):  # fmt: skip
+            self.n_updates += 1
+            self.on_update()
+            if record.step + 1 in steps:
+                found.append(self._measure(model))
+        return found + [math.inf] * (len(steps) - len(found))
 
     @torch.no_grad()
     def _measure(self, model: nn.Module) -> float:
@@ -140,8 +113,8 @@ class LoopRuns:
     """Runs of a user's own training loop.
 
     Args:
-        loop: Function from a rate and a seed to the training losses of the updates, one after the other. A generator is
-            continued where it stopped.
+        loop: Function from a rate and a seed to the training losses of the updates, one after the other; a generator is
+            closed when it has run far enough.
         on_update: Called after each update.
     """
 
@@ -149,44 +122,27 @@ class LoopRuns:
     on_update: Callable[[], None] = lambda: None
     n_updates: int = 0
     trivial_loss: float = math.nan
-    _losses: dict[tuple[float, int], list[float]] = field(default_factory=dict)
-    _loops: dict[tuple[float, int], Iterator[float]] = field(default_factory=dict)
 
-    def loss_at(self, rate: float, seed: int, n_steps: int) -> float:
-        """Mean training loss over the last tenth of the updates; infinite: one was not finite, or there are fewer."""
-        if (rate, seed) not in self._loops:
-            self._loops[rate, seed], self._losses[rate, seed] = iter(self.loop(rate, seed)), []
-        losses = self._losses[rate, seed]
-        for loss in islice(self._loops[rate, seed], max(0, n_steps - len(losses))):
-            losses.append(float(loss))
-            self.n_updates += 1
-            self.on_update()
-            if not math.isfinite(losses[-1]):
-                break
-        if len(losses) < n_steps:
-            return math.inf
-        last = losses[n_steps - max(1, round(_LAST_SHARE * n_steps)) : n_steps]
-        return float(np.mean(last)) if np.isfinite(last).all() else math.inf
-
-    def begin_round(self, n_updates: int) -> None:
-        """End all loops."""
-        self.close()
-
-    def close(self) -> None:
-        """End all loops that can be ended."""
-        for loop in self._loops.values():
-            if callable(close := getattr(loop, "close", None)):
+    def losses(self, rate: float, seed: int, steps: Sequence[int]) -> list[float]:
+        """Mean training losses over the last tenth of the updates before each step."""
+        losses: list[float] = []
+        running = iter(self.loop(rate, seed))
+        try:
+            for loss in islice(running, steps[-1]):
+                losses.append(float(loss))
+                self.n_updates += 1
+                self.on_update()
+                if not math.isfinite(losses[-1]):
+                    break
+        finally:
+            if callable(close := getattr(running, "close", None)):
                 close()
-        self._loops.clear()
-        self._losses.clear()
+        return [self._last(losses, step) for step in steps]
 
-
-@dataclass
-class _Run:
-    model: nn.Module
-    records: Any
-    n_steps: int = 0
-    losses: dict[int, float] = field(default_factory=dict)
+    @staticmethod
+    def _last(losses: list[float], step: int) -> float:
+        last = losses[step - max(1, round(_LAST_SHARE * step)) : step]
+        return float(np.mean(last)) if len(losses) >= step and np.isfinite(last).all() else math.inf
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,6 @@ class RateSearch:
     n_steps: int
     n_seeds: int
     _losses: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    _made: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def rounds(self, start: float) -> Iterator[Round]:
         """The rounds as they end, beginning around a rate; the second twice, without and with the other seeds.
@@ -87,7 +86,6 @@ class RateSearch:
         A round in which no rate is finite, or that ends without an edge as the budget is spent, is the last.
         """
         center, length = round(power_of(start)), min(round(_FIRST_SHARE * self.budget), self.n_steps)
-        self._begin(length)
         self._bracket([center - _COARSE, center, center + _COARSE], length, _COARSE, finds_slow_edge=True)
         if (found := self._round(length)) is None:
             return
@@ -95,7 +93,7 @@ class RateSearch:
         if math.isfinite(found.useful_edge) and self.n_steps >= _LONGER * length:
             ks, longer = self._plan(found)
             if longer >= _LONGER * length:
-                self._begin(longer)
+                self._losses.clear()
                 self._bracket(ks, longer, _FINE)
                 if (found := self._round(longer)) is None:
                     return
@@ -123,12 +121,6 @@ class RateSearch:
         best, edge = power_of(found.best_rate), power_of(found.useful_edge)
         above = int(np.clip(np.searchsorted(ks, edge), 1, len(ks) - 1))
         return sorted({int(ks[np.argmin(np.abs(ks - best))]), int(ks[above - 1]), int(ks[above])})
-
-    def _begin(self, n_updates: int) -> None:
-        """Begin a round, whose runs are all new."""
-        self.runs.begin_round(n_updates)
-        self._losses.clear()
-        self._made.clear()
 
     def _bracket(self, ks: Iterable[int], n_updates: int, step: int, *, finds_slow_edge: bool = False) -> None:
         """Try rates, and more of them until the best rate and the edges lie between neighbours."""
@@ -166,16 +158,14 @@ class RateSearch:
         return more if _LOWEST < rate_of(more) < _HIGHEST else None
 
     def _try(self, k: int, seed: int, n_updates: int) -> None:
-        """Continue a run, and measure its loss wherever it is needed."""
-        made = self._made.get((k, seed), 0)
-        if n_updates <= made:
+        """Train a run and note its losses, unless it was trained before in this round."""
+        if (n_updates, k, seed) in self._losses:
             return
-        if self.runs.n_updates + n_updates - made > self.budget:
+        if self.runs.n_updates + n_updates > self.budget:
             raise _BudgetSpentError
-        for step in reversed(_steps(n_updates)):
-            if step > made:
-                self._losses[step, k, seed] = self.runs.loss_at(rate_of(k), seed, step)
-        self._made[k, seed] = n_updates
+        steps = _steps(n_updates)[::-1]
+        for step, loss in zip(steps, self.runs.losses(rate_of(k), seed, steps), strict=True):
+            self._losses[step, k, seed] = loss
 
     def _losses_at(self, n_updates: int) -> tuple[list[int], np.ndarray]:
         """The powers tried with so many updates, and their losses, shape (rate, seed)."""
