@@ -50,7 +50,10 @@ def assert_same(found, expected):
             )
 
 
-@pytest.mark.parametrize(("scenario", "kind"), [("ddp", "moe"), ("fsdp", "dense"), ("fsdp prepared", "dense")])
+@pytest.mark.parametrize(
+    ("scenario", "kind"),
+    [pytest.param("ddp", "moe", marks=pytest.mark.slow), ("fsdp", "dense"), ("fsdp prepared", "dense")],
+)
 def test_two_ranks_hear_what_one_process_does(ranks, scenario, kind):
     expected = in_one_process(kind, ranked_recording.recorder())
     parts = {"monitors", "attention", "optimizer", "activations", "spectra"} | ({"router"} if kind == "moe" else set())

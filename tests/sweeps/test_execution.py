@@ -111,6 +111,7 @@ def test_progress_and_dashboard_are_shown(cluster, tmp_path, capsys):
 
 
 @pytest.mark.subprocess
+@pytest.mark.slow
 def test_runs_that_fail_do_not_take_the_others_with_them(cluster, tmp_path):
     runs = small_grid(seed=[0])
     models = {
