@@ -18,11 +18,14 @@ class PlantedRuns:
     trivial_loss: float = math.nan
     longest: int = 0
 
-    def losses(self, rate, seed, steps):
-        """The losses of a run after numbers of updates."""
-        self.n_updates += steps[-1]
-        self.longest = max(self.longest, steps[-1])
-        return [self.loss_at(rate, seed, step) for step in steps]
+    def losses(self, rate, seed, steps, limits):
+        """The losses of a run after numbers of updates, up to the first one beyond its limit."""
+        losses = [self.loss_at(rate, seed, step) for step in steps]
+        beyond = [i for i, (loss, limit) in enumerate(zip(losses, limits, strict=True)) if limit < loss < math.inf]
+        end = beyond[0] + 1 if beyond else len(steps)
+        self.n_updates += steps[end - 1]
+        self.longest = max(self.longest, steps[end - 1])
+        return losses[:end]
 
     def loss_at(self, rate, seed, n_steps):
         """The loss of a run after so many updates."""

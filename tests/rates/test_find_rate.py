@@ -63,7 +63,7 @@ def test_estimates_follow_from_the_last_round():
     best, edge = extrapolated(last, TrainingPlan(n_steps=1000))
     assert best.low < best.value < best.high
     assert edge.low < edge.value < edge.high
-    doubled = Round(last.n_updates, 2 * last.rate, last.loss, 2 * last.best_rate, last.slow_edge, 2 * last.useful_edge)
+    doubled = Round(last.n_updates, 2 * last.rate, last.loss, 2 * last.best_rate, 2 * last.useful_edge)
     assert extrapolated(doubled, TrainingPlan(n_steps=1000))[1].value == pytest.approx(2 * edge.value)
     assert furthest(last.n_updates) > last.n_updates
 
@@ -171,5 +171,5 @@ def test_a_stream_that_can_be_read_only_once_is_refused():
 
 
 def test_rounds_are_plain_values():
-    one = Round(10, np.array([1e-3]), np.array([[2.0]]), 1e-3, math.nan, math.nan)
+    one = Round(10, np.array([1e-3]), np.array([[2.0]]), 1e-3, math.nan)
     assert one.n_updates == 10

@@ -148,9 +148,10 @@ def find_rate(
 ) -> FoundRates:
     """Find the best and the largest useful learning rate for a planned training by a pilot on copies of the model.
 
-    The pilot is a search by successive halving: rates a factor 3.4 apart for a few updates, then the rates around the
-    best one and the useful edge for as many updates as the budget allows, at a constant rate after a warm-up of at most
-    a third of them. From that the rates for the whole training are extrapolated; how well, is measured on the
+    The pilot tries rates a factor 3.4 apart for a few updates, then those around the best one and the useful edge with
+    a fifth of the budget each, at a constant rate after a warm-up of at most a third of their updates; runs that are
+    clearly worse are stopped. What is left of the budget repeats the rates that decide with another seed: longer runs
+    tell more than more seeds do. The rates for the whole training are extrapolated; how well, is measured on the
     recorded study of learning rates (``data/README.md``). Interrupting it (in a notebook: the stop button) ends the
     pilot and gives the answer of the rounds that were finished.
 
@@ -162,7 +163,7 @@ def find_rate(
         budget: Updates of the pilot at most, over all rates and seeds.
         loop: In place of model and task, a training loop of your own: a function from a rate and a seed that trains a
             fresh model and yields the training loss of each update. It runs only as far as needed, and is closed.
-        n_seeds: Seeds of the last round.
+        n_seeds: Seeds at most.
         start: Rate at which the search begins; None: .003, for SGD .1.
         warmup: As in `workbench.train`.
         schedule: As in `workbench.train`.

@@ -40,10 +40,11 @@ class PilotRuns(Protocol):
     n_updates: int
     trivial_loss: float
 
-    def losses(self, rate: float, seed: int, steps: Sequence[int]) -> list[float]:
+    def losses(self, rate: float, seed: int, steps: Sequence[int], limits: Sequence[float]) -> list[float]:
         """Train a fresh run, and give its loss after each of some rising numbers of updates.
 
-        Losses are infinite where they are not finite, and after a run has ended.
+        Losses are infinite where they are not finite, and after a run has ended. A run whose loss is above the limit of
+        that number of updates is stopped, and has no further losses.
         """
 
 
@@ -80,20 +81,22 @@ class ModelRuns:
         if self.loss is token_loss and known and not targets[0].is_floating_point():
             self.trivial_loss = frequency_loss(*(torch.cat([one.flatten() for one in of]) for of in (known, targets)))
 
-    def losses(self, rate: float, seed: int, steps: Sequence[int]) -> list[float]:
+    def losses(self, rate: float, seed: int, steps: Sequence[int], limits: Sequence[float]) -> list[float]:
         """Held-out losses."""
         is_module = isinstance(self.model, nn.Module)
         model: Any = copy.deepcopy(self.model) if is_module else self.model(seed)
         settings = {**self.settings, "warmup": min(self.settings.get("warmup", 0), int(_WARMUP_SHARE * steps[-1]))}
-        found = []
+        found: list[float] = []
         for record in train(
             model, _Later(self.task, self._n_aside + seed * self.n_longest), n_steps=steps[-1], learning_rate=rate,
             seed=seed, loss=self.loss, stops_at_divergence=False, **settings,
         ):  # fmt: skip
             self.n_updates += 1
             self.on_update()
-            if record.step + 1 in steps:
+            if record.step + 1 == steps[len(found)]:
                 found.append(self._measure(model))
+                if found[-1] > limits[len(found) - 1] and math.isfinite(found[-1]):
+                    return found
         return found + [math.inf] * (len(steps) - len(found))
 
     @torch.no_grad()
@@ -123,9 +126,10 @@ class LoopRuns:
     n_updates: int = 0
     trivial_loss: float = math.nan
 
-    def losses(self, rate: float, seed: int, steps: Sequence[int]) -> list[float]:
+    def losses(self, rate: float, seed: int, steps: Sequence[int], limits: Sequence[float]) -> list[float]:
         """Mean training losses over the last tenth of the updates before each step."""
         losses: list[float] = []
+        found: list[float] = []
         running = iter(self.loop(rate, seed))
         try:
             for loss in islice(running, steps[-1]):
@@ -134,15 +138,14 @@ class LoopRuns:
                 self.on_update()
                 if not math.isfinite(losses[-1]):
                     break
+                if len(losses) == steps[len(found)]:
+                    found.append(float(np.mean(losses[-max(1, round(_LAST_SHARE * len(losses))) :])))
+                    if found[-1] > limits[len(found) - 1]:
+                        return found
         finally:
             if callable(close := getattr(running, "close", None)):
                 close()
-        return [self._last(losses, step) for step in steps]
-
-    @staticmethod
-    def _last(losses: list[float], step: int) -> float:
-        last = losses[step - max(1, round(_LAST_SHARE * step)) : step]
-        return float(np.mean(last)) if len(losses) >= step and np.isfinite(last).all() else math.inf
+        return found + [math.inf] * (len(steps) - len(found))
 
 
 @dataclass(frozen=True)

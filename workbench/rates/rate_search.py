@@ -1,9 +1,9 @@
-"""Successive halving over learning rates: many rates for few updates, then those near the edge for more updates."""
+"""Search for useful learning rates within a budget: many rates for few updates, then few rates for many updates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,23 +13,18 @@ from workbench.rates.useful_band import REFERENCE_SHARE, UsefulBand, useful_band
 
 #: Rates are 1e-3 times whole powers of this.
 RATIO = 1.5
-#: Powers between two rates of the first round, and at most between those on both sides of the edge in the second.
-_COARSE, _FINE = 3, 2
-#: Rates at most that the second round begins with.
-_N_RATES = 5
-#: The lower and the upper end of the band are expected to fall with these powers of the number of updates: what is too
-#: slow is decided by rate times updates, what is too large hardly by their number.
-_DRIFT_OF_SLOW, _DRIFT = 0.75, 0.25
-#: Updates of the first round, as a share of the budget.
-_FIRST_SHARE = 0.036
-#: Runs that the second round is expected to need beyond those it begins with: around the edge, and with another seed.
-_N_MORE, _N_REPEATED = 1.2, 2.5
-#: A second round is made only if it is this many times as long as the first.
-_LONGER = 1.3
+#: Powers between two rates of the first round.
+_COARSE = 3
+#: Powers between two rates of the second round: below the best one, above it, and at most on both sides of the edge.
+_DOWN, _UP, _FINE = 3, 2, 2
+#: Updates of each run of the two rounds, as shares of the budget.
+_SHARES = (0.036, 0.2)
+#: Losses are measured at the end of a run, after four fifths of its updates, after four fifths of those, and so on; the
+#: edges of the last ones are averaged.
+_N_MEASURED, _N_AVERAGED = 7, 3
+#: A run of the second round is stopped where its loss exceeds that of the best run by this; nat.
+_MARGIN = 0.25
 _LOWEST, _HIGHEST = 1e-9, 1e6
-#: Losses are measured at the end of a round, after four fifths of its updates, after four fifths of those, and so on;
-#: the edges of so many of these numbers of updates are averaged.
-_N_AVERAGED = 3
 
 
 class _BudgetSpentError(Exception):
@@ -43,9 +38,9 @@ class Round:
     Attributes:
         n_updates: Updates of its runs.
         rate: Rates tried, rising, shape (rate,).
-        loss: Loss after these updates, shape (rate, seed); nat; infinite: not finite; NaN: not tried.
+        loss: Loss after these updates, shape (rate, seed); nat; infinite: not finite; NaN: not tried. Of a run that was
+            stopped, its last one, plus what the best run changed after that.
         best_rate: Best rate; the geometric mean over the last three numbers of updates at which losses were measured.
-        slow_edge: Smallest useful rate, likewise; NaN: not within the rates tried.
         useful_edge: Largest useful rate, likewise; NaN: not within the rates tried.
     """
 
@@ -53,25 +48,24 @@ class Round:
     rate: np.ndarray
     loss: np.ndarray
     best_rate: float
-    slow_edge: float
     useful_edge: float
 
 
 @dataclass
 class RateSearch:
-    """Search for the band of useful learning rates within a budget.
+    """Search for the largest useful learning rate within a budget.
 
-    In the first round rates a factor 3.4 apart are tried for a few updates, from the start outward until both edges of
-    the useful band lie between two of them. In the second, rates across this band are tried for as many updates as the
-    budget allows, and more until its upper edge lies between two that are at most a factor 2.25 apart: after few
-    updates the band is wide, as large rates are the first to learn how often each target occurs. Then the rates that
-    decide are repeated with the other seeds.
+    In the first round rates a factor 3.4 apart are tried for a few updates, from the start outward until the best rate
+    and the useful edge lie between two of them. The second begins in the middle between these, with a fifth of the
+    budget for each run. It goes down until a smaller rate is worse, since large rates are the first to learn how often
+    each target occurs, and get no further; then up until a rate is too large, whose run is stopped as soon as that
+    shows; then between the two rates next to the edge. What is left of the budget repeats these with other seeds.
 
     Args:
         runs: The runs.
         budget: Updates at most, over all runs.
         n_steps: Updates of a run at most.
-        n_seeds: Seeds of the second round.
+        n_seeds: Seeds of the second round at most.
     """
 
     runs: PilotRuns
@@ -81,91 +75,93 @@ class RateSearch:
     _losses: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     def rounds(self, start: float) -> Iterator[Round]:
-        """The rounds as they end, beginning around a rate; the second twice, without and with the other seeds.
+        """The rounds as they end, beginning around a rate; the second twice if some rates had other seeds.
 
         A round in which no rate is finite, or that ends without an edge as the budget is spent, is the last.
         """
-        center, length = round(power_of(start)), min(round(_FIRST_SHARE * self.budget), self.n_steps)
-        self._bracket([center - _COARSE, center, center + _COARSE], length, _COARSE, finds_slow_edge=True)
-        if (found := self._round(length)) is None:
+        short, long = (min(round(share * self.budget), self.n_steps) for share in _SHARES)
+        center = round(power_of(start))
+        for k in (center - _COARSE, center, center + _COARSE):
+            self._try(k, 0, short)
+        self._complete(short, self._next_of_first)
+        if (found := self._round(short)) is None:
             return
         yield found
-        if math.isfinite(found.useful_edge) and self.n_steps >= _LONGER * length:
-            ks, longer = self._plan(found)
-            if longer >= _LONGER * length:
-                self._losses.clear()
-                self._bracket(ks, longer, _FINE)
-                if (found := self._round(longer)) is None:
-                    return
-                yield found
-        if math.isfinite(found.useful_edge) and self.n_seeds > 1:
-            self._repeat(self._decisive(found), found.n_updates)
-            if (found := self._round(found.n_updates)) is not None:
-                yield found
+        if math.isfinite(found.useful_edge) and long > short:
+            self._losses.clear()
+            middle = round((power_of(found.best_rate) + power_of(found.useful_edge)) / 2)
+            self._try(middle, 0, long, stops=True)
+            self._complete(long, self._next_of_second, stops=True)
+            if (found := self._round(long)) is None:
+                return
+            yield found
+        if math.isfinite(found.useful_edge) and self._repeat(found):
+            again = self._round(found.n_updates)
+            assert again is not None  # it was not before
+            yield again
 
-    def _plan(self, before: Round) -> tuple[list[int], int]:
-        """The powers that the second round begins with, across the band that is expected then, and its updates."""
-        left = self.budget - self.runs.n_updates
-        n_more = _N_MORE + _N_REPEATED * (self.n_seeds - 1)
-        growth = math.log(left / (_N_RATES + n_more) / before.n_updates) / math.log(RATIO)
-        slow = before.slow_edge if math.isfinite(before.slow_edge) else before.rate[0]
-        top = math.ceil(power_of(before.useful_edge) - _DRIFT * growth)
-        bottom = round(power_of(slow) - _DRIFT_OF_SLOW * growth)
-        step = max(_COARSE, math.ceil((top - bottom) / (_N_RATES - 1)))
-        ks = sorted(range(top, min(bottom, top - 2 * step) - 1, -step))
-        return ks, min(int(left / (len(ks) + n_more)), self.n_steps)
-
-    def _decisive(self, found: Round) -> list[int]:
-        """The powers tried that are nearest to the best rate, and on both sides of the edge."""
-        ks = np.array(self._losses_at(found.n_updates)[0])
-        best, edge = power_of(found.best_rate), power_of(found.useful_edge)
-        above = int(np.clip(np.searchsorted(ks, edge), 1, len(ks) - 1))
-        return sorted({int(ks[np.argmin(np.abs(ks - best))]), int(ks[above - 1]), int(ks[above])})
-
-    def _bracket(self, ks: Iterable[int], n_updates: int, step: int, *, finds_slow_edge: bool = False) -> None:
-        """Try rates, and more of them until the best rate and the edges lie between neighbours."""
+    def _complete(self, n_updates: int, following: Callable[[int], int | None], *, stops: bool = False) -> None:
+        """Try one power after the other until there is none, or the budget is spent."""
         try:
-            for k in ks:
-                self._try(k, 0, n_updates)
-            while (more := self._missing(n_updates, step, finds_slow_edge)) is not None:
-                self._try(more, 0, n_updates)
+            while (k := following(n_updates)) is not None and _LOWEST < rate_of(k) < _HIGHEST:
+                self._try(k, 0, n_updates, stops=stops)
         except _BudgetSpentError:
             pass
 
-    def _repeat(self, ks: Iterable[int], n_updates: int) -> None:
-        """Try rates with the other seeds."""
-        try:
-            for seed in range(1, self.n_seeds):
-                for k in ks:
-                    self._try(k, seed, n_updates)
-        except _BudgetSpentError:
-            pass
-
-    def _missing(self, n_updates: int, step: int, finds_slow_edge: bool) -> int | None:
-        """The next power to try; None: what is sought is known."""
+    def _next_of_first(self, n_updates: int) -> int | None:
         ks, band = self._band(n_updates)
         if math.isnan(band.best_rate) or band.best_rate == rate_of(ks[0]):
-            more = ks[0] - _COARSE
-        elif math.isnan(band.useful_edge):
-            more = ks[-1] + step
-        elif finds_slow_edge and math.isnan(band.slow_edge):
-            more = ks[0] - _COARSE
-        else:
-            above = next(i for i, k in enumerate(ks) if rate_of(k) >= band.useful_edge)
-            if ks[above] - ks[above - 1] <= step:
-                return None
-            more = (ks[above] + ks[above - 1]) // 2
-        return more if _LOWEST < rate_of(more) < _HIGHEST else None
+            return ks[0] - _COARSE
+        return ks[-1] + _COARSE if math.isnan(band.useful_edge) else None
 
-    def _try(self, k: int, seed: int, n_updates: int) -> None:
+    def _next_of_second(self, n_updates: int) -> int | None:
+        ks, band = self._band(n_updates)
+        if math.isnan(band.best_rate) or band.best_rate == rate_of(ks[0]):
+            return ks[0] - _DOWN
+        if math.isnan(band.useful_edge):
+            return ks[-1] + _UP
+        below, above = _beside(ks, band.useful_edge)
+        return (below + above) // 2 if above - below > _FINE else None
+
+    def _repeat(self, found: Round) -> bool:
+        """Try the rates that decide with the other seeds, as far as the budget allows; whether there were any."""
+        ks, band = self._band(found.n_updates)
+        if math.isnan(band.useful_edge):
+            return False
+        decisive = dict.fromkeys([*_beside(ks, band.useful_edge), round(power_of(band.best_rate))])
+        before = len(self._losses)
+        try:
+            for seed in range(1, self.n_seeds):
+                for k in decisive:
+                    self._try(k, seed, found.n_updates)
+        except _BudgetSpentError:
+            pass
+        return len(self._losses) > before
+
+    def _try(self, k: int, seed: int, n_updates: int, *, stops: bool = False) -> None:
         """Train a run and note its losses, unless it was trained before in this round."""
         if (n_updates, k, seed) in self._losses:
             return
         if self.runs.n_updates + n_updates > self.budget:
             raise _BudgetSpentError
-        steps = _steps(n_updates)[::-1]
-        for step, loss in zip(steps, self.runs.losses(rate_of(k), seed, steps), strict=True):
-            self._losses[step, k, seed] = loss
+        steps = _steps(n_updates)
+        best = self._best_run(n_updates) if stops else None
+        limits = [math.inf] * len(steps) if best is None else [best[step] + _MARGIN for step in steps]
+        losses = self.runs.losses(rate_of(k), seed, steps, limits)
+        last = losses[-1]
+        for i, step in enumerate(steps):
+            if i >= len(losses):  # it was stopped
+                losses.append(last + best[step] - best[steps[i - 1]] if best is not None else math.inf)
+                last = losses[-1]
+            self._losses[step, k, seed] = losses[i]
+
+    def _best_run(self, n_updates: int) -> dict[int, float] | None:
+        """Losses of the best run so far by number of updates; None: there is none that is finite."""
+        ends = {key: loss for key, loss in self._losses.items() if key[0] == n_updates and math.isfinite(loss)}
+        if not ends:
+            return None
+        _, k, seed = min(ends, key=lambda key: ends[key])
+        return {step: self._losses[step, k, seed] for step in _steps(n_updates)}
 
     def _losses_at(self, n_updates: int) -> tuple[list[int], np.ndarray]:
         """The powers tried with so many updates, and their losses, shape (rate, seed)."""
@@ -176,10 +172,7 @@ class RateSearch:
     def _band(self, n_updates: int) -> tuple[list[int], UsefulBand]:
         """The powers tried with so many updates, and the useful band among them."""
         ks, loss = self._losses_at(n_updates)
-        before = _steps(n_updates)[1]
-        earlier = np.array(
-            [[self._losses.get((before, k, seed), math.nan) for seed in range(self.n_seeds)] for k in ks]
-        )
+        _, earlier = self._losses_at(round(REFERENCE_SHARE * n_updates))
         is_used = ~np.isnan(loss).all(axis=0)
         return ks, useful_band(np.array([rate_of(k) for k in ks]), loss[:, is_used], earlier[:, is_used])
 
@@ -188,19 +181,23 @@ class RateSearch:
         ks, loss = self._losses_at(n_updates)
         if not np.isfinite(loss).any():
             return None
-        bands = [self._band(step)[1] for step in _steps(n_updates)[:-1] if self._losses_at(step)[0]]
-        best, slow, edge = (
-            _geometric_mean(getattr(band, name) for band in bands) for name in ("best_rate", "slow_edge", "useful_edge")
-        )
-        return Round(n_updates, np.array([rate_of(k) for k in ks]), loss, best, slow, edge)
+        bands = [self._band(step)[1] for step in _steps(n_updates)[: -_N_AVERAGED - 1 : -1]]
+        best, edge = (_geometric_mean(getattr(band, name) for band in bands) for name in ("best_rate", "useful_edge"))
+        return Round(n_updates, np.array([rate_of(k) for k in ks]), loss, best, edge)
+
+
+def _beside(ks: list[int], edge: float) -> tuple[int, int]:
+    """The two powers tried on both sides of an edge."""
+    above = next(i for i, k in enumerate(ks) if rate_of(k) >= edge)
+    return ks[above - 1], ks[above]
 
 
 def _steps(n_updates: int) -> list[int]:
-    """Numbers of updates at which losses are measured, the last first; each is the reference of the one before it."""
+    """Numbers of updates at which losses are measured, rising; each is the reference of the next."""
     steps = [n_updates]
-    for _ in range(_N_AVERAGED):
-        steps.append(round(REFERENCE_SHARE * steps[-1]))
-    return steps
+    for _ in range(_N_MEASURED - 1):
+        steps.insert(0, max(1, round(REFERENCE_SHARE * steps[0])))
+    return list(dict.fromkeys(steps))
 
 
 def _geometric_mean(rates: Iterable[float]) -> float:
