@@ -97,12 +97,15 @@ def changes(rows: pd.DataFrame, target: str) -> np.ndarray:
 
 
 def fitted(rows: pd.DataFrame, target: str, names: list[str]) -> dict[str, Any]:
-    """Weights by least squares, and the quantiles of the errors for families left out."""
+    """Weights of least absolute error, and the quantiles of the errors for families left out."""
+    from sklearn.linear_model import QuantileRegressor
+
     known = rows[np.isfinite(changes(rows, target))]
     x, y = inputs(known, names), changes(known, target)
 
     def weights(is_in: np.ndarray) -> np.ndarray:
-        return np.linalg.lstsq(x[is_in], y[is_in], rcond=None)[0]
+        model = QuantileRegressor(quantile=0.5, alpha=0.0, fit_intercept=False)
+        return np.asarray(model.fit(x[is_in], y[is_in]).coef_)
 
     error = np.empty(len(y))
     for family in known["family"].unique():
@@ -114,7 +117,7 @@ def fitted(rows: pd.DataFrame, target: str, names: list[str]) -> dict[str, Any]:
         "weights": {name: round(float(value), 4) for name, value in zip(names, found, strict=True)},
         "low": round(float(low), 4),
         "high": round(float(high), 4),
-        "rms_of_new_families": round(float(np.sqrt(np.mean(error**2))), 4),
+        "median_error_of_new_families": round(float(np.median(np.abs(error))), 4),
         "n_rows": len(y),
     }
 
@@ -160,8 +163,8 @@ def main() -> None:
         rows = rows[rows["set"] != "locked"]
     of_fit = rows[(rows["set"] == "fit") & (rows["budget"] == BUDGET)]
     for names in (["constant"], ["constant", "growth"], ["constant", "growth", "decays"]):
-        tried = {target: fitted(of_fit, target, names)["rms_of_new_families"] for target in TARGETS}
-        print(f"{', '.join(names)}: rms error for families left out {tried}")
+        tried = {target: fitted(of_fit, target, names)["median_error_of_new_families"] for target in TARGETS}
+        print(f"{', '.join(names)}: median error for families left out {tried}")
     names = ["constant", "growth"]
     growth = float((of_fit["horizon"] / of_fit["last_updates"]).max())
     drift = {target: fitted(of_fit, target, names) for target in TARGETS} | {"largest_growth": round(growth, 1)}
