@@ -103,6 +103,9 @@ warnings: venv  ## Record the study of injected faults again, and fit the alarms
 sweep: venv  ## Record the sweeps over learning rates again, and fit the risk model
 	$(BIN)/python data/make_sweep.py
 	$(BIN)/python data/make_rates.py
+	$(BIN)/python data/make_pilots.py
+	$(BIN)/python data/fit_rates.py --locked
+	$(BIN)/python data/make_kss_rates.py
 	$(BIN)/python data/fit_risk.py
 
 scaling: venv  ## Record the ladders of sizes again
