@@ -9,8 +9,8 @@
 - ``fine``: rates a factor 1.5 apart up to three steps on either side of the best coarse rate, three seeds;
 - ``wider``: three more rates where the useful band goes beyond those;
 - ``shorter``: the best rate with four fifths of the updates, where the schedule ends at 0;
-- ``long``: four designs at five rates around their useful edge, two seeds, 2,000 updates;
-- ``measures``: what can be measured before training, two seeds.
+- ``measures``: what can be measured before training, two seeds;
+- ``long``: four designs with a constant rate at five rates around their useful edge, two seeds, 2,000 updates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REACH, N_WIDER = 3, 3
 N_LONG, LONG_STEPS, LONG_SEEDS = 4, 2000, (4, 5)
 #: Steps of the lattice of rates from the useful edge at which long runs are made.
 LONG_OFFSETS = (-4, -2, -1, 0, 2)
-STAGES = ("coarse", "fine", "wider", "shorter", "long", "measures")
+STAGES = ("coarse", "fine", "wider", "shorter", "measures", "long")
 EVALUATED = {"n_snapshots": 0, "n_evaluations": N_EVALUATIONS}
 
 
@@ -70,12 +70,10 @@ def missing_runs(design: Design, ks: range) -> list[wb.sweeps.RunSettings]:
     return [design.run(k, seed, **EVALUATED) for k in ks for seed in seeds[k]]
 
 
-def band_of(table: LossTable, shorter: xr.Dataset | None = None) -> tuple[list[int], UsefulBand]:
+def band_of(table: LossTable) -> tuple[list[int], UsefulBand]:
     """The k of the rates tried with all seeds, and the useful band among them."""
     is_full = ~np.isnan(table.loss).any(axis=1)
-    found = None if shorter is None else table.earlier_from(shorter)
-    earlier = table.earlier() if found is None else found
-    band = useful_band(table.rate[is_full], table.loss[is_full], earlier[is_full])
+    band = useful_band(table.rate[is_full], table.loss[is_full], table.earlier()[is_full])
     return [index_of(rate) for rate in table.rate[is_full]], band
 
 
@@ -103,15 +101,16 @@ def shorter_runs(of: list[Design], known: xr.Dataset) -> list[wb.sweeps.RunSetti
     return runs
 
 
-def long_runs(of: list[Design], known: xr.Dataset, shorter: xr.Dataset | None) -> list[wb.sweeps.RunSettings]:
-    """Long runs of the first design of the first four families, around their edge."""
+def long_runs(of: list[Design], known: xr.Dataset) -> list[wb.sweeps.RunSettings]:
+    """Long runs around the edge, of the first design with a constant rate of the first four families that have one."""
     first: dict[str, Design] = {}
     for design in of:
-        first.setdefault(design.architecture.family, design)
+        if design.training["schedule"] == "constant":
+            first.setdefault(design.architecture.family, design)
     runs = []
     options = {"n_snapshots": 0, "n_evaluations": N_EVALUATIONS, "n_steps": LONG_STEPS}
     for design in list(first.values())[:N_LONG]:
-        ks, band = band_of(of_design(known, design), shorter)
+        ks, band = band_of(of_design(known, design))
         center = index_of(band.useful_edge) if np.isfinite(band.useful_edge) else max(ks)
         runs += [design.run(center + by, seed, **options) for by in LONG_OFFSETS for seed in LONG_SEEDS]
     return runs
@@ -135,8 +134,8 @@ def make(folder: Path, of: str, last: str, n_workers: int) -> dict[str, xr.Datas
         "fine": lambda: fine_runs(members, found["coarse"]),
         "wider": lambda: wider_runs(members, known()),
         "shorter": lambda: shorter_runs(members, known()),
-        "long": lambda: long_runs(members, known(), found.get("shorter")),
         "measures": lambda: measured_runs(members),
+        "long": lambda: long_runs(members, known()),
     }
     for stage in STAGES[: STAGES.index(last) + 1]:
         if runs := plans[stage]():
