@@ -1,5 +1,7 @@
 import copy
+import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,15 +65,15 @@ def test_estimates_follow_from_the_last_round():
     best, edge = extrapolated(last, TrainingPlan(n_steps=1000))
     assert best.low < best.value < best.high
     assert edge.low < edge.value < edge.high
-    doubled = Round(last.n_updates, 2 * last.rate, last.loss, 2 * last.best_rate, 2 * last.useful_edge)
+    doubled = Round(False, last.n_updates, 2 * last.rate, last.loss, 2 * last.best_rate, 2 * last.useful_edge)
     assert extrapolated(doubled, TrainingPlan(n_steps=1000))[1].value == pytest.approx(2 * edge.value)
-    assert furthest(last.n_updates) > last.n_updates
+    assert furthest(last) > last.n_updates
 
 
 def test_features_know_the_length_and_whether_rates_decay():
     constant, cosine = (features(100, TrainingPlan(n_steps=200, schedule=name)) for name in ("constant", "cosine"))
-    assert constant == {"constant": 1.0, "growth": math.log(2), "decays": 0.0, "growth, decays": 0.0}
-    assert cosine == constant | {"decays": 1.0, "growth, decays": math.log(2)}
+    assert constant == {"constant": 1.0, "growth": math.log(2), "decays": 0.0}
+    assert cosine == constant | {"decays": 1.0}
 
 
 def test_what_was_not_measured_is_not_answered():
@@ -105,6 +107,10 @@ def test_an_interrupted_pilot_answers_from_what_it_has():
     found = wb.find_rate(loop=loop, n_steps=300, progress=False)
     assert len(found.rounds) == 1
     assert found.useful_edge.value > 0
+    assert "Interrupted pilot: " in str(found)
+    whole = wb.find_rate(loop=planted_loop([]), n_steps=300, progress=False)
+    width = [one.useful_edge.high / one.useful_edge.low for one in (found, whole)]
+    assert width[0] > width[1]  # a first round knows less
 
     def at_once(rate, seed):
         raise KeyboardInterrupt
@@ -122,11 +128,43 @@ def test_rates_for_another_width():
     assert found.for_width(16.0).useful_edge.high == pytest.approx(1.5**2 * found.useful_edge.high / 16)
     assert found.for_width(4.0, parametrization="mup").best_rate.value == found.best_rate.value
     assert found.for_width(1.0).best_rate == found.best_rate
-    for wrong in (0, -1.0, math.nan, "4"):
+    assert found.for_width(np.int64(4)).useful_edge == wide.useful_edge
+    for wrong in (0, -1.0, math.nan, "4", True):
         with pytest.raises(OptionError, match="expected a positive number"):
             found.for_width(wrong)
     with pytest.raises(OptionError, match="expected 'standard' or 'mup'"):
         found.for_width(2.0, parametrization="ntk")
+    with pytest.raises(OptionError, match="The rule is Adam's, but the pilot used SGD"):
+        replace(found, optimizer="SGD").for_width(2.0)
+
+
+def test_a_loss_that_no_rate_changes_has_no_edge():
+    found = wb.find_rate(loop=lambda rate, seed: itertools.repeat(2.0), n_steps=100, budget=2000, progress=False)
+    assert found.reason.startswith("The loss is the same at every rate")
+
+
+def test_long_trainings_are_answered_with_a_caveat():
+    found = wb.find_rate(loop=planted_loop([]), n_steps=3000, budget=2000, progress=False)
+    assert "that was measured" not in str(found)
+    assert "How rates change was measured up to 2,000 updates" in str(found)
+
+
+def test_a_function_that_makes_models_leaves_random_numbers_alone():
+    state = torch.get_rng_state()
+    made = []
+
+    def make(seed):
+        made.append(wb.zoo.transformer(**SIZE).bfloat16().float())
+        torch.nn.init.normal_(made[-1].token_embedding.weight, std=0.02)
+        return made[-1]
+
+    starts = {}
+    wb.find_rate(
+        lambda seed: starts.setdefault(seed, []).append(make(seed).token_embedding.weight.detach().clone()) or made[-1],
+        task(), n_steps=400, budget=200, progress=False,
+    )  # fmt: skip
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(one, of[0]) for of in starts.values() for one in of)
 
 
 def test_data_hold_every_loss_and_the_estimates():
@@ -147,9 +185,11 @@ def test_data_hold_every_loss_and_the_estimates():
         ({"loop": planted_loop([]), "budget": 10}, "budget is 10, expected"),
         ({"loop": planted_loop([]), "n_steps": 0}, "n_steps is 0, expected"),
         ({"loop": planted_loop([]), "n_seeds": 0}, "n_seeds is 0, expected"),
-        ({"loop": planted_loop([]), "start": -1.0}, "learning_rate is -1.0, expected"),
+        ({"loop": planted_loop([]), "start": -1.0}, "start is -1.0, expected a learning rate"),
         ({"loop": planted_loop([]), "schedule": "step"}, "schedule is 'step', expected one of"),
         ({"model": torch.nn.Linear(1, 1)}, "takes a model and a task, or loop= alone"),
+        ({"loop": planted_loop([]), "warmup": 5, "clip_norm": 1.0}, "warmup, clip_norm would not reach your loop"),
+        ({"loop": lambda rate, seed: [2.0] * 20}, "The loop ended after 20 updates, but a run of the pilot needs 36"),
     ],
 )
 def test_impossible_settings_are_refused(options, message):
@@ -166,10 +206,5 @@ def test_a_ready_optimizer_is_refused():
 
 def test_a_stream_that_can_be_read_only_once_is_refused():
     batches = (task().batch(i) for i in range(100))
-    with pytest.raises(wb.WorkbenchError, match="one-shot source cannot be read again"):
+    with pytest.raises(wb.WorkbenchError, match="The data can be read only once"):
         wb.find_rate(wb.zoo.transformer(**SIZE), batches, n_steps=100, progress=False)
-
-
-def test_rounds_are_plain_values():
-    one = Round(10, np.array([1e-3]), np.array([[2.0]]), 1e-3, math.nan)
-    assert one.n_updates == 10

@@ -1,10 +1,12 @@
 import copy
 import math
+from itertools import islice
 
 import pytest
 import torch
 
 import workbench as wb
+from workbench.errors import OptionError
 from workbench.rates.pilot_runs import LoopRuns, ModelRuns
 
 FREE = [math.inf] * 3
@@ -16,7 +18,7 @@ def task():
 
 
 def runs_of(model, source=None, **settings):
-    return ModelRuns(model, task() if source is None else source, settings, n_longest=10)
+    return ModelRuns(model, task() if source is None else source, settings, n_longest=10, n_seeds=1)
 
 
 def test_losses_are_those_of_one_run_whatever_was_run_before():
@@ -44,9 +46,9 @@ def test_the_loss_is_that_of_held_out_examples_after_plain_training():
 def test_the_trivial_loss_is_that_of_the_frequencies():
     runs = runs_of(wb.zoo.transformer(**SIZE))
     _, targets = task().held_out(4096)
-    counts = torch.bincount(torch.cat([task().batch(i)[1].flatten() for i in range(32)]), minlength=32) + 1.0
+    counts = torch.bincount(torch.cat([task().batch(i)[1].flatten() for i in range(100)]), minlength=32) + 1.0
     assert runs.trivial_loss == pytest.approx(float(-(counts / counts.sum()).log()[targets].mean()))
-    own = ModelRuns(wb.zoo.transformer(**SIZE), task(), {}, 10, lambda logits, targets: logits.mean())
+    own = ModelRuns(wb.zoo.transformer(**SIZE), task(), {}, 10, 1, lambda logits, targets: logits.mean())
     assert math.isnan(own.trivial_loss)
 
 
@@ -64,8 +66,9 @@ def test_seeds_see_other_batches_and_functions_make_other_models():
     assert seeds == [0, 3]
 
 
-def test_without_held_out_examples_batches_are_set_aside():
-    batches = [task().batch(i) for i in range(40)]
+@pytest.mark.parametrize("n_batches", [40, 12])
+def test_without_held_out_examples_batches_are_set_aside(n_batches):
+    batches = [task().batch(i) for i in range(n_batches)]
     seen = []
 
     class Spy(torch.nn.Module):
@@ -79,8 +82,43 @@ def test_without_held_out_examples_batches_are_set_aside():
             return self.inner(tokens)
 
     runs = runs_of(Spy(), batches)
-    runs.losses(1e-2, 0, [5], FREE)
-    assert all(torch.equal(one, two) for one, (two, _) in zip(seen, batches[8:13], strict=True))
+    runs.losses(1e-2, 0, [10], FREE)
+    n_aside = 8 if n_batches == 40 else 2
+    expected = [batches[n_aside + i % (n_batches - n_aside)][0] for i in range(10)]
+    assert all(torch.equal(one, two) for one, two in zip(seen, expected, strict=True))
+
+
+def test_shuffled_data_hold_out_the_same_rows_in_each_epoch():
+    rows = torch.arange(32).reshape(16, 2)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows, rows), batch_size=2, shuffle=True)
+    runs = runs_of(wb.zoo.transformer(**SIZE), loader)
+    held_out = {tuple(row) for inputs, _ in runs._held_out for row in inputs.tolist()}
+    trained = {tuple(row) for inputs, _ in islice(runs._data.stream(), 30) for row in inputs.tolist()}
+    assert held_out
+    assert not held_out & trained
+
+
+def test_data_that_cannot_be_read_anew_or_end_are_refused():
+    with pytest.raises(OptionError, match="can be read only once"):
+        runs_of(wb.zoo.transformer(**SIZE), iter([task().batch(0)]))
+    with pytest.raises(OptionError, match="have a single batch"):
+        runs_of(wb.zoo.transformer(**SIZE), [task().batch(0)])
+
+    class Ends:
+        def stream(self, start=0):
+            return islice(task().stream(start), 4)
+
+        def probe(self, n_tokens):
+            return task().probe(n_tokens)
+
+        def held_out(self, n_tokens):
+            return task().held_out(n_tokens)
+
+        def describe(self):
+            return {"task": "ends"}
+
+    with pytest.raises(OptionError, match="The data end after 4 batches, but a run of the pilot needs 8"):
+        runs_of(wb.zoo.transformer(**SIZE), Ends()).losses(1e-2, 0, [8], FREE)
 
 
 def test_a_run_that_ends_in_values_that_are_not_finite_has_an_infinite_loss():
@@ -102,7 +140,8 @@ def test_loops_of_users_run_as_far_as_needed_and_are_closed():
     runs = LoopRuns(loop)
     assert runs.losses(0.1, 0, [10, 20], FREE) == pytest.approx([1 / 10, (1 / 19 + 1 / 20) / 2])
     assert runs.losses(2.0, 0, [4, 10], FREE) == [0.25, math.inf]
-    assert runs.losses(0.1, 1, [40], FREE) == [math.inf]  # it has only 30 updates
+    with pytest.raises(OptionError, match="The loop ended after 30 updates, but a run of the pilot needs 40"):
+        runs.losses(0.1, 1, [40], FREE)
     assert runs.n_updates == 20 + 5 + 30
     assert closed == [(0.1, 0), (2.0, 0), (0.1, 1)]
     assert LoopRuns(lambda rate, seed: [1.0, 2.0]).losses(0.1, 0, [2], FREE) == [2.0]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from workbench.models.calling import on_device_of
 from workbench.models.losses import token_loss
 from workbench.monitors.probe_pass import ModelProbe
 from workbench.tasks import as_task
+from workbench.tasks.later_batches import LaterBatches
 from workbench.tasks.task import require_whole
 from workbench.training.training_plan import TrainingPlan
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from workbench.callbacks.kss import KSS
-    from workbench.tasks import Inputs, Task
+    from workbench.tasks import Task
 
 #: Updates of one trial, and number of trials: half of the recorded diverging runs do so within ten updates, 95 % within
 #: 49.
@@ -103,7 +104,7 @@ def pilot_run(
     steps, causes = np.full(n_trials, math.nan), [""] * n_trials
     looks: list[dict[str, float]] = []
     for trial in range(n_trials):
-        later, trained = _Later(task, start=(trial + 1) * n_updates), copy.deepcopy(model)
+        later, trained = LaterBatches(task, first=(trial + 1) * n_updates), copy.deepcopy(model)
         probe = _probe_of(trained, task) if trial == 0 else None
         for record in train(trained, later, loss=loss, kss=None if kss is None else kss(), **settings):
             numbers[:, trial, record.step] = record.loss, record.grad_norm
@@ -150,20 +151,3 @@ def _measure(probe: ModelProbe) -> dict[str, float]:
         values = taken.get(part, {}).get(variable)
         found[name] = math.nan if values is None or not np.isfinite(values).any() else float(worst(values))
     return found
-
-
-@dataclass(frozen=True)
-class _Later:
-    """A task whose stream starts at a later batch."""
-
-    task: Task
-    start: int
-
-    def stream(self, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
-        return self.task.stream(self.start + start)
-
-    def probe(self, n_tokens: int) -> Inputs:
-        return self.task.probe(n_tokens)
-
-    def describe(self) -> dict[str, Any]:
-        return {**self.task.describe(), "from_batch": self.start}

@@ -19,20 +19,6 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
-def frequency_loss(known: Tensor, targets: Tensor) -> float:
-    """Mean cross entropy of the predictor that knows nothing but how often each class occurs; nat.
-
-    Args:
-        known: Class numbers that are counted, of any shape; negative ones are left out. Each class counts once more, so
-            that none is impossible.
-        targets: Class numbers that are predicted, likewise.
-    """
-    known, targets = known[known >= 0], targets[targets >= 0]
-    n_classes = int(max(known.max(), targets.max())) + 1
-    counts = known.bincount(minlength=n_classes) + 1.0
-    return float(-(counts / counts.sum()).log()[targets].mean())
-
-
 def auxiliary_loss(model: nn.Module, output: Any) -> Tensor | None:
     """Weighted auxiliary terms of the loss: the zoo's own method, or what Hugging Face routers return."""
     if callable(own := getattr(model, "auxiliary_loss", None)):

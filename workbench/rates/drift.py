@@ -1,7 +1,7 @@
 """From the rates that a pilot found to those for a longer training, with intervals.
 
-Best rate and useful edge fall as runs grow longer, more so where the loss rises slowly beyond the edge than where runs
-break. By how much is fitted to pilots of the recorded study of learning rates (``data/fit_rates.py``).
+Best rate and useful edge fall as runs grow longer; by how much is fitted to pilots of the recorded study of learning
+rates (``data/fit_rates.py``).
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from workbench.formatting import rounded
 from workbench.rates.rate_search import Round
 from workbench.training.training_plan import TrainingPlan
 
@@ -43,6 +44,9 @@ class Estimate:
         """The rate times a factor that is itself known up to a factor of ``error``."""
         return Estimate(self.value * factor, self.low * factor / error, self.high * factor * error)
 
+    def __str__(self) -> str:
+        return f"{rounded(self.value)} ({rounded(self.low)}-{rounded(self.high)})"
+
 
 UNKNOWN = Estimate(math.nan, math.nan, math.nan)
 
@@ -51,17 +55,17 @@ def extrapolated(last: Round, plan: TrainingPlan) -> tuple[Estimate, Estimate]:
     """Best rate and useful edge of a training, from the last round of a pilot.
 
     The logarithm of each is that of the round plus a linear function of `features`. The interval has the quantiles of
-    what is left of it in the study, each family being predicted from the others.
+    what is left of it in the study, each family being predicted from the others; after a first round it is wider.
 
     Args:
         last: The last round with an edge.
         plan: The training.
     """
-    fitted, values = _fitted(), features(last.n_updates, plan)
-    return (
-        _estimate(fitted["best_rate"], last.best_rate, values),
-        _estimate(fitted["useful_edge"], last.useful_edge, values),
-    )
+    fitted = _fitted()["coarse" if last.is_coarse else "fine"]
+    values = features(last.n_updates, plan)
+    edge = _estimate(fitted["useful_edge"], last.useful_edge, values)
+    best = _estimate(fitted["best_rate"], last.best_rate, values)
+    return replace(best, value=min(best.value, edge.value), low=min(best.low, edge.value)), edge
 
 
 def features(n_updates: int, plan: TrainingPlan) -> dict[str, float]:
@@ -72,13 +76,17 @@ def features(n_updates: int, plan: TrainingPlan) -> dict[str, float]:
         plan: The training.
     """
     decays = float(callable(plan.schedule) or plan.schedule != "constant")
-    growth = math.log(plan.n_steps / n_updates)
-    return {"constant": 1.0, "growth": growth, "decays": decays, "growth, decays": growth * decays}
+    return {"constant": 1.0, "growth": math.log(plan.n_steps / n_updates), "decays": decays}
 
 
-def furthest(n_updates: int) -> int:
-    """The longest training for which the change of rates was measured, for runs of so many updates in a pilot."""
-    return round(_fitted()["largest_growth"] * n_updates)
+def furthest(last: Round) -> int:
+    """The longest training to which the rates of a round may be extrapolated: the largest factor that was measured."""
+    return round(_fitted()["coarse" if last.is_coarse else "fine"]["largest_growth"] * last.n_updates)
+
+
+def longest_measured() -> int:
+    """Updates of the longest trainings of the study."""
+    return int(_fitted()["longest"])
 
 
 def _estimate(fitted: Mapping[str, Any], rate: float, values: Mapping[str, float]) -> Estimate:

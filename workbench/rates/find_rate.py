@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +18,13 @@ from workbench.errors import OptionError
 from workbench.formatting import counted, duration, rounded
 from workbench.io.progress import progress_bar
 from workbench.models.losses import token_loss
-from workbench.rates.drift import UNKNOWN, Estimate, extrapolated, furthest
+from workbench.rates.drift import UNKNOWN, Estimate, extrapolated, furthest, longest_measured
 from workbench.rates.pilot_runs import LoopRuns, ModelRuns, PilotRuns
-from workbench.rates.rate_search import RateSearch, Round
+from workbench.rates.rate_search import HIGHEST, LONGEST_SHARE, LOWEST, RateSearch, Round
 from workbench.rates.useful_band import RESOLUTION
 from workbench.tasks.task import require_whole
 from workbench.training.training_plan import NO_OPTIONS, TrainingPlan
+from workbench.zoo.module_of import HoldsModel
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -31,8 +34,6 @@ _START, _START_OF_SGD = 3e-3, 0.1
 _SMALLEST_BUDGET = 200
 #: Factor by which explosion edges of seven architectures were off the rule, at most, and factor in the width.
 _WIDTH_ERROR, _WIDTH_RATIO = 1.5, 4.0
-#: No run takes a larger share of the budget.
-_LONGEST_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class FoundRates:
         seconds: Duration of the pilot.
         rounds: What each round of the pilot measured.
         trivial_loss: Loss of the predictor that knows the frequencies of the targets alone; nat; NaN: not known.
+        optimizer: Name of the optimizer; empty: not known.
+        is_interrupted: Whether the pilot was interrupted before its end.
 
     Example:
         >>> import workbench as wb
@@ -66,15 +69,23 @@ class FoundRates:
     seconds: float
     rounds: tuple[Round, ...]
     trivial_loss: float
+    optimizer: str
+    is_interrupted: bool
 
     def __str__(self) -> str:
         n_rates = len({rate for one in self.rounds for rate in one.rate})
-        cost = f"Pilot: {counted(n_rates, 'rate')}, {counted(self.n_updates, 'update')}, {duration(self.seconds)}."
+        cost = f"{counted(n_rates, 'rate')}, {counted(self.n_updates, 'update')}, {duration(self.seconds)}."
+        cost = f"Pilot: {cost}" if not self.is_interrupted else f"Interrupted pilot: {cost}"
         if self.reason:
             return f"{self.reason} {cost}"
+        beyond = ""
+        if self.n_steps > longest_measured():
+            beyond = (
+                f" How rates change was measured up to {longest_measured():,} updates; beyond, this is an assumption."
+            )
         return (
-            f"Over {self.n_steps:,} updates the best learning rate is about {_with_interval(self.best_rate)}, and "
-            f"rates up to {_with_interval(self.useful_edge)} learn about as well (80 % intervals). {cost}"
+            f"Over {self.n_steps:,} updates the best learning rate is about {self.best_rate}, and rates up to "
+            f"{self.useful_edge} learn about as well (80 % intervals).{beyond} {cost}"
         )
 
     def for_width(self, ratio: float, *, parametrization: str = "standard") -> FoundRates:
@@ -82,7 +93,7 @@ class FoundRates:
 
         In the standard parametrization rates fall as 1 / width, in muP they stay (Yang et al. 2022, arXiv:2203.03466).
         The error of the rule widens the intervals by a factor of 1.5 for each factor of 4 in the width, and at least by
-        that: the largest error of explosion edges at 256 from those at 64, of seven architectures
+        that: the largest error of explosion edges at 256 from those at 64, of eight recorded width studies
         (`workbench.samples.scaling`). Larger factors were not measured.
 
         Args:
@@ -90,14 +101,19 @@ class FoundRates:
             parametrization: ``"standard"`` or ``"mup"``.
 
         Raises:
-            OptionError: If the ratio is not positive, or there is no such parametrization.
+            OptionError: If the ratio is not positive, there is no such parametrization, or the optimizer is not of
+                Adam's family.
         """
-        if not (isinstance(ratio, int | float) and math.isfinite(ratio) and ratio > 0):
+        if self.optimizer and "adam" not in self.optimizer.lower():
+            raise OptionError(
+                f"The rule is Adam's, but the pilot used {self.optimizer}; run a pilot at the target width."
+            )
+        if isinstance(ratio, bool) or not (isinstance(ratio, Real) and math.isfinite(ratio) and ratio > 0):
             raise OptionError(f"ratio is {ratio!r}, expected a positive number: target width / pilot's width.")
         if parametrization not in ("standard", "mup"):
             raise OptionError(f"parametrization is {parametrization!r}, expected 'standard' or 'mup'.")
-        factor = 1 / ratio if parametrization == "standard" else 1.0
-        error = 1.0 if ratio == 1 else _WIDTH_ERROR ** max(1.0, abs(math.log(ratio, _WIDTH_RATIO)))
+        factor = 1 / float(ratio) if parametrization == "standard" else 1.0
+        error = 1.0 if ratio == 1 else _WIDTH_ERROR ** max(1.0, abs(math.log(float(ratio), _WIDTH_RATIO)))
         best, edge = (rate.times(factor, error=error) for rate in (self.best_rate, self.useful_edge))
         return replace(self, best_rate=best, useful_edge=edge)
 
@@ -129,7 +145,7 @@ class FoundRates:
 
 
 def find_rate(
-    model: nn.Module | Callable[[int], nn.Module] | None = None,
+    model: HoldsModel | nn.Module | Callable[[int], nn.Module] | None = None,
     task: Any = None,
     *,
     n_steps: int,
@@ -149,24 +165,26 @@ def find_rate(
     """Find the best and the largest useful learning rate for a planned training by a pilot on copies of the model.
 
     The pilot tries rates a factor 3.4 apart for a few updates, then those around the best one and the useful edge with
-    a fifth of the budget each, at a constant rate after a warm-up of at most a third of their updates; runs that are
-    clearly worse are stopped. What is left of the budget repeats the rates that decide with another seed: longer runs
-    tell more than more seeds do. The rates for the whole training are extrapolated; how well, is measured on the
-    recorded study of learning rates (``data/README.md``). Interrupting it (in a notebook: the stop button) ends the
-    pilot and gives the answer of the rounds that were finished.
+    a fifth of the budget each, at a constant rate after a warm-up of at most a third of their updates; at rates above
+    the best one, runs that are clearly worse are stopped. The rates that decide are repeated with a second seed where
+    the budget allows it: longer runs tell more than a second seed does. The rates for the whole training are
+    extrapolated; how well, is measured on the recorded study of learning rates (``data/README.md``). Interrupting it
+    (in a notebook: the stop button) ends the pilot and gives the answer of the rounds that were finished.
 
     Args:
-        model: Model that each run begins with, or a function from a seed to one. It is not changed.
+        model: Model or checkpoint that each run begins with, or a function from a seed to one. It is not changed.
         task: What it will be trained on; see `workbench.tasks.as_task`. Losses are those of held-out examples: the
-            task's own, or its first 8 batches, which no run is trained on.
+            task's own, or its first batches (8, of few batches a fifth), which no run is trained on.
         n_steps: Updates of the planned training.
-        budget: Updates of the pilot at most, over all rates and seeds.
+        budget: Updates of the pilot at most, over all rates and seeds. Beside these, each run measures the held-out
+            loss of 4,096 token states four to seven times.
         loop: In place of model and task, a training loop of your own: a function from a rate and a seed that trains a
-            fresh model and yields the training loss of each update. It runs only as far as needed, and is closed.
+            fresh model at this rate, constant after a short warm-up, and yields the training loss of each update. It
+            runs only as far as needed, and is closed. ``start`` is the one setting below that it knows.
         n_seeds: Seeds at most.
-        start: Rate at which the search begins; None: .003, for SGD .1.
+        start: Rate at which the search begins, between 1e-9 and 1e6; None: .003, for SGD .1.
         warmup: As in `workbench.train`.
-        schedule: As in `workbench.train`.
+        schedule: As in `workbench.train`; the pilot itself runs at a constant rate.
         optimizer: As in `workbench.train`, but not a ready optimizer.
         optimizer_options: As in `workbench.train`.
         clip_norm: As in `workbench.train`.
@@ -178,7 +196,8 @@ def find_rate(
         What was found. Print it for a sentence; `workbench.plots.pilot_losses` draws its ``data``.
 
     Raises:
-        OptionError: If neither model and task nor a loop are given, or both; or a setting is impossible.
+        OptionError: If neither model and task nor a loop are given, or both; a setting is impossible, or given beside a
+            loop; or the data or the loop end too early.
 
     Example:
         >>> import workbench as wb
@@ -196,33 +215,54 @@ def find_rate(
         raise OptionError(
             "A ready optimizer cannot be used on copies of the model; name its class, or pass a function that makes it."
         )
+    if start is not None and not LOWEST < start < HIGHEST:
+        raise OptionError(f"start is {start}, expected a learning rate between {LOWEST:g} and {HIGHEST:g}.")
     settings: dict[str, Any] = {
+        "warmup": warmup,
+        "schedule": schedule,
         "optimizer": optimizer,
         "optimizer_options": optimizer_options,
         "clip_norm": clip_norm,
         "precision": precision,
     }
-    plan = TrainingPlan(n_steps=n_steps, learning_rate=start, warmup=warmup, schedule=schedule, **settings)
+    plan = TrainingPlan(n_steps=n_steps, learning_rate=start, **settings)
+    if loop is not None:
+        _refuse_beside_a_loop({**settings, "loss": loss})
     begun = time.monotonic()
     with progress_bar(progress, total=budget, label="pilot", unit="update") as bar:
         if loop is not None:
             runs: PilotRuns = LoopRuns(loop, bar.update)
         elif model is not None:
-            longest = min(n_steps, int(_LONGEST_SHARE * budget))
-            runs = ModelRuns(model, task, settings | {"warmup": warmup}, longest, loss, bar.update)
-        rounds = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
-    return _found(runs, rounds, plan, budget, time.monotonic() - begun)
+            longest = min(n_steps, math.ceil(LONGEST_SHARE * budget))
+            own = {name: value for name, value in settings.items() if name != "schedule"}
+            runs = ModelRuns(model, task, own, longest, n_seeds, loss, bar.update)
+        rounds, is_interrupted = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
+    name = "" if loop is not None else optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")
+    best, edge, reason = _answer(runs, rounds, plan, budget)
+    return FoundRates(
+        n_steps, best, edge, reason, runs.n_updates, time.monotonic() - begun, rounds, runs.trivial_loss, name,
+        is_interrupted,
+    )  # fmt: skip
 
 
-def _rounds(search: RateSearch, start: float) -> tuple[Round, ...]:
-    """The rounds; those that were finished, if interrupted after the first."""
+def _refuse_beside_a_loop(settings: dict[str, Any]) -> None:
+    """Refuse settings that a loop of the user's own would not get."""
+    defaults = inspect.signature(find_rate).parameters
+    if given := [name for name, value in settings.items() if value != defaults[name].default]:
+        raise OptionError(f"{', '.join(given)} would not reach your loop; set it there, and pass loop= without it.")
+
+
+def _rounds(search: RateSearch, start: float) -> tuple[tuple[Round, ...], bool]:
+    """The rounds, or those that were finished if interrupted after the first, and whether it was."""
     rounds: list[Round] = []
     try:
-        rounds.extend(search.rounds(start))
+        for one in search.rounds(start):
+            rounds.append(one)  # noqa: PERF402  (what was found has to outlive an interrupt)
     except KeyboardInterrupt:
         if not rounds:
             raise
-    return tuple(rounds)
+        return tuple(rounds), True
+    return tuple(rounds), False
 
 
 def _start_of(plan: TrainingPlan) -> float:
@@ -231,37 +271,41 @@ def _start_of(plan: TrainingPlan) -> float:
     return _START_OF_SGD if isinstance(plan.optimizer, str) and plan.optimizer.lower() == "sgd" else _START
 
 
-def _found(runs: PilotRuns, rounds: tuple[Round, ...], plan: TrainingPlan, budget: int, seconds: float) -> FoundRates:
-    """The answer that the rounds allow."""
-    known = [one for one in rounds if math.isfinite(one.useful_edge)]
-    reason, best, edge = "", UNKNOWN, UNKNOWN
+def _answer(
+    runs: PilotRuns, rounds: tuple[Round, ...], plan: TrainingPlan, budget: int
+) -> tuple[Estimate, Estimate, str]:
+    """Best rate and useful edge that the rounds allow, and why they are not known."""
     if not rounds:
-        reason = "No rate gave a finite loss; check the data and the loss, or choose a smaller start=."
-    elif not _best_loss(rounds[-1]) < runs.trivial_loss - RESOLUTION and math.isfinite(runs.trivial_loss):
-        reason = (
+        return UNKNOWN, UNKNOWN, (
+            "No rate gave a finite loss; check the data and the loss, or choose a smaller start=."
+        )  # fmt: skip
+    if not _best_loss(rounds[-1]) < runs.trivial_loss - RESOLUTION and math.isfinite(runs.trivial_loss):
+        return UNKNOWN, UNKNOWN, (
             f"No rate learned more than how often each target occurs within {rounds[-1].n_updates} updates; ask again "
             f"with a larger budget, such as {3 * budget:,}."
+        )  # fmt: skip
+    known = [one for one in rounds if math.isfinite(one.useful_edge)]
+    largest = rounds[-1].rate[-1]
+    if not known and np.ptp(np.nan_to_num(rounds[-1].loss, nan=rounds[-1].loss[0, 0])) < RESOLUTION:
+        return (
+            UNKNOWN,
+            UNKNOWN,
+            "The loss is the same at every rate; check that the training uses the rate it is given.",
         )
-    elif not known:
-        reason = (
-            f"The budget was spent before a rate was too large; the largest one tried is {rounds[-1].rate[-1]:.2g}. "
-            f"Ask again with a larger budget, such as {2 * budget:,}, or start={rounds[-1].rate[-1]:.2g}."
-        )
-    elif (reach := furthest(known[-1].n_updates)) < plan.n_steps:
+    if not known:
+        return UNKNOWN, UNKNOWN, (
+            f"No rate tried was too large, up to {largest:.2g}. Ask again with a larger budget, such as "
+            f"{2 * budget:,}, or start={largest:.2g}."
+        )  # fmt: skip
+    if (reach := furthest(known[-1])) < plan.n_steps:
         _, upper = extrapolated(known[-1], replace(plan, n_steps=reach))
-        reason = (
+        return UNKNOWN, UNKNOWN, (
             f"How rates change was measured up to {reach:,} updates for a pilot of this length, not up to "
-            f"{plan.n_steps:,}. Rates above {rounded(upper.value)} are too large even for {reach:,}. Ask again with a "
-            f"budget of {math.ceil(budget * plan.n_steps / reach):,}."
-        )
-    else:
-        best, edge = extrapolated(known[-1], plan)
-    return FoundRates(plan.n_steps, best, edge, reason, runs.n_updates, seconds, rounds, runs.trivial_loss)
+            f"{plan.n_steps:,}. Rates above {rounded(upper.high)} are probably too large even for {reach:,}. Ask again "
+            f"with a budget of {math.ceil(budget * plan.n_steps / reach):,}."
+        )  # fmt: skip
+    return *extrapolated(known[-1], plan), ""
 
 
 def _best_loss(found: Round) -> float:
     return float(np.nanmin(np.where(np.isfinite(found.loss), found.loss, np.nan)))
-
-
-def _with_interval(rate: Estimate) -> str:
-    return f"{rounded(rate.value)} ({rounded(rate.low)}-{rounded(rate.high)})"

@@ -180,7 +180,7 @@ class LossTable:
         rate: Rates, rising, shape (rate,).
         seed: Seeds, shape (seed,).
         loss: Held-out loss after the updates, shape (rate, seed); infinite: not finite; NaN: not tried.
-        exploded: Share of the runs of each rate that diverged.
+        exploded: Share of the runs of each rate that diverged within these updates.
         has_lasting_spike: Whether a run has a lasting spike, 0 or 1, shape (rate, seed); NaN: not tried.
         trivial_loss: Loss of the predictor that knows the frequencies of the targets alone; nat.
     """
@@ -204,8 +204,9 @@ class LossTable:
         loss[i, j] = held_out_at(runs, total)
         n_windows = -(-total // LOSS_WINDOW)
         spikes[i, j] = [count_lasting_spikes(one[:n_windows]) > 0 for one in runs["training_loss"].values]
-        exploded = np.bincount(i, weights=runs["has_diverged"].values.astype(float)) / np.bincount(i)
-        return cls(runs, total, rate, seed, loss, exploded, spikes, float(runs["trivial_loss"].values[0]))
+        has_exploded = runs["has_diverged"].values & (runs["divergence_step"].values < total)
+        exploded = np.bincount(i, weights=has_exploded.astype(float)) / np.bincount(i)
+        return cls(runs, total, rate, seed, loss, exploded, spikes, float(runs["trivial_loss"].values.mean()))
 
     def earlier(self) -> np.ndarray:
         """The losses of the same runs after four fifths of the updates; shape (rate, seed)."""

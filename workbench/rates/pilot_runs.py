@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -14,15 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from workbench.callbacks.train import train
+from workbench.errors import OptionError
+from workbench.formatting import counted
 from workbench.models.calling import call_model, on_device_of
-from workbench.models.losses import frequency_loss, token_loss
+from workbench.models.losses import token_loss
 from workbench.models.probing import undisturbed
 from workbench.tasks import Task, as_task
+from workbench.tasks.later_batches import LaterBatches
+from workbench.tasks.random_stream import RandomStream
+from workbench.tasks.target_frequencies import frequency_loss
+from workbench.zoo.module_of import HoldsModel, module_of
 
-#: Token states of the held-out examples of a task that has some; batches that are set aside of another one.
+#: Token states of the held-out examples of a task that has some; batches that are set aside of another one, at most a
+#: fifth of them.
 _N_HELD_OUT, _N_SET_ASIDE = 4096, 8
-#: Batches in which targets are counted.
-_N_COUNTED = 32
 #: Share of the updates of a run that its warm-up takes at most.
 _WARMUP_SHARE = 1 / 3
 #: Where a run has training losses alone, its loss is their mean over this share of the updates.
@@ -43,8 +48,11 @@ class PilotRuns(Protocol):
     def losses(self, rate: float, seed: int, steps: Sequence[int], limits: Sequence[float]) -> list[float]:
         """Train a fresh run, and give its loss after each of some rising numbers of updates.
 
-        Losses are infinite where they are not finite, and after a run has ended. A run whose loss is above the limit of
-        that number of updates is stopped, and has no further losses.
+        Losses are infinite from where they are not finite. A run whose loss is above the limit of that number of
+        updates is stopped, and has no further losses.
+
+        Raises:
+            OptionError: If the data or the loop end before.
         """
 
 
@@ -58,48 +66,65 @@ class ModelRuns:
         settings: Arguments of `workbench.train` without the rate, the number of updates, and the seed. The warm-up
             takes at most a third of the updates of a run.
         n_longest: Updates of the longest run: each seed has its own part of the stream.
+        n_seeds: Seeds at most.
         loss: Function from logits and targets to a 0-dim tensor.
         on_update: Called after each update.
     """
 
-    model: nn.Module | Callable[[int], nn.Module]
+    model: HoldsModel | nn.Module | Callable[[int], nn.Module]
     task: Any
     settings: dict[str, Any]
     n_longest: int
+    n_seeds: int
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss
     on_update: Callable[[], None] = lambda: None
     n_updates: int = 0
     trivial_loss: float = math.nan
 
     def __post_init__(self) -> None:
-        self.task = as_task(self.task)
-        own = getattr(self.task, "held_out", None)
-        self._n_aside = 0 if callable(own) else _N_SET_ASIDE
-        first = list(islice(self.task.stream(0), self._n_aside + _N_COUNTED))
-        self._held_out = [own(_N_HELD_OUT)] if callable(own) else first[: self._n_aside]
-        targets, known = ([one for _, one in batches] for batches in (self._held_out, first[self._n_aside :]))
-        if self.loss is token_loss and known and not targets[0].is_floating_point():
-            self.trivial_loss = frequency_loss(*(torch.cat([one.flatten() for one in of]) for of in (known, targets)))
+        task = as_task(self.task)
+        if task.describe().get("is_one_shot"):
+            raise OptionError(
+                "The data can be read only once, but each run of a pilot reads them; pass a DataLoader or a list of "
+                "batches."
+            )
+        if callable(own := getattr(task, "held_out", None)):
+            held_out, self._data = [own(_N_HELD_OUT)], task
+        else:
+            held_out, self._data = _set_aside(task, self.n_seeds * self.n_longest)
+        self._held_out = held_out
+        targets = torch.cat([one.flatten() for _, one in held_out])
+        if self.loss is token_loss and not targets.is_floating_point():
+            self.trivial_loss = frequency_loss(self._data, targets)
 
     def losses(self, rate: float, seed: int, steps: Sequence[int], limits: Sequence[float]) -> list[float]:
         """Held-out losses."""
-        is_module = isinstance(self.model, nn.Module)
-        model: Any = copy.deepcopy(self.model) if is_module else self.model(seed)
+        model = self._fresh(seed)
         settings = {**self.settings, "warmup": min(self.settings.get("warmup", 0), int(_WARMUP_SHARE * steps[-1]))}
         found: list[float] = []
+        n_done, is_finite = 0, True
         for record in train(
-            model, _Later(self.task, self._n_aside + seed * self.n_longest), n_steps=steps[-1], learning_rate=rate,
-            seed=seed, loss=self.loss, stops_at_divergence=False, **settings,
+            model, LaterBatches(self._data, seed * self.n_longest), n_steps=steps[-1], learning_rate=rate, seed=seed,
+            loss=self.loss, stops_at_divergence=False, **settings,
         ):  # fmt: skip
             self.n_updates += 1
+            n_done, is_finite = record.step + 1, math.isfinite(record.loss)
             self.on_update()
-            if record.step + 1 == steps[len(found)]:
+            if n_done == steps[len(found)]:
                 found.append(self._measure(model))
-                if found[-1] > limits[len(found) - 1] and math.isfinite(found[-1]):
+                if limits[len(found) - 1] < found[-1] < math.inf:
                     return found
+        if is_finite and n_done < steps[-1]:
+            raise OptionError(f"The data end after {n_done:,} batches, but a run of the pilot needs {steps[-1]:,}.")
         return found + [math.inf] * (len(steps) - len(found))
 
-    @torch.no_grad()
+    def _fresh(self, seed: int) -> nn.Module:
+        """A copy of the model, or a new one, whose random numbers are those of the seed."""
+        if isinstance(self.model, nn.Module) or not callable(self.model):
+            return copy.deepcopy(module_of(self.model))
+        with RandomStream(seed).active():
+            return module_of(self.model(seed))
+
     def _measure(self, model: nn.Module) -> float:
         losses = []
         with undisturbed(model):
@@ -142,24 +167,26 @@ class LoopRuns:
                     found.append(float(np.mean(losses[-max(1, round(_LAST_SHARE * len(losses))) :])))
                     if found[-1] > limits[len(found) - 1]:
                         return found
+            else:
+                if len(losses) < steps[-1]:
+                    raise OptionError(
+                        f"The loop ended after {counted(len(losses), 'update')}, but a run of the pilot needs "
+                        f"{steps[-1]:,}; let it go on until it is closed."
+                    )
         finally:
             if callable(close := getattr(running, "close", None)):
                 close()
         return found + [math.inf] * (len(steps) - len(found))
 
 
-@dataclass(frozen=True)
-class _Later:
-    """A task from a later batch on."""
-
-    task: Task
-    first: int
-
-    def stream(self, start: int = 0) -> Iterator[Any]:
-        return self.task.stream(self.first + start)
-
-    def probe(self, n_tokens: int) -> Any:
-        return self.task.probe(n_tokens)
-
-    def describe(self) -> dict[str, Any]:
-        return {**self.task.describe(), "first_batch_number": self.first}
+def _set_aside(task: Task, n_needed: int) -> tuple[list[Any], Task]:
+    """Held-out batches of a task that has no examples of its own for that, and the task without them."""
+    n_batches = task.describe().get("n_batches")
+    if not isinstance(n_batches, int) or n_batches >= _N_SET_ASIDE + n_needed:
+        return list(islice(task.stream(0), _N_SET_ASIDE)), LaterBatches(task, _N_SET_ASIDE)
+    if n_batches < 2:
+        raise OptionError("The data have a single batch, but the pilot holds out at least one; pass two or more.")
+    # Shuffled anew, the next epoch would mix them in.
+    batches = list(islice(task.stream(0), n_batches))
+    n_aside = min(_N_SET_ASIDE, max(1, n_batches // 5))
+    return batches[:n_aside], as_task(batches[n_aside:])

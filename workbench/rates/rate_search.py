@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,17 +18,14 @@ _COARSE = 3
 #: Powers between two rates of the second round: below the best one, above it, and at most on both sides of the edge.
 _DOWN, _UP, _FINE = 3, 2, 2
 #: Updates of each run of the two rounds, as shares of the budget.
-_SHARES = (0.036, 0.2)
+_SHORT_SHARE, LONGEST_SHARE = 0.036, 0.2
 #: Losses are measured at the end of a run, after four fifths of its updates, after four fifths of those, and so on; the
-#: edges of the last ones are averaged.
-_N_MEASURED, _N_AVERAGED = 7, 3
-#: A run of the second round is stopped where its loss exceeds that of the best run by this; nat.
+#: edges of the last ones are averaged. Runs that may be stopped are measured more often.
+_N_AVERAGED, _N_MEASURED = 3, 7
+#: A run of the second round is stopped where its loss exceeds that of the best run, at a smaller rate, by this; nat.
 _MARGIN = 0.25
-_LOWEST, _HIGHEST = 1e-9, 1e6
-
-
-class _BudgetSpentError(Exception):
-    """The next run would exceed the budget."""
+#: Rates that are tried lie between these.
+LOWEST, HIGHEST = 1e-9, 1e6
 
 
 @dataclass(frozen=True)
@@ -36,14 +33,23 @@ class Round:
     """What one round of a pilot found.
 
     Attributes:
+        is_coarse: Whether it is the first one.
         n_updates: Updates of its runs.
         rate: Rates tried, rising, shape (rate,).
         loss: Loss after these updates, shape (rate, seed); nat; infinite: not finite; NaN: not tried. Of a run that was
             stopped, its last one, plus what the best run changed after that.
         best_rate: Best rate; the geometric mean over the last three numbers of updates at which losses were measured.
         useful_edge: Largest useful rate, likewise; NaN: not within the rates tried.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> one = wb.rates.Round(True, 36, np.array([0.001, 0.003]), np.array([[2.1], [2.3]]), 0.001, 0.002)
+        >>> one.loss.shape
+        (2, 1)
     """
 
+    is_coarse: bool
     n_updates: int
     rate: np.ndarray
     loss: np.ndarray
@@ -59,7 +65,8 @@ class RateSearch:
     and the useful edge lie between two of them. The second begins in the middle between these, with a fifth of the
     budget for each run. It goes down until a smaller rate is worse, since large rates are the first to learn how often
     each target occurs, and get no further; then up until a rate is too large, whose run is stopped as soon as that
-    shows; then between the two rates next to the edge. What is left of the budget repeats these with other seeds.
+    shows; then between the two rates next to the edge. These and the best one are repeated with another seed if the
+    budget allows all of them.
 
     Args:
         runs: The runs.
@@ -79,34 +86,35 @@ class RateSearch:
 
         A round in which no rate is finite, or that ends without an edge as the budget is spent, is the last.
         """
-        short, long = (min(round(share * self.budget), self.n_steps) for share in _SHARES)
+        short, long = (min(round(share * self.budget), self.n_steps) for share in (_SHORT_SHARE, LONGEST_SHARE))
         center = round(power_of(start))
-        for k in (center - _COARSE, center, center + _COARSE):
-            self._try(k, 0, short)
-        self._complete(short, self._next_of_first)
-        if (found := self._round(short)) is None:
+        self._complete(short, [center - _COARSE, center, center + _COARSE], self._next_of_first)
+        found = self._round(short, is_coarse=True)
+        if found is None:
             return
         yield found
         if math.isfinite(found.useful_edge) and long > short:
-            self._losses.clear()
             middle = round((power_of(found.best_rate) + power_of(found.useful_edge)) / 2)
-            self._try(middle, 0, long, stops=True)
-            self._complete(long, self._next_of_second, stops=True)
-            if (found := self._round(long)) is None:
+            self._losses.clear()
+            self._complete(long, [middle], self._next_of_second, stops=True)
+            found = self._round(long)
+            if found is None:
                 return
             yield found
         if math.isfinite(found.useful_edge) and self._repeat(found):
-            again = self._round(found.n_updates)
+            again = self._round(found.n_updates, is_coarse=found.is_coarse)
             assert again is not None  # it was not before
             yield again
 
-    def _complete(self, n_updates: int, following: Callable[[int], int | None], *, stops: bool = False) -> None:
-        """Try one power after the other until there is none, or the budget is spent."""
-        try:
-            while (k := following(n_updates)) is not None and _LOWEST < rate_of(k) < _HIGHEST:
-                self._try(k, 0, n_updates, stops=stops)
-        except _BudgetSpentError:
-            pass
+    def _complete(
+        self, n_updates: int, first: list[int], following: Callable[[int], int | None], *, stops: bool = False
+    ) -> None:
+        """Try some powers, and then one after the other until there is none, or the budget is spent."""
+        if not all(self._try(k, 0, n_updates, stops=stops) for k in first):
+            return
+        while (k := following(n_updates)) is not None and LOWEST < rate_of(k) < HIGHEST:
+            if not self._try(k, 0, n_updates, stops=stops):
+                return
 
     def _next_of_first(self, n_updates: int) -> int | None:
         ks, band = self._band(n_updates)
@@ -120,48 +128,45 @@ class RateSearch:
             return ks[0] - _DOWN
         if math.isnan(band.useful_edge):
             return ks[-1] + _UP
-        below, above = _beside(ks, band.useful_edge)
+        below, above = _beside(ks, band)
         return (below + above) // 2 if above - below > _FINE else None
 
     def _repeat(self, found: Round) -> bool:
-        """Try the rates that decide with the other seeds, as far as the budget allows; whether there were any."""
+        """Try the rates that decide with the other seeds, each if the budget allows all; whether there were any."""
         ks, band = self._band(found.n_updates)
         if math.isnan(band.useful_edge):
             return False
-        decisive = dict.fromkeys([*_beside(ks, band.useful_edge), round(power_of(band.best_rate))])
-        before = len(self._losses)
-        try:
-            for seed in range(1, self.n_seeds):
-                for k in decisive:
-                    self._try(k, seed, found.n_updates)
-        except _BudgetSpentError:
-            pass
-        return len(self._losses) > before
+        decisive = dict.fromkeys([*_beside(ks, band), round(power_of(band.best_rate))])
+        repeated = 0
+        for seed in range(1, self.n_seeds):
+            if self.runs.n_updates + len(decisive) * found.n_updates <= self.budget:
+                repeated += sum(self._try(k, seed, found.n_updates) for k in decisive)
+        return repeated > 0
 
-    def _try(self, k: int, seed: int, n_updates: int, *, stops: bool = False) -> None:
-        """Train a run and note its losses, unless it was trained before in this round."""
-        if (n_updates, k, seed) in self._losses:
-            return
+    def _try(self, k: int, seed: int, n_updates: int, *, stops: bool = False) -> bool:
+        """Train a run and note its losses; whether the budget allowed it."""
         if self.runs.n_updates + n_updates > self.budget:
-            raise _BudgetSpentError
-        steps = _steps(n_updates)
-        best = self._best_run(n_updates) if stops else None
+            return False
+        steps = _steps(n_updates, _N_MEASURED if stops else _N_AVERAGED + 1)
+        best = self._best_run_below(k, n_updates) if stops else None
         limits = [math.inf] * len(steps) if best is None else [best[step] + _MARGIN for step in steps]
         losses = self.runs.losses(rate_of(k), seed, steps, limits)
         last = losses[-1]
         for i, step in enumerate(steps):
-            if i >= len(losses):  # it was stopped
-                losses.append(last + best[step] - best[steps[i - 1]] if best is not None else math.inf)
+            if i >= len(losses):
+                assert best is not None  # only then is a run stopped
+                losses.append(last + best[step] - best[steps[i - 1]])
                 last = losses[-1]
             self._losses[step, k, seed] = losses[i]
+        return True
 
-    def _best_run(self, n_updates: int) -> dict[int, float] | None:
-        """Losses of the best run so far by number of updates; None: there is none that is finite."""
+    def _best_run_below(self, power: int, n_updates: int) -> dict[int, float] | None:
+        """Losses of the best run so far by number of updates; None: it is at no smaller rate, or not finite."""
         ends = {key: loss for key, loss in self._losses.items() if key[0] == n_updates and math.isfinite(loss)}
         if not ends:
             return None
         _, k, seed = min(ends, key=lambda key: ends[key])
-        return {step: self._losses[step, k, seed] for step in _steps(n_updates)}
+        return {step: self._losses[step, k, seed] for step in _steps(n_updates, _N_MEASURED)} if k < power else None
 
     def _losses_at(self, n_updates: int) -> tuple[list[int], np.ndarray]:
         """The powers tried with so many updates, and their losses, shape (rate, seed)."""
@@ -176,33 +181,35 @@ class RateSearch:
         is_used = ~np.isnan(loss).all(axis=0)
         return ks, useful_band(np.array([rate_of(k) for k in ks]), loss[:, is_used], earlier[:, is_used])
 
-    def _round(self, n_updates: int) -> Round | None:
+    def _round(self, n_updates: int, *, is_coarse: bool = False) -> Round | None:
         """What is known at a number of updates; None: no rate is finite."""
         ks, loss = self._losses_at(n_updates)
         if not np.isfinite(loss).any():
             return None
-        bands = [self._band(step)[1] for step in _steps(n_updates)[: -_N_AVERAGED - 1 : -1]]
-        best, edge = (_geometric_mean(getattr(band, name) for band in bands) for name in ("best_rate", "useful_edge"))
-        return Round(n_updates, np.array([rate_of(k) for k in ks]), loss, best, edge)
+        bands = [self._band(step)[1] for step in reversed(_steps(n_updates, _N_AVERAGED))]
+        best, edge = (_of_last([getattr(band, name) for band in bands]) for name in ("best_rate", "useful_edge"))
+        return Round(is_coarse, n_updates, np.array([rate_of(k) for k in ks]), loss, best, edge)
 
 
-def _beside(ks: list[int], edge: float) -> tuple[int, int]:
-    """The two powers tried on both sides of an edge."""
-    above = next(i for i, k in enumerate(ks) if rate_of(k) >= edge)
+def _beside(ks: list[int], band: UsefulBand) -> tuple[int, int]:
+    """The two powers tried on both sides of the useful edge."""
+    best = next(i for i, k in enumerate(ks) if rate_of(k) == band.best_rate)
+    above = next(i for i in range(best + 1, len(ks)) if band.excess[i] > 0)
     return ks[above - 1], ks[above]
 
 
-def _steps(n_updates: int) -> list[int]:
-    """Numbers of updates at which losses are measured, rising; each is the reference of the next."""
+def _steps(n_updates: int, n_measured: int) -> list[int]:
+    """The last so many numbers of updates at which losses are measured, rising; each is the reference of the next."""
     steps = [n_updates]
-    for _ in range(_N_MEASURED - 1):
+    for _ in range(n_measured - 1):
         steps.insert(0, max(1, round(REFERENCE_SHARE * steps[0])))
     return list(dict.fromkeys(steps))
 
 
-def _geometric_mean(rates: Iterable[float]) -> float:
+def _of_last(rates: list[float]) -> float:
+    """Geometric mean of the rates that are known, the last number of updates first; NaN if that one is not."""
     known = [math.log(rate) for rate in rates if math.isfinite(rate)]
-    return math.exp(sum(known) / len(known)) if known else math.nan
+    return math.exp(sum(known) / len(known)) if math.isfinite(rates[0]) else math.nan
 
 
 def rate_of(k: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -16,11 +15,12 @@ from torch import nn
 
 from workbench.callbacks.train import train
 from workbench.models.calling import call_model
-from workbench.models.losses import frequency_loss, token_loss
+from workbench.models.losses import token_loss
 from workbench.models.probing import eval_mode
 from workbench.schema.sweeps import LOSS_WINDOW
 from workbench.sweeps.case_measures import measure_row
 from workbench.sweeps.run_settings import RunSettings
+from workbench.tasks.target_frequencies import frequency_loss
 from workbench.tasks.task import SeededTask
 from workbench.training.step_record import StepRecord
 
@@ -31,8 +31,6 @@ _GRAD_NORM_STEP, _SPIKE_STEPS = 100, 500
 _SPIKE_WINDOW, _SPIKE_DEVIATIONS = 20, 3.0
 #: Token states of the held-out examples.
 N_HELD_OUT = 4096
-#: Batches in which targets are counted.
-_N_COUNTED = 100
 
 
 def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,8 +139,7 @@ def held_out_loss(model: nn.Module, task: SeededTask) -> float:
 def trivial_loss(task: SeededTask) -> float:
     """Held-out loss of the predictor that knows nothing but how often each target occurs in training; nat."""
     _, targets = task.held_out(N_HELD_OUT)
-    batches = itertools.islice(task.stream(0), _N_COUNTED)
-    return frequency_loss(torch.cat([seen.flatten() for _, seen in batches]), targets)
+    return frequency_loss(task, targets)
 
 
 def count_spikes(loss: np.ndarray) -> int:
