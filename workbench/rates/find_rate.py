@@ -88,6 +88,18 @@ class FoundRates:
             f"{self.useful_edge} learn about as well (80 % intervals).{beyond} {cost}"
         )
 
+    @property
+    def has_learned(self) -> bool:
+        """Whether some rate learned more than how often each target occurs, where that is known."""
+        if not self.rounds:
+            return False
+        return not math.isfinite(self.trivial_loss) or _best_loss(self.rounds[-1]) < self.trivial_loss - RESOLUTION
+
+    @property
+    def last_with_edge(self) -> Round | None:
+        """The last round in which a rate was too large."""
+        return next((one for one in reversed(self.rounds) if math.isfinite(one.useful_edge)), None)
+
     def for_width(self, ratio: float, *, parametrization: str = "standard") -> FoundRates:
         """The rates of the same design at another width, with Adam's rule for matrices.
 
@@ -238,11 +250,14 @@ def find_rate(
             runs = ModelRuns(model, task, own, longest, n_seeds, loss, bar.update)
         rounds, is_interrupted = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
     name = "" if loop is not None else optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")
-    best, edge, reason = _answer(runs, rounds, plan, budget)
-    return FoundRates(
-        n_steps, best, edge, reason, runs.n_updates, time.monotonic() - begun, rounds, runs.trivial_loss, name,
+    found = FoundRates(
+        n_steps, UNKNOWN, UNKNOWN, "", runs.n_updates, time.monotonic() - begun, rounds, runs.trivial_loss, name,
         is_interrupted,
     )  # fmt: skip
+    if (reason := _reason(found, plan, budget)) or found.last_with_edge is None:
+        return replace(found, reason=reason)
+    best, edge = extrapolated(found.last_with_edge, plan)
+    return replace(found, best_rate=best, useful_edge=edge)
 
 
 def _refuse_beside_a_loop(settings: dict[str, Any]) -> None:
@@ -271,40 +286,32 @@ def _start_of(plan: TrainingPlan) -> float:
     return _START_OF_SGD if isinstance(plan.optimizer, str) and plan.optimizer.lower() == "sgd" else _START
 
 
-def _answer(
-    runs: PilotRuns, rounds: tuple[Round, ...], plan: TrainingPlan, budget: int
-) -> tuple[Estimate, Estimate, str]:
-    """Best rate and useful edge that the rounds allow, and why they are not known."""
-    if not rounds:
-        return UNKNOWN, UNKNOWN, (
-            "No rate gave a finite loss; check the data and the loss, or choose a smaller start=."
-        )  # fmt: skip
-    if not _best_loss(rounds[-1]) < runs.trivial_loss - RESOLUTION and math.isfinite(runs.trivial_loss):
-        return UNKNOWN, UNKNOWN, (
-            f"No rate learned more than how often each target occurs within {rounds[-1].n_updates} updates; ask again "
-            f"with a larger budget, such as {3 * budget:,}."
-        )  # fmt: skip
-    known = [one for one in rounds if math.isfinite(one.useful_edge)]
-    largest = rounds[-1].rate[-1]
-    if not known and np.ptp(np.nan_to_num(rounds[-1].loss, nan=rounds[-1].loss[0, 0])) < RESOLUTION:
+def _reason(found: FoundRates, plan: TrainingPlan, budget: int) -> str:
+    """Why the rates of the training cannot be said, and what to do; empty: they can."""
+    if not found.rounds:
+        return "No rate gave a finite loss; check the data and the loss, or choose a smaller start=."
+    last = found.rounds[-1]
+    if not found.has_learned:
         return (
-            UNKNOWN,
-            UNKNOWN,
-            "The loss is the same at every rate; check that the training uses the rate it is given.",
+            f"No rate learned more than how often each target occurs within {last.n_updates} updates; ask again with a "
+            f"larger budget, such as {3 * budget:,}."
         )
-    if not known:
-        return UNKNOWN, UNKNOWN, (
-            f"No rate tried was too large, up to {largest:.2g}. Ask again with a larger budget, such as "
-            f"{2 * budget:,}, or start={largest:.2g}."
-        )  # fmt: skip
-    if (reach := furthest(known[-1])) < plan.n_steps:
-        _, upper = extrapolated(known[-1], replace(plan, n_steps=reach))
-        return UNKNOWN, UNKNOWN, (
+    edge = found.last_with_edge
+    if edge is None and np.nanmax(last.loss) - np.nanmin(last.loss) < RESOLUTION:
+        return "The loss is the same at every rate; check that the training uses the rate it is given."
+    if edge is None:
+        return (
+            f"No rate tried was too large, up to {last.rate[-1]:.2g}. Ask again with a larger budget, such as "
+            f"{2 * budget:,}, or start={last.rate[-1]:.2g}."
+        )
+    if (reach := furthest(edge)) < plan.n_steps:
+        _, upper = extrapolated(edge, replace(plan, n_steps=reach))
+        return (
             f"How rates change was measured up to {reach:,} updates for a pilot of this length, not up to "
             f"{plan.n_steps:,}. Rates above {rounded(upper.high)} are probably too large even for {reach:,}. Ask again "
             f"with a budget of {math.ceil(budget * plan.n_steps / reach):,}."
-        )  # fmt: skip
-    return *extrapolated(known[-1], plan), ""
+        )
+    return ""
 
 
 def _best_loss(found: Round) -> float:

@@ -1,0 +1,34 @@
+"""The loss of a predictor that has learned nothing but how often each target occurs."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from workbench.tasks.task import Task
+
+#: Batches in which targets are counted.
+_N_COUNTED = 100
+
+
+def frequency_loss(task: Task, targets: Tensor) -> float:
+    """Mean cross entropy of the predictor that knows nothing but how often each class occurs; nat.
+
+    Args:
+        task: Its first 100 batches are counted. Each class counts once more, so that none is impossible.
+        targets: Class numbers that are predicted, of any shape; negative ones are left out.
+
+    Example:
+        >>> from workbench import tasks
+        >>> from workbench.tasks.target_frequencies import frequency_loss
+        >>> task = tasks.random_tokens(length=8, vocab_size=2, batch_size=16)
+        >>> round(frequency_loss(task, task.held_out(64)[1]), 1)  # log 2
+        0.7
+    """
+    known = torch.cat([seen.flatten() for _, seen in islice(task.stream(0), _N_COUNTED)])
+    known, targets = known[known >= 0], targets[targets >= 0]
+    n_classes = int(max(known.max(), targets.max())) + 1
+    counts = known.bincount(minlength=n_classes) + 1.0
+    return float(-(counts / counts.sum()).log()[targets].mean())
