@@ -1,9 +1,10 @@
 """Fit how learning rates change from a pilot to the training, and say how accurate `wb.find_rate` is.
 
     python data/fit_rates.py                         # fits on the set "fit", judges on "choose"
-    python data/fit_rates.py --locked                # and judges once on "locked", into the README's table
+    python data/fit_rates.py --locked                # and judges once on "locked"
 
-Reads ``rates.nc`` and ``rate_pilots.nc``; writes ``workbench/rates/shipped/drift.json`` from the set "fit" alone.
+Reads ``rates.nc`` and ``rate_pilots.nc``; writes ``workbench/rates/shipped/drift.json`` from the set "fit" alone, and
+the table that it prints into ``rate_accuracy.csv``.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
+from make_pilots import ROUNDS
+from rate_designs import designs
 
 import workbench as wb
 from workbench.io.atomic import replacing
 from workbench.rates.drift import features
-from workbench.rates.outcomes import rate_outcomes
+from workbench.rates.outcomes import design_key, rate_outcomes
 from workbench.training.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
@@ -28,31 +31,27 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(wb.rates.__file__).parent / "shipped" / "drift.json"
 TARGETS = ("best_rate", "useful_edge")
+#: Features of `workbench.rates.drift.features` that are tried, in this order.
+TRIED = (("constant",), ("constant", "growth"), ("constant", "growth", "decays"))
 #: Shares of the designs of other families that lie below and above the interval.
 TAILS = (0.1, 0.9)
-#: Budget whose pilots are fitted to; the others only show what fewer updates cost.
-BUDGET = 1000
 #: Horizons of designs with a constant rate; those of others are where their schedule ends.
 HORIZONS = (240, 480)
 FACTORS = (1.6, 2.5)
 
 
-def table(rates: xr.Dataset, pilots: xr.Dataset) -> pd.DataFrame:
-    """One row for each design, horizon and budget: what the pilot found and what the runs showed."""
+def truths(rates: xr.Dataset) -> pd.DataFrame:
+    """Measured best rate and useful edge of each design after some updates; NaN: not within the rates tried."""
     import pandas as pd
 
     stage, n_steps = rates["stage"].values, rates["n_steps"].values
     short = rates.isel(run=np.isin(stage, ["coarse", "fine", "wider"]))
     shorter, long = rates.isel(run=stage == "shorter"), rates.isel(run=stage == "long")
-    truths = [_truths(short, shorter, horizon) for horizon in HORIZONS]
-    if long.sizes["run"]:
-        truths.append(_truths(long, None, int(n_steps.max())))
-    found = pilots.to_dataframe().reset_index()
-    found = found.merge(pd.concat(truths), on=["architecture", "key"], suffixes=("_pilot", ""))
-    return found[np.isfinite(found[["useful_edge_pilot", "useful_edge"]]).all(axis=1)].reset_index(drop=True)
+    found = [_truths(short, shorter, horizon) for horizon in HORIZONS]
+    return pd.concat([*found, _truths(long, shorter, int(n_steps.max()))], ignore_index=True)
 
 
-def _truths(runs: xr.Dataset, shorter: xr.Dataset | None, horizon: int) -> pd.DataFrame:
+def _truths(runs: xr.Dataset, shorter: xr.Dataset, horizon: int) -> pd.DataFrame:
     """Outcomes of designs after some updates."""
     import pandas as pd
 
@@ -64,86 +63,123 @@ def _truths(runs: xr.Dataset, shorter: xr.Dataset | None, horizon: int) -> pd.Da
         if schedule != "constant" and settings["training"]["n_steps"] != horizon:
             continue
         found = rate_outcomes(of, shorter=shorter, n_steps=horizon).isel(cell=0)
-        rows.append(
-            {
-                "architecture": str(found["architecture"].item()),
-                "key": key_of(settings),
-                "horizon": horizon,
-                "schedule": schedule,
-                **{name: float(found[name]) for name in TARGETS},
-            }
-        )
+        tried = np.unique(of["learning_rate"].values)
+        best = float(found["best_rate"])
+        row = {name: float(found[name]) for name in ("slow_edge", "useful_edge", "explosion_edge", "best_loss")}
+        row["best_rate"] = best if tried[0] < best < tried[-1] else math.nan
+        row |= {"smallest": tried[0], "largest": tried[-1], "is_learned": bool(found["is_learned"])}
+        rows.append(row | {"key": design_key(settings), "horizon": horizon, "schedule": schedule})
     return pd.DataFrame(rows)
 
 
-def key_of(settings: dict[str, Any]) -> str:
-    """The design of a run: all settings but rate, seed and length."""
-    training = {name: value for name, value in settings["training"].items() if name not in ("learning_rate", "n_steps")}
-    return json.dumps([settings["model"], settings["task"], training], sort_keys=True)
+def table(rates: xr.Dataset, pilots: xr.Dataset) -> pd.DataFrame:
+    """One row for each design, horizon and budget: what the last round with an edge found and what the runs showed."""
+    import pandas as pd
+
+    keys = [design_key(one.run(0, 1).as_dict()) for one in designs()]
+    optimizers = [one.optimizer for one in designs()]
+    rows = []
+    for i in range(pilots.sizes["design"]):
+        for j, budget in enumerate(pilots["budget"].values.tolist()):
+            of = pilots.isel(design=i, budget=j)
+            known = np.flatnonzero(np.isfinite(of["useful_edge"].values)) if of["is_learned"] == 1 else []
+            row = {name: str(of[name].values) for name in ("architecture", "family", "set")}
+            row |= {"key": keys[i], "optimizer": optimizers[i], "budget": budget}
+            row |= {"round": "", "updates": math.nan} | {f"{name}_pilot": math.nan for name in TARGETS}
+            if len(known):
+                last = of.isel(round=known[-1])
+                row |= {"round": ROUNDS[known[-1]], "updates": float(last["updates"])}
+                row |= {f"{name}_pilot": float(last[name]) for name in TARGETS}
+            rows.append(row)
+    return pd.DataFrame(rows).merge(truths(rates), on="key")
 
 
-def inputs(rows: pd.DataFrame, names: list[str]) -> np.ndarray:
+def inputs(rows: pd.DataFrame, names: tuple[str, ...]) -> np.ndarray:
     """Features of rows, shape (row, feature)."""
     values = [
-        features(int(row.last_updates), TrainingPlan(n_steps=int(row.horizon), schedule=row.schedule))
+        features(int(row.updates), TrainingPlan(n_steps=int(row.horizon), schedule=row.schedule))
         for row in rows.itertuples()
     ]
-    return np.array([[one[name] for name in names] for one in values])
+    return np.array([[one[name] for name in names] for one in values]).reshape(len(rows), len(names))
 
 
 def changes(rows: pd.DataFrame, target: str) -> np.ndarray:
-    """Logarithm of the rate of the training over that of the pilot."""
+    """Logarithm of the rate of the training over that of the pilot; NaN: one of them is not known."""
     return np.log(rows[target].to_numpy() / rows[f"{target}_pilot"].to_numpy())
 
 
-def fitted(rows: pd.DataFrame, target: str, names: list[str]) -> dict[str, Any]:
-    """Weights of least absolute error, and the quantiles of the errors for families left out."""
+def weights(rows: pd.DataFrame, target: str, names: tuple[str, ...]) -> np.ndarray:
+    """Weights of least absolute error."""
     from sklearn.linear_model import QuantileRegressor
 
+    model = QuantileRegressor(quantile=0.5, alpha=0.0, fit_intercept=False)
+    return np.asarray(model.fit(inputs(rows, names), changes(rows, target)).coef_)
+
+
+def fitted(rows: pd.DataFrame, target: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Weights, and the quantiles of the errors for families left out."""
     known = rows[np.isfinite(changes(rows, target))]
-    x, y = inputs(known, names), changes(known, target)
-
-    def weights(is_in: np.ndarray) -> np.ndarray:
-        model = QuantileRegressor(quantile=0.5, alpha=0.0, fit_intercept=False)
-        return np.asarray(model.fit(x[is_in], y[is_in]).coef_)
-
-    error = np.empty(len(y))
+    y, error = changes(known, target), np.full(len(known), np.nan)
     for family in known["family"].unique():
         is_out = (known["family"] == family).to_numpy()
-        error[is_out] = y[is_out] - x[is_out] @ weights(~is_out)
+        error[is_out] = y[is_out] - inputs(known[is_out], names) @ weights(known[~is_out], target, names)
     low, high = np.quantile(error, TAILS)
-    found = weights(np.ones(len(y), dtype=bool))
+    found = weights(known, target, names)
     return {
         "weights": {name: round(float(value), 4) for name, value in zip(names, found, strict=True)},
         "low": round(float(low), 4),
         "high": round(float(high), 4),
-        "median_error_of_new_families": round(float(np.median(np.abs(error))), 4),
         "n_rows": len(y),
     }
 
 
 def errors(rows: pd.DataFrame, drift: dict[str, Any], target: str) -> np.ndarray:
-    """Logarithm of the estimate over the measured rate."""
-    weights = drift[target]["weights"]
-    return inputs(rows, list(weights)) @ np.array(list(weights.values())) - changes(rows, target)
+    """Logarithm of the estimate over the measured rate; NaN: one of them is not known."""
+    found = np.full(len(rows), np.nan)
+    for kind in ROUNDS:
+        is_it = ((rows["round"] == kind) & np.isfinite(changes(rows, target))).to_numpy()
+        names = tuple(drift[kind][target]["weights"])
+        values = np.array(list(drift[kind][target]["weights"].values()))
+        found[is_it] = inputs(rows[is_it], names) @ values - changes(rows[is_it], target)
+    return found
 
 
-def accuracy(rows: pd.DataFrame, drift: dict[str, Any]) -> pd.DataFrame:
-    """Shares of designs within a factor, by set, budget and horizon; beside them those of one rate for all."""
+def drift_of(of_fit: pd.DataFrame, names: tuple[str, ...]) -> dict[str, Any]:
+    """What `workbench.rates.drift` reads."""
+    found: dict[str, Any] = {"longest": int(of_fit["horizon"].max())}
+    for kind in ROUNDS:
+        rows = of_fit[of_fit["round"] == kind]
+        growth = float((rows["horizon"] / rows["updates"]).max())
+        found[kind] = {target: fitted(rows, target, names) for target in TARGETS} | {"largest_growth": round(growth, 1)}
+    return found
+
+
+def accuracy(rows: pd.DataFrame, drift: dict[str, Any], by: list[str]) -> pd.DataFrame:
+    """Shares of designs whose useful edge is within a factor; a design without an answer is outside.
+
+    Beside them those of the median edge of all designs of the set "fit", and of those with the same optimizer.
+    """
     import pandas as pd
 
-    rows = rows.assign(error=errors(rows, drift, "useful_edge"))
-    of_fit = rows[(rows["set"] == "fit") & (rows["budget"] == BUDGET)]
-    constant = np.log(of_fit["useful_edge"]).median()
-    rows["error of a constant"] = constant - np.log(rows["useful_edge"])
+    rows = rows[np.isfinite(rows["useful_edge"])].copy()
+    rows["error"] = errors(rows, drift, "useful_edge")
+    of_fit = rows[(rows["set"] == "fit") & (rows["budget"] == rows["budget"].max())]
+    edge = np.log(rows["useful_edge"])
+    rows["one rate"] = np.log(of_fit["useful_edge"]).median() - edge
+    medians = np.log(of_fit["useful_edge"]).groupby(of_fit["optimizer"]).median()
+    rows["by optimizer"] = rows["optimizer"].map(medians) - edge
+    low, high = (
+        rows["round"].map({kind: drift[kind]["useful_edge"][end] for kind in ROUNDS}) for end in ("low", "high")
+    )
+    rows["is in interval"] = (-rows["error"] >= low) & (-rows["error"] <= high)
     found = []
-    for (name, budget, horizon), group in rows.groupby(["set", "budget", "horizon"], sort=False):
-        row: dict[str, Any] = {"set": name, "budget": budget, "horizon": horizon, "designs": len(group)}
+    for name, group in rows.groupby(by, sort=False):
+        row: dict[str, Any] = dict(zip(by, name, strict=True)) | {"designs": len(group)}
+        row["no answer"] = float(group["error"].isna().mean())
         for factor in FACTORS:
-            row[f"within {factor}"] = float((group["error"].abs() <= math.log(factor)).mean())
-            row[f"constant within {factor}"] = float((group["error of a constant"].abs() <= math.log(factor)).mean())
-        edge = drift["useful_edge"]
-        row["in interval"] = float(((-group["error"] >= edge["low"]) & (-group["error"] <= edge["high"])).mean())
+            for what, column in (("", "error"), ("one rate, ", "one rate"), ("by optimizer, ", "by optimizer")):
+                row[f"{what}{factor}"] = float((group[column].abs() <= math.log(factor)).mean())
+        row["in interval"] = float(group["is in interval"][group["error"].notna()].mean())
         found.append(row)
     return pd.DataFrame(found)
 
@@ -155,29 +191,27 @@ def main() -> None:
     parser.add_argument("--rates", type=Path, default=here / "rates.nc")
     parser.add_argument("--pilots", type=Path, default=here / "rate_pilots.nc")
     parser.add_argument("--out", type=Path, default=SHIPPED)
+    parser.add_argument("--table", type=Path, default=here / "rate_accuracy.csv")
     parser.add_argument("--locked", action="store_true", help="judge on the locked set too")
     args = parser.parse_args()
     with xr.open_dataset(args.rates) as rates, xr.open_dataset(args.pilots) as pilots:
-        rows = table(rates.load(), with_keys(pilots.load()))
+        rows = table(rates.load(), pilots.load())
     if not args.locked:
         rows = rows[rows["set"] != "locked"]
-    of_fit = rows[(rows["set"] == "fit") & (rows["budget"] == BUDGET)]
-    for names in (["constant"], ["constant", "growth"], ["constant", "growth", "decays"]):
-        tried = {target: fitted(of_fit, target, names)["median_error_of_new_families"] for target in TARGETS}
-        print(f"{', '.join(names)}: median error for families left out {tried}")
-    names = ["constant", "growth"]
-    growth = float((of_fit["horizon"] / of_fit["last_updates"]).max())
-    drift = {target: fitted(of_fit, target, names) for target in TARGETS} | {"largest_growth": round(growth, 1)}
-    print(accuracy(rows, drift).to_string(index=False, float_format=lambda value: f"{value:.2f}"))
+    of_fit = rows[rows["set"] == "fit"]
+    judged: dict[tuple[str, ...], float] = {}
+    for names in TRIED:
+        drift = drift_of(of_fit, names)
+        choose = rows[(rows["set"] == "choose") & (rows["budget"] == rows["budget"].max())]
+        judged[names] = float(np.nanmedian(np.abs(errors(choose, drift, "useful_edge"))))
+        print(f"{', '.join(names)}: median error on the set choose {math.exp(judged[names]):.2f}")
+    drift = drift_of(of_fit, min(judged, key=lambda names: judged[names]))
+    found = accuracy(rows, drift, ["set", "budget", "horizon"])
+    print(found.to_string(index=False, float_format=lambda value: f"{value:.2f}"))
+    with replacing(args.table) as partial:
+        found.to_csv(partial, index=False, float_format="%.3f")
     with replacing(args.out) as partial:
         partial.write_text(json.dumps({"call": "python data/fit_rates.py", **drift}, indent=1) + "\n")
-
-
-def with_keys(pilots: xr.Dataset) -> xr.Dataset:
-    """Pilots with the key of their design, which finds its runs of any length."""
-    from rate_designs import designs
-
-    return pilots.assign_coords(key=("design", [key_of(one.run(0, 1).as_dict()) for one in designs()]))
 
 
 if __name__ == "__main__":

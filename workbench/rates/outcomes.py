@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -218,9 +219,9 @@ class LossTable:
 
     def earlier_from(self, shorter: xr.Dataset) -> np.ndarray | None:
         """The losses of runs of the same design with four fifths of the updates; None: there are none."""
-        own = _key(str(self.runs["settings"].values[0]))
+        own = design_key(json.loads(str(self.runs["settings"].values[0])))
         n_steps = REFERENCE_SHARE * self.n_steps
-        is_same = [_key(str(text)) == own for text in shorter["settings"].values]
+        is_same = [design_key(json.loads(str(text))) == own for text in shorter["settings"].values]
         runs = shorter.isel(run=np.array(is_same) & np.isclose(shorter["n_steps"].values, n_steps, atol=0.5))
         if not runs.sizes["run"]:
             return None
@@ -231,11 +232,10 @@ class LossTable:
         return found
 
 
-def _key(settings: str) -> str:
+def design_key(settings: Mapping[str, Any]) -> str:
     """The design of a run, from its settings: all that decides its numbers but rate, seed and length."""
-    run = json.loads(settings)
-    training = {name: value for name, value in run["training"].items() if name not in ("learning_rate", "n_steps")}
-    return json.dumps([run["model"], run["task"], training, run.get("kss")], sort_keys=True)
+    training = {name: value for name, value in settings["training"].items() if name not in ("learning_rate", "n_steps")}
+    return json.dumps([settings["model"], settings["task"], training, settings.get("kss")], sort_keys=True)
 
 
 def held_out_at(runs: xr.Dataset, step: float) -> np.ndarray:
