@@ -22,7 +22,7 @@ from rate_designs import designs
 
 import workbench as wb
 from workbench.io.atomic import replacing
-from workbench.rates.drift import features
+from workbench.rates.drift import SOURCES, features
 from workbench.rates.outcomes import design_key, rate_outcomes
 from workbench.training.training_plan import TrainingPlan
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SHIPPED = Path(wb.rates.__file__).parent / "shipped" / "drift.json"
-TARGETS = ("best_rate", "useful_edge")
+#: Rates that a round of a pilot finds.
+FOUND = ("best_rate", "useful_edge")
 #: Features of `workbench.rates.drift.features` that are tried, in this order.
 TRIED = (("constant",), ("constant", "growth"), ("constant", "growth", "decays"))
 #: Shares of the designs of other families that lie below and above the interval.
@@ -85,11 +86,11 @@ def table(rates: xr.Dataset, pilots: xr.Dataset) -> pd.DataFrame:
             known = np.flatnonzero(np.isfinite(of["useful_edge"].values)) if of["is_learned"] == 1 else []
             row = {name: str(of[name].values) for name in ("architecture", "family", "set")}
             row |= {"key": keys[i], "optimizer": optimizers[i], "budget": budget}
-            row |= {"round": "", "updates": math.nan} | {f"{name}_pilot": math.nan for name in TARGETS}
+            row |= {"round": "", "updates": math.nan} | {f"{name}_pilot": math.nan for name in FOUND}
             if len(known):
                 last = of.isel(round=known[-1])
                 row |= {"round": ROUNDS[known[-1]], "updates": float(last["updates"])}
-                row |= {f"{name}_pilot": float(last[name]) for name in TARGETS}
+                row |= {f"{name}_pilot": float(last[name]) for name in FOUND}
             rows.append(row)
     return pd.DataFrame(rows).merge(truths(rates), on="key")
 
@@ -105,7 +106,7 @@ def inputs(rows: pd.DataFrame, names: tuple[str, ...]) -> np.ndarray:
 
 def changes(rows: pd.DataFrame, target: str) -> np.ndarray:
     """Logarithm of the rate of the training over that of the pilot; NaN: one of them is not known."""
-    return np.log(rows[target].to_numpy() / rows[f"{target}_pilot"].to_numpy())
+    return np.log(rows[target].to_numpy() / rows[f"{SOURCES[target]}_pilot"].to_numpy())
 
 
 def weights(rows: pd.DataFrame, target: str, names: tuple[str, ...]) -> np.ndarray:
@@ -150,7 +151,7 @@ def drift_of(of_fit: pd.DataFrame, names: tuple[str, ...]) -> dict[str, Any]:
     for kind in ROUNDS:
         rows = of_fit[of_fit["round"] == kind]
         growth = float((rows["horizon"] / rows["updates"]).max())
-        found[kind] = {target: fitted(rows, target, names) for target in TARGETS} | {"largest_growth": round(growth, 1)}
+        found[kind] = {target: fitted(rows, target, names) for target in SOURCES} | {"largest_growth": round(growth, 1)}
     return found
 
 

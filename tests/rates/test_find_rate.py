@@ -10,7 +10,7 @@ import torch
 import workbench as wb
 from tests.rates.planted_runs import PlantedRuns
 from workbench.errors import OptionError
-from workbench.rates.drift import extrapolated, features, furthest
+from workbench.rates.drift import Estimate, extrapolated, features, furthest
 from workbench.rates.rate_search import RateSearch, Round
 from workbench.training.training_plan import TrainingPlan
 
@@ -62,12 +62,22 @@ def test_a_loop_of_ones_own_is_enough():
 
 def test_estimates_follow_from_the_last_round():
     last = list(RateSearch(PlantedRuns(), 1000, 10_000, 2).rounds(3e-3))[-1]
-    best, edge = extrapolated(last, TrainingPlan(n_steps=1000))
+    slow, best, edge = extrapolated(last, TrainingPlan(n_steps=1000)).values()
+    assert slow.value <= best.value <= edge.value
     assert best.low < best.value < best.high
     assert edge.low < edge.value < edge.high
     doubled = Round(False, last.n_updates, 2 * last.rate, last.loss, 2 * last.best_rate, 2 * last.useful_edge)
-    assert extrapolated(doubled, TrainingPlan(n_steps=1000))[1].value == pytest.approx(2 * edge.value)
+    assert extrapolated(doubled, TrainingPlan(n_steps=1000))["useful_edge"].value == pytest.approx(2 * edge.value)
     assert furthest(last) > last.n_updates
+
+
+def test_estimates_are_distributions():
+    found = Estimate(4e-3, 2e-3, 6e-3)
+    chances = [found.chance_below(rate) for rate in (1e-9, 2e-3, 4e-3, 6e-3, 1.0)]
+    assert chances == pytest.approx([0.0, 0.1, 0.5, 0.9, 1.0], abs=1e-6)
+    assert found.at_most(1e-3) == Estimate(1e-3, 1e-3, 6e-3)
+    assert str(found) == "0.004 (0.002-0.006)"
+    assert Estimate(1.0, 1.0, 1.0).chance_below(2.0) == 1.0
 
 
 def test_features_know_the_length_and_whether_rates_decay():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SIZE = (640, 340)
 _USEFUL = style.MODEL_COLORS[2]
-_NEEDED = ("loss", "trivial_loss", "best_rate", "useful_edge", "useful_edge_low", "useful_edge_high")
+_ESTIMATES = ("slow_edge", "best_rate", "useful_edge", "useful_edge_low", "useful_edge_high")
 #: Losses are cut above the trivial predictor's by this share of the range.
 _HEADROOM = 0.3
 
@@ -25,8 +25,8 @@ _HEADROOM = 0.3
 def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
     """Draw the losses of a pilot: one line for each number of updates, a dot for each run.
 
-    The green band reaches from the estimated best rate to the largest useful one, the upright line; its pale part is
-    the interval of the latter.
+    The green band holds the rates that are estimated to be useful for the whole training; the dotted line is the best
+    one, the upright line the largest useful one, and the pale band its interval.
 
     Args:
         data: The ``data`` of what `workbench.find_rate` returns.
@@ -47,25 +47,26 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
         >>> len(wb.plots.pilot_losses(found.data))  # panels
         1
     """
-    if missing := [name for name in _NEEDED if name not in data.variables]:
+    if missing := [name for name in ("loss", "trivial_loss", *_ESTIMATES) if name not in data.variables]:
         raise SchemaError(f"The dataset lacks {', '.join(missing)}; pass the data of what wb.find_rate returns.")
     loss = data["loss"].values
     if not np.isfinite(loss).any():
         raise SchemaError("The pilot has no finite loss; there is nothing to draw.")
     rate, lengths = data["rate"].values, data["n_updates"].values.tolist()
-    rates = float(rate.min()) / 1.3, max(float(rate.max()), _or(data["useful_edge_high"], 0.0)) * 1.3
+    slow, best, edge, low, high = (float(data[name]) for name in _ESTIMATES)
+    known = [one for one in (slow, best, high) if np.isfinite(one)]
+    rates = min([float(rate.min()), *known]) / 1.3, max([float(rate.max()), *known]) * 1.3
     losses = _losses_shown(loss, float(data["trivial_loss"]))
     notes: list[str] = []
     with style.drawing(backend) as hv:
         draw = Primitives(hv, backend, "learning rate", "held-out loss")
-        best, edge, low, high = (float(data[name]) for name in ("best_rate", *_NEEDED[3:]))
         if np.isfinite(edge):
-            if low > best:
-                draw.boxes(best, losses[0], low, losses[1], colors=_USEFUL, alpha=0.3)
-            draw.boxes(low, losses[0], high, losses[1], colors=_USEFUL, alpha=0.15)
+            draw.boxes(slow, losses[0], edge, losses[1], colors=_USEFUL, alpha=0.22)
+            draw.boxes(low, losses[0], high, losses[1], colors=_USEFUL, alpha=0.12)
             draw.bars(edge, losses[0], edge, losses[1], color=_USEFUL, width=2)
-            notes.append(f"green: best to largest useful rate over {counted(data.attrs['n_steps'], 'update')}")
-            notes.append("pale: interval of the latter")
+            draw.bars(best, losses[0], best, losses[1], color=_USEFUL, width=2, dash="dotted")
+            notes.append(f"green: useful rates over {counted(data.attrs['n_steps'], 'update')}, up to the line")
+            notes += ["pale: interval of the line", "dotted: best rate"]
         if np.isfinite(trivial := float(data["trivial_loss"])):
             draw.bars(rates[0], trivial, rates[1], trivial, color=style.NEUTRAL, width=1, dash="dashed")
             notes.append("dashed: knows the frequencies of the targets alone")
@@ -86,10 +87,6 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
             legend=True,
         )
         return style.laid_out(hv, [panel], backend)
-
-
-def _or(value: xr.DataArray, other: float) -> float:
-    return float(value) if np.isfinite(float(value)) else other
 
 
 def _losses_shown(loss: np.ndarray, trivial: float) -> tuple[float, float]:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from workbench.formatting import rounded
 from workbench.rates.rate_search import Round
 from workbench.training.training_plan import TrainingPlan
 
+#: Rate of a training -> the rate of a pilot's round that it is extrapolated from.
+SOURCES = {"slow_edge": "best_rate", "best_rate": "best_rate", "useful_edge": "useful_edge"}
 _FILE = Path(__file__).parent / "shipped" / "drift.json"
 
 
@@ -44,6 +47,16 @@ class Estimate:
         """The rate times a factor that is itself known up to a factor of ``error``."""
         return Estimate(self.value * factor, self.low * factor / error, self.high * factor * error)
 
+    def at_most(self, limit: float) -> Estimate:
+        """The rate and the lower end, no larger than a limit."""
+        return Estimate(min(self.value, limit), min(self.low, limit), self.high)
+
+    def chance_below(self, rate: float) -> float:
+        """Probability that what is estimated lies below a rate: normal in the logarithm on either side of the value."""
+        distance = math.log(rate / self.value)
+        reach = math.log(self.low / self.value) if distance < 0 else math.log(self.high / self.value)
+        return NormalDist().cdf(distance / abs(reach) * NormalDist().inv_cdf(0.9)) if reach else float(distance >= 0)
+
     def __str__(self) -> str:
         return f"{rounded(self.value)} ({rounded(self.low)}-{rounded(self.high)})"
 
@@ -51,11 +64,12 @@ class Estimate:
 UNKNOWN = Estimate(math.nan, math.nan, math.nan)
 
 
-def extrapolated(last: Round, plan: TrainingPlan) -> tuple[Estimate, Estimate]:
-    """Best rate and useful edge of a training, from the last round of a pilot.
+def extrapolated(last: Round, plan: TrainingPlan) -> dict[str, Estimate]:
+    """Slow edge, best rate and useful edge of a training, by name, from the last round of a pilot.
 
-    The logarithm of each is that of the round plus a linear function of `features`. The interval has the quantiles of
-    what is left of it in the study, each family being predicted from the others; after a first round it is wider.
+    The logarithm of each is that of the round's rate in `SOURCES` plus a linear function of `features`. The interval
+    has the quantiles of what is left of it in the study, each family being predicted from the others; after a first
+    round it is wider.
 
     Args:
         last: The last round with an edge.
@@ -63,9 +77,9 @@ def extrapolated(last: Round, plan: TrainingPlan) -> tuple[Estimate, Estimate]:
     """
     fitted = _fitted()["coarse" if last.is_coarse else "fine"]
     values = features(last.n_updates, plan)
-    edge = _estimate(fitted["useful_edge"], last.useful_edge, values)
-    best = _estimate(fitted["best_rate"], last.best_rate, values)
-    return replace(best, value=min(best.value, edge.value), low=min(best.low, edge.value)), edge
+    slow, best, edge = (_estimate(fitted[name], getattr(last, source), values) for name, source in SOURCES.items())
+    best = best.at_most(edge.value)
+    return {"slow_edge": slow.at_most(best.value), "best_rate": best, "useful_edge": edge}
 
 
 def features(n_updates: int, plan: TrainingPlan) -> dict[str, float]:

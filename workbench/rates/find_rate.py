@@ -18,7 +18,7 @@ from workbench.errors import OptionError
 from workbench.formatting import counted, duration, rounded
 from workbench.io.progress import progress_bar
 from workbench.models.losses import token_loss
-from workbench.rates.drift import UNKNOWN, Estimate, extrapolated, furthest, longest_measured
+from workbench.rates.drift import SOURCES, UNKNOWN, Estimate, extrapolated, furthest, longest_measured
 from workbench.rates.pilot_runs import LoopRuns, ModelRuns, PilotRuns
 from workbench.rates.rate_search import HIGHEST, LONGEST_SHARE, LOWEST, RateSearch, Round
 from workbench.rates.useful_band import RESOLUTION
@@ -42,8 +42,9 @@ class FoundRates:
 
     Attributes:
         n_steps: Updates of the planned training.
+        slow_edge: Estimate of the smallest useful rate (`workbench.rates.useful_band`).
         best_rate: Estimate of the best rate.
-        useful_edge: Estimate of the largest useful rate (`workbench.rates.useful_band`).
+        useful_edge: Estimate of the largest useful rate.
         reason: Why the estimates are NaN, and what to do; empty: they are known.
         n_updates: Updates of the pilot, over all runs.
         seconds: Duration of the pilot.
@@ -62,6 +63,7 @@ class FoundRates:
     """
 
     n_steps: int
+    slow_edge: Estimate
     best_rate: Estimate
     useful_edge: Estimate
     reason: str
@@ -84,8 +86,8 @@ class FoundRates:
                 f" How rates change was measured up to {longest_measured():,} updates; beyond, this is an assumption."
             )
         return (
-            f"Over {self.n_steps:,} updates the best learning rate is about {self.best_rate}, and rates up to "
-            f"{self.useful_edge} learn about as well (80 % intervals).{beyond} {cost}"
+            f"Over {self.n_steps:,} updates the best learning rate is about {self.best_rate}; rates from "
+            f"{self.slow_edge} up to {self.useful_edge} learn about as well (80 % intervals).{beyond} {cost}"
         )
 
     @property
@@ -126,8 +128,12 @@ class FoundRates:
             raise OptionError(f"parametrization is {parametrization!r}, expected 'standard' or 'mup'.")
         factor = 1 / float(ratio) if parametrization == "standard" else 1.0
         error = 1.0 if ratio == 1 else _WIDTH_ERROR ** max(1.0, abs(math.log(float(ratio), _WIDTH_RATIO)))
-        best, edge = (rate.times(factor, error=error) for rate in (self.best_rate, self.useful_edge))
-        return replace(self, best_rate=best, useful_edge=edge)
+        return _with(self, {name: rate.times(factor, error=error) for name, rate in self.estimates.items()})
+
+    @property
+    def estimates(self) -> dict[str, Estimate]:
+        """The estimated rates by name."""
+        return {name: getattr(self, name) for name in SOURCES}
 
     @property
     def data(self) -> xr.Dataset:
@@ -142,7 +148,7 @@ class FoundRates:
             loss[lengths.index(one.n_updates), np.searchsorted(rate, one.rate)] = one.loss
         estimates = {
             f"{name}{end}": value
-            for name, found in (("best_rate", self.best_rate), ("useful_edge", self.useful_edge))
+            for name, found in self.estimates.items()
             for end, value in (("", found.value), ("_low", found.low), ("_high", found.high))
         }
         return xr.Dataset(
@@ -251,13 +257,18 @@ def find_rate(
         rounds, is_interrupted = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
     name = "" if loop is not None else optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")
     found = FoundRates(
-        n_steps, UNKNOWN, UNKNOWN, "", runs.n_updates, time.monotonic() - begun, rounds, runs.trivial_loss, name,
-        is_interrupted,
+        n_steps, UNKNOWN, UNKNOWN, UNKNOWN, "", runs.n_updates, time.monotonic() - begun, rounds, runs.trivial_loss,
+        name, is_interrupted,
     )  # fmt: skip
     if (reason := _reason(found, plan, budget)) or found.last_with_edge is None:
         return replace(found, reason=reason)
-    best, edge = extrapolated(found.last_with_edge, plan)
-    return replace(found, best_rate=best, useful_edge=edge)
+    return _with(found, extrapolated(found.last_with_edge, plan))
+
+
+def _with(found: FoundRates, estimates: Mapping[str, Estimate]) -> FoundRates:
+    """The same with other estimates."""
+    slow, best, edge = (estimates[name] for name in SOURCES)
+    return replace(found, slow_edge=slow, best_rate=best, useful_edge=edge)
 
 
 def _refuse_beside_a_loop(settings: dict[str, Any]) -> None:
@@ -305,7 +316,7 @@ def _reason(found: FoundRates, plan: TrainingPlan, budget: int) -> str:
             f"{2 * budget:,}, or start={last.rate[-1]:.2g}."
         )
     if (reach := furthest(edge)) < plan.n_steps:
-        _, upper = extrapolated(edge, replace(plan, n_steps=reach))
+        upper = extrapolated(edge, replace(plan, n_steps=reach))["useful_edge"]
         return (
             f"How rates change was measured up to {reach:,} updates for a pilot of this length, not up to "
             f"{plan.n_steps:,}. Rates above {rounded(upper.high)} are probably too large even for {reach:,}. Ask again "
