@@ -26,7 +26,7 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
     """Draw the losses of a pilot: one line for each number of updates, a dot for each run.
 
     The green band holds the rates that are estimated to be useful for the whole training; the dotted line is the best
-    one, the upright line the largest useful one, and the pale band its interval.
+    one, the upright line the largest useful one, and the bar at its foot the interval of that.
 
     Args:
         data: The ``data`` of what `workbench.find_rate` returns.
@@ -62,11 +62,12 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
         draw = Primitives(hv, backend, "learning rate", "held-out loss")
         if np.isfinite(edge):
             draw.boxes(slow, losses[0], edge, losses[1], colors=_USEFUL, alpha=0.22)
-            draw.boxes(low, losses[0], high, losses[1], colors=_USEFUL, alpha=0.12)
             draw.bars(edge, losses[0], edge, losses[1], color=_USEFUL, width=2)
+            height = losses[0] + 0.03 * (losses[1] - losses[0])
+            draw.bars(low, height, high, height, color=_USEFUL, width=5)
             draw.bars(best, losses[0], best, losses[1], color=_USEFUL, width=2, dash="dotted")
             notes.append(f"green: useful rates over {counted(data.attrs['n_steps'], 'update')}, up to the line")
-            notes += ["pale: interval of the line", "dotted: best rate"]
+            notes += ["bar: its interval", "dotted: best rate"]
         if np.isfinite(trivial := float(data["trivial_loss"])):
             draw.bars(rates[0], trivial, rates[1], trivial, color=style.NEUTRAL, width=1, dash="dashed")
             notes.append("dashed: knows the frequencies of the targets alone")
