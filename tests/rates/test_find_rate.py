@@ -153,6 +153,19 @@ def test_a_loss_that_no_rate_changes_has_no_edge():
     assert found.reason.startswith("The loss is the same at every rate")
 
 
+def test_progress_is_told_and_can_end_it():
+    told = []
+    found = wb.find_rate(loop=planted_loop([]), n_steps=300, budget=400, progress=told.append)
+    assert told == list(range(1, found.n_updates + 1))
+
+    def stop(n_updates):
+        if n_updates == 50:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        wb.find_rate(loop=planted_loop([]), n_steps=300, progress=stop)
+
+
 def test_long_trainings_are_answered_with_a_caveat():
     found = wb.find_rate(loop=planted_loop([]), n_steps=3000, budget=2000, progress=False)
     assert "that was measured" not in str(found)

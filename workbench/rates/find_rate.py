@@ -178,7 +178,7 @@ def find_rate(
     clip_norm: float | None = None,
     precision: str = "float32",
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
-    progress: bool = True,
+    progress: bool | Callable[[int], None] = True,
 ) -> FoundRates:
     """Find the best and the largest useful learning rate for a planned training by a pilot on copies of the model.
 
@@ -208,7 +208,7 @@ def find_rate(
         clip_norm: As in `workbench.train`.
         precision: As in `workbench.train`.
         loss: As in `workbench.train`.
-        progress: Show a bar.
+        progress: Show a bar; or a function that is called with the number of updates made; what it raises ends the pilot.
 
     Returns:
         What was found. Print it for a sentence; `workbench.plots.pilot_losses` draws its ``data``.
@@ -247,13 +247,14 @@ def find_rate(
     if loop is not None:
         _refuse_beside_a_loop({**settings, "loss": loss})
     begun = time.monotonic()
-    with progress_bar(progress, total=budget, label="pilot", unit="update") as bar:
+    with progress_bar(progress is True, total=budget, label="pilot", unit="update") as bar:
+        tell = progress if callable(progress) else lambda _: bar.update()
         if loop is not None:
-            runs: PilotRuns = LoopRuns(loop, bar.update)
+            runs: PilotRuns = LoopRuns(loop, tell)
         elif model is not None:
             longest = min(n_steps, math.ceil(LONGEST_SHARE * budget))
             own = {name: value for name, value in settings.items() if name != "schedule"}
-            runs = ModelRuns(model, task, own, longest, n_seeds, loss, bar.update)
+            runs = ModelRuns(model, task, own, longest, n_seeds, loss, tell)
         rounds, is_interrupted = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
     name = "" if loop is not None else optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")
     found = FoundRates(

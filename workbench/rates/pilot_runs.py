@@ -68,7 +68,7 @@ class ModelRuns:
         n_longest: Updates of the longest run: each seed has its own part of the stream.
         n_seeds: Seeds at most.
         loss: Function from logits and targets to a 0-dim tensor.
-        on_update: Called after each update.
+        on_update: Called after each update with their number.
     """
 
     model: HoldsModel | nn.Module | Callable[[int], nn.Module]
@@ -77,7 +77,7 @@ class ModelRuns:
     n_longest: int
     n_seeds: int
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss
-    on_update: Callable[[], None] = lambda: None
+    on_update: Callable[[int], object] = lambda _: None
     n_updates: int = 0
     trivial_loss: float = math.nan
 
@@ -109,7 +109,7 @@ class ModelRuns:
         ):  # fmt: skip
             self.n_updates += 1
             n_done, is_finite = record.step + 1, math.isfinite(record.loss)
-            self.on_update()
+            self.on_update(self.n_updates)
             if n_done == steps[len(found)]:
                 found.append(self._measure(model))
                 if limits[len(found) - 1] < found[-1] < math.inf:
@@ -143,11 +143,11 @@ class LoopRuns:
     Args:
         loop: Function from a rate and a seed to the training losses of the updates, one after the other; a generator is
             closed when it has run far enough.
-        on_update: Called after each update.
+        on_update: Called after each update with their number.
     """
 
     loop: Callable[[float, int], Iterable[float]]
-    on_update: Callable[[], None] = lambda: None
+    on_update: Callable[[int], object] = lambda _: None
     n_updates: int = 0
     trivial_loss: float = math.nan
 
@@ -160,7 +160,7 @@ class LoopRuns:
             for loss in islice(running, steps[-1]):
                 losses.append(float(loss))
                 self.n_updates += 1
-                self.on_update()
+                self.on_update(self.n_updates)
                 if not math.isfinite(losses[-1]):
                     break
                 if len(losses) == steps[len(found)]:
