@@ -208,7 +208,7 @@ def find_rate(
         clip_norm: As in `workbench.train`.
         precision: As in `workbench.train`.
         loss: As in `workbench.train`.
-        progress: Show a bar; or a function that is called with the number of updates made; what it raises ends the pilot.
+        progress: Show a bar; or a function that gets the number of updates made, whose exceptions end the pilot.
 
     Returns:
         What was found. Print it for a sentence; `workbench.plots.pilot_losses` draws its ``data``.
