@@ -103,10 +103,13 @@ def make(file: Path, sets: list[str], n_workers: int) -> Iterator[dict[str, Any]
     yield from (known[one] for one in wanted if one in known)
     with ProcessPoolExecutor(n_workers) as pool, file.open("a") as lines:
         pending = [pool.submit(pilot, numbers[cell], budget) for cell, budget in wanted if (cell, budget) not in known]
-        for one in tqdm(as_completed(pending), total=len(pending), unit="pilot"):
-            lines.write(json.dumps(one.result()) + "\n")
-            lines.flush()
-            yield one.result()
+        try:
+            for one in tqdm(as_completed(pending), total=len(pending), unit="pilot"):
+                lines.write(json.dumps(one.result()) + "\n")
+                lines.flush()
+                yield one.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def collect(rows: list[dict[str, Any]], file: Path) -> None:

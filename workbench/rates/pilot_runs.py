@@ -108,7 +108,7 @@ class ModelRuns:
             loss=self.loss, stops_at_divergence=False, **settings,
         ):  # fmt: skip
             self.n_updates += 1
-            n_done, is_finite = record.step + 1, math.isfinite(record.loss)
+            n_done, is_finite = record.step + 1, math.isfinite(record.loss) and math.isfinite(record.grad_norm)
             self.on_update(self.n_updates)
             if n_done == steps[len(found)]:
                 found.append(self._measure(model))
