@@ -33,7 +33,7 @@ SHIPPED = Path(wb.rates.__file__).parent / "shipped" / "drift.json"
 #: Rates that a round of a pilot finds.
 FOUND = ("best_rate", "useful_edge")
 #: Features of `workbench.rates.drift.features` that are tried, in this order.
-TRIED = (("constant",), ("constant", "growth"), ("constant", "growth", "decays"))
+TRIED = tuple(("constant", "growth", "decays", "width")[:n] for n in (1, 2, 3, 4))
 #: Shares of the designs of other families that lie below and above the interval.
 TAILS = (0.1, 0.9)
 #: Horizons of designs with a constant rate; those of others are where their schedule ends.
@@ -74,33 +74,37 @@ def _truths(runs: xr.Dataset, shorter: xr.Dataset, horizon: int) -> pd.DataFrame
 
 
 def table(rates: xr.Dataset, pilots: xr.Dataset) -> pd.DataFrame:
-    """One row for each design, horizon and budget: what the last round with an edge found and what the runs showed."""
+    """What each round of each pilot found and what the runs showed, by horizon; ``is_last``: what a pilot answers from.
+
+    A pilot without an answer has one row, whose round is empty.
+    """
     import pandas as pd
 
-    keys = [design_key(one.run(0, 1).as_dict()) for one in designs()]
-    optimizers = [one.optimizer for one in designs()]
+    named = designs()
     rows = []
-    for i in range(pilots.sizes["design"]):
-        for j, budget in enumerate(pilots["budget"].values.tolist()):
-            of = pilots.isel(design=i, budget=j)
+    for i, design in enumerate(named):
+        for budget in pilots["budget"].values.tolist():
+            of = pilots.isel(design=i).sel(budget=budget)
+            if np.isnan(of["n_updates"]):
+                continue  # not made yet
+            about = {"architecture": design.architecture.name, "family": design.architecture.family, "set": design.set}
+            about |= {"key": design_key(design.run(0, 1).as_dict()), "optimizer": design.optimizer, "budget": budget}
             known = np.flatnonzero(np.isfinite(of["useful_edge"].values)) if of["is_learned"] == 1 else []
-            row = {name: str(of[name].values) for name in ("architecture", "family", "set")}
-            row |= {"key": keys[i], "optimizer": optimizers[i], "budget": budget}
-            row |= {"round": "", "updates": math.nan} | {f"{name}_pilot": math.nan for name in FOUND}
-            if len(known):
-                last = of.isel(round=known[-1])
-                row |= {"round": ROUNDS[known[-1]], "updates": float(last["updates"])}
-                row |= {f"{name}_pilot": float(last[name]) for name in FOUND}
-            rows.append(row)
+            for at in known:
+                found = {f"{name}_pilot": float(of[name][at]) for name in FOUND}
+                found |= {"round": ROUNDS[at], "updates": float(of["updates"][at]), "is_last": at == known[-1]}
+                rows.append(about | found)
+            if not len(known):
+                rows.append(about | {"round": "", "is_last": True})
     return pd.DataFrame(rows).merge(truths(rates), on="key")
 
 
 def inputs(rows: pd.DataFrame, names: tuple[str, ...]) -> np.ndarray:
     """Features of rows, shape (row, feature)."""
-    values = [
-        features(int(row.updates), TrainingPlan(n_steps=int(row.horizon), schedule=row.schedule))
-        for row in rows.itertuples()
-    ]
+    values = []
+    for row in rows.itertuples():
+        plan = TrainingPlan(n_steps=int(row.horizon), schedule=row.schedule)
+        values.append(features(int(row.updates), row.best_rate_pilot, row.useful_edge_pilot, plan))
     return np.array([[one[name] for name in names] for one in values]).reshape(len(rows), len(names))
 
 
@@ -162,7 +166,7 @@ def accuracy(rows: pd.DataFrame, drift: dict[str, Any], by: list[str]) -> pd.Dat
     """
     import pandas as pd
 
-    rows = rows[np.isfinite(rows["useful_edge"])].copy()
+    rows = rows[np.isfinite(rows["useful_edge"]) & rows["is_last"]].copy()
     rows["error"] = errors(rows, drift, "useful_edge")
     of_fit = rows[(rows["set"] == "fit") & (rows["budget"] == rows["budget"].max())]
     edge = np.log(rows["useful_edge"])
@@ -201,10 +205,9 @@ def main() -> None:
         rows = rows[rows["set"] != "locked"]
     of_fit = rows[rows["set"] == "fit"]
     judged: dict[tuple[str, ...], float] = {}
+    choose = rows[(rows["set"] == "choose") & (rows["budget"] == rows["budget"].max()) & rows["is_last"]]
     for names in TRIED:
-        drift = drift_of(of_fit, names)
-        choose = rows[(rows["set"] == "choose") & (rows["budget"] == rows["budget"].max())]
-        judged[names] = float(np.nanmedian(np.abs(errors(choose, drift, "useful_edge"))))
+        judged[names] = float(np.nanmedian(np.abs(errors(choose, drift_of(of_fit, names), "useful_edge"))))
         print(f"{', '.join(names)}: median error on the set choose {math.exp(judged[names]):.2f}")
     drift = drift_of(of_fit, min(judged, key=lambda names: judged[names]))
     found = accuracy(rows, drift, ["set", "budget", "horizon"])

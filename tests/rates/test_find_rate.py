@@ -80,9 +80,10 @@ def test_estimates_are_distributions():
     assert Estimate(1.0, 1.0, 1.0).chance_below(2.0) == 1.0
 
 
-def test_features_know_the_length_and_whether_rates_decay():
-    constant, cosine = (features(100, TrainingPlan(n_steps=200, schedule=name)) for name in ("constant", "cosine"))
-    assert constant == {"constant": 1.0, "growth": math.log(2), "decays": 0.0}
+def test_features_know_the_length_the_schedule_and_the_width_of_the_band():
+    plans = (TrainingPlan(n_steps=200, schedule=name) for name in ("constant", "cosine"))
+    constant, cosine = (features(100, 1e-3, 2e-3, plan) for plan in plans)
+    assert constant == {"constant": 1.0, "growth": math.log(2), "decays": 0.0, "width": math.log(2)}
     assert cosine == constant | {"decays": 1.0}
 
 

@@ -76,21 +76,24 @@ def extrapolated(last: Round, plan: TrainingPlan) -> dict[str, Estimate]:
         plan: The training.
     """
     fitted = _fitted()["coarse" if last.is_coarse else "fine"]
-    values = features(last.n_updates, plan)
+    values = features(last.n_updates, last.best_rate, last.useful_edge, plan)
     slow, best, edge = (_estimate(fitted[name], getattr(last, source), values) for name, source in SOURCES.items())
     best = best.at_most(edge.value)
     return {"slow_edge": slow.at_most(best.value), "best_rate": best, "useful_edge": edge}
 
 
-def features(n_updates: int, plan: TrainingPlan) -> dict[str, float]:
+def features(n_updates: int, best_rate: float, useful_edge: float, plan: TrainingPlan) -> dict[str, float]:
     """What the change of the rates from a pilot to a training is predicted from.
 
     Args:
         n_updates: Updates of the runs of the last round.
+        best_rate: Best rate of that round.
+        useful_edge: Its useful edge.
         plan: The training.
     """
     decays = float(callable(plan.schedule) or plan.schedule != "constant")
-    return {"constant": 1.0, "growth": math.log(plan.n_steps / n_updates), "decays": decays}
+    growth = math.log(plan.n_steps / n_updates)
+    return {"constant": 1.0, "growth": growth, "decays": decays, "width": math.log(useful_edge / best_rate)}
 
 
 def furthest(last: Round) -> int:
