@@ -2,9 +2,10 @@
 
     python data/make_kss_rates.py                    # everything, into data/kss_rates.nc; resumable
 
-Seven architectures (3 blocks 64 wide, 2 where they are slow) are trained for 480 updates of AdamW, at a constant rate
-after a warm-up of 30, at rates a factor 2.25 apart, two seeds, with four controls: none, gradients clipped at norm 1,
-KSS as published, and the recommended KSS. A smaller rate is one of the rates.
+Seven architectures (3 blocks 64 wide; 2 blocks of mixtures of experts, Mamba and KAN, the latter 32 wide) are trained
+for 480 updates of AdamW, at a constant rate after a warm-up of 30, at rates a factor 2.25 apart, two seeds, with four
+controls: none, gradients clipped at norm 1, KSS as published, and the recommended KSS. The fifth control, a smaller
+rate, is among the rates of the first.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from make_sweep import write
-from rate_designs import LENGTH, N_STEPS, rate_of
+from rate_designs import LENGTH, N_STEPS
 
 import workbench as wb
+from workbench.rates.rate_search import rate_of
 
 TEXT = {"vocab_size": 256, "max_length": LENGTH}
 SIZE = {"d_model": 64, "n_layers": 3, "n_heads": 4, **TEXT}

@@ -23,10 +23,11 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 from make_sweep import write
-from rate_designs import FAMILIES, N_STEPS, RATIO, SEED_OF_SETUPS, Design, designs
+from rate_designs import FAMILIES, N_STEPS, SEED_OF_SETUPS, Design, designs
 
 import workbench as wb
 from workbench.rates.outcomes import LossTable
+from workbench.rates.rate_search import power_of
 from workbench.rates.useful_band import UsefulBand, useful_band
 
 N_EVALUATIONS, N_SNAPSHOTS = 20, 1024
@@ -46,7 +47,7 @@ def of_design(sweep: xr.Dataset, design: Design) -> LossTable:
 
 def index_of(rate: float) -> int:
     """The k of a rate of the lattice."""
-    return int(np.rint(np.log(rate / 1e-3) / np.log(RATIO)))
+    return round(power_of(rate))
 
 
 def coarse_runs(of: list[Design]) -> list[wb.sweeps.RunSettings]:
@@ -59,6 +60,8 @@ def fine_runs(of: list[Design], coarse: xr.Dataset) -> list[wb.sweeps.RunSetting
     runs = []
     for design in of:
         _, band = band_of(of_design(coarse, design))
+        if np.isnan(band.best_rate):
+            continue  # no coarse rate gave a finite loss
         best = index_of(band.best_rate)
         runs += missing_runs(design, range(best - REACH, best + REACH + 1))
     return runs

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import workbench as wb
+from workbench.rates.rate_search import rate_of
 from workbench.zoo.attention import rotate
 
 LENGTH = 32
 SEED_OF_SETUPS = 18
 N_STEPS = 480
 BATCH_SIZE = 8
-#: Rates are 1e-3 * RATIO ** k with whole k.
-RATIO = 1.5
 
 
 @dataclass(frozen=True)
@@ -162,11 +161,6 @@ class Design:
             study=self.set,
             **options,
         )
-
-
-def rate_of(k: int) -> float:
-    """A rate of the study, rounded to four digits."""
-    return float(f"{1e-3 * RATIO**k:.4g}")
 
 
 def designs() -> list[Design]:

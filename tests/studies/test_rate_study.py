@@ -1,18 +1,21 @@
 """The scripts that make the study of learning rates."""
 
 import importlib
+import itertools
+import json
 import os
 import sys
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 
 import workbench as wb
 from tests.data_scripts import FOLDER
 
-SCRIPTS = ("rate_designs", "make_sweep", "make_rates")
+SCRIPTS = ("rate_designs", "make_sweep", "make_rates", "make_pilots", "fit_rates")
 
 
 @pytest.fixture
@@ -62,13 +65,14 @@ def test_the_script_makes_all_stages_of_small_designs(scripts, monkeypatch, tmp_
     module, script = scripts
     chosen = [one for one in module.designs() if one.architecture.name == "Pre-LN" or one.set != "fit"]
     small = [
-        replace(one, training={**one.training, "n_steps": 10, "warmup": 2, "schedule": "cosine"})
-        for one in chosen
+        replace(one, training={**one.training, "n_steps": 10, "warmup": 2, "schedule": schedule})
+        for one, schedule in zip(chosen, itertools.cycle(["cosine", "cosine", "constant", "constant"]))
         if one.architecture.name in ("Pre-LN", "SubLN", "DyT")
     ][::2]
     monkeypatch.setattr(script, "designs", lambda: small)
     for name, value in {"LONG_STEPS": 20, "N_EVALUATIONS": 5, "N_SNAPSHOTS": 64, "REACH": 1, "N_WIDER": 1}.items():
         monkeypatch.setattr(script, name, value)
+    monkeypatch.setitem(script.EVALUATED, "n_evaluations", 5)
     monkeypatch.setattr(
         wb.sweeps, "run", lambda runs, path, n_workers: _recorded(wb.sweeps.SweepStore(path, runs), runs)
     )
@@ -89,3 +93,85 @@ def _recorded(store, runs):
     for index in store.missing():
         store.write(index, wb.sweeps.make_run(runs[index].as_dict()))
     return wb.open_sweep(store.path)
+
+
+@pytest.fixture
+def fit_rates(scripts):
+    return importlib.import_module("fit_rates")
+
+
+def planted_rows(n=60, seed=0):
+    """Rows of a table of pilots whose edges change by known amounts, with little noise."""
+    random = np.random.default_rng(seed)
+    rows = pd.DataFrame(
+        {
+            "set": np.where(np.arange(n) < n - 20, "fit", "choose"),
+            "family": [f"family {i // 4}" for i in range(n)],
+            "optimizer": np.where(np.arange(n) % 3 == 0, "SGD", "AdamW"),
+            "budget": 1000,
+            "round": np.where(np.arange(n) % 5 == 0, "coarse", "fine"),
+            "updates": np.where(np.arange(n) % 5 == 0, 36.0, 200.0),
+            "horizon": np.where(np.arange(n) % 2 == 0, 480, 240),
+            "schedule": np.where(np.arange(n) % 4 == 0, "cosine", "constant"),
+            "is_last": True,
+        }
+    )
+    rows["best_rate_pilot"] = 10 ** random.uniform(-3.5, -1, n)
+    rows["useful_edge_pilot"] = rows["best_rate_pilot"] * np.exp(random.uniform(0.2, 1.5, n))
+    change = -0.2 * np.log(rows["horizon"] / rows["updates"]) + 0.5 * (rows["schedule"] == "cosine")
+    rows["useful_edge"] = rows["useful_edge_pilot"] * np.exp(change + 0.01 * random.normal(size=n))
+    rows["best_rate"] = rows["best_rate_pilot"] * np.exp(change)
+    rows["slow_edge"] = rows["best_rate"] / 3
+    return rows
+
+
+def test_planted_changes_of_rates_are_found_and_judged(fit_rates):
+    rows = planted_rows()
+    names = ("constant", "growth", "decays", "width")
+    drift = fit_rates.drift_of(rows[rows["set"] == "fit"], names)
+    expected = {"constant": 0.0, "growth": -0.2, "decays": 0.5, "width": 0.0}
+    assert drift["fine"]["useful_edge"]["weights"] == pytest.approx(expected, abs=0.03)
+    assert drift["fine"]["slow_edge"]["weights"]["constant"] == pytest.approx(-np.log(3), abs=0.02)
+    assert -0.05 < drift["fine"]["useful_edge"]["low"] < drift["fine"]["useful_edge"]["high"] < 0.05
+    assert drift["fine"]["largest_growth"] == 2.4
+    assert drift["coarse"]["largest_growth"] == 13.3
+    assert drift["longest"] == 480
+    (found,) = fit_rates.accuracy(rows[rows["set"] == "choose"], drift, ["set"]).to_dict("records")
+    assert found["designs"] == 20
+    assert found["1.6"] == found["2.5"] == 1.0
+
+
+def test_a_pilot_without_an_answer_counts_as_wrong_and_is_counted(fit_rates):
+    rows = planted_rows()
+    drift = fit_rates.drift_of(rows[rows["set"] == "fit"], ("constant", "growth", "decays"))
+    chosen = rows[rows["set"] == "choose"].copy()
+    silent = chosen.index[:5]
+    chosen.loc[silent, "round"] = ""
+    chosen.loc[silent, ["updates", "best_rate_pilot", "useful_edge_pilot"]] = np.nan
+    all_rows = pd.concat([rows[rows["set"] == "fit"], chosen])
+    found = fit_rates.accuracy(all_rows, drift, ["set"]).set_index("set").loc["choose"]
+    assert found["no answer"] == 0.25
+    assert found["1.6"] == 0.75
+
+
+def test_recorded_pilots_are_not_made_again_and_a_torn_line_is_dropped(scripts, tmp_path):
+    make_pilots = importlib.import_module("make_pilots")
+    designs = [one for one in scripts[0].designs() if one.set == "locked"]
+    rows = [
+        {
+            "cell": one.run(0, 1).cell, "budget": budget, "n_updates": budget - 3, "seconds": 1.0, "is_learned": True,
+            "curvature": 2.0, "coarse": [36, 1e-3, 4e-3], "fine": [200, 1e-3, 2e-3],
+        }
+        for one in designs for budget in make_pilots.BUDGETS
+    ]  # fmt: skip
+    file = tmp_path / "pilots.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"cell": "ab')
+    found = list(make_pilots.make(file, ["locked"], n_workers=1))
+    assert sorted(map(str, found)) == sorted(map(str, rows))
+    assert file.read_text().endswith("}\n")
+    make_pilots.collect(found, tmp_path / "pilots.nc")
+    with xr.open_dataset(tmp_path / "pilots.nc") as data:
+        is_locked = data["set"].values == "locked"
+        assert (data["useful_edge"].sel(round="fine").values[is_locked] == 2e-3).all()
+        assert np.isnan(data["useful_edge"].values[~is_locked]).all()
+        assert (data["n_updates"].sel(budget=600).values[is_locked] == 597).all()

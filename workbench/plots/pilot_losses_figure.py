@@ -11,6 +11,7 @@ from workbench.formatting import counted
 from workbench.plots import style
 from workbench.plots.primitives import Primitives, decades
 from workbench.plots.run_losses import draw_runs
+from workbench.rates.useful_band import mean_over_seeds
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -74,7 +75,7 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
         for at, (n_updates, color) in enumerate(zip(lengths, style.depth_colors(len(lengths)), strict=True)):
             name, is_tried = counted(n_updates, "update"), ~np.isnan(loss[at])
             is_any = is_tried.any(axis=1)
-            mean = np.where(is_tried, loss[at], 0.0).sum(axis=1)[is_any] / is_tried.sum(axis=1)[is_any]
+            mean = mean_over_seeds(loss[at])[is_any]
             draw.line(rate[is_any], np.where(np.isfinite(mean), mean, np.nan), color=color, width=2.2, label=name)
             notes += draw_runs(draw, name, rate, loss[at], color, losses)
         panel = draw.panel(
