@@ -14,8 +14,8 @@ def pilot(**changes):
     loss = np.full((2, 4, 2), np.nan)
     loss[0, :, 0] = [3.3, 3.0, 3.1, math.inf]
     loss[1, 1:3] = [[2.5, 2.6], [2.7, 2.8]]
-    values = {"trivial_loss": 3.2, "best_rate": 2e-3, "useful_edge": 4e-3, "useful_edge_low": 3e-3} | changes
-    values = {"useful_edge_high": 5e-3} | values
+    values = {"trivial_loss": 3.2, "slow_edge": 1.5e-3, "best_rate": 2e-3, "useful_edge": 4e-3} | changes
+    values = {"useful_edge_low": 3e-3, "useful_edge_high": 5e-3} | values
     data = xr.Dataset(
         {"loss": (("n_updates", "rate", "seed"), loss), **values},
         {"n_updates": [36, 120], "rate": 1e-3 * 2.0 ** np.arange(4)},
@@ -49,18 +49,31 @@ def test_each_number_of_updates_is_a_line_and_each_run_a_dot(drawn):
     assert [options["marker"] for _, options in drawn["dots"]].count("triangle") == 1
 
 
-def test_the_band_reaches_from_the_best_to_the_largest_useful_rate(drawn):
+def test_the_band_of_useful_rates_its_ends_and_the_best_one(drawn):
     pilot_losses(pilot())
-    band, interval = (args for args, _ in drawn["boxes"])
-    assert (band[0], band[2], interval[0], interval[2]) == (2e-3, 3e-3, 3e-3, 5e-3)
-    assert [args[0] for args, _ in drawn["bars"]].count(4e-3) == 1
-    drawn.clear()
-    pilot_losses(pilot(useful_edge_low=1e-3))  # the interval reaches below the best rate
-    assert [(args[0], args[2]) for args, _ in drawn["boxes"]] == [(1e-3, 5e-3)]
+    ((left, _, right, _),) = (args for args, _ in drawn["boxes"])
+    assert (left, right) == (1.5e-3, 4e-3)
+    bars = [(args[0], args[2], options.get("dash", "solid")) for args, options in drawn["bars"]]
+    assert (4e-3, 4e-3, "solid") in bars  # the largest useful rate
+    assert (3e-3, 5e-3, "solid") in bars  # its interval
+    assert (2e-3, 2e-3, "dotted") in bars  # the best one
+
+
+def test_rates_outside_of_those_tried_are_in_view(monkeypatch):
+    views = []
+    own = Primitives.panel
+    monkeypatch.setattr(
+        Primitives, "panel", lambda self, **options: views.append(options["view"]) or own(self, **options)
+    )
+    pilot_losses(pilot(slow_edge=1e-5, best_rate=1e-4, useful_edge_high=1.0))
+    ((left, right), _) = views[0]
+    assert left < 1e-5
+    assert right > 1.0
 
 
 def test_what_is_not_known_is_not_drawn(drawn):
-    unknown = dict.fromkeys(("trivial_loss", "best_rate", "useful_edge", "useful_edge_low", "useful_edge_high"), np.nan)
+    ends = ("useful_edge", "useful_edge_low", "useful_edge_high")
+    unknown = dict.fromkeys(("trivial_loss", "slow_edge", "best_rate", *ends), np.nan)
     pilot_losses(pilot(**unknown))
     assert "boxes" not in drawn
     assert "bars" not in drawn

@@ -74,6 +74,26 @@ def test_a_better_rate_below_an_early_one_is_found():
     assert last.useful_edge == pytest.approx(0.006, rel=0.3)
 
 
+def test_it_goes_down_while_nothing_but_frequencies_is_learned():
+    """Above .02 the loss stays at the trivial one; a little noise makes .1 the best of these in the first round."""
+
+    @dataclass
+    class Plateau(PlantedRuns):
+        trivial_loss: float = 4.0
+
+        def loss_at(self, rate, seed, n_steps):
+            if rate > 0.5:
+                return math.inf
+            if n_steps < 60 or rate > 0.02:
+                return 4.0 + 0.002 * abs(math.log(rate / 0.1)) + 1e-4 * (1000 - n_steps)
+            return min(4.0, super().loss_at(rate, seed, n_steps))
+
+    rounds = searched(Plateau(), budget=1600, start=0.1)
+    assert rounds[0].best_rate > 0.02
+    assert 0.0015 < rounds[-1].best_rate < 0.006
+    assert 0.003 < rounds[-1].useful_edge < 0.02
+
+
 @given(
     start=st.floats(-8.9, 5.9), best=st.floats(-12, 9), budget=st.integers(200, 1000), breaks=st.floats(-4, 9),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from workbench.io.progress import progress_bar
 from workbench.models.losses import token_loss
 from workbench.rates.drift import SOURCES, UNKNOWN, Estimate, extrapolated, furthest, longest_measured
 from workbench.rates.pilot_runs import LoopRuns, ModelRuns, PilotRuns
-from workbench.rates.rate_search import HIGHEST, LONGEST_SHARE, LOWEST, RateSearch, Round
+from workbench.rates.rate_search import HIGHEST, LONGEST_SHARE, LOWEST, RateSearch, Round, has_learned_more
 from workbench.rates.useful_band import RESOLUTION
 from workbench.tasks.task import require_whole
 from workbench.training.training_plan import NO_OPTIONS, TrainingPlan
@@ -93,9 +93,7 @@ class FoundRates:
     @property
     def has_learned(self) -> bool:
         """Whether some rate learned more than how often each target occurs, where that is known."""
-        if not self.rounds:
-            return False
-        return not math.isfinite(self.trivial_loss) or _best_loss(self.rounds[-1]) < self.trivial_loss - RESOLUTION
+        return bool(self.rounds) and has_learned_more(self.rounds[-1].loss, self.trivial_loss)
 
     @property
     def last_with_edge(self) -> Round | None:
@@ -221,7 +219,7 @@ def find_rate(
         >>> import workbench as wb
         >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=16)
         >>> task = wb.tasks.associative_recall(length=16, vocab_size=16, n_pairs=3, batch_size=8)
-        >>> found = wb.find_rate(model, task, n_steps=1000, budget=400, progress=False)
+        >>> found = wb.find_rate(model, task, n_steps=300, budget=400, progress=False)
         >>> found.n_updates <= 400
         True
     """
@@ -324,7 +322,3 @@ def _reason(found: FoundRates, plan: TrainingPlan, budget: int) -> str:
             f"with a budget of {math.ceil(budget * plan.n_steps / reach):,}."
         )
     return ""
-
-
-def _best_loss(found: Round) -> float:
-    return float(np.nanmin(np.where(np.isfinite(found.loss), found.loss, np.nan)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from workbench.rates.pilot_runs import PilotRuns
-from workbench.rates.useful_band import REFERENCE_SHARE, UsefulBand, useful_band
+from workbench.rates.useful_band import REFERENCE_SHARE, RESOLUTION, UsefulBand, useful_band
 
 #: Rates are 1e-3 times whole powers of this.
 RATIO = 1.5
@@ -63,10 +63,10 @@ class RateSearch:
 
     In the first round rates a factor 3.4 apart are tried for a few updates, from the start outward until the best rate
     and the useful edge lie between two of them. The second begins in the middle between these, with a fifth of the
-    budget for each run. It goes down until a smaller rate is worse, since large rates are the first to learn how often
-    each target occurs, and get no further; then up until a rate is too large, whose run is stopped as soon as that
-    shows; then between the two rates next to the edge. These and the best one are repeated with another seed if the
-    budget allows all of them.
+    budget for each run. It goes down until a smaller rate is worse, and as long as none has learned more than how often
+    each target occurs: large rates are the first to learn that, and get no further. Then it goes up until a rate is too
+    large, whose run is stopped as soon as that shows; then between the two rates next to the edge. These and the best
+    one are repeated with another seed if the budget allows all of them.
 
     Args:
         runs: The runs.
@@ -124,7 +124,8 @@ class RateSearch:
 
     def _next_of_second(self, n_updates: int) -> int | None:
         ks, band = self._band(n_updates)
-        if math.isnan(band.best_rate) or band.best_rate == rate_of(ks[0]):
+        has_learned = has_learned_more(self._losses_at(n_updates)[1], self.runs.trivial_loss)
+        if not has_learned or band.best_rate == rate_of(ks[0]):
             return ks[0] - _DOWN
         if math.isnan(band.useful_edge):
             return ks[-1] + _UP
@@ -189,6 +190,12 @@ class RateSearch:
         bands = [self._band(step)[1] for step in reversed(_steps(n_updates, _N_AVERAGED))]
         best, edge = (_of_last([getattr(band, name) for band in bands]) for name in ("best_rate", "useful_edge"))
         return Round(is_coarse, n_updates, np.array([rate_of(k) for k in ks]), loss, best, edge)
+
+
+def has_learned_more(loss: np.ndarray, trivial_loss: float) -> bool:
+    """Whether some run learned more than how often each target occurs; any finite loss, where that is not known."""
+    lowest = np.min(loss, initial=math.inf, where=np.isfinite(loss))
+    return bool(lowest < (trivial_loss - RESOLUTION if math.isfinite(trivial_loss) else math.inf))
 
 
 def _beside(ks: list[int], band: UsefulBand) -> tuple[int, int]:
