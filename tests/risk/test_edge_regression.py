@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from workbench.risk.edge_regression import Edges, fit_edges, log_likelihood, out_of_group
+
+
+def planted(n=400, deviation=0.5, seed=0):
+    """Features, exact edges and what made them."""
+    random = np.random.default_rng(seed)
+    features = random.normal(size=(n, 3)) * [1.0, 5.0, 0.1] + [0.0, 2.0, 1.0]
+    mean = -5.0 + features @ [0.8, 0.0, -4.0]
+    return features, mean + deviation * random.normal(size=n)
+
+
+def test_planted_weights_are_found():
+    features, edge = planted()
+    found = fit_edges(features, Edges(edge, edge), penalty=1e-3)
+    assert found.weights / found.scale == pytest.approx([0.8, 0.0, -4.0], abs=0.3)
+    assert found.deviation == pytest.approx(0.5, rel=0.1)
+    assert np.corrcoef(found.mean(features), edge)[0, 1] > 0.85
+
+
+def test_intervals_and_open_ends_tell_as_much_as_they_hold():
+    features, edge = planted()
+    exact = fit_edges(features, Edges(edge, edge), penalty=1e-3)
+    width = 0.4 * np.floor(edge / 0.4)
+    between = fit_edges(features, Edges(width, width + 0.4), penalty=1e-3)
+    assert between.mean(features) == pytest.approx(exact.mean(features), abs=0.1)
+    # Above the median nothing is known but that; the mean must not be drawn down to it.
+    limit = np.median(edge)
+    censored = Edges(np.where(edge > limit, limit, edge), np.where(edge > limit, np.inf, edge))
+    assert fit_edges(features, censored, penalty=1e-3).mean(features) == pytest.approx(exact.mean(features), abs=0.35)
+
+
+def test_likelihoods_are_probabilities_of_the_normal_distribution():
+    edges = Edges(np.array([-1.0, 2.0, -np.inf, 1.0, 40.0]), np.array([1.0, np.inf, 0.5, 1.0, 41.0]))
+    found = log_likelihood(np.zeros(5), 2.0, edges)
+    expected = [
+        np.log(norm.cdf(0.5) - norm.cdf(-0.5)), norm.logsf(1.0), norm.logcdf(0.25), norm.logpdf(1.0, scale=2.0),
+        norm.logsf(20.0) + np.log1p(-np.exp(norm.logsf(20.5) - norm.logsf(20.0))),
+    ]  # fmt: skip
+    assert found == pytest.approx(expected)
+
+
+def test_designs_count_as_often_as_their_weight():
+    features, edge = planted(n=60)
+    twice = np.r_[np.arange(60), np.arange(20)]
+    weight = np.r_[np.full(20, 2.0), np.ones(40)]
+    one = fit_edges(features, Edges(edge, edge), penalty=1.0, weight=weight)
+    two = fit_edges(features[twice], Edges(edge[twice], edge[twice]), penalty=1.0)
+    assert one.mean(features) == pytest.approx(two.mean(features), abs=2e-3)
+
+
+def test_the_deviation_of_new_groups_contains_what_groups_share():
+    random = np.random.default_rng(1)
+    groups = np.repeat(np.arange(20), 4)
+    edge = random.normal(size=20)[groups] + 0.2 * random.normal(size=80)
+    features = random.normal(size=(80, 1))
+    mean, deviation = out_of_group(features, Edges(edge, edge), groups, penalty=1.0)
+    assert mean == pytest.approx(np.zeros(80), abs=0.6)
+    assert deviation == pytest.approx(edge.std(), rel=0.15)
+
+
+def test_a_feature_that_never_varies_changes_nothing():
+    features, edge = planted(n=60)
+    constant = np.column_stack([features, np.full(60, 7.0)])
+    found = fit_edges(constant, Edges(edge, edge), penalty=1.0)
+    assert np.isfinite(found.mean(constant)).all()
+    assert found.scale[3] == 1
