@@ -21,8 +21,15 @@ from workbench.risk.scores import resamples
 if TYPE_CHECKING:
     import xarray as xr
 
-#: The edges: name of the outcome -> what a larger rate does.
-OUTCOMES = {"failure": "does not learn well", "explosion": "explodes"}
+#: Edge -> outcome of a rate on its wrong side, and whether that is the larger one.
+EDGES = {"slow_edge": ("too_small", False), "useful_edge": ("too_large", True), "explosion_edge": ("explosion", True)}
+#: Outcome -> title of its probability.
+_TITLES = {
+    "too_small": "probability that the rate is too small",
+    "too_large": "probability that the rate is too large",
+    "explosion": "probability that the run explodes",
+    "failure": "probability that it does not learn well",
+}
 #: Variables that have to lie within the range of the fitted designs, whether they are features or not.
 CHECKED = ("d_model", "n_layers", "n_steps")
 #: Intervals of rates contain the edges of this share of new families; those of probabilities of resampled ones.
@@ -32,25 +39,25 @@ _KIND, _VERSION = "stability-workbench edge model", 1
 
 @dataclass(frozen=True)
 class EdgeModel:
-    """Normal distributions of the logarithms of two edges, whose means are linear in features of a design.
+    """Normal distributions of the logarithms of three edges, whose means are linear in features of a design.
 
-    The useful edge is the largest rate with which a design learns well (`workbench.rates.useful_band`), the explosion
-    edge the one from which it diverges by RKSP's limits. The probability of failing at a rate is that of an edge below
-    it; the deviation of an edge is that of families that were left out of the fit.
+    Slow and useful edge are the ends of the rates with which a design learns well (`workbench.rates.useful_band`); from
+    the explosion edge on it diverges by RKSP's limits. A rate is too large with the probability that the useful edge
+    lies below it. The deviation of an edge is that of families that were left out of the fit.
 
     Attributes:
         features: Names of numeric features (`workbench.risk.FEATURES`).
         groups: Values of the optimizer, with or without a norm, that the fitted designs had; empty: no feature.
         ranges: Smallest and largest value of each feature, and of width, depth and number of updates, in these designs.
-        fits: Regression of each edge, by outcome; the first is the model, the others its bootstrap over families.
-        deviations: Standard deviation of the logarithm of each edge for families left out, by outcome.
+        fits: Regression of each edge, by its name; the first is the model, the others its bootstrap over families.
+        deviations: Standard deviation of the logarithm of each edge for families left out, by its name.
         about: Data and options that it was fitted with.
 
     Example:
         >>> import workbench as wb
         >>> model = wb.risk.shipped()
         >>> sorted(model.deviations)
-        ['explosion', 'failure']
+        ['explosion_edge', 'slow_edge', 'useful_edge']
     """
 
     features: tuple[str, ...]
@@ -61,15 +68,16 @@ class EdgeModel:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def predict(self, cases: xr.Dataset) -> xr.Dataset:
-        """Predict both edges, and the probabilities at the learning rates of cases.
+        """Predict the edges, and the probabilities at the learning rates of cases.
 
         Args:
             cases: Settings and measurements of fresh models, dim ``run``; see `workbench.sweeps.measure_case`.
 
         Returns:
-            Dataset with dim ``run``: ``failure``, ``explosion`` (probabilities) and ``useful_edge``,
-            ``explosion_edge`` (rates), each with ``_low`` and ``_high``; ``reason`` why they are NaN, empty where they
-            are known. A fresh model that counts as diverged explodes at any rate.
+            Dataset with dim ``run``: the probabilities ``too_small``, ``too_large``, ``failure`` (either of them) and
+            ``explosion``, and the rates ``slow_edge``, ``useful_edge`` and ``explosion_edge``, each with ``_low`` and
+            ``_high``; ``reason`` why they are NaN, empty where they are known. A fresh model that counts as diverged
+            explodes at any rate.
 
         Raises:
             OptionError: If a learning rate is no positive number.
@@ -79,29 +87,36 @@ class EdgeModel:
         from scipy.stats import norm
 
         cases = as_cases(cases)
-        reasons = self._reasons(cases)
-        inputs = self._inputs(cases)
-        log_rate = np.log(column(cases, RATE).astype(float))
         starts_diverged = counts_as_diverged(cases)
+        reasons = np.where(starts_diverged, "", self._reasons(cases))
         is_known = (reasons == "") & ~starts_diverged
-        variables: dict[str, Any] = {}
-        width = norm.ppf((1 + LEVEL) / 2)
-        for outcome, name in (("failure", "useful_edge"), ("explosion", "explosion_edge")):
-            means = np.array([one.mean(inputs) for one in self.fits[outcome]])
-            deviation = self.deviations[outcome]
-            probability = norm.cdf((log_rate - means) / deviation)
-            low, high = _interval(probability)
-            values = {"": probability[0], "_low": low, "_high": high}
-            for end, value in values.items():
-                shown = np.where(starts_diverged, 1.0, np.where(is_known, value, np.nan))
-                variables[f"{outcome}{end}"] = ("run", shown, {"long_name": f"probability that it {OUTCOMES[outcome]}"})
-            for end, by in (("", 0.0), ("_low", -width), ("_high", width)):
-                edge = np.where(is_known, np.exp(means[0] + by * deviation), np.nan)
-                variables[f"{name}{end}"] = ("run", edge, {"long_name": name.replace("_", " "), "units": "1"})
-        for end in ("", "_low", "_high"):  # what explodes does not learn well
-            dims, value, attrs = variables[f"failure{end}"]
-            variables[f"failure{end}"] = (dims, np.maximum(value, variables[f"explosion{end}"][1]), attrs)
-        return xr.Dataset(variables | {"reason": ("run", np.where(starts_diverged, "", reasons).astype(str))})
+        inputs, log_rate = self._inputs(cases), np.log(column(cases, RATE).astype(float))
+        reach = norm.ppf((1 + LEVEL) / 2)
+        found: dict[str, tuple[Floats, Floats, Floats]] = {}
+        chances: dict[str, Floats] = {}
+        for edge, (outcome, is_above) in EDGES.items():
+            means, deviation = np.array([one.mean(inputs) for one in self.fits[edge]]), self.deviations[edge]
+            distance = (log_rate - means) / deviation
+            chances[outcome] = norm.cdf(distance if is_above else -distance)
+            ends = (np.exp(means[0] + by * deviation) for by in (0.0, -reach, reach))
+            value, low, high = (np.where(is_known, one, np.nan) for one in ends)
+            found[edge] = value, low, high
+        # What explodes does not learn well. Too small and too large exclude each other.
+        chances["too_large"] = np.maximum(chances["too_large"], chances["explosion"])
+        chances["failure"] = np.minimum(chances["too_small"] + chances["too_large"], 1.0)
+        for outcome, chance in chances.items():
+            certain = float(outcome != "too_small")
+            value, low, high = (
+                np.where(starts_diverged, certain, np.where(is_known, one, np.nan))
+                for one in (chance[0], *_interval(chance))
+            )
+            found[outcome] = value, low, high
+        variables: dict[str, Any] = {"reason": ("run", reasons.astype(str))}
+        for name, values in found.items():
+            title = _TITLES.get(name, name.replace("_", " "))
+            for end, one in zip(("", "_low", "_high"), values, strict=True):
+                variables[f"{name}{end}"] = ("run", one, {"long_name": title, "units": "1"})
+        return xr.Dataset(variables)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the model as JSON, which `load` reads.
@@ -119,7 +134,7 @@ class EdgeModel:
             "groups": self.groups,
             "ranges": self.ranges,
             "deviations": self.deviations,
-            "fits": {outcome: [_row(one) for one in fits] for outcome, fits in self.fits.items()},
+            "fits": {edge: [_row(one) for one in fits] for edge, fits in self.fits.items()},
         }
         with replacing(path) as partial:
             partial.write_text(json.dumps(content, indent=None) + "\n")
@@ -168,7 +183,7 @@ def fit(
 
     Args:
         cases: Settings and measurements of the designs, dim ``run``.
-        edges: Logarithms between which the edges of each design lie, by outcome.
+        edges: Logarithms between which the edges of each design lie, by the edge's name.
         families: Family of each design; families are resampled and left out as a whole.
         features: Names of numeric features.
         by_group: Whether the optimizer, with or without a norm, is a feature.
@@ -184,7 +199,7 @@ def fit(
         >>> import workbench as wb
         >>> cases = wb.samples.divergence_sweep("norms").isel(run=slice(0, 180, 10))
         >>> edge = np.log(cases["learning_rate"].values)
-        >>> edges = {name: wb.risk.Edges(edge, edge) for name in ("failure", "explosion")}
+        >>> edges = {name: wb.risk.Edges(edge, edge) for name in ("slow_edge", "useful_edge", "explosion_edge")}
         >>> model = wb.risk.fit(cases, edges, cases["architecture"].values, n_bootstrap=2)
         >>> model.predict(cases)["useful_edge"].dims
         ('run',)
@@ -204,7 +219,7 @@ def fit(
     blank = EdgeModel(tuple(features), groups, ranges, {}, {})
     inputs = blank._inputs(cases)
     fits, deviations, penalties = {}, {}, {}
-    for outcome, known in edges.items():
+    for edge, known in edges.items():
         left_out = {penalty: out_of_group(inputs, known, codes, penalty=penalty) for penalty in PENALTIES}
         losses = {
             penalty: -log_likelihood(mean, deviation, known).sum() for penalty, (mean, deviation) in left_out.items()
@@ -212,8 +227,8 @@ def fit(
         penalty = min(losses, key=lambda one: losses[one])
         draws = (row for block in resamples(codes, len(codes), n_bootstrap, seed) for row in block)
         resampled = [fit_edges(inputs, known, penalty=penalty, weight=row) for row in draws]
-        fits[outcome] = (fit_edges(inputs, known, penalty=penalty), *resampled)
-        deviations[outcome], penalties[outcome] = left_out[penalty][1], penalty
+        fits[edge] = (fit_edges(inputs, known, penalty=penalty), *resampled)
+        deviations[edge], penalties[edge] = left_out[penalty][1], penalty
     about = {"n_designs": len(codes), "n_families": int(codes.max()) + 1, "penalties": penalties, "seed": seed}
     return EdgeModel(blank.features, groups, ranges, fits, deviations, about)
 
@@ -253,8 +268,8 @@ def load(path: str | Path) -> EdgeModel:
             tuple(content["features"]),
             tuple(content["groups"]),
             {name: (float(low), float(high)) for name, (low, high) in content["ranges"].items()},
-            {outcome: tuple(_fit(row) for row in rows) for outcome, rows in content["fits"].items()},
-            {outcome: float(value) for outcome, value in content["deviations"].items()},
+            {edge: tuple(_fit(row) for row in rows) for edge, rows in content["fits"].items()},
+            {edge: float(value) for edge, value in content["deviations"].items()},
             content["about"],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:

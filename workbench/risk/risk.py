@@ -46,8 +46,11 @@ class Risk:
         learning_rate: The planned peak rate.
         n_steps: The planned number of updates.
         d_model: Width of the model.
-        failure: Probability that the rate is too large to learn well (`workbench.rates.useful_band`).
+        failure: Probability that the rate is too small or too large to learn well (`workbench.rates.useful_band`).
+        too_small: Probability that it is too small for the number of updates.
+        too_large: Probability that it is too large.
         explosion: Probability that the training diverges by RKSP's limits.
+        slow_edge: Smallest rate with which it learns well.
         useful_edge: Largest rate with which it learns well.
         explosion_edge: Rate from which it diverges.
         reason: Why these are NaN; empty: they are known.
@@ -55,8 +58,8 @@ class Risk:
     Example:
         >>> import workbench as wb
         >>> case = wb.samples.divergence_sweep("norms").isel(run=[0])
-        >>> risk = wb.risk.predict(wb.sweeps.replan(case, learning_rate=1e-4))
-        >>> str(risk).startswith("At a rate of 0.0001")
+        >>> risk = wb.risk.predict(wb.sweeps.replan(case, learning_rate=1e-3))
+        >>> str(risk).startswith("At a rate of 0.001")
         True
     """
 
@@ -64,7 +67,10 @@ class Risk:
     n_steps: int
     d_model: int
     failure: Chance
+    too_small: Chance
+    too_large: Chance
     explosion: Chance
+    slow_edge: Estimate
     useful_edge: Estimate
     explosion_edge: Estimate
     reason: str
@@ -81,22 +87,23 @@ class Risk:
         )
 
 
-def predict(case: xr.Dataset, model: EdgeModel | None = None) -> Risk:
+def predict(case: xr.Dataset, *, pilot: FoundRates | None = None, model: EdgeModel | None = None) -> Risk:
     """Predict the risk of one planned training from its settings and what was measured before it.
 
     Args:
         case: Case of one run, from `workbench.sweeps.measure_case` or a sweep.
+        pilot: Pilot of the same training, from `workbench.find_rate`; its useful edge replaces the predicted one.
         model: Model of the edges; None: the shipped one.
 
     Raises:
-        OptionError: If the learning rate is no positive number.
+        OptionError: If the learning rate is no positive number, or the pilot was made for another number of updates.
         SchemaError: If the case lacks a value.
 
     Example:
         >>> import workbench as wb
         >>> case = wb.samples.divergence_sweep("norms").isel(run=[0])
-        >>> slow, fast = (wb.risk.predict(wb.sweeps.replan(case, learning_rate=rate)) for rate in (1e-4, 1e-2))
-        >>> slow.failure.value < fast.failure.value
+        >>> slow, fast = (wb.risk.predict(wb.sweeps.replan(case, learning_rate=rate)) for rate in (1e-3, 1e-1))
+        >>> slow.too_large.value < fast.too_large.value
         True
     """
     found = (model or shipped()).predict(case)
@@ -108,13 +115,23 @@ def predict(case: xr.Dataset, model: EdgeModel | None = None) -> Risk:
     def number(name: str) -> float:
         return float(case[name].values.reshape(-1)[0])
 
-    return Risk(
+    risk = Risk(
         number("learning_rate"),
         int(number("n_steps")),
         int(number("d_model")),
-        Chance(*three("failure")),
-        Chance(*three("explosion")),
-        Estimate(*three("useful_edge")),
-        Estimate(*three("explosion_edge")),
+        *(Chance(*three(name)) for name in ("failure", "too_small", "too_large", "explosion")),
+        *(Estimate(*three(name)) for name in ("slow_edge", "useful_edge", "explosion_edge")),
         str(found["reason"].values[0]),
     )
+    return risk if pilot is None else _after(risk, pilot)
+
+
+def _after(risk: Risk, pilot: FoundRates) -> Risk:
+    """The risk after a pilot, whose useful edge replaces the predicted one; the other edges keep their distance."""
+    if pilot.n_steps != risk.n_steps:
+        raise OptionError(
+            f"The pilot was made for {pilot.n_steps:,} updates, the case plans {risk.n_steps:,}; find the rate for these."
+        )
+    if pilot.reason:
+        return replace(risk, reason=pilot.reason)
+    raise NotImplementedError
