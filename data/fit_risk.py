@@ -1,50 +1,305 @@
-"""Fit the risk models that ship to the recorded sweep, and say how good they are on what they have not seen.
+"""Fit the risk of a planned training to the recorded study of learning rates, and say how good it is.
 
-    python data/fit_risk.py                 # into workbench/risk/shipped
-    python data/fit_risk.py --out elsewhere
+    python data/fit_risk.py                          # fits on the set "fit", chooses on "choose"
+    python data/fit_risk.py --locked                 # and judges once on "locked"
 
-Fitted to the study ``fit`` alone. Judged on the study ``held out``, whose sizes, init scales and seeds occur nowhere in
-it: once as it is (every configuration is new), and once with each architecture's runs left out of the fit as well.
+Reads ``rates.nc`` and ``rate_pilots.nc``. Each group of features is added to the table of optimizer and norm; it stays
+if its gain in likelihood on the families of the set "choose" is positive in nine of ten bootstrap samples of these
+families, and in the mean. What stays is fitted to both sets and written into ``workbench/risk/shipped/edges.json``; the
+table that this prints into ``risk_accuracy.csv``.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xarray as xr
+from fit_rates import FACTORS, table, truths
+from rate_designs import designs
 
 import workbench as wb
+from workbench.io.atomic import replacing
+from workbench.rates.drift import extrapolated
+from workbench.rates.outcomes import design_key
+from workbench.rates.rate_search import Round
+from workbench.risk.edge_model import EDGES, groups_of
+from workbench.risk.edge_regression import PENALTIES, Edges, Floats, fit_edges, log_likelihood, out_of_group
+from workbench.risk.features import FEATURES, feature_table
+from workbench.training.training_plan import TrainingPlan
 
-#: Set of features -> options of the fit. Chosen by cross-validation within the study ``fit``.
-OPTIONS: dict[str, dict[str, Any]] = {
-    # Without a norm a larger stream makes larger gradients, which plain descent feels and scaled updates do not.
-    "forward": {"method": "edge", "interactions": [("scale_response", "optimizer SGD")]},
-    "gradient": {"method": "edge", "interactions": [("scale_response", "optimizer SGD")]},
-    "pilot": {"method": "edge"},
+if TYPE_CHECKING:
+    import pandas as pd
+
+SHIPPED = Path(wb.risk.__file__).parent / "shipped" / "edges.json"
+SEED, N_BOOTSTRAP = 0, 1000
+#: Share of the bootstrap samples in which a feature has to help.
+SHARE_THAT_GAINS = 0.9
+SPECTRAL = tuple(name for name, one in FEATURES.items() if one.measures is None and name.endswith(("mean", "max")))
+#: Groups of features, beside the table; cheap ones first.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "settings": ("d_model", "n_layers", "n_steps", "warmup_share", "mean_rate_share", "is_clipped", "weight_decay"),
+    "horizon": ("n_steps",),
+    "scale response": ("scale_response", "stream_growth", "logit_std"),
+    "M": ("near_unit_mass mean",),
+    "all of RKSP": SPECTRAL,
+    "gradient": ("initial_grad_norm", "overshoot_rate", "breaking_rate"),
+    "change by the first update": ("unit_change_rate",),
+    "ten trial updates": ("rehearsed_rate",),
+    "curvature after 100 updates": ("curvature",),
 }
-SHIPPED = Path(wb.risk.__file__).parent / "shipped"
+#: Rates of the absolute grid, and factors from the edge around it.
+GRID, AROUND = np.geomspace(1e-6, 30, 60), 1.5 ** np.arange(-4.0, 5.0)
 
 
-def fitted(features: str, *, n_bootstrap: int = 200) -> wb.risk.RiskModel:
-    """The model of one set of features."""
-    runs = wb.samples.divergence_sweep("fit")
-    return wb.risk.fit(runs, features=features, n_bootstrap=n_bootstrap, **OPTIONS[features])
+@dataclass(frozen=True)
+class Study:
+    """The designs of the study at their horizons.
+
+    Attributes:
+        rows: One row each, with set, family, key and horizon.
+        columns: Features by name.
+        groups: Optimizer, with or without norm.
+        edges: Measured edges by name.
+        cases: The same as cases of `wb.risk`.
+    """
+
+    rows: pd.DataFrame
+    columns: Mapping[str, Floats]
+    groups: np.ndarray
+    edges: Mapping[str, Edges]
+    cases: xr.Dataset
+
+    @classmethod
+    def of(cls, rates: xr.Dataset, pilots: xr.Dataset) -> Study:
+        """All that were measured."""
+        named = {design_key(one.run(0, 1).as_dict()): one for one in designs()}
+        rows = truths(rates)
+        rows = rows[rows["is_learned"]].reset_index(drop=True)
+        rows["set"] = [named[key].set for key in rows["key"]]
+        rows["family"] = [named[key].architecture.family for key in rows["key"]]
+        measured = rates.isel(run=rates["stage"].values == "measures")
+        keys = np.array([design_key(json.loads(str(text))) for text in measured["settings"].values])
+        seeds = []
+        for seed in np.unique(measured["seed"].values):
+            of = {key: measured.isel(run=[i]) for i, key in enumerate(keys) if measured["seed"].values[i] == seed}
+            pairs = zip(rows["key"], rows["horizon"], strict=True)
+            seeds.append(xr.concat([wb.sweeps.replan(of[key], n_steps=n) for key, n in pairs], "run"))
+        names = [name for of_group in GROUPS.values() for name in of_group if name != "curvature"]
+        values = np.mean([feature_table(cases, names, allow_missing=True).values for cases in seeds], axis=0)
+        columns = dict(zip(names, values.T, strict=True))
+        of_key = dict(zip(named, pilots["curvature"].isel(budget=-1).values, strict=True))
+        columns["curvature"] = np.log10([max(of_key[key], 1e-6) for key in rows["key"]])
+        edges = {
+            "slow_edge": _edges(rows["slow_edge"], high=rows["smallest"]),
+            "useful_edge": _edges(rows["useful_edge"], low=rows["largest"]),
+            "explosion_edge": _edges(rows["explosion_edge"], low=rows["largest"]),
+        }
+        return cls(rows, columns, groups_of(seeds[0]), edges, seeds[0])
+
+    def inputs(self, groups: list[str], *, has_table: bool = True) -> Floats:
+        """Features of all rows, filled with the median where they are not known."""
+        names = dict.fromkeys(name for group in groups for name in GROUPS[group])
+        found = [_filled(self.columns[name]) for name in names]
+        if has_table:
+            found += [(self.groups == one).astype(float) for one in np.unique(self.groups)]
+        return np.stack(found, axis=1) if found else np.empty((len(self.rows), 0))
+
+    def is_of(self, *sets: str) -> np.ndarray:
+        """Which rows belong to some sets."""
+        return self.rows["set"].isin(sets).to_numpy()
+
+
+def _filled(values: Floats) -> Floats:
+    """The values, those that are not finite replaced by the median, or the end of the range where they are infinite."""
+    finite = values[np.isfinite(values)]
+    found = np.where(np.isnan(values), np.median(finite), values)
+    return np.clip(found, finite.min(), finite.max())
+
+
+def _edges(rate: pd.Series, *, low: pd.Series | None = None, high: pd.Series | None = None) -> Edges:
+    """Logarithms of edges that were found, and what is known of those beyond the rates that were tried."""
+    known, nowhere = np.log(rate.to_numpy()), np.full(len(rate), np.inf)
+    below, above = (nowhere if one is None else np.log(one.to_numpy()) for one in (low, high))
+    is_known = np.isfinite(known)
+    return Edges(
+        np.where(is_known, known, -nowhere if low is None else below),
+        np.where(is_known, known, nowhere if high is None else above),
+    )
+
+
+def left_out(x: Floats, edges: Edges, families: np.ndarray) -> float:
+    """The penalty with the largest likelihood for families left out."""
+    losses = {}
+    for penalty in PENALTIES:
+        mean, deviation = out_of_group(x, edges, families, penalty=penalty)
+        losses[penalty] = -log_likelihood(mean, deviation, edges).sum()
+    return min(losses, key=lambda one: losses[one])
+
+
+def likelihoods(study: Study, x: Floats, edge: str) -> Floats:
+    """Log-likelihood of the edges of the set "choose" by a fit to the set "fit", with the deviation of new families."""
+    of_fit, of_choose = study.is_of("fit"), study.is_of("choose")
+    edges, families = study.edges[edge], study.rows["family"].to_numpy()
+    penalty = left_out(x[of_fit], edges[of_fit], families[of_fit])
+    _, deviation = out_of_group(x[of_fit], edges[of_fit], families[of_fit], penalty=penalty)
+    found = fit_edges(x[of_fit], edges[of_fit], penalty=penalty)
+    return log_likelihood(found.mean(x[of_choose]), deviation, edges[of_choose])
+
+
+def chosen(study: Study) -> tuple[list[str], pd.DataFrame]:
+    """Groups of features that stay, and the gain of each one alone over the table, in nat a design."""
+    import pandas as pd
+
+    families = study.rows["family"].to_numpy()[study.is_of("choose")]
+    kept: list[str] = []
+    rows = []
+    base = likelihoods(study, study.inputs([]), "useful_edge")
+    alone = likelihoods(study, study.inputs([], has_table=False), "useful_edge")
+    rows.append({"features": "rate alone", **_gain(alone - base, families)})
+    for group in GROUPS:
+        gain = _gain(likelihoods(study, study.inputs([group]), "useful_edge") - base, families)
+        rows.append({"features": f"table, {group}", **gain})
+        more = likelihoods(study, study.inputs([*kept, group]), "useful_edge")
+        before = likelihoods(study, study.inputs(kept), "useful_edge")
+        stays = _gain(more - before, families)
+        if stays["share that gains"] >= SHARE_THAT_GAINS and stays["gain"] > 0:
+            kept.append(group)
+    return kept, pd.DataFrame(rows)
+
+
+def _gain(difference: Floats, families: np.ndarray) -> dict[str, float]:
+    """Mean over families, its interval and the share of bootstrap samples of families with a positive one."""
+    means = np.array([difference[families == one].mean() for one in np.unique(families)])
+    draws = np.random.default_rng(SEED).choice(means, (N_BOOTSTRAP, len(means))).mean(axis=1)
+    low, high = np.quantile(draws, [0.1, 0.9])
+    return {"gain": means.mean(), "low": low, "high": high, "share that gains": float((draws > 0).mean())}
+
+
+def figures(study: Study, predicted: Mapping[str, dict[str, Floats]], is_judged: np.ndarray) -> pd.DataFrame:
+    """AUROC and calibration of the probability of failure on a grid of rates and around the edge, by predictor.
+
+    A rate fails if it lies outside of the measured band. Where an edge was not measured only what is known counts.
+
+    Args:
+        study: The study.
+        predicted: Predictor -> edge -> mean and deviation of its logarithm, shape (row,); NaN: no answer.
+        is_judged: Which rows.
+    """
+    import pandas as pd
+    from scipy.stats import norm
+
+    found = []
+    edge = study.edges["useful_edge"]
+    for where in ("grid", "around the edge"):
+        rate = np.log(GRID)[None].repeat(len(edge.low), 0)
+        if where != "grid":
+            rate = np.where(np.isfinite(edge.high), edge.low, np.nan)[:, None] + np.log(AROUND)
+        slow = study.edges["slow_edge"]
+        is_failure = np.where((rate > edge.high[:, None]) | (rate < slow.low[:, None]), 1.0, np.nan)
+        is_failure[(rate <= edge.low[:, None]) & (rate >= slow.high[:, None])] = 0.0
+        for name, edges in predicted.items():
+            large = norm.cdf((rate - edges["useful_edge"][:, :1]) / edges["useful_edge"][:, 1:])
+            small = norm.cdf((edges["slow_edge"][:, :1] - rate) / edges["slow_edge"][:, 1:])
+            chance = np.minimum(large + small, 1.0)
+            is_known = is_judged[:, None] & np.isfinite(is_failure) & np.isfinite(chance)
+            row, _ = np.nonzero(is_known)
+            label, score = is_failure[is_known] > 0, chance[is_known]
+            families = study.rows["family"].to_numpy()[row]
+            area = wb.risk.auroc(score, label, groups=families, n_bootstrap=200)
+            answered = np.isfinite(edges["useful_edge"][is_judged, 0]).mean()
+            error = edges["useful_edge"][is_judged, 0] - edge.low[is_judged]
+            error = error[np.isfinite(edge.high[is_judged])]
+            found.append(
+                {
+                    "predictor": name,
+                    "rates": where,
+                    "AUROC": area.value,
+                    "low": area.low,
+                    "high": area.high,
+                    "ECE": wb.risk.calibration_error(score, label),
+                    "no answer": 1 - answered,
+                    **{f"edge within {one}": (np.abs(error) <= math.log(one)).mean() for one in FACTORS},
+                }
+            )
+    return pd.DataFrame(found)
+
+
+def predictions(study: Study, x: Floats, is_fit: np.ndarray) -> dict[str, Floats]:
+    """Mean and deviation of the logarithm of each edge by a regression, shape (row, 2)."""
+    families, found = study.rows["family"].to_numpy()[is_fit], {}
+    for name, edges in study.edges.items():
+        penalty = left_out(x[is_fit], edges[is_fit], families)
+        _, deviation = out_of_group(x[is_fit], edges[is_fit], families, penalty=penalty)
+        mean = fit_edges(x[is_fit], edges[is_fit], penalty=penalty).mean(x)
+        found[name] = np.stack([mean, np.full(len(mean), deviation)], axis=1)
+    return found
+
+
+def after_pilots(study: Study, rates: xr.Dataset, pilots: xr.Dataset) -> dict[str, Floats]:
+    """The same from the pilots of the largest budget, as `wb.find_rate` extrapolates them."""
+    found = table(rates, pilots)
+    found = found[found["budget"] == found["budget"].max()].set_index(["key", "horizon"])
+    result = {name: np.full((len(study.rows), 2), np.nan) for name in EDGES}
+    for i, (key, horizon) in enumerate(zip(study.rows["key"], study.rows["horizon"], strict=True)):
+        row = found.loc[(key, horizon)]
+        if not row["round"]:
+            continue
+        last = Round(
+            row["round"] == "coarse", int(row["updates"]), np.empty(0), np.empty((0, 0)), row["best_rate_pilot"],
+            row["useful_edge_pilot"],
+        )  # fmt: skip
+        plan = TrainingPlan(n_steps=int(horizon), schedule=row["schedule"])
+        for name, one in extrapolated(last, plan).items():
+            if name in result:
+                result[name][i] = math.log(one.value), math.log(one.high / one.low) / 2.563
+    return result
 
 
 def main() -> None:
-    """Fit, validate and write all of them."""
+    """Choose, fit, judge and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    here = Path(__file__).parent
+    parser.add_argument("--rates", type=Path, default=here / "rates.nc")
+    parser.add_argument("--pilots", type=Path, default=here / "rate_pilots.nc")
     parser.add_argument("--out", type=Path, default=SHIPPED)
-    out = parser.parse_args().out
-    runs, held_out = wb.samples.divergence_sweep("fit"), wb.samples.divergence_sweep("held out")
-    for features, options in OPTIONS.items():
-        start = time.monotonic()
-        figures = wb.risk.validate(runs, test=held_out, features=features, **options)
-        model = fitted(features).with_validation(figures)
-        model.save(out / f"risk_{features}.json", overwrite=True)
-        print(model.card())
-        print(f"{features}: {time.monotonic() - start:.0f} s\n", flush=True)
+    parser.add_argument("--table", type=Path, default=here / "risk_accuracy.csv")
+    parser.add_argument("--locked", action="store_true", help="judge on the locked set instead of the set choose")
+    args = parser.parse_args()
+    with xr.open_dataset(args.rates) as rates, xr.open_dataset(args.pilots) as pilots:
+        rates, pilots = rates.load(), pilots.load()
+    study = Study.of(rates, pilots)
+    kept, gains = chosen(study)
+    print(gains.to_string(index=False, float_format=lambda value: f"{value:.3f}"))
+    print(f"Beside the table stay: {', '.join(kept) or 'none'}.")
+    is_fit = study.is_of("fit", "choose") if args.locked else study.is_of("fit")
+    predicted = {
+        "rate alone": predictions(study, study.inputs([], has_table=False), is_fit),
+        "table": predictions(study, study.inputs([]), is_fit),
+        "table, M": predictions(study, study.inputs(["M"]), is_fit),
+        "table, all of RKSP": predictions(study, study.inputs(["all of RKSP"]), is_fit),
+    }
+    if kept:
+        predicted[f"table, {', '.join(kept)}"] = predictions(study, study.inputs(kept), is_fit)
+    predicted["pilot"] = after_pilots(study, rates, pilots)
+    found = figures(study, predicted, study.is_of("locked" if args.locked else "choose"))
+    print(found.to_string(index=False, float_format=lambda value: f"{value:.2f}"))
+    with replacing(args.table) as partial:
+        found.to_csv(partial, index=False, float_format="%.3f")
+    is_known = study.is_of("fit", "choose")
+    model = wb.risk.fit(
+        study.cases.isel(run=is_known),
+        {name: edges[is_known] for name, edges in study.edges.items()},
+        study.rows["family"].to_numpy()[is_known],
+        features=[name for group in kept for name in GROUPS[group]],
+    )
+    model.save(args.out, overwrite=True)
 
 
 if __name__ == "__main__":

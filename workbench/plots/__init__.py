@@ -5,7 +5,6 @@ from workbench.plots.criteria_bands_figure import criteria_bands
 from workbench.plots.decision_chart_figure import decision_chart
 from workbench.plots.diagnosis_figures import cause_bars, evidence_bars, evidence_timeline
 from workbench.plots.dose_response_figure import dose_response
-from workbench.plots.drivers_figure import drivers
 from workbench.plots.eigenvalue_map_figure import eigenvalue_map
 from workbench.plots.figure_files import save
 from workbench.plots.flow_map_figure import flow_map
@@ -16,7 +15,6 @@ from workbench.plots.radar_figure import radar
 from workbench.plots.rate_curve_figure import rate_curve
 from workbench.plots.reliability_figure import reliability
 from workbench.plots.risk_curve_figure import risk_curve
-from workbench.plots.risk_map_figure import risk_map
 from workbench.plots.roc_figure import roc
 from workbench.plots.scaling_trend_figure import scaling_trend
 from workbench.plots.stability_edge_figure import stability_edge
@@ -31,7 +29,6 @@ __all__ = [
     "criteria_bands",
     "decision_chart",
     "dose_response",
-    "drivers",
     "eigenvalue_map",
     "evidence_bars",
     "evidence_timeline",
@@ -44,7 +41,6 @@ __all__ = [
     "rate_curve",
     "reliability",
     "risk_curve",
-    "risk_map",
     "roc",
     "save",
     "scaling_trend",

@@ -1,52 +1,38 @@
-"""Risk of divergence before training starts; the names of `wb.risk`.
+"""Risk of a planned training before it starts; the names of `wb.risk`.
 
-model = wb.risk.fit(wb.open_sweep("sweep.zarr"))
-model.predict(cases), model.largest_stable_rate(cases), model.drivers(cases)
-print(model.with_validation(wb.risk.validate(sweep)).card())
+print(wb.risk.predict(case))                   # from settings and the fresh model
+print(wb.risk.predict(case, pilot=found))      # after wb.find_rate
 """
 
 from __future__ import annotations
 
-from workbench.risk.features import FEATURE_SETS, FEATURES, feature_table, is_complete
-from workbench.risk.fitting import fit
-from workbench.risk.measured_stable_rates import share_within, stable_rate_accuracy, stable_rates
-from workbench.risk.model_file import load, shipped
-from workbench.risk.neighbours import nearest_runs
-from workbench.risk.predictors import calibrated_score, predictor_scores
-from workbench.risk.rate_grid import over_rates
-from workbench.risk.risk_model import RiskModel
-from workbench.risk.scores import Auroc, auroc, auroc_within, brier, calibration_error, log_loss, reliability, roc_curve
-from workbench.risk.validation import boosted_probability, cross_validate, figures_of, mass_figures, validate
+from workbench.risk.edge_model import EdgeModel, fit, load
+from workbench.risk.edge_regression import Edges
+from workbench.risk.features import FEATURES, feature_table
+from workbench.risk.predictors import predictor_scores
+from workbench.risk.risk import Chance, Risk, over_rates, predict
+from workbench.risk.scores import Auroc, auroc, auroc_within, calibration_error, reliability, roc_curve
+from workbench.risk.shipped_model import shipped
 
 __all__ = [
     "FEATURES",
-    "FEATURE_SETS",
     "Auroc",
-    "RiskModel",
+    "Chance",
+    "EdgeModel",
+    "Edges",
+    "Risk",
     "auroc",
     "auroc_within",
-    "boosted_probability",
-    "brier",
-    "calibrated_score",
     "calibration_error",
-    "cross_validate",
     "feature_table",
-    "figures_of",
     "fit",
-    "is_complete",
     "load",
-    "log_loss",
-    "mass_figures",
-    "nearest_runs",
     "over_rates",
+    "predict",
     "predictor_scores",
     "reliability",
     "roc_curve",
-    "share_within",
     "shipped",
-    "stable_rate_accuracy",
-    "stable_rates",
-    "validate",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The risk of a planned training: distributions of its useful edge and its explosion edge, and what follows at a rate."""
+"""The risk of a planned training: distributions of the ends of its useful rates, and what follows at a rate."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def groups_of(cases: xr.Dataset) -> np.ndarray:
 
 
 def load(path: str | Path) -> EdgeModel:
-    """Read a model that `EdgeModel.save` wrote; its predictions are exactly those of the saved one.
+    """Read a model that `EdgeModel.save` wrote, which keeps six digits of its numbers.
 
     Raises:
         StoreError: If the file is missing, no such model, damaged, or written by a newer version.
@@ -278,7 +278,13 @@ def load(path: str | Path) -> EdgeModel:
 
 def _row(fit: EdgeFit) -> list[Any]:
     """A fit as plain values."""
-    return [fit.center.tolist(), fit.scale.tolist(), fit.intercept, fit.weights.tolist(), fit.deviation]
+    parts = (fit.center.tolist(), fit.scale.tolist(), fit.intercept, fit.weights.tolist(), fit.deviation)
+    return [[_short(one) for one in part] if isinstance(part, list) else _short(part) for part in parts]
+
+
+def _short(value: float) -> float:
+    """A number in six digits, which the uncertainty of a fit does not need."""
+    return float(f"{value:.6g}")
 
 
 def _fit(row: Sequence[Any]) -> EdgeFit:

@@ -41,9 +41,6 @@ _LAYER_MEASURES: dict[str, tuple[float, float] | None] = {
 }
 #: Statistics of a measure over layers; the change is the last layer's value less the first one's.
 LAYER_STATISTICS = (*STATISTICS, "change")
-#: The sizes of a model. Few risk models have them among their features, so they are checked separately: a model of a
-#: size outside of the training runs is never familiar.
-SIZES = ("d_model", "n_layers")
 #: Largest loss (nat) and gradient norm without divergence (RKSP's label).
 LIMITS = {"initial_loss": 50.0, "initial_grad_norm": 500.0}
 #: Optimizers in which momentum adds updates up instead of averaging them.
@@ -58,8 +55,6 @@ class Feature:
         name: Name in lists of features.
         long_name: Title shown to the user.
         needs: Variables and coordinates of a case that it is computed from.
-        is_log: Whether it is the logarithm to base 10 of a quantity plus ``shift``.
-        shift: See above.
         measures: Function of the variables, each of shape (run,), with values of shape (run,); None: a statistic over
             layers.
     """
@@ -67,24 +62,19 @@ class Feature:
     name: str
     long_name: str
     needs: tuple[str, ...]
-    is_log: bool = False
-    shift: float = 0.0
     measures: Callable[..., np.ndarray] | None = None
 
-    def original(self, value: float) -> float:
-        """Convert a value of the feature to the original quantity."""
-        return float(10.0**value - self.shift) if self.is_log else float(value)
 
-
-def feature_table(cases: xr.Dataset, names: Sequence[str]) -> xr.DataArray:
+def feature_table(cases: xr.Dataset, names: Sequence[str], *, allow_missing: bool = False) -> xr.DataArray:
     """Compute the features of cases.
 
     Args:
         cases: Runs of a sweep, or cases before training; dim ``run``, and ``layer`` for spectra.
         names: Names of `FEATURES`, without the optimizer, which is no number.
+        allow_missing: Whether a run may lack a value; it is NaN then.
 
     Returns:
-        Shape (run, feature); never NaN. Infinite where a quantity is, such as a breaking rate that no rate tried
+        Shape (run, feature). Infinite where a quantity is, such as a breaking rate that no rate tried
         reaches; the model clips these to the range of its training runs.
 
     Raises:
@@ -101,37 +91,10 @@ def feature_table(cases: xr.Dataset, names: Sequence[str]) -> xr.DataArray:
 
     cases = as_cases(cases)
     values, lacks = _values(cases, names)
-    if lacks.any():
+    if lacks.any() and not allow_missing:
         raise SchemaError(_lacking(cases, names, lacks))
     about = {"long_name": "feature", "units": "1"}
     return xr.DataArray(values, {"feature": list(names)}, ["run", "feature"], name="feature_value", attrs=about)
-
-
-def is_complete(cases: xr.Dataset, names: Sequence[str]) -> xr.DataArray:
-    """Which cases have every feature.
-
-    Args:
-        cases: As in `feature_table`.
-        names: As in `feature_table`; the optimizer may be among them.
-
-    Returns:
-        bool, dim ``run``.
-
-    Raises:
-        OptionError: If a learning rate is no positive number, or a name is no feature.
-        SchemaError: If a variable is missing altogether.
-
-    Example:
-        >>> import workbench as wb
-        >>> cases = wb.samples.divergence_sweep("held out").isel(run=slice(0, 2))
-        >>> wb.risk.is_complete(cases, ["near_unit_mass mean", "optimizer"]).values
-        array([ True,  True])
-    """
-    import xarray as xr
-
-    cases = as_cases(cases)
-    _, lacks = _values(cases, [name for name in names if name != OPTIMIZER])
-    return xr.DataArray(~lacks.any(axis=1), dims="run", name="is_complete")
 
 
 def as_cases(cases: xr.Dataset) -> xr.Dataset:
@@ -173,26 +136,6 @@ def counts_as_diverged(cases: xr.Dataset) -> np.ndarray:
 def column(cases: xr.Dataset, name: str) -> np.ndarray:
     """One value for each run, of a variable or coordinate that may be common to all; shape (run,)."""
     return np.broadcast_to(cases[name].values, cases.sizes["run"])
-
-
-def sizes_of(cases: xr.Dataset, names: Sequence[str] = SIZES) -> dict[str, np.ndarray]:
-    """The sizes of the models of cases.
-
-    Args:
-        cases: Cases with dim ``run``.
-        names: Names of ``SIZES``.
-
-    Returns:
-        Size -> values of shape (run,); NaN where a case does not have it.
-
-    Raises:
-        SchemaError: If a size is missing altogether.
-    """
-    if missing := [name for name in names if name not in cases.variables]:
-        raise SchemaError(
-            f"The cases lack {', '.join(missing)}, the size of the model; measure them as a sweep does, or assign it."
-        )
-    return {name: column(cases, name).astype(float) for name in names}
 
 
 def _values(cases: xr.Dataset, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -296,7 +239,7 @@ def _is_clipped(clip_norm: np.ndarray) -> np.ndarray:
 
 def _feature(name: str, long_name: str, *, shift: float = 0.0, low: float = 0.0) -> Feature:
     """The logarithm of one variable."""
-    return Feature(name, long_name, (name,), True, shift, lambda x: _log(x, shift=shift, low=low))
+    return Feature(name, long_name, (name,), lambda x: _log(x, shift=shift, low=low))
 
 
 _SETTINGS = (
@@ -311,9 +254,9 @@ _SETTINGS = (
     Feature("mean_rate_share", "mean share of the peak rate", ("mean_rate_share",), measures=np.asarray),
     _feature("weight_decay", "weight decay", shift=0.01),
     Feature("momentum", "momentum", ("momentum",), measures=_momentum),
-    Feature("momentum_gain", "steps that momentum adds up", ("momentum", "optimizer"), True, measures=_momentum_gain),
+    Feature("momentum_gain", "steps that momentum adds up", ("momentum", "optimizer"), measures=_momentum_gain),
     Feature("is_clipped", "gradient clipping", ("clip_norm",), measures=_is_clipped),
-    Feature("clip_norm", "largest gradient norm let through", ("clip_norm",), True, measures=_clip),
+    Feature("clip_norm", "largest gradient norm let through", ("clip_norm",), measures=_clip),
     Feature(OPTIMIZER, "optimizer", (OPTIMIZER,), measures=lambda x: x),
 )
 _FORWARD = (
@@ -322,14 +265,13 @@ _FORWARD = (
     Feature("scale_response", "response of the logits to a doubled stream", ("scale_response",), measures=lambda x: x),
     _feature("stream_rms_first", "rms of the stream entering the first block", low=1e-9),
     _feature("stream_rms_last", "rms of the stream leaving the last block", low=1e-9),
-    Feature(
-        "stream_growth", "growth of the stream", ("stream_rms_first", "stream_rms_last"), True, measures=_stream_growth
-    ),
+    Feature("stream_growth", "growth of the stream", ("stream_rms_first", "stream_rms_last"), measures=_stream_growth),
 )
 _GRADIENT = (
     _feature("initial_grad_norm", "initial gradient norm", low=1e-12),
     _feature("overshoot_rate", "rate at which the first update raises the loss"),
     _feature("breaking_rate", "rate at which the first update diverges"),
+    _feature("unit_change_rate", "rate at which the first update changes the logits by 1"),
 )
 _PILOT = (_feature("rehearsed_rate", "rate at which ten trial updates diverge"),)
 _SPECTRAL = tuple(
@@ -337,51 +279,9 @@ _SPECTRAL = tuple(
         f"{measure} {statistic}",
         f"{SPECTRA[measure].long_name}, {statistic} over layers",
         (measure,),
-        _LAYER_MEASURES[measure] is not None and statistic in ("mean", "max", "min"),
     )
     for measure in _LAYER_MEASURES
     for statistic in LAYER_STATISTICS
 )
 #: Every feature by name.
 FEATURES: dict[str, Feature] = {f.name: f for f in (*_SPECTRAL, *_FORWARD, *_GRADIENT, *_PILOT, *_SETTINGS)}
-
-#: Features that need no backward pass, one batch of gradients, and ten updates on a copy.
-FEATURE_SETS: dict[str, tuple[str, ...]] = {
-    "forward": (
-        "scale_response",
-        "near_unit_mass mean",
-        "spectral_radius mean",
-        "is_informative mean",
-        "n_weights",
-        "warmup",
-        "mean_rate_share",
-        "momentum_gain",
-        "is_clipped",
-        OPTIMIZER,
-    )
-}
-FEATURE_SETS["gradient"] = (*FEATURE_SETS["forward"], *(feature.name for feature in _GRADIENT))
-#: With a pilot run few other features help; with all of them predictions for unseen architectures were worse.
-FEATURE_SETS["pilot"] = (
-    "rehearsed_rate", "breaking_rate", "overshoot_rate", "initial_grad_norm", "warmup", "mean_rate_share",
-    "momentum_gain", "is_clipped", OPTIMIZER,
-)  # fmt: skip
-
-
-def features_of(features: str | Sequence[str]) -> tuple[str, ...]:
-    """The features of a named set, or the list itself.
-
-    Raises:
-        OptionError: If there is no such set or feature, or one is named twice.
-    """
-    if isinstance(features, str):
-        if features not in FEATURE_SETS:
-            raise OptionError(f"features is '{features}', expected {', '.join(FEATURE_SETS)}, or a list of names.")
-        return FEATURE_SETS[features]
-    names = tuple(features)
-    for name in names:
-        if name not in FEATURES:
-            raise OptionError(f"'{name}' is no feature; choose from wb.risk.FEATURES.")
-        if names.count(name) > 1:
-            raise OptionError(f"The feature '{name}' is named twice; name each once.")
-    return names

@@ -8,11 +8,9 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.risk.features import column
-from workbench.risk.probability_calibration import group_folds, platt
 
 if TYPE_CHECKING:
     import xarray as xr
-    from numpy.typing import ArrayLike
 
 #: Predictor, named as `workbench.published.predictor_table` names it -> what it is made from.
 _NEEDS = {
@@ -63,39 +61,3 @@ def predictor_scores(sweep: xr.Dataset) -> xr.DataArray:
     return xr.DataArray(
         np.stack([*scores.values()], axis=1), {"predictor": [*scores]}, ["run", "predictor"], name="score"
     )
-
-
-def calibrated_score(
-    score: ArrayLike, label: ArrayLike, groups: ArrayLike, *, n_folds: int = 5, seed: int = 0
-) -> np.ndarray:
-    """Convert a score to a calibrated probability: logistic in the score, fitted out of fold.
-
-    Args:
-        score: Finite scores, shape (run,).
-        label: Whether the run diverged.
-        groups: Groups that are never split.
-        n_folds: Folds of groups.
-        seed: Seed of the folds.
-
-    Returns:
-        Out-of-fold probabilities, shape (run,). Where the other folds have only one outcome, 0 or 1 accordingly.
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> score, groups = np.tile([0.0, 1.0, 2.0, 3.0], 10), np.repeat(np.arange(10), 4)
-        >>> probability = wb.risk.calibrated_score(score, score > 1.5, groups)
-        >>> bool(probability[3] > probability[0])
-        True
-    """
-    from scipy.special import expit
-
-    scores, labels, names = np.asarray(score, float), np.asarray(label, bool), np.asarray(groups)
-    found = np.empty(len(scores))
-    for train, held_out in group_folds(names, min(n_folds, len(np.unique(names))), seed):
-        if labels[train].all() or not labels[train].any():
-            found[held_out] = labels[train].mean()
-            continue
-        factor, shift = platt(scores[train], labels[train])
-        found[held_out] = expit(factor * scores[held_out] + shift)
-    return found

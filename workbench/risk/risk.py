@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from workbench.errors import OptionError
 from workbench.formatting import percent, rounded
 from workbench.rates.drift import Estimate
-from workbench.risk.edge_model import EdgeModel
+from workbench.rates.find_rate import FoundRates
+from workbench.risk.edge_model import EDGES, EdgeModel
 from workbench.risk.shipped_model import shipped
 
 if TYPE_CHECKING:
     import xarray as xr
+
+#: Probabilities of a planned training.
+CHANCES = ("too_small", "too_large", "failure", "explosion")
 
 
 @dataclass(frozen=True)
@@ -34,8 +43,9 @@ class Chance:
     high: float
 
     def __str__(self) -> str:
-        low, high = percent(self.low).removesuffix(" %"), percent(self.high)
-        return f"{percent(self.value)} ({low}-{high})"
+        if math.isnan(self.low):
+            return percent(self.value)
+        return f"{percent(self.value)} ({percent(self.low).removesuffix(' %')}-{percent(self.high)})"
 
 
 @dataclass(frozen=True)
@@ -79,11 +89,10 @@ class Risk:
         rate = f"At a rate of {rounded(self.learning_rate)}"
         if self.reason:
             return f"{rate} the risk is unknown. {self.reason} Find out with wb.find_rate."
-        edge = self.useful_edge
         return (
-            f"{rate}: {self.failure} risk of not learning well within {self.n_steps:,} updates at width {self.d_model}, "
-            f"{percent(self.explosion.value)} of an explosion; learns well up to {rounded(edge.value)} "
-            f"({rounded(edge.low)}-{rounded(edge.high)})."
+            f"{rate}: {self.failure} risk of not learning well within {self.n_steps:,} updates at width "
+            f"{self.d_model}, {percent(self.explosion.value)} of an explosion; learns well from {self.slow_edge} up to "
+            f"{self.useful_edge}."
         )
 
 
@@ -126,12 +135,67 @@ def predict(case: xr.Dataset, *, pilot: FoundRates | None = None, model: EdgeMod
     return risk if pilot is None else _after(risk, pilot)
 
 
+def over_rates(
+    case: xr.Dataset, rates: Sequence[float] | np.ndarray, *, pilot: FoundRates | None = None,
+    model: EdgeModel | None = None,
+) -> xr.Dataset:  # fmt: skip
+    """Predict the risk of one planned training at several learning rates, for `workbench.plots.risk_curve`.
+
+    Args:
+        case: As in `predict`; its own rate does not matter.
+        rates: Peak rates, rising.
+        pilot: As in `predict`.
+        model: As in `predict`.
+
+    Returns:
+        Dataset with dim ``learning_rate``: ``too_small``, ``too_large``, ``failure`` and ``explosion``; and, without
+        it, ``slow_edge``, ``useful_edge`` and ``explosion_edge``; each with ``_low`` and ``_high``.
+
+    Raises:
+        OptionError: As in `predict`.
+        SchemaError: As in `predict`.
+
+    Example:
+        >>> import workbench as wb
+        >>> case = wb.samples.divergence_sweep("norms").isel(run=[0])
+        >>> wb.risk.over_rates(case, [1e-3, 1e-2])["failure"].dims
+        ('learning_rate',)
+    """
+    import xarray as xr
+
+    from workbench.sweeps.planned_runs import replan
+
+    found = [predict(replan(case, learning_rate=float(rate)), pilot=pilot, model=model) for rate in rates]
+    data: dict[str, object] = {}
+    for name in CHANCES:
+        for end, part in (("", "value"), ("_low", "low"), ("_high", "high")):
+            data[f"{name}{end}"] = ("learning_rate", [getattr(getattr(one, name), part) for one in found])
+    for name in EDGES:
+        estimate: Estimate = getattr(found[0], name)
+        data |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    about = {"n_steps": found[0].n_steps, "d_model": found[0].d_model, "reason": found[0].reason}
+    return xr.Dataset(data, {"learning_rate": np.asarray(rates, dtype=float)}, about)
+
+
 def _after(risk: Risk, pilot: FoundRates) -> Risk:
-    """The risk after a pilot, whose useful edge replaces the predicted one; the other edges keep their distance."""
+    """The risk after a pilot, which knows the useful rates; of explosions it knows no more than that they are failures.
+
+    Raises:
+        OptionError: If the pilot has no answer, or one for another number of updates.
+    """
+    if pilot.reason:
+        raise OptionError(f"The pilot has no answer. {pilot.reason}")
     if pilot.n_steps != risk.n_steps:
         raise OptionError(
-            f"The pilot was made for {pilot.n_steps:,} updates, the case plans {risk.n_steps:,}; find the rate for these."
+            f"The pilot was made for {pilot.n_steps:,} updates, but the case plans {risk.n_steps:,}; find the rate for "
+            "as many."
         )
-    if pilot.reason:
-        return replace(risk, reason=pilot.reason)
-    raise NotImplementedError
+    small = 1 - pilot.slow_edge.chance_below(risk.learning_rate)
+    large = pilot.useful_edge.chance_below(risk.learning_rate)
+    chances = (min(small + large, 1.0), small, large)
+    failure, too_small, too_large = (Chance(value, math.nan, math.nan) for value in chances)
+    explosion = replace(risk.explosion, value=min(risk.explosion.value, large))
+    return replace(
+        risk, failure=failure, too_small=too_small, too_large=too_large, explosion=explosion,
+        slow_edge=pilot.slow_edge, useful_edge=pilot.useful_edge, reason="",
+    )  # fmt: skip

@@ -243,44 +243,6 @@ def calibration_error(probability: ArrayLike, label: ArrayLike, *, n_bins: int =
     return float(reliability(probability, label, n_bins=n_bins).attrs["ece"])
 
 
-def brier(probability: ArrayLike, label: ArrayLike) -> float:
-    """Mean squared error of the probabilities, mean (p - y)^2 (Brier 1950); lower is better, a constant 0.5 gives 0.25.
-
-    Raises:
-        OptionError: If a probability is none, or lengths differ.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.risk.brier([0.5, 0.5], [False, True]), wb.risk.brier([0.0, 1.0], [False, True])
-        (0.25, 0.0)
-    """
-    from sklearn.metrics import brier_score_loss
-
-    probabilities, labels = _pair(probability, label)
-    _require_probabilities(probabilities)
-    return float(brier_score_loss(labels, probabilities, pos_label=True))
-
-
-def log_loss(probability: ArrayLike, label: ArrayLike) -> float:
-    """Mean negative log-likelihood in nats, mean -(y log p + (1 - y) log(1 - p)).
-
-    Probabilities of 0 and 1 count as 1e-12 away from them.
-
-    Raises:
-        OptionError: If a probability is none, or lengths differ.
-
-    Example:
-        >>> import workbench as wb
-        >>> round(wb.risk.log_loss([0.5, 0.5], [False, True]), 3)
-        0.693
-    """
-    from sklearn import metrics
-
-    probabilities, labels = _pair(probability, label)
-    _require_probabilities(probabilities)
-    return float(metrics.log_loss(labels, np.clip(probabilities, 1e-12, 1 - 1e-12), labels=[False, True]))
-
-
 def _concordance(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Weighted pairs in the right order (ties half), and all pairs, of each row of weights."""
     order = np.argsort(score, kind="stable")
