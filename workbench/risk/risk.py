@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 #: Probabilities of a planned training.
-CHANCES = ("too_small", "too_large", "failure", "explosion")
+CHANCES = ("failure", "too_small", "too_large", "explosion")
 
 
 @dataclass(frozen=True)
@@ -115,24 +115,7 @@ def predict(case: xr.Dataset, *, pilot: FoundRates | None = None, model: EdgeMod
         >>> slow.too_large.value < fast.too_large.value
         True
     """
-    found = (model or shipped()).predict(case)
-
-    def three(name: str) -> tuple[float, float, float]:
-        value, low, high = (float(found[f"{name}{end}"].values[0]) for end in ("", "_low", "_high"))
-        return value, low, high
-
-    def number(name: str) -> float:
-        return float(case[name].values.reshape(-1)[0])
-
-    risk = Risk(
-        number("learning_rate"),
-        int(number("n_steps")),
-        int(number("d_model")),
-        *(Chance(*three(name)) for name in ("failure", "too_small", "too_large", "explosion")),
-        *(Estimate(*three(name)) for name in ("slow_edge", "useful_edge", "explosion_edge")),
-        str(found["reason"].values[0]),
-    )
-    return risk if pilot is None else _after(risk, pilot)
+    return _risks((model or shipped()).predict(case), case, pilot)[0]
 
 
 def over_rates(
@@ -163,9 +146,11 @@ def over_rates(
     """
     import xarray as xr
 
-    from workbench.sweeps.planned_runs import replan
-
-    found = [predict(replan(case, learning_rate=float(rate)), pilot=pilot, model=model) for rate in rates]
+    if "run" in case.dims and case.sizes["run"] != 1:
+        raise OptionError(f"There are {case.sizes['run']} cases; select one, such as case.isel(run=[0]).")
+    one = case if "run" in case.dims else case.expand_dims("run")
+    many = one.isel(run=np.zeros(len(rates), dtype=int)).assign_coords(learning_rate=("run", np.asarray(rates, float)))
+    found = _risks((model or shipped()).predict(many), many, pilot)
     data: dict[str, object] = {}
     for name in CHANCES:
         for end, part in (("", "value"), ("_low", "low"), ("_high", "high")):
@@ -175,6 +160,26 @@ def over_rates(
         data |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
     about = {"n_steps": found[0].n_steps, "d_model": found[0].d_model, "reason": found[0].reason}
     return xr.Dataset(data, {"learning_rate": np.asarray(rates, dtype=float)}, about)
+
+
+def _risks(found: xr.Dataset, cases: xr.Dataset, pilot: FoundRates | None) -> list[Risk]:
+    """The risk of each case, from what `EdgeModel.predict` found."""
+    n_runs = found.sizes["run"]
+
+    def values(name: str) -> list[float]:
+        return [float(value) for value in np.broadcast_to(cases[name].values, n_runs)]
+
+    triples = {
+        name: list(zip(*(found[f"{name}{end}"].values.tolist() for end in ("", "_low", "_high")), strict=True))
+        for name in (*CHANCES, *EDGES)
+    }
+    plans = zip(values("learning_rate"), values("n_steps"), values("d_model"), strict=True)
+    risks = []
+    for i, (rate, n_steps, d_model) in enumerate(plans):
+        chances = (Chance(*triples[name][i]) for name in CHANCES)
+        edges = (Estimate(*triples[name][i]) for name in EDGES)
+        risks.append(Risk(rate, int(n_steps), int(d_model), *chances, *edges, str(found["reason"].values[i])))
+    return risks if pilot is None else [_after(risk, pilot) for risk in risks]
 
 
 def _after(risk: Risk, pilot: FoundRates) -> Risk:
