@@ -176,9 +176,11 @@ def _risks(found: xr.Dataset, cases: xr.Dataset, pilot: FoundRates | None) -> li
     plans = zip(values("learning_rate"), values("n_steps"), values("d_model"), strict=True)
     risks = []
     for i, (rate, n_steps, d_model) in enumerate(plans):
-        chances = (Chance(*triples[name][i]) for name in CHANCES)
-        edges = (Estimate(*triples[name][i]) for name in EDGES)
-        risks.append(Risk(rate, int(n_steps), int(d_model), *chances, *edges, str(found["reason"].values[i])))
+        failure, small, large, explosion = (Chance(*triples[name][i]) for name in CHANCES)
+        slow, useful, exploding = (Estimate(*triples[name][i]) for name in EDGES)
+        reason = str(found["reason"].values[i])
+        plan = rate, int(n_steps), int(d_model)
+        risks.append(Risk(*plan, failure, small, large, explosion, slow, useful, exploding, reason))
     return risks if pilot is None else [_after(risk, pilot) for risk in risks]
 
 
