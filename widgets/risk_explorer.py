@@ -1,4 +1,4 @@
-"""Will this run diverge? Choose a model and a plan, and see the risk before training starts."""
+"""Will it learn well at this rate? Choose a model and a plan, see the risk, and find the rate by a pilot."""
 
 from __future__ import annotations
 
@@ -9,91 +9,66 @@ import ipywidgets
 
 from workbench import plots
 from workbench.errors import OptionError
-from workbench.risk.neighbours import Neighbours
-from workbench.schema.sweeps import require
-from workbench.widgets.base import known
-from workbench.widgets.figure import Figure
-from workbench.widgets.risk.curve import CurvePanel, head
-from workbench.widgets.risk.driver_bars import driver_bars
-from workbench.widgets.risk.forecast import Forecast, forecast
-from workbench.widgets.risk.measurement import Efforts, Measured, is_trial_asked, measure, update_of
+from workbench.rates.find_rate import FoundRates
+from workbench.risk.risk import Risk, over_rates, predict
+from workbench.risk.shipped_model import shipped
+from workbench.widgets.figure import Figure, show
+from workbench.widgets.risk.curve import KEY, CurvePanel
+from workbench.widgets.risk.measurement import Measured, measure, run_pilot
 from workbench.widgets.risk.model_choice import ModelChoice
-from workbench.widgets.risk.nearest_table import NEEDS, nearest_table
 from workbench.widgets.risk.plan_controls import PlanControls
-from workbench.widgets.risk.risk_verdict import cards, warning
+from workbench.widgets.risk.risk_words import MUTED, cards, warning
 from workbench.widgets.worker import MeasuringWidget
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.risk.risk_model import RiskModel
+    from workbench.risk.edge_model import EdgeModel
 
-#: Name in the list -> set of features of a shipped risk model, the quickest first.
-_LOOKS = {
-    "forward passes": "forward", "a gradient too": "gradient", "ten trial updates too": "pilot",
-}  # fmt: skip
-_FIRST_LOOK = "pilot"
 _BANNER, _STALE = "workbench-risk-banner", "workbench-risk-stale"
 _CSS = f"""
 .{_BANNER} {{ border: 2px solid #d55e00; border-left-width: 10px; background: rgba(213, 94, 0, 0.13); }}
 .{_STALE} {{ opacity: 0.45; }}
 """
+_SMALLEST_BUDGET, _LARGEST_BUDGET = 200, 100_000
 
 
 class RiskExplorer(MeasuringWidget):
-    """The risk of divergence of a planned run, with controls of model, task and plan.
+    """The risk that a planned training does not learn well, with controls of model, task and plan, and a pilot.
 
-    A model is measured once, in the background: spectra, one forward pass and, where the risk model needs them,
-    gradients and trial updates of a copy. From then on the sliders act at once, as the plan enters as numbers. A
-    small model of the zoo is measured whenever its controls change; a checkpoint or module when you press Measure.
+    A model is measured once, in the background, by a forward pass and its spectra. From then on the sliders act at
+    once, as the plan enters as numbers. A small model of the zoo is measured whenever its controls change; a checkpoint
+    or module when you press Measure. A pilot (`workbench.find_rate`) trains copies for a few hundred updates and
+    narrows the risk; it holds until another setting than the learning rate changes.
 
-    Where the case is outside of the applicability of the risk model, as a model of another size than the recorded ones
-    always is, a banner states this and no figure is given. The kernel stays free; where a cell needs the result,
-    ``await explorer.finished()``.
+    Outside of what was measured a banner states the reason and no figure is given. The kernel stays free; where a
+    cell needs the result, ``await explorer.finished()``.
 
     Args:
         model: A configuration of ``wb.zoo``, which the controls then change; a path or hub name of a checkpoint; an
             opened one; any module; or None: a small Pre-LN transformer.
         task: A task, or any data that ``wb.train`` takes; or the name of one of the choices. None: associative recall;
             random tokens for a model that is not of the zoo.
-        risk: The risk model; or the features of a risk model that ships with the workbench, as `wb.risk.shipped` takes
-            them. None: the best of these, "pilot"; a control then changes it.
-        sweep: Recorded runs to compare with; None: the ones that ship with the workbench.
+        risk: Model of the risk; None: the one that ships with the workbench.
 
     Attributes:
         setup: The controls of model and task, by name.
         plan: The controls of the plan, by name, such as ``explorer.plan.learning_rate.value = 0.03``.
-        look: The control of the measurements, which decides the shipped risk model.
-        risk: The risk model.
+        budget: The control of the updates of a pilot.
 
     Raises:
-        OptionError: If the model, the task or the risk model is none of these.
-        SchemaError: If the sweep is none.
+        OptionError: If the model or the task is none of these.
     """
 
-    def __init__(
-        self, model: Any = None, task: Any = None, risk: RiskModel | str | None = None, sweep: xr.Dataset | None = None
-    ) -> None:
+    def __init__(self, model: Any = None, task: Any = None, risk: EdgeModel | None = None) -> None:
         super().__init__()
-        if isinstance(risk, str) and risk not in _LOOKS.values():
-            raise OptionError(f"risk is '{risk}', expected a risk model or one of {', '.join(_LOOKS.values())}.")
         self.setup = ModelChoice(model, task)
         self.plan = PlanControls()
-        first = risk if isinstance(risk, str) else _FIRST_LOOK
-        self.look = ipywidgets.Dropdown(
-            options=tuple(_LOOKS.items()), value=first, description="look at", style={"description_width": "initial"},
-            tooltip="The more, the better the prediction, and the longer a measurement takes",
-            layout={"width": "225px"},
-        )  # fmt: skip
-        self.risk: RiskModel = _shipped_model(first) if risk is None or isinstance(risk, str) else risk
-        self.look.layout.display = None if risk is None or isinstance(risk, str) else "none"
-        self._sweep = _shipped_sweep() if sweep is None else sweep
-        require(self._sweep, NEEDS)
-        self._neighbours = Neighbours(self.risk, self._sweep)
+        self._model = shipped() if risk is None else risk
         self._measured: Measured | None = None
-        self._forecast: Forecast | None = None
-        self._asked: dict[str, Any] = {}
-        self._submitted: list[Any] = []
+        self._risk: Risk | None = None
+        self._pilot: tuple[dict[str, Any], FoundRates] | None = None
+        self._losses_of: FoundRates | None = None
         self._is_adapting = False
         self._curve = CurvePanel()
         self._canvas = Figure(self._curve.figure, lock=self.turn)
@@ -101,33 +76,33 @@ class RiskExplorer(MeasuringWidget):
         for control in self.setup.controls:
             self.watch(control, lambda _: self._change_model())
         for control in self.plan.controls:
-            self.watch(control, lambda _: self._change_plan())
-        self.watch(self.look, lambda _: self._change_look())
+            self.watch(control, lambda _: self._draw())
         self.on_click(self._button, lambda _: self.measure())
+        self.on_click(self._start, lambda _: self.run_pilot())
         self.on_click(self._stop, lambda _: self.stop())
         with self.attempt():
             self._change_model()
 
     @property
     def case(self) -> xr.Dataset | None:
-        """The planned run as it is shown, dim ``run`` of 1; None before the first measurement.
-
-        What needs gradients is NaN where the risk model does not ask for it.
-        """
-        return None if self._forecast is None else self._forecast.case
+        """The planned training as it is shown, dim ``run`` of 1; None before the first measurement."""
+        return None if self._measured is None else self._measured.planned(self.plan.settings())
 
     @property
-    def prediction(self) -> xr.Dataset | None:
-        """The prediction for `case`, as from `RiskModel.predict`; None before the first measurement."""
-        return None if self._forecast is None else self._forecast.prediction
+    def risk(self) -> Risk | None:
+        """Its risk, as from `workbench.risk.predict`; None before the first measurement."""
+        return self._risk
 
     @property
-    def nearest(self) -> xr.Dataset | None:
-        """The recorded runs of the cells that are most like `case`, with ``distance``; None as in `case`."""
-        return None if self._forecast is None else self._forecast.nearest
+    def pilot(self) -> FoundRates | None:
+        """The pilot of the plan that is shown; None: there is none."""
+        if self._pilot is None:
+            return None
+        plan, found = self._pilot
+        return found if all(self.plan.settings()[name] == value for name, value in plan.items()) else None
 
     def measure(self) -> None:
-        """Measure the model that the controls describe, in the background; a running measurement is dropped.
+        """Measure the model that the controls describe, in the background; what is under way is dropped.
 
         Raises:
             OptionError: If the controls ask for something impossible.
@@ -135,38 +110,54 @@ class RiskExplorer(MeasuringWidget):
         with self.turn:
             self._worker.drop()
             self._mark_stale("")
-            choice, settings, efforts = self.setup.choice(), self.plan.settings(), Efforts.of(self.risk)
-            self._submitted = update_of(settings)
-            self._worker.submit(lambda check: measure(choice, settings, efforts, check))
+            choice, settings = self.setup.choice(), self.plan.settings()
+            self._worker.submit(lambda check: measure(choice, settings, self._model, check))
             self._mark_stale(f'<progress aria-label="measuring"></progress> measuring {html.escape(choice.name)} …')
             self._stop.layout.display = None
+
+    def run_pilot(self) -> None:
+        """Run a pilot of the measured model and the plan, in the background; what is under way is dropped.
+
+        Raises:
+            OptionError: If nothing has been measured yet.
+        """
+        with self.turn:
+            if self._measured is None or self._worker.is_busy:
+                raise OptionError("The model has not been measured yet; wait for it, or press Measure.")
+            choice, settings, budget = self._measured.choice, self.plan.settings(), self.budget.value
+            self._progress.max, self._progress.value = budget, 0
+
+            def job(check: Any) -> Any:
+                def tell(n_updates: int) -> None:
+                    check()
+                    if n_updates % 10 == 0:
+                        self._progress.value = n_updates
+
+                return run_pilot(choice, settings, budget, tell)
+
+            self._worker.submit(job)
+            self._stop.layout.display = self._progress.layout.display = None
 
     def figure(self, kind: str = "curve", backend: str = "bokeh") -> Any:
         """The present view as a separate figure, to keep or to write with ``workbench.plots.save()``.
 
         Args:
-            kind: ``"curve"`` or ``"drivers"``.
+            kind: ``"curve"`` or ``"pilot"``.
             backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
         Raises:
-            OptionError: If there is no such figure, nothing has been measured, or nothing is known of what drives
-                the risk of such a model.
+            OptionError: If there is no such figure, or nothing has been measured.
+            SchemaError: If the risk is not known.
         """
-        if self._forecast is None:
+        if kind not in ("curve", "pilot"):
+            raise OptionError(f"There is no figure '{kind}', expected 'curve' or 'pilot'.")
+        if kind == "pilot":
+            if self.pilot is None:
+                raise OptionError("There is no pilot of this plan; call run_pilot().")
+            return plots.pilot_losses(self.pilot.data, backend=backend)
+        if self.case is None or self._risk is None:
             raise OptionError("Nothing has been measured yet; wait for it, or call measure().")
-        if kind == "curve":
-            name = str(self._forecast.case["architecture"].values[0])
-            curve = self._forecast.curve.assign_coords(architecture=[name])
-            runs = self._forecast.nearest.assign_coords(architecture=("run", [name] * known(self.nearest).sizes["run"]))
-            return plots.risk_curve(curve, runs=runs, backend=backend)
-        if kind == "drivers":
-            if not self._forecast.is_familiar:
-                raise OptionError(
-                    "The case is unlike the recorded runs, so nothing is known of what drives its risk; choose another "
-                    "model or plan."
-                )
-            return plots.drivers(self._forecast.drivers, backend=backend)
-        raise OptionError(f"There is no figure '{kind}', expected 'curve' or 'drivers'.")
+        return plots.risk_curve(self._over_rates(self.case), learning_rate=self._risk.learning_rate, backend=backend)
 
     def close(self) -> None:
         """Remove the widget and everything that belongs to it; what is still being measured is dropped."""
@@ -176,29 +167,41 @@ class RiskExplorer(MeasuringWidget):
 
     def _make_parts(self) -> None:
         self._button = ipywidgets.Button(
-            description="Measure", button_style="primary", layout={"width": "104px"},
+            description="Measure",
+            layout={"width": "104px"},
             tooltip="Look at the model as training would begin with it",
+        )
+        self.budget = ipywidgets.BoundedIntText(
+            1000, min=_SMALLEST_BUDGET, max=_LARGEST_BUDGET, step=100, description="pilot of at most",
+            style={"description_width": "initial"}, layout={"width": "200px"}, tooltip="Updates over all rates",
         )  # fmt: skip
+        self._start = ipywidgets.Button(
+            description="Run a pilot", button_style="primary", layout={"width": "120px"},
+            tooltip="Train copies at several rates for a few updates each",
+        )  # fmt: skip
+        self._progress = ipywidgets.IntProgress(layout={"width": "200px", "display": "none"})
         self._stop = ipywidgets.Button(
-            description="Stop", tooltip="End the measurement", layout={"width": "70px", "display": "none"}
+            description="Stop", tooltip="End what is under way", layout={"width": "70px", "display": "none"}
         )
         self._status = ipywidgets.HTML()
-        self._cards = ipywidgets.HTML()
-        self._banner_words = ipywidgets.HTML()
+        self._cards, self._banner_words, self._found = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
         self._banner = ipywidgets.VBox(
             [self._banner_words],
             layout={"padding": "8px 14px", "margin": "6px 2px", "display": "none", "overflow": "visible"},
         )
         self._banner.add_class(_BANNER)
-        self._head, self._bars, self._table = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
-        curve = ipywidgets.VBox([self._head, self._canvas], layout={"flex": "1 1 360px", "min_width": "300px"})
-        self._bars.layout = {"flex": "1 1 320px", "min_width": "280px"}
-        figures = ipywidgets.HBox([curve, self._bars], layout={"flex_flow": "row wrap", "grid_gap": "4px 20px"})
+        self._losses = ipywidgets.VBox(layout={"flex": "1 1 360px", "min_width": "300px"})
+        key = ipywidgets.HTML(f'<div style="{MUTED}">{KEY}</div>')
+        curve = ipywidgets.VBox([self._canvas, key], layout={"flex": "1 1 360px", "min_width": "300px"})
+        figures = ipywidgets.HBox([curve, self._losses], layout={"flex_flow": "row wrap", "grid_gap": "4px 20px"})
         row = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 12px"}
-        setup = ipywidgets.HBox([*self.setup.shown, self.look, self._button, self._stop, self._status], layout=row)
-        self._shown = ipywidgets.VBox([self._cards, self._banner, figures, self._table], layout={"display": "none"})
+        setup = ipywidgets.HBox([*self.setup.shown, self._button, self._status], layout=row)
+        updates = ipywidgets.Label("updates")
+        pilot = ipywidgets.HBox([self.budget, updates, self._start, self._progress, self._stop], layout=row)
+        parts = [self._cards, self._banner, self._found, figures]
+        self._shown = ipywidgets.VBox(parts, layout={"display": "none"})
         look = ipywidgets.HTML(f"<style>{_CSS}</style>", layout={"display": "none"})
-        self.fill([look, setup, self.plan.box, self._shown])
+        self.fill([look, setup, self.plan.box, pilot, self._shown])
 
     def _change_model(self) -> None:
         """The controls describe another model or task."""
@@ -209,87 +212,72 @@ class RiskExplorer(MeasuringWidget):
             self.setup.adapt()
         finally:
             self._is_adapting = False
-        self._measure_or_ask()
-
-    def _change_look(self) -> None:
-        """Another of the shipped risk models is to judge."""
-        self.risk = _shipped_model(self.look.value)
-        self._neighbours = Neighbours(self.risk, self._sweep)
-        self._asked = {}
-        if self._measured is None or self._worker.is_busy or not self._measured.suits(self.risk, self.plan.settings()):
-            self._measure_or_ask()
-        else:
-            self._draw()
-
-    def _change_plan(self) -> None:
-        """The plan is another one: nothing is measured again, unless what trial updates find counts."""
-        if self._measured is None and not self._worker.is_busy:
-            return
-        if is_trial_asked(self.risk) and update_of(self.plan.settings()) != self._submitted:
-            self._measure_or_ask()
-        else:
-            self._draw()
-
-    def _measure_or_ask(self) -> None:
-        """Look at a small model at once; at another one when the button is pressed."""
+        self._pilot = None
         if self.setup.is_automatic:
             self.measure()
             return
         self._worker.drop()
         self._mark_stale("press Measure to measure this model")
 
-    def _take(self, found: Measured | None, error: Exception | None) -> None:
-        """Show the risk of the model that was measured, or raise why it was not."""
+    def _take(self, found: Any, error: Exception | None) -> None:
+        """Show the risk of the model that was measured, or what the pilot found; or raise why there is nothing."""
+        self._stop.layout.display = self._progress.layout.display = "none"
         if error is not None:
-            self._mark_stale("")
+            self._status.value = ""
             raise error
-        self._measured, self._asked = found, {}
+        if isinstance(found, Measured):
+            self._measured, self._pilot = found, None
+        else:
+            self._pilot = found
         self._status.value = ""
-        self._stop.layout.display = "none"
         self._shown.remove_class(_STALE)
         self._draw()
 
     def _say_stopped(self) -> None:
-        """Show that the figures are those of the model before."""
-        self._mark_stale("stopped; press Measure to measure this model")
+        """Show that what was under way was stopped."""
+        self._stop.layout.display = self._progress.layout.display = "none"
+        if self._status.value:
+            self._mark_stale("stopped; press Measure to measure this model")
+
+    def _over_rates(self, case: xr.Dataset) -> xr.Dataset:
+        return over_rates(case, self._curve.rates, pilot=self._answer, model=self._model)
+
+    @property
+    def _answer(self) -> FoundRates | None:
+        """The pilot, if it has an answer."""
+        return None if self.pilot is None or self.pilot.reason else self.pilot
 
     def _draw(self) -> None:
-        """Show the planned run."""
-        settings = self.plan.settings()
-        if self._measured is None or not self._measured.suits(self.risk, settings):
-            return  # what suits is being measured, or waits for the button
-        asked = {**settings, "learning_rate": None}
-        found = forecast(
-            self.risk, self._neighbours, self._measured.planned(settings),
-            before=self._forecast if asked == self._asked else None,
-        )  # fmt: skip
-        self._forecast, self._asked = found, asked
-        self._cards.value = cards(found)
-        words = warning(found)
-        self._banner_words.value = words
-        self._banner.layout.display = None if words else "none"
-        self._head.value = head(found)
+        """Show the planned training."""
+        if (case := self.case) is None:
+            return
+        self._risk = predict(case, pilot=self._answer, model=self._model)
+        self._cards.value = "" if self._risk.reason else cards(self._risk, case, self._answer)
+        self._banner_words.value = warning(self._risk)
+        self._banner.layout.display = None if self._risk.reason else "none"
+        words = "" if self.pilot is None else html.escape(str(self.pilot))
+        self._found.value = (
+            f'<div style="white-space:normal;line-height:1.5;margin:4px 2px">{words}</div>' if words else ""
+        )
+        self._draw_losses()
         with self._canvas.batch():
-            self._curve.write(found)
-        self._bars.value = driver_bars(found)
-        self._table.value = nearest_table(found.nearest, found.rate)
+            self._curve.write(self._over_rates(case), self._risk)
         self._shown.layout.display = None
 
-    def _mark_stale(self, status: str) -> None:
-        """Say what goes on; the figures are no longer of what the controls describe."""
-        style = "color:var(--jp-ui-font-color2,#616161);line-height:28px"
-        self._status.value = f'<div role="status" style="{style}">{status}</div>' if status else ""
+    def _draw_losses(self) -> None:
+        """Show the losses of the pilot; nothing without one."""
+        pilot = self.pilot
+        if pilot is None or not pilot.rounds:
+            for child in self._losses.children:
+                child.close()
+            self._losses.children = ()
+            self._losses_of = None
+        elif self._losses_of is not pilot:
+            self._losses.children = (show(plots.pilot_losses(pilot.data)),)
+            self._losses_of = pilot
+
+    def _mark_stale(self, words: str) -> None:
+        """Say why what is shown is not what the controls describe."""
+        self._status.value = f'<div role="status" style="{MUTED}">{words}</div>' if words else ""
         self._shown.add_class(_STALE)
-        self._stop.layout.display = "none"
-
-
-def _shipped_model(features: str) -> RiskModel:
-    from workbench.risk import shipped
-
-    return shipped(features)
-
-
-def _shipped_sweep() -> xr.Dataset:
-    from workbench.studies.samples import divergence_sweep
-
-    return divergence_sweep()
+        self._stop.layout.display = self._progress.layout.display = "none"

@@ -1,4 +1,4 @@
-"""RiskExplorer in JupyterLab: remove the norm, raise the rate, leave the recorded range, and return."""
+"""RiskExplorer in JupyterLab: move the rate, leave the measured range, run a pilot, and remove the norm."""
 
 import ast
 
@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from tests.browser.driver import ask_kernel, open_and_run, pixels, wait, write_notebook
+from workbench.plots import style
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 NOTEBOOK = "notebooks/risk.ipynb"
-CELLS = ["from workbench.widgets import RiskExplorer", "explorer = RiskExplorer()\nexplorer"]
+CELLS = ["from workbench.widgets import RiskExplorer", "explorer = RiskExplorer(task='synthetic language')\nexplorer"]
 #: Of the line of risk.
-LINE = [118, 86, 245]
+LINE = [int(style.MODEL_COLORS[0][i : i + 2], 16) for i in (1, 3, 5)]
 
 
 @pytest.fixture
@@ -24,20 +25,20 @@ def test_the_risk_follows_the_hand(lab, page, artifacts, notebook):
     complaints = open_and_run(lab, page, notebook)
     widget = page.locator(".jp-OutputArea .workbench-widget")
     curve = widget.locator(".bk-Figure")
-    verdict = widget.locator(".workbench-risk")
+    figures = widget.locator(".workbench-risk")
     banner = widget.get_by_role("alert")
 
     def kernel(expression):
         return ast.literal_eval(ask_kernel(page, expression))
 
-    def probability():
-        return kernel("float(explorer.prediction['probability'].fillna(-1)[0])")
+    def risk():
+        return kernel("explorer.risk.failure.value")
 
     def settled():
-        return kernel("explorer.prediction is not None and not explorer.is_measuring")
+        return kernel("explorer.risk is not None and not explorer.is_measuring")
 
     def shows(words):
-        wait(lambda: words in verdict.inner_text(), f"'{words}' in the figures")
+        wait(lambda: words in figures.inner_text(), f"'{words}' in the figures")
 
     def handle(name):
         return widget.locator(".widget-slider", has_text=name).locator(".noUi-handle")
@@ -47,9 +48,8 @@ def test_the_risk_follows_the_hand(lab, page, artifacts, notebook):
     widget.evaluate("element => element.scrollIntoView()")
     wait(lambda: curve.count() == 1 and line_pixels(curve) > 100, "the curve")
     assert not banner.is_visible()
-    calm = probability()
+    calm = risk()
     shows(in_words(calm))
-    assert widget.get_by_role("cell", name="associative recall", exact=False).count() >= 1
     page.screenshot(path=artifacts / "risk_explorer.png")
 
     # Every control has a name that a screen reader says.
@@ -60,49 +60,46 @@ def test_the_risk_follows_the_hand(lab, page, artifacts, notebook):
     )
     assert unnamed == []
 
-    # Without normalization the same rate is more dangerous.
-    widget.get_by_label("norm", exact=True).select_option("No-Norm")
-    wait(lambda: kernel("explorer.setup.norm.value == 'none'") and settled(), "No-Norm", seconds=60)
-    bare = probability()
-    assert bare > calm
-    shows(in_words(bare))
-
-    # By keyboard: the rate up, and the probability with it, at once and in the same figure.
+    # By keyboard: the rate up, and the risk with it, at once and in the same figure.
     before = pixels(curve)
     knob = handle("learning rate")
     knob.focus()
-    for _ in range(15):
+    for _ in range(40):
         knob.press("ArrowRight")
-    wait(lambda: kernel("explorer.case['learning_rate'].item() > 0.019"), "a larger rate")
+    wait(lambda: kernel("explorer.case['learning_rate'].item() > 0.018"), "a larger rate")
     wait(lambda: (np.abs(pixels(curve) - before).sum(-1) > 90).sum() > 20, "a mark that moves")
-    raised = probability()
-    assert raised > bare
+    raised = risk()
+    assert raised > calm
     shows(in_words(raised))
 
-    # Something far away: the number goes, and a banner comes.
-    knob = handle("warm-up")
+    # More updates than were measured: the number goes, and a banner comes.
+    knob = handle("steps")
     knob.focus()
     knob.press("End")
-    wait(lambda: kernel("explorer.case['warmup'].item() == 200"), "a long warm-up")
+    wait(lambda: kernel("explorer.case['n_steps'].item() == 4000"), "a long training")
     banner.wait_for(timeout=10_000)
-    assert "unlike the runs that the risk model has seen" in banner.inner_text()
-    assert "warm-up" in banner.inner_text()
-    assert probability() == -1
-    shows("cannot say")
+    assert "The risk is unknown." in banner.inner_text()
+    assert "Run a pilot" in banner.inner_text()
     wait(lambda: line_pixels(curve) == 0, "no line")
     page.screenshot(path=artifacts / "risk_explorer_far.png")
-    assert widget.get_by_role("checkbox", name="extrapolate").count() == 0
-    knob.press("Home")
-    wait(lambda: kernel("explorer.case['warmup'].item() == 0"), "no warm-up")
+    kernel("setattr(explorer.plan.n_steps, 'value', 400) or 0")
     banner.wait_for(state="hidden", timeout=10_000)
     wait(lambda: line_pixels(curve) > 100, "the line again")
 
-    # A shallower look judges by another model, with nothing measured again.
-    n_features = kernel("len(explorer.risk.features)")
-    widget.get_by_label("look at", exact=True).select_option("forward passes")
-    wait(lambda: kernel("len(explorer.risk.features)") != n_features, "another risk model")
-    assert kernel("explorer.is_measuring") is False
-    shows(in_words(probability()))
+    # A pilot narrows it.
+    kernel("setattr(explorer.budget, 'value', 300) or 0")
+    widget.get_by_role("button", name="Run a pilot").click()
+    wait(lambda: kernel("explorer.pilot is not None"), "the pilot", seconds=120)
+    shows("after the pilot")
+    wait(lambda: curve.count() == 2, "the losses of the pilot")
+    wait(lambda: widget.get_by_text("the best learning rate is about").count() == 1, "what it found")
+    page.screenshot(path=artifacts / "risk_explorer_pilot.png")
+
+    # Another model has another pilot.
+    widget.get_by_label("norm", exact=True).select_option("No-Norm")
+    wait(lambda: kernel("explorer.setup.norm.value == 'none'") and settled(), "No-Norm", seconds=60)
+    wait(lambda: curve.count() == 1, "no losses of a pilot")
+    shows("before any training")
     assert kernel("explorer.error") == ""
 
     # On a narrow page nothing is cut off: what is too wide scrolls in a box of its own.

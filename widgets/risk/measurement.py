@@ -1,10 +1,11 @@
-"""One measurement of a model before training, and the plans for which it is valid."""
+"""One measurement of a model before training, and the pilot of one plan."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.models.losses import token_loss
+from workbench.rates.find_rate import FoundRates, find_rate
 from workbench.sweeps import measure_case, replan
 
 if TYPE_CHECKING:
@@ -13,40 +14,22 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor
 
-    from workbench.risk.risk_model import RiskModel
+    from workbench.risk.edge_model import EdgeModel
     from workbench.widgets.risk.model_choice import Choice
 
-#: Features measured by trial updates, which depend on optimizer and clipping.
-_OF_A_TRIAL = ("overshoot_rate", "breaking_rate", "rehearsed_rate")
-_OF_AN_UPDATE = ("optimizer", "optimizer_options", "clip_norm")
-
-
-class Efforts(NamedTuple):
-    """The effort of the measurement of a model, as `measure_case` takes it."""
-
-    takes_gradients: bool
-    runs_pilot: bool
-
-    @classmethod
-    def of(cls, risk: RiskModel) -> Efforts:
-        """The measurements that a risk model needs."""
-        takes_gradients = bool({"initial_grad_norm", *_OF_A_TRIAL} & set(risk.features))
-        return cls(takes_gradients, "rehearsed_rate" in risk.features)
+#: Features that a backward pass and trial updates measure.
+_OF_GRADIENTS = ("initial_grad_norm", "overshoot_rate", "breaking_rate", "unit_change_rate")
+_OF_TRIALS = ("rehearsed_rate",)
+#: Snapshots of the spectra, which the widget shows as one number.
+_N_SNAPSHOTS = 512
 
 
 class Measured(NamedTuple):
-    """A case, and how it was measured."""
+    """A case, the choice that it belongs to, and the settings that it was measured with."""
 
     case: xr.Dataset
+    choice: Choice
     settings: dict[str, Any]
-    efforts: Efforts
-
-    def suits(self, risk: RiskModel, settings: dict[str, Any]) -> bool:
-        """Whether a risk model can judge a plan by it, with nothing measured again."""
-        wanted = Efforts.of(risk)
-        if any(asked and not done for asked, done in zip(wanted, self.efforts, strict=True)):
-            return False
-        return not is_trial_asked(risk) or update_of(settings) == update_of(self.settings)
 
     def planned(self, settings: dict[str, Any]) -> xr.Dataset:
         """The case under another plan."""
@@ -54,14 +37,14 @@ class Measured(NamedTuple):
         return replan(self.case, **changes) if changes else self.case
 
 
-def measure(choice: Choice, settings: dict[str, Any], efforts: Efforts, check: Callable[[], None]) -> Measured:
-    """Build or open the chosen model, and measure it.
+def measure(choice: Choice, settings: dict[str, Any], model: EdgeModel, check: Callable[[], None]) -> Measured:
+    """Build or open the chosen model, and measure what a model of its risk reads.
 
     Args:
         choice: Model and task.
         settings: Settings of the plan.
-        efforts: Effort of the measurement.
-        check: Called at every evaluation of the loss, of which a pilot run takes a hundred; what it raises ends it all.
+        model: Model of the risk.
+        check: Called at every evaluation of the loss; what it raises ends it all.
 
     Raises:
         WorkbenchError: If there is no such checkpoint, the task does not fit, or the model cannot be read.
@@ -71,17 +54,28 @@ def measure(choice: Choice, settings: dict[str, Any], efforts: Efforts, check: C
         check()
         return token_loss(logits, targets)
 
-    model, task, name = choice.make()
+    module, task, name = choice.make()
     check()
-    case = measure_case(model, task, architecture=name, seed=choice.seed, loss=loss, **efforts._asdict(), **settings)
-    return Measured(case, settings, efforts)
+    runs_pilot = any(name in model.features for name in _OF_TRIALS)
+    takes_gradients = runs_pilot or any(name in model.features for name in _OF_GRADIENTS)
+    case = measure_case(
+        module, task, architecture=name, seed=choice.seed, loss=loss, n_snapshots=_N_SNAPSHOTS,
+        takes_gradients=takes_gradients, runs_pilot=runs_pilot, **settings,
+    )  # fmt: skip
+    return Measured(case, choice, settings)
 
 
-def is_trial_asked(risk: RiskModel) -> bool:
-    """Whether optimizer and clipping decide what has to be measured."""
-    return bool(set(_OF_A_TRIAL) & set(risk.features))
+def run_pilot(
+    choice: Choice, settings: dict[str, Any], budget: int, tell: Callable[[int], None]
+) -> tuple[dict[str, Any], FoundRates]:
+    """The pilot of a plan, and the settings it is for.
 
-
-def update_of(settings: dict[str, Any]) -> list[Any]:
-    """The settings that decide a trial update."""
-    return [settings[name] for name in _OF_AN_UPDATE]
+    Args:
+        choice: Model and task.
+        settings: Settings of the plan, whose rate does not matter.
+        budget: Updates at most.
+        tell: Called with the number of updates made; what it raises ends the pilot.
+    """
+    model, task, _ = choice.make()
+    plan = {name: value for name, value in settings.items() if name != "learning_rate"}
+    return plan, find_rate(model, task, budget=budget, progress=tell, **plan)

@@ -8,11 +8,11 @@ import ipywidgets
 
 from workbench.training.training_plan import SCHEDULES
 
-#: Name -> optimizer and its options; those of the recorded runs, and plain SGD.
+#: Name -> optimizer and its options: those of the recorded study, and plain SGD.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "AdamW": ("AdamW", {}),
     "AdamW, β₂ .95, decay .1": ("AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.1}),
-    "RMSprop": ("RMSprop", {}),
+    "AdamW": ("AdamW", {}),
+    "Muon, decay .1": ("Muon", {"weight_decay": 0.1}),
     "SGD, momentum .9": ("SGD", {"momentum": 0.9}),
     "SGD": ("SGD", {}),
 }
@@ -32,12 +32,12 @@ class PlanControls:
     def __init__(self) -> None:
         wide = {"style": {"description_width": "92px"}, "layout": {"width": "auto"}}
         self.learning_rate = ipywidgets.FloatLogSlider(
-            1e-2, min=-5, max=3, step=0.02, description="learning rate", readout_format=".3g", **wide
+            3e-3, min=-5, max=1, step=0.02, description="learning rate", readout_format=".3g", **wide
         )
-        self.warmup = ipywidgets.IntSlider(20, min=0, max=200, step=5, description="warm-up", **wide)
-        self.n_steps = ipywidgets.IntSlider(120, min=20, max=2000, step=20, description="steps", **wide)
+        self.warmup = ipywidgets.IntSlider(30, min=0, max=200, step=5, description="warm-up", **wide)
+        self.n_steps = ipywidgets.IntSlider(480, min=120, max=4000, step=40, description="steps", **wide)
         self.schedule = ipywidgets.Dropdown(options=SCHEDULES, description="schedule", **wide)
-        self.clip_norm = ipywidgets.SelectionSlider(options=_CLIPPING, value=0.0, description="clip norm", **wide)
+        self.clip_norm = ipywidgets.SelectionSlider(options=_CLIPPING, value=1.0, description="clip norm", **wide)
         self.optimizer = ipywidgets.Dropdown(options=tuple(OPTIMIZERS), description="optimizer", **wide)
         self.controls = [self.learning_rate, self.warmup, self.n_steps, self.clip_norm, self.schedule, self.optimizer]
         self.box = ipywidgets.GridBox(
