@@ -190,15 +190,13 @@ class RiskExplorer(MeasuringWidget):
             layout={"padding": "8px 14px", "margin": "6px 2px", "display": "none", "overflow": "visible"},
         )
         self._banner.add_class(_BANNER)
-        self._losses = ipywidgets.VBox(layout={"flex": "1 1 360px", "min_width": "300px"})
+        self._losses = ipywidgets.VBox()
         key = ipywidgets.HTML(f'<div style="{MUTED}">{KEY}</div>')
-        curve = ipywidgets.VBox([self._canvas, key], layout={"flex": "1 1 360px", "min_width": "300px"})
-        figures = ipywidgets.HBox([curve, self._losses], layout={"flex_flow": "row wrap", "grid_gap": "4px 20px"})
         row = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 12px"}
         setup = ipywidgets.HBox([*self.setup.shown, self._button, self._status], layout=row)
         updates = ipywidgets.Label("updates")
         pilot = ipywidgets.HBox([self.budget, updates, self._start, self._progress, self._stop], layout=row)
-        parts = [self._cards, self._banner, self._found, figures]
+        parts = [self._cards, self._banner, self._canvas, key, self._found, self._losses]
         self._shown = ipywidgets.VBox(parts, layout={"display": "none"})
         look = ipywidgets.HTML(f"<style>{_CSS}</style>", layout={"display": "none"})
         self.fill([look, setup, self.plan.box, pilot, self._shown])

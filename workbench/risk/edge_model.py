@@ -30,6 +30,8 @@ _TITLES = {
     "explosion": "probability that the run explodes",
     "failure": "probability that it does not learn well",
 }
+#: The largest probability of a sum of two.
+MOST_CERTAIN = 1 - 1e-6
 #: Variables that have to lie within the range of the fitted designs, whether they are features or not.
 CHECKED = ("d_model", "n_layers", "n_steps")
 #: Intervals of rates contain the edges of this share of new families; those of probabilities of resampled ones.
@@ -103,7 +105,7 @@ class EdgeModel:
             found[edge] = value, low, high
         # What explodes does not learn well. Too small and too large exclude each other.
         chances["too_large"] = np.maximum(chances["too_large"], chances["explosion"])
-        chances["failure"] = np.minimum(chances["too_small"] + chances["too_large"], 1.0)
+        chances["failure"] = np.minimum(chances["too_small"] + chances["too_large"], MOST_CERTAIN)
         for outcome, chance in chances.items():
             certain = float(outcome != "too_small")
             value, low, high = (

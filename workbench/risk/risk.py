@@ -13,7 +13,7 @@ from workbench.errors import OptionError
 from workbench.formatting import percent, rounded
 from workbench.rates.drift import Estimate
 from workbench.rates.find_rate import FoundRates
-from workbench.risk.edge_model import EDGES, EdgeModel
+from workbench.risk.edge_model import EDGES, MOST_CERTAIN, EdgeModel
 from workbench.risk.shipped_model import shipped
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _after(risk: Risk, pilot: FoundRates) -> Risk:
         )
     small = 1 - pilot.slow_edge.chance_below(risk.learning_rate)
     large = pilot.useful_edge.chance_below(risk.learning_rate)
-    chances = (min(small + large, 1.0), small, large)
+    chances = (min(small + large, MOST_CERTAIN), small, large)
     failure, too_small, too_large = (Chance(value, math.nan, math.nan) for value in chances)
     explosion = replace(risk.explosion, value=min(risk.explosion.value, large))
     return replace(
