@@ -54,6 +54,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ten trial updates": ("rehearsed_rate",),
     "curvature after 100 updates": ("curvature",),
 }
+#: Horizons of designs with a constant rate; those of at least the second one are judged, as pilots are no longer.
+HORIZONS = (120, 240, 480)
 #: Rates of the absolute grid, and factors from the edge around it.
 GRID, AROUND = np.geomspace(1e-6, 30, 60), 1.5 ** np.arange(-4.0, 5.0)
 
@@ -80,7 +82,7 @@ class Study:
     def of(cls, rates: xr.Dataset, pilots: xr.Dataset) -> Study:
         """All that were measured."""
         named = {design_key(one.run(0, 1).as_dict()): one for one in designs()}
-        rows = truths(rates)
+        rows = truths(rates, HORIZONS)
         rows = rows[rows["is_learned"]].reset_index(drop=True)
         rows["set"] = [named[key].set for key in rows["key"]]
         rows["family"] = [named[key].architecture.family for key in rows["key"]]
@@ -245,12 +247,12 @@ def predictions(study: Study, x: Floats, is_fit: np.ndarray) -> dict[str, Floats
 def after_pilots(study: Study, rates: xr.Dataset, pilots: xr.Dataset) -> dict[str, Floats]:
     """The same from the pilots of the largest budget, as `wb.find_rate` extrapolates them."""
     found = table(rates, pilots)
-    found = found[found["budget"] == found["budget"].max()].set_index(["key", "horizon"])
+    found = found[(found["budget"] == found["budget"].max()) & found["is_last"]].set_index(["key", "horizon"])
     result = {name: np.full((len(study.rows), 2), np.nan) for name in EDGES}
     for i, (key, horizon) in enumerate(zip(study.rows["key"], study.rows["horizon"], strict=True)):
-        row = found.loc[(key, horizon)]
-        if not row["round"]:
+        if (key, horizon) not in found.index or not found.loc[(key, horizon)]["round"]:
             continue
+        row = found.loc[(key, horizon)]
         last = Round(
             row["round"] == "coarse", int(row["updates"]), np.empty(0), np.empty((0, 0)), row["best_rate_pilot"],
             row["useful_edge_pilot"],
@@ -288,7 +290,8 @@ def main() -> None:
     if kept:
         predicted[f"table, {', '.join(kept)}"] = predictions(study, study.inputs(kept), is_fit)
     predicted["pilot"] = after_pilots(study, rates, pilots)
-    found = figures(study, predicted, study.is_of("locked" if args.locked else "choose"))
+    is_judged = study.is_of("locked" if args.locked else "choose") & (study.rows["horizon"] >= HORIZONS[1]).to_numpy()
+    found = figures(study, predicted, is_judged)
     print(found.to_string(index=False, float_format=lambda value: f"{value:.2f}"))
     with replacing(args.table) as partial:
         found.to_csv(partial, index=False, float_format="%.3f")
