@@ -1,4 +1,4 @@
-"""Decision charts without pixels: zones, points, intervals, names that cover nothing, and what is said of the rest."""
+"""The decision chart without pixels: zones, points, names that cover nothing, and what is said of the rest."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
 from workbench.errors import OptionError, SchemaError
-from workbench.plots.decision_chart_figure import KINDS, decision_chart
+from workbench.plots.decision_chart_figure import decision_chart
 from workbench.plots.label_places import Box, place_labels
 from workbench.plots.outcome_colors import DIVERGED, SURVIVED
 
@@ -30,30 +30,9 @@ def models():
     )
 
 
-@pytest.fixture
-def plans():
-    return xr.Dataset(
-        {
-            "probability": ("run", [0.1, 0.5, 0.9, NAN]),
-            "low": ("run", [0.05, 0.2, 0.7, NAN]),
-            "high": ("run", [0.3, 0.8, 0.95, NAN]),
-            "learning_rate": ("run", [1e-3, 4e-3, 1e-1, 1e-3]),
-            "largest_stable_rate": ("run", [2e-3, 2e-3, 1e-2, NAN]),
-            "largest_stable_rate_low": ("run", [1e-3, 1e-3, 5e-3, NAN]),
-            "largest_stable_rate_high": ("run", [4e-3, 4e-3, 2e-2, NAN]),
-            "is_familiar": ("run", [True, True, False, False]),
-        },
-        {"name": ("run", ["a", "b", "c", "d"])},
-        {"level": 0.9},
-    )
-
-
 def grounds(panel):
     """Zones as (left, bottom, right, top, colour), with the colour that bokeh fills them with."""
     return [tuple(ends(part)[0].tolist()) for part in elements(panel, "Rectangles")]
-
-
-# ---- the paper's
 
 
 def test_without_numbers_for_kappa_the_zones_are_those_of_the_mass(models):
@@ -125,50 +104,6 @@ def test_names_of_many_points_are_left_to_the_pointer():
     assert len(elements(panel, "Points")[0]) == n
 
 
-# ---- ours
-
-
-def test_plans_stand_at_their_distance_from_the_edge(plans):
-    (panel,) = decision_chart(plans, kind="risk")
-    np.testing.assert_allclose(places(elements(panel, "Points")[0]), [[0.5, 0.1], [2, 0.5]])
-    np.testing.assert_allclose(places(elements(panel, "Points")[1]), [[10, 0.9]])  # pale: not familiar
-    bars = ends(elements(panel, "Segments")[0])
-    np.testing.assert_allclose(bars[:3], [[0.5, 0.05, 0.5, 0.3], [2, 0.2, 2, 0.8], [10, 0.7, 10, 0.95]])
-    # Across: rate over the interval of the edge, cut where the view ends.
-    np.testing.assert_allclose(bars[3:], [[0.25, 0.1, 1, 0.1], [1, 0.5, 4, 0.5], [5, 0.9, 15, 0.9]])
-    (edge,) = elements(panel, "Curve")
-    assert places(edge)[:, 0].tolist() == [1, 1]
-    assert {"proceed", "caution", "stop", "a", "b", "c"} == set(words(panel))
-
-
-def test_the_zones_are_those_asked_for(plans):
-    (panel,) = decision_chart(plans, kind="risk", proceed_below=0.1, stop_above=0.6)
-    assert [(bottom, top) for _, bottom, _, top in grounds(panel)] == [(-0.05, 0.1), (0.1, 0.6), (0.6, 1.05)]
-    (frame,) = bokeh_panels(decision_chart(plans, kind="risk"))
-    assert frame.yaxis[0].ticker.ticks == [0, 0.2, 0.5, 0.8, 1]
-    assert frame.x_range.start == pytest.approx(1 / frame.x_range.end)
-    assert "bars: 90 % intervals" in note(frame)
-    assert "pale: unlike the runs that the model has seen" in note(frame)
-    assert "1 point without a value not shown" in note(frame)
-
-
-def test_intervals_of_many_points_do_not_hide_them(plans):
-    many = plans.isel(run=np.resize([0, 1, 2], 45))
-    (panel,) = figure = decision_chart(many, kind="risk")
-    assert not elements(panel, "Segments")
-    assert sum(len(part) for part in elements(panel, "Points")) == 45
-    (frame,) = bokeh_panels(figure)
-    assert "intervals of so many points not shown" in note(frame)
-
-
-def test_ours_counts_what_became_of_the_runs_in_a_zone(plans):
-    known = plans.assign(has_diverged=("run", [False, True, True, True]))
-    (panel,) = decision_chart(known, kind="risk")
-    shown = " ".join(words(panel))
-    assert "proceed  0/1 diverged" in shown
-    assert "stop  1/1 diverged" in shown
-
-
 # ---- names
 
 
@@ -204,41 +139,19 @@ def test_a_lonely_label_stands_to_the_right_and_at_the_edge_to_the_left():
     ("call", "error", "sentence"),
     [
         (
-            lambda m, p: decision_chart(m, kind="mine"),
-            OptionError,
-            "chart is 'mine', expected one of published, risk",
-        ),
-        (
-            lambda m, p: decision_chart(p),
+            lambda m: decision_chart(m.drop_vars(["near_unit_mass", "eigenvector_condition"])),
             SchemaError,
             "no set of points: it lacks near_unit_mass, eigenvector_condition",
         ),
-        (lambda m, p: decision_chart(m, kind="risk"), SchemaError, "it lacks probability, learning_rate, largest_sta"),
-        (lambda m, p: decision_chart(m.isel(model=[4])), SchemaError, "No point has a finite near_unit_mass"),
+        (lambda m: decision_chart(m.isel(model=[4])), SchemaError, "No point has a near_unit_mass"),
         (
-            lambda m, p: decision_chart(m.expand_dims(layer=2)),
+            lambda m: decision_chart(m.expand_dims(layer=2)),
             SchemaError,
             "expected .* alone; select or average first",
         ),
-        (lambda m, p: decision_chart(p.isel(run=[3]), kind="risk"), SchemaError, "No point has a finite probability"),
-        (lambda m, p: decision_chart(p.assign(probability=p.low + 1), kind="risk"), SchemaError, "outside 0 to 1"),
-        (
-            lambda m, p: decision_chart(p.assign(learning_rate=-p.low), kind="risk"),
-            SchemaError,
-            "not a positive number",
-        ),
-        (
-            lambda m, p: decision_chart(p, kind="risk", proceed_below=0.9),
-            OptionError,
-            "proceed_below is 0.9 and stop",
-        ),
-        (lambda m, p: decision_chart(m, backend="plotly"), OptionError, "plotly"),
+        (lambda m: decision_chart(m, backend="plotly"), OptionError, "plotly"),
     ],
 )
-def test_wrong_input_says_what_to_do(models, plans, call, error, sentence):
+def test_wrong_input_says_what_to_do(models, call, error, sentence):
     with pytest.raises(error, match=sentence):
-        call(models, plans)
-
-
-def test_there_are_two_kinds():
-    assert KINDS == ("published", "risk")
+        call(models)

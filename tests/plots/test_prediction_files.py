@@ -11,30 +11,19 @@ from tests.plots.test_reliability import ONE
 from tests.plots.test_roc import GOOD
 from workbench.plots import predictor_table, save
 from workbench.plots.decision_chart_figure import decision_chart
-from workbench.plots.drivers_figure import drivers
 from workbench.plots.reliability_figure import reliability
 from workbench.plots.risk_curve_figure import risk_curve
-from workbench.plots.risk_map_figure import risk_map
 from workbench.plots.roc_figure import roc
 
 pytestmark = pytest.mark.render
 
-RATES = [1e-3, 1e-2, 1e-1]
+CHANCES = ("too_small", "too_large", "failure", "explosion")
+EDGES = ("slow_edge", "useful_edge", "explosion_edge")
 RISK = xr.Dataset(
-    {
-        "probability": ("learning_rate", [0.1, 0.5, np.nan]),
-        "low": ("learning_rate", [0.0, 0.3, np.nan]),
-        "high": ("learning_rate", [0.3, 0.8, np.nan]),
-        "is_familiar": ("learning_rate", [True, False, False]),
-        "largest_stable_rate": 2e-3,
-        "largest_stable_rate_low": 1e-3,
-        "largest_stable_rate_high": 4e-3,
-    },
-    {"learning_rate": RATES, "architecture": "Pre-LN"},
-)
-RUNS = xr.Dataset(
-    {"has_diverged": ("run", [False, True])},
-    {"learning_rate": ("run", RATES[:2]), "architecture": ("run", ["Pre-LN"] * 2)},
+    {f"{name}{end}": ("learning_rate", [0.1, 0.5, 0.9]) for name in CHANCES for end in ("", "_low", "_high")}
+    | {f"{name}{end}": 0.002 for name in EDGES for end in ("", "_low", "_high")},
+    {"learning_rate": [1e-3, 1e-2, 1e-1]},
+    {"n_steps": 480, "d_model": 64, "reason": ""},
 )
 PREDICTORS = xr.Dataset(
     {
@@ -53,34 +42,18 @@ MODELS = xr.Dataset(
     },
     {"model": ["Pre-LN", "No-Norm"]},
 )
-PLANS = xr.Dataset(
-    {
-        "probability": ("run", [0.1, 0.9]),
-        "low": ("run", [0.0, 0.7]),
-        "high": ("run", [0.3, 1.0]),
-        "learning_rate": ("run", [1e-3, 1e-2]),
-        "largest_stable_rate": ("run", [2e-3, 2e-3]),
-        "is_familiar": ("run", [True, False]),
-        "has_diverged": ("run", [False, True]),
-    }
-)
-DRIVERS = xr.DataArray([[1.0, -2.0, 0.1], [0.5, 1.0, 0.0]], dims=["run", "feature"])
-
 FIGURES = {
     "roc": lambda backend: roc({"M": GOOD}, backend=backend),
     "reliability": lambda backend: reliability(ONE, backend=backend),
     "predictor_table": lambda backend: predictor_table(PREDICTORS, backend=backend),
-    "risk_map": lambda backend: risk_map(RISK, runs=RUNS, backend=backend),
-    "risk_curve": lambda backend: risk_curve(RISK, runs=RUNS, backend=backend),
+    "risk_curve": lambda backend: risk_curve(RISK, learning_rate=3e-3, backend=backend),
     "decision_chart": lambda backend: decision_chart(MODELS, backend=backend),
-    "decision_chart, risk": lambda backend: decision_chart(PLANS, kind="risk", backend=backend),
-    "drivers": lambda backend: drivers(DRIVERS, n=1, backend=backend),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in ("risk_map", "reliability") else pytest.mark.slow) for name in FIGURES],
+    [pytest.param(name, marks=() if name in ("risk_curve", "reliability") else pytest.mark.slow) for name in FIGURES],
 )
 def test_both_backends_draw_it_without_a_warning(name, tmp_path, recwarn):
     from matplotlib import pyplot as plt
