@@ -1,12 +1,13 @@
 """Fit the risk of a planned training to the recorded study of learning rates, and say how good it is.
 
-    python data/fit_risk.py                          # fits on the set "fit", chooses on "choose"
-    python data/fit_risk.py --locked                 # and judges once on "locked"
+    python data/fit_risk.py                          # fits on the set "fit", chooses and judges on "choose"
+    python data/fit_risk.py --locked                 # fits on both and judges once on "locked"
 
-Reads ``rates.nc`` and ``rate_pilots.nc``. Each group of features is added to the table of optimizer and norm; it stays
-if its gain in likelihood on the families of the set "choose" is positive in nine of ten bootstrap samples of these
-families, and in the mean. What stays is fitted to both sets and written into ``workbench/risk/shipped/edges.json``; the
-table that this prints into ``risk_accuracy.csv``.
+Reads ``rates.nc`` and ``rate_pilots.nc``. The base is a table of optimizer and norm. One group of features after the
+other is added; it stays if the gain in likelihood of the useful edges of the set "choose" is positive in the mean over
+its families and in nine of ten bootstrap samples of them. What stays is fitted to both sets and written into
+``workbench/risk/shipped/edges.json``, and the accuracy of several predictors into ``risk_accuracy.csv``. Judged on
+"choose", what stays looks better than it is, because it was chosen there. Designs that learned at no rate are left out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +32,7 @@ from workbench.rates.drift import extrapolated
 from workbench.rates.outcomes import design_key
 from workbench.rates.rate_search import Round
 from workbench.risk.edge_model import EDGES, groups_of
-from workbench.risk.edge_regression import PENALTIES, Edges, Floats, fit_edges, log_likelihood, out_of_group
+from workbench.risk.edge_regression import Edges, Floats, best_penalty, fit_edges, log_likelihood
 from workbench.risk.features import FEATURES, feature_table
 from workbench.training.training_plan import TrainingPlan
 
@@ -39,10 +41,10 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(wb.risk.__file__).parent / "shipped" / "edges.json"
 SEED, N_BOOTSTRAP = 0, 1000
-#: Share of the bootstrap samples in which a feature has to help.
+#: Share of the bootstrap samples of families in which a group of features has to help.
 SHARE_THAT_GAINS = 0.9
 SPECTRAL = tuple(name for name, one in FEATURES.items() if one.measures is None and name.endswith(("mean", "max")))
-#: Groups of features, beside the table; cheap ones first.
+#: Groups of features beside the table, in the order in which they are added: cheap ones first.
 GROUPS: dict[str, tuple[str, ...]] = {
     "settings": ("d_model", "n_layers", "n_steps", "warmup_share", "mean_rate_share", "is_clipped", "weight_decay"),
     "horizon": ("n_steps",),
@@ -54,22 +56,24 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ten trial updates": ("rehearsed_rate",),
     "curvature after 100 updates": ("curvature",),
 }
-#: Horizons of designs with a constant rate; those of at least the second one are judged, as pilots are no longer.
-HORIZONS = (120, 240, 480)
-#: Rates of the absolute grid, and factors from the edge around it.
+#: Groups that are judged and never stay, as only a pilot knows them.
+OF_PILOTS = ("curvature after 100 updates",)
+#: Rates of the grid for all designs, and factors from the measured edge of each design.
 GRID, AROUND = np.geomspace(1e-6, 30, 60), 1.5 ** np.arange(-4.0, 5.0)
+#: Standard deviations from the mean to an end of an 80 % interval.
+_REACH = NormalDist().inv_cdf(0.9)
 
 
 @dataclass(frozen=True)
 class Study:
-    """The designs of the study at their horizons.
+    """The designs of the study that learned, each at its horizons; one row for each.
 
     Attributes:
-        rows: One row each, with set, family, key and horizon.
-        columns: Features by name.
-        groups: Optimizer, with or without norm.
+        rows: Set, family, key and horizon.
+        columns: Features by name, means over seeds, shape (row,); NaN: not known.
+        groups: Optimizer, with or without norm, shape (row,).
         edges: Measured edges by name.
-        cases: The same as cases of `wb.risk`.
+        cases: The same designs as cases of `wb.risk`, with the measurements of one seed.
     """
 
     rows: pd.DataFrame
@@ -80,9 +84,14 @@ class Study:
 
     @classmethod
     def of(cls, rates: xr.Dataset, pilots: xr.Dataset) -> Study:
-        """All that were measured."""
+        """Read the recorded study.
+
+        Args:
+            rates: Training runs at all rates.
+            pilots: Pilots of the same designs.
+        """
         named = {design_key(one.run(0, 1).as_dict()): one for one in designs()}
-        rows = truths(rates, HORIZONS)
+        rows = truths(rates)
         rows = rows[rows["is_learned"]].reset_index(drop=True)
         rows["set"] = [named[key].set for key in rows["key"]]
         rows["family"] = [named[key].architecture.family for key in rows["key"]]
@@ -106,9 +115,14 @@ class Study:
         return cls(rows, columns, groups_of(seeds[0]), edges, seeds[0])
 
     def inputs(self, groups: list[str], *, has_table: bool = True) -> Floats:
-        """Features of all rows, filled with the median where they are not known."""
+        """Features of all rows, shape (row, feature).
+
+        Args:
+            groups: Names in ``GROUPS``.
+            has_table: Whether the optimizer, with or without norm, is among them.
+        """
         names = dict.fromkeys(name for group in groups for name in GROUPS[group])
-        found = [_filled(self.columns[name]) for name in names]
+        found = [_filled(self.columns[name], self.is_of("fit")) for name in names]
         if has_table:
             found += [(self.groups == one).astype(float) for one in np.unique(self.groups)]
         return np.stack(found, axis=1) if found else np.empty((len(self.rows), 0))
@@ -118,15 +132,20 @@ class Study:
         return self.rows["set"].isin(sets).to_numpy()
 
 
-def _filled(values: Floats) -> Floats:
-    """The values, those that are not finite replaced by the median, or the end of the range where they are infinite."""
-    finite = values[np.isfinite(values)]
-    found = np.where(np.isnan(values), np.median(finite), values)
-    return np.clip(found, finite.min(), finite.max())
+def _filled(values: Floats, is_fit: np.ndarray) -> Floats:
+    """Values within the range of the rows for the fit; their median where they are NaN."""
+    known = values[is_fit & np.isfinite(values)]
+    return np.clip(np.where(np.isnan(values), np.median(known), values), known.min(), known.max())
 
 
 def _edges(rate: pd.Series, *, low: pd.Series | None = None, high: pd.Series | None = None) -> Edges:
-    """Logarithms of edges that were found, and what is known of those beyond the rates that were tried."""
+    """Logarithms of edges; of one that is NaN, that it lies beyond the rates that were tried.
+
+    Args:
+        rate: Measured edges.
+        low: Largest rates that were tried, where an edge that is NaN lies above them; None: it does not.
+        high: Smallest rates that were tried, where it lies below them; None: it does not.
+    """
     known, nowhere = np.log(rate.to_numpy()), np.full(len(rate), np.inf)
     below, above = (nowhere if one is None else np.log(one.to_numpy()) for one in (low, high))
     is_known = np.isfinite(known)
@@ -136,27 +155,27 @@ def _edges(rate: pd.Series, *, low: pd.Series | None = None, high: pd.Series | N
     )
 
 
-def left_out(x: Floats, edges: Edges, families: np.ndarray) -> float:
-    """The penalty with the largest likelihood for families left out."""
-    losses = {}
-    for penalty in PENALTIES:
-        mean, deviation = out_of_group(x, edges, families, penalty=penalty)
-        losses[penalty] = -log_likelihood(mean, deviation, edges).sum()
-    return min(losses, key=lambda one: losses[one])
-
-
 def likelihoods(study: Study, x: Floats, edge: str) -> Floats:
-    """Log-likelihood of the edges of the set "choose" by a fit to the set "fit", with the deviation of new families."""
+    """Log-likelihood of edges of the set "choose" after a fit to the set "fit", shape (row of "choose",); nat.
+
+    Args:
+        study: The study.
+        x: Features, shape (row, feature).
+        edge: Name of the edge.
+    """
     of_fit, of_choose = study.is_of("fit"), study.is_of("choose")
     edges, families = study.edges[edge], study.rows["family"].to_numpy()
-    penalty = left_out(x[of_fit], edges[of_fit], families[of_fit])
-    _, deviation = out_of_group(x[of_fit], edges[of_fit], families[of_fit], penalty=penalty)
+    penalty, deviation = best_penalty(x[of_fit], edges[of_fit], families[of_fit])
     found = fit_edges(x[of_fit], edges[of_fit], penalty=penalty)
     return log_likelihood(found.mean(x[of_choose]), deviation, edges[of_choose])
 
 
 def chosen(study: Study) -> tuple[list[str], pd.DataFrame]:
-    """Groups of features that stay, and the gain of each one alone over the table, in nat a design."""
+    """Groups of features that stay, and the gain of each one alone over the table.
+
+    Returns:
+        Names of groups, and a table of gains: nat for each design, means over families with 80 % intervals.
+    """
     import pandas as pd
 
     families = study.rows["family"].to_numpy()[study.is_of("choose")]
@@ -168,6 +187,8 @@ def chosen(study: Study) -> tuple[list[str], pd.DataFrame]:
     for group in GROUPS:
         gain = _gain(likelihoods(study, study.inputs([group]), "useful_edge") - base, families)
         rows.append({"features": f"table, {group}", **gain})
+        if group in OF_PILOTS:
+            continue
         more = likelihoods(study, study.inputs([*kept, group]), "useful_edge")
         before = likelihoods(study, study.inputs(kept), "useful_edge")
         stays = _gain(more - before, families)
@@ -177,7 +198,7 @@ def chosen(study: Study) -> tuple[list[str], pd.DataFrame]:
 
 
 def _gain(difference: Floats, families: np.ndarray) -> dict[str, float]:
-    """Mean over families, its interval and the share of bootstrap samples of families with a positive one."""
+    """Mean over families, its 80 % interval, and the share of bootstrap samples of families in which it is positive."""
     means = np.array([difference[families == one].mean() for one in np.unique(families)])
     draws = np.random.default_rng(SEED).choice(means, (N_BOOTSTRAP, len(means))).mean(axis=1)
     low, high = np.quantile(draws, [0.1, 0.9])
@@ -185,14 +206,23 @@ def _gain(difference: Floats, families: np.ndarray) -> dict[str, float]:
 
 
 def figures(study: Study, predicted: Mapping[str, dict[str, Floats]], is_judged: np.ndarray) -> pd.DataFrame:
-    """AUROC and calibration of the probability of failure on a grid of rates and around the edge, by predictor.
+    """AUROC and calibration of the probability of not learning well, by predictor.
 
-    A rate fails if it lies outside of the measured band. Where an edge was not measured only what is known counts.
+    They are computed on a grid of rates from 1e-6 to 30, most of which are far from any edge, so that the AUROC there
+    is high for every predictor; and on rates within a factor of 5 of each design's useful edge. A rate fails if it lies
+    outside of the measured band; rates of which that is not known are left out. Rows without an answer are counted and
+    left out, so that figures of predictors with other shares of answers are those of other designs.
 
     Args:
         study: The study.
-        predicted: Predictor -> edge -> mean and deviation of its logarithm, shape (row,); NaN: no answer.
+        predicted: Predictor -> edge -> mean of its logarithm, and deviations below and above it, shape (row, 3); NaN:
+            no answer.
         is_judged: Which rows.
+
+    Returns:
+        One row for each predictor and choice of rates: AUROC with a 95 % interval from a bootstrap of families,
+        expected calibration error, share of rows without an answer, and shares of the answers whose useful edge is
+        within some factors of the measured one.
     """
     import pandas as pd
     from scipy.stats import norm
@@ -207,9 +237,12 @@ def figures(study: Study, predicted: Mapping[str, dict[str, Floats]], is_judged:
         is_failure = np.where((rate > edge.high[:, None]) | (rate < slow.low[:, None]), 1.0, np.nan)
         is_failure[(rate <= edge.low[:, None]) & (rate >= slow.high[:, None])] = 0.0
         for name, edges in predicted.items():
-            large = norm.cdf((rate - edges["useful_edge"][:, :1]) / edges["useful_edge"][:, 1:])
-            small = norm.cdf((edges["slow_edge"][:, :1] - rate) / edges["slow_edge"][:, 1:])
-            chance = np.minimum(large + small, 1.0)
+            below = {}
+            for one in ("slow_edge", "useful_edge"):
+                mean, *deviations = np.moveaxis(edges[one][:, None], -1, 0)
+                with np.errstate(divide="ignore", invalid="ignore"):  # an edge that is known exactly; no answer
+                    below[one] = norm.cdf((rate - mean) / np.where(rate < mean, *deviations))
+            chance = np.minimum(below["useful_edge"] + 1 - below["slow_edge"], 1.0)
             is_known = is_judged[:, None] & np.isfinite(is_failure) & np.isfinite(chance)
             row, _ = np.nonzero(is_known)
             label, score = is_failure[is_known] > 0, chance[is_known]
@@ -217,7 +250,7 @@ def figures(study: Study, predicted: Mapping[str, dict[str, Floats]], is_judged:
             area = wb.risk.auroc(score, label, groups=families, n_bootstrap=200)
             answered = np.isfinite(edges["useful_edge"][is_judged, 0]).mean()
             error = edges["useful_edge"][is_judged, 0] - edge.low[is_judged]
-            error = error[np.isfinite(edge.high[is_judged])]
+            error = error[np.isfinite(edge.high[is_judged]) & np.isfinite(error)]
             found.append(
                 {
                     "predictor": name,
@@ -234,25 +267,36 @@ def figures(study: Study, predicted: Mapping[str, dict[str, Floats]], is_judged:
 
 
 def predictions(study: Study, x: Floats, is_fit: np.ndarray) -> dict[str, Floats]:
-    """Mean and deviation of the logarithm of each edge by a regression, shape (row, 2)."""
+    """Distributions of the edges of all rows by a regression, as `figures` takes them.
+
+    Args:
+        study: The study.
+        x: Features, shape (row, feature).
+        is_fit: Rows of the fit.
+    """
     families, found = study.rows["family"].to_numpy()[is_fit], {}
     for name, edges in study.edges.items():
-        penalty = left_out(x[is_fit], edges[is_fit], families)
-        _, deviation = out_of_group(x[is_fit], edges[is_fit], families, penalty=penalty)
+        penalty, deviation = best_penalty(x[is_fit], edges[is_fit], families)
         mean = fit_edges(x[is_fit], edges[is_fit], penalty=penalty).mean(x)
-        found[name] = np.stack([mean, np.full(len(mean), deviation)], axis=1)
+        found[name] = np.stack([mean, *2 * [np.full(len(mean), deviation)]], axis=1)
     return found
 
 
 def after_pilots(study: Study, rates: xr.Dataset, pilots: xr.Dataset) -> dict[str, Floats]:
-    """The same from the pilots of the largest budget, as `wb.find_rate` extrapolates them."""
+    """Distributions from the pilots of the largest budget, as `wb.find_rate` extrapolates them.
+
+    Args:
+        study: The study.
+        rates: Training runs at all rates.
+        pilots: Pilots of the same designs.
+    """
     found = table(rates, pilots)
-    found = found[(found["budget"] == found["budget"].max()) & found["is_last"]].set_index(["key", "horizon"])
-    result = {name: np.full((len(study.rows), 2), np.nan) for name in EDGES}
+    found = found[found["budget"] == found["budget"].max()].set_index(["key", "horizon"])
+    result = {name: np.full((len(study.rows), 3), np.nan) for name in EDGES}
     for i, (key, horizon) in enumerate(zip(study.rows["key"], study.rows["horizon"], strict=True)):
-        if (key, horizon) not in found.index or not found.loc[(key, horizon)]["round"]:
-            continue
         row = found.loc[(key, horizon)]
+        if not row["round"]:
+            continue
         last = Round(
             row["round"] == "coarse", int(row["updates"]), np.empty(0), np.empty((0, 0)), row["best_rate_pilot"],
             row["useful_edge_pilot"],
@@ -260,7 +304,8 @@ def after_pilots(study: Study, rates: xr.Dataset, pilots: xr.Dataset) -> dict[st
         plan = TrainingPlan(n_steps=int(horizon), schedule=row["schedule"])
         for name, one in extrapolated(last, plan).items():
             if name in result:
-                result[name][i] = math.log(one.value), math.log(one.high / one.low) / 2.563
+                below, above = math.log(one.value / one.low) / _REACH, math.log(one.high / one.value) / _REACH
+                result[name][i] = math.log(one.value), below, above
     return result
 
 
@@ -290,8 +335,7 @@ def main() -> None:
     if kept:
         predicted[f"table, {', '.join(kept)}"] = predictions(study, study.inputs(kept), is_fit)
     predicted["pilot"] = after_pilots(study, rates, pilots)
-    is_judged = study.is_of("locked" if args.locked else "choose") & (study.rows["horizon"] >= HORIZONS[1]).to_numpy()
-    found = figures(study, predicted, is_judged)
+    found = figures(study, predicted, study.is_of("locked" if args.locked else "choose"))
     print(found.to_string(index=False, float_format=lambda value: f"{value:.2f}"))
     with replacing(args.table) as partial:
         found.to_csv(partial, index=False, float_format="%.3f")

@@ -20,7 +20,7 @@ import workbench as wb
 
 PACKAGE = Path(wb.__file__).parent
 #: Modules whose examples take several seconds.
-SLOW = frozenset(f"workbench.{name}" for name in ("assessment.assess", "reports.make_report", "risk.validation"))
+SLOW = frozenset(f"workbench.{name}" for name in ("assessment.assess", "reports.make_report"))
 #: Packages whose examples draw.
 RENDER = ("workbench.plots.", "workbench.reports.")
 

@@ -1,9 +1,8 @@
-"""The risk of a planned training: distributions of the ends of its useful rates, and what follows at a rate."""
+"""The model behind the risk of a planned training: distributions of three learning rates at which outcomes change."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError, StoreError
-from workbench.formatting import counted, listed
+from workbench.formatting import listed
 from workbench.io.atomic import check_free, replacing
-from workbench.risk.edge_regression import PENALTIES, EdgeFit, Edges, Floats, fit_edges, log_likelihood, out_of_group
-from workbench.risk.features import FEATURES, OPTIMIZER, RATE, as_cases, column, counts_as_diverged, feature_table
+from workbench.risk.edge_regression import EdgeFit, Edges, Floats, best_penalty, fit_edges
+from workbench.risk.features import RATE, as_cases, column, counts_as_diverged, feature_table
 from workbench.risk.scores import resamples
 
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Edge -> outcome of a rate on its wrong side, and whether that is the larger one.
+#: Edge -> outcome of a rate on its wrong side, and whether that side is the larger rates.
 EDGES = {"slow_edge": ("too_small", False), "useful_edge": ("too_large", True), "explosion_edge": ("explosion", True)}
 #: Outcome -> title of its probability.
 _TITLES = {
@@ -30,13 +29,13 @@ _TITLES = {
     "explosion": "probability that the run explodes",
     "failure": "probability that it does not learn well",
 }
-#: The largest probability of a sum of two.
-MOST_CERTAIN = 1 - 1e-6
-#: Variables that have to lie within the range of the fitted designs, whether they are features or not.
-CHECKED = ("d_model", "n_layers", "n_steps")
-#: Intervals of rates contain the edges of this share of new families; those of probabilities of resampled ones.
+#: Setting of a design -> words for one outside of what was measured.
+_MEASURED = {"d_model": "at a width of {}", "n_layers": "at a depth of {}", "n_steps": "over {} updates"}
+#: Share of new families whose edge an interval of a rate contains, and of resamples of the families whose probability
+#: an interval of a probability contains.
 LEVEL = 0.8
 _KIND, _VERSION = "stability-workbench edge model", 1
+_FEWEST_FAMILIES = 3
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,18 @@ class EdgeModel:
 
     Slow and useful edge are the ends of the rates with which a design learns well (`workbench.rates.useful_band`); from
     the explosion edge on it diverges by RKSP's limits. A rate is too large with the probability that the useful edge
-    lies below it. The deviation of an edge is that of families that were left out of the fit.
+    lies below it, and likewise for the others. The standard deviation of each edge is that of families that were left
+    out of the fit, so that it includes what the features do not say about a new family. Designs that learned at no rate
+    have no edges: probabilities hold for designs that learn at some rate.
 
     Attributes:
         features: Names of numeric features (`workbench.risk.FEATURES`).
-        groups: Values of the optimizer, with or without a norm, that the fitted designs had; empty: no feature.
-        ranges: Smallest and largest value of each feature, and of width, depth and number of updates, in these designs.
+        groups: Optimizers, each with or without a norm, of the designs of the fit; empty: no feature.
+        ranges: Smallest and largest value of each feature in these designs; others are moved to the nearer end.
+        measured: Smallest and largest width, number of layers and number of updates of these designs; there is no
+            answer for others.
         fits: Regression of each edge, by its name; the first is the model, the others its bootstrap over families.
-        deviations: Standard deviation of the logarithm of each edge for families left out, by its name.
+        deviations: Standard deviation of the natural logarithm of each edge for families left out, by its name.
         about: Data and options that it was fitted with.
 
     Example:
@@ -65,12 +68,13 @@ class EdgeModel:
     features: tuple[str, ...]
     groups: tuple[str, ...]
     ranges: Mapping[str, tuple[float, float]]
+    measured: Mapping[str, tuple[float, float]]
     fits: Mapping[str, tuple[EdgeFit, ...]]
     deviations: Mapping[str, float]
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def predict(self, cases: xr.Dataset) -> xr.Dataset:
-        """Predict the edges, and the probabilities at the learning rates of cases.
+        """Predict the edges of cases, and the probabilities of the outcomes at their learning rates.
 
         Args:
             cases: Settings and measurements of fresh models, dim ``run``; see `workbench.sweeps.measure_case`.
@@ -78,8 +82,9 @@ class EdgeModel:
         Returns:
             Dataset with dim ``run``: the probabilities ``too_small``, ``too_large``, ``failure`` (either of them) and
             ``explosion``, and the rates ``slow_edge``, ``useful_edge`` and ``explosion_edge``, each with ``_low`` and
-            ``_high``; ``reason`` why they are NaN, empty where they are known. A fresh model that counts as diverged
-            explodes at any rate.
+            ``_high``, the ends of an 80 % interval: over new families for rates, over resamples of the families for
+            probabilities. NaN where there is no answer, and ``reason`` says why. A fresh model that counts as diverged
+            explodes at any rate; its edges are NaN.
 
         Raises:
             OptionError: If a learning rate is no positive number.
@@ -92,36 +97,42 @@ class EdgeModel:
         starts_diverged = counts_as_diverged(cases)
         reasons = np.where(starts_diverged, "", self._reasons(cases))
         is_known = (reasons == "") & ~starts_diverged
-        inputs, log_rate = self._inputs(cases), np.log(column(cases, RATE).astype(float))
+        inputs, log_rate = self._inputs(cases, has_answer=is_known), np.log(column(cases, RATE).astype(float))
         reach = norm.ppf((1 + LEVEL) / 2)
-        found: dict[str, tuple[Floats, Floats, Floats]] = {}
+        found: dict[str, np.ndarray] = {}
         chances: dict[str, Floats] = {}
         for edge, (outcome, is_above) in EDGES.items():
             means, deviation = np.array([one.mean(inputs) for one in self.fits[edge]]), self.deviations[edge]
             distance = (log_rate - means) / deviation
             chances[outcome] = norm.cdf(distance if is_above else -distance)
-            ends = (np.exp(means[0] + by * deviation) for by in (0.0, -reach, reach))
-            value, low, high = (np.where(is_known, one, np.nan) for one in ends)
-            found[edge] = value, low, high
-        # What explodes does not learn well. Too small and too large exclude each other.
-        chances["too_large"] = np.maximum(chances["too_large"], chances["explosion"])
-        chances["failure"] = np.minimum(chances["too_small"] + chances["too_large"], MOST_CERTAIN)
-        for outcome, chance in chances.items():
-            certain = float(outcome != "too_small")
-            value, low, high = (
-                np.where(starts_diverged, certain, np.where(is_known, one, np.nan))
-                for one in (chance[0], *_interval(chance))
+            found[edge] = np.where(
+                is_known, np.exp(means[0] + np.array([[0.0], [-reach], [reach]]) * deviation), np.nan
             )
-            found[outcome] = value, low, high
+        # What explodes does not learn well; of the two edges the useful one is known better.
+        chances["explosion"] = np.minimum(chances["explosion"], chances["too_large"])
+        found["explosion_edge"] = np.maximum(found["explosion_edge"], found["useful_edge"])
+        # A rate cannot be both too small and too large.
+        chances["failure"] = np.minimum(chances["too_small"] + chances["too_large"], 1.0)
+        for outcome, chance in chances.items():
+            low, high = np.quantile(chance, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+            three = np.stack([chance[0], np.minimum(low, chance[0]), np.maximum(high, chance[0])])
+            found[outcome] = np.where(starts_diverged, outcome != "too_small", np.where(is_known, three, np.nan))
         variables: dict[str, Any] = {"reason": ("run", reasons.astype(str))}
         for name, values in found.items():
-            title = _TITLES.get(name, name.replace("_", " "))
+            about = {"long_name": _TITLES.get(name, name.replace("_", " ")), "units": "1"}
             for end, one in zip(("", "_low", "_high"), values, strict=True):
-                variables[f"{name}{end}"] = ("run", one, {"long_name": title, "units": "1"})
+                variables[f"{name}{end}"] = ("run", one, about)
         return xr.Dataset(variables)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the model as JSON, which `load` reads.
+        """Write the model as JSON, which `load` reads, with six digits of its weights and deviations.
+
+        Args:
+            path: File to write.
+            overwrite: Whether to replace what is at the path.
+
+        Returns:
+            The path.
 
         Raises:
             StoreError: If there is something at the path, or it cannot be written.
@@ -134,39 +145,49 @@ class EdgeModel:
             "about": dict(self.about),
             "features": self.features,
             "groups": self.groups,
-            "ranges": self.ranges,
-            "deviations": self.deviations,
+            "ranges": dict(self.ranges),
+            "measured": dict(self.measured),
+            "deviations": {edge: _short(value) for edge, value in self.deviations.items()},
             "fits": {edge: [_row(one) for one in fits] for edge, fits in self.fits.items()},
         }
         with replacing(path) as partial:
-            partial.write_text(json.dumps(content, indent=None) + "\n")
+            partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
         return path
 
-    def _inputs(self, cases: xr.Dataset) -> Floats:
-        """Features of cases within the range of the fitted designs, then one column for each group."""
-        table = feature_table(cases, self.features).values if self.features else np.empty((cases.sizes["run"], 0))
+    def _inputs(self, cases: xr.Dataset, *, has_answer: np.ndarray) -> Floats:
+        """Features of cases within the range of the fitted designs, then one column for each group.
+
+        Raises:
+            SchemaError: If a case that has an answer lacks a feature; for others it is the lower end of the range.
+        """
+        table = _table(cases, self.features, needed=has_answer)
         bounds = np.array([self.ranges[name] for name in self.features]).reshape(-1, 2)
-        table = np.clip(table, bounds[:, 0], bounds[:, 1])
+        table = np.clip(np.where(np.isnan(table), bounds[:, 0], table), bounds[:, 0], bounds[:, 1])
         if not self.groups:
-            return np.asarray(table, dtype=float)
+            return table
         is_one = groups_of(cases)[:, None] == np.array(self.groups)
         return np.concatenate([table, is_one.astype(float)], axis=1)
 
     def _reasons(self, cases: xr.Dataset) -> np.ndarray:
         """Why there is no answer for a case, shape (run,); empty: there is one."""
-        found = np.full(cases.sizes["run"], "", dtype=object)
-        for name, (low, high) in self.ranges.items():
-            if name not in CHECKED:
-                continue
-            values = column(cases, name).astype(float)
-            for i in np.flatnonzero(~((values >= low) & (values <= high))).tolist():
-                title = FEATURES[name].long_name
-                found[i] = f"Nothing was measured at a {title} of {values[i]:g}, only from {low:g} to {high:g}."
-        if self.groups:
-            groups = groups_of(cases)
-            for i in np.flatnonzero(~np.isin(groups, self.groups)).tolist():
-                found[i] = f"Nothing was measured for {groups[i]}, only for {listed(self.groups)}."
-        return found.astype(str)
+        settings = {name: _numbers(cases, name) for name in self.measured}
+        groups = groups_of(cases) if self.groups else np.full(cases.sizes["run"], "")
+        reasons = []
+        for i, group in enumerate(groups.tolist()):
+            outside = []
+            for name, (low, high) in self.measured.items():
+                if not low <= (value := settings[name][i]) <= high:
+                    only = f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+                    outside.append(f"{_MEASURED[name].format(f'{value:,.0f}')} (only {only})")
+            if self.groups and group and group not in self.groups:
+                kind = " with norm" if group.endswith(" with norm") else " without norm"
+                known = [one.removesuffix(kind) for one in self.groups if one.endswith(kind)]
+                outside.append(f"for {group} (only for {listed(known or self.groups)})")
+            reason = f"Nothing was measured {listed(outside)}." if outside else ""
+            if self.groups and not group:
+                reason = "Whether the model has a norm is not known: its logits are zero or not finite."
+            reasons.append(reason)
+        return np.array(reasons)
 
 
 def fit(
@@ -185,15 +206,20 @@ def fit(
 
     Args:
         cases: Settings and measurements of the designs, dim ``run``.
-        edges: Logarithms between which the edges of each design lie, by the edge's name.
+        edges: Logarithms between which the edges of each design lie: ``slow_edge``, ``useful_edge`` and
+            ``explosion_edge``.
         families: Family of each design; families are resampled and left out as a whole.
         features: Names of numeric features.
         by_group: Whether the optimizer, with or without a norm, is a feature.
         n_bootstrap: Resamples of the families.
         seed: Seed of the resamples.
 
+    Returns:
+        The model.
+
     Raises:
-        OptionError: If a feature does not exist.
+        OptionError: If a feature does not exist or has no finite value, an edge is missing, or there is not one edge
+            and one family for each design.
         SchemaError: If a case lacks a value, or there are fewer than three families.
 
     Example:
@@ -207,50 +233,76 @@ def fit(
         ('run',)
     """
     cases = as_cases(cases)
+    n_designs = cases.sizes["run"]
+    if missing := [name for name in EDGES if name not in edges]:
+        raise OptionError(f"The edges lack {listed(missing)}; an edge that is not known lies between infinities.")
+    sizes = {len(families), *(len(edges[name].low) for name in EDGES)}
+    if sizes != {n_designs}:
+        raise OptionError(
+            f"There are {listed(map(str, sorted(sizes)))} edges or families for {n_designs} designs, expected one each."
+        )
     codes = np.unique(np.asarray(families, dtype=str), return_inverse=True)[1]
-    if codes.max() < 2:
-        raise SchemaError(f"The designs are of {counted(int(codes.max()) + 1, 'family')}, expected at least 3.")
-    unknown = [name for name in features if name not in FEATURES or name == OPTIMIZER]
-    if unknown:
-        raise OptionError(f"'{unknown[0]}' is no numeric feature; choose from wb.risk.FEATURES.")
-    table = feature_table(cases, features).values if features else np.empty((cases.sizes["run"], 0))
-    table = np.where(np.isinf(table), np.nan, table)
-    ranges = {name: _range(table[:, i]) for i, name in enumerate(features)}
-    ranges |= {name: _range(column(cases, name).astype(float)) for name in CHECKED if name in cases.variables}
+    if (n_families := int(codes.max()) + 1) < _FEWEST_FAMILIES:
+        kind = "family" if n_families == 1 else "families"
+        raise SchemaError(f"The designs are of {n_families} {kind}, expected at least {_FEWEST_FAMILIES}.")
+    table = _table(cases, features, needed=np.ones(n_designs, bool))
+    ranges = {}
+    for name, values in zip(features, table.T, strict=True):
+        if not np.isfinite(values).any():
+            raise OptionError(f"'{name}' is infinite for every design; fit a model without it.")
+        ranges[name] = _range(values[np.isfinite(values)])
     groups = tuple(sorted(set(groups_of(cases).tolist()))) if by_group else ()
-    blank = EdgeModel(tuple(features), groups, ranges, {}, {})
-    inputs = blank._inputs(cases)
+    if "" in groups:
+        raise SchemaError("A design has no scale_response (NaN); leave it out, or fit with by_group=False.")
+    measured = {name: _range(_numbers(cases, name)) for name in _MEASURED}
+    blank = EdgeModel(tuple(features), groups, ranges, measured, {}, {})
+    inputs = blank._inputs(cases, has_answer=np.ones(n_designs, bool))
+    draws = np.concatenate([np.empty((0, n_designs)), *resamples(codes, n_designs, n_bootstrap, seed)])
     fits, deviations, penalties = {}, {}, {}
-    for edge, known in edges.items():
-        left_out = {penalty: out_of_group(inputs, known, codes, penalty=penalty) for penalty in PENALTIES}
-        losses = {
-            penalty: -log_likelihood(mean, deviation, known).sum() for penalty, (mean, deviation) in left_out.items()
-        }
-        penalty = min(losses, key=lambda one: losses[one])
-        draws = (row for block in resamples(codes, len(codes), n_bootstrap, seed) for row in block)
+    for edge in EDGES:
+        known = edges[edge]
+        penalty, deviations[edge] = best_penalty(inputs, known, codes)
         resampled = [fit_edges(inputs, known, penalty=penalty, weight=row) for row in draws]
-        fits[edge] = (fit_edges(inputs, known, penalty=penalty), *resampled)
-        deviations[edge], penalties[edge] = left_out[penalty][1], penalty
-    about = {"n_designs": len(codes), "n_families": int(codes.max()) + 1, "penalties": penalties, "seed": seed}
-    return EdgeModel(blank.features, groups, ranges, fits, deviations, about)
+        fits[edge], penalties[edge] = (fit_edges(inputs, known, penalty=penalty), *resampled), penalty
+    about = {"n_designs": n_designs, "n_families": n_families, "penalties": penalties, "seed": seed}
+    return EdgeModel(blank.features, groups, ranges, measured, fits, deviations, about)
 
 
 def groups_of(cases: xr.Dataset) -> np.ndarray:
-    """The optimizer of each case, and whether it has a norm, as text, shape (run,).
+    """The optimizer of each case, and whether its model has a norm, as text.
 
-    A doubled stream doubles the logits of a model without normalization and hardly changes those of others
-    (``scale_response``), whatever their norm is called.
+    Whether it has one is measured: a doubled residual stream doubles the logits of a model without normalization and
+    hardly changes those of others (``scale_response``), whatever their norm is called.
+
+    Args:
+        cases: Cases with ``optimizer`` and ``scale_response``, dim ``run``.
+
+    Returns:
+        Texts such as "AdamW with norm", shape (run,); empty where ``scale_response`` is NaN.
+
+    Raises:
+        SchemaError: If one of the two is missing.
     """
-    missing = [name for name in (OPTIMIZER, "scale_response") if name not in cases.variables]
-    if missing:
-        raise SchemaError(f"The cases lack {' and '.join(missing)}; measure them with wb.sweeps.measure_case.")
-    has_norm = column(cases, "scale_response").astype(float) < 0.5
-    names = column(cases, OPTIMIZER).astype(str)
-    return np.array([f"{name} {'with' if of else 'without'} norm" for name, of in zip(names, has_norm, strict=True)])
+    responses = _numbers(cases, "scale_response", allow_missing=True)
+    if "optimizer" not in cases.variables:
+        raise SchemaError("The cases lack optimizer; measure them with wb.sweeps.measure_case.")
+    names = [name or "an optimizer without a name" for name in column(cases, "optimizer").astype(str)]
+    return np.array(
+        [
+            "" if np.isnan(response) else f"{name} {'with' if response < 0.5 else 'without'} norm"
+            for name, response in zip(names, responses, strict=True)
+        ]
+    )
 
 
 def load(path: str | Path) -> EdgeModel:
-    """Read a model that `EdgeModel.save` wrote, which keeps six digits of its numbers.
+    """Read a model that `EdgeModel.save` wrote.
+
+    Args:
+        path: Its file.
+
+    Returns:
+        The model.
 
     Raises:
         StoreError: If the file is missing, no such model, damaged, or written by a newer version.
@@ -264,18 +316,50 @@ def load(path: str | Path) -> EdgeModel:
     path = Path(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["kind"] != _KIND or content["version"] > _VERSION:
-            raise StoreError(f"{path} is no risk model that this workbench reads; pass a file from EdgeModel.save().")
+        if content["kind"] != _KIND:
+            raise StoreError(f"{path} is no risk model; pass a file from EdgeModel.save().")
+        if content["version"] > _VERSION:
+            raise StoreError(f"{path} was written by a newer version of the workbench; update it, or fit again.")
         return EdgeModel(
             tuple(content["features"]),
             tuple(content["groups"]),
-            {name: (float(low), float(high)) for name, (low, high) in content["ranges"].items()},
-            {edge: tuple(_fit(row) for row in rows) for edge, rows in content["fits"].items()},
-            {edge: float(value) for edge, value in content["deviations"].items()},
+            _ranges(content["ranges"]),
+            _ranges(content["measured"]),
+            {edge: tuple(_fit(row) for row in content["fits"][edge]) for edge in EDGES},
+            {edge: float(content["deviations"][edge]) for edge in EDGES},
             content["about"],
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{path} is no risk model ({error!r}); pass a file from EdgeModel.save().") from error
+
+
+def _table(cases: xr.Dataset, features: Sequence[str], *, needed: np.ndarray) -> Floats:
+    """Features of cases, shape (run, feature).
+
+    Raises:
+        OptionError: If there is no such feature.
+        SchemaError: If a case that is needed lacks one.
+    """
+    if not features:
+        return np.empty((cases.sizes["run"], 0))
+    found: Floats = feature_table(cases, features, allow_missing=True).values.astype(float)
+    if np.isnan(found[needed]).any():
+        feature_table(cases.isel(run=needed), features)  # says which
+    return found
+
+
+def _numbers(cases: xr.Dataset, name: str, *, allow_missing: bool = False) -> Floats:
+    """Values of a variable of cases, shape (run,).
+
+    Raises:
+        SchemaError: If there is none, or a case lacks it.
+    """
+    if name not in cases.variables:
+        raise SchemaError(f"The cases lack {name}; measure them with wb.sweeps.measure_case.")
+    values: Floats = column(cases, name).astype(float)
+    if np.isnan(values).any() and not allow_missing:
+        raise SchemaError(f"A case has no {name} (NaN); leave it out.")
+    return values
 
 
 def _row(fit: EdgeFit) -> list[Any]:
@@ -285,7 +369,7 @@ def _row(fit: EdgeFit) -> list[Any]:
 
 
 def _short(value: float) -> float:
-    """A number in six digits, which the uncertainty of a fit does not need."""
+    """A number in six digits, far more than are certain."""
     return float(f"{value:.6g}")
 
 
@@ -294,12 +378,9 @@ def _fit(row: Sequence[Any]) -> EdgeFit:
     return EdgeFit(np.array(center), np.array(scale), float(intercept), np.array(weights), float(deviation))
 
 
+def _ranges(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+    return {name: (float(low), float(high)) for name, (low, high) in found.items()}
+
+
 def _range(values: np.ndarray) -> tuple[float, float]:
-    finite = values[np.isfinite(values)]
-    return (float(finite.min()), float(finite.max())) if len(finite) else (math.nan, math.nan)
-
-
-def _interval(values: np.ndarray) -> tuple[Floats, Floats]:
-    """Percentiles of the bootstrap, extended to the model's own value."""
-    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
-    return np.minimum(low, values[0]), np.maximum(high, values[0])
+    return float(values.min()), float(values.max())

@@ -1,7 +1,8 @@
-"""Regression of an edge, the learning rate from which training fails, on features of designs; edges may be censored.
+"""Regression of an edge, a learning rate at which the outcome of training changes, on features of designs.
 
-The logarithm of an edge is normally distributed around a linear function of the features. Of each design it is known
-to lie between two logarithms, one of which may be infinite: most models with normalization never explode.
+The logarithm of an edge is normally distributed around a linear function of the features. For each design it is known
+to lie between two logarithms, either of which may be infinite (a censored edge): most models with normalization do not
+explode at any rate that was tried.
 """
 
 from __future__ import annotations
@@ -11,40 +12,67 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.errors import OptionError
+
 Floats = NDArray[np.float64]
 
 #: Penalties of the weights of standardized features that are tried.
 PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-_SMALLEST_DEVIATION = 0.05
+#: Bounds of the standard deviation of the logarithm of an edge: 5 %, and a factor of e^20.
+_SMALLEST_DEVIATION, _LARGEST_DEVIATION = 0.05, 20.0
 
 
 @dataclass(frozen=True)
 class Edges:
-    """Edges of designs, each between two logarithms.
+    """Edges of designs, each between two natural logarithms of learning rates.
 
     Attributes:
-        low: Shape (design,); minus infinity: not known.
-        high: Shape (design,); infinity: not known. At least ``low``; where both are equal the edge is known exactly.
+        low: Lower ends, shape (design,); minus infinity: not known.
+        high: Upper ends, shape (design,), no smaller than ``low``; infinity: not known. Where both are equal the edge
+            is known exactly.
+
+    Raises:
+        OptionError: If an end is NaN, a lower end is above the upper one, or an edge is infinite.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> edges = wb.risk.Edges(np.log([0.01, 0.1]), np.array([np.log(0.01), np.inf]))  # .01; above .1
+        >>> len(edges.low)
+        2
     """
 
     low: Floats
     high: Floats
 
+    def __post_init__(self) -> None:
+        """Check the ends."""
+        if np.shape(self.low) != np.shape(self.high) or np.ndim(self.low) != 1:
+            raise OptionError(
+                f"Edges have the shapes {np.shape(self.low)} and {np.shape(self.high)}, expected one end each."
+            )
+        is_right = (self.low <= self.high) & (self.low < np.inf) & (self.high > -np.inf)
+        if not is_right.all():
+            i = int(np.argmin(is_right))
+            raise OptionError(
+                f"Edge {i} lies between {self.low[i]:g} and {self.high[i]:g}, expected rising logarithms."
+            )
+
     def __getitem__(self, rows: np.ndarray) -> Edges:
-        """Some of them."""
+        """The edges of some designs."""
         return Edges(self.low[rows], self.high[rows])
 
 
 @dataclass(frozen=True)
 class EdgeFit:
-    """A fitted regression.
+    """A fitted regression of the natural logarithm of an edge.
 
     Attributes:
         center: Mean of each feature, shape (feature,).
-        scale: Its standard deviation; 1 where it never varied.
+        scale: Standard deviation of each feature, shape (feature,); 1 where it never varied.
         intercept: Mean of the logarithm of the edge where all features have their mean.
-        weights: Change by one standard deviation of each feature, shape (feature,).
-        deviation: Standard deviation of the logarithm of an edge around its mean.
+        weights: Change of that mean by one standard deviation of each feature, shape (feature,).
+        deviation: Standard deviation of the logarithm of an edge around its mean, in the designs of the fit.
     """
 
     center: Floats
@@ -67,6 +95,9 @@ def fit_edges(features: np.ndarray, edges: Edges, *, penalty: float, weight: np.
         edges: Their edges.
         penalty: Strength of the quadratic penalty of the weights of standardized features.
         weight: How often each design counts, shape (design,); None: once.
+
+    Returns:
+        The regression; a feature that never varies has the weight 0.
     """
     from scipy.optimize import minimize
 
@@ -88,7 +119,16 @@ def fit_edges(features: np.ndarray, edges: Edges, *, penalty: float, weight: np.
 
 
 def log_likelihood(mean: np.ndarray, deviation: float | np.ndarray, edges: Edges) -> Floats:
-    """Logarithm of the probability (density, where it is known exactly) of each edge; shape (design,)."""
+    """Logarithm of the probability of what is known of each edge, of the density where it is known exactly.
+
+    Args:
+        mean: Means of the logarithms of the edges, shape (design,).
+        deviation: Standard deviation around them, one for all or shape (design,).
+        edges: What is known.
+
+    Returns:
+        Shape (design,); nat.
+    """
     from scipy.special import log_ndtr
     from scipy.stats import norm
 
@@ -103,7 +143,7 @@ def log_likelihood(mean: np.ndarray, deviation: float | np.ndarray, edges: Edges
 
 
 def out_of_group(features: np.ndarray, edges: Edges, groups: np.ndarray, *, penalty: float) -> tuple[Floats, float]:
-    """Means of the edges of each group by a regression on the other groups, and the deviation around them.
+    """Predict the edges of each group by a regression on the other groups, and find the deviation from these means.
 
     Args:
         features: Shape (design, feature).
@@ -112,8 +152,8 @@ def out_of_group(features: np.ndarray, edges: Edges, groups: np.ndarray, *, pena
         penalty: As in `fit_edges`.
 
     Returns:
-        Means, shape (design,), and the standard deviation of the logarithm of the edges around these, which contains
-        what the regression does not know of a new group.
+        Means of the logarithms, shape (design,), and the standard deviation of the edges' logarithms around these,
+        which includes the error of the regression for a group that it was not fitted to.
     """
     from scipy.optimize import minimize_scalar
 
@@ -125,8 +165,24 @@ def out_of_group(features: np.ndarray, edges: Edges, groups: np.ndarray, *, pena
     def loss(log_deviation: float) -> float:
         return float(-log_likelihood(mean, np.exp(log_deviation), edges).sum())
 
-    found = minimize_scalar(loss, bounds=(np.log(_SMALLEST_DEVIATION), np.log(20.0)), method="bounded")
+    found = minimize_scalar(loss, bounds=(np.log(_SMALLEST_DEVIATION), np.log(_LARGEST_DEVIATION)), method="bounded")
     return mean, float(np.exp(found.x))
+
+
+def best_penalty(features: np.ndarray, edges: Edges, groups: np.ndarray) -> tuple[float, float]:
+    """The penalty with the largest likelihood for groups left out, and the deviation of their edges with it.
+
+    Args:
+        features: As in `out_of_group`.
+        edges: As in `out_of_group`.
+        groups: As in `out_of_group`.
+    """
+    found = {}
+    for penalty in PENALTIES:
+        mean, deviation = out_of_group(features, edges, groups, penalty=penalty)
+        found[penalty] = log_likelihood(mean, deviation, edges).sum(), deviation
+    best = max(found, key=lambda penalty: found[penalty][0])
+    return best, found[best][1]
 
 
 def _middle(edges: Edges) -> Floats:

@@ -1,7 +1,8 @@
-"""The features of the risk model: numbers that are known before a run starts.
+"""Numbers that are known of a run before it starts, from which the risk may be predicted.
 
 No feature depends on the name of an architecture, of a norm or of an initialization, so that an untrained new
-architecture has the same features as any other. Heavy-tailed positive quantities enter as logarithms to base 10.
+architecture has the same features as any other. Positive quantities that spread over powers of ten are logarithms to
+base 10.
 """
 
 from __future__ import annotations
@@ -20,12 +21,10 @@ from workbench.schema.runs import SPECTRA
 if TYPE_CHECKING:
     import xarray as xr
 
-#: The one feature that is a name: a column for each optimizer of the training runs.
-OPTIMIZER = "optimizer"
-#: The learning rate is no feature: the features predict the largest stable one.
+#: The learning rate is no feature: the features predict the rates at which outcomes change.
 RATE = "learning_rate"
 #: Layer measure -> smallest and largest value of its logarithm; None: it enters as it is. kappa and K may be infinite
-#: (a defective operator; a spectral radius above 1), so K says little beyond the share of layers at its bound.
+#: (a defective operator; a spectral radius above 1), so K says little more than the share of layers at its bound.
 _LAYER_MEASURES: dict[str, tuple[float, float] | None] = {
     "near_unit_mass": None,
     "expansive_mass": None,
@@ -55,8 +54,8 @@ class Feature:
         name: Name in lists of features.
         long_name: Title shown to the user.
         needs: Variables and coordinates of a case that it is computed from.
-        measures: Function of the variables, each of shape (run,), with values of shape (run,); None: a statistic over
-            layers.
+        measures: Function of these variables, each of shape (run,), with values of shape (run,); None: a statistic
+            over layers.
     """
 
     name: str
@@ -70,16 +69,16 @@ def feature_table(cases: xr.Dataset, names: Sequence[str], *, allow_missing: boo
 
     Args:
         cases: Runs of a sweep, or cases before training; dim ``run``, and ``layer`` for spectra.
-        names: Names of `FEATURES`, without the optimizer, which is no number.
-        allow_missing: Whether a run may lack a value; it is NaN then.
+        names: Names of `FEATURES`.
+        allow_missing: Whether a run may lack a value; it is NaN then. Without it that is an error.
 
     Returns:
-        Shape (run, feature). Infinite where a quantity is, such as a breaking rate that no rate tried
-        reaches; the model clips these to the range of its training runs.
+        Shape (run, feature). Infinite where a quantity is, such as the breaking rate of a model that no rate tried
+        breaks.
 
     Raises:
         OptionError: If a learning rate is no positive number, or a name is no feature.
-        SchemaError: If a variable is missing, or a run lacks a value.
+        SchemaError: If there is no case, a variable is missing, or a run lacks a value.
 
     Example:
         >>> import workbench as wb
@@ -98,7 +97,10 @@ def feature_table(cases: xr.Dataset, names: Sequence[str], *, allow_missing: boo
 
 
 def as_cases(cases: xr.Dataset) -> xr.Dataset:
-    """Cases with a dimension ``run``, and learning rates that can be ones.
+    """Cases with a dimension ``run`` and positive learning rates.
+
+    Args:
+        cases: Cases, or one without the dimension ``run``.
 
     Raises:
         OptionError: If a learning rate is no positive number.
@@ -118,13 +120,13 @@ def as_cases(cases: xr.Dataset) -> xr.Dataset:
 
 
 def counts_as_diverged(cases: xr.Dataset) -> np.ndarray:
-    """Which fresh models count as diverged before the first update, at any learning rate (RKSP's label).
+    """Which fresh models count as diverged before the first update, and so at any learning rate (RKSP's label).
 
     Args:
         cases: Cases with ``initial_loss`` and ``initial_grad_norm``, as far as they are known.
 
     Returns:
-        Shape (run,): the loss is above 50 or the norm of all gradients above 500.
+        Shape (run,): whether the loss is above 50 nat or the norm of all gradients above 500; NaN counts as below.
     """
     found = np.zeros(cases.sizes["run"], dtype=bool)
     for name, limit in LIMITS.items():
@@ -141,7 +143,7 @@ def column(cases: xr.Dataset, name: str) -> np.ndarray:
 def _values(cases: xr.Dataset, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Values of shape (run, feature), and where there is none."""
     for name in names:
-        if name not in FEATURES or name == OPTIMIZER:
+        if name not in FEATURES:
             raise OptionError(f"'{name}' is no feature; choose from wb.risk.FEATURES.")
     needs = {need for name in names for need in FEATURES[name].needs}
     if missing := sorted(need for need in needs if need not in cases.variables):
@@ -248,7 +250,7 @@ _SETTINGS = (
     _feature("n_weights", "number of weights"),
     _feature("n_tokens", "tokens of a batch"),
     _feature("batch_size", "rows of a batch"),
-    _feature("n_steps", "number of steps"),
+    _feature("n_steps", "number of updates"),
     _feature("warmup", "warm-up steps", shift=1.0),
     Feature("warmup_share", "warm-up over all steps", ("warmup", "n_steps"), measures=lambda a, b: a / b),
     Feature("mean_rate_share", "mean share of the peak rate", ("mean_rate_share",), measures=np.asarray),
@@ -257,12 +259,11 @@ _SETTINGS = (
     Feature("momentum_gain", "steps that momentum adds up", ("momentum", "optimizer"), measures=_momentum_gain),
     Feature("is_clipped", "gradient clipping", ("clip_norm",), measures=_is_clipped),
     Feature("clip_norm", "largest gradient norm let through", ("clip_norm",), measures=_clip),
-    Feature(OPTIMIZER, "optimizer", (OPTIMIZER,), measures=lambda x: x),
 )
 _FORWARD = (
     _feature("initial_loss", "initial loss", low=1e-6),
     _feature("logit_std", "standard deviation of the logits", low=1e-6),
-    Feature("scale_response", "response of the logits to a doubled stream", ("scale_response",), measures=lambda x: x),
+    Feature("scale_response", "response of the logits to a doubled stream", ("scale_response",), measures=np.asarray),
     _feature("stream_rms_first", "rms of the stream entering the first block", low=1e-9),
     _feature("stream_rms_last", "rms of the stream leaving the last block", low=1e-9),
     Feature("stream_growth", "growth of the stream", ("stream_rms_first", "stream_rms_last"), measures=_stream_growth),

@@ -1,4 +1,4 @@
-"""The risk of one planned training, as numbers and as a sentence."""
+"""The risk of one planned training before it starts, as numbers and as a sentence."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import OptionError
-from workbench.formatting import percent, rounded
+from workbench.errors import OptionError, SchemaError
+from workbench.formatting import counted, percent, rounded
 from workbench.rates.drift import Estimate
 from workbench.rates.find_rate import FoundRates
-from workbench.risk.edge_model import EDGES, MOST_CERTAIN, EdgeModel
+from workbench.risk.edge_model import EDGES, EdgeModel
+from workbench.risk.features import LIMITS, RATE, as_cases, column
 from workbench.risk.shipped_model import shipped
 
 if TYPE_CHECKING:
     import xarray as xr
 
 #: Probabilities of a planned training.
-CHANCES = ("failure", "too_small", "too_large", "explosion")
+CHANCES = ("too_small", "too_large", "failure", "explosion")
+#: End of the name of a variable -> attribute of a probability or an estimate.
+_PARTS = {"": "value", "_low": "low", "_high": "high"}
 
 
 @dataclass(frozen=True)
@@ -34,23 +37,28 @@ class Chance:
 
     Example:
         >>> import workbench as wb
-        >>> print(wb.risk.Chance(0.02, 0.005, 0.13))
-        2 % (0.5-13 %)
+        >>> print(wb.risk.Chance(0.2, 0.05, 0.43))
+        20 % (5 to 43 %)
     """
 
     value: float
     low: float
     high: float
 
+    def at_most(self, limit: float) -> Chance:
+        """The probability and both ends, no larger than a limit."""
+        return Chance(min(self.value, limit), min(self.low, limit), min(self.high, limit))
+
     def __str__(self) -> str:
-        if math.isnan(self.low):
+        low, high = percent(self.low), percent(self.high)
+        if math.isnan(self.low) or low == high:
             return percent(self.value)
-        return f"{percent(self.value)} ({percent(self.low).removesuffix(' %')}-{percent(self.high)})"
+        return f"{percent(self.value)} ({low.removesuffix(' %')} to {high})"
 
 
 @dataclass(frozen=True)
 class Risk:
-    """What is known of a planned training before it begins; printed, it is a sentence.
+    """What is known of the outcome of a planned training before it starts; printed, it is a sentence.
 
     Attributes:
         learning_rate: The planned peak rate.
@@ -63,7 +71,7 @@ class Risk:
         slow_edge: Smallest rate with which it learns well.
         useful_edge: Largest rate with which it learns well.
         explosion_edge: Rate from which it diverges.
-        reason: Why these are NaN; empty: they are known.
+        reason: Why these are NaN; empty: they are known, or the fresh model counts as diverged and has no edges.
 
     Example:
         >>> import workbench as wb
@@ -89,33 +97,45 @@ class Risk:
         rate = f"At a rate of {rounded(self.learning_rate)}"
         if self.reason:
             return f"{rate} the risk is unknown. {self.reason} Find out with wb.find_rate."
+        if math.isnan(self.useful_edge.value):
+            return (
+                f"{rate}, as at any other, the training counts as diverged from the start: the fresh model is beyond "
+                f"RKSP's limits, a loss of {LIMITS['initial_loss']:g} or a gradient norm of "
+                f"{LIMITS['initial_grad_norm']:g}."
+            )
+        explosion = "" if math.isnan(self.explosion.value) else f", {percent(self.explosion.value)} of an explosion"
         return (
-            f"{rate}: {self.failure} risk of not learning well within {self.n_steps:,} updates at width "
-            f"{self.d_model}, {percent(self.explosion.value)} of an explosion; learns well from {self.slow_edge} up to "
-            f"{self.useful_edge}."
+            f"{rate}: {self.failure} risk of not learning well within {counted(self.n_steps, 'update')} at width "
+            f"{self.d_model}{explosion}; learns well from {self.slow_edge} up to {self.useful_edge}."
         )
 
 
 def predict(case: xr.Dataset, *, pilot: FoundRates | None = None, model: EdgeModel | None = None) -> Risk:
-    """Predict the risk of one planned training from its settings and what was measured before it.
+    """Predict the risk of one planned training from its settings and what was measured of the fresh model.
 
     Args:
         case: Case of one run, from `workbench.sweeps.measure_case` or a sweep.
-        pilot: Pilot of the same training, from `workbench.find_rate`; its useful edge replaces the predicted one.
+        pilot: Pilot of the same training, from `workbench.find_rate`. Its edges replace the predicted ones, and the
+            probabilities of a rate that is too small or too large follow from them, without intervals.
         model: Model of the edges; None: the shipped one.
 
+    Returns:
+        Probabilities and edges; NaN, with the reason, where the model was not fitted to such designs.
+
     Raises:
-        OptionError: If the learning rate is no positive number, or the pilot was made for another number of updates.
-        SchemaError: If the case lacks a value.
+        OptionError: If the learning rate is no positive number, or the pilot has no answer or was made for another
+            number of updates.
+        SchemaError: If the case has more than one run, or lacks a value.
 
     Example:
         >>> import workbench as wb
         >>> case = wb.samples.divergence_sweep("norms").isel(run=[0])
-        >>> slow, fast = (wb.risk.predict(wb.sweeps.replan(case, learning_rate=rate)) for rate in (1e-3, 1e-1))
+        >>> plans = (wb.sweeps.replan(case, learning_rate=rate, n_steps=480) for rate in (1e-3, 1e-1))
+        >>> slow, fast = (wb.risk.predict(plan) for plan in plans)
         >>> slow.too_large.value < fast.too_large.value
         True
     """
-    return _risks((model or shipped()).predict(case), case, pilot)[0]
+    return _risks(_one(case), pilot, model)[0]
 
 
 def over_rates(
@@ -132,11 +152,12 @@ def over_rates(
 
     Returns:
         Dataset with dim ``learning_rate``: ``too_small``, ``too_large``, ``failure`` and ``explosion``; and, without
-        it, ``slow_edge``, ``useful_edge`` and ``explosion_edge``; each with ``_low`` and ``_high``.
+        it, ``slow_edge``, ``useful_edge`` and ``explosion_edge``; each with ``_low`` and ``_high``, NaN where it is not
+        known. Attributes: ``n_steps``, ``d_model``, ``reason``.
 
     Raises:
-        OptionError: As in `predict`.
-        SchemaError: As in `predict`.
+        OptionError: If a rate is no positive number, or as in `predict`.
+        SchemaError: If there is no rate, or as in `predict`.
 
     Example:
         >>> import workbench as wb
@@ -146,46 +167,51 @@ def over_rates(
     """
     import xarray as xr
 
-    if "run" in case.dims and case.sizes["run"] != 1:
-        raise OptionError(f"There are {case.sizes['run']} cases; select one, such as case.isel(run=[0]).")
-    one = case if "run" in case.dims else case.expand_dims("run")
-    many = one.isel(run=np.zeros(len(rates), dtype=int)).assign_coords(learning_rate=("run", np.asarray(rates, float)))
-    found = _risks((model or shipped()).predict(many), many, pilot)
+    rates = np.asarray(rates, dtype=float)
+    cases = _one(case).isel(run=np.zeros(len(rates), int)).assign_coords({RATE: ("run", rates)})
+    found = _risks(cases, pilot, model)
     data: dict[str, object] = {}
     for name in CHANCES:
-        for end, part in (("", "value"), ("_low", "low"), ("_high", "high")):
-            data[f"{name}{end}"] = ("learning_rate", [getattr(getattr(one, name), part) for one in found])
+        for end, part in _PARTS.items():
+            data[f"{name}{end}"] = (RATE, [getattr(getattr(one, name), part) for one in found], {"units": "1"})
     for name in EDGES:
-        estimate: Estimate = getattr(found[0], name)
-        data |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+        for end, part in _PARTS.items():
+            data[f"{name}{end}"] = ((), getattr(getattr(found[0], name), part), {"units": "1"})
     about = {"n_steps": found[0].n_steps, "d_model": found[0].d_model, "reason": found[0].reason}
-    return xr.Dataset(data, {"learning_rate": np.asarray(rates, dtype=float)}, about)
+    return xr.Dataset(data, {RATE: rates}, about)
 
 
-def _risks(found: xr.Dataset, cases: xr.Dataset, pilot: FoundRates | None) -> list[Risk]:
-    """The risk of each case, from what `EdgeModel.predict` found."""
-    n_runs = found.sizes["run"]
+def _one(case: xr.Dataset) -> xr.Dataset:
+    """A case with a dimension ``run`` of length one.
 
-    def values(name: str) -> list[float]:
-        return [float(value) for value in np.broadcast_to(cases[name].values, n_runs)]
+    Raises:
+        SchemaError: If it has more runs.
+    """
+    case = as_cases(case)
+    if (n_runs := case.sizes["run"]) != 1:
+        raise SchemaError(f"There are {n_runs} runs, expected one; select one with .isel(run=[0]).")
+    return case
 
-    triples = {
-        name: list(zip(*(found[f"{name}{end}"].values.tolist() for end in ("", "_low", "_high")), strict=True))
-        for name in (*CHANCES, *EDGES)
-    }
-    plans = zip(values("learning_rate"), values("n_steps"), values("d_model"), strict=True)
+
+def _risks(cases: xr.Dataset, pilot: FoundRates | None, model: EdgeModel | None) -> list[Risk]:
+    """The risk of each of several cases."""
+    found = (model or shipped()).predict(cases)
+    settings = {name: column(cases, name) for name in (RATE, "n_steps", "d_model")}
     risks = []
-    for i, (rate, n_steps, d_model) in enumerate(plans):
-        failure, small, large, explosion = (Chance(*triples[name][i]) for name in CHANCES)
-        slow, useful, exploding = (Estimate(*triples[name][i]) for name in EDGES)
-        reason = str(found["reason"].values[i])
-        plan = rate, int(n_steps), int(d_model)
-        risks.append(Risk(*plan, failure, small, large, explosion, slow, useful, exploding, reason))
-    return risks if pilot is None else [_after(risk, pilot) for risk in risks]
+    for i in range(cases.sizes["run"]):
+        parts = {name: [float(found[f"{name}{end}"][i]) for end in _PARTS] for name in (*CHANCES, *EDGES)}
+        too_small, too_large, failure, explosion = (Chance(*parts[name]) for name in CHANCES)
+        slow_edge, useful_edge, explosion_edge = (Estimate(*parts[name]) for name in EDGES)
+        risk = Risk(
+            float(settings[RATE][i]), int(settings["n_steps"][i]), int(settings["d_model"][i]), failure, too_small,
+            too_large, explosion, slow_edge, useful_edge, explosion_edge, str(found["reason"].values[i]),
+        )  # fmt: skip
+        risks.append(risk if pilot is None else _after(risk, pilot))
+    return risks
 
 
 def _after(risk: Risk, pilot: FoundRates) -> Risk:
-    """The risk after a pilot, which knows the useful rates; of explosions it knows no more than that they are failures.
+    """The risk after a pilot, which knows the useful rates; of an explosion only that it does not learn well.
 
     Raises:
         OptionError: If the pilot has no answer, or one for another number of updates.
@@ -194,15 +220,15 @@ def _after(risk: Risk, pilot: FoundRates) -> Risk:
         raise OptionError(f"The pilot has no answer. {pilot.reason}")
     if pilot.n_steps != risk.n_steps:
         raise OptionError(
-            f"The pilot was made for {pilot.n_steps:,} updates, but the case plans {risk.n_steps:,}; find the rate for "
-            "as many."
+            f"The pilot was made for {pilot.n_steps:,} updates, but the case plans {risk.n_steps:,}; make one "
+            "for as many."
         )
     small = 1 - pilot.slow_edge.chance_below(risk.learning_rate)
     large = pilot.useful_edge.chance_below(risk.learning_rate)
-    chances = (min(small + large, MOST_CERTAIN), small, large)
-    failure, too_small, too_large = (Chance(value, math.nan, math.nan) for value in chances)
-    explosion = replace(risk.explosion, value=min(risk.explosion.value, large))
+    failure, too_small, too_large = (
+        Chance(value, math.nan, math.nan) for value in (min(small + large, 1.0), small, large)
+    )
     return replace(
-        risk, failure=failure, too_small=too_small, too_large=too_large, explosion=explosion,
+        risk, failure=failure, too_small=too_small, too_large=too_large, explosion=risk.explosion.at_most(large),
         slow_edge=pilot.slow_edge, useful_edge=pilot.useful_edge, reason="",
     )  # fmt: skip
