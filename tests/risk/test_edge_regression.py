@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from workbench.risk.edge_regression import Edges, fit_edges, log_likelihood, out_of_group
+from workbench.risk.edge_regression import Edges, _with_slopes, best_penalty, fit_edges, log_likelihood, out_of_group
 
 
 def planted(n=400, deviation=0.5, seed=0):
@@ -68,3 +68,31 @@ def test_a_feature_that_never_varies_changes_nothing():
     found = fit_edges(constant, Edges(edge, edge), penalty=1.0)
     assert np.isfinite(found.mean(constant)).all()
     assert found.scale[3] == 1
+
+
+def test_derivatives_are_those_of_differences():
+    random = np.random.default_rng(2)
+    low = random.normal(size=12)
+    edges = Edges(
+        np.r_[low[:3], low[3:6], np.full(3, -np.inf), low[9:]],
+        np.r_[low[:3], np.full(3, np.inf), low[6:9], low[9:] + 0.3],
+    )
+    mean, deviation, by = random.normal(size=12), 0.8, 1e-6
+    _, by_mean, by_deviation = _with_slopes(mean, deviation, edges)
+    above, below = (log_likelihood(mean + step, deviation, edges) for step in (by, -by))
+    assert by_mean == pytest.approx((above - below) / (2 * by), abs=1e-7)
+    above, below = (log_likelihood(mean, deviation + step, edges) for step in (by, -by))
+    assert by_deviation == pytest.approx((above - below) / (2 * by), abs=1e-7)
+    far = Edges(np.array([60.0, -np.inf]), np.array([np.inf, -60.0]))
+    assert all(np.isfinite(values).all() for values in _with_slopes(np.zeros(2), 1.0, far))
+
+
+def test_the_penalty_that_predicts_other_groups_is_taken():
+    random = np.random.default_rng(3)
+    groups = np.repeat(np.arange(12), 3)
+    features = random.normal(size=(36, 8))
+    for weight, is_small in ((2.0, True), (0.0, False)):
+        edge = weight * features[:, 0] + 0.3 * random.normal(size=36)
+        penalty, deviation = best_penalty(features, Edges(edge, edge), groups)
+        assert (penalty < 1) == is_small
+        assert deviation == pytest.approx(0.3, abs=0.12)

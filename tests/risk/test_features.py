@@ -1,45 +1,41 @@
 import numpy as np
 import pytest
 import xarray as xr
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import workbench as wb
-from tests.risk.made_sweep import PLANTED, made_sweep
+from tests.risk.planted_designs import planted_designs
 from workbench.errors import OptionError, SchemaError
-from workbench.risk.feature_map import FeatureMap, read
-from workbench.risk.features import FEATURE_SETS, FEATURES, OPTIMIZER, counts_as_diverged, features_of
-
-NUMERIC = [name for name in FEATURES if name != OPTIMIZER]
+from workbench.risk.features import FEATURES, as_cases, counts_as_diverged
 
 
 @pytest.fixture(scope="module")
-def sweep():
-    return made_sweep(n_configurations=6, n_cells=2, n_rates=3, n_seeds=1)[0]
+def cases():
+    return planted_designs(n_families=4, n_of_family=3)[0]
 
 
-def value(sweep, name, **changes):
-    case = sweep.isel(run=[4]).assign({key: ("run", [new]) for key, new in changes.items()})
+def value(cases, name, **changes):
+    case = cases.isel(run=[4]).assign({key: ("run", [new]) for key, new in changes.items()})
     return float(wb.risk.feature_table(case, [name]).values[0, 0])
 
 
-def test_statistics_over_layers_are_those_of_the_layers_that_are_there(sweep):
-    table = wb.risk.feature_table(sweep, NUMERIC)
+def test_statistics_over_layers_are_those_of_the_layers_that_are_there(cases):
+    table = wb.risk.feature_table(cases, list(FEATURES))
     assert table.dims == ("run", "feature")
     assert not table.isnull().any()
-    for i, run in enumerate(sweep.near_unit_mass.values):
+    for i, run in enumerate(cases.near_unit_mass.values):
         layers = run[~np.isnan(run)]
         found = [float(table[i].sel(feature=f"near_unit_mass {s}")) for s in ("mean", "max", "min", "std", "change")]
         np.testing.assert_allclose(
             found, [layers.mean(), layers.max(), layers.min(), layers.std(), layers[-1] - layers[0]]
         )
-    log_rho = np.log10(sweep.spectral_radius).mean("layer")
+    log_rho = np.log10(cases.spectral_radius).mean("layer")
     np.testing.assert_allclose(table.sel(feature="spectral_radius mean"), log_rho)
 
 
-def test_an_infinite_kreiss_constant_counts_as_its_bound(sweep):
-    table = wb.risk.feature_table(sweep, ["kreiss_constant mean"])
-    has_infinite = np.isinf(sweep.kreiss_constant).any("layer").values
+def test_an_infinite_kreiss_constant_counts_as_its_bound(cases):
+    table = wb.risk.feature_table(cases, ["kreiss_constant mean"])
+    has_infinite = np.isinf(cases.kreiss_constant).any("layer").values
+    assert 0 < has_infinite.sum() < len(has_infinite)
     np.testing.assert_allclose(table.values[:, 0], np.where(has_infinite, 3.0, np.log10(2.0)))
 
 
@@ -47,9 +43,10 @@ def test_an_infinite_kreiss_constant_counts_as_its_bound(sweep):
     ("name", "changes", "expected"),
     [
         ("d_model", {"d_model": 100}, 2.0),
+        ("n_steps", {"n_steps": 1000}, 3.0),
         ("warmup", {"warmup": 99}, 2.0),
         ("warmup", {"warmup": 0}, 0.0),
-        ("warmup_share", {"warmup": 30}, 0.15),
+        ("warmup_share", {"warmup": 30, "n_steps": 200}, 0.15),
         ("weight_decay", {"weight_decay": 0.0}, -2.0),
         ("weight_decay", {"weight_decay": 0.09}, -1.0),
         ("momentum_gain", {"momentum": 0.9, "optimizer": "SGD"}, 1.0),
@@ -64,29 +61,19 @@ def test_an_infinite_kreiss_constant_counts_as_its_bound(sweep):
         ("overshoot_rate", {"overshoot_rate": np.inf}, np.inf),
         ("logit_std", {"logit_std": 0.0}, -6.0),
         ("initial_grad_norm", {"initial_grad_norm": 1000.0}, 3.0),
+        ("unit_change_rate", {"unit_change_rate": 0.01}, -2.0),
+        ("scale_response", {"scale_response": 1.0}, 1.0),
     ],
 )
-def test_settings_and_scalars(sweep, name, changes, expected):
-    found = value(sweep, name, **changes)
-    assert found == pytest.approx(expected)
-    if FEATURES[name].is_log and name in changes and np.isfinite(changes[name]) and changes[name] > 0:
-        assert FEATURES[name].original(found) == pytest.approx(changes[name])
+def test_settings_and_scalars(cases, name, changes, expected):
+    assert value(cases, name, **changes) == pytest.approx(expected)
 
 
-def test_no_feature_knows_the_name_of_an_architecture():
+def test_no_feature_knows_the_name_of_an_architecture_or_what_training_shows():
     names = {"architecture", "family", "norm", "initialization", "init_std", "task", "study", "configuration", "cell"}
+    names |= {"grad_norm_step_100", "grad_norm_variance", "n_loss_spikes", "has_diverged", "final_loss", "accuracy"}
     assert not names & {need for feature in FEATURES.values() for need in feature.needs}
-
-
-def test_no_feature_of_a_set_looks_at_what_training_shows(sweep):
-    outcomes = ["grad_norm_step_100", "grad_norm_variance", "n_loss_spikes", "has_diverged", "cause", "final_loss",
-                "divergence_step", "accuracy"]  # fmt: skip
-    case = sweep.isel(run=[0]).drop_vars(outcomes)
-    for names in FEATURE_SETS.values():
-        assert wb.risk.is_complete(case, names).all()
-    gradient = {"initial_grad_norm", "overshoot_rate", "breaking_rate"}
-    assert not gradient & {need for name in FEATURE_SETS["forward"] for need in FEATURES[name].needs}
-    assert set(FEATURE_SETS["gradient"]) - set(FEATURE_SETS["forward"]) == gradient
+    assert all(feature.name == name and feature.long_name for name, feature in FEATURES.items())
 
 
 @pytest.mark.parametrize(("rate", "said"), [(0.0, "0"), (-1e-3, "-0.001"), (np.nan, "nan"), (np.inf, "inf")])
@@ -100,7 +87,6 @@ def test_an_impossible_learning_rate_is_refused_before_anything_else(rate, said)
     ("change", "sentence"),
     [
         (lambda s: s.drop_vars("energy_gain"), "The cases lack energy_gain; measure them as a sweep does"),
-        (lambda s: s.drop_vars("optimizer"), "The cases lack momentum|The cases lack optimizer"),
         (lambda s: s.drop_vars("learning_rate"), "The cases have no learning_rate"),
         (lambda s: s.isel(run=[]), "There is no case; select less narrowly."),
         (
@@ -113,89 +99,36 @@ def test_an_impossible_learning_rate_is_refused_before_anything_else(rate, said)
         ),
     ],
 )
-def test_cases_that_lack_something_are_refused_by_name(sweep, change, sentence):
+def test_cases_that_lack_something_are_refused_by_name(cases, change, sentence):
     with pytest.raises(SchemaError, match=sentence):
-        read(change(sweep), PLANTED)
+        wb.risk.feature_table(change(cases), ["energy_gain mean", "logit_std"])
 
 
-def test_complete_cases_are_found(sweep):
-    holes = sweep.assign(logit_std=sweep.logit_std.where(sweep.logit_std > 1))
-    found = wb.risk.is_complete(holes, PLANTED)
-    np.testing.assert_array_equal(found, sweep.logit_std > 1)
-    wb.risk.feature_table(holes.isel(run=found.values), ["logit_std"])
+def test_values_may_be_missing_where_that_is_allowed(cases):
+    holes = cases.assign(logit_std=cases.logit_std.where(cases.logit_std > 1))
+    table = wb.risk.feature_table(holes, ["logit_std", "d_model"], allow_missing=True)
+    np.testing.assert_array_equal(np.isnan(table.values[:, 0]), cases.logit_std.values <= 1)
+    assert not np.isnan(table.values[:, 1]).any()
+    # A variable that no case has is an error all the same.
+    with pytest.raises(SchemaError, match="The cases lack logit_std"):
+        wb.risk.feature_table(cases.drop_vars("logit_std"), ["logit_std"], allow_missing=True)
 
 
-def test_names_of_features_are_checked():
-    with pytest.raises(
-        OptionError, match="features is 'backward', expected forward, gradient, pilot, or a list of names"
-    ):
-        features_of("backward")
-    with pytest.raises(OptionError, match="'colour' is no feature; choose from wb.risk.FEATURES"):
-        features_of(["colour"])
-    with pytest.raises(OptionError, match="The feature 'd_model' is named twice"):
-        features_of(["d_model", "d_model"])
+def test_names_of_features_are_checked(cases):
+    for name in ("colour", "optimizer"):
+        with pytest.raises(OptionError, match=f"'{name}' is no feature; choose from wb.risk.FEATURES"):
+            wb.risk.feature_table(cases, [name])
 
 
-def test_models_that_start_beyond_the_limits_are_known(sweep):
-    started = sweep.isel(run=slice(3)).assign(
-        initial_loss=("run", [51.0, 4.0, np.nan]), initial_grad_norm=("run", [1.0, np.nan, np.inf])
+def test_a_single_case_needs_no_dimension(cases):
+    assert as_cases(cases.isel(run=0)).sizes["run"] == 1
+    alone = wb.risk.feature_table(cases.isel(run=3), ["d_model", "near_unit_mass mean"])
+    np.testing.assert_allclose(alone, wb.risk.feature_table(cases, ["d_model", "near_unit_mass mean"])[[3]])
+
+
+def test_models_that_start_beyond_the_limits_are_known(cases):
+    started = cases.isel(run=slice(4)).assign(
+        initial_loss=("run", [51.0, 4.0, np.nan, 50.0]), initial_grad_norm=("run", [1.0, np.nan, np.inf, 500.0])
     )
-    assert counts_as_diverged(started).tolist() == [True, False, True]
-
-
-def test_columns_have_mean_0_and_deviation_1_over_the_training_runs(sweep):
-    names = ("near_unit_mass mean", "d_model", "n_steps", OPTIMIZER)
-    design = FeatureMap.of(sweep, names, squares=["d_model"], interactions=[("d_model", "optimizer SGD")])
-    assert design.columns == (
-        "near_unit_mass mean", "d_model", "n_steps", "optimizer AdamW", "optimizer SGD", "d_model squared",
-        "d_model x optimizer SGD",
-    )  # fmt: skip
-    columns = design.matrix(design.read(sweep))
-    np.testing.assert_allclose(columns.mean(axis=0), 0, atol=1e-6)
-    deviation = columns.std(axis=0)
-    np.testing.assert_allclose(deviation[[0, 1, 3, 4, 5, 6]], 1, atol=1e-6)
-    assert deviation[2] == 0  # every run has as many steps
-    z = columns[:, 1]
-    squared = (z**2 - np.mean(z**2)) / np.std(z**2)
-    np.testing.assert_allclose(columns[:, 5], squared, atol=1e-6)
-    assert design.sources[5] == "d_model"
-    with pytest.raises(OptionError, match="There is no column 'warmup' to square or multiply"):
-        FeatureMap.of(sweep, names, squares=["warmup"])
-
-
-def test_infinite_rates_count_as_the_largest_one_tried(sweep):
-    rates = np.where(np.arange(sweep.sizes["run"]) % 2, np.inf, 0.5 + np.arange(sweep.sizes["run"]))
-    sweep = sweep.assign(breaking_rate=("run", rates))
-    design = FeatureMap.of(sweep, ["breaking_rate"])
-    columns = design.matrix(design.read(sweep))[:, 0]
-    largest = columns[np.argmax(np.where(np.isinf(rates), -1, rates))]
-    np.testing.assert_allclose(columns[np.isinf(rates)], largest)
-    with pytest.raises(OptionError, match="'breaking_rate' is infinite in every run; fit a model without it."):
-        FeatureMap.of(sweep.isel(run=[1, 3]), ["breaking_rate"])
-
-
-@settings(max_examples=25, deadline=None)
-@given(share=st.floats(-1, 2))
-def test_excess_is_1_an_eighth_of_the_range_beyond_it(share):
-    sweep = made_sweep(n_configurations=4, n_cells=1, n_rates=1, n_seeds=1)[0]
-    sweep = sweep.assign_coords(n_tokens=("run", [100, 1000, 10, 10]))
-    design = FeatureMap.of(sweep, ["n_tokens", "n_steps"])
-    case = sweep.isel(run=[0]).assign_coords(n_tokens=("run", [10 ** (1 + 2 * share)]))
-    excess = design.excess(design.read(case))[0]
-    assert excess[0] == pytest.approx(abs(share - 0.5) / 0.625, abs=1e-6)
-    assert (excess[0] > 1) == (not -0.125 <= share <= 1.125)
-    assert excess[1] == 0
-    other = case.assign_coords(n_steps=("run", [201]))
-    assert design.excess(design.read(other))[0, 1] == np.inf  # it never varied
-
-
-def test_optimizers_are_known_in_any_spelling_of_case(sweep):
-    design = FeatureMap.of(sweep, [OPTIMIZER])
-    adam = sweep.isel(run=np.flatnonzero(sweep.optimizer.values == "AdamW")[:1])
-    for name in ("AdamW", "adamw"):
-        known = design.read(adam.assign_coords(optimizer=("run", [name])))
-        np.testing.assert_array_equal(design.matrix(known), design.matrix(design.read(adam)))
-        assert design.excess(known)[0, 0] == 0
-    known = design.read(adam.assign_coords(optimizer=("run", ["Lion"])))
-    np.testing.assert_allclose(design.matrix(known), 0, atol=1e-6)  # the mean of those seen
-    assert design.excess(known)[0, 0] == np.inf
+    assert counts_as_diverged(started).tolist() == [True, False, True, False]
+    assert not counts_as_diverged(started.drop_vars(["initial_loss", "initial_grad_norm"])).any()

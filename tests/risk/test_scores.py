@@ -3,11 +3,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
-from sklearn.metrics import brier_score_loss, roc_auc_score
-from sklearn.metrics import log_loss as log_loss_of_sklearn
+from sklearn.metrics import roc_auc_score
 
 from workbench.errors import OptionError, SchemaError
-from workbench.risk.scores import auroc, auroc_within, brier, calibration_error, log_loss, reliability, resamples
+from workbench.risk.scores import auroc, auroc_within, calibration_error, reliability, resamples
 
 runs_of_both_kinds = st.lists(
     st.tuples(st.sampled_from([-np.inf, 0.0, 0.25, 0.5, 1.0, 7.0, np.inf]), st.booleans()), min_size=2, max_size=40
@@ -104,7 +103,6 @@ def test_a_perfect_score_has_an_interval_of_no_width():
         (lambda: reliability([0.1, 1.2], [True, False]), OptionError, "A probability is 1.2, expected 0 to 1."),
         (lambda: reliability([np.nan], [True]), SchemaError, "No run has a probability"),
         (lambda: reliability([0.1], [True], n_bins=0), OptionError, "n_bins must be at least 1"),
-        (lambda: brier([np.nan], [True]), OptionError, "1 scores are NaN"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(call, error, sentence):
@@ -143,13 +141,3 @@ def test_bins_hold_their_lower_bound_and_refused_runs_are_counted():
     assert np.isnan(found.rate.values[3:9]).all()
     interval = binomtest(2, 2).proportion_ci(0.95, method="wilson")
     assert (found.low.values[-1], found.high.values[-1]) == (interval.low, interval.high)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 1000))
-def test_brier_and_log_loss_are_those_of_sklearn(seed):
-    random = np.random.default_rng(seed)
-    probability, label = random.uniform(0.01, 0.99, 30), np.arange(30) % 2 == 0
-    assert brier(probability, label) == pytest.approx(brier_score_loss(label, probability))
-    assert log_loss(probability, label) == pytest.approx(log_loss_of_sklearn(label, probability))
-    assert np.isfinite(log_loss([0.0, 1.0], [True, False]))

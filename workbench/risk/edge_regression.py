@@ -109,37 +109,54 @@ def fit_edges(features: np.ndarray, edges: Edges, *, penalty: float, weight: np.
     middle = _middle(edges)
     start = np.concatenate([[np.average(middle, weights=weight)], np.zeros(inputs.shape[1]), [0.0]])
 
-    def loss(values: np.ndarray) -> float:
-        mean = values[0] + inputs @ values[1:-1]
-        terms = log_likelihood(mean, _SMALLEST_DEVIATION + np.exp(values[-1]), edges)
-        return float(-(weight * terms).sum() + 0.5 * penalty * (values[1:-1] ** 2).sum())
+    def loss(values: np.ndarray) -> tuple[float, Floats]:
+        mean, spread = values[0] + inputs @ values[1:-1], np.exp(values[-1])
+        terms, by_mean, by_deviation = _with_slopes(mean, _SMALLEST_DEVIATION + spread, edges)
+        by_mean, by_deviation = weight * by_mean, weight * by_deviation
+        total = -(weight * terms).sum() + 0.5 * penalty * (values[1:-1] ** 2).sum()
+        slopes = [-by_mean.sum(), *(penalty * values[1:-1] - by_mean @ inputs), -by_deviation.sum() * spread]
+        return float(total), np.array(slopes)
 
-    found = minimize(loss, start, method="L-BFGS-B").x
+    found = minimize(loss, start, jac=True, method="L-BFGS-B").x
     return EdgeFit(center, scale, float(found[0]), found[1:-1], float(_SMALLEST_DEVIATION + np.exp(found[-1])))
 
 
-def log_likelihood(mean: np.ndarray, deviation: float | np.ndarray, edges: Edges) -> Floats:
+def log_likelihood(mean: np.ndarray, deviation: float, edges: Edges) -> Floats:
     """Logarithm of the probability of what is known of each edge, of the density where it is known exactly.
 
     Args:
         mean: Means of the logarithms of the edges, shape (design,).
-        deviation: Standard deviation around them, one for all or shape (design,).
+        deviation: Standard deviation around them.
         edges: What is known.
 
     Returns:
         Shape (design,); nat.
     """
+    return _with_slopes(mean, deviation, edges)[0]
+
+
+def _with_slopes(mean: np.ndarray, deviation: float, edges: Edges) -> tuple[Floats, Floats, Floats]:
+    """The logarithm of the likelihood of each edge, and its derivatives by its mean and by the deviation."""
     from scipy.special import log_ndtr
-    from scipy.stats import norm
 
     low, high = (edges.low - mean) / deviation, (edges.high - mean) / deviation
     is_exact = edges.low == edges.high
     # The mirrored side is as probable, and precise where both ends lie far above the mean.
-    low, high = np.where(low > 0, -high, low), np.where(low > 0, -low, high)
+    is_above = low > 0
+    lower, upper = np.where(is_above, -high, low), np.where(is_above, -low, high)
     with np.errstate(divide="ignore", invalid="ignore"):
-        between = log_ndtr(high) + np.log1p(-np.exp(log_ndtr(low) - log_ndtr(high)))
-    exact = norm.logpdf(np.where(is_exact, high, 0.0)) - np.log(deviation)
-    return np.where(is_exact, exact, between)
+        between = log_ndtr(upper) + np.log1p(-np.exp(log_ndtr(lower) - log_ndtr(upper)))
+        terms = np.where(is_exact, _log_density(high) - np.log(deviation), between)
+        at_low, at_high = (np.exp(_log_density(end) - between) for end in (low, high))
+        by_mean = np.where(is_exact, high, at_low - at_high) / deviation
+        low, high = (np.where(np.isfinite(end), end, 0.0) for end in (low, high))  # the density there is 0
+        by_deviation = np.where(is_exact, high**2 - 1, low * at_low - high * at_high) / deviation
+    return terms, by_mean, by_deviation
+
+
+def _log_density(values: np.ndarray) -> Floats:
+    """Logarithm of the density of the standard normal distribution."""
+    return np.asarray(-0.5 * values**2 - 0.5 * np.log(2 * np.pi))
 
 
 def out_of_group(features: np.ndarray, edges: Edges, groups: np.ndarray, *, penalty: float) -> tuple[Floats, float]:

@@ -1,0 +1,363 @@
+"""The edge model on designs whose edges are planted: what it finds, what it refuses, and its file."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests.risk.planted_designs import EDGES, SGD, SLOPE, WITHOUT_NORM, planted_designs
+from workbench.errors import OptionError, SchemaError, StoreError
+from workbench.risk.edge_model import LEVEL, groups_of
+from workbench.risk.edge_regression import Edges
+
+OUTCOMES = ("too_small", "too_large", "failure", "explosion")
+
+
+def fitted(cases, edges, families, **options):
+    return wb.risk.fit(cases, edges, families, **{"features": ["unit_change_rate"], "n_bootstrap": 10} | options)
+
+
+@pytest.fixture(scope="module")
+def planted():
+    return planted_designs()
+
+
+@pytest.fixture(scope="module")
+def model(planted):
+    cases, _, edges, families = planted
+    return fitted(cases, edges, families, features=["unit_change_rate", "d_model", "n_steps"], n_bootstrap=30)
+
+
+@pytest.fixture(scope="module")
+def others():
+    """Designs of families that the model has not seen."""
+    return planted_designs(n_families=30, seed=1)
+
+
+def at_rates(case, rates):
+    return case.isel(run=np.zeros(len(rates), int)).assign_coords(learning_rate=("run", np.asarray(rates)))
+
+
+# ---- what it finds
+
+
+def test_planted_edges_of_other_families_are_found(model, others):
+    cases, truth, _, _ = others
+    found = model.predict(cases)
+    assert (found["reason"] == "").all()
+    for edge in ("slow_edge", "useful_edge"):
+        error = np.log(found[edge].values) - truth[edge]
+        assert np.sqrt(np.mean(error**2)) < 0.5  # .36 if all but the families were known
+        # Rates have intervals of new families.
+        is_inside = (np.log(found[f"{edge}_low"]) < truth[edge]) & (truth[edge] < np.log(found[f"{edge}_high"]))
+        assert is_inside.mean() == pytest.approx(LEVEL, abs=0.1)
+    # Only designs without a norm explode below the largest rate tried.
+    is_normed = cases["scale_response"].values < 0.5
+    assert (found["explosion_edge"].values[is_normed] > 3).all()
+    error = np.log(found["explosion_edge"].values) - truth["explosion_edge"]
+    assert np.sqrt(np.mean(error[~is_normed] ** 2)) < 1.0
+
+
+def test_settings_and_features_move_the_edges_as_planted(model, planted):
+    case = planted[0].isel(run=[int(np.argmax(planted[0]["optimizer"].values == "AdamW"))])
+    case = case.assign(scale_response=("run", [0.0]), unit_change_rate=("run", [0.01]))
+    edge = float(np.log(model.predict(case)["useful_edge"][0]))
+
+    def moved(**changes):
+        other = case.assign({name: ("run", [value]) for name, value in changes.items()})
+        return float(np.log(model.predict(other)["useful_edge"][0])) - edge
+
+    assert moved(unit_change_rate=0.02) == pytest.approx(SLOPE * np.log10(2), abs=0.2)
+    assert moved(optimizer="SGD") == pytest.approx(SGD, abs=0.7)
+    assert moved(scale_response=1.0) == pytest.approx(WITHOUT_NORM, abs=0.7)
+    assert moved(d_model=48) == pytest.approx(0, abs=0.4)
+
+
+def test_a_setting_that_is_a_feature_too_keeps_its_own_range():
+    """The number of updates is checked as it is and enters as a logarithm."""
+    cases, _, edges, families = planted_designs()
+    steps = np.log10(cases["n_steps"].values / 240)
+    shifted = {name: Edges(of.low - 4 * steps, of.high - 4 * steps) for name, of in edges.items()}
+    model = fitted(cases, shifted, families, features=["unit_change_rate", "n_steps"])
+    assert model.ranges["n_steps"] == pytest.approx((np.log10(240), np.log10(480)))
+    assert model.measured["n_steps"] == (240, 480)
+    short, long = (cases.isel(run=[0]).assign_coords(n_steps=("run", [n])) for n in (240, 480))
+    ratio = float(model.predict(long)["useful_edge"][0] / model.predict(short)["useful_edge"][0])
+    assert np.log(ratio) == pytest.approx(-4 * np.log10(2), abs=0.3)
+
+
+def test_the_deviation_contains_what_families_share():
+    alike, unlike = (planted_designs(of_family=of, seed=3) for of in (0.0, 1.0))
+    narrow, wide = (fitted(cases, edges, families, n_bootstrap=0) for cases, _, edges, families in (alike, unlike))
+    assert narrow.deviations["useful_edge"] == pytest.approx(0.2, abs=0.1)
+    assert wide.deviations["useful_edge"] > 0.7
+    assert wide.fits["useful_edge"][0].deviation < wide.deviations["useful_edge"]
+
+
+def test_without_features_all_designs_have_the_same_edges(planted):
+    cases, truth, edges, families = planted
+    model = fitted(cases, edges, families, features=[], by_group=False)
+    found = model.predict(cases)["useful_edge"].values
+    assert (found == found[0]).all()
+    assert np.log(found[0]) == pytest.approx(truth["useful_edge"].mean(), abs=0.05)
+    # Nothing is asked of the optimizer.
+    assert (model.predict(cases.drop_vars(["optimizer", "scale_response"]))["reason"] == "").all()
+
+
+# ---- probabilities
+
+
+def test_probabilities_rise_or_fall_with_the_rate(model, planted):
+    for i in (0, 30, 60):
+        found = model.predict(at_rates(planted[0].isel(run=[i]), np.geomspace(1e-6, 10, 40)))
+        assert (np.diff(found["too_large"]) >= 0).all()
+        assert (np.diff(found["explosion"]) >= 0).all()
+        assert (np.diff(found["too_small"]) <= 0).all()
+        assert found["too_small"][0] > 0.99
+        assert found["too_large"][-1] > 0.99
+
+
+def test_probabilities_are_those_of_the_edges(model, others):
+    found = model.predict(others[0])
+    np.testing.assert_allclose(found["failure"], np.minimum(found["too_small"] + found["too_large"], 1), rtol=1e-12)
+    assert (found["explosion"] <= found["too_large"]).all()
+    assert (found["useful_edge"] <= found["explosion_edge"]).all()
+    for edge, outcome in (("slow_edge", "too_small"), ("useful_edge", "too_large"), ("explosion_edge", "explosion")):
+        at = others[0].assign_coords(learning_rate=("run", found[edge].values))
+        np.testing.assert_allclose(model.predict(at)[outcome], 0.5)
+        low = others[0].assign_coords(learning_rate=("run", found[f"{edge}_low"].values))
+        np.testing.assert_allclose(model.predict(low)[outcome], 0.9 if outcome == "too_small" else 0.1)
+
+
+def test_rates_that_cannot_be_both_too_small_and_too_large_fail_at_most_for_certain(model, planted):
+    # A model of which every rate is too small or too large.
+    none_useful = replace(model, fits=dict(model.fits) | {"slow_edge": model.fits["useful_edge"]})
+    found = none_useful.predict(planted[0])
+    assert (found["failure"] <= 1).all()
+    assert found["failure"].values == pytest.approx(np.ones(planted[0].sizes["run"]), abs=0.2)
+
+
+def test_an_explosion_is_no_likelier_than_a_rate_that_is_too_large(model, planted):
+    certain = replace(model, deviations=dict(model.deviations) | {"explosion_edge": 5.0})
+    found = certain.predict(at_rates(planted[0].isel(run=[0]), np.geomspace(1e-6, 10, 20)))
+    assert (found["explosion"] <= found["too_large"]).all()
+    assert (found["explosion_edge_low"] >= found["useful_edge_low"]).all()
+
+
+def test_intervals_contain_their_values(model, others):
+    found = model.predict(others[0])
+    for name in (*OUTCOMES, *EDGES):
+        assert (found[f"{name}_low"] <= found[name]).all()
+        assert (found[name] <= found[f"{name}_high"]).all()
+        if name in OUTCOMES:
+            assert (found[f"{name}_low"] >= 0).all()
+            assert (found[f"{name}_high"] <= 1).all()
+    assert (found["failure_high"] - found["failure_low"]).max() > 0.01
+    assert found["failure"].attrs == {"long_name": "probability that it does not learn well", "units": "1"}
+
+
+def test_a_seed_gives_the_same_model(planted):
+    cases, _, edges, families = planted
+    one, two, other = (fitted(cases, edges, families, features=[], n_bootstrap=1, seed=seed) for seed in (4, 4, 5))
+    np.testing.assert_array_equal(one.fits["useful_edge"][1].weights, two.fits["useful_edge"][1].weights)
+    assert (one.fits["useful_edge"][1].weights != other.fits["useful_edge"][1].weights).any()
+    np.testing.assert_array_equal(one.fits["useful_edge"][0].weights, other.fits["useful_edge"][0].weights)
+
+
+# ---- what it does not answer
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"d_model": 512}, "Nothing was measured at a width of 512 (only 48 to 96)."),
+        ({"n_layers": 1}, "Nothing was measured at a depth of 1 (only 2 to 4)."),
+        ({"n_steps": 10_000}, "Nothing was measured over 10,000 updates (only 240 to 480)."),
+        ({"optimizer": "Lion"}, "Nothing was measured for Lion with norm (only for AdamW and SGD)."),
+        (
+            {"optimizer": "", "d_model": 32},
+            "Nothing was measured at a width of 32 (only 48 to 96) and for an optimizer without a name with norm (only "
+            "for AdamW and SGD).",
+        ),
+        (
+            {"scale_response": np.nan},
+            "Whether the model has a norm is not known: its logits are zero or not finite.",
+        ),
+    ],
+)
+def test_what_was_not_measured_is_unknown_and_says_why(model, planted, changes, sentence):
+    is_normed = planted[0]["scale_response"].values < 0.5
+    cases = planted[0].isel(run=np.flatnonzero(is_normed)[:2])
+    here = {name: ("run", np.array([value, cases[name].values[1]])) for name, value in changes.items()}
+    found = model.predict(cases.assign(here))
+    assert found["reason"].values.tolist() == [sentence, ""]
+    for name in (*OUTCOMES, *EDGES):
+        for end in ("", "_low", "_high"):
+            assert np.isnan(found[f"{name}{end}"].values).tolist() == [True, False], name
+
+
+def test_an_optimizer_measured_without_a_norm_alone_is_not_known_with_one(planted):
+    cases, _, edges, families = planted
+    is_kept = (cases["optimizer"].values != "SGD") | (cases["scale_response"].values > 0.5)
+    some = {name: of[is_kept] for name, of in edges.items()}
+    model = fitted(cases.isel(run=is_kept), some, families[is_kept], n_bootstrap=0)
+    assert model.groups == ("AdamW with norm", "AdamW without norm", "SGD without norm")
+    found = model.predict(cases.isel(run=np.flatnonzero(~is_kept)[:1]))
+    assert found["reason"].item() == "Nothing was measured for SGD with norm (only for AdamW)."
+
+
+def test_a_fresh_model_that_counts_as_diverged_explodes_at_any_rate(model, planted):
+    cases = at_rates(planted[0].isel(run=[0]), [1e-9, 1.0]).assign(
+        initial_loss=("run", [60.0, 60.0]), d_model=("run", [4096, 64]), unit_change_rate=("run", [np.nan, 0.01])
+    )
+    found = model.predict(cases)
+    assert found["reason"].values.tolist() == ["", ""]
+    for name, value in {"explosion": 1, "too_large": 1, "failure": 1, "too_small": 0}.items():
+        for end in ("", "_low", "_high"):
+            assert found[f"{name}{end}"].values.tolist() == [value, value]
+    assert np.isnan(found["useful_edge"]).all()
+
+
+def test_features_beyond_the_range_count_as_its_end(model, planted):
+    rates = np.r_[np.inf, 1e9, planted[0]["unit_change_rate"].max()]
+    cases = at_rates(planted[0].isel(run=[0]), np.ones(3)).assign(unit_change_rate=("run", rates))
+    found = model.predict(cases)["useful_edge"].values
+    assert found == pytest.approx(np.full(3, found[2]))
+
+
+def test_whether_there_is_a_norm_is_measured(planted):
+    cases = (
+        planted[0]
+        .isel(run=[0, 1, 2])
+        .assign(scale_response=("run", [0.02, 0.97, np.nan]), optimizer=("run", ["AdamW", "SGD", "SGD"]))
+    )
+    assert groups_of(cases).tolist() == ["AdamW with norm", "SGD without norm", ""]
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda c, e, f: fitted(c, e, f, features=["colour"]), OptionError, "'colour' is no feature"),
+        (lambda c, e, f: fitted(c, e, f, features=["optimizer"]), OptionError, "'optimizer' is no feature"),
+        (lambda c, e, f: fitted(c.isel(run=[]), e, f), SchemaError, "There is no case"),
+        (lambda c, e, f: fitted(c, e, ["a"] * len(f)), SchemaError, "are of 1 family, expected at least 3"),
+        (lambda c, e, f: fitted(c, e, np.where(f == "0", "a", "b")), SchemaError, "are of 2 families, expected"),
+        (lambda c, e, f: fitted(c, e, f[1:]), OptionError, "95 and 96 edges or families for 96 designs"),
+        (
+            lambda c, e, f: fitted(c, {k: v for k, v in e.items() if k != "slow_edge"}, f),
+            OptionError,
+            "The edges lack slow_edge",
+        ),
+        (lambda c, e, f: fitted(c.drop_vars("scale_response"), e, f), SchemaError, "The cases lack scale_response"),
+        (lambda c, e, f: fitted(c.drop_vars("optimizer"), e, f), SchemaError, "The cases lack optimizer"),
+        (lambda c, e, f: fitted(c.drop_vars("n_layers"), e, f), SchemaError, "The cases lack n_layers"),
+        (lambda c, e, f: fitted(c.drop_vars("unit_change_rate"), e, f), SchemaError, "lack unit_change_rate"),
+        (
+            lambda c, e, f: fitted(c.assign(scale_response=c.scale_response.where(c.d_model < 96)), e, f),
+            SchemaError,
+            "A design has no scale_response",
+        ),
+        (
+            lambda c, e, f: fitted(c.assign(unit_change_rate=c.unit_change_rate.where(c.d_model < 96)), e, f),
+            SchemaError,
+            r"of 96 cases have no unit_change_rate \(NaN\)",
+        ),
+        (
+            lambda c, e, f: fitted(c.assign(unit_change_rate=np.inf * c.unit_change_rate), e, f),
+            OptionError,
+            "'unit_change_rate' is infinite for every design",
+        ),
+    ],
+)
+def test_a_fit_to_what_lacks_something_is_refused(planted, call, error, sentence):
+    cases, _, edges, families = planted
+    with pytest.raises(error, match=sentence):
+        call(cases, edges, families)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        (lambda c: c.assign_coords(learning_rate=0 * c.learning_rate), OptionError, "rate is 0, expected a positive"),
+        (lambda c: c.drop_vars("learning_rate"), SchemaError, "The cases have no learning_rate"),
+        (lambda c: c.drop_vars("scale_response"), SchemaError, "The cases lack scale_response; measure them with"),
+        (lambda c: c.drop_vars("d_model"), SchemaError, "lack d_model"),
+        (lambda c: c.assign(d_model=np.nan * c.d_model), SchemaError, r"A case has no d_model \(NaN\)"),
+        (lambda c: c.drop_vars("unit_change_rate"), SchemaError, "lack unit_change_rate"),
+        (lambda c: c.assign(unit_change_rate=np.nan * c.d_model), SchemaError, "The case has no unit_change_rate"),
+    ],
+)
+def test_cases_that_lack_something_are_refused(model, planted, change, error, sentence):
+    with pytest.raises(error, match=sentence):
+        model.predict(change(planted[0].isel(run=[0])))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "sentence"),
+    [
+        ([0.0, np.nan], [0.0, 1.0], "Edge 1 lies between nan and 1"),
+        ([2.0], [1.0], "Edge 0 lies between 2 and 1, expected rising logarithms"),
+        ([np.inf], [np.inf], "Edge 0 lies between inf and inf"),
+        ([0.0], [0.0, 1.0], "shapes"),
+    ],
+)
+def test_impossible_edges_are_refused(low, high, sentence):
+    with pytest.raises(OptionError, match=sentence):
+        Edges(np.array(low), np.array(high))
+
+
+# ---- the file
+
+
+def test_a_saved_model_says_the_same(model, others, tmp_path):
+    path = model.save(tmp_path / "model.json")
+    again = wb.risk.load(path)
+    assert (again.features, again.groups, again.about) == (model.features, model.groups, dict(model.about))
+    assert (again.ranges, again.measured) == (model.ranges, model.measured)
+    before, after = model.predict(others[0]), again.predict(others[0])
+    for name in before.drop_vars("reason"):
+        np.testing.assert_allclose(after[name], before[name], rtol=1e-3, atol=1e-9)
+    numbers = json.loads(path.read_text())["fits"]["useful_edge"][0][3]
+    assert all(value == float(f"{value:.6g}") for value in numbers)
+    # Nothing more is lost.
+    assert again.save(tmp_path / "again.json").read_text() == path.read_text()
+
+
+def test_an_existing_file_is_kept_unless_it_may_be_replaced(model, tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text("mine")
+    with pytest.raises(StoreError):
+        model.save(path)
+    assert path.read_text() == "mine"
+    assert wb.risk.load(model.save(path, overwrite=True)).features == model.features
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda text: text[:-100], "is no risk model"),
+        (lambda text: "[1, 2]", "is no risk model"),
+        (lambda text: '{"kind": "another"}', "is no risk model; pass a file from EdgeModel.save"),
+        (lambda text: "\x00", "is no risk model"),
+        (lambda text: text.replace('"version": 1', '"version": 2'), "written by a newer version of the workbench"),
+        (lambda text: text.replace('"useful_edge"', '"other_edge"'), "is no risk model"),
+        (lambda text: text.replace('"measured": {', '"measured": [{').replace('}, "dev', '}], "dev'), "no risk model"),
+    ],
+)
+def test_files_that_are_no_model_are_refused(model, tmp_path, change, sentence):
+    path = model.save(tmp_path / "model.json")
+    text = change(path.read_text())
+    assert text != path.read_text()
+    path.write_text(text)
+    with pytest.raises(StoreError, match=sentence):
+        wb.risk.load(path)
+
+
+def test_a_file_that_is_missing_is_an_error_of_its_own(tmp_path):
+    with pytest.raises(StoreError, match="none.json is no risk model"):
+        wb.risk.load(tmp_path / "none.json")
