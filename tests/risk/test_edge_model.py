@@ -12,6 +12,8 @@ from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.risk.edge_model import LEVEL, groups_of
 from workbench.risk.edge_regression import Edges
 
+pytestmark = pytest.mark.medium
+
 OUTCOMES = ("too_small", "too_large", "failure", "explosion")
 
 

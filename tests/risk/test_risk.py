@@ -12,6 +12,8 @@ from workbench.errors import OptionError, SchemaError
 from workbench.rates import Estimate, FoundRates
 from workbench.risk import Chance
 
+pytestmark = pytest.mark.medium
+
 NAN = math.nan
 OUTCOMES = ("failure", "too_small", "too_large", "explosion")
 
