@@ -25,7 +25,7 @@ from workbench.io.provenance import versions
 
 N_RUNS = 8
 TASK = {"name": "associative_recall", "length": 16, "vocab_size": 64, "n_pairs": 3, "batch_size": 16}
-#: Runs of the recorded sweep, all of which are stable, so that each takes equally long.
+#: Runs of the recorded sweep, none of which diverges, so that each takes equally long.
 DESIGN = {
     "task": TASK, "n_steps": 120, "d_model": 64, "n_layers": 4, "n_heads": 4, "vocab_size": 64, "max_length": 16,
     "learning_rate": [1e-3], "optimizer_options": [{"fused": True}],

@@ -35,7 +35,7 @@ from workbench.koopman.spectra import RankWarning
 MODEL = {"norm": "none", "d_model": 64, "n_layers": 4, "n_heads": 4, "vocab_size": 16, "max_length": 8}
 TASK = {"length": 8, "vocab_size": 16, "n_pairs": 2, "batch_size": 32}
 N_STEPS, WARMUP = 400, 50
-#: Evenly spaced in the logarithm, across the edge of stability.
+#: Evenly spaced in the logarithm, across the explosion edge.
 RATES = (0.002, 0.0026, 0.0033, 0.0043, 0.0056, 0.0072, 0.0093, 0.012, 0.0155)
 SEEDS = (1, 2, 3, 4, 5, 6)
 #: Of the studies with more controls and fewer runs.

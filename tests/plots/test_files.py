@@ -8,7 +8,7 @@ from PIL import Image
 
 from tests.studies.test_outcomes import grid_of
 from workbench.errors import StoreError
-from workbench.plots import dose_response, eigenvalue_map, layer_profile, save, stability_edge, step_grid
+from workbench.plots import dose_response, eigenvalue_map, explosion_edge, layer_profile, save, step_grid
 from workbench.plots.radar_figure import radar
 from workbench.plots.traces_figure import traces
 
@@ -46,7 +46,7 @@ RUN_FIGURES = {
     "radar, overlaid": (radar, "comparison", {"overlay": True}),
     "layer_profile of runs": (layer_profile, "Pre-LN", {"step": 10, "measures": ["rank"]}),
     "eigenvalue_map of runs": (eigenvalue_map, "Pre-LN", {"step": "last"}),
-    "stability_edge": (stability_edge, "outcomes", {}),
+    "explosion_edge": (explosion_edge, "outcomes", {}),
     "dose_response": (dose_response, "outcomes", {"measures": ["divergence_rate"]}),
 }
 

@@ -7,9 +7,9 @@ import workbench as wb
 from tests.plots.panels import bokeh_panels
 from tests.studies.test_outcomes import PLANTED, grid_of, outcomes_of
 from workbench.errors import OptionError, SchemaError
-from workbench.plots import dose_response, stability_edge
+from workbench.plots import dose_response, explosion_edge
 from workbench.plots.dose_response_figure import Responses
-from workbench.plots.stability_edge_figure import dodged, edges_of, spread
+from workbench.plots.explosion_edge_figure import dodged, edges_of, spread
 from workbench.plots.style import MODEL_COLORS
 
 pytestmark = pytest.mark.render
@@ -22,7 +22,7 @@ def sweep():
     return grid_of(SHARES)
 
 
-# ---- stability_edge
+# ---- explosion_edge
 
 
 def test_edges_are_the_rates_of_the_table(sweep):
@@ -32,21 +32,21 @@ def test_edges_are_the_rates_of_the_table(sweep):
     assert edges["none"].columns["n_runs"].tolist() == [10, 10, 10]
     assert edges["clip 1.0"].columns["learning_rate"].tolist() == [0.002, 0.003]
     assert edges["clip 1.0"].missing == (0.001,)
-    assert [edge.stable for edge in edges.values()] == [0, 0, 2, None]
+    assert [edge.largest for edge in edges.values()] == [0, 0, 2, None]
 
 
-def test_labels_say_the_largest_stable_rate(sweep):
+def test_labels_say_the_largest_rate_without_explosion(sweep):
     assert [edge.label for edge in edges_of(sweep)] == [
-        "none: stable to 0.001",
-        "clip 1.0: stable to 0.002",
-        "KSS, best: stable at least to 0.003",
-        "worse: stable at no rate",
+        "none: up to 0.001",
+        "clip 1.0: up to 0.002",
+        "KSS, best: up to at least 0.003",
+        "worse: no rate",
     ]
-    assert edges_of(sweep, below=0.6)[0].label == "none: stable to 0.002"
+    assert edges_of(sweep, below=0.6)[0].label == "none: up to 0.002"
 
 
 def test_what_the_edge_figure_draws(sweep):
-    (panel,) = stability_edge(sweep)
+    (panel,) = explosion_edge(sweep)
     curves = panel.traverse(lambda part: part, ["Curve"])
     rings = [part for part in panel.traverse(lambda part: part, ["Scatter"]) if len(part) == 1]
     assert [curve["share"].tolist() for curve in curves] == [
@@ -56,7 +56,7 @@ def test_what_the_edge_figure_draws(sweep):
     whiskers = panel.traverse(lambda part: part, ["Segments"])[0].dframe()
     assert (whiskers.iloc[:, 1].values <= SHARES["none"]).all()
     assert (whiskers.iloc[:, 3].values >= SHARES["none"]).all()
-    (figure,) = bokeh_panels(stability_edge(sweep))
+    (figure,) = bokeh_panels(explosion_edge(sweep))
     note = figure.select_one({"name": "note_above"}).text
     assert note == "10 runs a point, 95 % Wilson intervals; clip 1.0 not run at 0.001"
 
@@ -74,13 +74,13 @@ def test_controls_stand_beside_each_other_and_labels_apart():
 
 def test_looks_of_the_edge_follow_places(sweep):
     some = sweep.isel(run=np.isin(sweep["control"], ["none", "KSS, best"]))
-    (figure,) = bokeh_panels(stability_edge(some, places={"none": 0, "clip 1.0": 1, "KSS, best": 2}))
+    (figure,) = bokeh_panels(explosion_edge(some, places={"none": 0, "clip 1.0": 1, "KSS, best": 2}))
     lines = [
         part.glyph.line_color for part in figure.renderers if type(getattr(part, "glyph", None)).__name__ == "Line"
     ]
     assert lines == [MODEL_COLORS[i] for i in (0, 2)]
     with pytest.raises(OptionError, match="The places lack the model 'none'"):
-        stability_edge(some, places={"KSS, best": 2})
+        explosion_edge(some, places={"KSS, best": 2})
 
 
 # ---- dose_response
@@ -135,9 +135,9 @@ def test_without_the_paper_and_without_a_reference(sweep):
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (lambda data: stability_edge(data, backend="plotly"), OptionError, "plotly"),
-        (lambda data: stability_edge(data, below=2), OptionError, "below is 2"),
-        (lambda data: stability_edge(data.isel(run=[])), SchemaError, "has no run"),
+        (lambda data: explosion_edge(data, backend="plotly"), OptionError, "plotly"),
+        (lambda data: explosion_edge(data, below=2), OptionError, "below is 2"),
+        (lambda data: explosion_edge(data.isel(run=[])), SchemaError, "has no run"),
         (lambda data: dose_response(data, measures="loss"), SchemaError, "no measure 'loss' of outcomes"),
         (lambda data: dose_response(data, measures=[]), SchemaError, "No measure was named"),
         (lambda data: dose_response(data, backend="plotly"), OptionError, "plotly"),

@@ -12,7 +12,7 @@ from workbench.studies.outcomes import (
     accuracy_where_both_converge,
     divergence_rates,
     divergence_where_both_ran,
-    largest_stable_rate,
+    largest_rate_without_explosion,
     shared_cells,
 )
 
@@ -147,7 +147,7 @@ def test_runs_saved_and_lost_cell_by_cell():
     assert float(same["p_value"]) == 1.0
 
 
-def test_the_largest_stable_rate_and_all_below_it_are_stable():
+def test_the_largest_rate_without_explosion_and_all_below_it_rarely_diverge():
     shares = {
         "edge at 2": (0.0, 0.1, 0.3, 1.0),
         "comes back": (0.0, 0.5, 0.0, 0.0),
@@ -155,11 +155,13 @@ def test_the_largest_stable_rate_and_all_below_it_are_stable():
         "always": (0.0, 0.0, 0.1, 0.1),
         "fewer rates": (None, 0.0, 0.9, None),
     }
-    rates = largest_stable_rate(grid_of(shares))
+    rates = largest_rate_without_explosion(grid_of(shares))
     assert rates["control"].values.tolist() == list(shares)
     np.testing.assert_array_equal(rates, [0.002, 0.001, np.nan, 0.004, 0.002])
     assert rates["is_lower_bound"].values.tolist() == [False, False, False, True, False]
-    np.testing.assert_array_equal(largest_stable_rate(grid_of(shares), below=0.4), [0.003, 0.001, 0.004, 0.004, 0.002])
+    np.testing.assert_array_equal(
+        largest_rate_without_explosion(grid_of(shares), below=0.4), [0.003, 0.001, 0.004, 0.004, 0.002]
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,11 @@ def test_the_largest_stable_rate_and_all_below_it_are_stable():
             OptionError,
             "No run has the control 'SAM'",
         ),
-        (lambda: largest_stable_rate(outcomes_of(PLANTED), below=0), OptionError, "below is 0, expected a share"),
+        (
+            lambda: largest_rate_without_explosion(outcomes_of(PLANTED), below=0),
+            OptionError,
+            "below is 0, expected a share",
+        ),
     ],
 )
 def test_wrong_input_says_what_to_do(call, error, sentence):

@@ -8,7 +8,7 @@ NORMS = {"Pre-LN": {"norm": "pre_ln"}, "No-Norm": {"norm": "none"}}
 
 
 def small_grid(**changes):
-    """Two norms, one stable rate and one unstable, two seeds."""
+    """Two norms, one rate that diverges and one that does not, two seeds."""
     options = {"learning_rate": [1e-3, 30.0], "n_steps": 5, "task": TASK, "seed": [0, 1], "n_snapshots": 64, **SIZE}
     return wb.sweeps.grid(NORMS, **{**options, **changes})
 

@@ -24,7 +24,7 @@ class Cause:
 
 CAUSES: dict[str, Cause] = {
     "learning_rate": Cause(
-        "learning rate too high", CauseKind.HYPERPARAMETER, "the peak rate is above the largest stable one"
+        "learning rate too high", CauseKind.HYPERPARAMETER, "the peak rate is above the useful edge"
     ),
     "schedule": Cause(
         "schedule",

@@ -46,7 +46,7 @@ _UNDERFLOW = (
 )
 _ROOM = "Gradients and activations grow by tens in training; a factor of 64, six octaves, is kept for that."
 _RANGE = "Of the 40 octaves of float16 six, 0.15 of them, are kept for what changes while a dynamic scale adapts."
-_RATE = "A factor of two below the largest stable rate is the usual margin; above it the loss rises."
+_RATE = "A factor of two below the largest rate that lowers the loss is the usual margin; above it the loss rises."
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ HAZARDS: tuple[Hazard, ...] = (
     ),
     Hazard(
         "late_gradients", "Late gradients", "staleness", lambda plan: plan.hardware.delay > 0, late_gradients,
-        "of the largest stable rate", 0.5, 1.0, _RATE, "reduction", "synchronous",
+        "of the largest rate that lowers the loss", 0.5, 1.0, _RATE, "reduction", "synchronous",
     ),
     Hazard(
         "tensor_parallel", "Partial sums of cut matrices", "tensor_parallel",

@@ -1,4 +1,4 @@
-"""Emulate late gradients: the change of their direction, and the largest stable rate."""
+"""Emulate late gradients: the change of their direction, and the largest rate that still lowers the loss."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _RESOLUTION = 0.5
 
 
 def late_gradients(emulation: Emulation) -> Finding:
-    """Measure the plan's rate as a share of the largest one that is stable for twenty updates with late gradients.
+    """Measure the plan's rate as a share of the largest one that lowers the loss in twenty updates with late gradients.
 
-    A rate is stable if no update diverges by the plan's label and the loss, over the last quarter of the updates, is
+    A rate lowers it if no update diverges by the plan's label and the loss, over the last quarter of the updates, is
     lower on average than that of the same batches before. Between rates the edge is found by bisection, assuming that
-    every larger one is unstable too; warm-up and schedule are ignored. For SGD on a parabola the result is known: with
-    a delay of k updates the largest stable rate shrinks to sin(pi / (4 k + 2)) of it, to a half for one update.
+    no larger one does; warm-up and schedule are ignored. For SGD on a parabola the result is known: with a delay of k
+    updates the largest such rate shrinks to sin(pi / (4 k + 2)) of it, to a half for one update.
     """
     hardware = emulation.plan.hardware
     delay = hardware.delay
@@ -40,8 +40,8 @@ def late_gradients(emulation: Emulation) -> Finding:
     buckets = plan_buckets(emulation)
     late = buckets if hardware.reduction == "stale" else buckets[-1:]
     rate = max(group["lr"] for group in updating(emulation, emulation.copy()).param_groups)
-    is_stable, cosine = _run(emulation, 1.0, delay, late)
-    power_late = _edge(lambda power: is_stable if power == 0 else _run(emulation, 2.0**power, delay, late)[0], 0)
+    is_lowering, cosine = _run(emulation, 1.0, delay, late)
+    power_late = _edge(lambda power: is_lowering if power == 0 else _run(emulation, 2.0**power, delay, late)[0], 0)
     # The search for the edge without delay starts there, as it is rarely far above.
     start = min(max(power_late - _RESOLUTION / 2, _LOWEST), _HIGHEST)
     power = _edge(lambda power: _run(emulation, 2.0**power, 0, late)[0], start)
@@ -50,15 +50,15 @@ def late_gradients(emulation: Emulation) -> Finding:
     part = "" if hardware.reduction == "stale" else f", {percent(_share(emulation, late))} of the weights late"
     updates = f"{delay} update{'' if delay == 1 else 's'}"
     if edge_late == math.inf:
-        stable = f"every rate tried is stable, up to {rate * 2.0**_HIGHEST:.3g}"
+        found = f"every rate tried lowers the loss, up to {rate * 2.0**_HIGHEST:.3g}"
     elif edge == 0:
-        stable = f"no rate is stable, nor without delay, down to {rate * 2.0**_LOWEST:.3g}"
+        found = f"no rate lowers the loss, nor without delay, down to {rate * 2.0**_LOWEST:.3g}"
     else:
         shrinks = f"from {edge:.3g}" if math.isfinite(edge) else f"from more than {rate * 2.0**_HIGHEST:.3g}"
-        stable = f"the largest rate that is stable for {N_UPDATES} updates shrinks {shrinks} to {edge_late:.3g}"
+        found = f"the largest rate that lowers the loss in {N_UPDATES} updates shrinks {shrinks} to {edge_late:.3g}"
     return Finding(
         effect=rate / edge_late if edge_late else math.inf,
-        meaning=f"With {which} {updates} late {stable}; the plan's rate is {rate:.3g}"
+        meaning=f"With {which} {updates} late {found}; the plan's rate is {rate:.3g}"
         f"{'' if math.isnan(cosine) else f', at which the cosine of late and present gradient is {cosine:.2f}'}.",
         how=f"{N_UPDATES} updates of copies at constant rates, batches of at most {_ROWS} rows, beside the same "
         f"without delay{part}.",
@@ -69,17 +69,17 @@ def late_gradients(emulation: Emulation) -> Finding:
     )
 
 
-def _edge(is_stable: Callable[[float], bool], start: float) -> float:
-    """The largest power of two, as a multiple of the plan's rate, that is stable; to a quarter of an octave.
+def _edge(is_lowering: Callable[[float], bool], start: float) -> float:
+    """The largest power of two, as a multiple of the plan's rate, that lowers the loss; to a quarter of an octave.
 
     Args:
-        is_stable: Whether the rate of a power is stable.
+        is_lowering: Whether the rate of a power lowers the loss.
         start: First power; the steps from there double until the edge is passed.
 
     Returns:
-        The power; minus infinity: no tried rate is stable; infinity: all are.
+        The power; minus infinity: no tried rate does; infinity: all do.
     """
-    goes_up = is_stable(start)
+    goes_up = is_lowering(start)
     low, high, step = start, start, 1.0
     while True:
         if goes_up and low >= _HIGHEST:
@@ -87,19 +87,19 @@ def _edge(is_stable: Callable[[float], bool], start: float) -> float:
         if not goes_up and high <= _LOWEST:
             return -math.inf
         power = min(low + step, _HIGHEST) if goes_up else max(high - step, _LOWEST)
-        is_fine = is_stable(power)
+        is_fine = is_lowering(power)
         low, high = (power if is_fine else low), (high if is_fine else power)
         if is_fine != goes_up:
             break
         step *= 2
     while high - low > _RESOLUTION:
         middle = math.floor((low + high) / 2 / _RESOLUTION) * _RESOLUTION
-        low, high = (middle, high) if is_stable(middle) else (low, middle)
+        low, high = (middle, high) if is_lowering(middle) else (low, middle)
     return (low + high) / 2
 
 
 def _run(emulation: Emulation, factor: float, delay: int, late: list[list[int]]) -> tuple[bool, float]:
-    """Whether a few updates at a multiple of the rate are stable, and the mean cosine of late and present gradient."""
+    """Whether a few updates at a multiple of the rate lower the loss; the mean cosine of late and present gradient."""
     copy, plan = emulation.copy(), emulation.training
     optimizer = updating(emulation, copy, factor)
     fault = StaleReduction(delay=delay) if delay else None

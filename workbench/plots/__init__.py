@@ -6,6 +6,7 @@ from workbench.plots.decision_chart_figure import decision_chart
 from workbench.plots.diagnosis_figures import cause_bars, evidence_bars, evidence_timeline
 from workbench.plots.dose_response_figure import dose_response
 from workbench.plots.eigenvalue_map_figure import eigenvalue_map
+from workbench.plots.explosion_edge_figure import explosion_edge
 from workbench.plots.figure_files import save
 from workbench.plots.flow_map_figure import flow_map
 from workbench.plots.layer_profile_figure import layer_profile
@@ -17,7 +18,6 @@ from workbench.plots.reliability_figure import reliability
 from workbench.plots.risk_curve_figure import risk_curve
 from workbench.plots.roc_figure import roc
 from workbench.plots.scaling_trend_figure import scaling_trend
-from workbench.plots.stability_edge_figure import stability_edge
 from workbench.plots.step_grid_figure import step_grid
 from workbench.plots.timeline_figure import timeline
 from workbench.plots.traces_figure import traces
@@ -32,6 +32,7 @@ __all__ = [
     "eigenvalue_map",
     "evidence_bars",
     "evidence_timeline",
+    "explosion_edge",
     "flow_map",
     "layer_profile",
     "pilot_losses",
@@ -44,7 +45,6 @@ __all__ = [
     "roc",
     "save",
     "scaling_trend",
-    "stability_edge",
     "step_grid",
     "timeline",
     "traces",

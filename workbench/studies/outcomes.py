@@ -20,7 +20,7 @@ __all__ = [
     "accuracy_where_both_converge",
     "divergence_rates",
     "divergence_where_both_ran",
-    "largest_stable_rate",
+    "largest_rate_without_explosion",
     "predictor_table",
     "shared_cells",
 ]
@@ -198,17 +198,19 @@ def divergence_where_both_ran(outcomes: xr.Dataset, control: str, reference: str
     return xr.Dataset(numbers, attrs={"control": control, "reference": reference})
 
 
-def largest_stable_rate(outcomes: xr.Dataset, *, below: float = 0.20) -> xr.DataArray:
-    """Find the largest stable learning rate under each control.
+def largest_rate_without_explosion(outcomes: xr.Dataset, *, below: float = 0.20) -> xr.DataArray:
+    """Find the largest learning rate up to which few runs diverge under each control.
+
+    It says nothing about how well the other runs learn: see `workbench.rates.useful_band` for that.
 
     Args:
         outcomes: One row for each run, as `workbench.samples.shaping` returns them.
         below: At this rate and all smaller ones of the grid, less than this share of the runs diverge; 0.20 is the
-            paper's.
+            share by which the paper calls a rate stable.
 
     Returns:
         By ``control``, in the order of the runs; NaN where too many diverge even at the smallest rate. The
-        coordinate ``is_lower_bound`` is true where the largest rate of the grid is still stable.
+        coordinate ``is_lower_bound`` is true where it is the largest rate of the grid.
 
     Raises:
         SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice.
@@ -216,7 +218,7 @@ def largest_stable_rate(outcomes: xr.Dataset, *, below: float = 0.20) -> xr.Data
 
     Example:
         >>> import workbench as wb
-        >>> rates = wb.outcomes.largest_stable_rate(wb.samples.shaping("controls"))
+        >>> rates = wb.outcomes.largest_rate_without_explosion(wb.samples.shaping("controls"))
         >>> bool(rates.sel(control="KSS, best") > rates.sel(control="none"))
         True
     """
@@ -228,12 +230,12 @@ def largest_stable_rate(outcomes: xr.Dataset, *, below: float = 0.20) -> xr.Data
     found, is_bound = [], []
     for control in rates["control"].values:
         share = rates["divergence_rate"].sel(control=control).dropna("learning_rate")
-        n_stable = int((share < below).cumprod().sum())
-        found.append(float(share["learning_rate"][n_stable - 1]) if n_stable else np.nan)
-        is_bound.append(n_stable == share.size)
-    about = {"long_name": "largest stable learning rate", "units": "1", "below": below}
+        n_below = int((share < below).cumprod().sum())
+        found.append(float(share["learning_rate"][n_below - 1]) if n_below else np.nan)
+        is_bound.append(n_below == share.size)
+    about = {"long_name": "largest rate without explosion", "units": "1", "below": below}
     coords = {"control": rates["control"].values, "is_lower_bound": ("control", is_bound)}
-    return xr.DataArray(found, coords, ["control"], name="largest_stable_rate", attrs=about)
+    return xr.DataArray(found, coords, ["control"], name="largest_rate_without_explosion", attrs=about)
 
 
 def _table(outcomes: xr.Dataset) -> pd.DataFrame:

@@ -141,7 +141,7 @@ _SHAPING = {
     "muP + KSS .15, published": (2, 51.5, None, None),
 }
 
-#: Norm -> largest rate at which less than 20 % of the runs diverge, without and with KSS (RKSP).
+#: Norm -> largest rate without and with KSS: less than 20 % of the runs diverge (RKSP).
 _STABLE_RATES = {"pre_ln": (0.005, 0.008), "rms_norm": (0.003, 0.005), "none": (0.002, 0.005)}
 
 #: Predictor of divergence -> AUROC and its 95 % interval (RKSP Table 2; the interval is given for M alone). M, rho and
@@ -247,7 +247,7 @@ def normalization_table() -> xr.Dataset:
 
 
 def largest_stable_rates() -> xr.DataArray:
-    """Published largest learning rates at which less than 20 % of the runs diverge, without and with KSS (RKSP).
+    """Published largest stable learning rates, without and with KSS: less than 20 % of the runs diverge (RKSP).
 
     Returns:
         By ``norm`` and ``control`` ("none" and "KSS .15, published").
@@ -261,7 +261,7 @@ def largest_stable_rates() -> xr.DataArray:
     import xarray as xr
 
     coords = {"norm": list(_STABLE_RATES), "control": ["none", "KSS .15, published"]}
-    about = {"long_name": "largest stable learning rate", "units": "1", "below": 0.20, "source": _SOURCE}
+    about = {"long_name": "largest stable learning rate (RKSP)", "units": "1", "below": 0.20, "source": _SOURCE}
     values = np.array([*_STABLE_RATES.values()])
     return xr.DataArray(values, coords, ["norm", "control"], name="largest_stable_rate", attrs=about)
 

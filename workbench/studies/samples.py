@@ -272,7 +272,7 @@ def divergence_sweep(*studies: str) -> xr.Dataset:
 
 
 def scaling() -> xr.Dataset:
-    """How well ladders of small models predicted the stable rate of larger ones; see data/README.md.
+    """How well ladders of small models predicted the explosion edge of larger ones; see data/README.md.
 
     Returns:
         Dataset with dim ``architecture``; each as `workbench.scaling_study` returns it.

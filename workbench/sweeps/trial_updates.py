@@ -1,4 +1,4 @@
-"""Trial updates on a copy: the largest stable learning rate of a fresh model, over one update and over ten."""
+"""Trial updates on a copy: the learning rates from which one update of a fresh model diverges, or one of ten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The edge of stability: the share of diverging runs over the learning rate."""
+"""The explosion edge under several controls: the share of diverged runs over the learning rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.plots import style
-from workbench.studies.outcomes import divergence_rates, largest_stable_rate
+from workbench.studies.outcomes import divergence_rates, largest_rate_without_explosion
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _DODGE = 0.13
 _RATIO = 2.3
 
 
-def stability_edge(
+def explosion_edge(
     outcomes: xr.Dataset,
     *,
     below: float = 0.20,
@@ -33,13 +33,12 @@ def stability_edge(
 ) -> Any:
     """Draw the share of diverged runs against the learning rate: one line per control, with Wilson intervals.
 
-    At each rate the controls are slightly offset, so that none hides another. The large marker on each
-    line is the largest stable rate, up to which less than ``below`` of the runs diverge; the label at the line's end
-    gives its value.
+    At each rate the controls are slightly offset, so that none hides another. The large marker on each line is the
+    largest rate up to which less than ``below`` of the runs diverge; the label at the line's end gives its value.
 
     Args:
         outcomes: Table with one row per run, as `workbench.samples.shaping` gives them.
-        below: Share of diverged runs as in `workbench.studies.outcomes.largest_stable_rate`; a horizontal line.
+        below: Share of diverged runs as in `workbench.outcomes.largest_rate_without_explosion`; a horizontal line.
         places: Style number of each control (`style.model_style`), by name; None: in the order of the runs.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
@@ -52,7 +51,7 @@ def stability_edge(
 
     Example:
         >>> import workbench as wb
-        >>> figure = wb.plots.stability_edge(wb.samples.shaping("controls"))
+        >>> figure = wb.plots.explosion_edge(wb.samples.shaping("controls"))
         >>> len(figure)  # panels
         1
     """
@@ -74,34 +73,34 @@ class EdgeCurve:
         control: Name of the control.
         columns: ``learning_rate``, ``share`` of diverged runs, ``low`` and ``high`` of its interval, ``n_runs``; only
             rates with runs.
-        stable: Column of `columns` with the largest stable rate; None: no rate is stable.
-        is_lower_bound: Whether every rate was stable.
+        largest: Index in `columns` of the largest rate up to which few runs diverge; None: there is none.
+        is_lower_bound: Whether it is the largest rate that was run.
         missing: Rates of the other controls at which this one did not run.
     """
 
     control: str
     columns: dict[str, np.ndarray]
-    stable: int | None
+    largest: int | None
     is_lower_bound: bool
     missing: tuple[float, ...]
 
     @property
     def label(self) -> str:
         """The label at the end of the line."""
-        if self.stable is None:
-            return f"{self.control}: stable at no rate"
-        stable = self.columns["learning_rate"][self.stable]
-        return f"{self.control}: stable {'at least ' if self.is_lower_bound else ''}to {stable:g}"
+        if self.largest is None:
+            return f"{self.control}: no rate"
+        rate = self.columns["learning_rate"][self.largest]
+        return f"{self.control}: up to {'at least ' if self.is_lower_bound else ''}{rate:g}"
 
 
 def edges_of(outcomes: xr.Dataset, *, below: float = 0.20) -> list[EdgeCurve]:
-    """The controls of a table of outcomes, as `stability_edge` draws them.
+    """The controls of a table of outcomes, as `explosion_edge` draws them.
 
     Raises:
         SchemaError: If it is no table of outcomes.
         OptionError: If ``below`` is no share.
     """
-    stable_rates = largest_stable_rate(outcomes, below=below)
+    largest_rates = largest_rate_without_explosion(outcomes, below=below)
     rates = divergence_rates(outcomes, by_rate=True).rename(divergence_rate="share")
     edges = []
     for control in rates["control"].values:
@@ -109,12 +108,12 @@ def edges_of(outcomes: xr.Dataset, *, below: float = 0.20) -> list[EdgeCurve]:
         has_runs = (of_control["n_runs"] > 0).values
         names = ("learning_rate", "share", "low", "high", "n_runs")
         columns = {name: of_control[name].values[has_runs] for name in names}
-        stable = stable_rates.sel(control=control)
-        found = np.flatnonzero(columns["learning_rate"] == float(stable))
+        largest = largest_rates.sel(control=control)
+        found = np.flatnonzero(columns["learning_rate"] == float(largest))
         missing = tuple(of_control["learning_rate"].values[~has_runs].tolist())
         edges.append(
             EdgeCurve(
-                str(control), columns, int(found[0]) if len(found) else None, bool(stable["is_lower_bound"]), missing
+                str(control), columns, int(found[0]) if len(found) else None, bool(largest["is_lower_bound"]), missing
             )
         )
     return edges
@@ -158,7 +157,7 @@ def _view(edges: Sequence[EdgeCurve]) -> tuple[list[float], float, tuple[float, 
 
 
 def _elements(hv: Any, edges: Sequence[EdgeCurve], start: float) -> list[tuple[Any, Any, Any, Any, Any]]:
-    """Intervals, line, markers, the marker of the largest stable rate (or None) and label of each control."""
+    """Intervals, line, markers, marker of the largest rate with few diverged runs (or None), label of each control."""
     x, y = hv.Dimension("place", label="learning rate"), hv.Dimension("share", label="runs that diverged")
     heights = spread([edge.columns["share"][-1] for edge in edges], _LABEL_GAP)
     places = dodged([edge.columns["learning_rate"] for edge in edges])
@@ -169,8 +168,8 @@ def _elements(hv: Any, edges: Sequence[EdgeCurve], start: float) -> list[tuple[A
         line = hv.Curve(columns, x, y, label=edge.control)
         dots = hv.Scatter(columns, x, [y, "learning_rate", "low", "high", "n_runs"], label=edge.control)
         ring = None
-        if edge.stable is not None:
-            ring = hv.Scatter({k: v[[edge.stable]] for k, v in columns.items()}, x, y, label=edge.control)
+        if edge.largest is not None:
+            ring = hv.Scatter({k: v[[edge.largest]] for k, v in columns.items()}, x, y, label=edge.control)
         elements.append(
             (
                 whiskers,
@@ -259,7 +258,7 @@ def _draw_matplotlib(hv: Any, edges: Sequence[EdgeCurve], places: Sequence[int],
 
 
 def _title(below: float) -> str:
-    return f"Edge of stability; large marker: last rate with less than {100 * below:g} % diverged"
+    return f"Explosion edge; large marker: last rate with less than {100 * below:g} % diverged"
 
 
 def _axes_bokeh(plot: Any, element: Any) -> None:
