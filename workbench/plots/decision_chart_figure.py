@@ -221,7 +221,7 @@ def _draw_zones(draw: Primitives, chart: DecisionChart) -> list[Box]:
 def _draw_points(draw: Primitives, chart: DecisionChart) -> None:
     names = np.array(chart.names or [""] * len(chart.x))
     told = np.array(chart.told)
-    faces = (
+    faces: tuple[dict[str, Any], ...] = (
         {"color": outcome_colors.DIVERGED, "marker": "square"},
         {"color": outcome_colors.DIVERGED, "marker": "triangle", "is_hollow": True},
         {"color": outcome_colors.SURVIVED, "marker": "circle", "is_hollow": True},
