@@ -56,6 +56,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ten trial updates": ("rehearsed_rate",),
     "curvature after 100 updates": ("curvature",),
 }
+#: Horizons of designs with a constant rate; those from the second one on are judged, as pilots are as long.
+HORIZONS = (120, 240, 480)
 #: Groups that are judged and never stay, as only a pilot knows them.
 OF_PILOTS = ("curvature after 100 updates",)
 #: Rates of the grid for all designs, and factors from the measured edge of each design.
@@ -91,7 +93,7 @@ class Study:
             pilots: Pilots of the same designs.
         """
         named = {design_key(one.run(0, 1).as_dict()): one for one in designs()}
-        rows = truths(rates)
+        rows = truths(rates, HORIZONS)
         rows = rows[rows["is_learned"]].reset_index(drop=True)
         rows["set"] = [named[key].set for key in rows["key"]]
         rows["family"] = [named[key].architecture.family for key in rows["key"]]
@@ -291,12 +293,12 @@ def after_pilots(study: Study, rates: xr.Dataset, pilots: xr.Dataset) -> dict[st
         pilots: Pilots of the same designs.
     """
     found = table(rates, pilots)
-    found = found[found["budget"] == found["budget"].max()].set_index(["key", "horizon"])
+    found = found[(found["budget"] == found["budget"].max()) & found["is_last"]].set_index(["key", "horizon"])
     result = {name: np.full((len(study.rows), 3), np.nan) for name in EDGES}
     for i, (key, horizon) in enumerate(zip(study.rows["key"], study.rows["horizon"], strict=True)):
-        row = found.loc[(key, horizon)]
-        if not row["round"]:
+        if (key, horizon) not in found.index or not found.loc[(key, horizon)]["round"]:
             continue
+        row = found.loc[(key, horizon)]
         last = Round(
             row["round"] == "coarse", int(row["updates"]), np.empty(0), np.empty((0, 0)), row["best_rate_pilot"],
             row["useful_edge_pilot"],
@@ -335,7 +337,8 @@ def main() -> None:
     if kept:
         predicted[f"table, {', '.join(kept)}"] = predictions(study, study.inputs(kept), is_fit)
     predicted["pilot"] = after_pilots(study, rates, pilots)
-    found = figures(study, predicted, study.is_of("locked" if args.locked else "choose"))
+    is_judged = study.is_of("locked" if args.locked else "choose") & (study.rows["horizon"] >= HORIZONS[1]).to_numpy()
+    found = figures(study, predicted, is_judged)
     print(found.to_string(index=False, float_format=lambda value: f"{value:.2f}"))
     with replacing(args.table) as partial:
         found.to_csv(partial, index=False, float_format="%.3f")

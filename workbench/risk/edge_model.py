@@ -29,6 +29,8 @@ _TITLES = {
     "explosion": "probability that the run explodes",
     "failure": "probability that it does not learn well",
 }
+#: The largest probability of a sum of two.
+MOST_CERTAIN = 1 - 1e-6
 #: Setting of a design -> words for one outside of what was measured.
 _MEASURED = {"d_model": "at a width of {}", "n_layers": "at a depth of {}", "n_steps": "over {} updates"}
 #: Share of new families whose edge an interval of a rate contains, and of resamples of the families whose probability
@@ -112,7 +114,7 @@ class EdgeModel:
         chances["explosion"] = np.minimum(chances["explosion"], chances["too_large"])
         found["explosion_edge"] = np.maximum(found["explosion_edge"], found["useful_edge"])
         # A rate cannot be both too small and too large.
-        chances["failure"] = np.minimum(chances["too_small"] + chances["too_large"], 1.0)
+        chances["failure"] = np.minimum(chances["too_small"] + chances["too_large"], MOST_CERTAIN)
         for outcome, chance in chances.items():
             low, high = np.quantile(chance, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
             three = np.stack([chance[0], np.minimum(low, chance[0]), np.maximum(high, chance[0])])

@@ -13,7 +13,7 @@ from workbench.errors import OptionError, SchemaError
 from workbench.formatting import counted, percent, rounded
 from workbench.rates.drift import Estimate
 from workbench.rates.find_rate import FoundRates
-from workbench.risk.edge_model import EDGES, EdgeModel
+from workbench.risk.edge_model import EDGES, MOST_CERTAIN, EdgeModel
 from workbench.risk.features import LIMITS, RATE, as_cases, column
 from workbench.risk.shipped_model import shipped
 
@@ -226,7 +226,7 @@ def _after(risk: Risk, pilot: FoundRates) -> Risk:
     small = 1 - pilot.slow_edge.chance_below(risk.learning_rate)
     large = pilot.useful_edge.chance_below(risk.learning_rate)
     failure, too_small, too_large = (
-        Chance(value, math.nan, math.nan) for value in (min(small + large, 1.0), small, large)
+        Chance(value, math.nan, math.nan) for value in (min(small + large, MOST_CERTAIN), small, large)
     )
     return replace(
         risk, failure=failure, too_small=too_small, too_large=too_large, explosion=risk.explosion.at_most(large),
