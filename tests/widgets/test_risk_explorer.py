@@ -105,7 +105,7 @@ def test_outside_of_what_was_measured_a_banner_and_no_figure(make):
     explorer = make()
     explorer.plan.n_steps.value = 4000
     assert "The risk is unknown." in explorer._banner_words.value
-    assert "number of steps" in explorer._banner_words.value
+    assert "over 4,000 updates" in explorer._banner_words.value
     assert "Run a pilot to find out." in explorer._banner_words.value
     assert explorer._banner.layout.display is None
     assert explorer._cards.value == ""
@@ -119,7 +119,7 @@ def test_outside_of_what_was_measured_a_banner_and_no_figure(make):
 @pytest.mark.medium
 def test_a_pilot_narrows_the_risk_until_the_plan_changes(make):
     explorer = make(task="synthetic language")
-    explorer.plan.n_steps.value = 400
+    explorer.plan.n_steps.value = 200
     before = explorer.risk
     explorer.budget.value = 300
     explorer.run_pilot()
