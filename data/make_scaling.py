@@ -1,4 +1,4 @@
-"""Record how far a ladder of thin or shallow models foretells the stable learning rate of a larger one.
+"""Record how far a ladder of thin or shallow models foretells the explosion edge of a larger one.
 
     python data/make_scaling.py                          # everything, into data/scaling.nc
     python data/make_scaling.py --folder try --only Mamba

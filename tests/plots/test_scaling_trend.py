@@ -15,7 +15,7 @@ from workbench.scaling import extrapolated
 
 pytestmark = pytest.mark.render
 
-EDGE, MASS = "stable_rate_edge", "near_unit_mass"
+EDGE, MASS = "explosion_edge", "near_unit_mass"
 
 
 def study_of(*, exponent=-0.5, target=(256, 4), seed=0, measured=True, checked=True, widths=(16, 32, 64)):
@@ -152,7 +152,7 @@ def test_a_share_has_a_plain_axis():
 @pytest.mark.parametrize(
     ("given", "options", "error", "says"),
     [
-        (study_of(), {"quantity": "height"}, SchemaError, "'planted' has no height, expected one of stable_rate_edge"),
+        (study_of(), {"quantity": "height"}, SchemaError, "'planted' has no height, expected one of explosion_edge"),
         (study_of(), {"along": "height"}, OptionError, "along is 'height', expected 'width' or 'depth'"),
         (xr.Dataset(), {}, SchemaError, "is no scaling study: it lacks measured"),
         ({}, {}, SchemaError, "The scaling study is an empty dict, expected a dataset of wb.scaling_study"),

@@ -30,7 +30,7 @@ def record():
 
 
 def edges(record):
-    return record.sel(quantity="stable_rate_edge")
+    return record.sel(quantity="explosion_edge")
 
 
 def rounding(measured, is_logarithm):
@@ -66,7 +66,7 @@ def test_at_least_four_architectures_were_foretold_within_a_factor_of_two(record
     """The claim that the study was made for: direction, and the edge within a factor of 2."""
     of = edges(record)
     factor = np.exp(np.abs(np.log(of["at_target"] / of["measured_at_target"])))
-    last = record["stable_rate_edge"].isel(rung=-1)
+    last = record["explosion_edge"].isel(rung=-1)
     predicted_change, change = np.log(of["at_target"] / last), np.log(of["measured_at_target"] / last)
     is_flat = np.maximum(np.abs(predicted_change), np.abs(change)) < np.log(SAME)
     is_right = ((factor < 2) & (is_flat | (predicted_change * change > 0))).values
@@ -80,11 +80,11 @@ def test_intervals_of_the_stable_rate_held_and_those_of_fresh_models_did_not(rec
     value = record["measured_at_target"]
     is_inside = ((record["at_target_low"] <= value) & (value <= record["at_target_high"])).where(value.notnull())
     share = is_inside.mean("architecture")
-    assert float(share.sel(quantity="stable_rate_edge")) >= 0.9
-    of_fresh_models = share.drop_sel(quantity="stable_rate_edge")
+    assert float(share.sel(quantity="explosion_edge")) >= 0.9
+    of_fresh_models = share.drop_sel(quantity="explosion_edge")
     assert float(of_fresh_models.mean()) < 0.8
     is_claimed = record["is_supported"].any("architecture")
-    assert record["quantity"].values[is_claimed.values].tolist() == ["stable_rate_edge"]
+    assert record["quantity"].values[is_claimed.values].tolist() == ["explosion_edge"]
 
 
 def test_the_standard_parametrization_is_flagged_wherever_it_was_checked_and_mup_passes(record):

@@ -11,9 +11,9 @@ import workbench as wb
 from workbench.errors import OptionError
 from workbench.scaling import Design, Rung, Workshop, extrapolated, fit_trend, pilot_edge
 from workbench.scaling.designs import design
+from workbench.scaling.explosion_edges import explosion_edge
 from workbench.scaling.ladder_study import scaling_study
 from workbench.scaling.size_ladder import rungs_of
-from workbench.scaling.stable_edges import stable_edge
 
 pytestmark = pytest.mark.medium
 
@@ -45,15 +45,15 @@ def test_rungs_are_the_widths_at_the_smallest_depth_and_the_depths_at_the_larges
 def test_quantities_are_means_of_what_each_seed_gave(study):
     measured = study["measured"]
     assert measured.dims == ("quantity", "rung", "seed")
-    assert {"stable_rate_edge", "near_unit_mass", "spectral_radius", "total_gradient_gain"} <= set(
+    assert {"explosion_edge", "near_unit_mass", "spectral_radius", "total_gradient_gain"} <= set(
         study["quantity"].values
     )
     np.testing.assert_allclose(study["near_unit_mass"], measured.sel(quantity="near_unit_mass").mean("seed"))
-    edges = measured.sel(quantity="stable_rate_edge")
-    np.testing.assert_allclose(study["stable_rate_edge"], np.exp(np.log(edges).mean("seed")))
+    edges = measured.sel(quantity="explosion_edge")
+    np.testing.assert_allclose(study["explosion_edge"], np.exp(np.log(edges).mean("seed")))
     np.testing.assert_allclose(edges, np.sqrt(study["edge_low_of_seed"] * study["edge_high_of_seed"]))
-    assert (study["edge_low"] <= study["stable_rate_edge"]).all()
-    assert (study["stable_rate_edge"] <= study["edge_high"]).all()
+    assert (study["edge_low"] <= study["explosion_edge"]).all()
+    assert (study["explosion_edge"] <= study["edge_high"]).all()
 
 
 def test_it_is_the_sum_of_its_parts(study):
@@ -65,7 +65,7 @@ def test_it_is_the_sum_of_its_parts(study):
     assert float(one["measured"].sel(quantity="spectral_radius")) == pytest.approx(
         float(spectra["spectral_radius"].mean())
     )
-    edge = stable_edge(workshop, rung, 2, n_steps=3)
+    edge = explosion_edge(workshop, rung, 2, n_steps=3)
     assert float(one["edge_low_of_seed"]) == pytest.approx(edge.low)
     assert float(one["edge_high_of_seed"]) == pytest.approx(edge.high)
 
@@ -75,7 +75,7 @@ def test_rehearsed_edges_are_those_of_ten_updates():
         OPTIONS, (8,), task=task, edge="pilot", **{**SETTINGS, "seeds": (1,), "n_coordinate_steps": 0}
     )
     edge = pilot_edge(Workshop(design(OPTIONS), task), Rung(8, 2), 1)
-    assert found["stable_rate_edge"].item() == pytest.approx(edge.middle)
+    assert found["explosion_edge"].item() == pytest.approx(edge.middle)
 
 
 def test_the_trend_is_fitted_to_what_was_measured_on_the_ladder_alone(study):
@@ -86,15 +86,15 @@ def test_the_trend_is_fitted_to_what_was_measured_on_the_ladder_alone(study):
         expected = fit_trend(*rungs, (32, 2), scale=str(one["scale"].values), bounds=bounds)
         assert float(one["slope"]) == pytest.approx(expected.width.slope)
         assert float(one["depth_slope"]) == pytest.approx(expected.depth.slope)
-        if name.endswith("_mass") or name == "stable_rate_edge":
+        if name.endswith("_mass") or name == "explosion_edge":
             assert float(one["at_target"]) == pytest.approx(expected.at_target)
     assert np.isfinite(study["measured_at_target"]).all()
     assert study["is_supported"].dtype == bool
 
 
 def test_other_sizes_can_be_asked_about_later(study):
-    nearer = extrapolated(study, (28, 2)).sel(quantity="stable_rate_edge")
-    further = extrapolated(study, (512, 2)).sel(quantity="stable_rate_edge")
+    nearer = extrapolated(study, (28, 2)).sel(quantity="explosion_edge")
+    further = extrapolated(study, (512, 2)).sel(quantity="explosion_edge")
     assert further["reason"].item().startswith("The target's width is 21.3 times that of the last rung")
     spans = [float(one["at_target_high"] / one["at_target_low"]) for one in (nearer, further)]
     assert spans[0] < spans[1]
@@ -104,8 +104,8 @@ def test_the_curve_begins_at_the_smallest_rung_and_ends_at_the_target(study):
     of_width = study.isel(curve_point=(study["curve_along"] == "width").values)
     assert of_width["curve_width"].values[[0, -1]].tolist() == [8, 32]
     assert set(of_width["curve_depth"].values) == {2}
-    end = of_width.sel(quantity="stable_rate_edge").isel(curve_point=-1)
-    np.testing.assert_allclose(end["curve"], study["at_target"].sel(quantity="stable_rate_edge"), rtol=1e-5)
+    end = of_width.sel(quantity="explosion_edge").isel(curve_point=-1)
+    np.testing.assert_allclose(end["curve"], study["at_target"].sel(quantity="explosion_edge"), rtol=1e-5)
     of_depth = study.isel(curve_point=(study["curve_along"] == "depth").values)
     assert of_depth["curve_depth"].values[[0, -1]] == pytest.approx([2, 3])
 
@@ -121,7 +121,7 @@ def test_provenance_and_units(study):
     assert json.loads(study.attrs["seeds"]) == [1, 2]
     assert json.loads(study.attrs["design"])["family"] == "transformer"
     assert {"versions", "created", "duration", "task", "training", "subject"} <= set(study.attrs)
-    assert study["stable_rate_edge"].attrs["units"] == "1"
+    assert study["explosion_edge"].attrs["units"] == "1"
 
 
 def test_a_function_is_asked_for_its_ladder():
@@ -136,7 +136,7 @@ def test_a_function_is_asked_for_its_ladder():
     )
     assert {(8, 2, 1), (8, 2, 2), (16, 2, 1), (16, 2, 2)} <= set(asked)
     assert 32 not in {width for width, _, seed in asked if seed}
-    assert "stable_rate_edge" not in found
+    assert "explosion_edge" not in found
     assert "coordinate_state" not in found
     assert not found["is_supported"].any()
     assert found["reason"].values[0] == "The ladder has 2 widths, a claim about another takes 3."

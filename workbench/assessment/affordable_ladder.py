@@ -1,4 +1,4 @@
-"""The ladder of sizes of an assessment: affordable sizes, and the planned rate relative to the predicted stable one."""
+"""The ladder of sizes of an assessment: affordable sizes, and the planned rate over the predicted explosion edge."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from workbench.scaling.ladder_study import scaling_study
+from workbench.scaling.quantities import EDGE
 from workbench.training.training_plan import DEFAULT_RATE
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 #: Largest width and depth of a rung, by thoroughness; a quarter of the target, if that is less wide.
 WIDEST, DEEPEST = {"quick": 128, "full": 256}, {"quick": 4, "full": 12}
-#: Largest factor of the width over which stable rates are extrapolated (tested by ``data/make_scaling.py``).
+#: Largest factor of the width over which explosion edges are extrapolated (tested by ``data/make_scaling.py``).
 LARGEST_REACH = 4.0
 #: Updates of the runs of a thorough ladder; a quick one makes pilot runs of ten.
 N_STEPS = 100
@@ -39,20 +40,20 @@ def ladder(
 ) -> xr.Dataset:
     """Study a ladder of sizes below the target, as `workbench.scaling_study` does.
 
-    Stable rates, which take most of the time, are not measured where they could not be extrapolated to the target.
+    Explosion edges, which take most of the time, are not measured where they could not be extrapolated to the target.
 
     Args:
         design: The design at the target size.
         task: The task of the rungs.
         training: The plan of the run.
         plan: Its ``[assessment]`` may set widths, depths, seeds and thoroughness; by default "quick": three widths up
-            to 128, at most 4 blocks, two seeds, rates found by pilot runs of ten updates.
+            to 128, at most 4 blocks, two seeds, edges found by pilot runs of ten updates.
         seed: Seed of the first models.
         progress: As in `workbench.scaling_study`.
 
     Returns:
-        The dataset of `scaling_study`, and, 0-dim, ``rate_over_edge``: the planned rate over the predicted stable one
-        of the target, with ``rate_over_edge_error``, the standard error of its logarithm; NaN where the ladder does not
+        The dataset of `scaling_study`, and, 0-dim, ``rate_over_edge``: the planned rate over the predicted edge of the
+        target, with ``rate_over_edge_error``, the standard error of its logarithm; NaN where the ladder does not
         support it; the attribute ``unsupported`` then gives the reason.
     """
     wanted = plan.assessment
@@ -80,10 +81,10 @@ def affordable_widths(design: Design, widest: int) -> list[int]:
 
 
 def _against(study: xr.Dataset, rate: float) -> dict[str, Any]:
-    about = {"long_name": "planned rate over the stable rate at the target size", "units": "1"}
+    about = {"long_name": "planned rate over the explosion edge at the target size", "units": "1"}
     value, error = math.nan, math.nan
-    if "stable_rate_edge" in study["quantity"].values:
-        edge = study.sel(quantity="stable_rate_edge")
+    if EDGE in study["quantity"].values:
+        edge = study.sel(quantity=EDGE)
         low, middle, high = (float(edge[f"at_target{end}"]) for end in ("_low", "", "_high"))
         if bool(edge["is_supported"]) and middle > 0:
             value, error = rate / middle, float(np.log(high / low)) / (2 * _Z95)
@@ -94,9 +95,9 @@ def _against(study: xr.Dataset, rate: float) -> dict[str, Any]:
 
 
 def _reason(study: xr.Dataset, width: int, widest: int) -> str:
-    if "stable_rate_edge" not in study["quantity"].values:
+    if EDGE not in study["quantity"].values:
         return (
-            f"The stable rate was not looked for: the target is {width / widest:.3g} times as wide as the widest rung, "
-            f"and it is carried on to {LARGEST_REACH:g} times."
+            f"The explosion edge was not looked for: the target is {width / widest:.3g} times as wide as the widest "
+            f"rung, and it is carried on to {LARGEST_REACH:g} times."
         )
-    return str(study.sel(quantity="stable_rate_edge")["reason"].values)
+    return str(study.sel(quantity=EDGE)["reason"].values)

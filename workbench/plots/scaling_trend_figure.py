@@ -36,7 +36,7 @@ _STATES: dict[str, str] = {
     CoordinateState.DIVERGED: "a run diverged",
 }
 _TITLES = {
-    "stable_rate_edge": "largest stable learning rate",
+    "explosion_edge": "explosion edge (learning rate)",
     "near_unit_mass": "near-unit mass M",
     "spectral_radius": "spectral radius",
     "nonlinearity_ratio": "nonlinearity ratio",
@@ -46,7 +46,7 @@ _TITLES = {
 def scaling_trend(
     study: xr.Dataset | Mapping[str, xr.Dataset],
     *,
-    quantity: str = "stable_rate_edge",
+    quantity: str = "explosion_edge",
     along: str | None = None,
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
@@ -150,7 +150,7 @@ class Ladder:
         if "measured_at_target" in one and np.isfinite(one["measured_at_target"]):
             seeds = one["measured_at_target_of_seed"].values
             measured = np.array([float(one["measured_at_target"]), seeds.min(), seeds.max()])
-            if quantity == "stable_rate_edge":
+            if quantity == "explosion_edge":
                 measured[1:] = float(data["measured_edge_low"]), float(data["measured_edge_high"])
         target = {side: float(_told(data, f"target_{side}")) for side in ("width", "depth")}
         return cls(

@@ -241,7 +241,7 @@ def _flow(flow: xr.Dataset, path: str) -> list[Block]:
 
 
 def _scaling(scaling: xr.Dataset, path: str) -> list[Block]:
-    if "stable_rate_edge" not in scaling["quantity"].values:  # other measurements are in the tables
+    if "explosion_edge" not in scaling["quantity"].values:  # other measurements are in the tables
         return []
     return [
         _picture(

@@ -2,26 +2,26 @@
 
 from workbench.scaling.coordinate_checks import coordinate_check
 from workbench.scaling.designs import Design
+from workbench.scaling.explosion_edges import ExplosionEdge, explosion_edge, find_edge, pilot_edge
 from workbench.scaling.outlook import extrapolated
 from workbench.scaling.size_ladder import Parametrization, Rung, Workshop
-from workbench.scaling.stable_edges import StableEdge, find_edge, pilot_edge, stable_edge
 from workbench.scaling.trend import Trend, fit_trend
 from workbench.scaling.width_matching import matched_width
 
 __all__ = [
     "Design",
+    "ExplosionEdge",
     "Parametrization",
     "Rung",
-    "StableEdge",
     "Trend",
     "Workshop",
     "coordinate_check",
+    "explosion_edge",
     "extrapolated",
     "find_edge",
     "fit_trend",
     "matched_width",
     "pilot_edge",
-    "stable_edge",
 ]
 
 

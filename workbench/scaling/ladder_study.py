@@ -1,4 +1,4 @@
-"""A scaling study: spectra, flow, coordinate check and stable rate on the rungs of a ladder, and their trends."""
+"""A scaling study: spectra, flow, coordinate check and explosion edge on the rungs of a ladder, and their trends."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from workbench.koopman.spectra import RankWarning
 from workbench.models.profile import profile
 from workbench.scaling.coordinate_checks import coordinate_check
 from workbench.scaling.designs import Design, design
+from workbench.scaling.explosion_edges import ExplosionEdge, explosion_edge, pilot_edge
 from workbench.scaling.outlook import extrapolated
 from workbench.scaling.quantities import ATTRS, EDGE, FLOW, SPECTRAL, rule_of
 from workbench.scaling.size_ladder import Parametrization, Rung, Workshop, require_seeds, rungs_of
-from workbench.scaling.stable_edges import StableEdge, pilot_edge, stable_edge
 from workbench.training.training_plan import NO_OPTIONS, departures
 
 if TYPE_CHECKING:
@@ -80,11 +80,11 @@ def scaling_study(
         task: The task to train on (`workbench.tasks.as_task`), or a function from the seed to it. The vocabulary of
             the models is reduced to the task's.
         learning_rate: Rate of the coordinate check. With a parametrization, at its base width.
-        n_steps: Updates of the runs that find the largest stable rate.
+        n_steps: Updates of the runs that find the explosion edge.
         seeds: Seeds of parameters, training and, where ``task`` is a function, data.
         target_width: Target width; None: the design's own (of a function: the largest of the ladder).
         target_depth: Target depth; likewise.
-        edge: How the largest stable rate is found: ``"trained"``: by runs of ``n_steps``; ``"pilot"``: by ten updates
+        edge: How the explosion edge is found: ``"trained"``: by runs of ``n_steps``; ``"pilot"``: by ten updates
             at a constant rate, which is quick and mostly too high; ``"none"``: not at all.
         n_coordinate_steps: Updates of the coordinate check; 0: no check.
         parametrization: Such as ``wb.baselines.MuP(base_width=16)``, applied to every model before it is measured; it
@@ -109,11 +109,11 @@ def scaling_study(
     Returns:
         Dataset with dims ``rung`` (coords ``width``, ``depth``, ``n_weights``), ``seed`` and ``quantity``: ``measured``
         (quantity, rung, seed), and its means over seeds under the name of each quantity, (rung,);
-        ``stable_rate_edge``, the geometric mean over seeds, with ``edge_low``, the largest rate stable for every seed,
-        and ``edge_high``, the smallest stable for none (0: none tried was stable; infinite: all were); the trend
-        (quantity): ``slope`` against the width and ``depth_slope``, with ``_low`` and ``_high``; ``at_target`` with
-        ``_low`` and ``_high``; ``is_supported`` and ``reason``; ``scale`` ("log": slopes are exponents); and with
-        ``measures_target`` ``measured_at_target``. Of the coordinate check, dims ``step`` and ``layer_group``: see
+        ``explosion_edge``, the geometric mean over seeds, with ``edge_low``, the largest rate without divergence for
+        every seed, and ``edge_high``, the smallest with it for every one (0: all tried diverged; infinite: none did);
+        the trend (quantity): ``slope`` against the width and ``depth_slope``, with ``_low`` and ``_high``;
+        ``at_target`` with ``_low`` and ``_high``; ``is_supported`` and ``reason``; ``scale`` ("log": slopes are
+        exponents); and with ``measures_target`` ``measured_at_target``. Of the coordinate check, dims ``step`` and ``layer_group``: see
         `coordinate_check`. NaN: not measured.
 
     Raises:
@@ -245,15 +245,15 @@ def _edges(
     kind: str,
     n_steps: int,
     advance: Callable[[], None],
-) -> list[list[StableEdge]]:
+) -> list[list[ExplosionEdge]]:
     """Find the edge of each rung and seed; each search starts at the result of the last one."""
-    found: list[list[StableEdge]] = []
+    found: list[list[ExplosionEdge]] = []
     start: float | None = None
     for rung in rungs:
         row = []
         for seed in seeds if kind != "none" else ():
             if kind == "trained":
-                edge = stable_edge(workshop, rung, seed, n_steps=n_steps, start=start)
+                edge = explosion_edge(workshop, rung, seed, n_steps=n_steps, start=start)
             else:
                 edge = pilot_edge(workshop, rung, seed, start=1.0 if start is None else start)
             start = edge.middle if 0 < edge.middle < math.inf else None
@@ -268,7 +268,7 @@ def _measured_names(rows: list[list[dict[str, float]]]) -> list[str]:
     return [name for name in rows[0][0] if any(math.isfinite(found[name]) for row in rows for found in row)]
 
 
-def _values(name: str, rows: list[list[dict[str, float]]], edges: list[list[StableEdge]]) -> list[list[float]]:
+def _values(name: str, rows: list[list[dict[str, float]]], edges: list[list[ExplosionEdge]]) -> list[list[float]]:
     """Values of a quantity at every size and seed."""
     if name == EDGE:
         return [[edge.middle for edge in row] for row in edges]
@@ -281,7 +281,7 @@ def _assembled(
     seeds: Sequence[int],
     names: Sequence[str],
     measured: np.ndarray,
-    edges: list[list[StableEdge]],
+    edges: list[list[ExplosionEdge]],
 ) -> xr.Dataset:
     """Combine the measurements of the rungs into one dataset."""
     import xarray as xr
@@ -305,7 +305,7 @@ def _assembled(
     return xr.Dataset(data, coords=coords)
 
 
-def _at_target(names: Sequence[str], measured: np.ndarray, edges: Sequence[StableEdge]) -> xr.Dataset:
+def _at_target(names: Sequence[str], measured: np.ndarray, edges: Sequence[ExplosionEdge]) -> xr.Dataset:
     """Measurements at the target, shape (quantity, seed)."""
     import xarray as xr
 

@@ -27,14 +27,14 @@ def extrapolated(
 ) -> xr.Dataset:
     """Extrapolate the trends of a study to any size; nothing is measured again.
 
-    Beyond the ladder only the stable rate is claimed. Spectra and flow of fresh models level off or change direction in
-    ways that a ladder does not show: in the recorded study their values at the target lay within the intervals too
+    Beyond the ladder only the explosion edge is claimed. Spectra and flow of fresh models level off or change direction
+    in ways that a ladder does not show: in the recorded study their values at the target lay within the intervals too
     rarely. They need no training, so they are better measured on a fresh model of the target size.
 
     Args:
         study: Study from `scaling_study`.
         target: Target width and depth.
-        largest_reach: Largest factor for the stable rate; see `fit_trend`.
+        largest_reach: Largest factor for the explosion edge; see `fit_trend`.
         level: Level of the intervals.
 
     Returns:
@@ -47,7 +47,7 @@ def extrapolated(
         >>> study = wb.samples.scaling().isel(architecture=0)
         >>> further = wb.scaling.extrapolated(study, (256, 4))
         >>> further["quantity"].values[:2].tolist(), "at_target" in further
-        (['stable_rate_edge', 'near_unit_mass'], True)
+        (['explosion_edge', 'near_unit_mass'], True)
     """
     import xarray as xr
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-EDGE = "stable_rate_edge"
+EDGE = "explosion_edge"
 #: Quantities whose trends held beyond their ladders in the recorded study (`data/make_scaling.py`).
 CARRIED_ON = (EDGE,)
 #: Measures of the spectra, as means over layers, and their bounds.
@@ -37,9 +37,13 @@ ATTRS = {
     "update_size_of_seed": {"long_name": "the same of each seed", "units": "1"},
     "coordinate_exponent": {"long_name": "power of the width that the updates grow with", "units": "1"},
     "initial_exponent": {"long_name": "power of the width that the initial outputs grow with", "units": "1"},
-    EDGE: {"long_name": "learning rate at which runs begin to diverge", "units": "1", "meaning": "geometric mean"},
-    "edge_low": {"long_name": "largest rate that is stable for every seed", "units": "1"},
-    "edge_high": {"long_name": "smallest rate that is stable for no seed", "units": "1"},
+    EDGE: {
+        "long_name": "explosion edge",
+        "units": "1",
+        "meaning": "rate at which runs diverge, geometric mean",
+    },
+    "edge_low": {"long_name": "largest rate without divergence for every seed", "units": "1"},
+    "edge_high": {"long_name": "smallest rate with divergence for every seed", "units": "1"},
     "slope": {"long_name": "exponent of the width, or change per factor e of it", "units": "1"},
     "depth_slope": {"long_name": "exponent of the depth, or change per factor e of it", "units": "1"},
     "curve": {"long_name": "trend from the smallest rung on", "units": "1"},

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import workbench as wb
 from workbench.scaling import Rung, Workshop, find_edge, pilot_edge
 from workbench.scaling.designs import design
-from workbench.scaling.stable_edges import stable_edge
+from workbench.scaling.explosion_edges import explosion_edge
 
 
 @given(st.floats(-15, 8), st.floats(-15, 8), st.integers(0, 4))
@@ -50,7 +50,7 @@ def workshop():
 @pytest.mark.medium
 def test_a_run_just_below_the_edge_goes_well_and_one_just_above_does_not(workshop):
     rung = Rung(16, 2)
-    edge = stable_edge(workshop, rung, 3, n_steps=20)
+    edge = explosion_edge(workshop, rung, 3, n_steps=20)
     assert 0 < edge.low < edge.high < math.inf
     for rate, diverges in ((edge.low, False), (edge.high, True)):
         model = workshop.model(rung, 3)
@@ -67,4 +67,4 @@ def test_warm_up_moves_the_trained_edge_alone(workshop):
     plain = pilot_edge(workshop, rung, 1, n_halvings=1)
     assert pilot_edge(warm, rung, 1, n_halvings=1) == plain
     options = {"n_steps": 10, "start": plain.middle, "n_halvings": 0}
-    assert stable_edge(warm, rung, 1, **options).middle > stable_edge(workshop, rung, 1, **options).middle
+    assert explosion_edge(warm, rung, 1, **options).middle > explosion_edge(workshop, rung, 1, **options).middle

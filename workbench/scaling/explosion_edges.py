@@ -1,4 +1,4 @@
-"""Find the largest stable learning rate of a fresh model by trial runs."""
+"""Find the learning rate from which training of a fresh model diverges, by trial runs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _PILOT_STEP = 8.0
 
 
 @dataclass(frozen=True)
-class StableEdge:
+class ExplosionEdge:
     """The two rates between which a run from given initial parameters begins to diverge.
 
     Attributes:
-        low: Largest tried rate that was stable below the first that was not; 0: none was.
-        high: Smallest tried rate that was not stable; infinite: all were.
+        low: Largest tried rate without divergence below the first with it; 0: all diverged.
+        high: Smallest tried rate with divergence; infinite: none diverged.
         n_runs: Number of runs of the search.
 
     Example:
         >>> import workbench as wb
-        >>> edge = wb.scaling.StableEdge(low=0.01, high=0.04, n_runs=5)
+        >>> edge = wb.scaling.ExplosionEdge(low=0.01, high=0.04, n_runs=5)
         >>> round(edge.middle, 3)
         0.02
     """
@@ -50,7 +50,7 @@ def find_edge(
     step: float = GRID,
     lowest: float = LOWEST,
     highest: float = HIGHEST,
-) -> StableEdge:
+) -> ExplosionEdge:
     """Move from a rate up or down to the edge, then bisect the last step.
 
     This assumes that every rate above one that diverges would diverge too. Near the edge chance decides, so an edge
@@ -83,20 +83,20 @@ def find_edge(
         while low >= lowest and is_broken(low):
             low, high = low / step, low
         if low < lowest:
-            return StableEdge(0.0, high, n_runs)
+            return ExplosionEdge(0.0, high, n_runs)
     else:
         low, high = rate, rate * step
         while high <= highest and not is_broken(high):
             low, high = high, high * step
         if high > highest:
-            return StableEdge(low, math.inf, n_runs)
+            return ExplosionEdge(low, math.inf, n_runs)
     for _ in range(n_halvings):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if is_broken(middle) else (middle, high)
-    return StableEdge(low, high, n_runs)
+    return ExplosionEdge(low, high, n_runs)
 
 
-def stable_edge(
+def explosion_edge(
     workshop: Workshop,
     rung: Rung,
     seed: int,
@@ -104,7 +104,7 @@ def stable_edge(
     n_steps: int,
     start: float | None = None,
     n_halvings: int = 2,
-) -> StableEdge:
+) -> ExplosionEdge:
     """Find the learning rate above which a run of ``n_steps`` updates diverges (RKSP's label).
 
     Args:
@@ -120,7 +120,7 @@ def stable_edge(
         >>> import workbench as wb
         >>> design = wb.design({"d_model": 16, "n_layers": 2, "n_heads": 2, "max_length": 8})
         >>> workshop = wb.scaling.Workshop(design, wb.tasks.random_tokens(vocab_size=16, length=8, batch_size=4))
-        >>> edge = wb.scaling.stable_edge(workshop, wb.scaling.Rung(8, 2), 0, n_steps=5, start=1.0, n_halvings=0)
+        >>> edge = wb.scaling.explosion_edge(workshop, wb.scaling.Rung(8, 2), 0, n_steps=5, start=1.0, n_halvings=0)
         >>> edge.low < edge.high
         True
     """
@@ -134,8 +134,8 @@ def stable_edge(
     return find_edge(breaks, start, n_halvings=n_halvings)
 
 
-def pilot_edge(workshop: Workshop, rung: Rung, seed: int, *, start: float = 1.0, n_halvings: int = 4) -> StableEdge:
-    """Find the edge of ten updates at a constant rate: quick, and mostly an upper bound of `stable_edge`.
+def pilot_edge(workshop: Workshop, rung: Rung, seed: int, *, start: float = 1.0, n_halvings: int = 4) -> ExplosionEdge:
+    """Find the edge of ten updates at a constant rate: quick, and mostly an upper bound of `explosion_edge`.
 
     Args:
         workshop: Builder and trainer of the models.
