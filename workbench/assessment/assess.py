@@ -24,7 +24,7 @@ from workbench.assessment.flow_numbers import flow_numbers
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
 from workbench.assessment.pilot_run import N_UPDATES, pilot_run
 from workbench.assessment.plan_changes import possible_changes, try_changes
-from workbench.assessment.plan_risk import STABLE_BELOW, plan_risk
+from workbench.assessment.plan_risk import middle_rate, plan_risk
 from workbench.assessment.verdict import summary_of, verdict_of
 from workbench.flow.flow_measurement import measure
 from workbench.hardware import AssessmentPlan, assess_hardware, read_plan
@@ -33,8 +33,7 @@ from workbench.koopman.spectra import RankWarning
 from workbench.models.calling import on_device_of
 from workbench.models.model_sizes import model_sizes
 from workbench.models.profile import profile
-from workbench.risk.model_file import shipped
-from workbench.risk.rate_grid import over_rates
+from workbench.risk.risk import over_rates
 from workbench.scaling.width_matching import WIDTH_ERROR
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.sweeps import measure_case
@@ -52,7 +51,7 @@ N_SNAPSHOTS, N_SEEDS, N_FLOW_ROWS = 1024, 3, 8
 #: Why the gradient norm of a thin stand-in is not judged.
 UNSEEN_GRADIENT = "a thin model stood in for the target, and its gradients reach fewer weights"
 #: Rates, as multiples of the planned one, of the curve of risk.
-RATE_SPAN, N_RATES = 100.0, 41
+RATE_SPAN, N_RATES = 100.0, 25
 
 
 def assess(
@@ -71,9 +70,10 @@ def assess(
     width (`workbench.scaling.width_matching`); trials train a thin model with its library's own initialization, and the
     change of rates with width is extrapolated from a ladder of widths. The subject is left unchanged.
 
-    Nothing is concluded outside of the measured range. The risk of divergence and the largest stable rate are given for
-    models within the applicability of the risk model, and for no stand-in; a healthy band judges only the sizes of the
-    healthy models behind it. Diverged trials of the plan always count against it.
+    Nothing is concluded outside of the measured range. The risk of not learning well, that of an explosion and the
+    useful rates are given within the range of width, depth and number of updates that was measured, and for no
+    stand-in; a healthy band judges only the sizes of the healthy models behind it. Diverged trials of the plan always
+    count against it.
 
     Args:
         subject: A module, an opened checkpoint, or any source that `workbench.design` takes.
@@ -88,10 +88,10 @@ def assess(
         DataTree of kind "assessment". Root attributes: ``verdict`` ("proceed", "cannot say", "at risk", "refuse"),
         ``exit_status`` (0, 4, 1, 2), ``summary``, the plan as JSON, versions, and sizes: ``width`` and ``depth`` of the
         subject, ``measured_width`` and ``measured_depth`` of the model that was run, ``is_stand_in`` (0, 1).
-        Nodes: ``spectra``, ``flow``, ``flow_numbers``, ``initialization``, ``case`` (what the risk model reads),
-        ``risk`` (NaN where it is not known), ``rehearsal``, ``hardware``, ``criteria``, ``failure_modes``,
+        Nodes: ``spectra``, ``flow``, ``flow_numbers``, ``initialization``, ``case`` (what the risk is predicted
+        from), ``risk`` (NaN where it is not known), ``rehearsal``, ``hardware``, ``criteria``, ``failure_modes``,
         ``decisions``; where the risk is known ``risk_over_rates``; of a stand-in ``scaling``, ``depth_flow``,
-        ``flow_at_depth``; where the plan may break ``changes``.
+        ``flow_at_depth``; where a trial diverged ``changes``.
 
     Raises:
         OptionError: If the plan has an unknown key or an impossible value, or does not fit the subject.
@@ -103,7 +103,7 @@ def assess(
         >>> options = {"d_model": 8, "n_layers": 2, "n_heads": 1, "vocab_size": 16, "max_length": 8}
         >>> plan = {"training": {"n_steps": 10, "batch_size": 4}, "assessment": {"seeds": [0], "widths": [4, 8]}}
         >>> tree = wb.assess(options, plan=plan)
-        >>> tree.attrs["verdict"], tree.attrs["exit_status"]  # the risk model has seen no model so thin
+        >>> tree.attrs["verdict"], tree.attrs["exit_status"]  # nothing was measured of models so thin
         ('cannot say', 4)
     """
     import xarray as xr
@@ -117,12 +117,8 @@ def assess(
     bench = _Bench.of(measured, task, plan, seed)
     tree = xr.DataTree.from_dict(_measured(bench, say))
     sizes = _sizes(measured, tree["case"].to_dataset(), plan)
-    tree["risk"] = xr.DataTree(
-        plan_risk(
-            tree["case"].to_dataset(), float(tree["rehearsal"]["share_broken"]), stand_in=stands_for_nothing(sizes)
-        )
-    )
-    if bool(tree["risk"].to_dataset()["is_familiar"][0]):
+    tree["risk"] = xr.DataTree(plan_risk(tree["case"].to_dataset(), stand_in=stands_for_nothing(sizes)))
+    if np.isfinite(float(tree["risk"].to_dataset()["failure"][0])):
         tree["risk_over_rates"] = xr.DataTree(risk_around(tree["case"].to_dataset()))
     tree.attrs = {
         "kind": "assessment",
@@ -164,8 +160,8 @@ def stands_for_nothing(sizes: Sizes) -> str:
     if not sizes.is_stand_in:
         return ""
     return (
-        f"What was tried out is {sizes.stand_in}, and neither its risk nor its stable rate is that of a model "
-        f"{sizes.width:,} wide with {sizes.blocks:,}; no number is given."
+        f"What was tried out is {sizes.stand_in}, and neither its risk nor its useful rates are those of a model "
+        f"{sizes.width:,} wide with {sizes.blocks:,}."
     )
 
 
@@ -173,10 +169,10 @@ def risk_around(case: xr.Dataset) -> xr.Dataset:
     """The risk of a case at rates below and above the planned one.
 
     Args:
-        case: From `workbench.sweeps.measure_case`, one run that is familiar to the risk model.
+        case: From `workbench.sweeps.measure_case`, one run whose risk is known.
     """
     rates = float(case["learning_rate"][0]) * np.geomspace(1 / RATE_SPAN, RATE_SPAN, N_RATES)
-    return over_rates(shipped("pilot"), case, rates, below=STABLE_BELOW)
+    return over_rates(case, rates)
 
 
 @dataclass(frozen=True)
@@ -215,7 +211,7 @@ class _Bench:
         say("changes to the plan")
         possible = possible_changes(
             self.training,
-            float(tree["risk"].to_dataset()["largest_stable_rate"][0]),
+            middle_rate(tree["risk"].to_dataset()),
             float(tree["case"].to_dataset()["rehearsed_rate"][0]),
         )
         step = _part_of(say, "changes to the plan")
@@ -326,7 +322,7 @@ def conclude(
     Args:
         tree: The measured parts, with the attributes ``subject`` and ``steps_in_budget`` and the sizes.
         plan: The assessed plan.
-        try_changes: Called with the judged tree where the plan may diverge; None: ``changes`` are left unchanged.
+        try_changes: Called with the judged tree where a trial diverged; None: ``changes`` are left unchanged.
 
     Adds the nodes ``criteria``, ``failure_modes``, ``decisions`` and perhaps ``changes``, and the attributes
     ``verdict``, ``exit_status`` and ``summary``.
@@ -335,16 +331,9 @@ def conclude(
 
     criteria, modes = judged(tree)
     tree["criteria"], tree["failure_modes"] = xr.DataTree(criteria), xr.DataTree(modes)
-    if try_changes is not None and may_break(tree):
+    if try_changes is not None and float(tree["rehearsal"]["share_broken"]) > 0:
         tree["changes"] = xr.DataTree(try_changes(tree))
     tree["decisions"] = xr.DataTree(decide(tree, plan, affordable=float(tree.attrs["steps_in_budget"])))
     verdict = verdict_of(criteria, modes)
     tree.attrs["verdict"], tree.attrs["exit_status"] = verdict.value, verdict.exit_status
     tree.attrs["summary"] = summary_of(str(tree.attrs["subject"]), verdict, criteria, modes, Sizes.of(tree))
-
-
-def may_break(tree: xr.DataTree) -> bool:
-    """Whether a trial of the plan diverged, or its risk is known and not small."""
-    share = float(tree["rehearsal"]["share_broken"])
-    risk = float(tree["risk"].to_dataset()["tried_probability"][0])
-    return share > 0 or risk >= STABLE_BELOW

@@ -12,9 +12,11 @@ import numpy as np
 
 from workbench.assessment.failure_modes.plan_criteria import BROKEN_TRIALS, RISK
 from workbench.assessment.failure_modes.size_ranges import Sizes
+from workbench.assessment.plan_risk import middle_rate
 from workbench.assessment.verdict import FIRST_STEP, verdict_of
 from workbench.formatting import band_in_words
 from workbench.schema.statuses import BAD_STATES, DecisionKind, Verdict
+from workbench.training.training_plan import DEFAULT_RATE
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -35,10 +37,12 @@ _WATCH = {
     "scale_dependent_divergence": ("spectra, curvature: sharpness_rate", "the edge of stability moves with size"),
     "initialization_out_of_band": ("activations: state_norm, log_z", "the stream should come back to scale"),
     "precision_headroom": ("optimizer: gradient_rms_over_eps, update_ratio", "updates shrink where formats lose them"),
-    "divergence_risk": ("monitors: grad_norm, loss; optimizer: adam_staleness", "spikes of staleness precede the loss"),
+    "unsuitable_rate": ("monitors: grad_norm, loss; optimizer: adam_staleness", "spikes of staleness precede the loss"),
 }
 #: Criteria of routing that only initialization decides.
 _OF_FRESH_ROUTER = ("routing_entropy_share_min", "max_violation_max")
+#: A rate nearer to the middle of the useful ones than by this factor is not worth a change.
+_NEAR = 1.2
 #: Factor of a stop rule over the largest value in trials that did not diverge.
 _SLACK = 2.0
 
@@ -87,7 +91,7 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
     sizes = Sizes.of(tree)
     stand_in = sizes.stand_in if sizes is not None and sizes.is_stand_in else ""
     found = [
-        *_start(verdict_of(criteria, modes), modes, affordable < plan.training.n_steps),
+        *_start(verdict_of(criteria, modes), modes, affordable < plan.training.n_steps), *_rate(tree, plan),
         *_changes(tree, plan, stand_in), *_budget(plan, affordable), *_monitors(modes), *_stop_rules(tree, stand_in),
     ]  # fmt: skip
     found.sort(key=lambda decision: list(DecisionKind).index(decision.kind))
@@ -109,6 +113,25 @@ def _start(verdict: Verdict, modes: xr.Dataset, is_too_long: bool) -> Iterator[D
         yield Decision(DecisionKind.PROCEED, f"start the run {how}")
     if verdict is Verdict.CANNOT_SAY:
         yield Decision(DecisionKind.MEASURE, FIRST_STEP, criterion=RISK)
+
+
+def _rate(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
+    """Find the useful rates, and until then take the middle of the predicted ones; after broken trials see `_tried`."""
+    if str(tree["criteria"].to_dataset().sel(criterion=RISK)["state"].values) not in BAD_STATES:
+        return
+    yield Decision(
+        DecisionKind.MEASURE,
+        "find the useful rates with wb.find_rate, for their prediction is known to a factor of about 3",
+        criterion=RISK,
+    )
+    rate = DEFAULT_RATE if plan.training.learning_rate is None else plan.training.learning_rate
+    middle = middle_rate(tree["risk"].to_dataset())
+    if "changes" not in tree and max(middle / rate, rate / middle) > _NEAR:
+        yield Decision(
+            DecisionKind.CHANGE,
+            f"{'raise' if middle > rate else 'lower'} the peak rate to the middle of those predicted to learn well",
+            "learning_rate", f"{rate:g}", f"{middle:.2g}", RISK,
+        )  # fmt: skip
 
 
 def _changes(tree: xr.DataTree, plan: AssessmentPlan, stand_in: str) -> Iterator[Decision]:
@@ -192,7 +215,7 @@ def _tried(changes: xr.Dataset, criterion: str, stand_in: str) -> Iterator[Decis
         kept = int(n_trials[i] - n_broken[i])
         effect = f"{kept} of {int(n_trials[i])} trials{of} with it did not break"
         current, proposed = str(changes["current"].values[i]), str(changes["proposed"].values[i])
-        if stand_in and setting == "learning_rate":  # the stable rate of a small model is not that of a large one
+        if stand_in and setting == "learning_rate":  # the useful rates of a small model are not those of a large one
             proposed = f"below {current}"
         words = {
             "learning_rate": "lower the peak rate",
@@ -223,7 +246,7 @@ def _monitors(modes: xr.Dataset) -> Iterator[Decision]:
     for name, state, worst in zip(
         modes["failure_mode"].values, modes["state"].values, modes["worst_criterion"].values, strict=True
     ):
-        if state in BAD_STATES or name == "divergence_risk":
+        if state in BAD_STATES or name == "unsuitable_rate":
             what, why = _WATCH[str(name)]
             yield Decision(DecisionKind.MONITOR, f"record {what}: {why}", "wb.Recorder", "", what, str(worst))
 

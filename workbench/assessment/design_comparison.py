@@ -1,4 +1,4 @@
-"""Compare several designs under one plan and budget: stability and compute cost."""
+"""Compare several designs under one plan and budget: risk and compute cost."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ N_TIMED = 12
 SAME_LOSS = 0.02
 #: Names of the comparison's own parts.
 _TAKEN = ("designs",)
+#: Columns that are variables of the risk of each design.
+OF_RISK = [
+    f"{name}{end}" for name in ("failure", "explosion", "useful_edge", "slow_edge") for end in ("", "_low", "_high")
+]
 
 
 def compare_designs(
@@ -42,7 +46,7 @@ def compare_designs(
     seed: int = 0,
     progress: bool | Callable[[str], None] = False,
 ) -> xr.DataTree:
-    """Assess several designs under one plan, and compare stability and compute cost.
+    """Assess several designs under one plan, and compare risk and compute cost.
 
     Args:
         designs: Name -> a subject as `assess` takes it, at least two.
@@ -53,9 +57,10 @@ def compare_designs(
 
     Returns:
         DataTree of kind "comparison": the assessment of each design under its name, and ``designs``, dim ``design``:
-        ``verdict``, ``probability`` (of divergence under the plan, trials included), ``largest_stable_rate`` with
-        ``_low`` and ``_high``, ``rate_margin`` (that rate over the planned one), all NaN where the risk is not known,
-        as that of a stand-in never is; ``loss_on_trial`` (nat, of the model that was run, mean over the
+        ``verdict``, ``failure`` (probability of not learning well under the plan) and ``explosion``, ``useful_edge``
+        (largest useful rate) and ``slow_edge`` (smallest), each with ``_low`` and ``_high``, ``rate_margin`` (the
+        largest useful rate over the planned one), all NaN where the risk is not known, as that of a stand-in never is;
+        ``loss_on_trial`` (nat, of the model that was run, mean over the
         last updates of trials that did not break; NaN: all did), ``n_weights``, ``flops_per_token`` (forward and
         backward), ``relative_step_time`` (of an update of the measured models, over the quickest one),
         ``steps_in_budget`` (NaN: no budget) and ``is_dominated`` (another design is at least as good in verdict, risk,
@@ -97,6 +102,8 @@ def compare_designs(
     table["is_dominated"] = ("design", dominated(table))
     for name, (long_name, units) in _MEANING.items():
         table[name].attrs = {"long_name": long_name, "units": units}
+    for name in OF_RISK:
+        table[name].attrs = dict(trees[table["design"].values[0]]["risk"][name].attrs)
     tree = xr.DataTree.from_dict({"designs": table, **trees})
     tree.attrs = {
         "kind": "comparison",
@@ -113,11 +120,7 @@ def compare_designs(
 
 _MEANING = {
     "verdict": ("verdict", ""),
-    "probability": ("probability of divergence under the plan", "1"),
-    "largest_stable_rate": ("largest stable learning rate", "1"),
-    "largest_stable_rate_low": ("lower bound of the stable rate", "1"),
-    "largest_stable_rate_high": ("upper bound of the stable rate", "1"),
-    "rate_margin": ("stable rate over the planned one", "1"),
+    "rate_margin": ("largest useful rate over the planned one", "1"),
     "loss_on_trial": ("loss at the end of the trials, of the model that was run", "nat"),
     "n_weights": ("weights", "1"),
     "flops_per_token": ("work a token, forward and backward", "FLOP"),
@@ -132,14 +135,10 @@ def _row(tree: xr.DataTree, measured: MeasuredModel, plan: AssessmentPlan) -> di
     pilot = tree["rehearsal"].to_dataset()
     kept = pilot["loss"].values[~pilot["has_diverged"].values]
     rate = float(tree["case"].to_dataset()["learning_rate"][0])
-    stable = float(risk["largest_stable_rate"])
     return {
         "verdict": tree.attrs["verdict"],
-        "probability": float(risk["tried_probability"]),
-        "largest_stable_rate": stable,
-        "largest_stable_rate_low": float(risk["stable_rate_low"]),
-        "largest_stable_rate_high": float(risk["stable_rate_high"]),
-        "rate_margin": stable / rate,
+        **{name: float(risk[name]) for name in OF_RISK},
+        "rate_margin": float(risk["useful_edge"]) / rate,
         "loss_on_trial": float(kept[:, -10:].mean()) if len(kept) else math.nan,
         "n_weights": measured.n_weights,
         "flops_per_token": flops_per_token(measured, plan),
@@ -179,7 +178,7 @@ def dominated(table: xr.Dataset) -> np.ndarray:
     scores = np.column_stack(
         [
             [Verdict(verdict).severity for verdict in table["verdict"].values],
-            table["probability"].values,
+            table["failure"].values,
             table["flops_per_token"].values,
             np.round(losses / SAME_LOSS),
         ]

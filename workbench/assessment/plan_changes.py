@@ -1,4 +1,4 @@
-"""Changes to a plan that may make it stable, and trials of each of them."""
+"""Changes to a plan whose trials diverged, and trials of each of them."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class Change:
     kss: bool = False
 
 
-def possible_changes(plan: TrainingPlan, stable_rate: float, breaking_rate: float = math.nan) -> list[Change]:
-    """List the single changes to try for a plan that may diverge, the one that slows training least first.
+def possible_changes(plan: TrainingPlan, useful_rate: float, breaking_rate: float = math.nan) -> list[Change]:
+    """List the single changes to try for a plan whose trials diverged, the one that slows training least first.
 
     Args:
         plan: The plan.
-        stable_rate: Largest stable learning rate by the risk model; NaN: not known.
+        useful_rate: Middle of the rates that are predicted to learn well; NaN: not known.
         breaking_rate: Rate at which the model diverged within a few trial updates; not finite: none is known. A quarter
-            of it, or of the plan's rate if that is lower, is tried where no stable rate is known.
+            of it, or of the plan's rate if that is lower, is tried where no useful rate is known.
     """
     rate = DEFAULT_RATE if plan.learning_rate is None else plan.learning_rate
     known = [value for value in (rate, breaking_rate) if math.isfinite(value) and value > 0]
-    lower = min(stable_rate, rate / 1.5) if math.isfinite(stable_rate) and stable_rate > 0 else min(known) / 4
+    lower = min(useful_rate, rate / 1.5) if math.isfinite(useful_rate) and useful_rate > 0 else min(known) / 4
     lower = float(f"{lower:.2g}")
     changes = []
     if plan.clip_norm is None:

@@ -1,76 +1,57 @@
-"""The risk of divergence under a plan: the risk model's probability, updated by trials of the plan."""
+"""The predicted risk of a plan: whether it learns well, whether it explodes, and the useful rates."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from workbench.assessment.failure_modes.reference import trial_weights
-from workbench.risk.model_file import shipped
+from workbench.risk.edge_model import EDGES, LEVEL
+from workbench.risk.risk import CHANCES, predict
 
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Risk below which a rate counts as stable (RKSP).
-STABLE_BELOW = 0.20
-_TINY = 1e-6
-_RATES = {
-    "largest_stable_rate": "largest_stable_rate",
-    "stable_rate_low": "low",
-    "stable_rate_high": "high",
-    "expected_stable_rate": "expected_stable_rate",
+_TITLES = {
+    "failure": "probability of not learning well",
+    "too_small": "probability that the rate is too small",
+    "too_large": "probability that the rate is too large",
+    "explosion": "probability of an explosion",
+    "slow_edge": "smallest useful rate",
+    "useful_edge": "largest useful rate",
+    "explosion_edge": "rate from which the run explodes",
 }
+_ENDS = {"value": ("", ""), "low": ("_low", ", lower end"), "high": ("_high", ", upper end")}
 
 
-def plan_risk(case: xr.Dataset, share_broken: float, *, stand_in: str = "") -> xr.Dataset:
-    """Compute the risk of one planned run, within the applicability of the risk model.
+def plan_risk(case: xr.Dataset, *, stand_in: str = "") -> xr.Dataset:
+    """Predict the risk of one planned run.
 
     Args:
-        case: Case from `workbench.sweeps.measure_case`, with gradients and a pilot run.
-        share_broken: Share of diverged trials of the same plan, from `pilot_run`.
+        case: Case from `workbench.sweeps.measure_case`.
         stand_in: A sentence why the case does not apply to the planned run, where a stand-in was measured;
             empty: it is the planned run's own.
 
     Returns:
-        Dataset with dim ``run`` (one): ``probability``, ``low``, ``high`` of the risk model alone;
-        ``tried_probability``, ``tried_low``, ``tried_high``, the probability given the trials;
-        ``largest_stable_rate`` (cautious, risk below .20), ``stable_rate_low``, ``stable_rate_high``,
-        ``expected_stable_rate``; ``distance``, ``is_familiar``, ``farthest_feature``. All numbers but the distance are
-        NaN where the case is not familiar to the risk model, and all of them for a stand-in; the attribute ``warning``
-        then gives the reason in one sentence.
+        Dataset with dim ``run`` (one): the probabilities ``failure`` (of a rate that is too small or too large to learn
+        well), ``too_small``, ``too_large`` and ``explosion``, and the rates ``slow_edge``, ``useful_edge`` and
+        ``explosion_edge``, each with ``_low`` and ``_high``. All are NaN where nothing comparable was measured, and for
+        a stand-in; the attribute ``warning`` then gives the reason in one sentence.
     """
-    model = shipped("pilot")
-    found = model.predict(case)
-    rates = model.largest_stable_rate(case, below=STABLE_BELOW)
-    names = ("probability", "low", "high")
-    # Where a fresh model that counts as diverged is not familiar, the trials decide, as they diverge at once.
-    is_known = found["is_familiar"] & (not stand_in)
-    risk = found[["distance", "is_familiar", "farthest_feature"]].copy(deep=True)
-    for name in names:
-        risk[name] = found[name].where(is_known)
-    for name, source in _RATES.items():
-        risk[name] = rates[source].where(is_known)
-    for name in names:
-        about = {"long_name": f"{found[name].attrs.get('long_name', name)} after the trial", "units": "1"}
-        risk[f"tried_{name}"] = ("run", after_trial(risk[name].values, share_broken), about)
-    if stand_in:
-        risk["distance"][:], risk["is_familiar"][:], risk["farthest_feature"][:] = np.nan, False, ""
-    warning = stand_in or found.attrs["warning"]
-    return risk.assign_attrs(warning=warning, note="" if warning else found.attrs["note"], level=model.level)
+    import xarray as xr
+
+    found = predict(case)
+    data = {}
+    for name in (*CHANCES, *EDGES):
+        for part, (end, words) in _ENDS.items():
+            value = math.nan if stand_in else getattr(getattr(found, name), part)
+            data[f"{name}{end}"] = ("run", [value], {"long_name": f"{_TITLES[name]}{words}", "units": "1"})
+    return xr.Dataset(data, attrs={"warning": stand_in or found.reason, "level": LEVEL})
 
 
-def after_trial(probability: Any, share_broken: float) -> np.ndarray:
-    """The probability of divergence given the trials.
-
-    log-odds' = a + b log-odds + c share, fitted to recorded runs (see the shipped reference).
+def middle_rate(risk: xr.Dataset) -> float:
+    """The middle, on a logarithmic scale, of the rates that are predicted to learn well; NaN: they are not known.
 
     Args:
-        probability: Probability of the risk model; any shape; where it is NaN the result is NaN as well.
-        share_broken: Share of diverged trials.
+        risk: Dataset of `plan_risk`.
     """
-    from scipy.special import expit, logit
-
-    intercept, of_model, of_trials = trial_weights()
-    odds = logit(np.clip(np.asarray(probability, dtype=float), _TINY, 1 - _TINY))
-    return expit(intercept + of_model * odds + of_trials * share_broken)
+    return math.sqrt(float(risk["slow_edge"][0]) * float(risk["useful_edge"][0]))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 #: The recommended step if an assessment cannot decide.
 FIRST_STEP = (
-    "train it at its full size and at the planned rate for the first few hundred updates, with wb.Recorder and "
-    "wb.Alarms, before the rest is paid for"
+    "find the useful rates at its full size with wb.find_rate, or train it there at the planned rate for the first few "
+    "hundred updates, with wb.Recorder and wb.Alarms, before the rest is paid for"
 )
 #: Criteria whose values are shares of 1.
 _SHARES = (RISK, BROKEN_TRIALS)
@@ -35,8 +35,8 @@ def verdict_of(criteria: xr.Dataset, modes: xr.Dataset) -> Verdict:
 
     Returns:
         "refuse" if a mode is failing with a confidence of at least .5, "at risk" if one is at risk or failing with
-        less. Otherwise "cannot say" if the risk of divergence is not known, or no band applies to a model of this
-        size; else "proceed".
+        less. Otherwise "cannot say" if the risk of not learning well is not known, or no band applies to a model of
+        this size; else "proceed".
     """
     found = [Verdict.PROCEED]
     for state, confidence in zip(modes["state"].values, modes["confidence"].values, strict=True):
@@ -96,13 +96,13 @@ def _left_open(criteria: xr.Dataset) -> list[str]:
 def _why_open(criteria: xr.Dataset, sizes: Sizes | None) -> str:
     if sizes is not None and sizes.is_stand_in:
         return (
-            f"only {sizes.stand_in} could be tried out, which says nothing about the risk or the largest stable rate "
-            "of the design"
+            f"only {sizes.stand_in} could be tried out, which says nothing about the risk or the useful rates of "
+            "the design"
         )
     first = criteria.sel(criterion=_left_open(criteria)[0])
-    reason = str(first["reason"].values).rsplit("; no number is given", 1)[0]
+    reason = str(first["reason"].values)
     if str(first["criterion"].values) == RISK:
-        return reason
+        return f"its risk is not known, for {reason}"
     return f"{first['title'].values} was not judged, for {reason}"
 
 

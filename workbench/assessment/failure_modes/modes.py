@@ -38,7 +38,7 @@ FAILURE_MODES: dict[str, FailureMode] = {
     "precision_headroom": FailureMode(
         "Precision headroom", "number formats, accumulation or reduction lose what the updates need"
     ),
-    "divergence_risk": FailureMode(
-        "Divergence under the plan", "the planned rate breaks the run, by the risk model and by trying it out"
+    "unsuitable_rate": FailureMode(
+        "Unsuitable learning rate", "the planned rate is too small or too large to learn well, or breaks trials"
     ),
 }

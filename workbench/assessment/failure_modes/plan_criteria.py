@@ -13,14 +13,14 @@ from workbench.assessment.failure_modes.criterion import Criterion, CriterionRea
 if TYPE_CHECKING:
     import xarray as xr
 
-#: A risk above the first is at risk (half of such runs are lost), above the second failing.
-RISK_LIMIT, RISK_FAILING = 0.5, 0.9
+#: A risk of not learning well above the first is at risk, above the second failing.
+RISK_LIMIT, RISK_FAILING = 0.5, 0.8
 #: The criteria that decide a verdict on the plan.
-RISK, BROKEN_TRIALS = "divergence_probability", "trials_broken"
+RISK, BROKEN_TRIALS = "failure_probability", "trials_broken"
 #: A larger share means every trial.
 ALL_BROKEN = 0.999
-#: Half width of a 95 % interval, in standard errors.
-_Z95 = 1.96
+#: Half width of an 80 % interval, that of a predicted probability, in standard errors.
+_Z80 = 1.2816
 _START = "initialization_out_of_band"
 
 
@@ -28,13 +28,13 @@ def _risk(tree: xr.DataTree) -> CriterionReading | str:
     if "/risk" not in tree.groups:
         return "the risk was not measured"
     risk = tree["/risk"].to_dataset()
-    if np.isnan(float(risk["tried_probability"][0])):
-        warning = str(risk.attrs.get("warning", "")).rstrip(".") or "the risk model does not know such a case"
+    if np.isnan(float(risk["failure"][0])):
+        warning = str(risk.attrs.get("warning", "")).rstrip(".") or "nothing comparable was measured"
         return warning[:1].lower() + warning[1:]
     risk = risk.isel(run=0)
-    low, high = float(risk["tried_low"]), float(risk["tried_high"])
-    spread = (high - low) / (2 * _Z95) if math.isfinite(high - low) else 0.0
-    return CriterionReading(float(risk["tried_probability"]), spread, {"run": 0})
+    low, high = float(risk["failure_low"]), float(risk["failure_high"])
+    spread = (high - low) / (2 * _Z80) if math.isfinite(high - low) else 0.0
+    return CriterionReading(float(risk["failure"]), spread, {"run": 0})
 
 
 def _broken_trials(tree: xr.DataTree) -> CriterionReading | str:
@@ -65,27 +65,31 @@ def _rate_against_edge(tree: xr.DataTree) -> CriterionReading | str:
         return "the subject was not built at other sizes"
     data = tree["/scaling"].to_dataset()
     if "rate_over_edge" not in data or not np.isfinite(float(data["rate_over_edge"])):
-        return str(data.attrs.get("unsupported", "")) or "the ladder does not support a claim about the stable rate"
+        return str(data.attrs.get("unsupported", "")) or "the ladder does not support a claim about the explosion edge"
     return CriterionReading(float(data["rate_over_edge"]), float(data["rate_over_edge_error"]))
 
 
 PLAN = (
     Criterion(
-        RISK, "divergence_risk", "probability of divergence under the plan", "1", "/risk",
-        "tried_probability", _risk, "the run is more likely lost than not",
-        HealthyBand(high=RISK_LIMIT, failing_high=RISK_FAILING, why="half of the runs with such a risk diverge"),
+        RISK, "unsuitable_rate", "probability of not learning well under the plan", "1", "/risk", "failure", _risk,
+        "the planned rate is probably too small or too large to learn well",
+        HealthyBand(
+            high=RISK_LIMIT, failing_high=RISK_FAILING,
+            why="half of the plans at this limit do not learn well; settings alone place the useful rates no better "
+            "than to a factor of 3",
+        ),
     ),
-    # Measured on the plan itself, independent of the risk model. Diverged trials are evidence against a plan; trials of
-    # the first updates without divergence do not exclude one after thousands, so they acquit no plan.
+    # Measured on the plan itself, not predicted. Diverged trials are evidence against a plan; trials of the first updates
+    # without divergence do not exclude one after thousands, so they acquit no plan.
     Criterion(
-        BROKEN_TRIALS, "divergence_risk", "share of trials of the plan that broke", "1", "/rehearsal", "share_broken",
+        BROKEN_TRIALS, "unsuitable_rate", "share of trials of the plan that broke", "1", "/rehearsal", "share_broken",
         _broken_trials, "trials of the first updates broke",
         HealthyBand(high=0.0, failing_high=ALL_BROKEN, why="no trial of a sound plan breaks, some of a bad one may"),
         acquits=False,
     ),
     Criterion(
-        "rate_over_edge", "scale_dependent_divergence", "planned rate over the stable rate at the target size", "1",
-        "/scaling", "rate_over_edge", _rate_against_edge, "what is stable for small sizes breaks the target",
+        "rate_over_edge", "scale_dependent_divergence", "planned rate over the explosion edge at the target size", "1",
+        "/scaling", "rate_over_edge", _rate_against_edge, "a rate that does not break small sizes breaks the target",
         HealthyBand(high=1.0, failing_high=2.0, why="above 1 the planned rate is beyond the edge, known to a factor 2"),
         scale="log",
     ),

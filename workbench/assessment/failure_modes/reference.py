@@ -28,12 +28,6 @@ def healthy_bands() -> Mapping[str, HealthyBand]:
     return {name: HealthyBand(**band) for name, band in _shipped()["bands"].items()}
 
 
-def trial_weights() -> tuple[float, float, float]:
-    """Intercept, weight of the model's log-odds, and weight of the share of broken trials; see `plan_risk`."""
-    weights = _shipped()["rehearsal"]
-    return weights["intercept"], weights["log_odds"], weights["share_broken"]
-
-
 def band_of(values: Sequence[float], *, scale: str, margin: float = MARGIN) -> HealthyBand:
     """The band around healthy values.
 
