@@ -1,12 +1,13 @@
-"""The predicted risk of a planned training over the learning rate, and the rates that learn well."""
+"""The predicted risk of planned trainings over the learning rate, and the rates that learn well."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError
+from workbench.errors import OptionError, SchemaError
 from workbench.formatting import counted, percent
 from workbench.plots import outcome_colors, style
 from workbench.plots.primitives import Primitives, decades
@@ -20,63 +21,114 @@ _EDGES = ("slow_edge", "useful_edge", "useful_edge_low", "useful_edge_high")
 _CHANCES = ("failure", "failure_low", "failure_high", "explosion")
 
 
-def risk_curve(risk: xr.Dataset, *, learning_rate: float | None = None, backend: str = "bokeh") -> Any:
-    """Draw the probabilities of not learning well and of an explosion over the learning rate.
+def risk_curve(
+    risk: xr.Dataset | Mapping[str, xr.Dataset], *, learning_rate: float | None = None, backend: str = "bokeh"
+) -> Any:
+    """Draw the probability of not learning well over the learning rate, of one planned training or of several designs.
 
-    The green band holds the rates that are predicted to learn well; the upright line is the largest one, and the bar at
-    its foot its interval.
+    Of one training: its interval and the probability of an explosion too. The green band holds the rates that are
+    predicted to learn well; the upright line is the largest one, and the bar at its foot its interval. Of several
+    designs: one line each; the large mark is at the largest rate that is predicted to learn well.
 
     Args:
-        risk: Dataset of `workbench.risk.over_rates`.
-        learning_rate: The planned rate, a dot on the curve; None: not drawn.
+        risk: Dataset of `workbench.risk.over_rates`, or several of them by name.
+        learning_rate: The planned rate, a dot on the curve of one training; None: not drawn.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout of one panel with options for that backend only.
 
     Raises:
-        SchemaError: If the dataset is another one, or its risk is not known.
-        OptionError: If the backend does not exist.
+        SchemaError: If a dataset is another one, or its risk is not known.
+        OptionError: If the backend does not exist, or no design is given.
 
     Example:
         >>> import numpy as np
         >>> import workbench as wb
         >>> case = wb.samples.divergence_sweep("norms").isel(run=[0])
-        >>> figure = wb.plots.risk_curve(wb.risk.over_rates(case, np.geomspace(1e-4, 1, 20)))
-        >>> len(figure)  # panels
-        1
+        >>> risk = wb.risk.over_rates(wb.sweeps.replan(case, n_steps=400), np.geomspace(1e-4, 1, 5))
+        >>> len(wb.plots.risk_curve(risk)), len(wb.plots.risk_curve({"one": risk, "other": risk}))  # panels
+        (1, 1)
     """
-    if missing := [name for name in (*_CHANCES, *_EDGES) if name not in risk.variables]:
-        raise SchemaError(f"The dataset lacks {', '.join(missing)}; pass one from wb.risk.over_rates().")
-    rate = risk["learning_rate"].values.astype(float)
-    failure, low, high, explosion = (risk[name].values.astype(float) for name in _CHANCES)
-    if np.isnan(failure).all():
-        raise SchemaError(f"The risk is not known. {risk.attrs.get('reason', '')}".strip())
+    import xarray as xr
+
+    is_one = isinstance(risk, xr.Dataset)
+    named = {"": risk} if isinstance(risk, xr.Dataset) else dict(risk)
+    if not named:
+        raise OptionError("There is no design to draw; pass a dataset of wb.risk.over_rates() for each.")
+    for name, data in named.items():
+        _require(name, data)
+    rates = np.concatenate([data["learning_rate"].values.astype(float) for data in named.values()])
+    view = float(rates.min()), float(rates.max())
     with style.drawing(backend) as hv:
         draw = Primitives(hv, backend, "learning rate", "probability")
-        slow, edge, *interval = (float(np.clip(float(risk[name]), rate[0], rate[-1])) for name in _EDGES)
-        draw.boxes(slow, 0, edge, 1, colors=_USEFUL, alpha=0.22)
-        draw.bars(edge, 0, edge, 1, color=_USEFUL, width=2)
-        draw.bars(interval[0], 0.02, interval[1], 0.02, color=_USEFUL, width=5)
-        draw.band(rate, low, high, color=_FAILURE)
-        draw.line(rate, failure, color=_FAILURE, width=2.4, label="does not learn well")
-        if np.isfinite(explosion).any():
-            draw.line(rate, explosion, color=outcome_colors.DIVERGED, dash="dashed", width=2, label="explodes")
-        if learning_rate is not None and rate[0] <= learning_rate <= rate[-1]:
-            at = float(np.interp(np.log(learning_rate), np.log(rate), failure))
-            tips = [("planned rate", "$x"), ("does not learn well", percent(at))]
-            draw.dots([learning_rate], [at], color=_FAILURE, size=13, edge=outcome_colors.MARK_GROUND, tips=tips)
-        within = f"within {counted(risk.attrs['n_steps'], 'update')} at width {risk.attrs['d_model']}"
-        notes = [f"green: rates that learn well {within}", "bar: interval of the largest one"]
+        notes = _draw_one(draw, named[""], learning_rate) if is_one else _draw_designs(draw, named)
         panel = draw.panel(
             title="Risk over the learning rate",
             note=notes,
-            view=((rate[0], rate[-1]), (0.0, 1.0)),
+            view=(view, (0.0, 1.0)),
             size=_SIZE,
-            names=("learning rate", "probability"),
-            ticks=(decades(rate[0], rate[-1]), [0.0, 0.25, 0.5, 0.75, 1.0]),
+            names=("learning rate", "probability" if is_one else "probability of not learning well"),
+            ticks=(decades(*view), [0.0, 0.25, 0.5, 0.75, 1.0]),
             formats=("plain", "percent"),
             is_log=(True, False),
             legend=True,
         )
         return style.laid_out(hv, [panel], backend)
+
+
+def _require(name: str, data: xr.Dataset) -> None:
+    if missing := [one for one in (*_CHANCES, *_EDGES) if one not in data.variables]:
+        raise SchemaError(
+            f"The dataset {name or 'given'} lacks {', '.join(missing)}; pass one from wb.risk.over_rates()."
+        )
+    if np.isnan(data["failure"].values.astype(float)).all():
+        raise SchemaError(f"The risk of {name or 'it'} is not known. {data.attrs.get('reason', '')}".strip())
+
+
+def _draw_one(draw: Primitives, risk: xr.Dataset, learning_rate: float | None) -> Sequence[str]:
+    """Draw all that is known of one training; returns what the marks mean."""
+    rate = risk["learning_rate"].values.astype(float)
+    failure, low, high, explosion = (risk[name].values.astype(float) for name in _CHANCES)
+    slow, edge, *interval = (float(np.clip(float(risk[name]), rate[0], rate[-1])) for name in _EDGES)
+    notes = []
+    if np.isfinite([slow, edge]).all():
+        draw.boxes(slow, 0, edge, 1, colors=_USEFUL, alpha=0.22)
+        within = f"within {counted(risk.attrs['n_steps'], 'update')} at width {risk.attrs['d_model']}"
+        notes.append(f"green: rates that learn well {within}")
+    draw.bars(edge, 0, edge, 1, color=_USEFUL, width=2)
+    if np.isfinite(interval).all():
+        draw.bars(interval[0], 0.02, interval[1], 0.02, color=_USEFUL, width=5)
+        notes.append("bar: interval of the largest one")
+    draw.band(rate, low, high, color=_FAILURE)
+    draw.line(rate, failure, color=_FAILURE, width=2.4, label="does not learn well")
+    if np.isfinite(explosion).any():
+        draw.line(rate, explosion, color=outcome_colors.DIVERGED, dash="dashed", width=2, label="explodes")
+    if learning_rate is not None and rate[0] <= learning_rate <= rate[-1]:
+        at = _failure_at(risk, learning_rate)
+        tips = [("planned rate", "$x"), ("does not learn well", percent(at))]
+        draw.dots([learning_rate], [at], color=_FAILURE, size=13, edge=outcome_colors.MARK_GROUND, tips=tips)
+    return notes
+
+
+def _draw_designs(draw: Primitives, named: Mapping[str, xr.Dataset]) -> Sequence[str]:
+    """Draw one line for each design; returns what the marks mean."""
+    notes = []
+    for place, (name, risk) in enumerate(named.items()):
+        look = style.model_style(place)
+        rate, failure = (risk[one].values.astype(float) for one in ("learning_rate", "failure"))
+        draw.line(rate, failure, color=look["color"], dash=look["dash"], width=2.2, label=name)
+        edge = float(risk["useful_edge"])
+        if rate[0] <= edge <= rate[-1]:
+            tips = [(name, "largest useful rate $x")]
+            draw.dots(
+                [edge], [_failure_at(risk, edge)], color=look["color"], marker=look["marker"], size=13,
+                edge=outcome_colors.MARK_GROUND, tips=tips,
+            )  # fmt: skip
+            notes = ["large mark: largest rate that is predicted to learn well"]
+    return notes
+
+
+def _failure_at(risk: xr.Dataset, rate: float) -> float:
+    """Probability of not learning well at a rate between those of the dataset."""
+    return float(np.interp(np.log(rate), np.log(risk["learning_rate"].values.astype(float)), risk["failure"].values))

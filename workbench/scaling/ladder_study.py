@@ -113,8 +113,8 @@ def scaling_study(
         every seed, and ``edge_high``, the smallest with it for every one (0: all tried diverged; infinite: none did);
         the trend (quantity): ``slope`` against the width and ``depth_slope``, with ``_low`` and ``_high``;
         ``at_target`` with ``_low`` and ``_high``; ``is_supported`` and ``reason``; ``scale`` ("log": slopes are
-        exponents); and with ``measures_target`` ``measured_at_target``. Of the coordinate check, dims ``step`` and ``layer_group``: see
-        `coordinate_check`. NaN: not measured.
+        exponents); and with ``measures_target`` ``measured_at_target``. Of the coordinate check, dims ``step`` and
+        ``layer_group``: see `coordinate_check`. NaN: not measured.
 
     Raises:
         OptionError: If a setting is unknown or impossible, or a size cannot be built, before anything is trained.

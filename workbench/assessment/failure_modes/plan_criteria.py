@@ -79,8 +79,8 @@ PLAN = (
             "than to a factor of 3",
         ),
     ),
-    # Measured on the plan itself, not predicted. Diverged trials are evidence against a plan; trials of the first updates
-    # without divergence do not exclude one after thousands, so they acquit no plan.
+    # Measured on the plan itself, not predicted. Diverged trials are evidence against a plan; trials of the first
+    # updates without divergence do not exclude one after thousands, so they acquit no plan.
     Criterion(
         BROKEN_TRIALS, "unsuitable_rate", "share of trials of the plan that broke", "1", "/rehearsal", "share_broken",
         _broken_trials, "trials of the first updates broke",

@@ -1,0 +1,108 @@
+import numpy as np
+import pytest
+import xarray as xr
+
+from workbench.errors import OptionError, SchemaError
+from workbench.plots import risk_curve, save, style
+from workbench.plots.primitives import Primitives
+
+RATES = 1e-3 * 10.0 ** np.arange(4)
+
+
+def over_rates(**changes):
+    """Risk at four rates, a decade apart."""
+    failure = np.array([0.6, 0.2, 0.4, 0.9])
+    edges = {"slow_edge": 2e-3, "useful_edge": 1e-1, "useful_edge_low": 3e-2, "useful_edge_high": 3e-1}
+    chances = {"failure": failure, "failure_low": failure - 0.1, "failure_high": failure + 0.1}
+    chances["explosion"] = np.array([0.01, 0.05, 0.1, 0.5])
+    data = {name: ("learning_rate", values) for name, values in chances.items()} | edges | changes
+    return xr.Dataset(data, {"learning_rate": RATES}, {"n_steps": 1000, "d_model": 64, "reason": ""})
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What is drawn, by the kind of mark."""
+    found = {}
+    for kind in ("line", "band", "boxes", "bars", "dots", "panel"):
+        own = getattr(Primitives, kind)
+
+        def spy(self, *args, kind=kind, own=own, **options):
+            found.setdefault(kind, []).append((args, options))
+            return own(self, *args, **options)
+
+        monkeypatch.setattr(Primitives, kind, spy)
+    return found
+
+
+def test_one_training_has_two_lines_and_the_band_of_its_useful_rates(drawn):
+    assert len(risk_curve(over_rates(), learning_rate=1e-2)) == 1
+    assert [options["label"] for _, options in drawn["line"]] == ["does not learn well", "explodes"]
+    assert drawn["line"][1][0][1].tolist() == [0.01, 0.05, 0.1, 0.5]
+    ((box, _),) = drawn["boxes"]
+    assert (box[0], box[2]) == (2e-3, 1e-1)
+    assert [(args[0], args[2]) for args, _ in drawn["bars"]] == [(1e-1, 1e-1), (3e-2, 3e-1)]
+    (((_, low, high), _),) = drawn["band"]
+    assert (high - low).tolist() == pytest.approx([0.2] * 4)
+    (((x, y), _),) = drawn["dots"]
+    assert (x, y) == ([1e-2], [pytest.approx(0.2)])
+    assert "within 1,000 updates at width 64" in drawn["panel"][0][1]["note"][0]
+
+
+def test_a_planned_rate_between_two_others_or_outside_of_them(drawn):
+    risk_curve(over_rates(), learning_rate=10**-2.5)
+    (((_, y), _),) = drawn["dots"]
+    assert y == [pytest.approx(0.4)]  # half of the way between both, in logarithms
+    drawn.clear()
+    risk_curve(over_rates(), learning_rate=1e-5)
+    assert "dots" not in drawn
+
+
+def test_edges_end_at_the_view_and_unknown_ones_are_not_drawn(drawn):
+    risk_curve(over_rates(slow_edge=1e-6, useful_edge_high=50.0))
+    ((box, _),) = drawn["boxes"]
+    assert (box[0], box[2]) == (1e-3, 1e-1)
+    assert drawn["bars"][1][0][2] == 1.0
+    drawn.clear()
+    edges = ("slow_edge", "useful_edge", "useful_edge_low", "useful_edge_high")
+    certain = {"failure": ("learning_rate", np.ones(4))}  # of a fresh model that counts as diverged
+    risk_curve(over_rates(**certain, **dict.fromkeys(edges, np.nan)))
+    assert "boxes" not in drawn
+    assert drawn["panel"][0][1]["note"] == []
+
+
+def test_several_designs_have_one_line_each_with_a_mark_at_the_largest_useful_rate(drawn):
+    figure = risk_curve({"wide": over_rates(), "deep": over_rates(useful_edge=10**-1.5)})
+    assert len(figure) == 1
+    assert not {"band", "boxes", "bars"} & set(drawn)
+    assert [options["label"] for _, options in drawn["line"]] == ["wide", "deep"]
+    looks = [style.model_style(place) for place in (0, 1)]
+    assert [(options["color"], options["dash"]) for _, options in drawn["line"]] == [
+        (look["color"], look["dash"]) for look in looks
+    ]
+    marks = [(args[0][0], args[1][0], options["marker"]) for args, options in drawn["dots"]]
+    assert marks == [(1e-1, pytest.approx(0.4), looks[0]["marker"]), (10**-1.5, pytest.approx(0.3), looks[1]["marker"])]
+
+
+def test_designs_with_other_rates_share_the_axes_and_an_unknown_edge_has_no_mark(drawn):
+    other = over_rates(useful_edge=np.nan).assign_coords(learning_rate=RATES / 100)
+    risk_curve({"one": over_rates(useful_edge=5.0), "other": other})
+    assert "dots" not in drawn
+    assert drawn["panel"][0][1]["view"][0] == (1e-5, 1.0)
+
+
+@pytest.mark.render
+@pytest.mark.parametrize("backend", ["bokeh", "matplotlib"])
+@pytest.mark.parametrize("risk", [over_rates(), {"one": over_rates(), "two": over_rates()}], ids=["one", "several"])
+def test_it_is_drawn_by_both_backends(risk, backend, tmp_path):
+    figure = risk_curve(risk, backend=backend)
+    assert save(figure, tmp_path / f"figure.{'html' if backend == 'bokeh' else 'png'}").stat().st_size > 1000
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(SchemaError, match=r"given lacks useful_edge; pass one from wb.risk.over_rates"):
+        risk_curve(over_rates().drop_vars("useful_edge"))
+    unknown = over_rates(failure=("learning_rate", np.full(4, np.nan))).assign_attrs(reason="Nothing was measured.")
+    with pytest.raises(SchemaError, match=r"The risk of two is not known. Nothing was measured."):
+        risk_curve({"one": over_rates(), "two": unknown})
+    with pytest.raises(OptionError, match="no design to draw"):
+        risk_curve({})
