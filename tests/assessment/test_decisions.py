@@ -12,19 +12,23 @@ from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.verdict import FIRST_STEP
 
 
-def tree_of(loss, grad_norm, *, risk="healthy"):
-    """Two healthy trials under a plan that nothing speaks against."""
+def tree_of(loss, grad_norm, *, risk="healthy", useful=(1e-4, 1e-2)):
+    """Two healthy trials under a plan that nothing but its risk speaks against, and the useful rates."""
     modes = xr.Dataset(
         {
             "state": ("failure_mode", ["healthy"]),
             "confidence": ("failure_mode", [1.0]),
-            "worst_criterion": ("failure_mode", ["divergence_probability"]),
+            "worst_criterion": ("failure_mode", ["failure_probability"]),
         },
-        {"failure_mode": ["divergence_risk"]},
+        {"failure_mode": ["unsuitable_rate"]},
     )
     criteria = xr.Dataset(
-        {"state": ("criterion", [risk, "healthy"]), "is_outside": ("criterion", [False, False])},
-        {"criterion": ["divergence_probability", "trials_broken"]},
+        {
+            "failure_mode": ("criterion", ["unsuitable_rate"] * 2),
+            "state": ("criterion", [risk, "healthy"]),
+            "is_outside": ("criterion", [False, False]),
+        },
+        {"criterion": ["failure_probability", "trials_broken"]},
     )
     rehearsal = xr.Dataset(
         {
@@ -34,12 +38,17 @@ def tree_of(loss, grad_norm, *, risk="healthy"):
         },
         attrs={"n_updates": 3},
     )
-    return xr.DataTree.from_dict({"failure_modes": modes, "criteria": criteria, "rehearsal": rehearsal})
+    rates = xr.Dataset({"slow_edge": ("run", [useful[0]]), "useful_edge": ("run", [useful[1]])})
+    parts = {"failure_modes": modes, "criteria": criteria, "rehearsal": rehearsal, "risk": rates}
+    return xr.DataTree.from_dict(parts)
 
 
-def decided(kind, *, risk="healthy", sizes=None, **options):
-    plan = wb.hardware.read_plan({"training": {"n_steps": 1000}})
-    tree = tree_of([[4.0, 4.4, 3.0], [5.0, 4.0, 3.0]], [[1.0, 3.0, 1.0], [2.0, 2.0, math.nan]], risk=risk)
+def decided(kind, *, sizes=None, rate=None, changes=None, **options):
+    planted = {name: options.pop(name) for name in ("risk", "useful") if name in options}
+    plan = wb.hardware.read_plan({"training": {"n_steps": 1000} | ({} if rate is None else {"learning_rate": rate})})
+    tree = tree_of([[4.0, 4.4, 3.0], [5.0, 4.0, 3.0]], [[1.0, 3.0, 1.0], [2.0, 2.0, math.nan]], **planted)
+    if changes is not None:
+        tree["changes"] = xr.DataTree(changes)
     tree.attrs = {} if sizes is None else sizes.attributes
     table = decide(tree, plan, **options).to_dataframe()
     return table[table["kind"] == kind]
@@ -57,8 +66,36 @@ def test_the_first_step_is_to_find_out_where_the_risk_is_not_known():
     assert decided("proceed")["text"].tolist() == ["start the run as planned, with the stop rules below"]
     assert decided("measure").empty
     (first,) = decided("measure", risk="not measured").to_dict("records")
-    assert (first["text"], first["criterion"]) == (FIRST_STEP, "divergence_probability")
+    assert (first["text"], first["criterion"]) == (FIRST_STEP, "failure_probability")
     assert decided("proceed", risk="not measured").empty
+
+
+@pytest.mark.parametrize(
+    ("rate", "text", "proposed"),
+    [
+        (1e-5, "raise the peak rate to the middle of those predicted to learn well", "0.001"),
+        (0.1, "lower the peak rate to the middle of those predicted to learn well", "0.001"),
+        (1.1e-3, None, None),  # both ends are near, and no other rate is better
+    ],
+)
+@pytest.mark.parametrize("risk", ["at risk", "failing"])
+def test_a_rate_that_is_predicted_to_fail_is_moved_to_the_middle_of_the_useful_ones(rate, text, proposed, risk):
+    (first,) = decided("measure", risk=risk, rate=rate).to_dict("records")
+    assert "wb.find_rate" in first["text"]
+    assert first["criterion"] == "failure_probability"
+    found = decided("change", risk=risk, rate=rate).to_dict("records")
+    assert [(each["text"], each["current"], each["proposed"]) for each in found] == (
+        [(text, f"{rate:g}", proposed)] if text else []
+    )
+    assert decided("change", risk="healthy", rate=rate).empty
+
+
+def test_no_rate_is_proposed_where_none_is_known_or_one_was_tried():
+    assert decided("change", risk="failing", useful=(math.nan, math.nan)).empty
+    columns = {"setting": ["learning_rate"], "current": ["0.1"], "proposed": ["0.02"], "n_trials": [2], "n_broken": [0]}
+    changes = xr.Dataset({name: ("change", column) for name, column in columns.items()})
+    (only,) = decided("change", risk="failing", rate=0.1, changes=changes).to_dict("records")
+    assert (only["proposed"], only["effect"]) == ("0.02", "2 of 2 trials with it did not break")
 
 
 def test_a_stop_rule_from_a_stand_in_has_no_number():

@@ -88,7 +88,7 @@ def test_a_ready_optimizer_is_refused(model, task):
 
 
 def test_changes_are_single_and_name_both_values():
-    changes = possible_changes(plan(0.1, warmup=5), stable_rate=0.02)
+    changes = possible_changes(plan(0.1, warmup=5), useful_rate=0.02)
     assert [change.setting for change in changes] == ["clip_norm", "warmup", "kss", "learning_rate"]
     assert changes[-1].plan.learning_rate == 0.02
     assert (changes[1].current, changes[1].proposed) == ("5", "100")
@@ -100,17 +100,24 @@ def test_changes_are_single_and_name_both_values():
 
 
 @pytest.mark.parametrize(
-    ("stable", "breaking", "tried"),
-    [(0.02, 1e-3, 0.02), (np.nan, np.nan, 0.025), (np.nan, 0.04, 0.01), (np.nan, 5.0, 0.025), (np.nan, np.inf, 0.025)],
+    ("useful", "breaking", "tried"),
+    [
+        (0.02, 1e-3, 0.02),
+        (0.3, 1e-3, 0.067),
+        (np.nan, np.nan, 0.025),
+        (np.nan, 0.04, 0.01),
+        (np.nan, 5.0, 0.025),
+        (np.nan, np.inf, 0.025),
+    ],
 )
-def test_a_lower_rate_comes_from_what_is_known_of_the_model_itself(stable, breaking, tried):
-    """The risk model's, if it knows the case; else a quarter of the planned one, or of one that broke the model."""
-    lower = possible_changes(plan(0.1), stable, breaking)[-1]
+def test_a_lower_rate_comes_from_what_is_known_of_the_model_itself(useful, breaking, tried):
+    """The middle of the useful rates; else a quarter of the planned one, or of one that broke the model."""
+    lower = possible_changes(plan(0.1), useful, breaking)[-1]
     assert (lower.setting, lower.plan.learning_rate) == ("learning_rate", tried)
 
 
 def test_what_a_change_does_is_measured(model, task):
-    changes = [c for c in possible_changes(plan(1e3), stable_rate=1e-3) if c.setting in ("clip_norm", "learning_rate")]
+    changes = [c for c in possible_changes(plan(1e3), useful_rate=1e-3) if c.setting in ("clip_norm", "learning_rate")]
     said = []
     found = try_changes(model, task, changes, n_updates=8, say=said.append)
     assert said == ["clip_norm none → 1", "learning_rate 1000 → 0.001"]

@@ -42,32 +42,34 @@ def number(dim, values, long_name="", units="1"):
     )
 
 
-def risk(probability=0.62, rate=0.0021):
-    values = {
-        "probability": 0.55, "low": 0.31, "high": 0.77, "tried_probability": probability, "tried_low": 0.4,
-        "tried_high": 0.81, "largest_stable_rate": rate, "stable_rate_low": rate / 2, "stable_rate_high": rate * 2.2,
-        "expected_stable_rate": rate * 1.3, "distance": 0.71,
-    }  # fmt: skip
+def risk(failure=0.62, rate=0.0021):
+    """The risk of a plan whose rate is rather too large, by `failure`; known up to `rate`."""
+    chances = {"failure": failure, "too_small": 0.05, "too_large": failure - 0.05, "explosion": 0.09}
+    edges = {"slow_edge": rate / 30, "useful_edge": rate, "explosion_edge": rate * 20}
+    values = {f"{name}{end}": by * value for name, value in edges.items() for end, by in ENDS.items()}
+    values |= {f"{name}{end}": value**power for name, value in chances.items() for end, power in POWERS.items()}
     data = {name: number("run", [value], name.replace("_", " ")) for name, value in values.items()}
-    return xr.Dataset(data | {"is_familiar": ("run", [True]), "farthest_feature": text("run", ["depth"])})
+    return xr.Dataset(data, attrs={"warning": ""})
+
+
+#: Factors between an edge, or powers between a probability, and the ends of its interval.
+ENDS, POWERS = {"": 1.0, "_low": 0.5, "_high": 2.2}, {"": 1.0, "_low": 1.5, "_high": 0.6}
 
 
 def rehearsal():
     return xr.Dataset({"share_broken": number((), 1 / 3, "share of trials that broke")})
 
 
-def risk_over_rates(name, rate=0.0021):
+def risk_over_rates(rate=0.0021):
     rates = np.geomspace(1e-5, 0.1, 41)
-    odds = 2.2 * np.log(rates / rate) - 1.4
-    curves = {key: 1 / (1 + np.exp(-odds - shift)) for key, shift in (("probability", 0), ("low", -0.7), ("high", 0.7))}
-    dims = ("architecture", "learning_rate")
-    edges = {"": 1.0, "_low": 0.5, "_high": 2.2}
+    failure = 1 / (1 + np.exp(1.4 - 2.2 * np.log(rates / rate)))
+    curves = {"failure": failure, "explosion": failure / 4}
+    edges = {"slow_edge": rate / 30, "useful_edge": rate}
     return xr.Dataset(
-        {key: (dims, curve[None]) for key, curve in curves.items()}
-        | {"is_familiar": (dims, (rates < 0.03)[None])}
-        | {f"largest_stable_rate{key}": ("architecture", [factor * rate]) for key, factor in edges.items()},
-        {"architecture": [name], "learning_rate": rates},
-        {"below": 0.2, "level": 0.95},
+        {f"{name}{end}": ("learning_rate", one**by) for name, one in curves.items() for end, by in POWERS.items()}
+        | {f"{name}{end}": by * one for name, one in edges.items() for end, by in ENDS.items()},
+        {"learning_rate": rates},
+        {"n_steps": 1000, "d_model": 16, "reason": ""},
     )
 
 
@@ -99,8 +101,8 @@ _FIELDS = (
     "confidence", "reason",
 )  # fmt: skip
 _CRITERIA = [
-    ("divergence_probability", "divergence_risk", "probability of divergence under the plan", np.nan, 0.5, 0, -1,
-     "/risk", "tried_probability", {"run": 0}, 0.8, "the run is more likely lost than not"),
+    ("failure_probability", "unsuitable_rate", "probability of not learning well under the plan", np.nan, 0.5, 0, -1,
+     "/risk", "failure", {"run": 0}, 0.8, "the planned rate is probably too large to learn well"),
     ("gradient_gain_worst", "gradient_flow_collapse", "largest gradient gain of a block", 0.6, 1.8, 37, 2,
      "/flow", "gradient_gain", {"layer": 2}, 0.93, "the gradient grows from block to block"),
     ("spectral_radius", "initialization_out_of_band", "largest spectral radius", np.nan, 40.0, 37, 1,
@@ -118,7 +120,7 @@ _MODES = {
     "routing_oscillation": ("Routing oscillation", "tokens keep changing experts"),
     "initialization_out_of_band": ("Initialization out of band", "the fresh model starts where no healthy one has"),
     "precision_headroom": ("Precision headroom", "number formats lose what the updates need"),
-    "divergence_risk": ("Divergence under the plan", "the planned rate breaks the run"),
+    "unsuitable_rate": ("Unsuitable learning rate", "the planned rate is too small or too large to learn well"),
 }
 
 
@@ -176,7 +178,7 @@ def failure_modes(judged):
 
 def decisions(verdict):
     rows = [
-        ("change", "learning_rate", "0.003", "0.0021", "divergence_probability", "lower the peak rate",
+        ("change", "learning_rate", "0.003", "0.0021", "failure_probability", "lower the peak rate",
          "3 of 3 trials did not break"),
         ("kss", "kss", "off", "recommended", "gradient_gain_worst", "switch on Koopman Spectral Shaping", ""),
         ("monitor", "wb.Recorder", "", "optimizer: module_grad_norm", "gradient_gain_worst",
@@ -190,14 +192,14 @@ def decisions(verdict):
     return xr.Dataset(data, {"decision": np.arange(len(rows))})
 
 
-def assessment(verdict="at risk", *, subject="No-Norm, 3 blocks", probability=0.62, rate=0.0021, seed=0):
+def assessment(verdict="at risk", *, subject="No-Norm, 3 blocks", failure=0.62, rate=0.0021, seed=0):
     """The tree of `wb.assess`."""
     parts = {
         "spectra": spectra(seed),
         "flow": flow(),
-        "risk": risk(probability, rate),
+        "risk": risk(failure, rate),
         "rehearsal": rehearsal(),
-        "risk_over_rates": risk_over_rates(subject, rate),
+        "risk_over_rates": risk_over_rates(rate),
         "hardware": hardware(),
     }
     parts["criteria"] = criteria(parts)
@@ -217,21 +219,22 @@ def assessment(verdict="at risk", *, subject="No-Norm, 3 blocks", probability=0.
 
 
 def without_risk(*, is_stand_in=False, is_old=False):
-    """An assessment whose case the risk model does not know, or whose numbers are of a stand-in.
+    """An assessment of a case of which nothing comparable was measured, or whose numbers are of a stand-in.
 
     Args:
         is_stand_in: Whether a smaller model was run.
-        is_old: Whether an older workbench made it, which gave numbers all the same.
+        is_old: Whether an older workbench made it, which predicted whether a run diverges, and gave numbers always.
     """
     tree = assessment("proceed" if is_old else "cannot say", subject="large")
-    table = tree["risk"].to_dataset().assign(is_familiar=("run", [False]), distance=number("run", [6.0], "distance"))
+    table = tree["risk"].to_dataset()
     if is_old:
-        table["share_broken"] = number("run", [1 / 3])
-        tree = tree.drop_nodes("rehearsal")
+        table = table[["failure"]].rename(failure="tried_probability")
+        rows = tree["criteria"].to_dataset()
+        rows["variable"] = text("criterion", ["tried_probability", *rows["variable"].values[1:]])
+        tree["criteria"] = xr.DataTree(rows)
     else:
-        numbers = [name for name, values in table.data_vars.items() if values.dtype.kind == "f" and name != "distance"]
-        table = table.assign({name: table[name] * np.nan for name in numbers})
-        table.attrs["warning"] = "The case is unlike the runs, farthest in width, which is 576; no number is given."
+        table = table.assign({name: table[name] * np.nan for name in table.data_vars})
+        table.attrs["warning"] = "Nothing was measured at a width of 576, only from 48 to 96."
         tree = tree.drop_nodes("risk_over_rates")
         rows = tree["criteria"].to_dataset()
         rows["state"] = text("criterion", ["not measured", *rows["state"].values[1:]])
@@ -333,15 +336,18 @@ def with_weak_signs(n):
 def comparison():
     """The tree of `wb.compare_designs`."""
     trees = {
-        "wide": assessment("at risk", subject="wide", probability=0.62, rate=0.0021),
-        "deep": assessment("proceed", subject="deep", probability=0.07, rate=0.008, seed=1),
+        "wide": assessment("at risk", subject="wide", failure=0.62, rate=0.0021),
+        "deep": assessment("proceed", subject="deep", failure=0.07, rate=0.008, seed=1),
     }
     rows = {name: tree.attrs for name, tree in trees.items()}
     designs = xr.Dataset(
         {
             "verdict": text("design", [attrs["verdict"] for attrs in rows.values()]),
-            "probability": number("design", [0.62, 0.07], "risk of divergence"),
-            "largest_stable_rate": number("design", [0.0021, 0.008], "largest stable rate"),
+            "failure": number("design", [0.62, 0.07], "probability of not learning well"),
+            "explosion": number("design", [0.09, 0.09], "probability of an explosion"),
+            "useful_edge": number("design", [0.0021, 0.008], "largest useful rate"),
+            "useful_edge_low": number("design", [0.00105, 0.004], "largest useful rate, lower end"),
+            "useful_edge_high": number("design", [0.0046, 0.0176], "largest useful rate, upper end"),
             "n_weights": ("design", [attrs["n_weights"] for attrs in rows.values()]),
             "flops_per_token": number("design", [6e4, 9e4], "work a token", "FLOP"),
             "relative_step_time": number("design", [1.0, 1.4], "time of a step beside the first"),

@@ -33,7 +33,7 @@ def test_what_a_criterion_judges_is_one_quantity_with_one_place(numbers):
     assert (judged.band, judged.state, judged.where) == ("0.6 to 1.8", "failing", "/flow gradient_gain, layer 2")
     assert numbers.value("flow", "gradient_gain", layer=2) == judged
     assert numbers.value("flow", "gradient_gain", layer=-1) == judged
-    assert numbers.value("risk", "tried_probability") == numbers.criterion("divergence_probability")
+    assert numbers.value("risk", "failure") == numbers.criterion("failure_probability")
 
 
 def test_an_attribute_is_found_inside_of_json(numbers):
@@ -78,7 +78,7 @@ def test_a_selection_that_is_no_json_is_refused():
     data["selection"][0] = "layer 2"
     tree["criteria"] = xr.DataTree(data)
     with pytest.raises(
-        SchemaError, match="selection of the criterion 'divergence_probability' is 'layer 2', expected JSON"
+        SchemaError, match="selection of the criterion 'failure_probability' is 'layer 2', expected JSON"
     ):
         Numbers(tree)
 

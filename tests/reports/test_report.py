@@ -297,29 +297,36 @@ def test_no_sentence_rests_on_a_risk_that_is_not_known(is_stand_in, is_old):
     document = document_of(made_trees.without_risk(is_stand_in=is_stand_in, is_old=is_old))
     labels = [fact.label for fact in document.facts]
     assert labels
-    assert not {"risk of divergence", "largest stable learning rate", "probability of divergence under the plan"} & set(
-        labels
-    )
+    risky = {"risk of not learning well", "largest useful rate", "probability of not learning well under the plan"}
+    assert not risky & set(labels)
     assert all(("of a stand-in 64 wide with 4 blocks" in fact.remark) == is_stand_in for fact in document.facts)
     text = " ".join(s.text for s in document.sections[0].sentences)
     assert "0.0021" not in text
-    why = "what was tried out is a stand-in 64 wide with 4 blocks" if is_stand_in else "distance from those runs: 6"
-    assert "neither the risk that the run diverges nor its largest stable rate is known" in text.lower()
-    assert why in text
+    if is_stand_in:
+        assert (
+            "Neither the risk of not learning well nor the useful rates are known: what was tried out is a stand-in "
+            "64 wide with 4 blocks."
+        ) in text
+    elif not is_old:
+        assert (
+            "Neither the risk of not learning well (not measured) nor the useful rates are known: nothing was measured "
+            "at a width of 576, only from 48 to 96."
+        ) in text
     assert "33\N{NO-BREAK SPACE}% broke" in text
     assert document.verdict == ("proceed" if is_old else "cannot say")
 
 
 def test_why_a_failure_mode_stays_open_is_told():
     modes = [s.text for s in document_of(made_trees.without_risk()).sections[1].sentences]
-    assert "Whether the planned rate breaks the run was not measured: trials say nothing of the rest." in modes
+    meaning = "the planned rate is too small or too large to learn well"
+    assert f"Whether {meaning} was not measured: trials say nothing of the rest." in modes
 
 
 def test_designs_of_unknown_risk_are_compared_without_it(tmp_path, without_pictures):
     known, unknown = made_trees.assessment("proceed", subject="deep"), made_trees.without_risk(is_stand_in=True)
     table = made_trees.comparison()["designs"].to_dataset()
     table = table.assign_coords(design=["large", "deep"])
-    table = table.assign(verdict=("design", ["cannot say", "proceed"]), probability=("design", [np.nan, 0.07]))
+    table = table.assign(verdict=("design", ["cannot say", "proceed"]), failure=("design", [np.nan, 0.07]))
     tree = xr.DataTree.from_dict({"designs": table, "large": unknown, "deep": known})
     tree.attrs = {"kind": "comparison", "schema_version": 1}
     document = document_of(tree)
@@ -338,7 +345,33 @@ def test_a_plan_or_risk_that_is_not_known_is_not_made_up():
     tree.attrs["plan"] = json.dumps({"training": {"learning_rate": None}})
     tree = tree.drop_nodes(["risk_over_rates"])
     text = " ".join(s.text for section in document_of(tree).sections for s in section.sentences)
-    assert "At the planned learning rate the risk that the run diverges is 62\N{NO-BREAK SPACE}%" in text
+    assert "At the planned learning rate the risk of not learning well is 62\N{NO-BREAK SPACE}%" in text
+
+
+def test_a_known_risk_is_told_with_the_useful_rates():
+    document = document_of(made_trees.assessment())
+    assert [fact.label for fact in document.facts[:2]] == ["risk of not learning well", "largest useful rate"]
+    assert (document.facts[1].quantity.value, document.facts[1].remark) == (0.0021, "planned: 0.003")
+    text = " ".join(s.text for s in document.sections[0].sentences).replace("\N{NO-BREAK SPACE}", " ")
+    for sentence in (
+        "At the planned learning rate of 0.003 the risk of not learning well is 62 % (49 % to 75 %): 5 % that the rate "
+        "is too small, 57 % that it is too large.",
+        "The probability of an explosion is 9 % (2.7 % to 24 %).",
+        "The largest useful rate is 0.0021 (0.00105 to 0.00462), the smallest 7e-5 (3.5e-5 to 0.000154).",
+    ):
+        assert sentence in text, text
+    assert "stable" not in text
+
+
+def test_what_explodes_at_once_has_a_risk_but_no_useful_rate():
+    tree = made_trees.assessment(failure=1.0)
+    table = tree["risk"].to_dataset()
+    edges = [name for name in table.data_vars if "edge" in name]
+    tree["risk"] = xr.DataTree(table.assign({name: table[name] * np.nan for name in edges}))
+    document = document_of(tree)
+    assert document.facts[0].quantity.value == 1
+    assert "largest useful rate" not in [fact.label for fact in document.facts]
+    assert "useful rate is" not in " ".join(s.text for s in document.sections[0].sentences)
 
 
 def test_a_diagnosis_without_failure_or_experiments_is_told():

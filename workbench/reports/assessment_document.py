@@ -89,7 +89,7 @@ def observed(numbers: Numbers) -> ReportSection:
     sizes = (size, _what_stood_in(numbers)) if is_stand_in(numbers) else (size,)
     blocks: list[Block] = [Lead("What was seen, before any cause is named."), Paragraph((*sizes, _tally(numbers)))]
     if risk := risk_sentences(numbers):
-        blocks += [Heading("Will it diverge?"), Paragraph(tuple(risk))]
+        blocks += [Heading("Will it learn well?"), Paragraph(tuple(risk))]
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
     for state, heading in ((CriterionState.FAILING, "Failing"), (CriterionState.AT_RISK, "At risk")):
         items = [_standing(numbers, name) for name, its in zip(ids, states, strict=True) if its == state]
@@ -142,19 +142,18 @@ def actions(numbers: Numbers) -> tuple[Sentence, ...]:
 
 
 def most_important(numbers: Numbers) -> tuple[Fact, ...]:
-    """The risk and the largest stable rate where they are known, and the worst criteria: three numbers at most.
+    """The risk and the largest useful rate where they are known, and the worst criteria: three numbers at most.
 
     For a stand-in only bad criteria: its rates are not those of the design, and its healthy criteria exclude nothing.
     """
     facts = []
     if knows_risk(numbers):
-        tried = "tried_" if "tried_probability" in numbers.node("risk") else ""
-        risk, low, high = (_risk(numbers, f"{tried}{key}") for key in ("probability", "low", "high"))
-        facts.append(Fact(risk, "risk of divergence", " to ".join(dict.fromkeys((low.text, high.text)))))
-        rate = _risk(numbers, "largest_stable_rate")
+        risk, low, high = (_risk(numbers, f"failure{end}") for end in ("", "_low", "_high"))
+        facts.append(Fact(risk, "risk of not learning well", " to ".join(dict.fromkeys((low.text, high.text)))))
+        rate = _risk(numbers, "useful_edge")
         if not math.isnan(rate.value):
             planned = _planned_rate(numbers)
-            facts.append(Fact(rate, "largest stable learning rate", f"planned: {planned.text}" if planned else ""))
+            facts.append(Fact(rate, "largest useful rate", f"planned: {planned.text}" if planned else ""))
     shown = {fact.quantity.anchor for fact in facts}
     left_out = set() if knows_risk(numbers) else _risk_anchors(numbers)
     for quantity in worst_criteria(numbers):
@@ -170,16 +169,15 @@ def most_important(numbers: Numbers) -> tuple[Fact, ...]:
 
 
 def knows_risk(numbers: Numbers) -> bool:
-    """Whether the risk is that of the model itself, within the applicability of the risk model.
-
-    Trees of an older workbench lack this information.
-    """
-    if not numbers.has("risk") or is_stand_in(numbers):
+    """Whether the risk is known, and that of the model itself."""
+    if is_stand_in(numbers) or not _has_risk(numbers):
         return False
-    data = numbers.node("risk")
-    tried = "tried_probability" if "tried_probability" in data else "probability"
-    is_familiar = "is_familiar" not in data or bool(data["is_familiar"].values.all())
-    return is_familiar and not math.isnan(_risk(numbers, tried).value)
+    return not math.isnan(_risk(numbers, "failure").value)
+
+
+def _has_risk(numbers: Numbers) -> bool:
+    """Whether the tree has the risk of not learning well; trees of an older workbench lack it."""
+    return numbers.has("risk") and "failure" in numbers.node("risk")
 
 
 def _risk_anchors(numbers: Numbers) -> set[str]:
@@ -198,35 +196,29 @@ def worst_criteria(numbers: Numbers) -> list[Quantity]:
 
 
 def risk_sentences(numbers: Numbers) -> list[Sentence]:
-    """Sentences on a measured risk: with and without the trials, the largest stable rate, the applicability."""
+    """Sentences on the risk: of not learning well, of an explosion, the useful rates, and the trials."""
     if not numbers.has("risk"):
         return []
     if not knows_risk(numbers):
         return [*_why_no_risk(numbers), *_trials(numbers)]
-    names = [str(name) for name in numbers.node("risk").data_vars]
-    of = {name: _risk(numbers, name) for name in names}
-    planned, said = _planned_rate(numbers), []
-    tried = "tried_" if "tried_probability" in of else ""
-    told = {key: of[f"{tried}{key}"] for key in ("probability", "low", "high")}
+    of = {str(name): _risk(numbers, str(name)) for name in numbers.node("risk").data_vars}
+    planned = _planned_rate(numbers)
     start = "At the planned learning rate" + (" of {rate}" if planned else "")
-    slots = told | ({"rate": planned} if planned else {})
-    said.append(say(f"{start} the risk that the run diverges is {{probability}} ({{low}} to {{high}}).", **slots))
-    if tried:
-        said.append(say("The risk model alone said {probability} ({low} to {high}).", **of))
-    said += _trials(numbers)
-    if not math.isnan(of["largest_stable_rate"].value):
+    slots = of | ({"rate": planned} if planned else {})
+    said = [
+        say(
+            f"{start} the risk of not learning well is {{failure}} ({{failure_low}} to {{failure_high}}): "
+            "{too_small} that the rate is too small, {too_large} that it is too large.",
+            **slots,
+        ),
+        say("The probability of an explosion is {explosion} ({explosion_low} to {explosion_high}).", **of),
+        *_trials(numbers),
+    ]
+    if not math.isnan(of["useful_edge"].value):
         said.append(
             say(
-                "The largest rate that counts as stable is {largest_stable_rate} ({stable_rate_low} to "
-                "{stable_rate_high}).",
-                **of,
-            )
-        )
-    if "distance" in of and not math.isnan(of["distance"].value):
-        said.append(
-            say(
-                "The case is like the runs that the risk model was fitted to: its distance from them is "
-                "{distance}, and above 1 it is further away than they are from each other.",
+                "The largest useful rate is {useful_edge} ({useful_edge_low} to {useful_edge_high}), the smallest "
+                "{slow_edge} ({slow_edge_low} to {slow_edge_high}).",
                 **of,
             )
         )
@@ -234,59 +226,39 @@ def risk_sentences(numbers: Numbers) -> list[Sentence]:
 
 
 def _why_no_risk(numbers: Numbers) -> list[Sentence]:
-    """Why neither a risk nor a stable rate is given, in one sentence; empty where only the numbers are missing."""
+    """Why neither a risk nor useful rates are given, in one sentence; empty for a tree of an older workbench."""
     if is_stand_in(numbers):
         return [
             say(
-                "Neither the risk that the run diverges nor its largest stable rate is known: what was tried out is a "
+                "Neither the risk of not learning well nor the useful rates are known: what was tried out is a "
                 "stand-in {width} wide with {depth} blocks.",
                 width=numbers.attribute("measured_width", meaning="width of the model that was run"),
                 depth=numbers.attribute("measured_depth", meaning="blocks of the model that was run"),
             )
         ]
-    data = numbers.node("risk")
-    if "distance" not in data or math.isnan(_risk(numbers, "distance").value):
-        tried = "tried_probability" if "tried_probability" in data else "probability"
-        return [say("The risk that the run diverges is {risk}.", risk=_risk(numbers, tried))]
-    told = str(data.attrs.get("warning", "")) or "The case is unlike the runs that the risk model has seen"
+    if not _has_risk(numbers):
+        return []
+    told = str(numbers.node("risk").attrs.get("warning", "")) or "nothing comparable was measured"
     return [
         say(
-            "{why}: neither the risk that the run diverges nor its largest stable rate is known (distance from those "
-            "runs: {distance}; 1 is the edge).",
-            why=clause(told.rsplit("; ", 1)[0]),
-            distance=_risk(numbers, "distance"),
+            "Neither the risk of not learning well ({risk}) nor the useful rates are known: {why}.",
+            risk=_risk(numbers, "failure"),
+            why=lowered(clause(told)),
         )
     ]
 
 
 def _trials(numbers: Numbers) -> list[Sentence]:
     """The outcome of the trials of the plan."""
-    part = next(
-        (part for part in ("rehearsal", "risk") if numbers.has(part) and "share_broken" in numbers.node(part)), ""
-    )
-    if not part:
+    if not (numbers.has("rehearsal") and "share_broken" in numbers.node("rehearsal")):
         return []
-    share = numbers.value(part, "share_broken", meaning="share of the trials that broke")
+    share = numbers.value("rehearsal", "share_broken", meaning="share of the trials that broke")
     of = f" of {stand_in_of(numbers)}" if is_stand_in(numbers) else ""
     return [say(f"Of the trials of the first updates{of}, {{share}} broke.", share=share)]
 
 
-#: Names of the variables of the risk in the table, where their own names are unclear.
-_RISK_NAMES = {
-    "probability": "risk of divergence, risk model alone",
-    "low": "risk model alone, lower end",
-    "high": "risk model alone, upper end",
-    "tried_low": "risk of divergence, lower end",
-    "tried_high": "risk of divergence, upper end",
-    "largest_stable_rate": "largest stable learning rate",
-    "stable_rate_low": "largest stable rate, lower end",
-    "stable_rate_high": "largest stable rate, upper end",
-    "distance": "distance from the runs behind the risk model",
-}
-
-
 def _risk(numbers: Numbers, name: str) -> Quantity:
-    return numbers.value("risk", name, run=0, meaning=_RISK_NAMES.get(name, ""))
+    return numbers.value("risk", name, run=0)
 
 
 def _what_stood_in(numbers: Numbers) -> Sentence:

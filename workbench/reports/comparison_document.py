@@ -1,4 +1,4 @@
-"""The report of a comparison of designs: which are stable, how they differ, which to choose."""
+"""The report of a comparison of designs: which learn well, how they differ, which to choose."""
 
 from __future__ import annotations
 
@@ -81,15 +81,16 @@ def _observed(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -
     items = []
     for row, name in enumerate(names):
         verdict = _verdict(numbers, names, name)
-        of = {key: _of(numbers, row, name, key) for key in ("probability", "n_weights")}
-        sentences = [
-            say("The verdict is {verdict}; it has {n_weights} weights.", verdict=verdict, n_weights=of["n_weights"]),
-        ]
+        n_weights = _of(numbers, row, name, "n_weights")
+        sentences = [say("The verdict is {verdict}; it has {n_weights} weights.", verdict=verdict, n_weights=n_weights)]
         if assessment.knows_risk(designs[name]):
-            risk = of["probability"]
-            sentences.append(say("The risk that it diverges as planned is {probability}.", probability=risk))
-            if rate := _stable_rate(numbers, row, name):
-                sentences.append(say("The largest rate that counts as stable is {rate}.", rate=rate))
+            of = {key: _of(numbers, row, name, key) for key in ("failure", "explosion", "useful_edge")}
+            ends = {key: _of(numbers, row, name, f"useful_edge_{key}") for key in ("low", "high")}
+            sentences.append(
+                say("The risk of not learning well as planned is {failure}, that of an explosion {explosion}.", **of)
+            )
+            if not math.isnan(of["useful_edge"].value):
+                sentences.append(say("The largest useful rate is {useful_edge} ({low} to {high}).", **of, **ends))
         else:
             sentences += assessment.risk_sentences(designs[name])
         items.append(
@@ -156,7 +157,7 @@ def _choice(numbers: Numbers, designs: dict[str, Numbers], names: list[str], ran
         slots: dict[str, str | Quantity] = {"name": name, "verdict": _verdict(numbers, names, name)}
         text = f"{start} {{name}}: verdict {{verdict}}, "
         if assessment.knows_risk(designs[name]):
-            risk = _of(numbers, names.index(name), name, "probability")
+            risk = _of(numbers, names.index(name), name, "failure")
             said.append(say(f"{text}risk {{risk}}.", **slots, risk=risk))
         else:
             said.append(say(f"{text}risk not known.", **slots))
@@ -206,7 +207,7 @@ def _ranked(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -> 
     def place(name: str) -> tuple[int, float]:
         verdict = _verdict(numbers, names, name).text
         is_known = assessment.knows_risk(designs[name])
-        risk = _of(numbers, names.index(name), name, "probability").value if is_known else math.inf
+        risk = _of(numbers, names.index(name), name, "failure").value if is_known else math.inf
         return (Verdict(verdict).severity if verdict in list(Verdict) else len(Verdict), risk)
 
     return sorted(names, key=place)
@@ -221,12 +222,6 @@ def _of(numbers: Numbers, row: int, name: str, variable: str) -> Quantity:
     return replace(quantity, meaning=f"{quantity.meaning} of {name}")
 
 
-def _stable_rate(numbers: Numbers, row: int, name: str) -> Quantity | None:
-    data = numbers.node("designs")
-    variable = next((key for key in ("largest_stable_rate", "stable_rate") if key in data), None)
-    return _of(numbers, row, name, variable) if variable else None
-
-
 def _risk_in_words(numbers: Numbers, design: Numbers, row: int) -> str:
     is_known = assessment.knows_risk(design)
-    return f"risk {numbers.value('designs', 'probability', design=row).text}" if is_known else "risk not known"
+    return f"risk {numbers.value('designs', 'failure', design=row).text}" if is_known else "risk not known"

@@ -102,26 +102,19 @@ def of_designs(tree: xr.DataTree, names: Sequence[str]) -> list[Block]:
     return [
         Picture(
             "Risk of all designs over the learning rate",
-            "One line a design: the predicted probability of divergence, with its interval; the large marks are the "
-            "largest rates that count as stable.",
-            f"Predicted probability of divergence over the learning rate, of {', '.join(with_risk)}.",
+            "One line a design: the probability of not learning well; the large marks are the largest useful rates.",
+            f"Probability of not learning well over the learning rate, of {', '.join(with_risk)}.",
             draw,
             "wb.plots.risk_curve(pictures.risks_of_designs(tree))",
         )
     ]
 
 
-def risks_of_designs(tree: xr.DataTree) -> xr.Dataset:
-    """The risk of each design of a comparison over the rates, as `workbench.plots.risk_curve` reads it."""
-    import xarray as xr
-
+def risks_of_designs(tree: xr.DataTree) -> dict[str, xr.Dataset]:
+    """The risk of each design of a comparison over the rates, as `workbench.plots.risk_curve` draws it."""
     names = [str(name) for name in tree.children["designs"].to_dataset()["design"].values]
     named = {name: tree[name] for name in names if "risk_over_rates" in tree[name].children}
-    parts = [
-        node["risk_over_rates"].to_dataset().isel(architecture=[0]).assign_coords(architecture=[name])
-        for name, node in named.items()
-    ]
-    return xr.concat(parts, "architecture", join="outer", data_vars="all", combine_attrs="override")
+    return {name: node["risk_over_rates"].to_dataset() for name, node in named.items()}
 
 
 def image(picture: Picture, tree: xr.DataTree, *, pixels: bool = False) -> tuple[str, bytes]:
@@ -192,9 +185,10 @@ def _risk(risk: xr.Dataset, path: str) -> list[Block]:
             "risk_curve",
             path,
             "Risk over the learning rate",
-            "The line is the probability of divergence by the risk model, the strip its interval, the large mark the "
-            "largest rate that counts as stable; dotted where the model has seen nothing alike.",
-            f"Predicted probability of divergence at learning rates from {_ends(risk['learning_rate'].values)}.",
+            "The line is the probability of not learning well, the strip its interval; dashed the probability of an "
+            "explosion. The box holds the rates that are predicted to learn well.",
+            "Probabilities of not learning well and of an explosion at learning rates from "
+            f"{_ends(risk['learning_rate'].values)}.",
         )
     ]
 

@@ -43,9 +43,9 @@ def planted(*, risk=0.1, broken=0.0, flow=None, rehearsed=None, sizes=None, warn
             ),
             "/risk": xr.Dataset(
                 {
-                    "tried_probability": ("run", [risk]),
-                    "tried_low": ("run", [risk - 0.05]),
-                    "tried_high": ("run", [risk + 0.05]),
+                    "failure": ("run", [risk]),
+                    "failure_low": ("run", [risk - 0.05]),
+                    "failure_high": ("run", [risk + 0.05]),
                 },
                 attrs={"warning": warning},
             ),
@@ -70,12 +70,12 @@ def test_healthy_numbers_may_proceed():
 @pytest.mark.parametrize(
     ("plant", "mode", "verdict"),
     [
-        ({"risk": 0.97}, "divergence_risk", "refuse"),
-        ({"risk": 0.7}, "divergence_risk", "at risk"),
-        ({"broken": 0.5}, "divergence_risk", "at risk"),
-        ({"broken": 1.0}, "divergence_risk", "refuse"),
-        ({"broken": 1.0, "risk": math.nan}, "divergence_risk", "refuse"),
-        ({"broken": 0.5, "risk": math.nan, "sizes": STAND_IN}, "divergence_risk", "at risk"),
+        ({"risk": 0.9}, "unsuitable_rate", "refuse"),
+        ({"risk": 0.75}, "unsuitable_rate", "at risk"),
+        ({"broken": 0.5}, "unsuitable_rate", "at risk"),
+        ({"broken": 1.0}, "unsuitable_rate", "refuse"),
+        ({"broken": 1.0, "risk": math.nan}, "unsuitable_rate", "refuse"),
+        ({"broken": 0.5, "risk": math.nan, "sizes": STAND_IN}, "unsuitable_rate", "at risk"),
         ({"flow": {"gradient_gain_total": 1e-4}}, "gradient_flow_collapse", "refuse"),
         ({"flow": {"gradient_gain_total": 4.0}}, "gradient_flow_collapse", "at risk"),
         ({"rehearsed": {"attention_entropy_share_min": 0.01}}, "attention_degeneracy", "refuse"),
@@ -131,22 +131,25 @@ def test_a_band_that_holds_everything_judges_nothing():
 
 
 def test_a_risk_that_is_not_known_leaves_the_verdict_open_and_no_number_anywhere():
-    criteria, modes = judged(planted(risk=math.nan, warning="The case is far off; no number is given."), BANDS)
+    criteria, modes = judged(planted(risk=math.nan, warning="Nothing was measured at a width of 16."), BANDS)
     assert verdict_of(criteria, modes) == "cannot say"
-    row, mode = of(criteria, "divergence_probability"), modes.sel(failure_mode="divergence_risk")
+    row, mode = of(criteria, "failure_probability"), modes.sel(failure_mode="unsuitable_rate")
     assert str(row["state"].values) == str(mode["state"].values) == "not measured"
-    assert str(row["reason"].values) == "the case is far off; no number is given"
+    assert str(row["reason"].values) == "nothing was measured at a width of 16"
     assert np.isnan([float(row["value"]), float(row["confidence"]), float(mode["confidence"])]).all()
     assert "trials of a few updates that do not break say nothing" in str(mode["reason"].values)
     said = summary_of("it", "cannot say", criteria, modes)
-    assert said.startswith("Whether it will train as planned cannot be said: the case is far off. Nothing that was ")
+    assert said.startswith(
+        "Whether it will train as planned cannot be said: its risk is not known, for nothing was measured at a width "
+        "of 16. Nothing that was measured failed"
+    )
     assert said.endswith(f"for an answer, {FIRST_STEP}.")
 
 
 def test_trials_that_broke_are_told_with_their_share():
     criteria, modes = judged(planted(broken=0.5, risk=math.nan), BANDS)
     said = summary_of("it", "at risk", criteria, modes)
-    assert "divergence under the plan (trials of the first updates broke: 50 %, healthy up to 0 %)" in said
+    assert "unsuitable learning rate (trials of the first updates broke: 50 %, healthy up to 0 %)" in said
 
 
 @pytest.mark.parametrize(
