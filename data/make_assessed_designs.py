@@ -8,13 +8,12 @@ before training: spectra and first gradient as the sweep recorded them, informat
 twice on batches that the recorded runs never saw. Writes
 
 - ``data/assessed_designs.nc``: one row a design, with what its recorded runs did,
-- ``workbench/assessment/shipped/healthy.json``: the healthy bands, with the sizes of the models behind each, and the
-  weights of the trials, from the studies ``fit``, ``norms`` and ``scales`` and from the deep controls below. Nothing in
-  it comes from ``held out``.
+- ``workbench/assessment/shipped/healthy.json``: the healthy bands, with the sizes of the models behind each, from the
+  studies ``fit``, ``norms`` and ``scales`` and from the deep controls below. Nothing in it comes from ``held out``.
 
 Deep controls are healthy models of 8 to 24 blocks, deeper than any of the sweep, trained for 120 updates to know it.
 Interrupted, it goes on where it stopped. Concluding again looks at the fresh models once more, takes the trials from
-``data/assessed_designs.nc``, keeps bands and weights if they are what these models show, and judges every design anew.
+``data/assessed_designs.nc``, keeps the bands if they are what these models show, and judges every design anew.
 """
 
 from __future__ import annotations
@@ -47,9 +46,6 @@ from workbench.models.model_sizes import model_sizes
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "workbench" / "assessment" / "shipped" / "healthy.json"
-#: Drawn from are all designs of ``held out``, and of the others so many whose risk is clear, and so many whose risk is
-#: not; so many of all these are tried, in an order of chance, and then every healthy one with routers.
-N_CLEAR, N_UNCLEAR, CLEAR, N_TRIED = 40, 150, (0.1, 0.9), 280
 #: A design is healthy if none of its runs diverged at a rate of at least this.
 USEFUL_RATE = {"AdamW": 1e-3, "RMSprop": 1e-4, "SGD": 1e-2}
 #: Of a healthy run in the end, over that of a guess.
@@ -69,10 +65,8 @@ DEEP_SIZE = {"d_model": 64, "vocab_size": 64, "max_length": 16}
 
 
 def designs() -> xr.Dataset:
-    """One row a design: the first of its recorded runs, the mean risk and the share that diverged."""
+    """One row a design: the first of its recorded runs, and the share that diverged."""
     sweep = wb.samples.divergence_sweep()
-    # Of unfamiliar runs too: which designs were tried was drawn by it, and their runs are known.
-    risk = wb.risk.shipped("pilot")._extrapolated(sweep)["probability"].values
     keys = [
         f"{cell} {rate:.6g}" for cell, rate in zip(sweep["cell"].values, sweep["learning_rate"].values, strict=True)
     ]
@@ -80,23 +74,15 @@ def designs() -> xr.Dataset:
     n = np.bincount(index)
     rows = sweep.isel(run=first).rename(run="design")
     return rows.assign(
-        probability=("design", risk[first]),  # of this very seed, as an assessment would see it
         share_diverged=("design", np.bincount(index, weights=sweep["has_diverged"].values) / n),
         n_runs=("design", n),
     )
 
 
 def to_try(rows: xr.Dataset) -> list[int]:
-    """Which designs are tried, in an order of chance."""
-    generator = np.random.default_rng(7)
-    is_held_out, risk = rows["study"].values == "held out", rows["probability"].values
-    is_unclear = (risk >= CLEAR[0]) & (risk < CLEAR[1])
-    unclear, clear = np.flatnonzero(~is_held_out & is_unclear), np.flatnonzero(~is_held_out & ~is_unclear)
-    some = [generator.choice(unclear, N_UNCLEAR, replace=False), generator.choice(clear, N_CLEAR, replace=False)]
-    chosen = generator.permutation(np.concatenate([np.flatnonzero(is_held_out), *some]))[:N_TRIED]
-    has_router = np.char.startswith(rows["architecture"].values.astype(str), "MoE")
-    routed = np.flatnonzero(~is_held_out & has_router & (rows["share_diverged"].values == 0))
-    return [int(i) for i in dict.fromkeys([*chosen, *routed])]
+    """Which designs are tried: those recorded, of ``held out`` all, of the others some and the healthy ones with routers."""
+    recorded = set(wb.samples.assessed_designs()["settings"].values.astype(str).tolist())
+    return [i for i, settings in enumerate(rows["settings"].values.astype(str)) if settings in recorded]
 
 
 def tried(settings: str) -> dict[str, Any]:
@@ -201,7 +187,7 @@ def parts_of(
     }
     if trials is not None:
         parts["/rehearsal"] = xr.Dataset({name: trials[name] for name in ("share_broken", *WORST)})
-        parts["/risk"] = plan_risk(row, trials["share_broken"])
+        parts["/risk"] = plan_risk(row)
     tree = xr.DataTree.from_dict(parts)
     tree.attrs = sizes_of(row, run).attributes
     return tree
@@ -298,23 +284,6 @@ def false_alarms(found: Healthy, margin: float) -> float:
     return outside / total
 
 
-def weights_of_trials(rows: xr.Dataset, trials: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
-    """Log-odds of divergence from those of the risk model and the share of broken trials; by maximum likelihood."""
-    from scipy.special import logit
-    from sklearn.linear_model import LogisticRegression
-
-    chosen = [i for i in trials if str(rows["study"].values[i]) != "held out"]
-    risk = np.clip(rows["probability"].values[chosen], 1e-6, 1 - 1e-6)
-    x = np.column_stack([logit(risk), [trials[i]["share_broken"] for i in chosen]])
-    share, n = rows["share_diverged"].values[chosen], rows["n_runs"].values[chosen]
-    fitted = LogisticRegression(C=10.0).fit(
-        np.concatenate([x, x]), np.repeat([1, 0], len(x)), np.concatenate([share, 1 - share])
-    )
-    names = ("intercept", "log_odds", "share_broken")
-    numbers = (fitted.intercept_[0], *fitted.coef_[0])
-    return dict(zip(names, map(float, numbers), strict=True)) | {"n_designs": len(chosen), "n_runs": int(n.sum())}
-
-
 def judged_designs(rows: xr.Dataset, trials: Mapping[int, Mapping[str, Any]], flows: Flows) -> xr.Dataset:
     """The verdict on every design that was tried, beside what its recorded runs did."""
     lines = []
@@ -333,9 +302,7 @@ def judged_designs(rows: xr.Dataset, trials: Mapping[int, Mapping[str, Any]], fl
                 "study": run.study, "architecture": run.architecture, "cell": run.cell,
                 "settings": str(row["settings"].values[0]), "learning_rate": float(row["learning_rate"][0]),
                 "n_runs": int(row["n_runs"][0]), "share_diverged": float(row["share_diverged"][0]),
-                "is_familiar": bool(tree["risk"]["is_familiar"][0]),
-                "probability": float(tree["risk"]["probability"][0]),
-                "tried_probability": float(tree["risk"]["tried_probability"][0]),
+                "failure": float(tree["risk"]["failure"][0]), "explosion": float(tree["risk"]["explosion"][0]),
                 **{name: trials[i][name] for name in ("share_broken", *WORST)},
                 "verdict": verdict_of(criteria, modes), "modes": ", ".join(bad),
             }
@@ -412,7 +379,6 @@ def main() -> None:
             "about": "made by data/make_assessed_designs.py",
             "n_healthy": n_healthy,
             "bands": own,
-            "rehearsal": weights_of_trials(rows, trials),
             "false_alarms": {f"{margin:g}": false_alarms(found, margin) for margin in (0.0, 0.25, 0.5)},
         }
     with replacing(SHIPPED) as path:

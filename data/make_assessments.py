@@ -18,7 +18,7 @@ import xarray as xr
 
 import workbench as wb
 from workbench.assessment.assess import conclude, stands_for_nothing
-from workbench.assessment.design_comparison import dominated
+from workbench.assessment.design_comparison import OF_RISK, dominated
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.plan_risk import plan_risk
 
@@ -26,13 +26,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PLAN = ROOT / "notebooks" / "plan.toml"
 DESIGNS = ("gpt2", "llama-2-7b", "mixtral-8x7b", "mamba-130m")
 SEED = 0
-#: Column of a comparison -> variable of the risk of each design.
-OF_RISK = {
-    "probability": "tried_probability",
-    "largest_stable_rate": "largest_stable_rate",
-    "largest_stable_rate_low": "stable_rate_low",
-    "largest_stable_rate_high": "stable_rate_high",
-}
 
 
 def measured() -> xr.DataTree:
@@ -50,18 +43,19 @@ def concluded_again(recorded: xr.DataTree) -> xr.DataTree:
     comparison, plan = recorded.copy(deep=True), wb.hardware.read_plan(PLAN)
     table = comparison["designs"].to_dataset()
     rows: dict[str, list] = {name: [] for name in ("verdict", "rate_margin", *OF_RISK)}
+    about = {name: dict(table[name].attrs) for name in ("verdict", "rate_margin")}
     for name in table["design"].values.tolist():
         tree = comparison[name].copy()  # so that it is a root with attributes of its own
-        case, share = tree["case"].to_dataset(), float(tree["rehearsal"]["share_broken"])
-        tree["risk"] = xr.DataTree(plan_risk(case, share, stand_in=stands_for_nothing(Sizes.of(tree))))
+        case = tree["case"].to_dataset()
+        tree["risk"] = xr.DataTree(plan_risk(case, stand_in=stands_for_nothing(Sizes.of(tree))))
         conclude(tree, plan)
         comparison[name] = tree
         risk = tree["risk"].to_dataset().isel(run=0)
-        found = {column: float(risk[variable]) for column, variable in OF_RISK.items()}
-        found["rate_margin"] = found["largest_stable_rate"] / float(case["learning_rate"][0])
+        found = {column: float(risk[column]) for column in OF_RISK}
+        found["rate_margin"] = found["useful_edge"] / float(case["learning_rate"][0])
+        about |= {column: dict(risk[column].attrs) for column in OF_RISK}
         for column, value in ({"verdict": tree.attrs["verdict"]} | found).items():
             rows[column].append(value)
-    about = {name: table[name].attrs for name in rows}
     table = table.assign({name: ("design", np.array(values), about[name]) for name, values in rows.items()})
     comparison["designs"] = xr.DataTree(
         table.assign(is_dominated=("design", dominated(table), table["is_dominated"].attrs))

@@ -13,10 +13,13 @@ from workbench.assessment.affordable_ladder import affordable_widths, ladder
 from workbench.assessment.assess import conclude
 from workbench.assessment.design_comparison import dominated
 from workbench.assessment.plan_changes import possible_changes
+from workbench.assessment.plan_risk import middle_rate, plan_risk
 from workbench.errors import CheckpointError, OptionError
 from workbench.reports.assessment_document import most_important
 from workbench.reports.make_report import document_of
 from workbench.reports.quantity import Numbers
+from workbench.risk.edge_model import CHECKED, EdgeModel
+from workbench.risk.edge_regression import EdgeFit
 from workbench.scaling.width_matching import WIDTH_ERROR
 from workbench.schema.statuses import DecisionKind, Verdict
 
@@ -28,6 +31,21 @@ SIZE = {"d_model": 24, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_lengt
 SMALLER = SIZE | {"d_model": 16}
 CALM = {"training": {"learning_rate": 1e-3, "warmup": 10}, "hardware": {"data_parallel": 4, "gradient_dtype": "bf16"}}
 WILD = {"training": {"learning_rate": 50.0}}
+
+
+#: Edges of every model from 24 to 96 wide, and the factor e**DEVIATION that they are known to.
+EDGES, DEVIATION = {"slow_edge": 1e-4, "useful_edge": 1e-2, "explosion_edge": 1.0}, 0.5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _planted_edges():
+    """A risk that does not depend on what ships."""
+    fits = {name: (EdgeFit(np.empty(0), np.empty(0), np.log(edge), np.empty(0), 0.1),) for name, edge in EDGES.items()}
+    ranges = dict(zip(CHECKED, [(24, 96), (2, 6), (10, 2000)], strict=True))
+    planted = EdgeModel((), (), ranges, fits, dict.fromkeys(EDGES, DEVIATION))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workbench.risk.risk.shipped", lambda: planted)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +70,53 @@ def wild(model):
 def test_a_calm_plan_is_not_refused_for_its_risk(calm):
     assert calm.attrs["kind"] == "assessment"
     modes = calm["failure_modes"].to_dataset()
-    assert str(modes.sel(failure_mode="divergence_risk")["state"].values) == "healthy"
+    assert str(modes.sel(failure_mode="unsuitable_rate")["state"].values) == "healthy"
     assert "changes" not in calm
 
 
 def test_a_small_model_inside_of_what_was_recorded_proceeds_with_its_risk(calm):
     assert (calm.attrs["verdict"], calm.attrs["exit_status"]) == ("proceed", 0)
     assert calm.attrs["is_stand_in"] == 0
-    assert float(calm["risk"]["tried_probability"][0]) < 0.2
+    risk = calm["risk"].to_dataset()
+    assert float(risk["failure"][0]) < 0.01
+    assert float(risk["useful_edge"][0]) == pytest.approx(EDGES["useful_edge"])
     labels = [fact.label for fact in most_important(Numbers(calm))]
-    assert labels[:2] == ["risk of divergence", "largest stable learning rate"]
-    assert np.isfinite(calm["risk_over_rates"]["probability"].values).any()
+    assert labels[:2] == ["risk of not learning well", "largest useful rate"]
+    curve = calm["risk_over_rates"].to_dataset()
+    assert curve["learning_rate"].values[[0, -1]].tolist() == pytest.approx([1e-5, 0.1])
+    assert float(curve["failure"].interp(learning_rate=1e-3)) == pytest.approx(float(risk["failure"][0]), abs=1e-6)
+    assert curve["failure"].values[[0, -1]].min() > 0.99
+    assert "stable" not in calm.attrs["summary"]
+
+
+@pytest.mark.parametrize(("rate", "verdict", "word"), [(1e-5, "refuse", "raise"), (1e-4, "at risk", "raise")])
+def test_a_rate_too_small_to_learn_well_is_found_without_broken_trials(calm, rate, verdict, word):
+    tree, plan = calm.copy(deep=True), wb.hardware.read_plan({"training": {"learning_rate": rate}})
+    case = wb.sweeps.replan(tree["case"].to_dataset(), learning_rate=rate * 0.99)
+    tree["risk"] = xr.DataTree(plan_risk(case))
+    conclude(tree, plan, try_changes=lambda tree: pytest.fail("no trial broke"))
+    assert tree.attrs["verdict"] == verdict
+    assert "probably too small or too large to learn well" in tree.attrs["summary"]
+    decisions = tree["decisions"].to_dataset().to_dataframe()
+    (change,) = decisions[decisions["setting"] == "learning_rate"].to_dict("records")
+    assert change["text"].startswith(word)
+    assert change["proposed"] == "0.001"
+
+
+def test_the_risk_of_a_stand_in_is_that_of_nothing(calm):
+    case = calm["case"].to_dataset()
+    own, stand_in = plan_risk(case), plan_risk(case, stand_in="It is a stand-in.")
+    assert set(own.data_vars) == set(stand_in.data_vars)
+    assert np.isfinite(numbers_of(own)).all()
+    assert own.attrs["warning"] == ""
+    assert middle_rate(own) == pytest.approx(1e-3)
+    for name, edge in EDGES.items():
+        low, value, high = (float(own[f"{name}{end}"][0]) for end in ("_low", "", "_high"))
+        assert value == pytest.approx(edge)
+        assert high / value == pytest.approx(value / low) == pytest.approx(np.exp(1.2816 * DEVIATION), rel=1e-3)
+    assert np.isnan(numbers_of(stand_in)).all()
+    assert stand_in.attrs["warning"] == "It is a stand-in."
+    assert np.isnan(middle_rate(stand_in))
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +131,17 @@ def numbers_of(data):
 def test_a_model_smaller_than_all_recorded_ones_gets_no_risk_and_a_first_step(smaller):
     assert (smaller.attrs["verdict"], smaller.attrs["exit_status"]) == ("cannot say", 4)
     risk = smaller["risk"].to_dataset()
-    assert np.isfinite(risk["distance"].item())
-    assert np.isnan(numbers_of(risk.drop_vars("distance"))).all()
-    assert "width (d_model), which is 16 where they had 24 to 96" in risk.attrs["warning"]
-    assert "which is 16 where they had 24 to 96. Nothing that was measured failed" in smaller.attrs["summary"]
+    assert np.isnan(numbers_of(risk)).all()
+    assert risk.attrs["warning"].startswith("Nothing was measured at a width")
+    assert "of 16, only from 24 to 96. Nothing that was measured failed" in smaller.attrs["summary"]
     assert "risk_over_rates" not in smaller
     first = smaller["decisions"].to_dataset().isel(decision=0)
     assert str(first["kind"].values) == "measure"
     assert "wb.Recorder" in str(first["text"].values)
     told = document_of(smaller)
     assert (told.verdict, told.state) == ("cannot say", "not measured")
-    assert not any(fact.label in ("risk of divergence", "largest stable learning rate") for fact in told.facts)
-    assert told.actions[0].text.startswith("Train it at its full size")
+    assert not any(fact.label in ("risk of not learning well", "largest useful rate") for fact in told.facts)
+    assert told.actions[0].text.startswith("Find the useful rates at its full size with wb.find_rate, or train it")
     modes = smaller["failure_modes"].to_dataset()
     assert np.isnan(modes["confidence"].values[modes["state"].values == "not measured"]).all()
 
@@ -98,7 +151,7 @@ def test_a_model_smaller_than_all_recorded_ones_gets_no_risk_and_a_first_step(sm
 def test_an_absurd_rate_is_found_by_the_trials_where_no_risk_is_known(optimizer, rate):
     model = wb.zoo.transformer(**SMALLER, norm="none", seed=3)
     tree = wb.assess(model, plan={"training": {"learning_rate": rate, "optimizer": optimizer}})
-    assert np.isnan(float(tree["risk"]["tried_probability"][0]))
+    assert np.isnan(float(tree["risk"]["failure"][0]))
     assert float(tree["rehearsal"]["share_broken"]) == 1
     assert (tree.attrs["verdict"], tree.attrs["exit_status"]) == ("refuse", 2)
     assert "trials of the first updates broke: 100 %" in tree.attrs["summary"]
@@ -109,13 +162,13 @@ def test_an_absurd_rate_is_found_by_the_trials_where_no_risk_is_known(optimizer,
 
 def test_a_wild_plan_is_refused_and_what_would_help_was_tried(wild):
     assert (wild.attrs["verdict"], wild.attrs["exit_status"]) == ("refuse", 2)
-    assert "divergence under the plan" in wild.attrs["summary"]
+    assert "unsuitable learning rate" in wild.attrs["summary"]
     changes = wild["changes"].to_dataset()
     assert set(changes["setting"].values) == {"clip_norm", "warmup", "kss", "learning_rate"}
     decisions = wild["decisions"].to_dataset()
     lower = decisions.isel(decision=decisions["setting"].values == "learning_rate")
     assert lower.sizes["decision"] == 1
-    assert float(lower["proposed"].values[0]) < 50.0
+    assert float(lower["proposed"].values[0]) == pytest.approx(1e-3)  # the middle of the useful rates
     assert "proceed" not in decisions["kind"].values
 
 
@@ -139,7 +192,6 @@ def test_a_stand_in_gives_no_risk_no_rate_and_no_leave_to_proceed(thin):
     assert thin.attrs["is_stand_in"] == 1
     risk = thin["risk"].to_dataset()
     assert np.isnan(numbers_of(risk)).all()
-    assert not risk["is_familiar"].item()
     stand_in = "a stand-in 16 wide with 4 blocks"
     assert stand_in in risk.attrs["warning"]
     assert stand_in in thin.attrs["summary"]
@@ -266,7 +318,7 @@ def test_the_ladder_stays_below_a_quarter_of_the_target():
 
 
 @pytest.mark.parametrize(("width", "edge"), [(512, "pilot"), (768, "none")])
-def test_stable_rates_are_not_looked_for_where_they_would_say_nothing_of_the_target(width, edge, monkeypatch):
+def test_explosion_edges_are_not_looked_for_where_they_would_say_nothing_of_the_target(width, edge, monkeypatch):
     def study(design, widths, depths, **options):
         asked.append((max(widths), options["edge"]))
         return xr.Dataset(coords={"quantity": ["near_unit_mass"]})
@@ -284,7 +336,7 @@ def test_a_design_is_dominated_where_another_is_nowhere_worse():
     table = xr.Dataset(
         {
             "verdict": ("design", ["proceed", "proceed", "at risk"]),
-            "probability": ("design", [0.1, 0.1, 0.6]),
+            "failure": ("design", [0.1, 0.1, 0.6]),
             "flops_per_token": ("design", [10.0, 20.0, 5.0]),
             "loss_on_trial": ("design", [2.0, 2.0, np.nan]),
         }
@@ -292,7 +344,7 @@ def test_a_design_is_dominated_where_another_is_nowhere_worse():
     assert dominated(table).tolist() == [False, True, False]
     table["loss_on_trial"][1] = 1.5  # the dearer one learns more
     assert dominated(table).tolist() == [False, False, False]
-    unknown = {"verdict": ["cannot say"] * 3, "probability": [np.nan] * 3, "loss_on_trial": [1.0, 2.0, 3.0]}
+    unknown = {"verdict": ["cannot say"] * 3, "failure": [np.nan] * 3, "loss_on_trial": [1.0, 2.0, 3.0]}
     table = table.assign({name: ("design", values) for name, values in unknown.items()})
     assert dominated(table).tolist() == [False, False, False]
 
@@ -317,6 +369,9 @@ def test_designs_are_compared_under_one_plan_and_a_repeated_call_gives_the_same_
     )
     assert float(table["relative_step_time"].min()) == 1.0
     assert set(tree.children) == {"designs", "Pre-LN", "No-Norm"}
-    assert float(table["rate_margin"][0]) == pytest.approx(float(table["largest_stable_rate"][0]) / 1e-3)
+    assert float(table["rate_margin"][0]) == pytest.approx(EDGES["useful_edge"] / 1e-3)
+    assert float(table["failure"][0]) == float(calm["risk"]["failure"][0])
+    assert (table["useful_edge_low"] < table["useful_edge"]).all()
+    assert table["explosion"].attrs["long_name"] == "probability of an explosion"
     for node in ("spectra", "flow", "risk", "rehearsal", "hardware", "criteria"):
         xr.testing.assert_equal(tree["Pre-LN"][node].to_dataset(), calm[node].to_dataset())
