@@ -80,7 +80,7 @@ def designs() -> xr.Dataset:
 
 
 def to_try(rows: xr.Dataset) -> list[int]:
-    """Which designs are tried: those recorded, of ``held out`` all, of the others some and the healthy ones with routers."""
+    """Which designs are tried: those recorded; of ``held out`` all, of the others some and those with routers."""
     recorded = set(wb.samples.assessed_designs()["settings"].values.astype(str).tolist())
     return [i for i, settings in enumerate(rows["settings"].values.astype(str)) if settings in recorded]
 

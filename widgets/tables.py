@@ -27,6 +27,9 @@ _MASS_COLORS = {
 _N_ROWS = 40
 CELL = "padding:2px 12px 2px 0;text-align:right;white-space:nowrap"
 NAME = "padding:2px 12px 2px 0;text-align:left;white-space:nowrap"
+#: Style of a heading, and of what matters less.
+HEAD = "font-weight:700;font-size:15px;line-height:1.4;color:var(--jp-ui-font-color1,#222)"
+MUTED = "font-size:12px;line-height:1.4;white-space:normal;color:var(--jp-ui-font-color2,#616161)"
 TABLE = "border-collapse:collapse;font-variant-numeric:tabular-nums;line-height:1.5;color:var(--jp-ui-font-color1)"
 
 

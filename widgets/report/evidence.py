@@ -18,7 +18,7 @@ from workbench.reports.quantity import Numbers, Quantity
 from workbench.schema.statuses import CriterionState
 from workbench.widgets.base import close_tree
 from workbench.widgets.figure import show
-from workbench.widgets.risk.risk_verdict import HEAD, MUTED
+from workbench.widgets.tables import HEAD, MUTED
 
 if TYPE_CHECKING:
     import xarray as xr

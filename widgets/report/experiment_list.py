@@ -14,7 +14,7 @@ from workbench.reports.quantity import Numbers
 from workbench.tasks import as_task
 from workbench.widgets.base import known
 from workbench.widgets.report.choice_table import ChoiceTable, cell, row
-from workbench.widgets.risk.risk_verdict import HEAD
+from workbench.widgets.tables import HEAD
 
 if TYPE_CHECKING:
     import xarray as xr

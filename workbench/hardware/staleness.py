@@ -1,4 +1,4 @@
-"""Emulate late gradients: the change of their direction, and the largest rate that still lowers the loss."""
+"""Emulate late gradients: the change of their direction, and the largest rate that lowers the loss."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _RESOLUTION = 0.5
 
 
 def late_gradients(emulation: Emulation) -> Finding:
-    """Measure the plan's rate as a share of the largest one that lowers the loss in twenty updates with late gradients.
+    """Measure the plan's rate as a share of the largest one that lowers the loss with late gradients.
 
-    A rate lowers it if no update diverges by the plan's label and the loss, over the last quarter of the updates, is
-    lower on average than that of the same batches before. Between rates the edge is found by bisection, assuming that
-    no larger one does; warm-up and schedule are ignored. For SGD on a parabola the result is known: with a delay of k
-    updates the largest such rate shrinks to sin(pi / (4 k + 2)) of it, to a half for one update.
+    A rate lowers the loss if none of twenty updates diverges by the plan's label and the loss, over the last quarter of
+    them, is lower on average than that of the same batches before. Between rates the edge is found by bisection,
+    assuming that no larger one lowers it; warm-up and schedule are ignored. For SGD on a parabola the result is known:
+    with a delay of k updates the largest such rate shrinks to sin(pi / (4 k + 2)) of it, to a half for one update.
     """
     hardware = emulation.plan.hardware
     delay = hardware.delay
@@ -40,8 +40,8 @@ def late_gradients(emulation: Emulation) -> Finding:
     buckets = plan_buckets(emulation)
     late = buckets if hardware.reduction == "stale" else buckets[-1:]
     rate = max(group["lr"] for group in updating(emulation, emulation.copy()).param_groups)
-    is_lowering, cosine = _run(emulation, 1.0, delay, late)
-    power_late = _edge(lambda power: is_lowering if power == 0 else _run(emulation, 2.0**power, delay, late)[0], 0)
+    is_lower, cosine = _run(emulation, 1.0, delay, late)
+    power_late = _edge(lambda power: is_lower if power == 0 else _run(emulation, 2.0**power, delay, late)[0], 0)
     # The search for the edge without delay starts there, as it is rarely far above.
     start = min(max(power_late - _RESOLUTION / 2, _LOWEST), _HIGHEST)
     power = _edge(lambda power: _run(emulation, 2.0**power, 0, late)[0], start)
@@ -69,17 +69,17 @@ def late_gradients(emulation: Emulation) -> Finding:
     )
 
 
-def _edge(is_lowering: Callable[[float], bool], start: float) -> float:
+def _edge(lowers: Callable[[float], bool], start: float) -> float:
     """The largest power of two, as a multiple of the plan's rate, that lowers the loss; to a quarter of an octave.
 
     Args:
-        is_lowering: Whether the rate of a power lowers the loss.
+        lowers: Whether the rate of a power lowers the loss.
         start: First power; the steps from there double until the edge is passed.
 
     Returns:
         The power; minus infinity: no tried rate does; infinity: all do.
     """
-    goes_up = is_lowering(start)
+    goes_up = lowers(start)
     low, high, step = start, start, 1.0
     while True:
         if goes_up and low >= _HIGHEST:
@@ -87,19 +87,19 @@ def _edge(is_lowering: Callable[[float], bool], start: float) -> float:
         if not goes_up and high <= _LOWEST:
             return -math.inf
         power = min(low + step, _HIGHEST) if goes_up else max(high - step, _LOWEST)
-        is_fine = is_lowering(power)
+        is_fine = lowers(power)
         low, high = (power if is_fine else low), (high if is_fine else power)
         if is_fine != goes_up:
             break
         step *= 2
     while high - low > _RESOLUTION:
         middle = math.floor((low + high) / 2 / _RESOLUTION) * _RESOLUTION
-        low, high = (middle, high) if is_lowering(middle) else (low, middle)
+        low, high = (middle, high) if lowers(middle) else (low, middle)
     return (low + high) / 2
 
 
 def _run(emulation: Emulation, factor: float, delay: int, late: list[list[int]]) -> tuple[bool, float]:
-    """Whether a few updates at a multiple of the rate lower the loss; the mean cosine of late and present gradient."""
+    """Whether updates at a multiple of the rate lower the loss, and the mean cosine of late and present gradient."""
     copy, plan = emulation.copy(), emulation.training
     optimizer = updating(emulation, copy, factor)
     fault = StaleReduction(delay=delay) if delay else None
