@@ -1,4 +1,4 @@
-"""The search for the largest stable rate: planted edges, its ends, and a model whose edge is tried again."""
+"""The search for the explosion edge: planted edges, its ends, and a model whose edge is tried again."""
 
 import math
 

@@ -75,8 +75,8 @@ def test_at_least_four_architectures_were_foretold_within_a_factor_of_two(record
     assert falls.sum() >= 4
 
 
-def test_intervals_of_the_stable_rate_held_and_those_of_fresh_models_did_not(record):
-    """Why nothing but the stable rate is claimed beyond a ladder."""
+def test_intervals_of_the_explosion_edge_held_and_those_of_fresh_models_did_not(record):
+    """Why nothing but the explosion edge is claimed beyond a ladder."""
     value = record["measured_at_target"]
     is_inside = ((record["at_target_low"] <= value) & (value <= record["at_target_high"])).where(value.notnull())
     share = is_inside.mean("architecture")

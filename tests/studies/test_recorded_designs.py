@@ -10,6 +10,7 @@ import workbench as wb
 from tests.data_scripts import load_script
 from workbench.assessment.failure_modes import CRITERIA, healthy_bands
 from workbench.assessment.pilot_run import N_TRIALS, N_UPDATES
+from workbench.assessment.plan_risk import plan_risk
 from workbench.schema.statuses import Verdict
 
 pytestmark = pytest.mark.recorded
@@ -37,44 +38,42 @@ def test_the_published_counts_are_those_of_the_recorded_designs(designs):
     share, verdicts = held_out["share_diverged"].values, held_out["verdict"].values
     a_trial_broke = held_out["share_broken"].values > 0
     assert counts(verdicts[share == 1]) == {"proceed": 0, "cannot say": 0, "at risk": 0, "refuse": 60}
-    assert counts(verdicts[share == 0]) == {"proceed": 87, "cannot say": 7, "at risk": 3, "refuse": 2}
+    assert counts(verdicts[share == 0]) == {"proceed": 0, "cannot say": 94, "at risk": 3, "refuse": 2}
     assert (a_trial_broke[share == 1].sum(), a_trial_broke[share == 0].sum()) == (60, 3)
     text = " ".join((ROOT / "README.md").read_text().split())
     for words in (
         "all 60 whose every run diverged are refused",
         "5 of the 99 of which none did are flagged",
-        '7 of the 99 end with "cannot say"',
+        '94 of the 99 end with "cannot say"',
         "60 of 60 and 3 of 99",
     ):
         assert words in text, words
 
 
-def test_a_design_that_the_risk_model_does_not_know_has_no_risk_and_never_proceeds(designs):
-    is_far = ~designs["is_familiar"].values.astype(bool)
-    assert is_far.sum() == 14
-    for name in ("probability", "tried_probability"):
-        np.testing.assert_array_equal(np.isnan(designs[name].values), is_far)
-    assert "proceed" not in designs["verdict"].values[is_far]
+def test_a_design_whose_risk_is_not_known_never_proceeds(designs):
+    is_unknown = np.isnan(designs["failure"].values)
+    np.testing.assert_array_equal(is_unknown, np.isnan(designs["explosion"].values))
+    assert "proceed" not in designs["verdict"].values[is_unknown]
     has_broken = designs["share_broken"].values > 0
     assert set(designs["verdict"].values[has_broken]) == {"at risk", "refuse"}
 
 
-def test_the_designs_are_those_that_the_script_chooses(designs, script):
+def test_each_design_has_the_outcome_of_its_recorded_runs(designs, script):
     rows = script.designs()
-    chosen = sorted(script.to_try(rows))
+    chosen = script.to_try(rows)
     assert designs["settings"].values.tolist() == rows["settings"].values[chosen].tolist()
     assert designs["share_diverged"].values.tolist() == rows["share_diverged"].values[chosen].tolist()
     assert (designs.attrs["n_updates"], designs.attrs["n_trials"]) == (N_UPDATES, N_TRIALS)
 
 
-def test_a_verdict_follows_from_the_recorded_numbers(designs, script):
-    """The risk after the trials, from what was recorded of them."""
-    from workbench.assessment.plan_risk import after_trial
-
-    for i in np.random.default_rng(0).choice(designs.sizes["design"], 20, replace=False):
-        row = designs.isel(design=i)
-        found = after_trial(row["probability"].values, float(row["share_broken"]))
-        assert float(found) == pytest.approx(float(row["tried_probability"]), rel=1e-4, nan_ok=True)
+def test_the_risk_is_that_of_the_recorded_case(designs, script):
+    rows = script.designs()
+    place = {settings: i for i, settings in enumerate(rows["settings"].values.tolist())}
+    for i in np.random.default_rng(0).choice(designs.sizes["design"], 5, replace=False):
+        row = rows.isel(design=[place[str(designs["settings"].values[i])]]).rename(design="run")
+        risk = plan_risk(row)
+        for name in ("failure", "explosion"):
+            assert float(risk[name][0]) == pytest.approx(float(designs[name].values[i]), rel=1e-4, nan_ok=True)
 
 
 @pytest.mark.slow
