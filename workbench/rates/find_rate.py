@@ -59,7 +59,7 @@ class FoundRates:
         >>> task = wb.tasks.random_tokens(length=8, vocab_size=16, batch_size=2)
         >>> found = wb.find_rate(model, task, n_steps=1000, budget=200, progress=False)
         >>> print(found)  # doctest: +ELLIPSIS
-        No rate learned more than how often each target occurs. ...
+        No rate learned more than how often each target occurs within ...
     """
 
     n_steps: int
