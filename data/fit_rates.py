@@ -41,14 +41,14 @@ HORIZONS = (240, 480)
 FACTORS = (1.6, 2.5)
 
 
-def truths(rates: xr.Dataset, horizons: tuple[int, ...] = HORIZONS) -> pd.DataFrame:
+def truths(rates: xr.Dataset) -> pd.DataFrame:
     """Measured best rate and useful edge of each design after some updates; NaN: not within the rates tried."""
     import pandas as pd
 
     stage, n_steps = rates["stage"].values, rates["n_steps"].values
     short = rates.isel(run=np.isin(stage, ["coarse", "fine", "wider"]))
     shorter, long = rates.isel(run=stage == "shorter"), rates.isel(run=stage == "long")
-    found = [_truths(short, shorter, horizon) for horizon in horizons]
+    found = [_truths(short, shorter, horizon) for horizon in HORIZONS]
     if long.sizes["run"]:
         found.append(_truths(long, shorter, int(n_steps.max())))
     return pd.concat(found, ignore_index=True)

@@ -56,8 +56,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ten trial updates": ("rehearsed_rate",),
     "curvature after 100 updates": ("curvature",),
 }
-#: Horizons of designs with a constant rate; those from the second one on are judged, as pilots are as long.
-HORIZONS = (120, 240, 480)
 #: Groups that are judged and never stay, as only a pilot knows them.
 OF_PILOTS = ("curvature after 100 updates",)
 #: Rates of the grid for all designs, and factors from the measured edge of each design.
@@ -93,7 +91,7 @@ class Study:
             pilots: Pilots of the same designs.
         """
         named = {design_key(one.run(0, 1).as_dict()): one for one in designs()}
-        rows = truths(rates, HORIZONS)
+        rows = truths(rates)
         rows = rows[rows["is_learned"]].reset_index(drop=True)
         rows["set"] = [named[key].set for key in rows["key"]]
         rows["family"] = [named[key].architecture.family for key in rows["key"]]
@@ -337,8 +335,7 @@ def main() -> None:
     if kept:
         predicted[f"table, {', '.join(kept)}"] = predictions(study, study.inputs(kept), is_fit)
     predicted["pilot"] = after_pilots(study, rates, pilots)
-    is_judged = study.is_of("locked" if args.locked else "choose") & (study.rows["horizon"] >= HORIZONS[1]).to_numpy()
-    found = figures(study, predicted, is_judged)
+    found = figures(study, predicted, study.is_of("locked" if args.locked else "choose"))
     print(found.to_string(index=False, float_format=lambda value: f"{value:.2f}"))
     with replacing(args.table) as partial:
         found.to_csv(partial, index=False, float_format="%.3f")

@@ -18,7 +18,7 @@ from workbench.errors import CheckpointError, OptionError
 from workbench.reports.assessment_document import most_important
 from workbench.reports.make_report import document_of
 from workbench.reports.quantity import Numbers
-from workbench.risk.edge_model import CHECKED, EdgeModel
+from workbench.risk.edge_model import EdgeModel
 from workbench.risk.edge_regression import EdgeFit
 from workbench.scaling.width_matching import WIDTH_ERROR
 from workbench.schema.statuses import DecisionKind, Verdict
@@ -41,8 +41,8 @@ EDGES, DEVIATION = {"slow_edge": 1e-4, "useful_edge": 1e-2, "explosion_edge": 1.
 def _planted_edges():
     """A risk that does not depend on what ships."""
     fits = {name: (EdgeFit(np.empty(0), np.empty(0), np.log(edge), np.empty(0), 0.1),) for name, edge in EDGES.items()}
-    ranges = dict(zip(CHECKED, [(24, 96), (2, 6), (10, 2000)], strict=True))
-    planted = EdgeModel((), (), ranges, fits, dict.fromkeys(EDGES, DEVIATION))
+    measured = {"d_model": (24, 96), "n_layers": (2, 6), "n_steps": (10, 2000)}
+    planted = EdgeModel((), (), {}, measured, fits, dict.fromkeys(EDGES, DEVIATION))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("workbench.risk.risk.shipped", lambda: planted)
         yield

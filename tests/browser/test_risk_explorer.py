@@ -82,7 +82,7 @@ def test_the_risk_follows_the_hand(lab, page, artifacts, notebook):
     assert "Run a pilot" in banner.inner_text()
     wait(lambda: line_pixels(curve) == 0, "no line")
     page.screenshot(path=artifacts / "risk_explorer_far.png")
-    kernel("setattr(explorer.plan.n_steps, 'value', 200) or 0")
+    kernel("setattr(explorer.plan.n_steps, 'value', 240) or 0")
     banner.wait_for(state="hidden", timeout=10_000)
     wait(lambda: line_pixels(curve) > 100, "the line again")
 

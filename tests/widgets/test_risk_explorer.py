@@ -119,7 +119,7 @@ def test_outside_of_what_was_measured_a_banner_and_no_figure(make):
 @pytest.mark.medium
 def test_a_pilot_narrows_the_risk_until_the_plan_changes(make):
     explorer = make(task="synthetic language")
-    explorer.plan.n_steps.value = 200
+    explorer.plan.n_steps.value = 240
     before = explorer.risk
     explorer.budget.value = 300
     explorer.run_pilot()

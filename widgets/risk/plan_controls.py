@@ -35,7 +35,7 @@ class PlanControls:
             3e-3, min=-5, max=1, step=0.02, description="learning rate", readout_format=".3g", **wide
         )
         self.warmup = ipywidgets.IntSlider(30, min=0, max=200, step=5, description="warm-up", **wide)
-        self.n_steps = ipywidgets.IntSlider(480, min=120, max=4000, step=40, description="steps", **wide)
+        self.n_steps = ipywidgets.IntSlider(480, min=40, max=4000, step=40, description="steps", **wide)
         self.schedule = ipywidgets.Dropdown(options=SCHEDULES, description="schedule", **wide)
         self.clip_norm = ipywidgets.SelectionSlider(options=_CLIPPING, value=1.0, description="clip norm", **wide)
         self.optimizer = ipywidgets.Dropdown(options=tuple(OPTIMIZERS), description="optimizer", **wide)
