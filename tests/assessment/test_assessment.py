@@ -133,7 +133,7 @@ def test_a_model_smaller_than_all_recorded_ones_gets_no_risk_and_a_first_step(sm
     risk = smaller["risk"].to_dataset()
     assert np.isnan(numbers_of(risk)).all()
     assert risk.attrs["warning"].startswith("Nothing was measured at a width")
-    assert "of 16, only from 24 to 96. Nothing that was measured failed" in smaller.attrs["summary"]
+    assert "of 16 (only 24 to 96). Nothing that was measured failed" in smaller.attrs["summary"]
     assert "risk_over_rates" not in smaller
     first = smaller["decisions"].to_dataset().isel(decision=0)
     assert str(first["kind"].values) == "measure"
