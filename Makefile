@@ -104,7 +104,7 @@ sweep: venv  ## Record the sweeps over learning rates again, and fit the risk mo
 	$(BIN)/python data/make_sweep.py
 	$(BIN)/python data/make_rates.py
 	$(BIN)/python data/make_pilots.py
-	$(BIN)/python data/fit_rates.py --locked
+	$(BIN)/python data/fit_rates.py
 	$(BIN)/python data/make_kss_rates.py
 	$(BIN)/python data/fit_risk.py
 

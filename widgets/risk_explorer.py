@@ -251,7 +251,7 @@ class RiskExplorer(MeasuringWidget):
             return
         self._risk = predict(case, pilot=self._answer, model=self._model)
         self._cards.value = "" if self._risk.reason else cards(self._risk, case, self._answer)
-        self._banner_words.value = warning(self._risk)
+        self._banner_words.value = warning(self._risk, self.pilot)
         self._banner.layout.display = None if self._risk.reason else "none"
         words = "" if self.pilot is None else html.escape(str(self.pilot))
         self._found.value = (

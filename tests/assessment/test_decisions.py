@@ -26,6 +26,7 @@ def tree_of(loss, grad_norm, *, risk="healthy", useful=(1e-4, 1e-2)):
         {
             "failure_mode": ("criterion", ["unsuitable_rate"] * 2),
             "state": ("criterion", [risk, "healthy"]),
+            "value": ("criterion", [0.1 if risk == "healthy" else math.nan, 0.0]),
             "is_outside": ("criterion", [False, False]),
         },
         {"criterion": ["failure_probability", "trials_broken"]},
@@ -38,7 +39,8 @@ def tree_of(loss, grad_norm, *, risk="healthy", useful=(1e-4, 1e-2)):
         },
         attrs={"n_updates": 3},
     )
-    rates = xr.Dataset({"slow_edge": ("run", [useful[0]]), "useful_edge": ("run", [useful[1]])})
+    edges = {"slow_edge": useful[0], "useful_edge": useful[1], "useful_edge_high": 4 * useful[1]}
+    rates = xr.Dataset({name: ("run", [edge]) for name, edge in edges.items()})
     parts = {"failure_modes": modes, "criteria": criteria, "rehearsal": rehearsal, "risk": rates}
     return xr.DataTree.from_dict(parts)
 

@@ -134,6 +134,7 @@ def test_an_interrupted_pilot_answers_from_what_it_has():
 def test_rates_for_another_width():
     found = wb.find_rate(loop=planted_loop([]), n_steps=600, progress=False)
     wide = found.for_width(4.0)
+    assert "They are those of a model 4 times as wide as the pilot's, by Adam's rule." in str(wide)
     assert wide.useful_edge.value == pytest.approx(found.useful_edge.value / 4)
     assert wide.useful_edge.high == pytest.approx(1.5 * found.useful_edge.high / 4)
     assert found.for_width(16.0).useful_edge.high == pytest.approx(1.5**2 * found.useful_edge.high / 16)
@@ -147,6 +148,17 @@ def test_rates_for_another_width():
         found.for_width(2.0, parametrization="ntk")
     with pytest.raises(OptionError, match="The rule is Adam's, but the pilot used SGD"):
         replace(found, optimizer="SGD").for_width(2.0)
+    with pytest.raises(OptionError, match="but the pilot used MuonWithAdamW"):
+        replace(found, optimizer="MuonWithAdamW").for_width(2.0)
+
+
+def test_the_schedule_of_a_loop_is_that_of_the_planned_training():
+    constant, cosine = (
+        wb.find_rate(loop=planted_loop([]), n_steps=600, schedule=name, progress=False)
+        for name in ("constant", "cosine")
+    )
+    assert cosine.rounds[-1].useful_edge == constant.rounds[-1].useful_edge
+    assert cosine.useful_edge.value > constant.useful_edge.value
 
 
 def test_a_loss_that_no_rate_changes_has_no_edge():

@@ -180,7 +180,7 @@ def test_a_seed_gives_the_same_model(planted):
         ({"optimizer": "Lion"}, "Nothing was measured for Lion with norm (only for AdamW and SGD)."),
         (
             {"optimizer": "", "d_model": 32},
-            "Nothing was measured at a width of 32 (only 48 to 96) and for an optimizer without a name with norm (only "
+            "Nothing was measured at a width of 32 (only 48 to 96) and for a nameless optimizer with norm (only "
             "for AdamW and SGD).",
         ),
         (
@@ -215,11 +215,13 @@ def test_a_fresh_model_that_counts_as_diverged_explodes_at_any_rate(model, plant
         initial_loss=("run", [60.0, 60.0]), d_model=("run", [4096, 64]), unit_change_rate=("run", [np.nan, 0.01])
     )
     found = model.predict(cases)
-    assert found["reason"].values.tolist() == ["", ""]
-    for name, value in {"explosion": 1, "too_large": 1, "failure": 1, "too_small": 0}.items():
-        for end in ("", "_low", "_high"):
-            assert found[f"{name}{end}"].values.tolist() == [value, value]
-    assert np.isnan(found["useful_edge"]).all()
+    outside, started = found["reason"].values.tolist()
+    assert outside.startswith("Nothing was measured at a width of 4,096")
+    assert started.startswith("The fresh model counts as diverged by RKSP's limits (a loss of 50 or")
+    for end in ("", "_low", "_high"):
+        assert found[f"explosion{end}"].values.tolist() == [1, 1]
+        for name in ("too_small", "too_large", "failure", "useful_edge"):  # some such models learn
+            assert np.isnan(found[f"{name}{end}"]).all()
 
 
 def test_features_beyond_the_range_count_as_its_end(model, planted):

@@ -111,11 +111,13 @@ def test_the_sentence_says_why_nothing_is_known(model, case):
 def test_the_sentence_of_a_fresh_model_that_counts_as_diverged_knows_no_rate(model, case):
     started = wb.risk.predict(case.assign(initial_grad_norm=("run", [501.0])), model=model)
     assert three(started.explosion) == (1, 1, 1)
-    assert started.reason == ""
     assert str(started) == (
-        "At a rate of 0.01, as at any other, the training counts as diverged from the start: the fresh model is beyond "
-        "RKSP's limits, a loss of 50 or a gradient norm of 500."
+        "At a rate of 0.01 the risk is unknown. The fresh model counts as diverged by RKSP's limits (a loss of 50 or a "
+        "gradient norm of 500), and no such model was measured. Find out with wb.find_rate."
     )
+    after = wb.risk.predict(case.assign(initial_grad_norm=("run", [501.0])), pilot=pilot(), model=model)
+    assert after.failure.value == pytest.approx(0.1, abs=0.01)
+    assert after.explosion.value == 1
 
 
 @pytest.mark.parametrize(
@@ -144,8 +146,9 @@ def test_probabilities_are_printed_with_their_interval(chance, sentence):
 def test_the_edges_of_a_pilot_replace_those_of_the_model(model, case, rate, small, large):
     case = case.assign_coords(learning_rate=("run", [rate]))
     before, risk = wb.risk.predict(case, model=model), wb.risk.predict(case, pilot=pilot(), model=model)
+    assert before.explosion_edge.value < pilot().useful_edge.value  # the pilot knows better
     assert (risk.slow_edge, risk.useful_edge) == (pilot().slow_edge, pilot().useful_edge)
-    assert risk.explosion_edge == before.explosion_edge
+    assert risk.explosion_edge.value == pilot().useful_edge.value
     assert risk.too_small.value == pytest.approx(small, abs=0.01)
     assert risk.too_large.value == pytest.approx(large, abs=0.01)
     assert risk.failure.value == pytest.approx(small + large, abs=0.02)
@@ -227,7 +230,7 @@ def test_the_whole_way_from_a_fresh_model():
     [
         (lambda c: wb.risk.predict(c.isel(run=[0, 0])), SchemaError, "There are 2 runs, expected one"),
         (lambda c: wb.risk.over_rates(c.isel(run=[0, 0]), [0.1]), SchemaError, "There are 2 runs, expected one"),
-        (lambda c: wb.risk.over_rates(c, []), SchemaError, "There is no case"),
+        (lambda c: wb.risk.over_rates(c, []), OptionError, "There is no rate; pass at least one"),
         (lambda c: wb.risk.over_rates(c, [0.1, -0.1]), OptionError, "The learning rate is -0.1, expected a positive"),
         (
             lambda c: wb.risk.predict(c.assign_coords(learning_rate=("run", [0.0]))),
@@ -255,3 +258,9 @@ def test_the_shipped_model_is_whole():
         n_weights = len(shipped.features) + len(shipped.groups)
         assert all(len(one.weights) == n_weights for one in shipped.fits[edge])
     assert {field.name for field in fields(wb.risk.Risk)} >= {*OUTCOMES, *EDGES}
+
+
+def test_what_a_pilot_assumes_is_part_of_the_sentence(model, case):
+    longer = case.assign_coords(n_steps=("run", [3000]))
+    risk = wb.risk.predict(longer, pilot=replace(pilot(), n_steps=3000), model=model)
+    assert str(risk).endswith("How rates change was measured up to 2,000 updates; beyond, this is an assumption.")

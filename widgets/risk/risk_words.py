@@ -49,14 +49,14 @@ def cards(risk: Risk, case: xr.Dataset, pilot: FoundRates | None) -> str:
     return f'<div class="workbench-risk" aria-live="polite" style="{grid}">{"".join(boxes)}</div>'
 
 
-def warning(risk: Risk) -> str:
-    """The banner over a plan whose risk is not known; empty if it is."""
+def warning(risk: Risk, pilot: FoundRates | None) -> str:
+    """The banner over a plan whose risk is not known, perhaps not even after a pilot; empty if it is."""
     if not risk.reason:
         return ""
     return (
         '<div role="alert" style="white-space:normal;line-height:1.45;color:var(--jp-ui-font-color1,#222)">'
         '<div style="font-size:16px;font-weight:700"><span aria-hidden="true">⚠</span> The risk is unknown.</div>'
-        f"{html.escape(risk.reason)} Run a pilot to find out.</div>"
+        f"{html.escape(risk.reason)}{'' if pilot else ' Run a pilot to find out.'}</div>"
     )
 
 

@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.assessment.failure_modes.criteria_table import LEAST_CONFIDENCE
-from workbench.assessment.failure_modes.plan_criteria import BROKEN_TRIALS, RISK
-from workbench.formatting import fine_percent, listed, short
+from workbench.assessment.failure_modes.plan_criteria import BROKEN_TRIALS, RISK, RISK_OPEN
+from workbench.formatting import fine_percent, listed, percent, short
 from workbench.schema.statuses import BAD_STATES, CriterionState, Verdict
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ def _left_open(criteria: xr.Dataset) -> list[str]:
     names, states = criteria["criterion"].values.tolist(), criteria["state"].values.tolist()
     is_outside = criteria["is_outside"].values.tolist()
     risk = [
-        name for name, state in zip(names, states, strict=True) if name == RISK and state == CriterionState.NOT_MEASURED
+        name
+        for name, state, value in zip(names, states, criteria["value"].values.tolist(), strict=True)
+        if name == RISK and (state == CriterionState.NOT_MEASURED or value > RISK_OPEN)
     ]
     return risk + [name for name, is_it in zip(names, is_outside, strict=True) if is_it]
 
@@ -102,6 +104,8 @@ def _why_open(criteria: xr.Dataset, sizes: Sizes | None) -> str:
     first = criteria.sel(criterion=_left_open(criteria)[0])
     reason = str(first["reason"].values)
     if str(first["criterion"].values) == RISK:
+        if float(first["value"]) > RISK_OPEN:
+            return f"its risk of not learning well is {percent(float(first['value']))}"
         return f"its risk is not known, for {reason}"
     return f"{first['title'].values} was not judged, for {reason}"
 

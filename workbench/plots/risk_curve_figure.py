@@ -92,12 +92,13 @@ def _draw_one(draw: Primitives, risk: xr.Dataset, learning_rate: float | None) -
     failure, low, high, explosion = (risk[name].values.astype(float) for name in _CHANCES)
     slow, edge, *interval = (float(np.clip(float(risk[name]), rate[0], rate[-1])) for name in _EDGES)
     notes = []
-    if np.isfinite([slow, edge]).all():
+    if slow < edge:
         draw.boxes(slow, 0, edge, 1, colors=_USEFUL, alpha=0.22)
         within = f"within {counted(risk.attrs['n_steps'], 'update')} at width {risk.attrs['d_model']}"
         notes.append(f"green: rates that learn well {within}")
-    draw.bars(edge, 0, edge, 1, color=_USEFUL, width=2)
-    if np.isfinite(interval).all():
+    if rate[0] < edge < rate[-1]:
+        draw.bars(edge, 0, edge, 1, color=_USEFUL, width=2)
+    if interval[0] < interval[1]:
         draw.bars(interval[0], 0.02, interval[1], 0.02, color=_USEFUL, width=5)
         notes.append("bar: interval of the largest one")
     draw.band(rate, low, high, color=_FAILURE)

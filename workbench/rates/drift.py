@@ -51,6 +51,10 @@ class Estimate:
         """The rate and the lower end, no larger than a limit."""
         return Estimate(min(self.value, limit), min(self.low, limit), self.high)
 
+    def at_least(self, limit: float) -> Estimate:
+        """The rate and both ends, no smaller than a limit."""
+        return Estimate(max(self.value, limit), max(self.low, limit), max(self.high, limit))
+
     def chance_below(self, rate: float) -> float:
         """Probability that what is estimated lies below a rate: normal in the logarithm on either side of the value."""
         distance = math.log(rate / self.value)

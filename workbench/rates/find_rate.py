@@ -34,6 +34,8 @@ _START, _START_OF_SGD = 3e-3, 0.1
 _SMALLEST_BUDGET = 200
 #: Factor by which explosion edges of seven architectures were off the rule, at most, and factor in the width.
 _WIDTH_ERROR, _WIDTH_RATIO = 1.5, 4.0
+#: Optimizers whose rates follow that rule.
+_ADAMS = ("adam", "adamw", "adamax", "nadam", "radam")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class FoundRates:
         trivial_loss: Loss of the predictor that knows the frequencies of the targets alone; nat; NaN: not known.
         optimizer: Name of the optimizer; empty: not known.
         is_interrupted: Whether the pilot was interrupted before its end.
+        width_ratio: Width of the model that the rates are for over that of the pilot's.
 
     Example:
         >>> import workbench as wb
@@ -73,6 +76,7 @@ class FoundRates:
     trivial_loss: float
     optimizer: str
     is_interrupted: bool
+    width_ratio: float = 1.0
 
     def __str__(self) -> str:
         n_rates = len({rate for one in self.rounds for rate in one.rate})
@@ -80,15 +84,24 @@ class FoundRates:
         cost = f"Pilot: {cost}" if not self.is_interrupted else f"Interrupted pilot: {cost}"
         if self.reason:
             return f"{self.reason} {cost}"
-        beyond = ""
-        if self.n_steps > longest_measured():
-            beyond = (
-                f" How rates change was measured up to {longest_measured():,} updates; beyond, this is an assumption."
-            )
         return (
             f"Over {self.n_steps:,} updates the best learning rate is about {self.best_rate}; rates from "
-            f"{self.slow_edge} up to {self.useful_edge} learn about as well (80 % intervals).{beyond} {cost}"
+            f"{self.slow_edge} up to {self.useful_edge} learn about as well (80 % intervals).{self.caveat} {cost}"
         )
+
+    @property
+    def caveat(self) -> str:
+        """What the estimates assume beyond what was measured, as a sentence after a space; empty: nothing."""
+        sentences = []
+        if self.n_steps > longest_measured():
+            sentences.append(
+                f" How rates change was measured up to {longest_measured():,} updates; beyond, this is an assumption."
+            )
+        if self.width_ratio != 1:
+            sentences.append(
+                f" They are those of a model {self.width_ratio:g} times as wide as the pilot's, by Adam's rule."
+            )
+        return "".join(sentences)
 
     @property
     def has_learned(self) -> bool:
@@ -106,7 +119,7 @@ class FoundRates:
         In the standard parametrization rates fall as 1 / width, in muP they stay (Yang et al. 2022, arXiv:2203.03466).
         The error of the rule widens the intervals by a factor of 1.5 for each factor of 4 in the width, and at least by
         that: the largest error of explosion edges at 256 from those at 64, of eight recorded width studies
-        (`workbench.samples.scaling`). Larger factors were not measured.
+        (`workbench.samples.scaling`). Beyond a factor of 4 that growth is an assumption.
 
         Args:
             ratio: Width of the target over that of the pilot's model.
@@ -116,7 +129,7 @@ class FoundRates:
             OptionError: If the ratio is not positive, there is no such parametrization, or the optimizer is not of
                 Adam's family.
         """
-        if self.optimizer and "adam" not in self.optimizer.lower():
+        if self.optimizer and self.optimizer.lower() not in _ADAMS:
             raise OptionError(
                 f"The rule is Adam's, but the pilot used {self.optimizer}; run a pilot at the target width."
             )
@@ -126,7 +139,8 @@ class FoundRates:
             raise OptionError(f"parametrization is {parametrization!r}, expected 'standard' or 'mup'.")
         factor = 1 / float(ratio) if parametrization == "standard" else 1.0
         error = 1.0 if ratio == 1 else _WIDTH_ERROR ** max(1.0, abs(math.log(float(ratio), _WIDTH_RATIO)))
-        return _with(self, {name: rate.times(factor, error=error) for name, rate in self.estimates.items()})
+        found = _with(self, {name: rate.times(factor, error=error) for name, rate in self.estimates.items()})
+        return replace(found, width_ratio=self.width_ratio * float(ratio))
 
     @property
     def estimates(self) -> dict[str, Estimate]:
@@ -196,7 +210,8 @@ def find_rate(
             loss of 4,096 token states four to seven times.
         loop: In place of model and task, a training loop of your own: a function from a rate and a seed that trains a
             fresh model at this rate, constant after a short warm-up, and yields the training loss of each update. It
-            runs only as far as needed, and is closed. ``start`` is the one setting below that it knows.
+            runs only as far as needed, and is closed. Of the settings below only ``start`` and ``schedule``, that of
+            the planned training, go with it.
         n_seeds: Seeds at most.
         start: Rate at which the search begins, between 1e-9 and 1e6; None: .003, for SGD .1.
         warmup: As in `workbench.train`.
@@ -243,7 +258,8 @@ def find_rate(
     }
     plan = TrainingPlan(n_steps=n_steps, learning_rate=start, **settings)
     if loop is not None:
-        _refuse_beside_a_loop({**settings, "loss": loss})
+        own = {name: value for name, value in settings.items() if name != "schedule"}
+        _refuse_beside_a_loop({**own, "loss": loss})
     begun = time.monotonic()
     with progress_bar(progress is True, total=budget, label="pilot", unit="update") as bar:
         tell = progress if callable(progress) else lambda _: bar.update()

@@ -14,7 +14,7 @@ from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.formatting import listed
 from workbench.io.atomic import check_free, replacing
 from workbench.risk.edge_regression import EdgeFit, Edges, Floats, best_penalty, fit_edges
-from workbench.risk.features import RATE, as_cases, column, counts_as_diverged, feature_table
+from workbench.risk.features import LIMITS, RATE, as_cases, column, counts_as_diverged, feature_table
 from workbench.risk.scores import resamples
 
 if TYPE_CHECKING:
@@ -29,8 +29,12 @@ _TITLES = {
     "explosion": "probability that the run explodes",
     "failure": "probability that it does not learn well",
 }
-#: The largest probability of a sum of two.
+#: The largest sum of two probabilities: both are estimates, and nothing is certain.
 MOST_CERTAIN = 1 - 1e-6
+_STARTS_DIVERGED = (
+    f"The fresh model counts as diverged by RKSP's limits (a loss of {LIMITS['initial_loss']:g} or a gradient norm of "
+    f"{LIMITS['initial_grad_norm']:g}), and no such model was measured."
+)
 #: Setting of a design -> words for one outside of what was measured.
 _MEASURED = {"d_model": "at a width of {}", "n_layers": "at a depth of {}", "n_steps": "over {} updates"}
 #: Share of new families whose edge an interval of a rate contains, and of resamples of the families whose probability
@@ -38,6 +42,8 @@ _MEASURED = {"d_model": "at a width of {}", "n_layers": "at a depth of {}", "n_s
 LEVEL = 0.8
 _KIND, _VERSION = "stability-workbench edge model", 1
 _FEWEST_FAMILIES = 3
+#: Class of an optimizer -> what users call it.
+_CALLED = {"MuonWithAdamW": "Muon", "": "a nameless optimizer"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class EdgeModel:
             ``explosion``, and the rates ``slow_edge``, ``useful_edge`` and ``explosion_edge``, each with ``_low`` and
             ``_high``, the ends of an 80 % interval: over new families for rates, over resamples of the families for
             probabilities. NaN where there is no answer, and ``reason`` says why. A fresh model that counts as diverged
-            explodes at any rate; its edges are NaN.
+            explodes at any rate; whether it learns is not known.
 
         Raises:
             OptionError: If a learning rate is no positive number.
@@ -97,8 +103,9 @@ class EdgeModel:
 
         cases = as_cases(cases)
         starts_diverged = counts_as_diverged(cases)
-        reasons = np.where(starts_diverged, "", self._reasons(cases))
-        is_known = (reasons == "") & ~starts_diverged
+        reasons = self._reasons(cases)
+        reasons = np.where(starts_diverged & (reasons == ""), _STARTS_DIVERGED, reasons)
+        is_known = reasons == ""
         inputs, log_rate = self._inputs(cases, has_answer=is_known), np.log(column(cases, RATE).astype(float))
         reach = norm.ppf((1 + LEVEL) / 2)
         found: dict[str, np.ndarray] = {}
@@ -118,7 +125,8 @@ class EdgeModel:
         for outcome, chance in chances.items():
             low, high = np.quantile(chance, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
             three = np.stack([chance[0], np.minimum(low, chance[0]), np.maximum(high, chance[0])])
-            found[outcome] = np.where(starts_diverged, outcome != "too_small", np.where(is_known, three, np.nan))
+            found[outcome] = np.where(is_known, three, np.nan)
+        found["explosion"] = np.where(starts_diverged, 1.0, found["explosion"])
         variables: dict[str, Any] = {"reason": ("run", reasons.astype(str))}
         for name, values in found.items():
             about = {"long_name": _TITLES.get(name, name.replace("_", " ")), "units": "1"}
@@ -288,7 +296,7 @@ def groups_of(cases: xr.Dataset) -> np.ndarray:
     responses = _numbers(cases, "scale_response", allow_missing=True)
     if "optimizer" not in cases.variables:
         raise SchemaError("The cases lack optimizer; measure them with wb.sweeps.measure_case.")
-    names = [name or "an optimizer without a name" for name in column(cases, "optimizer").astype(str)]
+    names = [_CALLED.get(name, name) for name in column(cases, "optimizer").astype(str)]
     return np.array(
         [
             "" if np.isnan(response) else f"{name} {'with' if response < 0.5 else 'without'} norm"

@@ -14,7 +14,7 @@ from workbench.formatting import counted, percent, rounded
 from workbench.rates.drift import Estimate
 from workbench.rates.find_rate import FoundRates
 from workbench.risk.edge_model import EDGES, MOST_CERTAIN, EdgeModel
-from workbench.risk.features import LIMITS, RATE, as_cases, column
+from workbench.risk.features import RATE, as_cases, column
 from workbench.risk.shipped_model import shipped
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class Risk:
         slow_edge: Smallest rate with which it learns well.
         useful_edge: Largest rate with which it learns well.
         explosion_edge: Rate from which it diverges.
-        reason: Why these are NaN; empty: they are known, or the fresh model counts as diverged and has no edges.
+        caveat: What a pilot assumes beyond what was measured; empty: nothing.
+        reason: Why these are NaN, and ``explosion`` 1 if the fresh model counts as diverged; empty: they are known.
 
     Example:
         >>> import workbench as wb
@@ -92,21 +93,17 @@ class Risk:
     useful_edge: Estimate
     explosion_edge: Estimate
     reason: str
+    caveat: str = ""
 
     def __str__(self) -> str:
         rate = f"At a rate of {rounded(self.learning_rate)}"
         if self.reason:
             return f"{rate} the risk is unknown. {self.reason} Find out with wb.find_rate."
-        if math.isnan(self.useful_edge.value):
-            return (
-                f"{rate}, as at any other, the training counts as diverged from the start: the fresh model is beyond "
-                f"RKSP's limits, a loss of {LIMITS['initial_loss']:g} or a gradient norm of "
-                f"{LIMITS['initial_grad_norm']:g}."
-            )
         explosion = "" if math.isnan(self.explosion.value) else f", {percent(self.explosion.value)} of an explosion"
         return (
             f"{rate}: {self.failure} risk of not learning well within {counted(self.n_steps, 'update')} at width "
             f"{self.d_model}{explosion}; learns well from {self.slow_edge} up to {self.useful_edge}."
+            f"{self.caveat}"
         )
 
 
@@ -168,6 +165,8 @@ def over_rates(
     import xarray as xr
 
     rates = np.asarray(rates, dtype=float)
+    if not rates.size:
+        raise OptionError("There is no rate; pass at least one.")
     cases = _one(case).isel(run=np.zeros(len(rates), int)).assign_coords({RATE: ("run", rates)})
     found = _risks(cases, pilot, model)
     data: dict[str, object] = {}
@@ -228,7 +227,10 @@ def _after(risk: Risk, pilot: FoundRates) -> Risk:
     failure, too_small, too_large = (
         Chance(value, math.nan, math.nan) for value in (min(small + large, MOST_CERTAIN), small, large)
     )
+    starts_diverged = risk.explosion.value == 1
     return replace(
-        risk, failure=failure, too_small=too_small, too_large=too_large, explosion=risk.explosion.at_most(large),
-        slow_edge=pilot.slow_edge, useful_edge=pilot.useful_edge, reason="",
+        risk, failure=failure, too_small=too_small, too_large=too_large,
+        explosion=risk.explosion if starts_diverged else risk.explosion.at_most(large),
+        slow_edge=pilot.slow_edge, useful_edge=pilot.useful_edge,
+        explosion_edge=risk.explosion_edge.at_least(pilot.useful_edge.value), reason="", caveat=pilot.caveat,
     )  # fmt: skip

@@ -189,6 +189,15 @@ def test_inside_of_the_sizes_healthy_numbers_may_proceed():
     assert "the size of what was measured is not known" in str(of(unknown, "gradient_gain_total")["reason"].values)
 
 
+def test_a_plan_that_may_well_not_learn_does_not_proceed():
+    criteria, modes = judged(planted(risk=0.45), BANDS)
+    assert str(of(criteria, "failure_probability")["state"].values) == "healthy"
+    assert verdict_of(criteria, modes) == "cannot say"
+    words = summary_of("The model", verdict_of(criteria, modes), criteria, modes)
+    assert "its risk of not learning well is 45 %" in words
+    assert "wb.find_rate" in words
+
+
 def test_what_is_not_finite_fails_at_any_size():
     criteria, modes = judged(planted(flow={"gradient_gain_total": math.inf}, sizes=STAND_IN), SIZED)
     row = of(criteria, "gradient_gain_total")

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: A risk of not learning well above the first is at risk, above the second failing.
 RISK_LIMIT, RISK_FAILING = 0.5, 0.8
+#: A larger risk does not let a plan proceed.
+RISK_OPEN = 0.2
 #: The criteria that decide a verdict on the plan.
 RISK, BROKEN_TRIALS = "failure_probability", "trials_broken"
 #: A larger share means every trial.
@@ -75,8 +77,8 @@ PLAN = (
         "the planned rate is probably too small or too large to learn well",
         HealthyBand(
             high=RISK_LIMIT, failing_high=RISK_FAILING,
-            why="half of the plans at this limit do not learn well; settings alone place the useful rates no better "
-            "than to a factor of 3",
+            why="half of the plans at this limit do not learn well; above a fifth a plan does not proceed, but its "
+            "useful rates are to be found",
         ),
     ),
     # Measured on the plan itself, not predicted. Diverged trials are evidence against a plan; trials of the first
