@@ -3,8 +3,9 @@
     python data/fit_rates.py                         # fits on the set "fit", judges on "choose"
     python data/fit_rates.py --locked                # and judges once on "locked"
 
-Reads ``rates.nc`` and ``rate_pilots.nc``; writes ``workbench/rates/shipped/drift.json`` from the set "fit" alone, and
-the table that it prints into ``rate_accuracy.csv``.
+Reads ``rates.nc`` and ``rate_pilots.jsonl``; writes ``workbench/rates/shipped/drift.json`` from the set "fit" alone, and
+the table that it prints into ``rate_accuracy.csv``. Features are chosen on the set "choose"; before it is recorded, on
+the set "fit", each family being judged by the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
-from make_pilots import ROUNDS
+from make_pilots import recorded
 from rate_designs import designs
 
 import workbench as wb
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SHIPPED = Path(wb.rates.__file__).parent / "shipped" / "drift.json"
+ROUNDS = ("coarse", "fine")
 #: Rates that a round of a pilot finds.
 FOUND = ("best_rate", "useful_edge")
 #: Features of `workbench.rates.drift.features` that are tried, in this order.
@@ -75,29 +77,27 @@ def _truths(runs: xr.Dataset, shorter: xr.Dataset, horizon: int) -> pd.DataFrame
     return pd.DataFrame(rows)
 
 
-def table(rates: xr.Dataset, pilots: xr.Dataset) -> pd.DataFrame:
+def table(rates: xr.Dataset, pilots: list[dict[str, Any]]) -> pd.DataFrame:
     """What each round of each pilot found and what the runs showed, by horizon; ``is_last``: what a pilot answers from.
 
     A pilot without an answer has one row, whose round is empty.
     """
     import pandas as pd
 
-    named = designs()
+    named = {one.run(0, 1).cell: one for one in designs()}
     rows = []
-    for i, design in enumerate(named):
-        for budget in pilots["budget"].values.tolist():
-            of = pilots.isel(design=i).sel(budget=budget)
-            if np.isnan(of["n_updates"]):
-                continue  # not made yet
-            about = {"architecture": design.architecture.name, "family": design.architecture.family, "set": design.set}
-            about |= {"key": design_key(design.run(0, 1).as_dict()), "optimizer": design.optimizer, "budget": budget}
-            known = np.flatnonzero(np.isfinite(of["useful_edge"].values)) if of["is_learned"] == 1 else []
-            for at in known:
-                found = {f"{name}_pilot": float(of[name][at]) for name in FOUND}
-                found |= {"round": ROUNDS[at], "updates": float(of["updates"][at]), "is_last": at == known[-1]}
-                rows.append(about | found)
-            if not len(known):
-                rows.append(about | {"round": "", "is_last": True})
+    for pilot in pilots:
+        design = named[pilot["cell"]]
+        about = {"architecture": design.architecture.name, "family": design.architecture.family, "set": design.set}
+        about |= {"key": design_key(design.run(0, 1).as_dict()), "optimizer": design.optimizer}
+        about |= {"budget": pilot["budget"]}
+        last = {ROUNDS[not one["is_coarse"]]: one for one in pilot["rounds"]}  # a repeated round knows more
+        known = {name: one for name, one in last.items() if pilot["is_learned"] and math.isfinite(one["useful_edge"])}
+        for name, one in known.items():
+            found = {f"{rate}_pilot": one[rate] for rate in FOUND}
+            rows.append(about | found | {"round": name, "updates": one["n_updates"], "is_last": name == [*known][-1]})
+        if not known:
+            rows.append(about | {"round": "", "is_last": True})
     return pd.DataFrame(rows).merge(truths(rates), on="key")
 
 
@@ -161,32 +161,56 @@ def drift_of(of_fit: pd.DataFrame, names: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def accuracy(rows: pd.DataFrame, drift: dict[str, Any], by: list[str]) -> pd.DataFrame:
-    """Shares of designs whose useful edge is within a factor; a design without an answer is outside.
+def judged(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
+    """The rows that answer, with the errors of their useful edges and of those of two simpler rules.
 
-    Beside them those of the median edge of all designs of the set "fit", and of those with the same optimizer.
+    ``error``: logarithm of the estimate over the measured edge; NaN: no answer. ``one rate`` and ``by optimizer``: the
+    same of the median edge of all designs of the set "fit", and of those with the same optimizer. ``is_in_interval``:
+    whether the measured edge lies in the interval. Everything is fitted to the set "fit"; a family of that set is left
+    out of the fit that judges it.
+
+    Args:
+        rows: From `table`.
+        names: Features.
     """
     import pandas as pd
 
-    rows = rows[np.isfinite(rows["useful_edge"]) & rows["is_last"]].copy()
-    rows["error"] = errors(rows, drift, "useful_edge")
-    of_fit = rows[(rows["set"] == "fit") & (rows["budget"] == rows["budget"].max())]
-    edge = np.log(rows["useful_edge"])
-    rows["one rate"] = np.log(of_fit["useful_edge"]).median() - edge
-    medians = np.log(of_fit["useful_edge"]).groupby(of_fit["optimizer"]).median()
-    rows["by optimizer"] = rows["optimizer"].map(medians) - edge
-    low, high = (
-        rows["round"].map({kind: drift[kind]["useful_edge"][end] for kind in ROUNDS}) for end in ("low", "high")
-    )
-    rows["is in interval"] = (-rows["error"] >= low) & (-rows["error"] <= high)
+    found = []
+    for family, of_family in rows.groupby("family", sort=False):
+        others = rows[(rows["set"] == "fit") & (rows["family"] != family)]
+        drift = drift_of(others, names)
+        answers = of_family[np.isfinite(of_family["useful_edge"]) & of_family["is_last"]].copy()
+        answers["error"] = errors(answers, drift, "useful_edge")
+        low, high = (
+            answers["round"].map({kind: drift[kind]["useful_edge"][end] for kind in ROUNDS}) for end in ("low", "high")
+        )
+        answers["is_in_interval"] = (-answers["error"]).between(low, high)
+        once = others[others["is_last"] & (others["budget"] == others["budget"].max())]
+        edge = np.log(answers["useful_edge"])
+        answers["one rate"] = np.log(once["useful_edge"]).median() - edge
+        medians = np.log(once["useful_edge"]).groupby(once["optimizer"]).median()
+        answers["by optimizer"] = answers["optimizer"].map(medians) - edge
+        found.append(answers)
+    return pd.concat(found)
+
+
+def accuracy(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Shares of designs whose useful edge is within a factor, by estimate; a design without an answer is outside.
+
+    Args:
+        rows: From `judged`.
+        by: Columns that a row of the result is for.
+    """
+    import pandas as pd
+
     found = []
     for name, group in rows.groupby(by, sort=False):
         row: dict[str, Any] = dict(zip(by, name, strict=True)) | {"designs": len(group)}
         row["no answer"] = float(group["error"].isna().mean())
         for factor in FACTORS:
-            for what, column in (("", "error"), ("one rate, ", "one rate"), ("by optimizer, ", "by optimizer")):
+            for what, column in (("", "error"), ("by optimizer, ", "by optimizer"), ("one rate, ", "one rate")):
                 row[f"{what}{factor}"] = float((group[column].abs() <= math.log(factor)).mean())
-        row["in interval"] = float(group["is in interval"][group["error"].notna()].mean())
+        row["in interval"] = float(group["is_in_interval"][group["error"].notna()].mean())
         found.append(row)
     return pd.DataFrame(found)
 
@@ -196,28 +220,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).parent
     parser.add_argument("--rates", type=Path, default=here / "rates.nc")
-    parser.add_argument("--pilots", type=Path, default=here / "rate_pilots.nc")
+    parser.add_argument("--pilots", type=Path, default=here / "rate_pilots.jsonl")
     parser.add_argument("--out", type=Path, default=SHIPPED)
     parser.add_argument("--table", type=Path, default=here / "rate_accuracy.csv")
     parser.add_argument("--locked", action="store_true", help="judge on the locked set too")
     args = parser.parse_args()
-    with xr.open_dataset(args.rates) as rates, xr.open_dataset(args.pilots) as pilots:
-        rows = table(rates.load(), pilots.load())
+    rows = table(xr.load_dataset(args.rates), recorded(args.pilots))
     if not args.locked:
         rows = rows[rows["set"] != "locked"]
-    of_fit = rows[rows["set"] == "fit"]
-    judged: dict[tuple[str, ...], float] = {}
-    choose = rows[(rows["set"] == "choose") & (rows["budget"] == rows["budget"].max()) & rows["is_last"]]
+    chosen_on = "choose" if "choose" in set(rows["set"]) else "fit"
+    medians: dict[tuple[str, ...], float] = {}
     for names in TRIED:
-        judged[names] = float(np.nanmedian(np.abs(errors(choose, drift_of(of_fit, names), "useful_edge"))))
-        print(f"{', '.join(names)}: median error on the set choose {math.exp(judged[names]):.2f}")
-    drift = drift_of(of_fit, min(judged, key=lambda names: judged[names]))
-    found = accuracy(rows, drift, ["set", "budget", "horizon"])
+        found = judged(rows, names)
+        of_set = found[(found["set"] == chosen_on) & (found["budget"] == found["budget"].max())]
+        medians[names] = float(of_set["error"].abs().median())
+        print(f"{', '.join(names)}: median error on the set {chosen_on} {math.exp(medians[names]):.2f}")
+    names = min(medians, key=lambda names: medians[names])
+    found = accuracy(judged(rows, names), ["set", "budget", "horizon"])
     print(found.to_string(index=False, float_format=lambda value: f"{value:.2f}"))
     with replacing(args.table) as partial:
         found.to_csv(partial, index=False, float_format="%.3f")
+    drift = {"call": "python data/fit_rates.py", "chosen on": chosen_on} | drift_of(rows[rows["set"] == "fit"], names)
     with replacing(args.out) as partial:
-        partial.write_text(json.dumps({"call": "python data/fit_rates.py", **drift}, indent=1) + "\n")
+        partial.write_text(json.dumps(drift, indent=1) + "\n")
 
 
 if __name__ == "__main__":

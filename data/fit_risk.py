@@ -3,7 +3,7 @@
     python data/fit_risk.py                          # fits on the set "fit", chooses and judges on "choose"
     python data/fit_risk.py --locked                 # fits on both and judges once on "locked"
 
-Reads ``rates.nc`` and ``rate_pilots.nc``. The base is a table of optimizer and norm. One group of features after the
+Reads ``rates.nc`` and ``rate_pilots.jsonl``. The base is a table of optimizer and norm. One group of features after the
 other is added; it stays if the gain in likelihood of the useful edges of the set "choose" is positive in the mean over
 its families and in nine of ten bootstrap samples of them. What stays is fitted to both sets and written into
 ``workbench/risk/shipped/edges.json``, and the accuracy of several predictors into ``risk_accuracy.csv``. Judged on
@@ -19,11 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 from fit_rates import FACTORS, table, truths
+from make_pilots import OF_CURVATURE, recorded
 from rate_designs import designs
 
 import workbench as wb
@@ -83,7 +84,7 @@ class Study:
     cases: xr.Dataset
 
     @classmethod
-    def of(cls, rates: xr.Dataset, pilots: xr.Dataset) -> Study:
+    def of(cls, rates: xr.Dataset, pilots: list[dict[str, Any]]) -> Study:
         """Read the recorded study.
 
         Args:
@@ -105,8 +106,9 @@ class Study:
         names = [name for of_group in GROUPS.values() for name in of_group if name != "curvature"]
         values = np.mean([feature_table(cases, names, allow_missing=True).values for cases in seeds], axis=0)
         columns = dict(zip(names, values.T, strict=True))
-        of_key = dict(zip(named, pilots["curvature"].isel(budget=-1).values, strict=True))
-        columns["curvature"] = np.log10([max(of_key[key], 1e-6) for key in rows["key"]])
+        of_cell = {one["cell"]: one["curvature"] for one in pilots if one["budget"] == OF_CURVATURE}
+        curvature = {key: of_cell.get(one.run(0, 1).cell, np.nan) for key, one in named.items()}
+        columns["curvature"] = np.log10([max(curvature[key], 1e-6) for key in rows["key"]])
         edges = {
             "slow_edge": _edges(rows["slow_edge"], high=rows["smallest"]),
             "useful_edge": _edges(rows["useful_edge"], low=rows["largest"]),
@@ -282,7 +284,7 @@ def predictions(study: Study, x: Floats, is_fit: np.ndarray) -> dict[str, Floats
     return found
 
 
-def after_pilots(study: Study, rates: xr.Dataset, pilots: xr.Dataset) -> dict[str, Floats]:
+def after_pilots(study: Study, rates: xr.Dataset, pilots: list[dict[str, Any]]) -> dict[str, Floats]:
     """Distributions from the pilots of the largest budget, as `wb.find_rate` extrapolates them.
 
     Args:
@@ -314,13 +316,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).parent
     parser.add_argument("--rates", type=Path, default=here / "rates.nc")
-    parser.add_argument("--pilots", type=Path, default=here / "rate_pilots.nc")
+    parser.add_argument("--pilots", type=Path, default=here / "rate_pilots.jsonl")
     parser.add_argument("--out", type=Path, default=SHIPPED)
     parser.add_argument("--table", type=Path, default=here / "risk_accuracy.csv")
     parser.add_argument("--locked", action="store_true", help="judge on the locked set instead of the set choose")
     args = parser.parse_args()
-    with xr.open_dataset(args.rates) as rates, xr.open_dataset(args.pilots) as pilots:
-        rates, pilots = rates.load(), pilots.load()
+    rates, pilots = xr.load_dataset(args.rates), recorded(args.pilots)
     study = Study.of(rates, pilots)
     kept, gains = chosen(study)
     print(gains.to_string(index=False, float_format=lambda value: f"{value:.3f}"))

@@ -1,9 +1,10 @@
 """Record the study of learning rates: which rate is the best for a design, and which are useful.
 
-    python data/make_rates.py                        # everything, into data/rates.nc
-    python data/make_rates.py --folder try --sets fit --stage coarse
+    python data/make_rates.py                        # everything that data/rates.nc lacks
+    python data/make_rates.py --folder try --out try.nc --sets fit --stage coarse
 
-72 designs (see rate_designs.py) in three sets of families, each set in stages that go on where they stopped:
+72 designs (see rate_designs.py) in three sets of families, each set in stages. The file is written after each of them;
+a stage that was interrupted goes on where it stopped:
 
 - ``coarse``: rates a factor 3.4 apart over 3.7 decades, one seed;
 - ``fine``: rates a factor 1.5 apart up to three steps on either side of the best coarse rate, three seeds;
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +28,11 @@ from make_sweep import write
 from rate_designs import FAMILIES, N_STEPS, SEED_OF_SETUPS, Design, designs
 
 import workbench as wb
+from workbench.errors import SweepError
 from workbench.rates.outcomes import LossTable
 from workbench.rates.rate_search import power_of
 from workbench.rates.useful_band import UsefulBand, useful_band
+from workbench.schema.sweeps import SETTINGS
 
 N_EVALUATIONS, N_SNAPSHOTS = 20, 1024
 SEEDS = (1, 2, 3)
@@ -124,56 +128,93 @@ def measured_runs(of: list[Design]) -> list[wb.sweeps.RunSettings]:
     return [design.run(0, seed, n_steps=1, n_snapshots=N_SNAPSHOTS) for design in of for seed in SEEDS[:2]]
 
 
-def make(folder: Path, of: str, last: str, n_workers: int) -> dict[str, xr.Dataset]:
-    """All stages of a set up to one, each in a store of its own; a stage without runs is left out."""
-    found: dict[str, xr.Dataset] = {}
+@dataclass
+class Record:
+    """The recorded stages, in one file that is written after each of them.
+
+    Args:
+        file: The file.
+        folder: Where the stores of unfinished stages are kept.
+        n_workers: Processes.
+    """
+
+    file: Path
+    folder: Path
+    n_workers: int
+    stages: dict[tuple[str, str], xr.Dataset] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.file.exists():
+            recorded = xr.load_dataset(self.file, engine="netcdf4").set_coords(list(SETTINGS))
+            for name, stage in dict.fromkeys(zip(recorded["study"].values, recorded["stage"].values, strict=True)):
+                is_it = (recorded["study"].values == name) & (recorded["stage"].values == stage)
+                self.stages[name, stage] = recorded.isel(run=is_it)
+
+    def make(self, of: str, stage: str, runs: list[wb.sweeps.RunSettings]) -> None:
+        """Record a stage of a set unless it is recorded.
+
+        Raises:
+            SweepError: If the recorded runs are others.
+        """
+        if (of, stage) in self.stages:
+            recorded = self.stages[of, stage]["settings"].values.tolist()
+            if recorded != [run.describe()["settings"] for run in runs]:
+                raise SweepError(
+                    f"{self.file} holds other runs of the stage {stage} of the set {of} than this script makes; "
+                    "move it away to record them again."
+                )
+        elif runs:
+            print(f"{of}, {stage}:", flush=True)
+            made = wb.sweeps.run(runs, self.folder / f"{of}-{stage}.zarr", n_workers=self.n_workers)
+            made = made.drop_vars("eigenvalue").assign_coords(stage=("run", [stage] * made.sizes["run"]))
+            self.stages[of, stage] = made
+            self._write()
+
+    def known(self, of: str, *stages: str) -> xr.Dataset:
+        """The runs of some stages of a set."""
+        return wb.sweeps.join([self.stages[of, stage] for stage in stages if (of, stage) in self.stages])
+
+    def _write(self) -> None:
+        about = {
+            "call": "python data/make_rates.py",
+            "n_steps": N_STEPS,
+            "seeds": json.dumps({"setups": SEED_OF_SETUPS, "runs": SEEDS, "long": LONG_SEEDS}),
+            "families": json.dumps(FAMILIES),
+        }
+        parts = list(self.stages.values())
+        write(wb.sweeps.join(parts), self.file, about, parts[-1].attrs)
+
+
+def make(record: Record, of: str, last: str) -> None:
+    """All stages of a set up to one."""
     members = [design for design in designs() if design.set == of]
-
-    def known() -> xr.Dataset:
-        return wb.sweeps.join([found[stage] for stage in ("coarse", "fine", "wider") if stage in found])
-
     plans = {
         "coarse": lambda: coarse_runs(members),
-        "fine": lambda: fine_runs(members, found["coarse"]),
-        "wider": lambda: wider_runs(members, known()),
-        "shorter": lambda: shorter_runs(members, known()),
+        "fine": lambda: fine_runs(members, record.known(of, "coarse")),
+        "wider": lambda: wider_runs(members, record.known(of, "coarse", "fine")),
+        "shorter": lambda: shorter_runs(members, record.known(of, "coarse", "fine", "wider")),
         "measures": lambda: measured_runs(members),
-        "long": lambda: long_runs(members, known()),
+        "long": lambda: long_runs(members, record.known(of, "coarse", "fine", "wider")),
     }
     for stage in STAGES[: STAGES.index(last) + 1]:
-        if runs := plans[stage]():
-            print(f"{of}, {stage}:", flush=True)
-            found[stage] = wb.sweeps.run(runs, folder / f"{of}-{stage}.zarr", n_workers=n_workers)
-    return found
-
-
-def collect(stages: list[tuple[str, xr.Dataset]], file: Path) -> None:
-    """One file of all stages of all sets, and how it was made."""
-    named = [part.assign_coords(stage=("run", [stage] * part.sizes["run"])) for stage, part in stages]
-    about = {
-        "call": "python data/make_rates.py",
-        "n_steps": N_STEPS,
-        "seeds": json.dumps({"setups": SEED_OF_SETUPS, "runs": SEEDS, "long": LONG_SEEDS}),
-        "families": json.dumps(FAMILIES),
-    }
-    write(wb.sweeps.join(named), file, about, stages[0][1].attrs)
+        record.make(of, stage, plans[stage]())
 
 
 def main() -> None:
     """Read the command line and make the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).parent
-    parser.add_argument("--folder", type=Path, default=here / "rates", help="where the stores are kept meanwhile")
+    parser.add_argument("--folder", type=Path, default=here / "rates", help="where the stores of unfinished stages are kept")
     parser.add_argument("--out", type=Path, default=here / "rates.nc")
     parser.add_argument("--sets", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="the sets to be made")
     parser.add_argument("--stage", choices=STAGES, default=STAGES[-1], help="the last stage to be made")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     start = time.monotonic()
-    stages = [pair for name in args.sets for pair in make(args.folder, name, args.stage, args.workers).items()]
+    record = Record(args.out, args.folder, args.workers)
+    for name in args.sets:
+        make(record, name, args.stage)
     print(f"{', '.join(args.sets)} up to {args.stage}: {(time.monotonic() - start) / 60:.0f} minutes.")
-    if args.stage == STAGES[-1] and set(args.sets) == set(FAMILIES):
-        collect(stages, args.out)
 
 
 if __name__ == "__main__":

@@ -198,11 +198,12 @@ def collect(sweeps: list[xr.Dataset], file: Path, minutes: float) -> None:
 
 def write(runs: xr.Dataset, file: Path, about: dict[str, Any], first: dict[str, Any]) -> None:
     """Write a sweep as a compressed netCDF file: with what is said of it, and the versions of its first part."""
-    eigenvalue = runs["eigenvalue"]
-    runs = runs.drop_vars("eigenvalue")
-    for part in ("real", "imag"):  # netCDF has no complex numbers
-        rounded = np.round(getattr(eigenvalue, part).values.astype(np.float32), 4)
-        runs[f"eigenvalue_{part}"] = (eigenvalue.dims, rounded, eigenvalue.attrs)
+    if "eigenvalue" in runs:
+        eigenvalue = runs["eigenvalue"]
+        runs = runs.drop_vars("eigenvalue")
+        for part in ("real", "imag"):  # netCDF has no complex numbers
+            rounded = np.round(getattr(eigenvalue, part).values.astype(np.float32), 4)
+            runs[f"eigenvalue_{part}"] = (eigenvalue.dims, rounded, eigenvalue.attrs)
     core_minutes = round(float(runs["seconds"].sum()) / 60, 1)
     runs.attrs = about | {name: first[name] for name in ("versions", "sweep_version")} | {"core_minutes": core_minutes}
     packed = {

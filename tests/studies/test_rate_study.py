@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 
@@ -85,7 +86,14 @@ def test_the_script_makes_all_stages_of_small_designs(scripts, monkeypatch, tmp_
         coarse = found.isel(run=(found["stage"] == "coarse").values)
         assert np.isfinite(coarse["held_out_loss"].values[:, -1]).any()
         assert wb.rates.rate_outcomes(coarse).sizes["cell"] == 3
-    script.main()  # nothing is missing: the stores are read
+    for store in tmp_path.glob("*.zarr"):
+        shutil.rmtree(store)
+    before = (tmp_path / "rates.nc").read_bytes()
+    script.main()  # nothing is missing
+    assert (tmp_path / "rates.nc").read_bytes() == before
+    monkeypatch.setattr(script, "designs", lambda: small[1:])
+    with pytest.raises(wb.errors.SweepError, match="other runs of the stage"):
+        script.main()
     capsys.readouterr()
 
 
@@ -136,42 +144,68 @@ def test_planted_changes_of_rates_are_found_and_judged(fit_rates):
     assert drift["fine"]["largest_growth"] == 2.4
     assert drift["coarse"]["largest_growth"] == 13.3
     assert drift["longest"] == 480
-    (found,) = fit_rates.accuracy(rows[rows["set"] == "choose"], drift, ["set"]).to_dict("records")
-    assert found["designs"] == 20
-    assert found["1.6"] == found["2.5"] == 1.0
+    found = fit_rates.accuracy(fit_rates.judged(rows, names), ["set"]).set_index("set")
+    assert found.loc["choose", "designs"] == 20
+    assert (found[["1.6", "2.5"]] == 1.0).all(axis=None)
+    assert (found["one rate, 1.6"] < 0.5).all()
+
+
+def test_a_family_is_judged_by_the_others(fit_rates):
+    rows = planted_rows()
+    names = ("constant", "growth", "decays")
+    before = fit_rates.judged(rows, names)
+    is_it = (rows["family"] == "family 0") & (rows["round"] == "fine")
+    rows.loc[is_it, "useful_edge"] *= 3
+    after = fit_rates.judged(rows, names)
+    assert after["error"][is_it].to_numpy() == pytest.approx(before["error"][is_it] - np.log(3), abs=1e-6)
+    assert not after["is_in_interval"][is_it].any()
+    others = after["error"][~is_it] - before["error"][~is_it]
+    assert others.abs().max() < 0.05
 
 
 def test_a_pilot_without_an_answer_counts_as_wrong_and_is_counted(fit_rates):
     rows = planted_rows()
-    drift = fit_rates.drift_of(rows[rows["set"] == "fit"], ("constant", "growth", "decays"))
     chosen = rows[rows["set"] == "choose"].copy()
     silent = chosen.index[:5]
     chosen.loc[silent, "round"] = ""
     chosen.loc[silent, ["updates", "best_rate_pilot", "useful_edge_pilot"]] = np.nan
     all_rows = pd.concat([rows[rows["set"] == "fit"], chosen])
-    found = fit_rates.accuracy(all_rows, drift, ["set"]).set_index("set").loc["choose"]
+    judged = fit_rates.judged(all_rows, ("constant", "growth", "decays"))
+    found = fit_rates.accuracy(judged, ["set"]).set_index("set").loc["choose"]
     assert found["no answer"] == 0.25
     assert found["1.6"] == 0.75
+
+
+def recorded_pilot(design, budget):
+    rounds = [
+        {"is_coarse": coarse, "n_updates": n, "rate": [1e-3, 4e-3], "loss": [[2.0], [3.0]], "best_rate": 1e-3,
+         "useful_edge": edge}
+        for coarse, n, edge in [(True, 36, 4e-3), (False, 200, 3e-3), (False, 200, 2e-3)]
+    ]  # fmt: skip
+    about = {"n_updates": budget - 3, "seconds": 1.0, "is_learned": True, "trivial_loss": 4.0, "curvature": 2.0}
+    return {"cell": design.run(0, 1).cell, "budget": budget, "rounds": rounds, **about}
 
 
 def test_recorded_pilots_are_not_made_again_and_a_torn_line_is_dropped(scripts, tmp_path):
     make_pilots = importlib.import_module("make_pilots")
     designs = [one for one in scripts[0].designs() if one.set == "locked"]
-    rows = [
-        {
-            "cell": one.run(0, 1).cell, "budget": budget, "n_updates": budget - 3, "seconds": 1.0, "is_learned": True,
-            "curvature": 2.0, "coarse": [36, 1e-3, 4e-3], "fine": [200, 1e-3, 2e-3],
-        }
-        for one in designs for budget in make_pilots.BUDGETS
-    ]  # fmt: skip
+    rows = [recorded_pilot(one, budget) for one in designs for budget in make_pilots.BUDGETS]
     file = tmp_path / "pilots.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"cell": "ab')
-    found = list(make_pilots.make(file, ["locked"], n_workers=1))
-    assert sorted(map(str, found)) == sorted(map(str, rows))
-    assert file.read_text().endswith("}\n")
-    make_pilots.collect(found, tmp_path / "pilots.nc")
-    with xr.open_dataset(tmp_path / "pilots.nc") as data:
-        is_locked = data["set"].values == "locked"
-        assert (data["useful_edge"].sel(round="fine").values[is_locked] == 2e-3).all()
-        assert np.isnan(data["useful_edge"].values[~is_locked]).all()
-        assert (data["n_updates"].sel(budget=600).values[is_locked] == 597).all()
+    file.write_text("".join(json.dumps(row) + "\n" for row in [{"call": ""}, *rows]) + '{"cell": "ab')
+    assert make_pilots.make(file, ["locked"], n_workers=1) == rows
+    about, *lines = file.read_text().splitlines()
+    assert {"call", "seed", "versions"} <= set(json.loads(about))
+    assert [json.loads(line) for line in lines] == rows
+
+
+def test_a_pilot_answers_from_its_last_round_with_an_edge(fit_rates, monkeypatch):
+    designs = fit_rates.designs()[:2]
+    rows = [recorded_pilot(one, 1000) for one in designs]
+    rows[1]["rounds"] = rows[1]["rounds"][:1]
+    rows[1]["is_learned"] = False
+    keys = [wb.rates.outcomes.design_key(one.run(0, 1).as_dict()) for one in designs]
+    monkeypatch.setattr(fit_rates, "truths", lambda rates: pd.DataFrame({"key": keys, "horizon": 480}))
+    found = fit_rates.table(xr.Dataset(), rows)
+    assert found["round"].tolist() == ["coarse", "fine", ""]
+    assert found["useful_edge_pilot"].tolist()[:2] == [4e-3, 2e-3]
+    assert found["is_last"].tolist() == [False, True, True]
