@@ -3,9 +3,9 @@
     python data/fit_rates.py                         # fits on the set "fit", judges on "choose"
     python data/fit_rates.py --locked                # and judges once on "locked"
 
-Reads ``rates.nc`` and ``rate_pilots.jsonl``; writes ``workbench/rates/shipped/drift.json`` from the set "fit" alone, and
-the table that it prints into ``rate_accuracy.csv``. Features are chosen on the set "choose"; before it is recorded, on
-the set "fit", each family being judged by the others.
+Reads ``rates.nc`` and ``rate_pilots.jsonl``; writes ``workbench/rates/shipped/drift.json`` from the set "fit" alone,
+and the table that it prints into ``rate_accuracy.csv``. Features are chosen on the set "choose"; before it is recorded,
+on the set "fit", each family being judged by the others.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def main() -> None:
     """Read the command line and make the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).parent
-    parser.add_argument("--folder", type=Path, default=here / "rates", help="where the stores of unfinished stages are kept")
+    parser.add_argument("--folder", type=Path, default=here / "rates", help="stores of unfinished stages")
     parser.add_argument("--out", type=Path, default=here / "rates.nc")
     parser.add_argument("--sets", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="the sets to be made")
     parser.add_argument("--stage", choices=STAGES, default=STAGES[-1], help="the last stage to be made")

@@ -4,8 +4,8 @@
     python data/make_runs.py --only divergence --out try    # one part, elsewhere
 
 Three parts: `initialization` (spectra of fresh models at the sizes of the paper's tables, three seeds), `divergence`
-(which norm bears which rate) and `runs` (spectra, loss and gradients on the way). Each piece of work has one thread,
-two at a time, so a re-run on the same machine, Python and torch gives the same numbers.
+(with which norm runs diverge at which rate) and `runs` (spectra, loss and gradients on the way). Each piece of work has
+one thread, two at a time, so a re-run on the same machine, Python and torch gives the same numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Record the sweep behind the risk model: which architecture bears which learning rate, and what its spectra said.
+"""Record the sweep behind the risk model: at which rates architectures diverge, and what their spectra were.
 
     python data/make_sweep.py                        # everything, into data/divergence_sweep.nc
     python data/make_sweep.py --folder try --only norms

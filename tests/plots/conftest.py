@@ -8,6 +8,7 @@ import xarray as xr
 import workbench as wb
 from workbench.koopman.moments import SnapshotMoments
 from workbench.koopman.spectra import as_dataset, layer_spectrum
+from workbench.plots.primitives import Primitives
 
 
 def spectra_of(radius, *, n_layers=4, width=12, noise=0.05, seed=0, subject="synthetic"):
@@ -82,3 +83,18 @@ def ragged(calm):
     spectra["eigenvector_condition"][3] = np.inf
     spectra["nonlinearity_ratio"][0] = np.nan
     return spectra
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What is drawn, by the kind of mark."""
+    found = {}
+    for kind in ("line", "band", "boxes", "bars", "dots", "panel"):
+        own = getattr(Primitives, kind)
+
+        def spy(self, *args, kind=kind, own=own, **options):
+            found.setdefault(kind, []).append((args, options))
+            return own(self, *args, **options)
+
+        monkeypatch.setattr(Primitives, kind, spy)
+    return found

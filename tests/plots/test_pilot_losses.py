@@ -6,7 +6,6 @@ import xarray as xr
 
 from workbench.errors import SchemaError
 from workbench.plots import pilot_losses, save
-from workbench.plots.primitives import Primitives
 
 
 def pilot(**changes):
@@ -21,21 +20,6 @@ def pilot(**changes):
         {"n_updates": [36, 120], "rate": 1e-3 * 2.0 ** np.arange(4)},
     )
     return data.assign_attrs(n_steps=1000, reason="")
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """What is drawn, by the kind of mark."""
-    found = {}
-    for kind in ("line", "boxes", "bars", "dots"):
-        own = getattr(Primitives, kind)
-
-        def spy(self, *args, kind=kind, own=own, **options):
-            found.setdefault(kind, []).append((args, options))
-            return own(self, *args, **options)
-
-        monkeypatch.setattr(Primitives, kind, spy)
-    return found
 
 
 def test_each_number_of_updates_is_a_line_and_each_run_a_dot(drawn):
@@ -59,14 +43,10 @@ def test_the_band_of_useful_rates_its_ends_and_the_best_one(drawn):
     assert (2e-3, 2e-3, "dotted") in bars  # the best one
 
 
-def test_rates_outside_of_those_tried_are_in_view(monkeypatch):
-    views = []
-    own = Primitives.panel
-    monkeypatch.setattr(
-        Primitives, "panel", lambda self, **options: views.append(options["view"]) or own(self, **options)
-    )
+def test_rates_outside_of_those_tried_are_in_view(drawn):
     pilot_losses(pilot(slow_edge=1e-5, best_rate=1e-4, useful_edge_high=1.0))
-    ((left, right), _) = views[0]
+    ((_, options), *_) = drawn["panel"]
+    (left, right), _ = options["view"]
     assert left < 1e-5
     assert right > 1.0
 

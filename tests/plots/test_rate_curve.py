@@ -6,7 +6,6 @@ import xarray as xr
 
 from workbench.errors import SchemaError
 from workbench.plots import rate_curve, save
-from workbench.plots.primitives import Primitives
 
 
 def outcome(**changes):
@@ -18,21 +17,6 @@ def outcome(**changes):
     }  # fmt: skip
     losses = {"loss": (("rate", "seed"), loss), "mean_loss": ("rate", np.nanmean(loss, axis=1))}
     return xr.Dataset({**losses, **values, **changes}, {"rate": rate, "seed": [0, 1]})
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """What is drawn, by the kind of mark."""
-    found = {}
-    for kind in ("line", "boxes", "bars", "dots"):
-        own = getattr(Primitives, kind)
-
-        def spy(self, *args, kind=kind, own=own, **options):
-            found.setdefault(kind, []).append((args, options))
-            return own(self, *args, **options)
-
-        monkeypatch.setattr(Primitives, kind, spy)
-    return found
 
 
 def test_every_run_is_a_mark_and_the_band_is_that_of_useful_rates(drawn):

@@ -4,7 +4,6 @@ import xarray as xr
 
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import risk_curve, save, style
-from workbench.plots.primitives import Primitives
 
 RATES = 1e-3 * 10.0 ** np.arange(4)
 
@@ -17,21 +16,6 @@ def over_rates(**changes):
     chances["explosion"] = np.array([0.01, 0.05, 0.1, 0.5])
     data = {name: ("learning_rate", values) for name, values in chances.items()} | edges | changes
     return xr.Dataset(data, {"learning_rate": RATES}, {"n_steps": 1000, "d_model": 64, "reason": ""})
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """What is drawn, by the kind of mark."""
-    found = {}
-    for kind in ("line", "band", "boxes", "bars", "dots", "panel"):
-        own = getattr(Primitives, kind)
-
-        def spy(self, *args, kind=kind, own=own, **options):
-            found.setdefault(kind, []).append((args, options))
-            return own(self, *args, **options)
-
-        monkeypatch.setattr(Primitives, kind, spy)
-    return found
 
 
 def test_one_training_has_two_lines_and_the_band_of_its_useful_rates(drawn):
