@@ -68,11 +68,10 @@ def _truths(runs: xr.Dataset, shorter: xr.Dataset, horizon: int) -> pd.DataFrame
         if schedule != "constant" and settings["training"]["n_steps"] != horizon:
             continue
         found = rate_outcomes(of, shorter=shorter, n_steps=horizon).isel(cell=0)
-        tried = np.unique(of["learning_rate"].values)
-        best = float(found["best_rate"])
+        best, *tried = (float(found[name]) for name in ("best_rate", "smallest_rate", "largest_rate"))
         row = {name: float(found[name]) for name in ("slow_edge", "useful_edge", "explosion_edge", "best_loss")}
-        row["best_rate"] = best if tried[0] < best < tried[-1] else math.nan
-        row |= {"smallest": tried[0], "largest": tried[-1], "is_learned": bool(found["is_learned"])}
+        row["best_rate"] = best if tried[0] < best < tried[1] else math.nan
+        row |= {"smallest": tried[0], "largest": tried[1], "is_learned": bool(found["is_learned"])}
         rows.append(row | {"key": design_key(settings), "horizon": horizon, "schedule": schedule})
     return pd.DataFrame(rows)
 

@@ -13,6 +13,7 @@ from workbench.plots.layer_profile_figure import layer_profile
 from workbench.plots.pilot_losses_figure import pilot_losses
 from workbench.plots.predictor_figure import predictor_frame, predictor_table
 from workbench.plots.radar_figure import radar
+from workbench.plots.rate_bands_figure import rate_bands
 from workbench.plots.rate_curve_figure import rate_curve
 from workbench.plots.reliability_figure import reliability
 from workbench.plots.risk_curve_figure import risk_curve
@@ -39,6 +40,7 @@ __all__ = [
     "predictor_frame",
     "predictor_table",
     "radar",
+    "rate_bands",
     "rate_curve",
     "reliability",
     "risk_curve",

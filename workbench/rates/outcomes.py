@@ -65,7 +65,7 @@ def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_ste
         n_steps: Number of updates after which the losses are read; None: all.
 
     Returns:
-        Dataset with dim ``cell`` and ``architecture`` as a coordinate:
+        Dataset with dim ``cell``, ``architecture`` and ``study`` as coordinates:
 
         - ``best_rate``, ``best_loss``, ``slow_edge``, ``useful_edge`` as in `UsefulBand`; edges are NaN where the
           design did not learn;
@@ -75,7 +75,7 @@ def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_ste
         - ``sensitivity``: `rate_sensitivity` over a decade on either side of the best rate, nat, no run being charged
           more than the trivial predictor's loss; NaN where so many rates were not tried;
         - ``lasting_spike_share``: share of the runs at useful rates with a lasting spike (`count_lasting_spikes`);
-        - ``n_rates``: number of rates tried.
+        - ``smallest_rate`` and ``largest_rate`` that were tried.
 
     Raises:
         SchemaError: If the sweep has no losses along its runs, or none after so many updates.
@@ -93,17 +93,16 @@ def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_ste
     import xarray as xr
 
     _require_curves(sweep)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    names: dict[str, list[str]] = {"architecture": [], "study": []}
     cells = list(dict.fromkeys(sweep["cell"].values.tolist()))
     for cell in cells:
         runs = sweep.isel(run=sweep["cell"].values == cell)
-        rows.append(
-            _outcome(LossTable.of(runs, n_steps), shorter) | {"architecture": str(runs["architecture"][0].item())}
-        )
-    names = rows[0].keys() - {"architecture"}
-    variables = {name: ("cell", np.array([row[name] for row in rows])) for name in rows[0] if name in names}
-    coords = {"cell": cells, "architecture": ("cell", [row["architecture"] for row in rows])}
-    return xr.Dataset(variables, coords)
+        rows.append(_outcome(LossTable.of(runs, n_steps), shorter))
+        for name in names:
+            names[name].append(str(runs[name][0].item()))
+    variables = {name: ("cell", np.array([row[name] for row in rows])) for name in rows[0]}
+    return xr.Dataset(variables, {"cell": cells, **{name: ("cell", values) for name, values in names.items()}})
 
 
 def loss_over_rates(runs: xr.Dataset, *, shorter: xr.Dataset | None = None, n_steps: int | None = None) -> xr.Dataset:
@@ -167,7 +166,8 @@ def _outcome(table: LossTable, shorter: xr.Dataset | None) -> dict[str, Any]:
             over=(band.best_rate / _DECADE, band.best_rate * _DECADE),
         ),
         "lasting_spike_share": float(np.nanmean(spikes)) if np.isfinite(spikes).any() else math.nan,
-        "n_rates": len(table.rate),
+        "smallest_rate": float(table.rate[0]),
+        "largest_rate": float(table.rate[-1]),
     }
 
 

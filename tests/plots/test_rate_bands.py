@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+import xarray as xr
+
+from workbench.errors import SchemaError
+from workbench.plots import rate_bands, save
+
+
+def outcomes(**changes):
+    values = {
+        "best_rate": [2e-3, 4e-3, np.nan], "best_loss": [2.0, 2.1, np.inf], "slow_edge": [1e-3, np.nan, np.nan],
+        "useful_edge": [5e-3, 6e-3, np.nan], "explosion_edge": [np.nan, 2e-2, 1e-4], "smallest_rate": [1e-4] * 3,
+        "largest_rate": [1.0] * 3,
+    }  # fmt: skip
+    names = {"architecture": ["Pre-LN", "No norm", "Pre-LN"], "study": ["none", "none", "KSS"]}
+    data = {name: ("cell", value) for name, value in (values | changes).items()}
+    return xr.Dataset(data, {"cell": list("abc"), **{name: ("cell", value) for name, value in names.items()}})
+
+
+def test_designs_of_one_architecture_are_beside_each_other(drawn):
+    figure = rate_bands(outcomes(), by="study")
+    assert len(figure) == 2
+    ((_, first), (_, second)) = drawn["panel"]
+    assert [name for _, name in first["ticks"][1]] == ["Pre-LN", "No norm"]
+    assert first["view"][1] == second["view"][1]
+    bars = [args for args, _ in drawn["bars"]]
+    assert [(start, end) for start, _, end, _ in bars] == [(1e-3, 5e-3), (1e-4, 6e-3)]
+    # Rows are 1 apart, and .6 further where an architecture with several rows ends.
+    assert [at for _, at, _, _ in bars] == [0.0, -2.6]
+
+
+def test_an_edge_that_is_not_known_is_hollow_and_a_design_that_did_not_learn_has_no_bar(drawn):
+    rate_bands(outcomes())
+    hollow = [(args[0], options["marker"]) for args, options in drawn["dots"] if options.get("is_hollow")]
+    assert hollow == [([1e-4], "square"), ([2e-2], "inverted_triangle"), ([1e-4], "inverted_triangle")]
+    assert len(drawn["bars"]) == 2
+
+
+def test_each_value_has_a_colour_and_an_entry_in_the_legend(drawn):
+    rate_bands(outcomes(), by="study", places={"none": 3, "KSS": 1})
+    labels = {options["label"]: options["color"] for _, options in drawn["dots"] if options.get("label")}
+    assert list(labels) == ["none", "KSS"]
+    assert labels["none"] != labels["KSS"]
+
+
+def test_other_datasets_are_refused():
+    with pytest.raises(SchemaError, match=r"lack best_rate.*wb\.rates\.rate_outcomes"):
+        rate_bands(xr.Dataset())
+    with pytest.raises(SchemaError, match="lack control"):
+        rate_bands(outcomes(), by="control")
+    with pytest.raises(SchemaError, match="No design has a finite loss"):
+        rate_bands(outcomes(best_loss=[np.inf, np.nan, np.inf]))
+
+
+@pytest.mark.render
+@pytest.mark.parametrize("backend", ["bokeh", "matplotlib"])
+def test_it_is_drawn_by_both_backends(backend, tmp_path):
+    figure = rate_bands(outcomes(), by="study", backend=backend)
+    assert save(figure, tmp_path / f"figure.{'html' if backend == 'bokeh' else 'png'}").stat().st_size > 1000
