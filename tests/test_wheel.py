@@ -25,7 +25,7 @@ for name in dir(wb):
 assert len(wb.samples.recorded_runs()) == 18
 assert wb.samples.divergence_sweep("norms").sizes["run"]
 assert wb.samples.failed_run("precision").exists()
-assert wb.risk.shipped().card()
+assert wb.risk.shipped().deviations
 assert wb.Alarms(calibration=wb.alarms.Calibration.shipped()) is not None
 subject = wb.open_checkpoint(wb.samples.embedded("pre_ln"))
 spectra = wb.profile(subject, wb.tasks.text_bytes().probe(512), n_snapshots=200, progress=False)

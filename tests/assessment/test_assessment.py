@@ -44,7 +44,8 @@ def _planted_edges():
     measured = {"d_model": (24, 96), "n_layers": (2, 6), "n_steps": (10, 2000)}
     planted = EdgeModel((), (), {}, measured, fits, dict.fromkeys(EDGES, DEVIATION))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workbench.risk.risk.shipped", lambda: planted)
+        for module in ("risk.risk", "assessment.plan_risk"):
+            patch.setattr(f"workbench.{module}.shipped", lambda: planted)
         yield
 
 

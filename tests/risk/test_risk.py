@@ -201,8 +201,8 @@ def test_over_rates_is_the_risk_at_each(model, case, given):
         risk = wb.risk.predict(case.assign_coords(learning_rate=("run", [rate])), pilot=given, model=model)
         for name in (*OUTCOMES, *EDGES):
             of = found if name in EDGES else found.isel(learning_rate=i)
-            np.testing.assert_array_equal(
-                [float(of[f"{name}{end}"]) for end in ("", "_low", "_high")], three(getattr(risk, name))
+            np.testing.assert_allclose(
+                [float(of[f"{name}{end}"]) for end in ("", "_low", "_high")], three(getattr(risk, name)), rtol=1e-9
             )
     assert found["useful_edge"].dims == ()
 

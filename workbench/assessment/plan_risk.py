@@ -5,22 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from workbench.risk.edge_model import EDGES, LEVEL
-from workbench.risk.risk import CHANCES, predict
+from workbench.risk.edge_model import LEVEL
+from workbench.risk.shipped_model import shipped
 
 if TYPE_CHECKING:
     import xarray as xr
-
-_TITLES = {
-    "failure": "probability of not learning well",
-    "too_small": "probability that the rate is too small",
-    "too_large": "probability that the rate is too large",
-    "explosion": "probability of an explosion",
-    "slow_edge": "smallest useful rate",
-    "useful_edge": "largest useful rate",
-    "explosion_edge": "rate from which the run explodes",
-}
-_ENDS = {"value": ("", ""), "low": ("_low", ", lower end"), "high": ("_high", ", upper end")}
 
 
 def plan_risk(case: xr.Dataset, *, stand_in: str = "") -> xr.Dataset:
@@ -37,15 +26,12 @@ def plan_risk(case: xr.Dataset, *, stand_in: str = "") -> xr.Dataset:
         ``explosion_edge``, each with ``_low`` and ``_high``. All are NaN where nothing comparable was measured, and for
         a stand-in; the attribute ``warning`` then gives the reason in one sentence.
     """
-    import xarray as xr
-
-    found = predict(case)
-    data = {}
-    for name in (*CHANCES, *EDGES):
-        for part, (end, words) in _ENDS.items():
-            value = math.nan if stand_in else getattr(getattr(found, name), part)
-            data[f"{name}{end}"] = ("run", [value], {"long_name": f"{_TITLES[name]}{words}", "units": "1"})
-    return xr.Dataset(data, attrs={"warning": stand_in or found.reason, "level": LEVEL})
+    found = shipped().predict(case)
+    reason = str(found["reason"].values[0])
+    found = found.drop_vars("reason")
+    if stand_in:
+        found = found.where(False)
+    return found.assign_attrs(warning=stand_in or reason, level=LEVEL)
 
 
 def middle_rate(risk: xr.Dataset) -> float:

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 
 #: Edge -> outcome of a rate on its wrong side, and whether that side is the larger rates.
 EDGES = {"slow_edge": ("too_small", False), "useful_edge": ("too_large", True), "explosion_edge": ("explosion", True)}
-#: Outcome -> title of its probability.
-_TITLES = {
+#: Name of a prediction -> its title.
+TITLES = {
+    "failure": "probability of not learning well",
     "too_small": "probability that the rate is too small",
     "too_large": "probability that the rate is too large",
-    "explosion": "probability that the run explodes",
-    "failure": "probability that it does not learn well",
+    "explosion": "probability of an explosion",
+    "slow_edge": "smallest useful rate",
+    "useful_edge": "largest useful rate",
+    "explosion_edge": "rate from which the run explodes",
 }
+_ENDS = {"": "", "_low": ", lower end", "_high": ", upper end"}
 #: The largest sum of two probabilities: both are estimates, and nothing is certain.
 MOST_CERTAIN = 1 - 1e-6
 _STARTS_DIVERGED = (
@@ -129,9 +133,8 @@ class EdgeModel:
         found["explosion"] = np.where(starts_diverged, 1.0, found["explosion"])
         variables: dict[str, Any] = {"reason": ("run", reasons.astype(str))}
         for name, values in found.items():
-            about = {"long_name": _TITLES.get(name, name.replace("_", " ")), "units": "1"}
-            for end, one in zip(("", "_low", "_high"), values, strict=True):
-                variables[f"{name}{end}"] = ("run", one, about)
+            for (end, words), one in zip(_ENDS.items(), values, strict=True):
+                variables[f"{name}{end}"] = ("run", one, {"long_name": f"{TITLES[name]}{words}", "units": "1"})
         return xr.Dataset(variables)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -206,7 +209,6 @@ def fit(
     families: Sequence[str],
     *,
     features: Sequence[str] = (),
-    by_group: bool = True,
     n_bootstrap: int = 200,
     seed: int = 0,
 ) -> EdgeModel:
@@ -220,7 +222,6 @@ def fit(
             ``explosion_edge``.
         families: Family of each design; families are resampled and left out as a whole.
         features: Names of numeric features.
-        by_group: Whether the optimizer, with or without a norm, is a feature.
         n_bootstrap: Resamples of the families.
         seed: Seed of the resamples.
 
@@ -261,9 +262,9 @@ def fit(
         if not np.isfinite(values).any():
             raise OptionError(f"'{name}' is infinite for every design; fit a model without it.")
         ranges[name] = _range(values[np.isfinite(values)])
-    groups = tuple(sorted(set(groups_of(cases).tolist()))) if by_group else ()
+    groups = tuple(sorted(set(groups_of(cases).tolist())))
     if "" in groups:
-        raise SchemaError("A design has no scale_response (NaN); leave it out, or fit with by_group=False.")
+        raise SchemaError("A design has no scale_response (NaN); leave it out.")
     measured = {name: _range(_numbers(cases, name)) for name in _MEASURED}
     blank = EdgeModel(tuple(features), groups, ranges, measured, {}, {})
     inputs = blank._inputs(cases, has_answer=np.ones(n_designs, bool))
@@ -274,7 +275,7 @@ def fit(
         penalty, deviations[edge] = best_penalty(inputs, known, codes)
         resampled = [fit_edges(inputs, known, penalty=penalty, weight=row) for row in draws]
         fits[edge], penalties[edge] = (fit_edges(inputs, known, penalty=penalty), *resampled), penalty
-    about = {"n_designs": n_designs, "n_families": n_families, "penalties": penalties, "seed": seed}
+    about = {"n_rows": n_designs, "n_families": n_families, "penalties": penalties, "seed": seed}
     return EdgeModel(blank.features, groups, ranges, measured, fits, deviations, about)
 
 
