@@ -32,7 +32,6 @@ from workbench.errors import SweepError
 from workbench.rates.outcomes import LossTable
 from workbench.rates.rate_search import power_of
 from workbench.rates.useful_band import UsefulBand, useful_band
-from workbench.schema.sweeps import SETTINGS
 
 N_EVALUATIONS, N_SNAPSHOTS = 20, 1024
 SEEDS = (1, 2, 3)
@@ -145,7 +144,7 @@ class Record:
 
     def __post_init__(self) -> None:
         if self.file.exists():
-            recorded = xr.load_dataset(self.file, engine="netcdf4").set_coords(list(SETTINGS))
+            recorded = xr.load_dataset(self.file, engine="netcdf4")
             for name, stage in dict.fromkeys(zip(recorded["study"].values, recorded["stage"].values, strict=True)):
                 is_it = (recorded["study"].values == name) & (recorded["stage"].values == stage)
                 self.stages[name, stage] = recorded.isel(run=is_it)

@@ -36,6 +36,7 @@ __all__ = [
     "load",
     "matched_width",
     "names",
+    "rate_study",
     "recorded_runs",
     "scaling",
     "shaping",
@@ -269,6 +270,30 @@ def divergence_sweep(*studies: str) -> xr.Dataset:
     real, imaginary = runs["eigenvalue_real"], runs["eigenvalue_imag"]
     values = (real.values + 1j * imaginary.values).astype(np.complex64)
     return runs.assign(eigenvalue=(real.dims, values, real.attrs)).drop_vars([real.name, imaginary.name])
+
+
+def rate_study(*sets: str) -> xr.Dataset:
+    """The recorded study of learning rates: many architectures at rates around the best one, and how well they learned.
+
+    Args:
+        sets: ``"fit"``, ``"choose"`` or ``"locked"``, the sets of families of architectures; several for one table of
+            them all. None: every set that is recorded.
+
+    Returns:
+        A sweep without eigenvalues, as `workbench.open_sweep` gives it, with the losses along the runs; ``stage`` says
+        which question a run belongs to. See data/README.md, and `workbench.rates` for what to ask of it.
+
+    Raises:
+        StoreError: If it is not there, or has no such set.
+
+    Example:
+        >>> import workbench as wb
+        >>> study = wb.samples.rate_study("fit")
+        >>> runs = study.isel(run=(study.architecture == "GPT-2").values & (study.stage == "coarse").values)
+        >>> bool(wb.rates.rate_outcomes(runs)["useful_edge"][0] < 0.1)
+        True
+    """
+    return _of_studies(_recorded("rates.nc"), sets)
 
 
 def scaling() -> xr.Dataset:
