@@ -1,0 +1,102 @@
+"""The recorded study of learning rates: consistent with the script that made it, with itself, and with a re-run."""
+
+import importlib
+import json
+import math
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests.data_scripts import FOLDER
+from workbench.schema.sweeps import CURVES, OUTCOMES, SETTINGS
+
+pytestmark = pytest.mark.recorded
+
+FILE = FOLDER / "rates.nc"
+
+
+@pytest.fixture(scope="module")
+def script():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        yield importlib.import_module("make_rates")
+    for name in ("rate_designs", "make_sweep", "make_rates"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return wb.samples.rate_study()
+
+
+def settings_of(runs):
+    return [json.loads(text) for text in runs["settings"].values.tolist()]
+
+
+def test_it_says_how_it_was_made_and_is_small_enough(script, runs):
+    assert FILE.stat().st_size < 10e6
+    assert {"call", "seeds", "families", "versions", "core_minutes"} <= set(runs.attrs)
+    assert json.loads(runs.attrs["families"]) == {name: list(of) for name, of in script.FAMILIES.items()}
+    assert set(runs.coords) == {*SETTINGS, "stage"}
+    assert {*OUTCOMES, *CURVES} <= set(runs.data_vars)
+
+
+def test_its_runs_are_those_of_the_script(script, runs, tmp_path, monkeypatch):
+    # Every stage is planned again from the recorded ones before it; a stage with other runs is refused.
+    monkeypatch.setattr(wb.sweeps, "run", lambda *_, **__: pytest.fail("a stage is not recorded"))
+    record = script.Record(FILE, tmp_path, 1)
+    for name in dict.fromkeys(set_name for set_name, _ in record.stages):
+        last = max((stage for set_name, stage in record.stages if set_name == name), key=script.STAGES.index)
+        script.make(record, name, last)
+
+
+def test_a_set_holds_its_own_families_alone(script, runs):
+    of_cell = {design.run(0, 1).cell: design for design in script.designs()}
+    found = {(of_cell[cell].set, of_cell[cell].architecture.family, study) for cell, study in pairs(runs)}
+    assert all(name == study and family in script.FAMILIES[name] for name, family, study in found)
+
+
+def pairs(runs):
+    return set(zip(runs["cell"].values.tolist(), runs["study"].values.tolist(), strict=True))
+
+
+def test_most_useful_edges_lie_within_the_rates_tried(runs):
+    is_rate = np.isin(runs["stage"].values, ["coarse", "fine", "wider"])
+    outcomes = wb.rates.rate_outcomes(
+        runs.isel(run=is_rate), shorter=runs.isel(run=(runs["stage"] == "shorter").values)
+    )
+    is_learned = outcomes["is_learned"].values
+    assert is_learned.mean() > 0.9
+    edge, best = outcomes["useful_edge"].values[is_learned], outcomes["best_rate"].values[is_learned]
+    assert np.isfinite(edge).mean() > 0.9
+    assert (edge >= best)[np.isfinite(edge)].all()
+
+
+def test_the_best_rate_of_a_design_is_that_of_its_lowest_mean_loss(runs):
+    of = runs.isel(run=(runs["architecture"] == "GPT-2").values & np.isin(runs["stage"], ["coarse", "fine", "wider"]))
+    of = of.isel(run=(of["cell"] == of["cell"][0]).values)
+    outcome = wb.rates.rate_outcomes(of).isel(cell=0)
+    losses = {}
+    for rate, loss in zip(of["learning_rate"].values, of["held_out_loss"].values[:, -1], strict=True):
+        losses.setdefault(rate, []).append(loss)
+    means = {rate: np.mean(found) for rate, found in losses.items() if len(found) == 3}
+    assert float(outcome["best_rate"]) == min(means, key=means.get)
+    assert float(outcome["best_loss"]) == pytest.approx(min(means.values()))
+
+
+def test_a_run_done_again_gives_the_recorded_losses(script, runs):
+    i = int(np.flatnonzero((runs["architecture"] == "Pre-LN").values & (runs["stage"] == "coarse").values)[2])
+    row = runs.isel(run=i)
+    run = next(
+        one for one in script.coarse_runs([script.designs()[0]])
+        if math.isclose(one.training["learning_rate"], float(row["learning_rate"]))
+    )  # fmt: skip
+    assert run.as_dict() == json.loads(str(row["settings"].item()))
+    n_steps = 3 * run.training["n_steps"] // script.N_EVALUATIONS  # at a constant rate the beginning is the same
+    shorter = replace(run, training={**run.training, "n_steps": n_steps}, n_evaluations=3)
+    found = wb.sweeps.make_run(shorter.as_dict())
+    np.testing.assert_allclose(found["held_out_loss"], row["held_out_loss"].values[:3], rtol=0.02)
+    assert found["trivial_loss"] == pytest.approx(float(row["trivial_loss"]), rel=1e-6)
