@@ -163,6 +163,7 @@ def test_scheduled_designs_are_compared_with_shorter_runs(sweep, tmp_path):
     earlier = LossTable.of(sweep).earlier_from(shorter)
     assert np.isnan(earlier[0]).all()
     assert earlier[1].tolist() == shorter["held_out_loss"].values[:, -1].tolist()
+    assert LossTable.of(sweep).earlier_from(shorter.isel(run=slice(0))) is None
     other = recorded(sweep_of(n_steps=16, n_evaluations=4, rates=(1e-2,), warmup=3), tmp_path / "other.zarr")
     assert LossTable.of(sweep).earlier_from(other) is None
     assert LossTable.of(sweep).earlier_from(sweep) is None  # of other lengths

@@ -222,7 +222,9 @@ class LossTable:
         own = design_key(json.loads(str(self.runs["settings"].values[0])))
         n_steps = REFERENCE_SHARE * self.n_steps
         is_same = [design_key(json.loads(str(text))) == own for text in shorter["settings"].values]
-        runs = shorter.isel(run=np.array(is_same) & np.isclose(shorter["n_steps"].values, n_steps, atol=0.5))
+        runs = shorter.isel(
+            run=np.array(is_same, dtype=bool) & np.isclose(shorter["n_steps"].values, n_steps, atol=0.5)
+        )
         if not runs.sizes["run"]:
             return None
         found = np.full_like(self.loss, np.nan)
