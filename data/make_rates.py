@@ -181,7 +181,8 @@ class Record:
             "families": json.dumps(FAMILIES),
         }
         parts = list(self.stages.values())
-        write(wb.sweeps.join(parts), self.file, about, parts[-1].attrs)
+        versions = dict.fromkeys(one for part in parts for one in part.attrs["versions"].split("; "))
+        write(wb.sweeps.join(parts), self.file, about, parts[-1].attrs | {"versions": "; ".join(versions)})
 
 
 def make(record: Record, of: str, last: str) -> None:

@@ -45,8 +45,10 @@ def rate_bands(
 
     Example:
         >>> import workbench as wb
-        >>> sweep = wb.open_sweep("sweep.zarr")  # doctest: +SKIP
-        >>> figure = wb.plots.rate_bands(wb.rates.rate_outcomes(sweep), by="study")  # doctest: +SKIP
+        >>> study = wb.samples.rate_study("fit")
+        >>> runs = study.isel(run=study.architecture.isin(["GPT-2", "Llama"]).values & (study.stage == "coarse").values)
+        >>> len(wb.plots.rate_bands(wb.rates.rate_outcomes(runs)))  # panels
+        2
     """
     _require(outcomes, by)
     kinds = [""] * outcomes.sizes["cell"] if by is None else [str(one) for one in outcomes[by].values]

@@ -82,13 +82,10 @@ def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_ste
 
     Example:
         >>> import workbench as wb
-        >>> task = {"name": "random_tokens", "length": 8, "vocab_size": 16, "batch_size": 4}
-        >>> size = {"d_model": 16, "n_layers": 2, "n_heads": 2}
-        >>> runs = wb.sweeps.grid(
-        ...     {"tiny": size}, learning_rate=[1e-3, 1e-2], n_steps=5, task=task, n_snapshots=0, n_evaluations=5
-        ... )
-        >>> sweep = wb.sweeps.run(runs, "sweep.zarr")  # doctest: +SKIP
-        >>> wb.rates.rate_outcomes(sweep)["useful_edge"]  # doctest: +SKIP
+        >>> study = wb.samples.rate_study("fit")
+        >>> runs = study.isel(run=(study.architecture == "Llama").values & (study.stage == "coarse").values)
+        >>> wb.rates.rate_outcomes(runs)["useful_edge"].dims  # a rate for each setup of this architecture
+        ('cell',)
     """
     import xarray as xr
 
@@ -122,8 +119,10 @@ def loss_over_rates(runs: xr.Dataset, *, shorter: xr.Dataset | None = None, n_st
 
     Example:
         >>> import workbench as wb
-        >>> sweep = wb.open_sweep("sweep.zarr")  # doctest: +SKIP
-        >>> figure = wb.plots.rate_curve(wb.rates.loss_over_rates(sweep))  # doctest: +SKIP
+        >>> study = wb.samples.rate_study("fit")
+        >>> losses = wb.rates.loss_over_rates(study.isel(run=(study.cell == study.cell[0]).values))
+        >>> losses.sizes["seed"], bool(losses.is_learned)
+        (3, True)
     """
     import xarray as xr
 
