@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SHIPPED = Path(wb.rates.__file__).parent / "shipped" / "drift.json"
-ROUNDS = ("coarse", "fine")
+KINDS, ROUNDS = ("model", "loop"), ("coarse", "fine")
 #: Rates that a round of a pilot finds.
 FOUND = ("best_rate", "useful_edge")
 #: Features of `workbench.rates.drift.features` that are tried, in this order.
@@ -89,7 +90,7 @@ def table(rates: xr.Dataset, pilots: list[dict[str, Any]]) -> pd.DataFrame:
         design = named[pilot["cell"]]
         about = {"architecture": design.architecture.name, "family": design.architecture.family, "set": design.set}
         about |= {"key": design_key(design.run(0, 1).as_dict()), "optimizer": design.optimizer}
-        about |= {"budget": pilot["budget"]}
+        about |= {"kind": pilot["kind"], "budget": pilot["budget"]}
         last = {ROUNDS[not one["is_coarse"]]: one for one in pilot["rounds"]}  # a repeated round knows more
         known = {name: one for name, one in last.items() if pilot["is_learned"] and math.isfinite(one["useful_edge"])}
         for name, one in known.items():
@@ -142,21 +143,22 @@ def fitted(rows: pd.DataFrame, target: str, names: tuple[str, ...]) -> dict[str,
 def errors(rows: pd.DataFrame, drift: dict[str, Any], target: str) -> np.ndarray:
     """Logarithm of the estimate over the measured rate; NaN: one of them is not known."""
     found = np.full(len(rows), np.nan)
-    for kind in ROUNDS:
-        is_it = ((rows["round"] == kind) & np.isfinite(changes(rows, target))).to_numpy()
-        names = tuple(drift[kind][target]["weights"])
-        values = np.array(list(drift[kind][target]["weights"].values()))
-        found[is_it] = inputs(rows[is_it], names) @ values - changes(rows[is_it], target)
+    for kind, which in product(KINDS, ROUNDS):
+        is_it = (rows["kind"] == kind) & (rows["round"] == which) & np.isfinite(changes(rows, target))
+        if is_it.any():
+            weights = drift[kind][which][target]["weights"]
+            values = inputs(rows[is_it], tuple(weights)) @ np.array(list(weights.values()))
+            found[is_it] = values - changes(rows[is_it], target)
     return found
 
 
 def drift_of(of_fit: pd.DataFrame, names: tuple[str, ...]) -> dict[str, Any]:
     """What `workbench.rates.drift` reads."""
     found: dict[str, Any] = {"longest": int(of_fit["horizon"].max())}
-    for kind in ROUNDS:
-        rows = of_fit[of_fit["round"] == kind]
+    for (kind, which), rows in of_fit[of_fit["round"] != ""].groupby(["kind", "round"]):
         growth = float((rows["horizon"] / rows["updates"]).max())
-        found[kind] = {target: fitted(rows, target, names) for target in SOURCES} | {"largest_growth": round(growth, 1)}
+        fits: dict[str, Any] = {target: fitted(rows, target, names) for target in SOURCES}
+        found.setdefault(kind, {})[which] = fits | {"largest_growth": round(growth, 1)}
     return found
 
 
@@ -180,11 +182,12 @@ def judged(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
         drift = drift_of(others, names)
         answers = of_family[np.isfinite(of_family["useful_edge"]) & of_family["is_last"]].copy()
         answers["error"] = errors(answers, drift, "useful_edge")
-        low, high = (
-            answers["round"].map({kind: drift[kind]["useful_edge"][end] for kind in ROUNDS}) for end in ("low", "high")
-        )
-        answers["is_in_interval"] = (-answers["error"]).between(low, high)
-        once = others[others["is_last"] & (others["budget"] == others["budget"].max())]
+        ends = [
+            [drift[one.kind][one.round]["useful_edge"][end] if one.round else math.nan for one in answers.itertuples()]
+            for end in ("low", "high")
+        ]
+        answers["is_in_interval"] = (-answers["error"]).between(*map(np.array, ends))
+        once = others[others["is_last"] & (others["budget"] == others["budget"].max()) & (others["kind"] == "model")]
         edge = np.log(answers["useful_edge"])
         answers["one rate"] = np.log(once["useful_edge"]).median() - edge
         medians = np.log(once["useful_edge"]).groupby(once["optimizer"]).median()
@@ -231,11 +234,11 @@ def main() -> None:
     medians: dict[tuple[str, ...], float] = {}
     for names in TRIED:
         found = judged(rows, names)
-        of_set = found[(found["set"] == chosen_on) & (found["budget"] == found["budget"].max())]
-        medians[names] = float(of_set["error"].abs().median())
+        is_it = (found["set"] == chosen_on) & (found["kind"] == "model") & (found["budget"] == found["budget"].max())
+        medians[names] = float(found["error"][is_it].abs().median())
         print(f"{', '.join(names)}: median error on the set {chosen_on} {math.exp(medians[names]):.2f}")
     names = min(medians, key=lambda names: medians[names])
-    found = accuracy(judged(rows, names), ["set", "budget", "horizon"])
+    found = accuracy(judged(rows, names), ["set", "kind", "budget", "horizon"])
     print(found.to_string(index=False, float_format=lambda value: f"{value:.2f}"))
     with replacing(args.table) as partial:
         found.to_csv(partial, index=False, float_format="%.3f")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 from fit_rates import FACTORS, table, truths
-from make_pilots import OF_CURVATURE, recorded
+from make_pilots import recorded
 from rate_designs import designs
 
 import workbench as wb
@@ -32,7 +32,7 @@ from workbench.io.atomic import replacing
 from workbench.rates.drift import extrapolated
 from workbench.rates.outcomes import design_key
 from workbench.rates.rate_search import Round
-from workbench.risk.edge_model import EDGES, groups_of
+from workbench.risk.edge_model import EDGES, groups_of, in_enough_families
 from workbench.risk.edge_regression import Edges, Floats, best_penalty, fit_edges, log_likelihood
 from workbench.risk.features import FEATURES, feature_table
 from workbench.training.training_plan import TrainingPlan
@@ -106,7 +106,7 @@ class Study:
         names = [name for of_group in GROUPS.values() for name in of_group if name != "curvature"]
         values = np.mean([feature_table(cases, names, allow_missing=True).values for cases in seeds], axis=0)
         columns = dict(zip(names, values.T, strict=True))
-        of_cell = {one["cell"]: one["curvature"] for one in pilots if one["budget"] == OF_CURVATURE}
+        of_cell = {one["cell"]: one["curvature"] for one in pilots if np.isfinite(one["curvature"])}
         curvature = {key: of_cell.get(one.run(0, 1).cell, np.nan) for key, one in named.items()}
         columns["curvature"] = np.log10([max(curvature[key], 1e-6) for key in rows["key"]])
         edges = {
@@ -271,15 +271,22 @@ def figures(study: Study, predicted: Mapping[str, dict[str, Floats]], is_judged:
 def predictions(study: Study, x: Floats, is_fit: np.ndarray) -> dict[str, Floats]:
     """Distributions of the edges of all rows by a regression, as `figures` takes them.
 
+    As in `wb.risk.fit`, rows whose optimizer, with or without a norm, occurs in too few families are not used and have
+    no answer, whether or not it is a feature: predictors are compared on the same rows.
+
     Args:
         study: The study.
         x: Features, shape (row, feature).
         is_fit: Rows of the fit.
     """
-    families, found = study.rows["family"].to_numpy()[is_fit], {}
+    families, found = study.rows["family"].to_numpy(), {}
+    is_fit = is_fit.copy()
+    is_fit[is_fit] = in_enough_families(study.groups[is_fit], families[is_fit])
+    has_answer, families = np.isin(study.groups, study.groups[is_fit]), families[is_fit]
     for name, edges in study.edges.items():
         penalty, deviation = best_penalty(x[is_fit], edges[is_fit], families)
         mean = fit_edges(x[is_fit], edges[is_fit], penalty=penalty).mean(x)
+        mean = np.where(has_answer, mean, np.nan)
         found[name] = np.stack([mean, *2 * [np.full(len(mean), deviation)]], axis=1)
     return found
 
@@ -293,7 +300,8 @@ def after_pilots(study: Study, rates: xr.Dataset, pilots: list[dict[str, Any]]) 
         pilots: Pilots of the same designs.
     """
     found = table(rates, pilots)
-    found = found[(found["budget"] == found["budget"].max()) & found["is_last"]].set_index(["key", "horizon"])
+    is_it = (found["kind"] == "model") & (found["budget"] == found["budget"].max()) & found["is_last"]
+    found = found[is_it].set_index(["key", "horizon"])
     result = {name: np.full((len(study.rows), 3), np.nan) for name in EDGES}
     for i, (key, horizon) in enumerate(zip(study.rows["key"], study.rows["horizon"], strict=True)):
         if (key, horizon) not in found.index or not found.loc[(key, horizon)]["round"]:

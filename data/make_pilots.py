@@ -4,8 +4,9 @@
     python data/make_pilots.py --out try.jsonl --sets fit
 
 One pilot for each design and budget, with a seed of its own (the study has others), its settings and no knowledge of
-the study. The rates are extrapolated later, from the last round, so that the regression can be fitted to it. The pilots
-of the largest budget are followed by a run at the best rate, after which the curvature of the loss is measured.
+the study; and one with a loop, which knows the training losses alone. The rates are extrapolated later, from the last
+round, so that the regression can be fitted to it. The pilots of the largest budget are followed by a run at the best
+rate, after which the curvature of the loss is measured.
 The first line of the file says how it was made, each other one is a pilot. Move it away after a change of the search.
 """
 
@@ -15,6 +16,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,30 +33,30 @@ from workbench.models.losses import token_loss
 from workbench.monitors.curvature import preconditioned_sharpness, sharpness
 
 BUDGETS, SEED = (300, 600, 1000), 7
-#: Budget whose pilots are followed by a run that measures curvature, and the updates of that run.
-OF_CURVATURE, N_BEFORE_CURVATURE = 1000, 100
+#: Budget of the pilots with a loop, and of those followed by a run that measures curvature; updates of that run.
+LARGEST, N_BEFORE_CURVATURE = 1000, 100
+#: Warm-up of the loop at most, as it does not know how long it will run.
+N_OF_LOOP_WARMUP = 12
+#: Kind of pilot and budget, in the order in which they are made.
+KINDS = (*(("model", budget) for budget in reversed(BUDGETS)), ("loop", LARGEST))
 
 
-def pilot(number: int, budget: int) -> dict[str, Any]:
+def pilot(number: int, kind: str, budget: int) -> dict[str, Any]:
     """What one pilot found, round by round, and the curvature after it."""
     torch.set_num_threads(1)
     design = designs()[number]
     run = design.run(0, SEED, n_snapshots=0)
     plan = run.plan()
-    found = wb.find_rate(
-        run.make_model(),
-        run.make_task(),
-        n_steps=plan.n_steps,
-        budget=budget,
-        warmup=plan.warmup,
-        schedule=plan.schedule,
-        optimizer=plan.optimizer,
-        optimizer_options=plan.optimizer_options,
-        clip_norm=plan.clip_norm,
-        progress=False,
-    )
+    length: dict[str, Any] = {"n_steps": plan.n_steps, "budget": budget, "schedule": plan.schedule, "progress": False}
+    if kind == "model":
+        settings = {name: getattr(plan, name) for name in ("warmup", "optimizer", "optimizer_options", "clip_norm")}
+        found = wb.find_rate(run.make_model(), run.make_task(), **length, **settings)
+    else:
+        first = 0.1 if plan.optimizer == "SGD" else None
+        found = wb.find_rate(loop=lambda rate, seed: losses_of(design, rate, seed), start=first, **length)
     row: dict[str, Any] = {
         "cell": design.run(0, 1).cell,
+        "kind": kind,
         "budget": budget,
         "n_updates": found.n_updates,
         "seconds": found.seconds,
@@ -63,9 +65,21 @@ def pilot(number: int, budget: int) -> dict[str, Any]:
         "rounds": [asdict(one) | {"rate": one.rate.tolist(), "loss": one.loss.tolist()} for one in found.rounds],
         "curvature": math.nan,
     }
-    if budget == OF_CURVATURE and found.rounds and math.isfinite(found.rounds[-1].best_rate):
+    if (kind, budget) == ("model", LARGEST) and found.rounds and math.isfinite(found.rounds[-1].best_rate):
         row["curvature"] = curvature(design, found.rounds[-1].best_rate)
     return row
+
+
+def losses_of(design: Design, rate: float, seed: int) -> Iterator[float]:
+    """A training loop as a user may have one: the training losses at a constant rate after a short warm-up."""
+    run = design.run(0, SEED + seed, n_snapshots=0)
+    plan = replace(run.plan(), learning_rate=rate, schedule="constant")
+    warmup = min(plan.warmup, N_OF_LOOP_WARMUP)
+    settings = {name: getattr(plan, name) for name in ("optimizer", "optimizer_options", "clip_norm", "learning_rate")}
+    for record in wb.train(
+        run.make_model(), run.make_task(), n_steps=plan.n_steps, warmup=warmup, stops_at_divergence=False, **settings
+    ):
+        yield record.loss
 
 
 def curvature(design: Design, rate: float) -> float:
@@ -98,11 +112,11 @@ def make(file: Path, sets: list[str], n_workers: int) -> list[dict[str, Any]]:
     about = {"call": "python data/make_pilots.py", "seed": SEED, "versions": versions()}
     with replacing(file) as partial:
         partial.write_text("".join(json.dumps(row) + "\n" for row in [about, *done]))
-    known = {(row["cell"], row["budget"]) for row in done}
+    known = {(row["cell"], row["kind"], row["budget"]) for row in done}
     numbers = {one.run(0, 1).cell: i for i, one in enumerate(designs()) if one.set in sets}
-    wanted = [(cell, budget) for budget in reversed(BUDGETS) for cell in numbers if (cell, budget) not in known]
+    wanted = [(cell, *kind) for kind in KINDS for cell in numbers if (cell, *kind) not in known]
     with ProcessPoolExecutor(n_workers) as pool, file.open("a") as lines:
-        pending = [pool.submit(pilot, numbers[cell], budget) for cell, budget in wanted]
+        pending = [pool.submit(pilot, numbers[cell], kind, budget) for cell, kind, budget in wanted]
         try:
             for one in tqdm(as_completed(pending), total=len(pending), unit="pilot"):
                 lines.write(json.dumps(one.result()) + "\n")

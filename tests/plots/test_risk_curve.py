@@ -85,8 +85,8 @@ def test_it_is_drawn_by_both_backends(risk, backend, tmp_path):
 def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(SchemaError, match=r"given lacks useful_edge; pass one from wb.risk.over_rates"):
         risk_curve(over_rates().drop_vars("useful_edge"))
-    unknown = over_rates(failure=("learning_rate", np.full(4, np.nan))).assign_attrs(reason="Nothing was measured.")
-    with pytest.raises(SchemaError, match=r"The risk of two is not known. Nothing was measured."):
+    unknown = over_rates(failure=("learning_rate", np.full(4, np.nan))).assign_attrs(reason="Too little was measured.")
+    with pytest.raises(SchemaError, match=r"The risk of two is not known. Too little was measured."):
         risk_curve({"one": over_rates(), "two": unknown})
     with pytest.raises(OptionError, match="no design to draw"):
         risk_curve({})

@@ -173,13 +173,13 @@ def test_a_seed_gives_the_same_model(planted):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"d_model": 512}, "Nothing was measured at a width of 512 (only 48 to 96)."),
-        ({"n_layers": 1}, "Nothing was measured at a depth of 1 (only 2 to 4)."),
-        ({"n_steps": 10_000}, "Nothing was measured over 10,000 updates (only 240 to 480)."),
-        ({"optimizer": "Lion"}, "Nothing was measured for Lion with norm (only for AdamW and SGD)."),
+        ({"d_model": 512}, "Too little was measured at a width of 512 (only 48 to 96)."),
+        ({"n_layers": 1}, "Too little was measured at a depth of 1 (only 2 to 4)."),
+        ({"n_steps": 10_000}, "Too little was measured over 10,000 updates (only 240 to 480)."),
+        ({"optimizer": "Lion"}, "Too little was measured for Lion with norm (only for AdamW and SGD)."),
         (
             {"optimizer": "", "d_model": 32},
-            "Nothing was measured at a width of 32 (only 48 to 96) and for a nameless optimizer with norm (only "
+            "Too little was measured at a width of 32 (only 48 to 96) and for a nameless optimizer with norm (only "
             "for AdamW and SGD).",
         ),
         (
@@ -206,7 +206,23 @@ def test_an_optimizer_measured_without_a_norm_alone_is_not_known_with_one(plante
     model = fitted(cases.isel(run=is_kept), some, families[is_kept], n_bootstrap=0)
     assert model.groups == ("AdamW with norm", "AdamW without norm", "SGD without norm")
     found = model.predict(cases.isel(run=np.flatnonzero(~is_kept)[:1]))
-    assert found["reason"].item() == "Nothing was measured for SGD with norm (only for AdamW)."
+    assert found["reason"].item() == "Too little was measured for SGD with norm (only for AdamW)."
+
+
+def test_an_optimizer_measured_in_two_families_is_not_known(planted):
+    cases, _, edges, families = planted
+    is_sgd, is_normed = cases["optimizer"].values == "SGD", cases["scale_response"].values < 0.5
+    of_sgd = np.unique(families[is_sgd & is_normed])
+    few, enough = (~(is_sgd & is_normed) | np.isin(families, of_sgd[:n]) for n in (2, 3))
+    models = [
+        fitted(cases.isel(run=kept), {name: of[kept] for name, of in edges.items()}, families[kept], n_bootstrap=0)
+        for kept in (few, enough, few & ~(is_sgd & is_normed))
+    ]
+    unknown, known, without = (model.predict(cases.isel(run=is_sgd & is_normed))["useful_edge"] for model in models)
+    assert np.isnan(unknown).all()
+    assert np.isfinite(known).all()
+    assert models[0].about == models[2].about  # the two families were not used
+    assert np.isnan(without).all()
 
 
 def test_a_fresh_model_that_counts_as_diverged_explodes_at_any_rate(model, planted):
@@ -215,7 +231,7 @@ def test_a_fresh_model_that_counts_as_diverged_explodes_at_any_rate(model, plant
     )
     found = model.predict(cases)
     outside, started = found["reason"].values.tolist()
-    assert outside.startswith("Nothing was measured at a width of 4,096")
+    assert outside.startswith("Too little was measured at a width of 4,096")
     assert started.startswith("The fresh model counts as diverged by RKSP's limits (a loss of 50 or")
     for end in ("", "_low", "_high"):
         assert found[f"explosion{end}"].values.tolist() == [1, 1]
@@ -248,8 +264,8 @@ def test_whether_there_is_a_norm_is_measured(planted):
         (lambda c, e, f: fitted(c, e, f, features=["colour"]), OptionError, "'colour' is no feature"),
         (lambda c, e, f: fitted(c, e, f, features=["optimizer"]), OptionError, "'optimizer' is no feature"),
         (lambda c, e, f: fitted(c.isel(run=[]), e, f), SchemaError, "There is no case"),
-        (lambda c, e, f: fitted(c, e, ["a"] * len(f)), SchemaError, "are of 1 family, expected at least 3"),
-        (lambda c, e, f: fitted(c, e, np.where(f == "0", "a", "b")), SchemaError, "are of 2 families, expected"),
+        (lambda c, e, f: fitted(c, e, ["a"] * len(f)), SchemaError, r"are of too few families: 1 for AdamW with norm, .*, expected at least 3"),
+        (lambda c, e, f: fitted(c, e, np.where(f == "0", "a", "b")), SchemaError, "are of too few families: [12] for AdamW with"),
         (lambda c, e, f: fitted(c, e, f[1:]), OptionError, "95 and 96 edges or families for 96 designs"),
         (
             lambda c, e, f: fitted(c, {k: v for k, v in e.items() if k != "slow_edge"}, f),

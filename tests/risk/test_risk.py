@@ -20,7 +20,7 @@ OUTCOMES = ("failure", "too_small", "too_large", "explosion")
 
 @pytest.fixture(scope="module")
 def planted():
-    return planted_designs(n_families=6, n_of_family=6)
+    return planted_designs(n_families=9, n_of_family=6)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_the_sentence_says_the_risk_and_the_useful_rates():
 def test_the_sentence_says_why_nothing_is_known(model, case):
     wide = wb.risk.predict(case.assign_coords(d_model=("run", [4096])), model=model)
     assert str(wide) == (
-        "At a rate of 0.01 the risk is unknown. Nothing was measured at a width of 4,096 (only 48 to 96). Find out "
+        "At a rate of 0.01 the risk is unknown. Too little was measured at a width of 4,096 (only 48 to 96). Find out "
         "with wb.find_rate."
     )
     assert all(math.isnan(getattr(wide, name).value) for name in (*OUTCOMES, *EDGES))
@@ -209,7 +209,7 @@ def test_over_rates_is_the_risk_at_each(model, case, given):
 
 def test_over_rates_says_why_nothing_is_known(model, case):
     found = wb.risk.over_rates(case.assign_coords(n_steps=("run", [9])), [0.1, 0.2], model=model)
-    assert found.attrs["reason"] == "Nothing was measured over 9 updates (only 240 to 480)."
+    assert found.attrs["reason"] == "Too little was measured over 9 updates (only 240 to 480)."
     assert found["failure"].isnull().all()
 
 

@@ -116,6 +116,7 @@ def planted_rows(n=60, seed=0):
             "set": np.where(np.arange(n) < n - 20, "fit", "choose"),
             "family": [f"family {i // 4}" for i in range(n)],
             "optimizer": np.where(np.arange(n) % 3 == 0, "SGD", "AdamW"),
+            "kind": "model",
             "budget": 1000,
             "round": np.where(np.arange(n) % 5 == 0, "coarse", "fine"),
             "updates": np.where(np.arange(n) % 5 == 0, 36.0, 200.0),
@@ -138,11 +139,11 @@ def test_planted_changes_of_rates_are_found_and_judged(fit_rates):
     names = ("constant", "growth", "decays", "width")
     drift = fit_rates.drift_of(rows[rows["set"] == "fit"], names)
     expected = {"constant": 0.0, "growth": -0.2, "decays": 0.5, "width": 0.0}
-    assert drift["fine"]["useful_edge"]["weights"] == pytest.approx(expected, abs=0.03)
-    assert drift["fine"]["slow_edge"]["weights"]["constant"] == pytest.approx(-np.log(3), abs=0.02)
-    assert -0.05 < drift["fine"]["useful_edge"]["low"] < drift["fine"]["useful_edge"]["high"] < 0.05
-    assert drift["fine"]["largest_growth"] == 2.4
-    assert drift["coarse"]["largest_growth"] == 13.3
+    assert drift["model"]["fine"]["useful_edge"]["weights"] == pytest.approx(expected, abs=0.03)
+    assert drift["model"]["fine"]["slow_edge"]["weights"]["constant"] == pytest.approx(-np.log(3), abs=0.02)
+    assert -0.05 < drift["model"]["fine"]["useful_edge"]["low"] < drift["model"]["fine"]["useful_edge"]["high"] < 0.05
+    assert drift["model"]["fine"]["largest_growth"] == 2.4
+    assert drift["model"]["coarse"]["largest_growth"] == 13.3
     assert drift["longest"] == 480
     found = fit_rates.accuracy(fit_rates.judged(rows, names), ["set"]).set_index("set")
     assert found.loc["choose", "designs"] == 20
@@ -176,20 +177,20 @@ def test_a_pilot_without_an_answer_counts_as_wrong_and_is_counted(fit_rates):
     assert found["1.6"] == 0.75
 
 
-def recorded_pilot(design, budget):
+def recorded_pilot(design, kind, budget):
     rounds = [
         {"is_coarse": coarse, "n_updates": n, "rate": [1e-3, 4e-3], "loss": [[2.0], [3.0]], "best_rate": 1e-3,
          "useful_edge": edge}
         for coarse, n, edge in [(True, 36, 4e-3), (False, 200, 3e-3), (False, 200, 2e-3)]
     ]  # fmt: skip
     about = {"n_updates": budget - 3, "seconds": 1.0, "is_learned": True, "trivial_loss": 4.0, "curvature": 2.0}
-    return {"cell": design.run(0, 1).cell, "budget": budget, "rounds": rounds, **about}
+    return {"cell": design.run(0, 1).cell, "kind": kind, "budget": budget, "rounds": rounds, **about}
 
 
 def test_recorded_pilots_are_not_made_again_and_a_torn_line_is_dropped(scripts, tmp_path):
     make_pilots = importlib.import_module("make_pilots")
     designs = [one for one in scripts[0].designs() if one.set == "locked"]
-    rows = [recorded_pilot(one, budget) for one in designs for budget in make_pilots.BUDGETS]
+    rows = [recorded_pilot(one, *kind) for one in designs for kind in make_pilots.KINDS]
     file = tmp_path / "pilots.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in [{"call": ""}, *rows]) + '{"cell": "ab')
     assert make_pilots.make(file, ["locked"], n_workers=1) == rows
@@ -200,7 +201,7 @@ def test_recorded_pilots_are_not_made_again_and_a_torn_line_is_dropped(scripts, 
 
 def test_a_pilot_answers_from_its_last_round_with_an_edge(fit_rates, monkeypatch):
     designs = fit_rates.designs()[:2]
-    rows = [recorded_pilot(one, 1000) for one in designs]
+    rows = [recorded_pilot(one, "model", 1000) for one in designs]
     rows[1]["rounds"] = rows[1]["rounds"][:1]
     rows[1]["is_learned"] = False
     keys = [wb.rates.outcomes.design_key(one.run(0, 1).as_dict()) for one in designs]

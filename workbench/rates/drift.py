@@ -68,7 +68,7 @@ class Estimate:
 UNKNOWN = Estimate(math.nan, math.nan, math.nan)
 
 
-def extrapolated(last: Round, plan: TrainingPlan) -> dict[str, Estimate]:
+def extrapolated(last: Round, plan: TrainingPlan, *, of_loop: bool = False) -> dict[str, Estimate]:
     """Slow edge, best rate and useful edge of a training, by name, from the last round of a pilot.
 
     The logarithm of each is that of the round's rate in `SOURCES` plus a linear function of `features`. The interval
@@ -78,8 +78,9 @@ def extrapolated(last: Round, plan: TrainingPlan) -> dict[str, Estimate]:
     Args:
         last: The last round with an edge.
         plan: The training.
+        of_loop: Whether the pilot ran a loop of the user's own, whose losses are those of training.
     """
-    fitted = _fitted()["coarse" if last.is_coarse else "fine"]
+    fitted = _fitted_to(last, of_loop)
     values = features(last.n_updates, last.best_rate, last.useful_edge, plan)
     slow, best, edge = (_estimate(fitted[name], getattr(last, source), values) for name, source in SOURCES.items())
     best = best.at_most(edge.value)
@@ -100,9 +101,9 @@ def features(n_updates: int, best_rate: float, useful_edge: float, plan: Trainin
     return {"constant": 1.0, "growth": growth, "decays": decays, "width": math.log(useful_edge / best_rate)}
 
 
-def furthest(last: Round) -> int:
+def furthest(last: Round, *, of_loop: bool = False) -> int:
     """The longest training to which the rates of a round may be extrapolated: the largest factor that was measured."""
-    return round(_fitted()["coarse" if last.is_coarse else "fine"]["largest_growth"] * last.n_updates)
+    return round(_fitted_to(last, of_loop)["largest_growth"] * last.n_updates)
 
 
 def longest_measured() -> int:
@@ -113,6 +114,12 @@ def longest_measured() -> int:
 def _estimate(fitted: Mapping[str, Any], rate: float, values: Mapping[str, float]) -> Estimate:
     change = sum(weight * values[name] for name, weight in fitted["weights"].items())
     return Estimate(*(rate * math.exp(change + by) for by in (0.0, fitted["low"], fitted["high"])))
+
+
+def _fitted_to(last: Round, of_loop: bool) -> dict[str, Any]:
+    """What was fitted to rounds of the same kind."""
+    found: dict[str, Any] = _fitted()["loop" if of_loop else "model"]["coarse" if last.is_coarse else "fine"]
+    return found
 
 
 @cache

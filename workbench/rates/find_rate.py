@@ -197,9 +197,10 @@ def find_rate(
     The pilot tries rates a factor 3.4 apart for a few updates, then those around the best one and the useful edge with
     a fifth of the budget each, at a constant rate after a warm-up of at most a third of their updates; at rates above
     the best one, runs that are clearly worse are stopped. The rates that decide are repeated with a second seed where
-    the budget allows it: longer runs tell more than a second seed does. The rates for the whole training are
-    extrapolated; how well, is measured on the recorded study of learning rates (``data/README.md``). Interrupting it
-    (in a notebook: the stop button) ends the pilot and gives the answer of the rounds that were finished.
+    the budget allows it: longer runs tell more than a second seed does. Losses are those of the mean weights over the
+    last fifth of the updates, which differ less from run to run. The rates for the whole training are extrapolated; how
+    well, is measured on the recorded study of learning rates (``data/README.md``). Interrupting it (in a notebook: the
+    stop button) ends the pilot and gives the answer of the rounds that were finished.
 
     Args:
         model: Model or checkpoint that each run begins with, or a function from a seed to one. It is not changed.
@@ -275,9 +276,10 @@ def find_rate(
         n_steps, UNKNOWN, UNKNOWN, UNKNOWN, "", runs.n_updates, time.monotonic() - begun, rounds, runs.trivial_loss,
         name, is_interrupted,
     )  # fmt: skip
-    if (reason := _reason(found, plan, budget)) or found.last_with_edge is None:
+    of_loop = loop is not None
+    if (reason := _reason(found, plan, budget, of_loop)) or found.last_with_edge is None:
         return replace(found, reason=reason)
-    return _with(found, extrapolated(found.last_with_edge, plan))
+    return _with(found, extrapolated(found.last_with_edge, plan, of_loop=of_loop))
 
 
 def _with(found: FoundRates, estimates: Mapping[str, Estimate]) -> FoundRates:
@@ -312,7 +314,7 @@ def _start_of(plan: TrainingPlan) -> float:
     return _START_OF_SGD if isinstance(plan.optimizer, str) and plan.optimizer.lower() == "sgd" else _START
 
 
-def _reason(found: FoundRates, plan: TrainingPlan, budget: int) -> str:
+def _reason(found: FoundRates, plan: TrainingPlan, budget: int, of_loop: bool) -> str:
     """Why the rates of the training cannot be said, and what to do; empty: they can."""
     if not found.rounds:
         return "No rate gave a finite loss; check the data and the loss, or choose a smaller start=."
@@ -330,8 +332,8 @@ def _reason(found: FoundRates, plan: TrainingPlan, budget: int) -> str:
             f"No rate tried was too large, up to {last.rate[-1]:.2g}. Ask again with a larger budget, such as "
             f"{2 * budget:,}, or start={last.rate[-1]:.2g}."
         )
-    if (reach := furthest(edge)) < plan.n_steps:
-        upper = extrapolated(edge, replace(plan, n_steps=reach))["useful_edge"]
+    if (reach := furthest(edge, of_loop=of_loop)) < plan.n_steps:
+        upper = extrapolated(edge, replace(plan, n_steps=reach), of_loop=of_loop)["useful_edge"]
         return (
             f"How rates change was measured up to {reach:,} updates for a pilot of this length, not up to "
             f"{plan.n_steps:,}. Rates above {rounded(upper.high)} are probably too large even for {reach:,}. Ask again "

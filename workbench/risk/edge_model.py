@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ _MEASURED = {"d_model": "at a width of {}", "n_layers": "at a depth of {}", "n_s
 #: an interval of a probability contains.
 LEVEL = 0.8
 _KIND, _VERSION = "stability-workbench edge model", 1
+#: Families of which designs are needed, in all and of each optimizer with or without a norm.
 _FEWEST_FAMILIES = 3
 #: Class of an optimizer -> what users call it.
 _CALLED = {"MuonWithAdamW": "Muon", "": "a nameless optimizer"}
@@ -62,7 +63,7 @@ class EdgeModel:
 
     Attributes:
         features: Names of numeric features (`workbench.risk.FEATURES`).
-        groups: Optimizers, each with or without a norm, of the designs of the fit; empty: no feature.
+        groups: Optimizers, each with or without a norm, of the designs of the fit; there is no answer for others.
         ranges: Smallest and largest value of each feature in these designs; others are moved to the nearer end.
         measured: Smallest and largest width, number of layers and number of updates of these designs; there is no
             answer for others.
@@ -176,28 +177,25 @@ class EdgeModel:
         table = _table(cases, self.features, needed=has_answer)
         bounds = np.array([self.ranges[name] for name in self.features]).reshape(-1, 2)
         table = np.clip(np.where(np.isnan(table), bounds[:, 0], table), bounds[:, 0], bounds[:, 1])
-        if not self.groups:
-            return table
         is_one = groups_of(cases)[:, None] == np.array(self.groups)
         return np.concatenate([table, is_one.astype(float)], axis=1)
 
     def _reasons(self, cases: xr.Dataset) -> np.ndarray:
         """Why there is no answer for a case, shape (run,); empty: there is one."""
         settings = {name: _numbers(cases, name) for name in self.measured}
-        groups = groups_of(cases) if self.groups else np.full(cases.sizes["run"], "")
         reasons = []
-        for i, group in enumerate(groups.tolist()):
+        for i, group in enumerate(groups_of(cases).tolist()):
             outside = []
             for name, (low, high) in self.measured.items():
                 if not low <= (value := settings[name][i]) <= high:
                     only = f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
                     outside.append(f"{_MEASURED[name].format(f'{value:,.0f}')} (only {only})")
-            if self.groups and group and group not in self.groups:
+            if group and group not in self.groups:
                 kind = " with norm" if group.endswith(" with norm") else " without norm"
                 known = [one.removesuffix(kind) for one in self.groups if one.endswith(kind)]
                 outside.append(f"for {group} (only for {listed(known or self.groups)})")
-            reason = f"Nothing was measured {listed(outside)}." if outside else ""
-            if self.groups and not group:
+            reason = f"Too little was measured {listed(outside)}." if outside else ""
+            if not group:
                 reason = "Whether the model has a norm is not known: its logits are zero or not finite."
             reasons.append(reason)
         return np.array(reasons)
@@ -214,7 +212,8 @@ def fit(
 ) -> EdgeModel:
     """Fit the model to designs whose edges were measured.
 
-    The penalty of each edge's weights is the one with the largest likelihood for families left out.
+    The penalty of each edge's weights is the one with the largest likelihood for families left out. Designs whose
+    optimizer, with or without a norm, occurs in fewer than three families are not used.
 
     Args:
         cases: Settings and measurements of the designs, dim ``run``.
@@ -231,7 +230,7 @@ def fit(
     Raises:
         OptionError: If a feature does not exist or has no finite value, an edge is missing, or there is not one edge
             and one family for each design.
-        SchemaError: If a case lacks a value, or there are fewer than three families.
+        SchemaError: If a case lacks a value, or no optimizer, with or without a norm, occurs in three families.
 
     Example:
         >>> import numpy as np
@@ -252,21 +251,24 @@ def fit(
         raise OptionError(
             f"There are {listed(map(str, sorted(sizes)))} edges or families for {n_designs} designs, expected one each."
         )
-    codes = np.unique(np.asarray(families, dtype=str), return_inverse=True)[1]
-    if (n_families := int(codes.max()) + 1) < _FEWEST_FAMILIES:
-        kind = "family" if n_families == 1 else "families"
-        raise SchemaError(f"The designs are of {n_families} {kind}, expected at least {_FEWEST_FAMILIES}.")
+    groups, families = groups_of(cases), np.asarray(families, dtype=str)
+    if "" in groups:
+        raise SchemaError("A design has no scale_response (NaN); leave it out.")
+    is_used = in_enough_families(groups, families)
+    if not is_used.any():
+        counts = {group: len(set(families[groups == group])) for group in np.unique(groups).tolist()}
+        shown = listed([f"{n} for {group}" for group, n in counts.items()])
+        raise SchemaError(f"The designs are of too few families: {shown}, expected at least {_FEWEST_FAMILIES}.")
+    cases, edges = cases.isel(run=is_used), {name: edges[name][is_used] for name in EDGES}
+    n_designs, codes = cases.sizes["run"], np.unique(families[is_used], return_inverse=True)[1]
     table = _table(cases, features, needed=np.ones(n_designs, bool))
     ranges = {}
     for name, values in zip(features, table.T, strict=True):
         if not np.isfinite(values).any():
             raise OptionError(f"'{name}' is infinite for every design; fit a model without it.")
         ranges[name] = _range(values[np.isfinite(values)])
-    groups = tuple(sorted(set(groups_of(cases).tolist())))
-    if "" in groups:
-        raise SchemaError("A design has no scale_response (NaN); leave it out.")
     measured = {name: _range(_numbers(cases, name)) for name in _MEASURED}
-    blank = EdgeModel(tuple(features), groups, ranges, measured, {}, {})
+    blank = EdgeModel(tuple(features), tuple(sorted(set(groups[is_used].tolist()))), ranges, measured, {}, {})
     inputs = blank._inputs(cases, has_answer=np.ones(n_designs, bool))
     draws = np.concatenate([np.empty((0, n_designs)), *resamples(codes, n_designs, n_bootstrap, seed)])
     fits, deviations, penalties = {}, {}, {}
@@ -275,8 +277,19 @@ def fit(
         penalty, deviations[edge] = best_penalty(inputs, known, codes)
         resampled = [fit_edges(inputs, known, penalty=penalty, weight=row) for row in draws]
         fits[edge], penalties[edge] = (fit_edges(inputs, known, penalty=penalty), *resampled), penalty
-    about = {"n_rows": n_designs, "n_families": n_families, "penalties": penalties, "seed": seed}
-    return EdgeModel(blank.features, groups, ranges, measured, fits, deviations, about)
+    about = {"n_rows": n_designs, "n_families": int(codes.max()) + 1, "penalties": penalties, "seed": seed}
+    return replace(blank, fits=fits, deviations=deviations, about=about)
+
+
+def in_enough_families(groups: np.ndarray, families: np.ndarray) -> np.ndarray:
+    """Whether the group of each design occurs in enough families for a fit, shape (design,).
+
+    Args:
+        groups: From `groups_of`.
+        families: Family of each design, shape (design,).
+    """
+    counts = {group: len(set(families[groups == group].tolist())) for group in set(groups.tolist())}
+    return np.array([counts[group] >= _FEWEST_FAMILIES for group in groups.tolist()])
 
 
 def groups_of(cases: xr.Dataset) -> np.ndarray:
