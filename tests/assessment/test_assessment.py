@@ -40,9 +40,11 @@ EDGES, DEVIATION = {"slow_edge": 1e-4, "useful_edge": 1e-2, "explosion_edge": 1.
 @pytest.fixture(scope="module", autouse=True)
 def _planted_edges():
     """A risk that does not depend on what ships."""
-    fits = {name: (EdgeFit(np.empty(0), np.empty(0), np.log(edge), np.empty(0), 0.1),) for name, edge in EDGES.items()}
+    groups = tuple(f"{name} {kind} norm" for name in ("AdamW", "SGD") for kind in ("with", "without"))
+    alike = np.zeros(len(groups)), np.ones(len(groups)), np.zeros(len(groups))
+    fits = {name: (EdgeFit(*alike[:2], np.log(edge), alike[2]),) for name, edge in EDGES.items()}
     measured = {"d_model": (24, 96), "n_layers": (2, 6), "n_steps": (10, 2000)}
-    planted = EdgeModel((), (), {}, measured, fits, dict.fromkeys(EDGES, DEVIATION))
+    planted = EdgeModel((), groups, {}, measured, fits, dict.fromkeys(EDGES, DEVIATION))
     with pytest.MonkeyPatch.context() as patch:
         for module in ("risk.risk", "assessment.plan_risk"):
             patch.setattr(f"workbench.{module}.shipped", lambda: planted)
@@ -133,7 +135,7 @@ def test_a_model_smaller_than_all_recorded_ones_gets_no_risk_and_a_first_step(sm
     assert (smaller.attrs["verdict"], smaller.attrs["exit_status"]) == ("cannot say", 4)
     risk = smaller["risk"].to_dataset()
     assert np.isnan(numbers_of(risk)).all()
-    assert risk.attrs["warning"].startswith("Nothing was measured at a width")
+    assert risk.attrs["warning"].startswith("Too little was measured at a width")
     assert "of 16 (only 24 to 96). Nothing that was measured failed" in smaller.attrs["summary"]
     assert "risk_over_rates" not in smaller
     first = smaller["decisions"].to_dataset().isel(decision=0)

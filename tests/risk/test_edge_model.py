@@ -95,7 +95,6 @@ def test_the_deviation_contains_what_families_share():
     narrow, wide = (fitted(cases, edges, families, n_bootstrap=0) for cases, _, edges, families in (alike, unlike))
     assert narrow.deviations["useful_edge"] == pytest.approx(0.2, abs=0.1)
     assert wide.deviations["useful_edge"] > 0.7
-    assert wide.fits["useful_edge"][0].deviation < wide.deviations["useful_edge"]
 
 
 def test_without_features_all_designs_of_a_group_have_the_same_edges(planted):
@@ -264,8 +263,16 @@ def test_whether_there_is_a_norm_is_measured(planted):
         (lambda c, e, f: fitted(c, e, f, features=["colour"]), OptionError, "'colour' is no feature"),
         (lambda c, e, f: fitted(c, e, f, features=["optimizer"]), OptionError, "'optimizer' is no feature"),
         (lambda c, e, f: fitted(c.isel(run=[]), e, f), SchemaError, "There is no case"),
-        (lambda c, e, f: fitted(c, e, ["a"] * len(f)), SchemaError, r"are of too few families: 1 for AdamW with norm, .*, expected at least 3"),
-        (lambda c, e, f: fitted(c, e, np.where(f == "0", "a", "b")), SchemaError, "are of too few families: [12] for AdamW with"),
+        (
+            lambda c, e, f: fitted(c, e, ["a"] * len(f)),
+            SchemaError,
+            "too few families: 1 for AdamW with .* at least 3",
+        ),
+        (
+            lambda c, e, f: fitted(c, e, np.where(f == "0", "a", "b")),
+            SchemaError,
+            "too few families: [12] for AdamW",
+        ),
         (lambda c, e, f: fitted(c, e, f[1:]), OptionError, "95 and 96 edges or families for 96 designs"),
         (
             lambda c, e, f: fitted(c, {k: v for k, v in e.items() if k != "slow_edge"}, f),

@@ -388,7 +388,7 @@ def _numbers(cases: xr.Dataset, name: str, *, allow_missing: bool = False) -> Fl
 
 def _row(fit: EdgeFit) -> list[Any]:
     """A fit as plain values."""
-    parts = (fit.center.tolist(), fit.scale.tolist(), fit.intercept, fit.weights.tolist(), fit.deviation)
+    parts = (fit.center.tolist(), fit.scale.tolist(), fit.intercept, fit.weights.tolist())
     return [[_short(one) for one in part] if isinstance(part, list) else _short(part) for part in parts]
 
 
@@ -398,8 +398,8 @@ def _short(value: float) -> float:
 
 
 def _fit(row: Sequence[Any]) -> EdgeFit:
-    center, scale, intercept, weights, deviation = row
-    return EdgeFit(np.array(center), np.array(scale), float(intercept), np.array(weights), float(deviation))
+    center, scale, intercept, weights = row
+    return EdgeFit(np.array(center), np.array(scale), float(intercept), np.array(weights))
 
 
 def _ranges(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:

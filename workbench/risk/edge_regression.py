@@ -72,14 +72,12 @@ class EdgeFit:
         scale: Standard deviation of each feature, shape (feature,); 1 where it never varied.
         intercept: Mean of the logarithm of the edge where all features have their mean.
         weights: Change of that mean by one standard deviation of each feature, shape (feature,).
-        deviation: Standard deviation of the logarithm of an edge around its mean, in the designs of the fit.
     """
 
     center: Floats
     scale: Floats
     intercept: float
     weights: Floats
-    deviation: float
 
     def mean(self, features: np.ndarray) -> Floats:
         """Mean of the logarithm of the edge of designs, shape (design,)."""
@@ -118,7 +116,7 @@ def fit_edges(features: np.ndarray, edges: Edges, *, penalty: float, weight: np.
         return float(total), np.array(slopes)
 
     found = minimize(loss, start, jac=True, method="L-BFGS-B").x
-    return EdgeFit(center, scale, float(found[0]), found[1:-1], float(_SMALLEST_DEVIATION + np.exp(found[-1])))
+    return EdgeFit(center, scale, float(found[0]), found[1:-1])
 
 
 def log_likelihood(mean: np.ndarray, deviation: float, edges: Edges) -> Floats:
