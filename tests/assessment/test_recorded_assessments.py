@@ -76,7 +76,7 @@ def test_a_design_too_large_to_be_run_has_no_number_that_was_not_measured_on_it(
 def test_the_same_case_would_have_a_risk_by_its_size_alone(comparison):
     """Why a stand-in has to be known for one: nothing in its case tells it from a small model."""
     case = comparison["gpt2"]["case"].to_dataset()
-    assert plan_risk(case).attrs["warning"].startswith("Nothing was measured over 20,000 updates")
+    assert plan_risk(case).attrs["warning"].startswith("Too little was measured over 20,000 updates")
     near = wb.sweeps.replan(case, n_steps=400, warmup=20)
     assert np.isfinite(plan_risk(near)["failure"].item())
     assert np.isnan(plan_risk(near, stand_in="It is a stand-in.")["failure"].item())

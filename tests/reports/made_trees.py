@@ -234,7 +234,7 @@ def without_risk(*, is_stand_in=False, is_old=False):
         tree["criteria"] = xr.DataTree(rows)
     else:
         table = table.assign({name: table[name] * np.nan for name in table.data_vars})
-        table.attrs["warning"] = "Nothing was measured at a width of 576, only from 48 to 96."
+        table.attrs["warning"] = "Too little was measured at a width of 576, only from 48 to 96."
         tree = tree.drop_nodes("risk_over_rates")
         rows = tree["criteria"].to_dataset()
         rows["state"] = text("criterion", ["not measured", *rows["state"].values[1:]])

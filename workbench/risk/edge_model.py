@@ -251,16 +251,16 @@ def fit(
         raise OptionError(
             f"There are {listed(map(str, sorted(sizes)))} edges or families for {n_designs} designs, expected one each."
         )
-    groups, families = groups_of(cases), np.asarray(families, dtype=str)
+    groups, family = groups_of(cases), np.asarray(families, dtype=str)
     if "" in groups:
         raise SchemaError("A design has no scale_response (NaN); leave it out.")
-    is_used = in_enough_families(groups, families)
+    is_used = in_enough_families(groups, family)
     if not is_used.any():
-        counts = {group: len(set(families[groups == group])) for group in np.unique(groups).tolist()}
+        counts = {group: len(set(family[groups == group])) for group in np.unique(groups).tolist()}
         shown = listed([f"{n} for {group}" for group, n in counts.items()])
         raise SchemaError(f"The designs are of too few families: {shown}, expected at least {_FEWEST_FAMILIES}.")
     cases, edges = cases.isel(run=is_used), {name: edges[name][is_used] for name in EDGES}
-    n_designs, codes = cases.sizes["run"], np.unique(families[is_used], return_inverse=True)[1]
+    n_designs, codes = cases.sizes["run"], np.unique(family[is_used], return_inverse=True)[1]
     table = _table(cases, features, needed=np.ones(n_designs, bool))
     ranges = {}
     for name, values in zip(features, table.T, strict=True):

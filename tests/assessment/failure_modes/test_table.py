@@ -131,7 +131,7 @@ def test_a_band_that_holds_everything_judges_nothing():
 
 
 def test_a_risk_that_is_not_known_leaves_the_verdict_open_and_no_number_anywhere():
-    criteria, modes = judged(planted(risk=math.nan, warning="Nothing was measured at a width of 16."), BANDS)
+    criteria, modes = judged(planted(risk=math.nan, warning="Too little was measured at a width of 16."), BANDS)
     assert verdict_of(criteria, modes) == "cannot say"
     row, mode = of(criteria, "failure_probability"), modes.sel(failure_mode="unsuitable_rate")
     assert str(row["state"].values) == str(mode["state"].values) == "not measured"
