@@ -208,11 +208,12 @@ def find_rate(
             task's own, or its first batches (8, of few batches a fifth), which no run is trained on.
         n_steps: Updates of the planned training.
         budget: Updates of the pilot at most, over all rates and seeds. Beside these, each run measures the held-out
-            loss of 4,096 token states four to seven times.
+            loss four to seven times; a task that has held-out examples gives 4,096 token states of them.
         loop: In place of model and task, a training loop of your own: a function from a rate and a seed that trains a
             fresh model at this rate, constant after a short warm-up, and yields the training loss of each update. It
-            runs only as far as needed, and is closed. Of the settings below only ``start`` and ``schedule``, that of
-            the planned training, go with it.
+            runs only as far as needed, and is closed; it must not end early at large losses, as `workbench.train` does
+            without ``stops_at_divergence=False``. Of the settings below only ``start`` and ``schedule``, that of the
+            planned training, go with it.
         n_seeds: Seeds at most.
         start: Rate at which the search begins, between 1e-9 and 1e6; None: .003, for SGD .1.
         warmup: As in `workbench.train`.

@@ -180,7 +180,7 @@ class LoopRuns:
                 if len(losses) < steps[-1]:
                     raise OptionError(
                         f"The loop ended after {counted(len(losses), 'update')}, but a run of the pilot needs "
-                        f"{steps[-1]:,}; let it go on until it is closed."
+                        f"{steps[-1]:,}; let it go on until it is closed, large losses or not."
                     )
         finally:
             if callable(close := getattr(running, "close", None)):
