@@ -52,7 +52,7 @@ def test_a_model_gets_rates_and_stays_as_it_is():
 
 def test_a_loop_of_ones_own_is_enough():
     made = []
-    found = wb.find_rate(loop=planted_loop(made), n_steps=600, progress=False)
+    found = wb.find_rate(loop=planted_loop(made), n_steps=120, progress=False)
     last = found.rounds[-1]
     assert last.useful_edge == pytest.approx(6e-3, rel=0.2)
     assert {seed for _, seed in made} == {0, 1}

@@ -32,15 +32,18 @@ def test_losses_are_those_of_one_run_whatever_was_run_before():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_the_loss_is_that_of_mean_weights_on_held_out_examples():
+@pytest.mark.parametrize("has_mean_weights", [False, True])
+def test_the_loss_is_that_of_held_out_examples_after_plain_training(has_mean_weights):
     model = wb.zoo.transformer(**SIZE)
-    found = runs_of(model, warmup=50).losses(1e-2, 0, [8, 10], FREE)
+    runs = ModelRuns(model, task(), {"warmup": 50}, 10, 1, has_mean_weights)
+    found = runs.losses(1e-2, 0, [8, 10], FREE)
     other = copy.deepcopy(model)
     records = wb.train(other, task(), n_steps=10, learning_rate=1e-2, warmup=3)  # a third of the updates
     states = [copy.deepcopy(other.state_dict()) for _ in records]
     inputs, targets = task().held_out(4096)
-    for loss, of_last in zip(found, (states[6:8], states[8:10]), strict=True):
-        other.load_state_dict({name: sum(state[name] for state in of_last) / 2 for name in states[0]})
+    for loss, n_done in zip(found, (8, 10), strict=True):
+        of_last = states[n_done - 2 : n_done] if has_mean_weights else [states[n_done - 1]]
+        other.load_state_dict({name: sum(state[name] for state in of_last) / len(of_last) for name in states[0]})
         with torch.no_grad():
             expected = torch.nn.functional.cross_entropy(other.eval()(inputs).flatten(0, 1), targets.flatten())
         assert loss == pytest.approx(float(expected), rel=1e-5)
@@ -51,7 +54,7 @@ def test_the_trivial_loss_is_that_of_the_frequencies():
     _, targets = task().held_out(4096)
     counts = torch.bincount(torch.cat([task().batch(i)[1].flatten() for i in range(100)]), minlength=32) + 1.0
     assert runs.trivial_loss == pytest.approx(float(-(counts / counts.sum()).log()[targets].mean()))
-    own = ModelRuns(wb.zoo.transformer(**SIZE), task(), {}, 10, 1, lambda logits, targets: logits.mean())
+    own = ModelRuns(wb.zoo.transformer(**SIZE), task(), {}, 10, 1, loss=lambda logits, targets: logits.mean())
     assert math.isnan(own.trivial_loss)
 
 

@@ -96,9 +96,14 @@ def features(n_updates: int, best_rate: float, useful_edge: float, plan: Trainin
         useful_edge: Its useful edge.
         plan: The training.
     """
-    decays = float(callable(plan.schedule) or plan.schedule != "constant")
     growth = math.log(plan.n_steps / n_updates)
-    return {"constant": 1.0, "growth": growth, "decays": decays, "width": math.log(useful_edge / best_rate)}
+    width = math.log(useful_edge / best_rate)
+    return {"constant": 1.0, "growth": growth, "decays": float(decays(plan)), "width": width}
+
+
+def decays(plan: TrainingPlan) -> bool:
+    """Whether the rate of a training changes after its warm-up."""
+    return callable(plan.schedule) or plan.schedule != "constant"
 
 
 def furthest(last: Round, *, of_loop: bool = False) -> int:

@@ -18,7 +18,7 @@ from workbench.errors import OptionError
 from workbench.formatting import counted, duration, rounded
 from workbench.io.progress import progress_bar
 from workbench.models.losses import token_loss
-from workbench.rates.drift import SOURCES, UNKNOWN, Estimate, extrapolated, furthest, longest_measured
+from workbench.rates.drift import SOURCES, UNKNOWN, Estimate, decays, extrapolated, furthest, longest_measured
 from workbench.rates.pilot_runs import LoopRuns, ModelRuns, PilotRuns
 from workbench.rates.rate_search import HIGHEST, LONGEST_SHARE, LOWEST, RateSearch, Round, has_learned_more
 from workbench.rates.useful_band import RESOLUTION
@@ -197,10 +197,11 @@ def find_rate(
     The pilot tries rates a factor 3.4 apart for a few updates, then those around the best one and the useful edge with
     a fifth of the budget each, at a constant rate after a warm-up of at most a third of their updates; at rates above
     the best one, runs that are clearly worse are stopped. The rates that decide are repeated with a second seed where
-    the budget allows it: longer runs tell more than a second seed does. Losses are those of the mean weights over the
-    last fifth of the updates, which differ less from run to run. The rates for the whole training are extrapolated; how
-    well, is measured on the recorded study of learning rates (``data/README.md``). Interrupting it (in a notebook: the
-    stop button) ends the pilot and gives the answer of the rounds that were finished.
+    the budget allows it: longer runs tell more than a second seed does. If the rate of the training will decay, losses
+    are those of the mean weights over the last fifth of the updates, which are near those after a decay. The rates for
+    the whole training are extrapolated; how well, is measured on the recorded study of learning rates
+    (``data/README.md``). Interrupting it (in a notebook: the stop button) ends the pilot and gives the answer of the
+    rounds that were finished.
 
     Args:
         model: Model or checkpoint that each run begins with, or a function from a seed to one. It is not changed.
@@ -270,7 +271,7 @@ def find_rate(
         elif model is not None:
             longest = min(n_steps, math.ceil(LONGEST_SHARE * budget))
             own = {name: value for name, value in settings.items() if name != "schedule"}
-            runs = ModelRuns(model, task, own, longest, n_seeds, loss, tell)
+            runs = ModelRuns(model, task, own, longest, n_seeds, decays(plan), loss, tell)
         rounds, is_interrupted = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
     name = "" if loop is not None else optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")
     found = FoundRates(

@@ -60,10 +60,7 @@ class PilotRuns(Protocol):
 
 @dataclass
 class ModelRuns:
-    """Runs on copies of a model; one of them is in memory at a time, with the mean of its weights.
-
-    A loss is that of the mean weights over the last fifth of the updates. It is near the loss after a decay of the rate
-    (Haegele et al. 2024, arXiv:2405.18392), and at a constant rate it differs less between runs than their own loss.
+    """Runs on copies of a model, at a constant rate; one of them is in memory at a time.
 
     Args:
         model: Model that every run begins with, or a function from a seed to one; it is not changed.
@@ -72,6 +69,8 @@ class ModelRuns:
             takes at most a third of the updates of a run.
         n_longest: Updates of the longest run: each seed has its own part of the stream.
         n_seeds: Seeds at most.
+        has_mean_weights: Whether a loss is that of the mean weights over the last fifth of the updates, which is near
+            the loss after a decay of the rate (Haegele et al. 2024, arXiv:2405.18392).
         loss: Function from logits and targets to a 0-dim tensor.
         on_update: Called after each update with their number.
     """
@@ -81,6 +80,7 @@ class ModelRuns:
     settings: dict[str, Any]
     n_longest: int
     n_seeds: int
+    has_mean_weights: bool = False
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss
     on_update: Callable[[int], object] = lambda _: None
     n_updates: int = 0
@@ -103,9 +103,9 @@ class ModelRuns:
             self.trivial_loss = frequency_loss(self._data, targets)
 
     def losses(self, rate: float, seed: int, steps: Sequence[int], limits: Sequence[float]) -> list[float]:
-        """Held-out losses of mean weights."""
+        """Held-out losses."""
         model = self._fresh(seed)
-        averaged = AveragedModel(model)
+        mean = AveragedModel(model) if self.has_mean_weights else None
         settings = {**self.settings, "warmup": min(self.settings.get("warmup", 0), int(_WARMUP_SHARE * steps[-1]))}
         found: list[float] = []
         n_done, is_finite = 0, True
@@ -116,11 +116,12 @@ class ModelRuns:
             self.n_updates += 1
             n_done, is_finite = record.step + 1, math.isfinite(record.loss) and math.isfinite(record.grad_norm)
             self.on_update(self.n_updates)
-            if n_done > REFERENCE_SHARE * steps[0]:
-                averaged.update_parameters(model)
+            if mean is not None and n_done > REFERENCE_SHARE * steps[0]:
+                mean.update_parameters(model)
             if n_done == steps[len(found)]:
-                found.append(self._measure(averaged.module) if is_finite else math.inf)
-                averaged.n_averaged.zero_()  # the next update is the first of a new mean
+                found.append(self._measure(model if mean is None else mean.module) if is_finite else math.inf)
+                if mean is not None:
+                    mean.n_averaged.zero_()  # the next update is the first of a new mean
                 if limits[len(found) - 1] < found[-1] < math.inf:
                     return found
         if is_finite and n_done < steps[-1]:

@@ -16,7 +16,7 @@ RATIO = 1.5
 #: Powers between two rates of the first round.
 _COARSE = 3
 #: Powers between two rates of the second round: below the best one, above it, and at most on both sides of the edge.
-_DOWN, _UP, _FINE = 3, 2, 2
+_DOWN, _UP, _FINE = 3, 2, 1
 #: Updates of each run of the two rounds, as shares of the budget.
 _SHORT_SHARE, LONGEST_SHARE = 0.036, 0.2
 #: Losses are measured at the end of a run, after four fifths of its updates, after four fifths of those, and so on; the
