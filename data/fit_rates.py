@@ -26,6 +26,7 @@ import workbench as wb
 from workbench.io.atomic import replacing
 from workbench.rates.drift import SOURCES, features
 from workbench.rates.outcomes import design_key, rate_outcomes
+from workbench.rates.rate_search import LONGEST_SHARE
 from workbench.training.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ TRIED = tuple(("constant", "growth", "decays", "width")[:n] for n in (1, 2, 3, 4
 #: Shares of the designs of other families that lie below and above the interval.
 TAILS = (0.1, 0.9)
 #: Horizons of designs with a constant rate; those of others are where their schedule ends.
-HORIZONS = (240, 480)
+HORIZONS = (120, 240, 480)
 FACTORS = (1.6, 2.5)
 
 
@@ -80,7 +81,8 @@ def _truths(runs: xr.Dataset, shorter: xr.Dataset, horizon: int) -> pd.DataFrame
 def table(rates: xr.Dataset, pilots: list[dict[str, Any]]) -> pd.DataFrame:
     """What each round of each pilot found and what the runs showed, by horizon; ``is_last``: what a pilot answers from.
 
-    A pilot without an answer has one row, whose round is empty.
+    A pilot without an answer has one row, whose round is empty. Trainings shorter than the longest runs of a pilot are
+    left out: it would not make such runs for them.
     """
     import pandas as pd
 
@@ -98,7 +100,8 @@ def table(rates: xr.Dataset, pilots: list[dict[str, Any]]) -> pd.DataFrame:
             rows.append(about | found | {"round": name, "updates": one["n_updates"], "is_last": name == [*known][-1]})
         if not known:
             rows.append(about | {"round": "", "is_last": True})
-    return pd.DataFrame(rows).merge(truths(rates), on="key")
+    found = pd.DataFrame(rows).merge(truths(rates), on="key")
+    return found[found["horizon"] >= LONGEST_SHARE * found["budget"]].reset_index(drop=True)
 
 
 def inputs(rows: pd.DataFrame, names: tuple[str, ...]) -> np.ndarray:

@@ -80,6 +80,7 @@ def losses_of(design: Design, rate: float, seed: int) -> Iterator[float]:
         run.make_model(), run.make_task(), n_steps=plan.n_steps, warmup=warmup, stops_at_divergence=False, **settings
     ):
         yield record.loss
+    yield math.nan  # training ends before if a loss or a gradient is not finite
 
 
 def curvature(design: Design, rate: float) -> float:
