@@ -45,6 +45,12 @@ HORIZONS = (120, 240, 480)
 FACTORS = (1.6, 2.5)
 
 
+def read(file: Path, *, has_locked: bool) -> xr.Dataset:
+    """The recorded study, with or without the set that is read once."""
+    rates = xr.load_dataset(file)
+    return rates if has_locked else rates.isel(run=rates["study"].values != "locked")
+
+
 def truths(rates: xr.Dataset) -> pd.DataFrame:
     """Measured best rate and useful edge of each design after some updates; NaN: not within the rates tried."""
     import pandas as pd
@@ -230,9 +236,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, default=here / "rate_accuracy.csv")
     parser.add_argument("--locked", action="store_true", help="judge on the locked set too")
     args = parser.parse_args()
-    rows = table(xr.load_dataset(args.rates), recorded(args.pilots))
-    if not args.locked:
-        rows = rows[rows["set"] != "locked"]
+    rows = table(read(args.rates, has_locked=args.locked), recorded(args.pilots))
     chosen_on = "choose" if "choose" in set(rows["set"]) else "fit"
     medians: dict[tuple[str, ...], float] = {}
     for names in TRIED:

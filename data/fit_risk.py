@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
-from fit_rates import FACTORS, table, truths
+from fit_rates import FACTORS, read, table, truths
 from make_pilots import recorded
 from rate_designs import designs
 
@@ -247,6 +247,8 @@ def figures(study: Study, predicted: Mapping[str, dict[str, Floats]], is_judged:
                     below[one] = norm.cdf((rate - mean) / np.where(rate < mean, *deviations))
             chance = np.minimum(below["useful_edge"] + 1 - below["slow_edge"], 1.0)
             is_known = is_judged[:, None] & np.isfinite(is_failure) & np.isfinite(chance)
+            if not is_known.any():
+                continue  # pilots of this set are not recorded
             row, _ = np.nonzero(is_known)
             label, score = is_failure[is_known] > 0, chance[is_known]
             families = study.rows["family"].to_numpy()[row]
@@ -359,7 +361,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, default=here / "risk_accuracy.csv")
     parser.add_argument("--locked", action="store_true", help="judge on the locked set too")
     args = parser.parse_args()
-    rates, pilots = xr.load_dataset(args.rates), recorded(args.pilots)
+    rates, pilots = read(args.rates, has_locked=args.locked), recorded(args.pilots)
     study = Study.of(rates, pilots)
     kept, gains = chosen(study)
     print(gains.to_string(index=False, float_format=lambda value: f"{value:.3f}"))

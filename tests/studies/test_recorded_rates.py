@@ -11,6 +11,7 @@ import pytest
 
 import workbench as wb
 from tests.data_scripts import FOLDER
+from workbench.rates.outcomes import design_key
 from workbench.schema.sweeps import CURVES, OUTCOMES, SETTINGS
 
 pytestmark = pytest.mark.recorded
@@ -50,10 +51,11 @@ def test_its_runs_are_those_of_the_script(script, runs, tmp_path, monkeypatch):
 
 
 def test_a_set_holds_its_own_families_alone(script, runs):
-    of_cell = {design.run(0, 1).cell: design for design in script.designs()}
-    for cell, study in set(zip(runs["cell"].values.tolist(), runs["study"].values.tolist(), strict=True)):
-        assert of_cell[cell].set == study
-        assert of_cell[cell].architecture.family in script.FAMILIES[study]
+    designs = {design_key(design.run(0, 1).as_dict()): design for design in script.designs()}
+    for text, study in set(zip(runs["settings"].values.tolist(), runs["study"].values.tolist(), strict=True)):
+        design = designs[design_key(json.loads(text))]
+        assert design.set == study
+        assert design.architecture.family in script.FAMILIES[study]
 
 
 def test_most_useful_edges_lie_within_the_rates_tried(runs):
