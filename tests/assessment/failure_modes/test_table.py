@@ -135,12 +135,12 @@ def test_a_risk_that_is_not_known_leaves_the_verdict_open_and_no_number_anywhere
     assert verdict_of(criteria, modes) == "cannot say"
     row, mode = of(criteria, "failure_probability"), modes.sel(failure_mode="unsuitable_rate")
     assert str(row["state"].values) == str(mode["state"].values) == "not measured"
-    assert str(row["reason"].values) == "nothing was measured at a width of 16"
+    assert str(row["reason"].values) == "too little was measured at a width of 16"
     assert np.isnan([float(row["value"]), float(row["confidence"]), float(mode["confidence"])]).all()
     assert "trials of a few updates that do not break say nothing" in str(mode["reason"].values)
     said = summary_of("it", "cannot say", criteria, modes)
     assert said.startswith(
-        "Whether it will train as planned cannot be said: its risk is not known, for nothing was measured at a width "
+        "Whether it will train as planned cannot be said: its risk is not known, for too little was measured at a width "
         "of 16. Nothing that was measured failed"
     )
     assert said.endswith(f"for an answer, {FIRST_STEP}.")
